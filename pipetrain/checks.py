@@ -1,0 +1,119 @@
+"""Refusals: what would go wrong later is named before training starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from pipetrain.compute.velocity import check_predictable
+from pipetrain.plan.schemes import SCHEMES
+
+DEFAULT_ROWS = 32  # Keras' batch size where none is given
+
+
+def check_optimizer(optimizer: keras.optimizers.Optimizer, scheme: str, stages: int) -> None:
+    """Refuse, by name, the settings that one clone of the optimizer per stage would get wrong."""
+    name = type(optimizer).__name__
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise ValueError(f"Loss scaling is not supported. Received: optimizer={name}. Try the policy 'mixed_bfloat16'.")
+    refused = {
+        "global_clipnorm": (stages > 1, "the norm over all stages is not known to any; try clipnorm or clipvalue"),
+        "use_ema": (True, "try without it"),
+        "gradient_accumulation_steps": (True, "try a larger batch size, or a scheme with microbatches"),
+    }
+    for setting, (applies, remedy) in refused.items():
+        if applies and getattr(optimizer, setting, None):
+            value = getattr(optimizer, setting)
+            raise ValueError(f"{setting} is not supported here: {remedy}. Received: optimizer={name}({setting}={value}).")
+    if SCHEMES[scheme].policy.predicts:
+        check_predictable(optimizer, scheme)
+
+
+def check_loop(run_eagerly: bool, steps_per_execution: int) -> None:
+    """Refuse ways of running a step that a pipeline does not have."""
+    if run_eagerly:
+        raise ValueError("Stages run as TensorFlow functions. Received: run_eagerly=True. Try run_eagerly=False.")
+    if steps_per_execution != 1:
+        raise ValueError(
+            f"Minibatches enter the pipeline one by one. Received: steps_per_execution={steps_per_execution}. Try 1."
+        )
+
+
+def loss_is_mean(loss: Any, microbatches: int) -> bool:
+    """Whether the loss is the mean over the rows (True) or their sum (False).
+
+    With microbatches, a minibatch's loss must follow from its microbatches': ValueError for other reductions.
+    """
+    reductions = {each.reduction for each in keras.tree.flatten(loss) if isinstance(each, keras.losses.Loss)}
+    if reductions == {"sum"}:
+        return False
+    if microbatches > 1 and not reductions <= {"sum_over_batch_size"}:
+        raise ValueError(
+            f"The loss of a batch cannot be put together from its microbatches'. Received: reduction={sorted(map(str, reductions))} "
+            f"with microbatches={microbatches}. Try reduction='sum_over_batch_size', or microbatches=1."
+        )
+    return True
+
+
+def check_data(x: Any, y: Any) -> None:
+    """Refuse missing data and arrays of different lengths."""
+    if x is None:
+        raise ValueError("There is nothing to train on. Received: x=None. Try fit(x, y) with arrays or a tf.data.Dataset.")
+    lengths = {len(array) for array in keras.tree.flatten((x, y)) if _is_array(array)}
+    if 0 in lengths:
+        raise ValueError("There is nothing to train on. Received: x or y with no rows. Try at least one row.")
+    if len(lengths) > 1:
+        raise ValueError(
+            f"Inputs and labels differ in length. Received: x and y with {sorted(lengths)} rows. "
+            "Try as many labels as inputs."
+        )
+
+
+def first_rows(x: Any, batch_size: int | None) -> int | None:
+    """The rows of the first minibatch, where they can be known before it is there."""
+    arrays = [array for array in keras.tree.flatten(x) if _is_array(array)]
+    if arrays:
+        return min(batch_size or DEFAULT_ROWS, len(arrays[0]))
+    if isinstance(x, tf.data.Dataset):
+        shapes = [spec.shape for spec in tf.nest.flatten(x.element_spec) if isinstance(spec, tf.TensorSpec)]
+        return int(shapes[0][0]) if shapes and shapes[0].rank and shapes[0][0] is not None else None
+    return None
+
+
+def check_rows(rows: int | None, microbatches: int) -> None:
+    """Refuse a batch with fewer rows than microbatches."""
+    if rows is not None and rows < microbatches:
+        raise ValueError(
+            f"The batch is smaller than its microbatches. Received: {rows} rows, microbatches={microbatches}. "
+            f"Try microbatches={rows} or a batch size of at least {microbatches}."
+        )
+
+
+def checked_input(x: Any, expected: Any) -> tf.Tensor:
+    """The minibatch's input in the model's type and rank. Raises ValueError where the shapes cannot agree."""
+    tensors = [tensor for tensor in keras.tree.flatten(x) if tensor is not None]
+    if len(tensors) != 1:
+        raise ValueError(f"The model takes one input. Received: x with {len(tensors)}. Try x as one array.")
+    tensor = tf.cast(tensors[0], expected.dtype)
+    if tensor.shape.rank == len(expected.shape) - 1 and expected.shape[-1] == 1:
+        tensor = tensor[..., None]
+    if not tf.TensorShape(expected.shape).is_compatible_with(tensor.shape):
+        raise ValueError(
+            f"The data do not fit the model. Received: x of shape {tuple(tensor.shape)}. Try shape {tuple(expected.shape)}."
+        )
+    return tensor
+
+
+def check_not_yet(replicas: Sequence[int] | None, recompute: bool) -> None:
+    """Refuse what is planned and not there."""
+    if replicas is not None and any(count != 1 for count in replicas):
+        raise NotImplementedError(f"Replicated stages are not there yet. Received: replicas={replicas!r}. Try replicas=None.")
+    if recompute:
+        raise NotImplementedError("Recomputation is not there yet. Received: recompute=True. Try recompute=False.")
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "__len__") and hasattr(value, "shape") and hasattr(value, "dtype")

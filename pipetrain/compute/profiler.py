@@ -1,0 +1,146 @@
+"""Measure what each block of a model costs on a device, and leave the model as it was."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from pipetrain.compute.blocks import Block, Segment, chain
+from pipetrain.compute.split import specs, split
+from pipetrain.plan.profile import BlockProfile, Profile
+
+REPEATS = 5
+MEASURE_S = 0.05  # a figure is the median of at least REPEATS calls and at least this many seconds
+PATIENCE_S = 1.0  # the progress bar appears after this long
+
+
+class _Times(NamedTuple):
+    forward_s: float
+    backward_s: float
+
+
+def profile(model: keras.Model, batch_size: int, device: str = "CPU:0", verbose: bool = True) -> Profile:
+    """Measure every layer's forward and backward seconds, output bytes and weight bytes.
+
+    The blocks run one by one on random data (zeros for integer inputs), each figure the median of several calls
+    less the time of an empty call. Layers of Keras' own with equal settings and shapes are measured once.
+    The model's weights, statistics and seeds are read and never written.
+
+    Args:
+        model: a chain-shaped Keras model.
+        batch_size: rows of the minibatch to measure with, at least 1.
+        device: the TensorFlow device to measure on.
+        verbose: show a progress bar when it takes long.
+
+    Raises:
+        ValueError, TypeError: for a model that is no chain, or a batch size below 1.
+    """
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise ValueError(f"A profile needs at least one row. Received: batch_size={batch_size!r}. Try batch_size=128.")
+    blocks = chain(model)
+    progress = _Progress(len(blocks) if verbose else 0)
+    known: dict[str, _Times] = {}
+    measured = []
+    with tf.device(device):
+        call_s = _empty_call_s()
+        for block in blocks:
+            key = _cost_key(block) or f"alone: {len(measured)}"
+            if key not in known:
+                known[key] = _measure(block, batch_size, first=not measured)
+            times = known[key]
+            measured.append(
+                BlockProfile(
+                    name=block.name,
+                    forward_s=max(times.forward_s - call_s, 0.0),
+                    backward_s=max(times.backward_s - call_s, 0.0),
+                    output_bytes=_size_bytes(_sized(block.node.output_tensors[0], batch_size)),
+                    weight_bytes=sum(_size_bytes(spec) for spec in specs(Segment([block]).trainable_variables)),
+                )
+            )
+            progress.show(len(measured))
+    return Profile(model=model.name, batch_size=batch_size, blocks=tuple(measured))
+
+
+def _measure(block: Block, batch_size: int, first: bool) -> _Times:
+    segment = Segment([block])
+    weights = [variable.value.read_value() for variable in segment.trainable_variables]
+    state = [variable.value.read_value() for variable in segment.non_trainable_variables]
+    x = _sample(_sized(segment.input_tensor, batch_size))
+    flows, constants = ([], [x]) if first or not x.dtype.is_floating else ([x], [])
+
+    def run(weights: Any, state: Any, flows: Any, constants: Any) -> Any:
+        output, state = segment.stateless_call(weights, state, (flows or constants)[0], training=True)
+        return [output], (output, state)
+
+    step = split(run, specs(weights), specs(state), specs(flows), specs(constants))
+    (output, _), residuals = step.forward(weights, state, flows, constants)
+    gradients = [tf.ones_like(output)]
+    return _Times(
+        forward_s=_seconds(lambda: step.forward(weights, state, flows, constants)),
+        backward_s=_seconds(lambda: step.backward(weights, residuals, gradients)),
+    )
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    call()
+    taken: list[float] = []
+    while len(taken) < REPEATS or sum(taken) < MEASURE_S:
+        start = time.perf_counter()
+        call()
+        tf.test.experimental.sync_devices()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
+
+
+def _empty_call_s() -> float:
+    call = tf.function(lambda x: x).get_concrete_function(tf.TensorSpec([]))
+    x = tf.constant(0.0)
+    return _seconds(lambda: call(x))
+
+
+def _cost_key(block: Block) -> str | None:
+    """Equal for blocks that cost the same: Keras' own layers with equal settings and input. None if not known."""
+    if not type(block.layer).__module__.startswith("keras.src.layers"):
+        return None
+    settings = {key: value for key, value in block.layer.get_config().items() if key != "name"}
+    inputs = [(tensor.shape, tensor.dtype) for tensor in block.node.input_tensors]
+    return json.dumps([type(block.layer).__name__, settings, inputs], default=str, sort_keys=True)
+
+
+def _sized(tensor: Any, batch_size: int) -> tf.TensorSpec:
+    """The symbolic tensor's spec with the batch size filled in; other unknown dimensions count as 1."""
+    rows = batch_size if tensor.shape[0] is None else tensor.shape[0]
+    return tf.TensorSpec([rows, *(size or 1 for size in tensor.shape[1:])], tensor.dtype)
+
+
+def _sample(spec: tf.TensorSpec) -> tf.Tensor:
+    if spec.dtype.is_floating:
+        return tf.cast(tf.random.stateless_normal(spec.shape, seed=(0, 0)), spec.dtype)
+    return tf.zeros(spec.shape, spec.dtype)
+
+
+def _size_bytes(spec: tf.TensorSpec) -> int:
+    return int(np.prod(spec.shape.as_list(), dtype=np.int64)) * spec.dtype.size
+
+
+class _Progress:
+    """Keras' progress bar, shown only once the work has taken a while."""
+
+    def __init__(self, blocks: int) -> None:
+        self._blocks, self._start = blocks, time.perf_counter()
+        self._bar: keras.utils.Progbar | None = None
+
+    def show(self, done: int) -> None:
+        if not self._blocks or (self._bar is None and time.perf_counter() - self._start < PATIENCE_S):
+            return
+        if self._bar is None:
+            print("Profiling the model's layers")
+            self._bar = keras.utils.Progbar(self._blocks, unit_name="layer")
+        self._bar.update(done)

@@ -1,0 +1,134 @@
+"""Forward and backward as two TensorFlow functions whose weights are arguments of both.
+
+A single trace runs the forward under a gradient tape and builds the backward as a function nested in it. What
+that nested function captures is exactly what the forward must hand over:
+
+- a *weight* it captured is given anew at backward time, so backward may read another version;
+- what was computed *from weights alone* (a cast, a reshape of gamma) is computed anew from those;
+- everything else is a *residual*: returned by the forward, kept, and passed to the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+Run = Callable[[Sequence[tf.Tensor], Sequence[tf.Tensor], Sequence[tf.Tensor], Any], tuple[Sequence[tf.Tensor], Any]]
+
+
+class SplitFunction(NamedTuple):
+    """The two halves of one training step of a stage, traced once each.
+
+    ``forward(weights, state, flows, constants) -> (aux, residuals)`` and
+    ``backward(weights, residuals, output_gradients) -> (weight_gradients, flow_gradients)``; the gradient of
+    a weight that the outputs do not depend on is None. ``flows`` are the inputs that want a gradient, ``constants`` those that want none.
+    ``state`` are tensors that training changes without gradients (BatchNorm statistics, seeds): they go in,
+    and come out in ``aux``. ``outputs`` are the specs of what gradients start from.
+    """
+
+    forward: Any
+    backward: Any
+    outputs: list[tf.TensorSpec]
+
+
+def split(run: Run, weights: Any, state: Any, flows: Any, constants: Any) -> SplitFunction:
+    """Trace ``run(weights, state, flows, constants) -> (outputs, aux)`` into a forward and a backward function.
+
+    Args:
+        run: the computation; ``outputs`` are the floating-point tensors that gradients start from.
+        weights, state, flows: lists of ``tf.TensorSpec``; ``constants`` any nested structure of them.
+    """
+    halves: dict[str, Any] = {}
+
+    def forward(weights: list[tf.Tensor], state: list[tf.Tensor], flows: list[tf.Tensor], constants: Any) -> Any:
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch([*weights, *flows])
+            outputs, aux = run(weights, state, flows, constants)
+
+        def pull(output_gradients: list[tf.Tensor]) -> Any:
+            if not outputs:
+                return [None] * len(weights), [tf.zeros_like(flow) for flow in flows]
+            by_weight, by_flow = tape.gradient(outputs, [weights, flows], output_gradients)
+            return by_weight, [tf.zeros_like(x) if g is None else g for x, g in zip(flows, by_flow, strict=True)]
+
+        gradients = specs(outputs)
+        nested = tf.function(pull, autograph=False).get_concrete_function(gradients)
+        captures = _Captures(nested.captured_inputs, weights)
+        halves.update(nested=nested, captures=captures, gradients=gradients)
+        return aux, captures.residuals
+
+    traced = tf.function(forward, autograph=False).get_concrete_function(weights, state, flows, constants)
+    nested, captures = halves["nested"], halves["captures"]
+
+    def backward(weights: list[tf.Tensor], residuals: list[tf.Tensor], output_gradients: list[tf.Tensor]) -> Any:
+        nested.set_external_captures(captures.fill_in(weights, residuals))
+        return nested(output_gradients)
+
+    residuals = specs(captures.residuals)
+    return SplitFunction(
+        forward=traced,
+        backward=tf.function(backward, autograph=False).get_concrete_function(weights, residuals, halves["gradients"]),
+        outputs=halves["gradients"],
+    )
+
+
+def specs(values: Sequence[Any]) -> list[tf.TensorSpec]:
+    """Shapes and types of tensors or variables."""
+    return [tf.TensorSpec(value.shape, value.dtype) for value in values]
+
+
+class _Captures:
+    """What the nested backward captured, sorted by where it comes from at backward time."""
+
+    def __init__(self, captured: Sequence[tf.Tensor], weights: Sequence[tf.Tensor]) -> None:
+        self._captured, self._weights = list(captured), list(weights)
+        self._index = {id(weight): i for i, weight in enumerate(weights)}
+        from_weights = _operations_from(weights)
+        self._derived = [t for t in captured if t.op.name in from_weights and id(t) not in self._index]
+        derived = {id(t) for t in self._derived}
+        self.residuals = [t for t in captured if id(t) not in self._index and id(t) not in derived]
+
+    def fill_in(self, weights: Sequence[tf.Tensor], residuals: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """The captures' values in order, from backward's weights and forward's residuals."""
+        values = {id(t): value for t, value in zip(self.residuals, residuals, strict=True)}
+        values.update({key: weights[i] for key, i in self._index.items()})
+        if self._derived:
+            recomputed = self._recompute(weights)
+            values.update({id(t): value for t, value in zip(self._derived, recomputed, strict=True)})
+        return [values[id(t)] for t in self._captured]
+
+    def _recompute(self, weights: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        whole = self._derived[0].graph.as_graph_def()
+        names = _ancestors(self._derived)
+        part = tf.compat.v1.GraphDef(versions=whole.versions, library=whole.library)
+        part.node.extend(node for node in whole.node if node.name in names)
+        for node in part.node:  # what they were only ordered after is not here
+            node.input[:] = [name for name in node.input if not name.startswith("^")]
+        given = {old.name: new for old, new in zip(self._weights, weights, strict=True) if old.op.name in names}
+        return list(tf.graph_util.import_graph_def(part, given, return_elements=[t.name for t in self._derived]))
+
+
+def _ancestors(tensors: Sequence[tf.Tensor]) -> set[str]:
+    """Names of all operations that these tensors are computed from, their own included."""
+    names: set[str] = set()
+    waiting = [tensor.op for tensor in tensors]
+    while waiting:
+        operation = waiting.pop()
+        if operation.name not in names:
+            names.add(operation.name)
+            waiting += [tensor.op for tensor in operation.inputs]
+    return names
+
+
+def _operations_from(weights: Sequence[tf.Tensor]) -> set[str]:
+    """Names of the graph's operations that depend on weights and constants alone."""
+    if not weights:
+        return set()
+    names = {weight.op.name for weight in weights}
+    for operation in weights[0].graph.get_operations():  # in creation order, so inputs come before their users
+        pure = operation.type != "Placeholder" and not operation.op_def.is_stateful
+        if pure and all(tensor.op.name in names for tensor in operation.inputs):
+            names.add(operation.name)
+    return names

@@ -1,0 +1,113 @@
+"""The pipeline behind a PipelineModel: feeds it Keras' data, keeps the model's weights in step with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from pipetrain import checks
+from pipetrain.compute.stage import LossFunction
+from pipetrain.layout import Layout
+from pipetrain.plan.schemes import Scheme
+from pipetrain.plan.trace import Trace
+from pipetrain.run.collector import Result
+from pipetrain.run.pipeline import Pipeline
+from pipetrain.run.readahead import Minibatch, ReadAhead
+
+
+class PipelineEngine:
+    """Between two drains the weights live in the stages; otherwise in the model.
+
+    Args:
+        model: the model to train.
+        layout: its stages.
+        scheme: order of actions and choice of weights.
+        microbatches: pieces per minibatch.
+    """
+
+    def __init__(self, model: keras.Model, layout: Layout, scheme: Scheme, microbatches: int) -> None:
+        self.layout, self.microbatches = layout, microbatches
+        self._model, self._scheme = model, scheme
+        self._pipeline: Pipeline | None = None
+        self._ahead: ReadAhead | None = None
+
+    def forget(self) -> None:
+        """The optimizer or the loss is another: stages are made anew at the next ``prepare``."""
+        self._pipeline = None
+
+    def prepare(self, batch_size: int, optimizer: keras.optimizers.Optimizer, loss: Any, compute: LossFunction) -> None:
+        """Make the stages, if there are none for this compilation."""
+        if self._pipeline is None:
+            mean = checks.loss_is_mean(loss, self.microbatches)
+            stages = self.layout.build(batch_size, optimizer, compute)
+            self._pipeline = Pipeline(stages, self._scheme, self.microbatches, mean)
+            self._optimizer = optimizer
+            self._scheduled = isinstance(optimizer.get_config()["learning_rate"], dict)
+
+    def begin_epoch(self, steps: int | None, snapshot_every: int) -> None:
+        """The next ``step`` reads from a new iterator, at most ``steps`` minibatches."""
+        self._pipeline.snapshot_every = snapshot_every
+        self._ahead = ReadAhead(self._pipeline, self._unpack, self._learning_rate, steps)
+        self._checked = False
+
+    def step(self, iterator: Iterator[Any]) -> tuple[Minibatch, Result]:
+        """The next minibatch and its result; later ones are in flight. Raises StopIteration at the data's end."""
+        return self._ahead.step(iterator)
+
+    def leftovers(self) -> Iterator[tuple[Minibatch, Result]]:
+        """The results of this epoch's minibatches that no step has taken."""
+        if self._ahead is not None:
+            yield from self._ahead.rest()
+
+    def synchronize(self) -> None:
+        """Drain: whatever is in flight finishes, and the weights flow back into the model."""
+        if self._pipeline is not None:
+            self._pipeline.drain()
+            self._optimizer.iterations.assign(self._pipeline.updates)
+
+    def finish(self) -> None:
+        """The end of training."""
+        self.synchronize()
+        self._ahead = None
+
+    def abort(self, store: bool) -> None:
+        """Stop at once; hand the weights back if ``store``."""
+        self._ahead = None
+        if self._pipeline is not None:
+            self._pipeline.abort(store)
+
+    def snapshots(self, step: int) -> Iterator[int]:
+        """Each version kept by now: the model holds its weights, and the stages rest, until the next is asked for."""
+        if not self._pipeline.snapshots:
+            return
+        with self._pipeline.paused():
+            while self._pipeline.snapshots:
+                snapshot = self._pipeline.snapshots.popleft()
+                self._pipeline.restore(snapshot)
+                yield snapshot.version
+
+    @property
+    def trace(self) -> Trace:
+        """What happened up to the last drain."""
+        return self._pipeline.trace if self._pipeline else Trace(())
+
+    def _learning_rate(self) -> float | None:
+        """The rate a minibatch takes along; None where each stage's own copy of a schedule knows it."""
+        return None if self._scheduled else float(self._optimizer.learning_rate.numpy())
+
+    def _unpack(self, data: Any) -> Minibatch:
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        tensor = checks.checked_input(x, self._model.inputs[0])
+        if not self._checked:
+            checks.check_rows(int(tensor.shape[0]), self.microbatches)
+            self._checked = True
+        self._pipeline.trace_for(tf.nest.map_structure(_any_rows, (y, sample_weight)))
+        return Minibatch(tensor, y, sample_weight)
+
+
+def _any_rows(tensor: Any) -> Any:
+    """The tensor's spec for any number of rows."""
+    return None if tensor is None else tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype)

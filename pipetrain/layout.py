@@ -1,0 +1,80 @@
+"""How a model is laid out: its blocks, where it is cut, and the device of each stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import keras
+
+from pipetrain.compute.blocks import Segment, chain, cut_points
+from pipetrain.compute.profiler import profile
+from pipetrain.compute.stage import LossFunction, Stage
+from pipetrain.plan.partition import Partition, partition, plan
+from pipetrain.run.devices import assign
+
+
+class Layout:
+    """The stages of a model, by number, by cuts or by partition.
+
+    Args:
+        model: a chain-shaped model.
+        stages: their number, a ``Partition`` of this model, or None for one per device.
+        cuts: the last layer of every stage but the final one, instead of ``stages``.
+        devices: full TensorFlow device names.
+
+    Raises:
+        ValueError, TypeError: for a model that is no chain, for more stages than layers, for cuts or a partition
+            that are not this model's.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        stages: int | Partition | None,
+        cuts: Sequence[str] | None,
+        devices: Sequence[str],
+    ) -> None:
+        self._model, self._blocks = model, chain(model)
+        self._partition = stages if isinstance(stages, Partition) else None
+        self._ends: list[int] | None = None
+        if self._partition is not None:
+            if cuts is not None:
+                raise ValueError("Stages are given twice. Received: stages=Partition and cuts. Try one of them.")
+            cuts = self._partition.cuts
+        if cuts is not None:
+            self._ends = cut_points(self._blocks, tuple(cuts))
+        self.stages = len(self._ends) if self._ends else self._checked_count(stages, len(devices))
+        if isinstance(stages, int) and stages != self.stages:
+            raise ValueError(
+                f"The cuts make {self.stages} stages. Received: stages={stages}, cuts={cuts!r}. Try leaving stages out."
+            )
+        self._devices = assign(devices, self.stages)
+
+    def _checked_count(self, stages: object, devices: int) -> int:
+        blocks = len(self._blocks)
+        count = min(devices, blocks) if stages is None else stages
+        if not isinstance(count, int) or not 1 <= count <= blocks:
+            raise ValueError(
+                f"The model {self._model.name!r} has {blocks} layers, each in one stage. Received: stages={stages!r}. "
+                f"Try a number from 1 to {blocks}."
+            )
+        return count
+
+    def partition(self, batch_size: int, verbose: bool = False) -> Partition:
+        """The cut of the model; profiles it at this batch size if nothing has decided the cut yet."""
+        if self._partition is None:
+            measured = profile(self._model, batch_size, self._devices[0], verbose)
+            self._partition = plan(measured, self._ends) if self._ends else partition(measured, self.stages)
+        return self._partition
+
+    def build(self, batch_size: int, optimizer: keras.optimizers.Optimizer, loss: LossFunction) -> list[Stage]:
+        """The stages, each on its device, the last one with the loss."""
+        ends = self._ends
+        if ends is None:
+            ends = [len(self._blocks)] if self.stages == 1 else cut_points(self._blocks, self.partition(batch_size, True).cuts)
+        stages = []
+        for first, end, device in zip([0, *ends[:-1]], ends, self._devices, strict=True):
+            segment = Segment(self._blocks[first:end])
+            last = end == len(self._blocks)
+            stages.append(Stage(segment, device, optimizer, first=first == 0, loss=loss if last else None))
+        return stages

@@ -1,0 +1,75 @@
+"""What each block of a model costs: seconds and bytes, measured or made up."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pipetrain.plan.table import table
+
+
+@dataclass(frozen=True)
+class BlockProfile:
+    """One block (a layer, as a rule) at the profile's batch size.
+
+    ``output_bytes`` is what crosses a cut made right after this block, skips over it included;
+    ``weight_bytes`` its trainable weights.
+    """
+
+    name: str
+    forward_s: float
+    backward_s: float
+    output_bytes: int
+    weight_bytes: int
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The measured chain of blocks of one model at one batch size; prints as a table."""
+
+    model: str
+    batch_size: int
+    blocks: tuple[BlockProfile, ...]
+
+    @property
+    def total_s(self) -> float:
+        """Seconds for one minibatch on one device: every forward and every backward."""
+        return sum(block.forward_s + block.backward_s for block in self.blocks)
+
+    def to_json(self) -> str:
+        """The profile as JSON text; ``from_json`` reads it back equal."""
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Profile:
+        """Read ``to_json``'s text back; raises ValueError when it is not a profile."""
+        try:
+            data = json.loads(text)
+            blocks = tuple(BlockProfile(**block) for block in data["blocks"])
+            return cls(model=data["model"], batch_size=data["batch_size"], blocks=blocks)
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"Not a profile: {error}. Received: {text[:60]!r}. Try a file that save() wrote.") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile to a JSON file."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Read a profile that ``save`` wrote."""
+        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+
+    def __str__(self) -> str:
+        rows = [
+            (b.name, f"{b.forward_s * 1e3:.2f}", f"{b.backward_s * 1e3:.2f}", mib(b.output_bytes), mib(b.weight_bytes))
+            for b in self.blocks
+        ]
+        header = ("block", "forward ms", "backward ms", "output MiB", "weights MiB")
+        title = f"{self.model}: {len(self.blocks)} blocks, batch {self.batch_size}, {self.total_s * 1e3:.1f} ms"
+        return f"{title}\n{table(header, rows)}"
+
+
+def mib(size_bytes: int) -> str:
+    """Bytes as mebibytes, two decimals."""
+    return f"{size_bytes / 2**20:.2f}"

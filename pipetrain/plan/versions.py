@@ -1,0 +1,160 @@
+"""Which weights each forward and backward reads: a version of the stage's weights, and how far to predict from it.
+
+``W_k[v]`` are stage k's weights after v updates; N stages, k = 0 ... N-1; minibatch i's backward makes
+``W_k[i+1]``. A policy answers two questions with plain numbers, whatever the weights are made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+
+class Read(NamedTuple):
+    """Read version ``version``, moved ``horizon`` updates ahead along the velocity."""
+
+    version: int
+    horizon: int = 0
+
+
+class Policy(Protocol):
+    """The weights of F(i) and of B(i) at stage k of N."""
+
+    predicts: bool
+
+    def forward(self, minibatch: int, stage: int, stages: int) -> Read: ...
+
+    def backward(self, minibatch: int, stage: int, stages: int) -> Read: ...
+
+
+def newest(minibatch: int, stage: int, stages: int) -> int:
+    """The updates that stage k has done just before F(i): ``v_F = max(0, i - (N-1-k))``."""
+    return max(0, minibatch - (stages - 1 - stage))
+
+
+class Vanilla:
+    """Whatever is newest: F(i) reads ``W[v_F]``, B(i) reads ``W[i]`` with the activations that F stored."""
+
+    predicts = False
+
+    def forward(self, minibatch: int, stage: int, stages: int) -> Read:
+        return Read(newest(minibatch, stage, stages))
+
+    def backward(self, minibatch: int, stage: int, stages: int) -> Read:
+        return Read(minibatch)
+
+
+class WeightStashing:
+    """B(i) reads the version that F(i) read: ``W[v_F]`` for both (PipeDream, arXiv 1806.03377)."""
+
+    predicts = False
+
+    def forward(self, minibatch: int, stage: int, stages: int) -> Read:
+        return Read(newest(minibatch, stage, stages))
+
+    def backward(self, minibatch: int, stage: int, stages: int) -> Read:
+        return self.forward(minibatch, stage, stages)
+
+
+class VerticalSync:
+    """One version per minibatch at every stage: ``W[max(0, i-(N-1))]`` for both (PipeDream)."""
+
+    predicts = False
+
+    def forward(self, minibatch: int, stage: int, stages: int) -> Read:
+        return Read(newest(minibatch, 0, stages))
+
+    def backward(self, minibatch: int, stage: int, stages: int) -> Read:
+        return self.forward(minibatch, stage, stages)
+
+
+class SpecTrain:
+    """Predicted weights: what the newest version will be when the minibatch's round trip ends.
+
+    ``s = min(i, N-1-k) + floor(k/2)`` from version ``v_F`` in F(i); ``s = floor(k/2)`` from version ``i`` in
+    B(i). In steady state these are the paper's ``floor(k/2) + N-k-1`` and ``floor(k/2)``; the minimum is the
+    ramp-up after a start or a drain, where fewer updates lie ahead. Source: arXiv 1809.02839, equations 4-6.
+    """
+
+    predicts = True
+
+    def forward(self, minibatch: int, stage: int, stages: int) -> Read:
+        ahead = min(minibatch, stages - 1 - stage) + stage // 2
+        return Read(newest(minibatch, stage, stages), ahead)
+
+    def backward(self, minibatch: int, stage: int, stages: int) -> Read:
+        return Read(minibatch, stage // 2)
+
+
+class Flush:
+    """One version per minibatch, the current one: what synchronous schedules read."""
+
+    predicts = False
+
+    def forward(self, minibatch: int, stage: int, stages: int) -> Read:
+        return Read(minibatch)
+
+    def backward(self, minibatch: int, stage: int, stages: int) -> Read:
+        return Read(minibatch)
+
+
+def predict(weights: list[Any], velocity: list[Any], horizon: Any) -> list[Any]:
+    """``W + s * v`` per weight, with v the last velocity update (arXiv 1809.02839, equation 4).
+
+    Keras' momentum slot ``m <- mu*m - lr*g`` is that update already, learning rate and sign included.
+    """
+    return [w + horizon * v for w, v in zip(weights, velocity, strict=True)]
+
+
+class WeightVersions:
+    """The versions of one stage's weights that some action still has to read.
+
+    Weights may be anything: integers, arrays, tensors. ``current()`` reads the newest version and
+    ``predict(weights, horizon)`` moves it ahead; only the newest can be predicted from, for the velocity
+    belongs to it. Memory: an old version is held only while an action will still read it, so weight
+    stashing holds ``N-k-1`` besides the newest at stage k, and vanilla and SpecTrain none.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        stage: int,
+        stages: int,
+        current: Callable[[], Any],
+        predict: Callable[[Any, int], Any],
+    ) -> None:
+        self._policy, self._stage, self._stages = policy, stage, stages
+        self._current, self._predict = current, predict
+        self._kept: dict[int, Any] = {}
+        self._next_forward = self._next_backward = 0
+        self.newest = 0
+
+    def forward(self, minibatch: int) -> Any:
+        """The weights of F(minibatch)."""
+        self._next_forward = minibatch + 1
+        return self._resolve(self._policy.forward(minibatch, self._stage, self._stages))
+
+    def backward(self, minibatch: int) -> Any:
+        """The weights of B(minibatch)."""
+        self._next_backward = minibatch + 1
+        return self._resolve(self._policy.backward(minibatch, self._stage, self._stages))
+
+    def before_update(self) -> None:
+        """Call just before the weights change: keeps the newest if an action still reads it, forgets what none will."""
+        oldest = min(
+            self._policy.forward(self._next_forward, self._stage, self._stages).version,
+            self._policy.backward(self._next_backward, self._stage, self._stages).version,
+        )
+        if self.newest >= oldest:
+            self._kept[self.newest] = self._current()
+        self._kept = {version: weights for version, weights in self._kept.items() if version >= oldest}
+        self.newest += 1
+
+    @property
+    def kept(self) -> int:
+        """Versions held besides the newest."""
+        return len(self._kept)
+
+    def _resolve(self, read: Read) -> Any:
+        weights = self._current() if read.version == self.newest else self._kept[read.version]
+        return self._predict(weights, read.horizon) if read.horizon else weights

@@ -1,0 +1,1 @@
+"""Execution: devices, one thread per stage, and the mailboxes between them."""

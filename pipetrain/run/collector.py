@@ -1,0 +1,76 @@
+"""Puts the workers' reports together: microbatches to results, stages' weights to snapshots."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from pipetrain.run.messages import Output, Updated
+
+
+class Result(NamedTuple):
+    """One minibatch's loss and the predictions it was computed from."""
+
+    loss: float
+    predictions: tf.Tensor
+
+
+class Snapshot(NamedTuple):
+    """Every stage's weights and state after the same number of updates."""
+
+    version: int
+    stages: list[list[tf.Tensor]]
+
+
+class Collector:
+    """Results in the order of their minibatches, and complete snapshots.
+
+    A synchronous result counts once every stage has made the minibatch's update; an asynchronous one as soon as
+    the last stage has run it.
+    """
+
+    def __init__(self, stages: int, synchronous: bool, updates_before: int) -> None:
+        self.results: deque[Result] = deque()
+        self.snapshots: deque[Snapshot] = deque()
+        self._synchronous, self._updates_before = synchronous, updates_before
+        self._versions, self._released = [0] * stages, 0
+        self._outputs: list[Output] = []
+        self._waiting: deque[Result] = deque()
+        self._parts: defaultdict[int, dict[int, list[tf.Tensor]]] = defaultdict(dict)
+
+    def add(self, report: Output | Updated) -> None:
+        """Take one report."""
+        if isinstance(report, Output):
+            self._outputs.append(report)
+            if report.microbatch.index == report.microbatch.group[-1]:
+                self._waiting.append(_joined(self._outputs))
+                self._outputs = []
+        else:
+            self._versions[report.stage] = report.version
+            if report.snapshot is not None:
+                self._add_snapshot(report.stage, report.version, report.snapshot)
+        while self._waiting and (not self._synchronous or self._released < min(self._versions)):
+            self.results.append(self._waiting.popleft())
+            self._released += 1
+
+    def _add_snapshot(self, stage: int, version: int, values: list[tf.Tensor]) -> None:
+        parts = self._parts[version]
+        parts[stage] = values
+        if len(parts) == len(self._versions):
+            del self._parts[version]
+            ordered = [parts[k] for k in range(len(parts))]
+            self.snapshots.append(Snapshot(self._updates_before + version, ordered))
+
+
+def _joined(outputs: list[Output]) -> Result:
+    """A minibatch's result from its microbatches': ``sum(loss_share * loss + share * penalty)``."""
+    loss = 0.0
+    for output in outputs:
+        microbatch = output.microbatch
+        loss += microbatch.loss_share * float(output.loss)
+        if microbatch.penalty is not None:
+            loss += microbatch.share * float(microbatch.penalty)
+    predictions = [output.predictions for output in outputs]
+    return Result(loss, predictions[0] if len(predictions) == 1 else tf.concat(predictions, axis=0))

@@ -1,0 +1,80 @@
+"""TensorFlow devices: logical CPU devices, and which device each stage gets."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+
+def set_cpu_devices(count: int) -> None:
+    """Split the CPU into ``count`` logical TensorFlow devices, ``CPU:0`` to ``CPU:count-1``.
+
+    The processor's cores are divided among them. Must come before TensorFlow starts (before the first
+    tensor or model); asking again for the same number does nothing.
+
+    Raises:
+        ValueError: count below 1.
+        RuntimeError: TensorFlow has already started with another number of CPU devices.
+    """
+    if not isinstance(count, int) or count < 1:
+        raise ValueError(f"There must be at least one CPU device. Received: count={count!r}. Try set_cpu_devices(4).")
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    configured = tf.config.get_logical_device_configuration(cpu)
+    if configured is not None and len(configured) == count:
+        return
+    try:
+        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
+        tf.config.threading.set_intra_op_parallelism_threads(max(1, len(os.sched_getaffinity(0)) // count))
+        tf.config.threading.set_inter_op_parallelism_threads(count)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"TensorFlow has already started, so its CPU devices are fixed. Received: count={count}. "
+            "Try calling pipetrain.set_cpu_devices first, before any tensor or model is made."
+        ) from error
+
+
+def available() -> list[str]:
+    """The devices that stages go to by default: logical CPU devices if there are several, else GPUs, else the CPU."""
+    cpus, gpus = tf.config.list_logical_devices("CPU"), tf.config.list_logical_devices("GPU")
+    chosen = cpus if len(cpus) > 1 or not gpus else gpus
+    return [device.name for device in chosen]
+
+
+def resolve(devices: Sequence[str] | None) -> list[str]:
+    """Full TensorFlow names of ``devices``, such as ``CPU:0``; ``available()`` where None.
+
+    Raises ValueError for a name TensorFlow does not have, listing those it has.
+    """
+    if devices is None:
+        return available()
+    if isinstance(devices, str) or not devices:
+        raise ValueError(f"One device name or more is needed. Received: devices={devices!r}. Try devices=('CPU:0',).")
+    present = {device.name: device for device in tf.config.list_logical_devices()}
+    return [_full_name(name, list(present)) for name in devices]
+
+
+def _full_name(name: str, present: list[str]) -> str:
+    for full in present:
+        if name.upper() in (full.upper(), full.upper().removeprefix("/DEVICE:")):
+            return full
+    raise ValueError(
+        f"TensorFlow has no such device. Received: devices=... {name!r}. "
+        f"Try one of: {', '.join(full.removeprefix('/device:') for full in present)}; "
+        "more CPU devices come from pipetrain.set_cpu_devices."
+    )
+
+
+def assign(devices: Sequence[str], stages: int) -> list[str]:
+    """A device for each stage: neighbours share one where there are fewer devices than stages."""
+    used = devices[:stages]
+    return [used[stage * len(used) // stages] for stage in range(stages)]
+
+
+def transfer(tensor: tf.Tensor, device: str) -> tf.Tensor:
+    """The tensor on another device; TensorFlow does the copy."""
+    if tensor.device.endswith(device):
+        return tensor
+    with tf.device(device):
+        return tf.identity(tensor)

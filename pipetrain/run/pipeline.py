@@ -1,0 +1,233 @@
+"""The running pipeline: stages on their threads, minibatches in, losses and predictions out."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import tensorflow as tf
+
+from pipetrain.compute.stage import Stage
+from pipetrain.plan.schemes import Scheme
+from pipetrain.plan.trace import Span, Trace
+from pipetrain.run.collector import Collector, Result, Snapshot
+from pipetrain.run.devices import transfer
+from pipetrain.run.mailbox import Closed, Mailbox
+from pipetrain.run.messages import Microbatch, Output, Updated
+from pipetrain.run.worker import Control, Door, Doors, Worker
+
+KEPT_SPANS = 200_000  # the newest spans that are kept, so that no run is too long for memory
+Value = TypeVar("Value")
+
+
+class Pipeline:
+    """Stages at work: ``post`` minibatches, take as many ``result``s, ``drain``.
+
+    Threads live from the first ``post`` to the next ``drain`` or ``abort``. The former takes the weights from the
+    model, the latter hand them back.
+
+    Args:
+        stages: the stages in order.
+        scheme: order of actions and choice of weights.
+        microbatches: pieces that a minibatch is split into.
+        loss_is_mean: whether a minibatch's loss is the mean (else the sum) over its rows.
+
+    Set ``snapshot_every`` to keep the weights of every so many updates in ``snapshots``; 0 keeps none.
+    """
+
+    def __init__(
+        self, stages: Sequence[Stage], scheme: Scheme, microbatches: int, loss_is_mean: bool
+    ) -> None:
+        self._stages, self._scheme, self._microbatches = list(stages), scheme, microbatches
+        self._loss_is_mean = loss_is_mean
+        self._workers: list[Worker] = []
+        self._boxes: list[Mailbox[Any]] = []
+        self._spans: deque[Span] = deque(maxlen=KEPT_SPANS)
+        self.updates = 0  # made up to the last drain
+        self._results: deque[Result] = deque()
+        self._error: BaseException | None = None
+        self._traced_for: Any = ()
+        self.snapshot_every = 0
+        self.snapshots: deque[Snapshot] = deque()
+
+    @property
+    def window(self) -> int:
+        """How many minibatches may be posted ahead of the results taken.
+
+        Asynchronous: one per stage, and two that wait at the door so that the caller may be late. Synchronous: one,
+        so that whatever the caller does between two minibatches happens between two updates.
+        """
+        return len(self._stages) + 2 if self._scheme.asynchronous else 1
+
+    @property
+    def trace(self) -> Trace:
+        """What happened up to the last drain."""
+        return Trace.of(self._spans)
+
+    def trace_for(self, targets: Any) -> None:
+        """Trace every stage, the last one for labels and sample weights of these specs; once for each structure."""
+        if targets == self._traced_for:
+            return
+        self.drain()
+        for stage in self._stages[:-1]:
+            stage.trace()
+        self._stages[-1].trace(targets)
+        self._traced_for = targets
+
+    def post(self, x: tf.Tensor, y: Any, sample_weight: Any, learning_rate: float | None) -> None:
+        """Send a minibatch on its way; starts the threads if the pipeline is empty."""
+        if not self._workers:
+            self._start()
+        pieces = _split((x, (y, sample_weight)), self._microbatches)
+        group = range(self._posted_microbatches, self._posted_microbatches + len(pieces))
+        for index, (share, (tensor, targets)) in zip(group, pieces, strict=True):
+            microbatch = Microbatch(
+                index=index,
+                minibatch=self._posted,
+                group=group,
+                share=share,
+                loss_share=share if self._loss_is_mean else 1.0,
+                learning_rate=learning_rate,
+                tensor=transfer(tensor, self._stages[0].device),
+                targets=targets,
+            )
+            self._guarded(lambda sent=microbatch: self._boxes[0].put(sent))
+        self._posted += 1
+        self._posted_microbatches += len(group)
+
+    def result(self) -> Result:
+        """The next minibatch's loss and predictions, in order; waits for them. Raises what a stage raised."""
+        while not self._results:
+            self._collect(self._guarded(self._reports.get))
+        return self._results.popleft()
+
+    def drain(self) -> None:
+        """Let everything in flight finish, end the threads, hand the weights back. Raises what a stage raised."""
+        if not self._workers:
+            return
+        self._guarded(lambda: self._boxes[0].put(None))
+        for worker in self._workers:
+            worker.join()
+        if self._error is not None:
+            raise self._error
+        while len(self._reports):
+            self._collect(self._reports.get())
+        self._end(store=True)
+
+    def abort(self, store: bool) -> None:
+        """End the threads at once, whatever is in flight, and hand the weights back if ``store``."""
+        if self._workers:
+            self._close()
+            for worker in self._workers:
+                worker.join()
+            self._end(store)
+        self._results.clear()
+        self.snapshots.clear()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Meanwhile no stage begins an action; what is in flight stays in flight."""
+        if not self._workers:
+            yield
+            return
+        self._control.running.clear()
+        try:
+            yield
+        finally:
+            self._control.running.set()
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Write a snapshot into the model's own variables."""
+        for stage, values in zip(self._stages, snapshot.stages, strict=True):
+            stage.store(values)
+
+    def _start(self) -> None:
+        self._error = None
+        self._posted = self._posted_microbatches = 0
+        self._reports: Mailbox[Output | Updated] = Mailbox()
+        self._control = Control(self._reports.put, self._fail, self._wants_snapshot)
+        self._collector = Collector(len(self._stages), not self._scheme.asynchronous, self.updates)
+        for stage in self._stages:
+            stage.load()
+        self._workers = self._make_workers()
+        for worker in self._workers:
+            worker.start()
+
+    def _make_workers(self) -> list[Worker]:
+        stages = self._stages
+        capacity = self.window * self._microbatches + 1
+        inboxes: list[Mailbox[Any]] = [Mailbox(capacity) for _ in stages]
+        returns: list[Mailbox[Any]] = [Mailbox(capacity) for _ in stages]
+        self._boxes = [*inboxes, *returns, self._reports]
+        workers = []
+        for k, stage in enumerate(stages):
+            above = Door(returns[k - 1], stages[k - 1].device) if k > 0 else None
+            below = Door(inboxes[k + 1], stages[k + 1].device) if k + 1 < len(stages) else None
+            doors = Doors(inboxes[k], returns[k], above, below)
+            workers.append(Worker(k, len(stages), stage, self._scheme, doors, self._control))
+        return workers
+
+    def _end(self, store: bool) -> None:
+        for worker in self._workers:
+            self._spans.extend(worker.spans)
+        self.updates += self._posted
+        self._workers, self._boxes = [], []
+        if store:
+            for stage in self._stages:
+                stage.store()
+
+    def _wants_snapshot(self, version: int) -> bool:
+        return self.snapshot_every > 0 and (self.updates + version) % self.snapshot_every == 0
+
+    def _collect(self, report: Output | Updated) -> None:
+        self._collector.add(report)
+        self._results.extend(self._collector.results)
+        self.snapshots.extend(self._collector.snapshots)
+        self._collector.results.clear()
+        self._collector.snapshots.clear()
+
+    def _fail(self, error: BaseException, place: str) -> None:
+        """Called by a worker's thread: keeps the first exception, with its place, and stops everyone."""
+        if self._error is None:
+            _add_note(error, place)
+            self._error = error
+        self._close()
+
+    def _close(self) -> None:
+        self._control.running.set()
+        for box in self._boxes:
+            box.close()
+
+    def _guarded(self, call: Callable[[], Value]) -> Value:
+        """``call()``, or what a stage raised if the pipeline failed meanwhile."""
+        try:
+            return call()
+        except Closed:
+            if self._error is not None:
+                raise self._error from None
+            raise
+
+
+def _split(data: Any, pieces: int) -> list[tuple[float, Any]]:
+    """Rows of every tensor in ``data`` in up to ``pieces`` parts, as even as can be, each with its share of the rows."""
+    tensors = tf.nest.flatten(data)
+    rows = int(tensors[0].shape[0])
+    pieces = min(pieces, rows)
+    if pieces == 1:
+        return [(1.0, data)]
+    ends = [rows * (n + 1) // pieces for n in range(pieces)]
+    parts = []
+    for first, end in zip([0, *ends[:-1]], ends, strict=True):
+        part = tf.nest.map_structure(lambda tensor, a=first, b=end: None if tensor is None else tensor[a:b], data)
+        parts.append(((end - first) / rows, part))
+    return parts
+
+
+def _add_note(error: BaseException, note: str) -> None:
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
+    else:  # what add_note does, for tracebacks that know of notes
+        error.__notes__ = [*getattr(error, "__notes__", []), note]

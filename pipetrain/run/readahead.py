@@ -1,0 +1,57 @@
+"""Keeps the pipeline full: posts minibatches ahead of the step that Keras' loop is at."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from pipetrain.run.collector import Result
+from pipetrain.run.pipeline import Pipeline
+
+
+class Minibatch(NamedTuple):
+    """Inputs, labels and sample weights of one step."""
+
+    x: Any
+    y: Any
+    sample_weight: Any
+
+
+class ReadAhead:
+    """Each ``step`` returns one minibatch with its result, in order, and has posted a window of later ones.
+
+    So the logs of a step are those of its own minibatch, whatever is in flight. ``steps`` bounds what is read from
+    the iterator: Keras may go on reading from the same one in the next epoch.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        unpack: Callable[[Any], Minibatch],
+        learning_rate: Callable[[], float | None],
+        steps: int | None,
+    ) -> None:
+        self._pipeline, self._unpack, self._learning_rate, self._left = pipeline, unpack, learning_rate, steps
+        self._posted: deque[Minibatch] = deque()
+
+    def step(self, iterator: Iterator[Any]) -> tuple[Minibatch, Result]:
+        """The next minibatch and its result. Raises StopIteration when the data have ended."""
+        while len(self._posted) < self._pipeline.window and self._left != 0:
+            try:
+                minibatch = self._unpack(next(iterator))
+            except StopIteration:
+                self._left = 0
+                break
+            self._pipeline.post(*minibatch, self._learning_rate())
+            self._posted.append(minibatch)
+            self._left = None if self._left is None else self._left - 1
+        if not self._posted:
+            raise StopIteration
+        return self._posted.popleft(), self._pipeline.result()
+
+    def rest(self) -> Iterator[tuple[Minibatch, Result]]:
+        """What was posted ahead and not yet returned; nothing more is read."""
+        self._left = 0
+        while self._posted:
+            yield self._posted.popleft(), self._pipeline.result()
