@@ -107,6 +107,12 @@ def checked_input(x: Any, expected: Any) -> tf.Tensor:
     return tensor
 
 
+def check_microbatches(microbatches: Any) -> None:
+    """Refuse anything but None or a count."""
+    if microbatches is not None and (not isinstance(microbatches, int) or microbatches < 1):
+        raise ValueError(f"A batch has at least one microbatch. Received: microbatches={microbatches!r}. Try 4.")
+
+
 def check_not_yet(replicas: Sequence[int] | None, recompute: bool) -> None:
     """Refuse what is planned and not there."""
     if replicas is not None and any(count != 1 for count in replicas):

@@ -29,21 +29,25 @@ class PipelineEngine:
     """
 
     def __init__(self, model: keras.Model, layout: Layout, scheme: Scheme, microbatches: int) -> None:
+        self.model = self.trained = model
+        self.strategy = tf.distribute.get_strategy()
         self.layout, self.microbatches = layout, microbatches
-        self._model, self._scheme = model, scheme
+        self._scheme = scheme
         self._pipeline: Pipeline | None = None
         self._ahead: ReadAhead | None = None
+
+    def load(self) -> None:
+        """Nothing to do: the stages take the model's weights when they start."""
 
     def forget(self) -> None:
         """The optimizer or the loss is another: stages are made anew at the next ``prepare``."""
         self._pipeline = None
 
-    def prepare(self, batch_size: int, optimizer: keras.optimizers.Optimizer, loss: Any, compute: LossFunction) -> None:
+    def prepare(self, rows: int, optimizer: keras.optimizers.Optimizer, loss_is_mean: bool, loss: LossFunction) -> None:
         """Make the stages, if there are none for this compilation."""
         if self._pipeline is None:
-            mean = checks.loss_is_mean(loss, self.microbatches)
-            stages = self.layout.build(batch_size, optimizer, compute)
-            self._pipeline = Pipeline(stages, self._scheme, self.microbatches, mean)
+            stages = self.layout.build(rows, optimizer, loss)
+            self._pipeline = Pipeline(stages, self._scheme, self.microbatches, loss_is_mean)
             self._optimizer = optimizer
             self._scheduled = isinstance(optimizer.get_config()["learning_rate"], dict)
 
@@ -100,7 +104,7 @@ class PipelineEngine:
 
     def _unpack(self, data: Any) -> Minibatch:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        tensor = checks.checked_input(x, self._model.inputs[0])
+        tensor = checks.checked_input(x, self.model.inputs[0])
         if not self._checked:
             checks.check_rows(int(tensor.shape[0]), self.microbatches)
             self._checked = True

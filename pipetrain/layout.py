@@ -50,6 +50,11 @@ class Layout:
             )
         self._devices = assign(devices, self.stages)
 
+    @property
+    def distinct_devices(self) -> list[str]:
+        """The devices in use, each once."""
+        return list(dict.fromkeys(self._devices))
+
     def _checked_count(self, stages: object, devices: int) -> int:
         blocks = len(self._blocks)
         count = min(devices, blocks) if stages is None else stages

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from typing import Any
 
 import keras
 import tensorflow as tf
 
+from pipetrain.layout import Layout
 from pipetrain.plan.trace import Trace
 
 
@@ -17,22 +19,31 @@ class MirroredEngine:
 
     Args:
         model: the model to train.
-        devices: full TensorFlow device names, one replica each.
+        layout: its devices carry one replica each; its stages are not used.
     """
 
-    def __init__(self, model: keras.Model, devices: Sequence[str]) -> None:
-        self._model = model
-        self.strategy = tf.distribute.MirroredStrategy(list(devices))
+    def __init__(self, model: keras.Model, layout: Layout) -> None:
+        self.model, self.layout = model, layout
+        self.strategy = tf.distribute.MirroredStrategy(layout.distinct_devices)
         with self.strategy.scope():
-            self.copy = keras.models.clone_model(model)
+            self.trained = keras.models.clone_model(model)
         self._training = False
         self._snapshot_every = 0
         self.trace = Trace(())
+        self.load()
 
     def load(self) -> None:
         """Outside training: the model's weights, mirrored."""
         if not self._training:
-            self.copy.set_weights(self._model.get_weights())
+            self.trained.set_weights(self.model.get_weights())
+
+    def prepare(self, rows: int, optimizer: Any, loss_is_mean: bool, loss: Any) -> None:
+        """Mirror the model's weights; Keras does the rest."""
+        self.load()
+
+    def leftovers(self) -> tuple[()]:
+        """None: a step of data parallelism is over when it returns."""
+        return ()
 
     def begin_epoch(self, steps: int | None, snapshot_every: int) -> None:
         """From here on the weights live in the copy."""
@@ -41,7 +52,7 @@ class MirroredEngine:
     def synchronize(self) -> None:
         """The mirrored weights flow back into the model."""
         if self._training:
-            self._model.set_weights(self.copy.get_weights())
+            self.model.set_weights(self.trained.get_weights())
 
     def finish(self) -> None:
         """The end of training: from here on the weights live in the model."""

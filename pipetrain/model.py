@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -20,6 +20,8 @@ from pipetrain.plan.trace import Trace
 from pipetrain.run.collector import Result
 from pipetrain.run.devices import resolve
 from pipetrain.run.readahead import Minibatch
+
+DEFAULT_MICROBATCHES = 4
 
 
 class PipelineModel(keras.Model):
@@ -65,21 +67,203 @@ class PipelineModel(keras.Model):
         check_name(scheme)
         checks.check_not_yet(replicas, recompute)
         checks.check_microbatches(microbatches)
-        layout = Layout(model, stages, cuts, resolve(devices))
-        if scheme == "single":
-            layout = Layout(model, 1, None, resolve(devices))
+        devices = resolve(devices)
+        layout = Layout(model, stages, cuts, devices)
         engine: Any
         if scheme == DATA_PARALLEL:
-            engine = MirroredEngine(model, layout.distinct_devices)
+            engine = MirroredEngine(model, layout)
+        elif scheme == "single":
+            engine = PipelineEngine(model, Layout(model, 1, None, devices), SCHEMES[scheme], 1)
         else:
-            split = scheme in ("gpipe", "1f1b")
-            engine = PipelineEngine(model, layout, SCHEMES[scheme], (microbatches or 4) if split else 1)
+            pieces = 1 if SCHEMES[scheme].asynchronous else microbatches or DEFAULT_MICROBATCHES
+            engine = PipelineEngine(model, layout, SCHEMES[scheme], pieces)
         with engine.strategy.scope():
             super().__init__(name=name or model.name)
-        self.scheme = scheme
-        self.snapshot_every = 0
-        # What Keras sees as this model's layers: the model, or its mirrored copy.
-        self.inner = engine.trained
-        self._engine, self._layout = engine, layout
-        self._original = (model,)  # in a tuple, which Keras does not search for layers
+        # Keras searches attributes for layers: ``inner`` is what it finds, the engine is nothing to it.
+        self.inner, self._engine = engine.trained, engine
+        self.scheme, self.snapshot_every, self._step = scheme, 0, 0
         self.built = True
+
+    @property
+    def model(self) -> keras.Model:
+        """The wrapped model."""
+        return self._engine.model
+
+    @property
+    def trace(self) -> Trace:
+        """What every stage did and when, up to the last drain; empty for ``data-parallel``."""
+        return self._engine.trace
+
+    def partition(self, batch_size: int = checks.DEFAULT_ROWS) -> Partition:
+        """How the model is cut: profiled at this batch size, if nothing has decided it yet."""
+        return self._engine.layout.partition(batch_size, verbose=True)
+
+    def call(self, inputs: Any, training: bool | None = None) -> Any:
+        """The wrapped model's forward."""
+        return self.inner(inputs, training=training)
+
+    def compile(self, optimizer: Any = "rmsprop", loss: Any = None, **settings: Any) -> None:
+        """Keras' ``compile``. Raises ValueError, by name, for what a pipeline cannot do exactly."""
+        with self._engine.strategy.scope():
+            super().compile(optimizer=optimizer, loss=loss, **settings)
+        if self.scheme != DATA_PARALLEL:
+            checks.check_loop(self.run_eagerly, self.steps_per_execution)
+            checks.check_optimizer(self.optimizer, self.scheme, self._engine.layout.stages)
+            self._loss_is_mean = checks.loss_is_mean(loss, self._engine.microbatches)
+            self._engine.forget()
+        self._log = tf.function(self._update_metrics, reduce_retracing=True)
+
+    def fit(self, x: Any = None, y: Any = None, batch_size: int | None = None, callbacks: Any = None, **settings: Any) -> Any:
+        """Keras' ``fit``, its arguments and its History.
+
+        The logs of a step are those of its own minibatch, though later ones are in flight.
+
+        Raises:
+            ValueError: before training, for data or settings that cannot be trained on.
+            FloatingPointError: at the first loss that is not finite, naming the step; the model keeps the weights of
+                its last drain. ``keras.callbacks.TerminateOnNaN`` stops quietly instead.
+            Exception: whatever a stage raised, with a note on the stage, the action and the minibatch.
+        """
+        self._assert_compile_called("fit")
+        if self.optimizer is None or self._compile_loss is None:
+            raise ValueError("There is nothing to minimise. Received: compile without optimizer or loss. Try loss='mse'.")
+        checks.check_data(x, y)
+        rows = checks.first_rows(x, batch_size)
+        if self.scheme != DATA_PARALLEL:
+            checks.check_rows(rows, self._engine.microbatches)
+        self._engine.prepare(rows or checks.DEFAULT_ROWS, self.optimizer, self._loss_is_mean, self._compile_loss)
+        self._raise_on_nan = not any(isinstance(each, keras.callbacks.TerminateOnNaN) for each in _as_list(callbacks))
+        with self._training():
+            return super().fit(x, y, batch_size=batch_size, callbacks=_with(callbacks, _Epochs()), **settings)
+
+    def make_train_function(self, force: bool = False) -> None:
+        """What Keras' loop calls for every step: for a pipeline, one minibatch in and one result out."""
+        if self.scheme == DATA_PARALLEL:
+            super().make_train_function(force)
+        else:
+            self.train_function = self._train_step
+
+    def begin_epoch(self, steps: int | None) -> None:
+        """The next steps read from a new iterator, ``steps`` minibatches at most."""
+        self._engine.begin_epoch(steps, self.snapshot_every)
+
+    def get_metrics_result(self) -> Any:
+        """Keras' metrics over every minibatch of the epoch: those still in flight finish first."""
+        self._engine.synchronize()
+        for minibatch, result in self._engine.leftovers():
+            self._logged(minibatch, result)
+        return super().get_metrics_result()
+
+    def snapshots(self) -> Iterator[int]:
+        """Steps whose weights were kept, because ``snapshot_every`` divides them, and not yet given out.
+
+        While the loop body runs the wrapped model holds that step's weights and the stages rest.
+        """
+        yield from self._engine.snapshots(self._step)
+
+    def _train_step(self, iterator: Iterator[Any]) -> Any:
+        return self._logged(*self._engine.step(iterator))
+
+    def _logged(self, minibatch: Minibatch, result: Result) -> Any:
+        self._step += 1
+        if self._raise_on_nan and not math.isfinite(result.loss):
+            raise FloatingPointError(
+                f"The loss is {result.loss} at step {self._step}. Received: scheme={self.scheme!r}. Try a smaller learning "
+                "rate, or clipnorm; the model keeps the weights of its last drain."
+            )
+        x, y, sample_weight = minibatch
+        return self._log(x, y, result.predictions, sample_weight, tf.constant(result.loss))
+
+    def _update_metrics(self, x: Any, y: Any, predictions: Any, sample_weight: Any, loss: tf.Tensor) -> Any:
+        """Keras' ``compute_metrics``, less its call of ``get_metrics_result``, which drains here."""
+        self._loss_tracker.update_state(loss, sample_weight=tf.shape(x)[0])
+        if self._compile_metrics is not None:
+            self._compile_metrics.update_state(y, predictions, sample_weight)
+        return super().get_metrics_result()
+
+    @contextmanager
+    def _training(self) -> Iterator[None]:
+        """Whatever ends the loop, no thread is left and the weights are in the model."""
+        self._step = 0
+        try:
+            yield
+            self._engine.finish()
+        except FloatingPointError:
+            self._engine.abort(store=False)
+            raise
+        except BaseException:
+            self._engine.abort(store=True)
+            raise
+
+    def train_on_batch(self, x: Any, y: Any = None, *args: Any, **settings: Any) -> Any:
+        """Keras' ``train_on_batch``: one minibatch through the pipeline, which then drains."""
+        checks.check_data(x, y)
+        rows = checks.first_rows(x, None)
+        self._engine.prepare(rows, self.optimizer, self._loss_is_mean, self._compile_loss)
+        self._raise_on_nan = False
+        self.begin_epoch(1)
+        with self._training():
+            return super().train_on_batch(x, y, *args, **settings)
+
+    def evaluate(self, *args: Any, **settings: Any) -> Any:
+        """Keras' ``evaluate``, with the weights of all minibatches so far."""
+        self._engine.synchronize()
+        return super().evaluate(*args, **settings)
+
+    def predict(self, *args: Any, **settings: Any) -> Any:
+        """Keras' ``predict``, with the weights of all minibatches so far."""
+        self._engine.synchronize()
+        return super().predict(*args, **settings)
+
+    def get_weights(self) -> Any:
+        """The wrapped model's weights, all minibatches so far applied."""
+        self._engine.synchronize()
+        return self.model.get_weights()
+
+    def set_weights(self, weights: Any) -> None:
+        """Set the wrapped model's weights, in its order."""
+        self._engine.synchronize()
+        self.model.set_weights(weights)
+        self._engine.load()
+
+    def save(self, filepath: Any, *args: Any, **settings: Any) -> None:
+        """Save the wrapped model: an ordinary Keras file, which ``keras.models.load_model`` reads without this package."""
+        self._engine.synchronize()
+        self.model.save(filepath, *args, **settings)
+
+    def save_weights(self, filepath: Any, *args: Any, **settings: Any) -> None:
+        """Save the wrapped model's weights, as its own ``save_weights`` does."""
+        self._engine.synchronize()
+        self.model.save_weights(filepath, *args, **settings)
+
+    def load_weights(self, filepath: Any, *args: Any, **settings: Any) -> None:
+        """Load the wrapped model's weights."""
+        self._engine.synchronize()
+        self.model.load_weights(filepath, *args, **settings)
+        self._engine.load()
+
+    def summary(self, *args: Any, **settings: Any) -> None:
+        """The wrapped model's summary."""
+        self.model.summary(*args, **settings)
+
+
+class _Epochs(keras.callbacks.Callback):
+    """Tells the model where each epoch's data begin, and how many steps of them Keras will ask for."""
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.model.begin_epoch(self.params.get("steps"))
+
+
+def _as_list(callbacks: Any) -> list[Any]:
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        return list(callbacks.callbacks)
+    return [each for each in keras.tree.flatten(callbacks) if each is not None]
+
+
+def _with(callbacks: Any, added: keras.callbacks.Callback) -> Any:
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        added.set_params(callbacks.params)
+        added.set_model(callbacks.model)
+        callbacks.append(added)
+        return callbacks
+    return [*_as_list(callbacks), added]
