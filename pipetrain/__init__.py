@@ -1,11 +1,34 @@
 """Pipeline-parallel training for Keras and TensorFlow: SpecTrain, PipeDream, GPipe."""
 
-from pipetrain.compute.profiler import profile
-from pipetrain.model import PipelineModel
-from pipetrain.plan.partition import Partition, partition
-from pipetrain.plan.profile import Profile
-from pipetrain.plan.trace import Trace
-from pipetrain.run.devices import set_cpu_devices
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pipetrain.compute.profiler import profile
+    from pipetrain.model import PipelineModel
+    from pipetrain.plan.partition import Partition, partition
+    from pipetrain.plan.profile import Profile
+    from pipetrain.plan.trace import Trace
+    from pipetrain.run.devices import set_cpu_devices
 
 __all__ = ["Partition", "PipelineModel", "Profile", "Trace", "partition", "profile", "set_cpu_devices"]
 __version__ = "0.1.0"
+
+_HOMES = {
+    "Partition": "pipetrain.plan.partition",
+    "PipelineModel": "pipetrain.model",
+    "Profile": "pipetrain.plan.profile",
+    "Trace": "pipetrain.plan.trace",
+    "partition": "pipetrain.plan.partition",
+    "profile": "pipetrain.compute.profiler",
+    "set_cpu_devices": "pipetrain.run.devices",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name at its first use, so that ``pipetrain.plan`` alone needs no TensorFlow."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'pipetrain' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

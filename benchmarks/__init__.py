@@ -1,0 +1,1 @@
+"""Measurements, as ratios from interleaved runs; see README.md."""

@@ -1,0 +1,1 @@
+"""Experiments: training jobs on real data, run from the repository."""

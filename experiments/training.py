@@ -1,0 +1,179 @@
+"""One training run of one scheme, and the files it leaves."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+import models
+import pipetrain
+from experiments.datasets import Dataset
+from pipetrain.callbacks import Snapshots
+
+EVALUATION_ROWS = 500  # per batch; evaluation is no part of what is timed
+TIMED_STEPS = (50, 250)  # samples per second are measured between these, or over the second half of a shorter run
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides a run's result."""
+
+    scheme: str
+    model: str
+    dataset: str
+    stages: int
+    batch_size: int
+    steps: int
+    learning_rate: float
+    momentum: float
+    eval_every: int
+    seed: int
+    microbatches: int
+    depth: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run came to; ``diverged_at`` is the step of the first loss that was not finite, or None."""
+
+    scheme: str
+    model: str
+    dataset: str
+    stages: int
+    batch_size: int
+    steps: int
+    samples_per_second: float | None
+    min_train_loss: float | None
+    min_val_loss: float | None
+    max_val_accuracy: float | None
+    peak_memory_bytes: int
+    diverged_at: int | None
+
+
+class Recorder(keras.callbacks.Callback):
+    """Writes a row of history every so many steps, and times the steps without the evaluations between them."""
+
+    def __init__(self, data: Dataset, settings: Settings, path: Path) -> None:
+        super().__init__()
+        self._data, self._settings = data, settings
+        self._path = path
+        self._means = {0: 0.0}  # Keras' running mean of the loss after each step
+        self._paused_s = 0.0
+        self._latest: dict[str, float] = {}
+        self.rows: list[dict[str, float]] = []
+        self.seen_s: list[float] = []
+        path.write_text("", encoding="utf-8")
+
+    def evaluate(self, step: int, model: keras.Model) -> None:
+        """The function of a ``Snapshots`` callback: validate the weights of this step."""
+        start = time.perf_counter()
+        result = model.evaluate(
+            self._data.x_test, self._data.y_test, batch_size=EVALUATION_ROWS, verbose=0, return_dict=True
+        )
+        self._latest = {"val_loss": float(result["loss"]), "val_accuracy": float(result["accuracy"])}
+        every = min(self._settings.eval_every, step)
+        before = step - every
+        train_loss = (step * self._means[step] - before * self._means[before]) / every
+        self.rows.append({"step": step, "train_loss": train_loss, **self._latest})
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(self.rows[-1]) + "\n")
+        self._paused_s += time.perf_counter() - start
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Keep the loss and the time of this step; show the latest validation in the progress bar."""
+        self._means[batch + 1] = float(logs["loss"])
+        self.seen_s.append(time.perf_counter() - self._paused_s)
+        logs.update(self._latest)
+
+    def samples_per_second(self) -> float | None:
+        """Training throughput between two steps far enough apart, or None for a run too short to tell."""
+        first, last = TIMED_STEPS if len(self.seen_s) >= TIMED_STEPS[1] else (len(self.seen_s) // 2, len(self.seen_s))
+        if first < 1 or last <= first:
+            return None
+        taken_s = self.seen_s[last - 1] - self.seen_s[first - 1]
+        return (last - first) * self._settings.batch_size / taken_s
+
+
+def train(settings: Settings, data: Dataset, output: Path, verbose: bool) -> Summary:
+    """Train once, and write config, history, summary, trace and model into ``output``."""
+    keras.utils.set_random_seed(settings.seed)
+    shape = data.x_train.shape[1:]
+    model = models.build(settings.model, shape, data.classes, depth=settings.depth, width=settings.width)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(loss=loss, metrics=["accuracy"])  # for the evaluations
+    pm = pipetrain.PipelineModel(model, settings.stages, settings.scheme, microbatches=settings.microbatches)
+    pm.compile(
+        keras.optimizers.SGD(settings.learning_rate, momentum=settings.momentum),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    output.mkdir(parents=True, exist_ok=True)
+    if verbose and settings.scheme not in ("single", "data-parallel"):
+        print(pm.partition(settings.batch_size))
+    _write(output / "config.json", asdict(settings))
+    recorder = Recorder(data, settings, output / "history.jsonl")
+    diverged_at = None
+    try:
+        pm.fit(
+            batches(data, settings),
+            steps_per_epoch=settings.steps,
+            shuffle=False,  # the data set shuffles itself
+            callbacks=[recorder, Snapshots(settings.eval_every, recorder.evaluate)],
+        )
+    except FloatingPointError as error:
+        diverged_at = len(recorder.seen_s) + 1
+        print(f"\n{error}")
+    pm.trace.save(output / "trace.json")
+    pm.save(output / "model.keras")
+    summary = _summary(settings, recorder, diverged_at)
+    _write(output / "summary.json", asdict(summary))
+    return summary
+
+
+def batches(data: Dataset, settings: Settings) -> tf.data.Dataset:
+    """Endless shuffled minibatches, the same for the same seed."""
+    rows = len(data.x_train)
+    pairs = tf.data.Dataset.from_tensor_slices((data.x_train, data.y_train))
+    shuffled = pairs.shuffle(rows, seed=settings.seed, reshuffle_each_iteration=True).repeat()
+    return shuffled.batch(settings.batch_size, drop_remainder=True).prefetch(4)
+
+
+def _summary(settings: Settings, recorder: Recorder, diverged_at: int | None) -> Summary:
+    def best(key: str, choose: Any) -> float | None:
+        finite = [row[key] for row in recorder.rows if math.isfinite(row[key])]
+        return choose(finite) if finite else None
+
+    return Summary(
+        scheme=settings.scheme,
+        model=settings.model,
+        dataset=settings.dataset,
+        stages=settings.stages,
+        batch_size=settings.batch_size,
+        steps=len(recorder.seen_s),
+        samples_per_second=recorder.samples_per_second(),
+        min_train_loss=best("train_loss", min),
+        min_val_loss=best("val_loss", min),
+        max_val_accuracy=best("val_accuracy", max),
+        peak_memory_bytes=_peak_memory_bytes(),
+        diverged_at=diverged_at,
+    )
+
+
+def _peak_memory_bytes() -> int:
+    """The most that this process has had resident, and its GPUs allocated, so far."""
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    gpus = [device.name.removeprefix("/device:") for device in tf.config.list_logical_devices("GPU")]
+    return resident + sum(tf.config.experimental.get_memory_info(name)["peak"] for name in gpus)
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
