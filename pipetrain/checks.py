@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from pipetrain.compute.velocity import check_predictable
+from pipetrain.compute.update import check_predictable
 from pipetrain.plan.schemes import SCHEMES
 
 DEFAULT_ROWS = 32  # Keras' batch size where none is given

@@ -172,11 +172,11 @@ class PipelineModel(keras.Model):
                 "rate, or clipnorm; the model keeps the weights of its last drain."
             )
         x, y, sample_weight = minibatch
-        return self._log(x, y, result.predictions, sample_weight, tf.constant(result.loss))
+        return self._log(y, result.predictions, sample_weight, tf.constant(result.loss), tf.constant(int(x.shape[0])))
 
-    def _update_metrics(self, x: Any, y: Any, predictions: Any, sample_weight: Any, loss: tf.Tensor) -> Any:
+    def _update_metrics(self, y: Any, predictions: Any, sample_weight: Any, loss: Any, rows: Any) -> Any:
         """Keras' ``compute_metrics``, less its call of ``get_metrics_result``, which drains here."""
-        self._loss_tracker.update_state(loss, sample_weight=tf.shape(x)[0])
+        self._loss_tracker.update_state(loss, sample_weight=rows)
         if self._compile_metrics is not None:
             self._compile_metrics.update_state(y, predictions, sample_weight)
         return super().get_metrics_result()

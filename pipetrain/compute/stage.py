@@ -9,10 +9,11 @@ import keras
 import tensorflow as tf
 
 from pipetrain.compute.blocks import Segment
+from pipetrain.compute.bound import Weights, bind
 from pipetrain.compute.split import specs, split
-from pipetrain.compute.velocity import Velocity
-from pipetrain.plan.versions import predict
+from pipetrain.compute.update import Update
 
+_UNTRACED = object()
 LossFunction = Callable[[Any, tf.Tensor, Any], tf.Tensor]
 
 
@@ -54,12 +55,9 @@ class Stage:
             self.variables = [_like(variable) for variable in self._weights]
             self.optimizer = clone(optimizer)
             self.optimizer.build(self.variables)
-            self._velocity = Velocity(self.optimizer, self.variables)
+            self._optimizer_step = Update(self.optimizer, self.variables)
         self._state: list[tf.Tensor] = []
-        self._functions: Any = None
-        self._traced_for: Any = None
-        self._update = tf.function(self._velocity.update, autograph=False)
-        self._predict = tf.function(predict, autograph=False)
+        self._traced_for: Any = _UNTRACED
         self._learning_rate: float | None = None
 
     def load(self) -> None:
@@ -84,45 +82,44 @@ class Stage:
         with tf.device(self.device):
             return [variable.value.read_value() for variable in self.variables]
 
-    def predicted(self, weights: list[tf.Tensor], horizon: int) -> list[tf.Tensor]:
-        """``weights`` moved ``horizon`` updates ahead along the velocity."""
-        with tf.device(self.device):
-            return list(self._predict(weights, self._velocity.read(), tf.constant(float(horizon))))
-
     def trace(self, targets: Any = None) -> None:
         """Trace forward and backward, once for each structure of targets (specs of y and sample weights)."""
-        if self._functions is not None and self._traced_for == targets:
+        if self._traced_for == targets:
             return
         tensor = self.segment.input_tensor
         flows, constants = self._inputs(tf.TensorSpec(tensor.shape, tensor.dtype), targets)
         with tf.device(self.device):
-            self._functions = split(self._run, specs(self._weights), specs(self._model_state), flows, constants)
-            self._update.get_concrete_function(self._functions.backward.structured_outputs[0])
+            halves = split(self._run, specs(self._weights), specs(self._model_state), flows, constants)
+            self._forward, self._backward = bind(halves, self.variables, self._optimizer_step.velocity)
+            self._starts = halves.outputs
+            self._update = tf.function(self._optimizer_step.apply, autograph=False).get_concrete_function(
+                halves.backward.structured_outputs[0]
+            )
         self._traced_for = targets
 
-    def forward(self, weights: list[tf.Tensor], x: tf.Tensor, targets: Any = None) -> Forward:
+    def forward(self, weights: Weights, x: tf.Tensor, targets: Any = None) -> Forward:
         """Run the blocks with these weights and the stage's current state, which moves on."""
         flows, constants = self._inputs(x, targets)
         with tf.device(self.device):
-            aux, residuals = self._functions.forward(weights, self._state, flows, constants)
+            aux, residuals = self._forward(weights, self._state, flows, constants)
         output, loss, penalty, self._state = aux
         return Forward(output, loss, penalty, residuals)
 
     def backward(
-        self, weights: list[tf.Tensor], residuals: list[tf.Tensor], gradient: tf.Tensor | float | None, share: float
+        self, weights: Weights, residuals: list[tf.Tensor], gradient: tf.Tensor | float | None, share: float
     ) -> tuple[list[Any], tf.Tensor | None]:
         """Gradients of the weights and of the stage's input, with these weights and forward's residuals.
 
         ``gradient`` is that of the output (of the loss, for the last stage; None for an integer output),
         ``share`` that of the penalty.
         """
-        starts = [gradient, share] if self._functions.outputs and gradient is not None else [share]
+        starts = [share] if gradient is None else [gradient, share]
         with tf.device(self.device):
             output_gradients = [
                 tf.convert_to_tensor(start, spec.dtype)
-                for start, spec in zip(starts, self._functions.outputs, strict=False)
+                for start, spec in zip(starts, self._starts, strict=False)
             ]
-            by_weight, by_flow = self._functions.backward(weights, residuals, output_gradients)
+            by_weight, by_flow = self._backward(weights, residuals, output_gradients)
         return by_weight, by_flow[0] if by_flow else None
 
     def accumulate(self, total: list[Any] | None, gradients: list[Any]) -> list[Any]:
@@ -136,8 +133,7 @@ class Stage:
         """One step of the stage's optimizer: one more version. ``learning_rate`` None leaves a schedule to itself."""
         with tf.device(self.device):
             if learning_rate is not None and learning_rate != self._learning_rate:
-                self.optimizer.learning_rate = learning_rate
-                self._learning_rate = learning_rate
+                self.optimizer.learning_rate = self._learning_rate = learning_rate
             if self.variables:
                 self._update(gradients)
 

@@ -98,36 +98,31 @@ class Flush:
         return Read(minibatch)
 
 
-def predict(weights: list[Any], velocity: list[Any], horizon: Any) -> list[Any]:
-    """``W + s * v`` per weight, with v the last velocity update (arXiv 1809.02839, equation 4).
+def predict(weight: Any, velocity: Any, horizon: Any) -> Any:
+    """``W + s * v``, with v the last velocity update (arXiv 1809.02839, equation 4).
 
     Keras' momentum slot ``m <- mu*m - lr*g`` is that update already, learning rate and sign included.
     """
-    return [w + horizon * v for w, v in zip(weights, velocity, strict=True)]
+    return weight + horizon * velocity
 
 
 class WeightVersions:
     """The versions of one stage's weights that some action still has to read.
 
-    Weights may be anything: integers, arrays, tensors. ``current()`` reads the newest version and
-    ``predict(weights, horizon)`` moves it ahead; only the newest can be predicted from, for the velocity
-    belongs to it. Memory: an old version is held only while an action will still read it, so weight
+    Weights may be anything: integers, arrays, tensors. ``newest(horizon)`` gives the newest version, moved that many
+    updates ahead, which only the newest can be, for the velocity belongs to it; ``keep()`` gives it in a form that
+    later updates leave alone. Memory: an old version is held only while an action will still read it, so weight
     stashing holds ``N-k-1`` besides the newest at stage k, and vanilla and SpecTrain none.
     """
 
     def __init__(
-        self,
-        policy: Policy,
-        stage: int,
-        stages: int,
-        current: Callable[[], Any],
-        predict: Callable[[Any, int], Any],
+        self, policy: Policy, stage: int, stages: int, newest: Callable[[int], Any], keep: Callable[[], Any]
     ) -> None:
         self._policy, self._stage, self._stages = policy, stage, stages
-        self._current, self._predict = current, predict
+        self._newest, self._keep = newest, keep
         self._kept: dict[int, Any] = {}
         self._next_forward = self._next_backward = 0
-        self.newest = 0
+        self.version = 0
 
     def forward(self, minibatch: int) -> Any:
         """The weights of F(minibatch)."""
@@ -145,10 +140,10 @@ class WeightVersions:
             self._policy.forward(self._next_forward, self._stage, self._stages).version,
             self._policy.backward(self._next_backward, self._stage, self._stages).version,
         )
-        if self.newest >= oldest:
-            self._kept[self.newest] = self._current()
+        if self.version >= oldest:
+            self._kept[self.version] = self._keep()
         self._kept = {version: weights for version, weights in self._kept.items() if version >= oldest}
-        self.newest += 1
+        self.version += 1
 
     @property
     def kept(self) -> int:
@@ -156,5 +151,4 @@ class WeightVersions:
         return len(self._kept)
 
     def _resolve(self, read: Read) -> Any:
-        weights = self._current() if read.version == self.newest else self._kept[read.version]
-        return self._predict(weights, read.horizon) if read.horizon else weights
+        return self._newest(read.horizon) if read.version == self.version else self._kept[read.version]

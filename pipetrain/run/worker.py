@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from pipetrain.compute.bound import Newest
 from pipetrain.compute.stage import Stage
 from pipetrain.plan.actions import Action
 from pipetrain.plan.schemes import Scheme
@@ -60,7 +61,7 @@ class Worker(threading.Thread):
         self.spans: list[Span] = []
         self._number, self._stages, self._stage = number, stages, stage
         self._schedule, self._doors, self._control = scheme.schedule, doors, control
-        self._versions = WeightVersions(scheme.policy, number, stages, stage.weights, stage.predicted)
+        self._versions = WeightVersions(scheme.policy, number, stages, newest=Newest, keep=stage.weights)
         self._in_flight: dict[int, tuple[Microbatch, list[tf.Tensor]]] = {}
         self._gradients: list[Any] | None = None
         self._now: tuple[Action, Microbatch] | None = None
@@ -86,7 +87,7 @@ class Worker(threading.Thread):
         forward = action.op == "F"
         received = self._doors.inbox.get() if forward else self._returned()
         self._control.running.wait()
-        start_s, version = time.perf_counter(), self._versions.newest
+        start_s, version = time.perf_counter(), self._versions.version
         self._now = action, received if forward else self._in_flight[action.minibatch][0]
         if forward:
             self._forward(received)
@@ -126,7 +127,7 @@ class Worker(threading.Thread):
         self._versions.before_update()
         gradients, self._gradients = self._gradients or [], None
         self._stage.update(gradients, learning_rate)
-        version = self._versions.newest
+        version = self._versions.version
         snapshot = self._stage.snapshot() if self._control.wants_snapshot(version) else None
         self._control.report(Updated(self._number, version, snapshot))
 

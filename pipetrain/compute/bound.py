@@ -1,0 +1,75 @@
+"""A stage's forward and backward bound to its variables: the newest weights are read, and predicted, in the same call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from pipetrain.compute.split import SplitFunction
+from pipetrain.plan.versions import predict
+
+
+class Newest(NamedTuple):
+    """The stage's newest weights, ``horizon`` updates ahead along the velocity: a description, not yet tensors."""
+
+    horizon: int = 0
+
+
+Weights = Newest | list[tf.Tensor]
+
+
+class BoundFunction:
+    """``call(weights, *others)`` for weights that are tensors, the newest, or predicted from the newest.
+
+    Reading variables one by one from Python would cost more than a small stage's whole forward, and predicted
+    weights need not exist outside the call that uses them.
+
+    Args:
+        call: a concrete function whose first argument are the weights.
+        variables: the stage's variables.
+        velocity: reads the last velocity update of each.
+    """
+
+    def __init__(
+        self, call: Any, variables: Sequence[keras.Variable], velocity: Callable[[], list[tf.Tensor]]
+    ) -> None:
+        self._call, self._variables, self._velocity = call, variables, velocity
+        self._others = call.structured_input_signature[0][1:]
+        self._newest: Any = None
+        self._ahead: Any = None
+        self._horizons: dict[int, tf.Tensor] = {}
+
+    def __call__(self, weights: Weights, *others: Any) -> Any:
+        """Call with these weights."""
+        if not isinstance(weights, Newest):
+            return self._call(weights, *others)
+        if not weights.horizon:
+            if self._newest is None:
+                self._newest = self._trace(lambda *others: self._call(self._read(), *others))
+            return self._newest(*others)
+        if self._ahead is None:
+            self._ahead = self._trace(self._predicted, tf.TensorSpec([]))
+        if weights.horizon not in self._horizons:
+            self._horizons[weights.horizon] = tf.constant(float(weights.horizon))
+        return self._ahead(self._horizons[weights.horizon], *others)
+
+    def _predicted(self, horizon: tf.Tensor, *others: Any) -> Any:
+        weights = self._read()
+        steps = [tf.cast(horizon, weight.dtype) for weight in weights]
+        return self._call([predict(*each) for each in zip(weights, self._velocity(), steps, strict=True)], *others)
+
+    def _read(self) -> list[tf.Tensor]:
+        return [variable.value.read_value() for variable in self._variables]
+
+    def _trace(self, function: Callable[..., Any], *first: tf.TensorSpec) -> Any:
+        return tf.function(function, autograph=False).get_concrete_function(*first, *self._others)
+
+
+def bind(
+    split: SplitFunction, variables: Sequence[keras.Variable], velocity: Callable[[], list[tf.Tensor]]
+) -> tuple[BoundFunction, BoundFunction]:
+    """Forward and backward of one stage, bound to its variables."""
+    return BoundFunction(split.forward, variables, velocity), BoundFunction(split.backward, variables, velocity)
