@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import keras
 
 from pipetrain.compute.blocks import Segment, chain, cut_points
-from pipetrain.compute.profiler import profile
+from pipetrain.compute.profile_cache import cached_profile
 from pipetrain.compute.stage import LossFunction, Stage
 from pipetrain.plan.partition import Partition, partition, plan
 from pipetrain.run.devices import assign
@@ -68,7 +68,7 @@ class Layout:
     def partition(self, batch_size: int, verbose: bool = False) -> Partition:
         """The cut of the model; profiles it at this batch size if nothing has decided the cut yet."""
         if self._partition is None:
-            measured = profile(self._model, batch_size, self._devices[0], verbose)
+            measured = cached_profile(self._model, batch_size, self._devices[0], verbose)
             self._partition = plan(measured, self._ends) if self._ends else partition(measured, self.stages)
         return self._partition
 

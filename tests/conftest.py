@@ -24,3 +24,9 @@ def no_thread_left():
     yield
     left = [thread.name for thread in threading.enumerate() if thread.name.startswith("pipetrain")]
     assert not left
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory):
+    """Profiles of the tests' models stay out of the user's cache."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))

@@ -51,7 +51,9 @@ def profile(model: keras.Model, batch_size: int, device: str = "CPU:0", verbose:
     with tf.device(device):
         call_s = _empty_call_s()
         for block in blocks:
-            key = _cost_key(block) or f"alone: {len(measured)}"
+            # Keras' own layers cost the same wherever they stand; others may hold what their settings do not say.
+            own = type(block.layer).__module__.startswith("keras.src.layers")
+            key = (own and cost_key(block)) or f"alone: {len(measured)}"
             if key not in known:
                 known[key] = _measure(block, batch_size, first=not measured)
             times = known[key]
@@ -105,13 +107,15 @@ def _empty_call_s() -> float:
     return _seconds(lambda: call(x))
 
 
-def _cost_key(block: Block) -> str | None:
-    """Equal for blocks that cost the same: Keras' own layers with equal settings and input. None if not known."""
-    if not type(block.layer).__module__.startswith("keras.src.layers"):
+def cost_key(block: Block) -> str | None:
+    """Equal for blocks that do the same work, whatever their names; None where Keras cannot tell a layer's settings."""
+    try:
+        settings = {key: value for key, value in block.layer.get_config().items() if key != "name"}
+    except Exception:  # a layer of the user's own, whose arguments Keras cannot write down
         return None
-    settings = {key: value for key, value in block.layer.get_config().items() if key != "name"}
     inputs = [(tensor.shape, tensor.dtype) for tensor in block.node.input_tensors]
-    return json.dumps([type(block.layer).__name__, settings, inputs], default=str, sort_keys=True)
+    kind = type(block.layer)
+    return json.dumps([kind.__module__, kind.__qualname__, settings, inputs], default=str, sort_keys=True)
 
 
 def _sized(tensor: Any, batch_size: int) -> tf.TensorSpec:

@@ -160,7 +160,8 @@ def clone(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
 
 
 def _like(variable: keras.Variable) -> keras.Variable:
-    copy = keras.Variable(variable.value, trainable=True, dtype=variable.dtype, name=variable.name)
+    value = tf.convert_to_tensor(variable.value)  # given a tf.Variable, Keras would share it
+    copy = keras.Variable(value, trainable=True, dtype=variable.dtype, name=variable.name)
     copy.constraint = variable.constraint
     return copy
 

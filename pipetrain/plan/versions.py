@@ -136,10 +136,10 @@ class WeightVersions:
 
     def before_update(self) -> None:
         """Call just before the weights change: keeps the newest if an action still reads it, forgets what none will."""
-        oldest = min(
-            self._policy.forward(self._next_forward, self._stage, self._stages).version,
-            self._policy.backward(self._next_backward, self._stage, self._stages).version,
-        )
+        place = self._stage, self._stages
+        oldest = self._policy.backward(self._next_backward, *place).version
+        if newest(self._next_forward, *place) > self.version:  # else the next forward is overdue: the pipeline drains
+            oldest = min(oldest, self._policy.forward(self._next_forward, *place).version)
         if self.version >= oldest:
             self._kept[self.version] = self._keep()
         self._kept = {version: weights for version, weights in self._kept.items() if version >= oldest}

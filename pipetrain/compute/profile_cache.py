@@ -1,0 +1,49 @@
+"""Profiles kept on disk: a model is measured once, and so is always cut the same way on the same machine."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from dataclasses import replace
+from pathlib import Path
+
+import keras
+import tensorflow as tf
+
+from pipetrain.compute.blocks import chain
+from pipetrain.compute.profiler import cost_key, profile
+from pipetrain.plan.profile import Profile
+
+
+def cached_profile(model: keras.Model, batch_size: int, device: str, verbose: bool = True) -> Profile:
+    """The profile of a model with these layers at this batch size, measured at the first call.
+
+    Kept under ``$XDG_CACHE_HOME/pipetrain`` (``~/.cache/pipetrain``); deleting the folder forgets all. Models with a
+    layer whose settings Keras cannot tell are measured every time.
+    """
+    blocks = chain(model)
+    keys = [cost_key(block) for block in blocks]
+    if None in keys:
+        return profile(model, batch_size, device, verbose)
+    place = (device, platform.machine(), platform.node(), len(os.sched_getaffinity(0)), tf.__version__)
+    digest = hashlib.sha256(repr((keys, batch_size, place)).encode()).hexdigest()[:32]
+    path = _folder() / f"{digest}.json"
+    try:
+        known = Profile.load(path)
+        renamed = tuple(replace(cost, name=block.name) for cost, block in zip(known.blocks, blocks, strict=True))
+        return replace(known, model=model.name, blocks=renamed)
+    except (OSError, ValueError):  # not there, or not whole
+        measured = profile(model, batch_size, device, verbose)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}")
+        measured.save(part)
+        part.replace(path)
+    except OSError:
+        pass  # a cache that cannot be written is no reason not to train
+    return measured
+
+
+def _folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pipetrain"

@@ -1,0 +1,219 @@
+"""Planning: actions, schedules, weight versions, profiles, partitions, traces. No TensorFlow."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipetrain.plan import replay, schedules, versions
+from pipetrain.plan.actions import Action
+from pipetrain.plan.cost import Link, stage_seconds
+from pipetrain.plan.partition import partition, plan
+from pipetrain.plan.profile import BlockProfile, Profile
+from pipetrain.plan.schemes import SCHEMES, check_name
+from pipetrain.plan.trace import Span, Trace
+
+ASYNCHRONOUS = """\
+0: F0  F1  F2  F3  .   .   .   B0  F4  B1  F5  B2  .   B3  .   B4  .   B5
+1: .   F0  F1  F2  .   .   B0  F3  B1  F4  B2  F5  B3  .   B4  .   B5  .
+2: .   .   F0  F1  .   B0  F2  B1  F3  B2  F4  B3  F5  B4  .   B5  .   .
+3: .   .   .   F0  B0  F1  B1  F2  B2  F3  B3  F4  B4  F5  B5  .   .   ."""
+GPIPE = """\
+0: F0  F1  F2  .   .   .   .   B0  B1  B2  F3  F4  F5  .   .   .   .   B3  B4  B5
+1: .   F0  F1  F2  .   .   B0  B1  B2  .   .   F3  F4  F5  .   .   B3  B4  B5  .
+2: .   .   F0  F1  F2  B0  B1  B2  .   .   .   .   F3  F4  F5  B3  B4  B5  .   ."""
+ONE_F_ONE_B = """\
+0: F0  F1  F2  .   .   B0  .   B1  .   B2  F3  F4  F5  .   .   B3  .   B4  .   B5
+1: .   F0  F1  .   B0  F2  B1  .   B2  .   .   F3  F4  .   B3  F5  B4  .   B5  .
+2: .   .   F0  B0  F1  B1  F2  B2  .   .   .   .   F3  B3  F4  B4  F5  B5  .   ."""
+
+
+@given(st.sampled_from("FB"), st.integers(0, 9999), st.integers(0, 10**9))
+def test_actions_print_and_parse(op, stage, minibatch):
+    action = Action(op, stage, minibatch)
+    assert str(action) == f"{stage}{op}{minibatch}"
+    assert Action.parse(str(action)) == action
+
+
+@pytest.mark.parametrize("text", ["", "2F", "F3", "2X3", "2f3", " 2F3", "2F3 ", "-1F0"])
+def test_other_text_is_no_action(text):
+    with pytest.raises(ValueError, match="2F3"):
+        Action.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "shape", "golden"),
+    [
+        (schedules.asynchronous, (4, 6, 1), ASYNCHRONOUS),
+        (schedules.gpipe, (3, 2, 3), GPIPE),
+        (schedules.one_forward_one_backward, (3, 2, 3), ONE_F_ONE_B),
+    ],
+)
+def test_golden_grids(schedule, shape, golden):
+    assert replay.grid(replay.replay(schedules.orders(schedule, *shape))) == golden
+
+
+@given(st.integers(1, 9), st.integers(1, 12), st.integers(1, 9))
+@settings(deadline=None)
+def test_every_schedule_finishes(stages, minibatches, microbatches):
+    total = minibatches * microbatches
+    warm_up = stages - 1
+    for schedule in (schedules.asynchronous, schedules.gpipe, schedules.one_forward_one_backward):
+        orders = schedules.orders(schedule, stages, minibatches, microbatches)
+        steps = replay.replay(orders)
+        if schedule is schedules.gpipe:
+            assert len(steps) == minibatches * 2 * (microbatches + warm_up)  # fill, work, empty, per minibatch
+        if schedule is schedules.asynchronous:
+            assert len(steps) <= 2 * (total + warm_up)
+            for stage, order in enumerate(orders):
+                assert schedules.peak_in_flight(order) == min(total, stages - stage)
+
+
+def test_a_deadlock_is_shown_where_it_is():
+    orders = schedules.orders(schedules.asynchronous, 2, 2)
+    orders[0] = [orders[0][i] for i in (0, 2, 1, 3)]  # 0B0 before 0F1: fine for stage 0 alone
+    assert replay.replay(orders)
+    orders[1] = [Action.parse(text) for text in ("1F1", "1B1", "1F0", "1B0")]  # needs 0F1, which waits for 1B0
+    with pytest.raises(replay.ScheduleError, match="1F1 <-- ERROR HERE"):
+        replay.replay(orders)
+
+
+@pytest.mark.parametrize("broken", [["0F0"], ["0F0", "0F0", "0B0"], ["0F0", "0B0", "0B0"], ["0F0", "1B0"]])
+def test_incomplete_orders_are_refused(broken):
+    with pytest.raises(replay.ScheduleError):
+        replay.replay([[Action.parse(text) for text in broken]])
+
+
+def test_a_backward_before_its_forward_is_refused():
+    with pytest.raises(replay.ScheduleError, match="Deadlock"):
+        replay.replay([[Action.parse("0B0"), Action.parse("0F0")]])
+
+
+def walk(policy, stage, stages, minibatches):
+    """Integers as weights (version v is the number 100 v) and a velocity of 1: what each action reads, what is kept."""
+    weights = {"now": 0}
+    store = versions.WeightVersions(
+        policy, stage, stages, newest=lambda ahead: versions.predict(weights["now"], 1, ahead), keep=lambda: weights["now"]
+    )
+    reads, kept = {}, 0
+    for action in schedules.asynchronous(stage, stages, [range(minibatches)]):
+        choose = store.forward if action.op == "F" else store.backward
+        reads[action.op, action.minibatch] = choose(action.minibatch)
+        if action.op == "B":
+            store.before_update()
+            weights["now"] += 100
+        kept = max(kept, store.kept)
+    return reads, kept
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 7])
+def test_policies_read_what_the_table_says(stages):
+    for stage in range(stages):
+        late = stages - 1 - stage
+        reads = {name: walk(SCHEMES[name].policy, stage, stages, 20) for name in SCHEMES if SCHEMES[name].asynchronous}
+        for i in range(20):
+            newest = max(0, i - late)
+            expected = {
+                "vanilla": (100 * newest, 100 * i),
+                "weight-stashing": (100 * newest, 100 * newest),
+                "vertical-sync": (100 * max(0, i - (stages - 1)),) * 2,
+                "spectrain": (100 * newest + min(i, late) + stage // 2, 100 * i + stage // 2),
+            }
+            for name, (forward, backward) in expected.items():
+                assert reads[name][0]["F", i] == forward, (name, stage, i)
+                assert reads[name][0]["B", i] == backward, (name, stage, i)
+        kept = {name: most for name, (_, most) in reads.items()}
+        assert kept["vanilla"] == kept["spectrain"] == 0
+        assert kept["weight-stashing"] == late
+        assert kept["vertical-sync"] == stages - 1
+
+
+def test_prediction_meets_the_future_at_constant_velocity():
+    assert versions.predict(5.0, 0.25, 3) == 5.0 + 0.25 + 0.25 + 0.25
+
+
+def test_unknown_scheme_names_the_valid_ones():
+    with pytest.raises(ValueError, match=r"scheme='zigzag'.*weight-stashing"):
+        check_name("zigzag")
+
+
+def made_up(seconds, output_bytes=None):
+    outputs = output_bytes or [0] * len(seconds)
+    blocks = (BlockProfile(f"b{n}", s / 3, 2 * s / 3, o, 10 * n) for n, (s, o) in enumerate(zip(seconds, outputs)))
+    return Profile("made up", 32, tuple(blocks))
+
+
+def test_partition_of_one_to_six():
+    cut = partition(made_up([1, 2, 3, 4, 5, 6]), 2, Link(1e12))
+    assert cut.cuts == ("b3",)
+    assert cut.slowest_s == pytest.approx(11)
+    assert "b4 - b5" in str(cut)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=8).flatmap(
+        lambda blocks: st.tuples(st.just(blocks), st.integers(1, len(blocks)))
+    )
+)
+@settings(deadline=None, max_examples=200)
+def test_partition_equals_brute_force(case):
+    blocks, stages = case
+    link = Link(bandwidth_bytes_per_s=1.0, latency_s=0.5)
+    profile = made_up([s for s, _ in blocks], [o for _, o in blocks])
+    cost = stage_seconds(profile, link)
+    candidates = []
+    for inner in itertools.combinations(range(1, len(blocks)), stages - 1):
+        loads = [cost[a, b] for a, b in zip((0, *inner), (*inner, len(blocks)))]
+        candidates.append((max(loads), sum(load**2 for load in loads)))
+    cut = partition(profile, stages, link)
+    loads = [stage.total_s for stage in cut.stages]
+    best = min(candidates)
+    assert max(loads) == pytest.approx(best[0])
+    assert sum(load**2 for load in loads) == pytest.approx(min(s for m, s in candidates if m <= best[0] + 1e-9))
+    assert sum(stage.blocks for stage in cut.stages) == len(blocks)
+
+
+def test_transfers_count_where_there_is_a_neighbour():
+    profile = made_up([3, 3, 3], [4, 100, 7])
+    cut = plan(profile, [1, 3], Link(1.0, latency_s=1.0))
+    assert [stage.total_s for stage in cut.stages] == pytest.approx([3 + 5, 6 + 5])
+    assert partition(profile, 2, Link(1.0)).cuts == ("b0",)  # not after b1, whose output is large
+
+
+@pytest.mark.parametrize("devices", [0, 4])
+def test_more_stages_than_blocks_are_refused(devices):
+    with pytest.raises(ValueError, match=f"num_devices={devices}"):
+        partition(made_up([1, 2, 3]), devices)
+
+
+def test_profiles_survive_json(tmp_path):
+    profile = made_up([0.1, 0.25, 3e-7], [1, 2, 3])
+    assert Profile.from_json(profile.to_json()) == profile
+    profile.save(tmp_path / "p.json")
+    assert Profile.load(tmp_path / "p.json") == profile
+    assert "b2" in str(profile)
+    for text in ("", "{}", '{"blocks": [1]}', "[]"):
+        with pytest.raises(ValueError, match="Not a profile"):
+            Profile.from_json(text)
+
+
+def test_traces_survive_chrome_json(tmp_path):
+    spans = [Span("F", 0, 0, "CPU:0", 10.0, 10.5, 0), Span("B", 1, 0, "CPU:1", 10.5, 11.5, 3)]
+    trace = Trace.of(reversed(spans))
+    assert (trace.stages, trace.duration_s) == (2, 1.5)
+    assert trace.bubble() == pytest.approx(0.5)
+    trace.save(tmp_path / "trace.json")
+    loaded = Trace.load(tmp_path / "trace.json")
+    assert [span[:4] for span in loaded.spans] == [span[:4] for span in trace.spans]
+    assert [span.end_s for span in loaded.spans] == pytest.approx([0.5, 1.5])
+    assert Trace(()).bubble() == 0.0
+
+
+def test_planning_imports_no_tensorflow():
+    code = "import sys, pipetrain.plan.partition, pipetrain.plan.schemes; sys.exit('tensorflow' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

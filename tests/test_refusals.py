@@ -1,0 +1,170 @@
+"""Bad input is refused before training starts, naming the argument, what was received and what to try."""
+
+from __future__ import annotations
+
+import keras
+import networks
+import numpy as np
+import pytest
+
+import pipetrain
+
+
+def refused(match, kind=ValueError):
+    return pytest.raises(kind, match=match)
+
+
+def test_unknown_scheme():
+    with refused(r"scheme='fast'.*Try one of: single, data-parallel.*1f1b"):
+        pipetrain.PipelineModel(networks.mlp(), stages=2, scheme="fast")
+
+
+@pytest.mark.parametrize("stages", [0, 7, -1, 2.5, "4"])
+def test_impossible_numbers_of_stages(stages):
+    with refused("6 layers.*stages="):
+        pipetrain.PipelineModel(networks.mlp(6), stages=stages)
+
+
+@pytest.mark.parametrize(
+    ("cuts", "match"),
+    [
+        (("d1", "nowhere"), "'nowhere'.*d0, d1, d2"),
+        (("d3", "d1"), r"Try cuts=\('d1', 'd3'\)"),
+        (("d1", "d1"), "order"),
+        (("d1", "d5"), "last layer"),
+    ],
+)
+def test_cuts_that_are_no_cuts(cuts, match):
+    with refused(match):
+        pipetrain.PipelineModel(networks.mlp(6), cuts=cuts)
+
+
+def test_stages_that_contradict_the_cuts():
+    with refused("2 stages.*stages=3"):
+        pipetrain.PipelineModel(networks.mlp(6), stages=3, cuts=("d1",))
+
+
+@pytest.mark.parametrize("microbatches", [0, -1, 1.5])
+def test_impossible_numbers_of_microbatches(microbatches):
+    with refused("microbatches="):
+        pipetrain.PipelineModel(networks.mlp(), stages=2, scheme="gpipe", microbatches=microbatches)
+
+
+def test_unknown_device():
+    with refused("GPU:7.*CPU:0"):
+        pipetrain.PipelineModel(networks.mlp(), stages=2, devices=("CPU:0", "GPU:7"))
+
+
+def test_models_that_are_no_chains():
+    inputs = keras.Input((4,))
+    x = keras.layers.Dense(4, name="left")(inputs)
+    with refused("'join' with 2 inputs"):
+        pipetrain.PipelineModel(keras.Model(inputs, keras.layers.Add(name="join")([x, inputs])), stages=2)
+    shared = keras.layers.Dense(4, name="twice")
+    with refused("'twice' is called more than once"):
+        pipetrain.PipelineModel(keras.Model(inputs, shared(shared(inputs))), stages=2)
+    with refused("no input shape"):
+        pipetrain.PipelineModel(keras.Sequential([keras.layers.Dense(2)]), stages=1)
+
+    class Subclassed(keras.Model):
+        def call(self, x):
+            return x
+
+    with refused("subclassed", TypeError):
+        pipetrain.PipelineModel(Subclassed(), stages=1)
+    with refused("Not a Keras model", TypeError):
+        pipetrain.PipelineModel("model.keras", stages=1)
+
+
+def test_an_uncompiled_model():
+    x, y = networks.data(64)
+    with refused(r"compile\(\)"):
+        pipetrain.PipelineModel(networks.mlp(), stages=2).fit(x, y)
+
+
+def test_compiled_without_a_loss():
+    pm = pipetrain.PipelineModel(networks.mlp(), stages=2)
+    pm.compile("sgd")
+    with refused("without optimizer or loss"):
+        pm.fit(*networks.data(64))
+
+
+def test_data_that_cannot_be_trained_on():
+    x, y = networks.data(64)
+    pm = networks.pipeline()
+    with refused("x=None"):
+        pm.fit()
+    with refused("no rows"):
+        pm.fit(x[:0], y[:0])
+    with refused(r"\[63, 64\] rows"):
+        pm.fit(x, y[:63])
+    with refused(r"shape \(16, 5\).*Try shape \(None, 12\)"):
+        pm.fit(x[:, :5], y, batch_size=16, verbose=0)
+
+
+@pytest.mark.parametrize("scheme", ["gpipe", "1f1b"])
+def test_a_batch_smaller_than_its_microbatches(scheme):
+    x, y = networks.data(64)
+    pm = networks.pipeline(scheme=scheme, microbatches=8)
+    before = pm.get_weights()
+    for arguments in ({"x": x, "y": y, "batch_size": 4}, {"x": x[:5], "y": y[:5]}):
+        with refused("rows, microbatches=8"):
+            pm.fit(verbose=0, **arguments)
+    import tensorflow as tf
+
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(3)
+    with refused("3 rows, microbatches=8"):
+        pm.fit(dataset, verbose=0)
+    networks.assert_equal(before, pm.get_weights())
+
+
+def test_optimizers_a_pipeline_cannot_do_exactly():
+    def compiled(optimizer, scheme="spectrain"):
+        return networks.pipeline(optimizer=optimizer, scheme=scheme)
+
+    sgd = keras.optimizers.SGD
+    with refused("'spectrain' predicts.*optimizer=Adam"):
+        compiled(keras.optimizers.Adam())
+    with refused("global_clipnorm"):
+        compiled(sgd(0.1, global_clipnorm=1.0), "vanilla")
+    with refused("use_ema"):
+        compiled(sgd(0.1, use_ema=True), "1f1b")
+    with refused("gradient_accumulation_steps"):
+        compiled(sgd(0.1, gradient_accumulation_steps=2), "vanilla")
+    with refused("LossScaleOptimizer"):
+        compiled(keras.optimizers.LossScaleOptimizer(sgd(0.1)), "vanilla")
+
+
+def test_loops_a_pipeline_does_not_have():
+    pm = pipetrain.PipelineModel(networks.mlp(), stages=2)
+    with refused("run_eagerly=True"):
+        pm.compile("sgd", "mse", run_eagerly=True)
+    with refused("steps_per_execution=4"):
+        pm.compile("sgd", "mse", steps_per_execution=4)
+
+
+def test_a_loss_that_microbatches_cannot_rebuild():
+    loss = networks.crossentropy(reduction="mean_with_sample_weight")
+    pm = pipetrain.PipelineModel(networks.mlp(), stages=2, scheme="gpipe", microbatches=2)
+    with refused("mean_with_sample_weight"):
+        pm.compile("sgd", loss)
+
+
+def test_what_is_not_there_yet_says_so():
+    with refused("replicas", NotImplementedError):
+        pipetrain.PipelineModel(networks.mlp(), stages=2, replicas=(2, 1))
+    with refused("recompute", NotImplementedError):
+        pipetrain.PipelineModel(networks.mlp(), stages=2, recompute=True)
+
+
+def test_profiles_need_a_row():
+    with refused("batch_size=0"):
+        pipetrain.profile(networks.mlp(), batch_size=0)
+
+
+def test_cpu_devices_are_fixed_once_tensorflow_runs():
+    np.testing.assert_equal(pipetrain.set_cpu_devices(6), None)  # the same number again
+    with refused("already started.*count=3", RuntimeError):
+        pipetrain.set_cpu_devices(3)
+    with refused("count=0"):
+        pipetrain.set_cpu_devices(0)
