@@ -60,7 +60,7 @@ def _from_tfds(name: str, data_dir: str | None) -> list[tuple[np.ndarray, np.nda
         reason = str(error).strip().split("\n")[0][:200]
         raise ValueError(
             f"Cannot read the data set: {type(error).__name__}: {reason}. Received: dataset={name!r}, "
-            f"data-dir={data_dir!r}. Try a directory where tensorflow-datasets has prepared it, or delete a damaged copy."
+            f"data-dir={data_dir!r}. Try a directory where tensorflow-datasets prepared it, or delete a damaged copy."
         ) from error
 
 
@@ -69,4 +69,6 @@ def _words(train: np.ndarray, test: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
     vectors = keras.layers.TextVectorization(max_tokens=VOCABULARY, output_mode="multi_hot")
     vectors.adapt(train)
-    return tuple(np.concatenate([vectors(part).numpy() for part in np.array_split(texts, 50)]) for texts in (train, test))
+    return tuple(
+        np.concatenate([vectors(part).numpy() for part in np.array_split(texts, 50)]) for texts in (train, test)
+    )

@@ -71,14 +71,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--data-dir", metavar="DIR", help="where tensorflow-datasets keeps or downloads its data")
     parser.add_argument("--stages", type=positive, default=4, metavar="N", help="pipeline stages (default: 4)")
-    parser.add_argument("--batch-size", type=positive, default=128, metavar="N", help="rows per minibatch (default: 128)")
+    parser.add_argument(
+        "--batch-size", type=positive, default=128, metavar="N", help="rows per minibatch (default: 128)"
+    )
     parser.add_argument("--microbatches", type=positive, default=4, metavar="N", help="for gpipe and 1f1b (default: 4)")
     parser.add_argument("--steps", type=positive, default=1000, metavar="N", help="minibatches (default: 1000)")
     parser.add_argument("--learning-rate", type=float, default=1e-3, metavar="X", help="of SGD (default: 0.001)")
     parser.add_argument("--momentum", type=float, default=0.9, metavar="X", help="of SGD (default: 0.9)")
     parser.add_argument("--depth", type=positive, default=16, metavar="N", help="layers of the network (default: 16)")
     parser.add_argument("--width", type=positive, default=512, metavar="N", help="units of a layer (default: 512)")
-    parser.add_argument("--eval-every", type=positive, default=20, metavar="N", help="steps between validations (default: 20)")
+    parser.add_argument(
+        "--eval-every", type=positive, default=20, metavar="N", help="steps between validations (default: 20)"
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and shuffling (default: 0)")
     parser.add_argument("--output", metavar="DIR", help="where to write results (default: runs/<time>)")
     parser.add_argument("--verbose", action="store_true", help="show how the model is cut")

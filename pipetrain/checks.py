@@ -27,7 +27,9 @@ def check_optimizer(optimizer: keras.optimizers.Optimizer, scheme: str, stages: 
     for setting, (applies, remedy) in refused.items():
         if applies and getattr(optimizer, setting, None):
             value = getattr(optimizer, setting)
-            raise ValueError(f"{setting} is not supported here: {remedy}. Received: optimizer={name}({setting}={value}).")
+            raise ValueError(
+                f"{setting} is not supported here: {remedy}. Received: optimizer={name}({setting}={value})."
+            )
     if SCHEMES[scheme].policy.predicts:
         check_predictable(optimizer, scheme)
 
@@ -52,7 +54,8 @@ def loss_is_mean(loss: Any, microbatches: int) -> bool:
         return False
     if microbatches > 1 and not reductions <= {"sum_over_batch_size"}:
         raise ValueError(
-            f"The loss of a batch cannot be put together from its microbatches'. Received: reduction={sorted(map(str, reductions))} "
+            "The loss of a batch cannot be put together from its microbatches'. "
+            f"Received: reduction={sorted(map(str, reductions))} "
             f"with microbatches={microbatches}. Try reduction='sum_over_batch_size', or microbatches=1."
         )
     return True
@@ -61,7 +64,9 @@ def loss_is_mean(loss: Any, microbatches: int) -> bool:
 def check_data(x: Any, y: Any) -> None:
     """Refuse missing data and arrays of different lengths."""
     if x is None:
-        raise ValueError("There is nothing to train on. Received: x=None. Try fit(x, y) with arrays or a tf.data.Dataset.")
+        raise ValueError(
+            "There is nothing to train on. Received: x=None. Try fit(x, y) with arrays or a tf.data.Dataset."
+        )
     lengths = {len(array) for array in keras.tree.flatten((x, y)) if _is_array(array)}
     if 0 in lengths:
         raise ValueError("There is nothing to train on. Received: x or y with no rows. Try at least one row.")
@@ -102,7 +107,8 @@ def checked_input(x: Any, expected: Any) -> tf.Tensor:
         tensor = tensor[..., None]
     if not tf.TensorShape(expected.shape).is_compatible_with(tensor.shape):
         raise ValueError(
-            f"The data do not fit the model. Received: x of shape {tuple(tensor.shape)}. Try shape {tuple(expected.shape)}."
+            f"The data do not fit the model. Received: x of shape {tuple(tensor.shape)}. "
+            f"Try shape {tuple(expected.shape)}."
         )
     return tensor
 
@@ -116,7 +122,9 @@ def check_microbatches(microbatches: Any) -> None:
 def check_not_yet(replicas: Sequence[int] | None, recompute: bool) -> None:
     """Refuse what is planned and not there."""
     if replicas is not None and any(count != 1 for count in replicas):
-        raise NotImplementedError(f"Replicated stages are not there yet. Received: replicas={replicas!r}. Try replicas=None.")
+        raise NotImplementedError(
+            f"Replicated stages are not there yet. Received: replicas={replicas!r}. Try replicas=None."
+        )
     if recompute:
         raise NotImplementedError("Recomputation is not there yet. Received: recompute=True. Try recompute=False.")
 

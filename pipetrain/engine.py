@@ -39,17 +39,24 @@ class PipelineEngine:
     def load(self) -> None:
         """Nothing to do: the stages take the model's weights when they start."""
 
-    def forget(self) -> None:
-        """The optimizer or the loss is another: stages are made anew at the next ``prepare``."""
+    def adopted(self, optimizer: Any, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The optimizer and the settings of ``compile``, as they are."""
+        return optimizer, settings
+
+    def compiled(self, optimizer: keras.optimizers.Optimizer, loss: Any, compute_loss: LossFunction) -> None:
+        """The optimizer and the loss are new: stages are made anew at the next ``prepare``."""
+        self._loss_is_mean = checks.loss_is_mean(loss, self.microbatches)
+        self._optimizer, self._compute_loss = optimizer, compute_loss
+        self._scheduled = isinstance(optimizer.get_config()["learning_rate"], dict)
         self._pipeline = None
 
-    def prepare(self, rows: int, optimizer: keras.optimizers.Optimizer, loss_is_mean: bool, loss: LossFunction) -> None:
-        """Make the stages, if there are none for this compilation."""
+    def prepare(self, rows: int | None) -> None:
+        """Before training on minibatches of this many rows: make the stages, if there are none for this compilation."""
+        checks.check_rows(rows, self.microbatches)
         if self._pipeline is None:
-            stages = self.layout.build(rows, optimizer, loss)
-            self._pipeline = Pipeline(stages, self._scheme, self.microbatches, loss_is_mean)
-            self._optimizer = optimizer
-            self._scheduled = isinstance(optimizer.get_config()["learning_rate"], dict)
+            stages = self.layout.build(rows or checks.DEFAULT_ROWS, self._optimizer, self._compute_loss)
+            self._pipeline = Pipeline(stages, self._scheme, self.microbatches, self._loss_is_mean)
+        self._pipeline.first_update = self._pipeline.updates
 
     def begin_epoch(self, steps: int | None, snapshot_every: int) -> None:
         """The next ``step`` reads from a new iterator, at most ``steps`` minibatches."""
@@ -83,7 +90,7 @@ class PipelineEngine:
         if self._pipeline is not None:
             self._pipeline.abort(store)
 
-    def snapshots(self, step: int) -> Iterator[int]:
+    def snapshots(self) -> Iterator[int]:
         """Each version kept by now: the model holds its weights, and the stages rest, until the next is asked for."""
         if not self._pipeline.snapshots:
             return

@@ -76,7 +76,11 @@ class Layout:
         """The stages, each on its device, the last one with the loss."""
         ends = self._ends
         if ends is None:
-            ends = [len(self._blocks)] if self.stages == 1 else cut_points(self._blocks, self.partition(batch_size, True).cuts)
+            ends = (
+                [len(self._blocks)]
+                if self.stages == 1
+                else cut_points(self._blocks, self.partition(batch_size, True).cuts)
+            )
         stages = []
         for first, end, device in zip([0, *ends[:-1]], ends, self._devices, strict=True):
             segment = Segment(self._blocks[first:end])

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from pipetrain.compute.stage import clone
 from pipetrain.layout import Layout
 from pipetrain.plan.trace import Trace
 
@@ -37,9 +38,25 @@ class MirroredEngine:
         if not self._training:
             self.trained.set_weights(self.model.get_weights())
 
-    def prepare(self, rows: int, optimizer: Any, loss_is_mean: bool, loss: Any) -> None:
-        """Mirror the model's weights; Keras does the rest."""
+    def adopted(self, optimizer: Any, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The optimizer and the metrics of ``compile``, made anew: a strategy refuses variables not its own."""
+
+        def mirrored(value: Any) -> Any:
+            return type(value).from_config(value.get_config()) if isinstance(value, keras.Metric) else value
+
+        own = clone(optimizer) if isinstance(optimizer, keras.optimizers.Optimizer) else optimizer
+        kept = {key: value for key, value in settings.items() if "metrics" not in key}
+        metrics = {key: keras.tree.map_structure(mirrored, settings[key]) for key in settings if key not in kept}
+        return own, {**kept, **metrics}
+
+    def compiled(self, optimizer: keras.optimizers.Optimizer, loss: Any, compute_loss: Any) -> None:
+        """Only the count of its steps is wanted from the optimizer; Keras does the rest."""
+        self._optimizer = optimizer
+
+    def prepare(self, rows: int | None) -> None:
+        """Before training: mirror the model's weights."""
         self.load()
+        self._first_update = int(self._optimizer.iterations.numpy())
 
     def leftovers(self) -> tuple[()]:
         """None: a step of data parallelism is over when it returns."""
@@ -47,7 +64,7 @@ class MirroredEngine:
 
     def begin_epoch(self, steps: int | None, snapshot_every: int) -> None:
         """From here on the weights live in the copy."""
-        self._training, self._snapshot_every = True, snapshot_every
+        self._training, self._snapshot_every, self._given = True, snapshot_every, 0
 
     def synchronize(self) -> None:
         """The mirrored weights flow back into the model."""
@@ -65,8 +82,10 @@ class MirroredEngine:
             self.synchronize()
         self._training = False
 
-    def snapshots(self, step: int) -> Iterator[int]:
-        """``step`` if its weights are wanted; the model then holds them."""
-        if self._snapshot_every and step % self._snapshot_every == 0:
+    def snapshots(self) -> Iterator[int]:
+        """The present step, if its weights are wanted; the model then holds them."""
+        step = int(self._optimizer.iterations.numpy()) - self._first_update
+        if self._snapshot_every and step % self._snapshot_every == 0 and step != self._given:
+            self._given = step
             self.synchronize()
             yield step

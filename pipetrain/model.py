@@ -105,15 +105,17 @@ class PipelineModel(keras.Model):
     def compile(self, optimizer: Any = "rmsprop", loss: Any = None, **settings: Any) -> None:
         """Keras' ``compile``. Raises ValueError, by name, for what a pipeline cannot do exactly."""
         with self._engine.strategy.scope():
+            optimizer, settings = self._engine.adopted(optimizer, settings)
             super().compile(optimizer=optimizer, loss=loss, **settings)
         if self.scheme != DATA_PARALLEL:
             checks.check_loop(self.run_eagerly, self.steps_per_execution)
             checks.check_optimizer(self.optimizer, self.scheme, self._engine.layout.stages)
-            self._loss_is_mean = checks.loss_is_mean(loss, self._engine.microbatches)
-            self._engine.forget()
+        self._engine.compiled(self.optimizer, loss, self._compile_loss)
         self._log = tf.function(self._update_metrics, reduce_retracing=True)
 
-    def fit(self, x: Any = None, y: Any = None, batch_size: int | None = None, callbacks: Any = None, **settings: Any) -> Any:
+    def fit(
+        self, x: Any = None, y: Any = None, batch_size: int | None = None, callbacks: Any = None, **settings: Any
+    ) -> Any:
         """Keras' ``fit``, its arguments and its History.
 
         The logs of a step are those of its own minibatch, though later ones are in flight.
@@ -126,12 +128,11 @@ class PipelineModel(keras.Model):
         """
         self._assert_compile_called("fit")
         if self.optimizer is None or self._compile_loss is None:
-            raise ValueError("There is nothing to minimise. Received: compile without optimizer or loss. Try loss='mse'.")
+            raise ValueError(
+                "There is nothing to minimise. Received: compile without optimizer or loss. Try loss='mse'."
+            )
         checks.check_data(x, y)
-        rows = checks.first_rows(x, batch_size)
-        if self.scheme != DATA_PARALLEL:
-            checks.check_rows(rows, self._engine.microbatches)
-        self._engine.prepare(rows or checks.DEFAULT_ROWS, self.optimizer, self._loss_is_mean, self._compile_loss)
+        self._engine.prepare(checks.first_rows(x, batch_size))
         self._raise_on_nan = not any(isinstance(each, keras.callbacks.TerminateOnNaN) for each in _as_list(callbacks))
         with self._training():
             return super().fit(x, y, batch_size=batch_size, callbacks=_with(callbacks, _Epochs()), **settings)
@@ -149,9 +150,10 @@ class PipelineModel(keras.Model):
 
     def get_metrics_result(self) -> Any:
         """Keras' metrics over every minibatch of the epoch: those still in flight finish first."""
-        self._engine.synchronize()
-        for minibatch, result in self._engine.leftovers():
-            self._logged(minibatch, result)
+        if tf.executing_eagerly():  # not while Keras traces a step that ends in this call
+            self._engine.synchronize()
+            for minibatch, result in self._engine.leftovers():
+                self._logged(minibatch, result)
         return super().get_metrics_result()
 
     def snapshots(self) -> Iterator[int]:
@@ -159,7 +161,7 @@ class PipelineModel(keras.Model):
 
         While the loop body runs the wrapped model holds that step's weights and the stages rest.
         """
-        yield from self._engine.snapshots(self._step)
+        yield from self._engine.snapshots()
 
     def _train_step(self, iterator: Iterator[Any]) -> Any:
         return self._logged(*self._engine.step(iterator))
@@ -168,18 +170,15 @@ class PipelineModel(keras.Model):
         self._step += 1
         if self._raise_on_nan and not math.isfinite(result.loss):
             raise FloatingPointError(
-                f"The loss is {result.loss} at step {self._step}. Received: scheme={self.scheme!r}. Try a smaller learning "
-                "rate, or clipnorm; the model keeps the weights of its last drain."
+                f"The loss is {result.loss} at step {self._step}. Received: scheme={self.scheme!r}. "
+                "Try a smaller learning rate, or clipnorm; the model keeps the weights of its last drain."
             )
         x, y, sample_weight = minibatch
         return self._log(y, result.predictions, sample_weight, tf.constant(result.loss), tf.constant(int(x.shape[0])))
 
     def _update_metrics(self, y: Any, predictions: Any, sample_weight: Any, loss: Any, rows: Any) -> Any:
-        """Keras' ``compute_metrics``, less its call of ``get_metrics_result``, which drains here."""
         self._loss_tracker.update_state(loss, sample_weight=rows)
-        if self._compile_metrics is not None:
-            self._compile_metrics.update_state(y, predictions, sample_weight)
-        return super().get_metrics_result()
+        return self.compute_metrics(None, y, predictions, sample_weight=sample_weight)
 
     @contextmanager
     def _training(self) -> Iterator[None]:
@@ -198,8 +197,7 @@ class PipelineModel(keras.Model):
     def train_on_batch(self, x: Any, y: Any = None, *args: Any, **settings: Any) -> Any:
         """Keras' ``train_on_batch``: one minibatch through the pipeline, which then drains."""
         checks.check_data(x, y)
-        rows = checks.first_rows(x, None)
-        self._engine.prepare(rows, self.optimizer, self._loss_is_mean, self._compile_loss)
+        self._engine.prepare(checks.first_rows(x, None))
         self._raise_on_nan = False
         self.begin_epoch(1)
         with self._training():
@@ -227,7 +225,7 @@ class PipelineModel(keras.Model):
         self._engine.load()
 
     def save(self, filepath: Any, *args: Any, **settings: Any) -> None:
-        """Save the wrapped model: an ordinary Keras file, which ``keras.models.load_model`` reads without this package."""
+        """Save the wrapped model: an ordinary Keras file, which ``load_model`` reads without this package."""
         self._engine.synchronize()
         self.model.save(filepath, *args, **settings)
 

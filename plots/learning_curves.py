@@ -15,9 +15,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from matplotlib.figure import Figure  # noqa: E402
+from matplotlib.figure import Figure
 
-from plots.style import COLOURS, STYLES, save  # noqa: E402
+from plots.style import COLOURS, STYLES, save
 
 PANELS = {"train_loss": "training loss", "val_loss": "validation loss", "val_accuracy": "validation accuracy"}
 
@@ -38,7 +38,9 @@ def draw(runs: Sequence[Path], output: Path) -> Path:
         panel.set(xlabel="step", title=PANELS[key])
         panel.grid(alpha=0.3)
     _limit_losses([panels["train_loss"], panels["val_loss"]])
-    figure.suptitle(f"{config['model']} on {config['dataset']}, {config['stages']} stages, batch {config['batch_size']}")
+    figure.suptitle(
+        f"{config['model']} on {config['dataset']}, {config['stages']} stages, batch {config['batch_size']}"
+    )
     handles, labels = panels["val_accuracy"].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper")
     return save(figure, output)

@@ -8,7 +8,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 
-from matplotlib.figure import Figure  # noqa: E402
+from matplotlib.figure import Figure
 
 # Okabe and Ito's palette: one colour per scheme, the same in every figure.
 COLOURS = {

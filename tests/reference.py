@@ -27,7 +27,9 @@ def train(scheme, layers, ends, batches, learning_rate, momentum, velocity=None)
     for i, (x, y) in enumerate(batches):
         kept, activation = [], np.asarray(x, np.float64)
         for k in range(stages):
-            activation, saved = forward(read(scheme, "F", i, k, stages, versions, velocities), activation, k == stages - 1)
+            activation, saved = forward(
+                read(scheme, "F", i, k, stages, versions, velocities), activation, k == stages - 1
+            )
             kept.append(saved)
         gradient = softmax(activation)
         gradient[np.arange(len(y)), y] -= 1.0
@@ -40,9 +42,7 @@ def train(scheme, layers, ends, batches, learning_rate, momentum, velocity=None)
                 for slots, gradients in zip(velocities[k][i], by_weight)
             ]
             velocities[k].append(moved)
-            versions[k].append(
-                [tuple(w + m for w, m in zip(ws, ms)) for ws, ms in zip(versions[k][i], moved)]
-            )
+            versions[k].append([tuple(w + m for w, m in zip(ws, ms)) for ws, ms in zip(versions[k][i], moved)])
     return [layer for k in range(stages) for layer in versions[k][-1]], [v[-1] for v in velocities]
 
 

@@ -98,7 +98,11 @@ def walk(policy, stage, stages, minibatches):
     """Integers as weights (version v is the number 100 v) and a velocity of 1: what each action reads, what is kept."""
     weights = {"now": 0}
     store = versions.WeightVersions(
-        policy, stage, stages, newest=lambda ahead: versions.predict(weights["now"], 1, ahead), keep=lambda: weights["now"]
+        policy,
+        stage,
+        stages,
+        newest=lambda ahead: versions.predict(weights["now"], 1, ahead),
+        keep=lambda: weights["now"],
     )
     reads, kept = {}, 0
     for action in schedules.asynchronous(stage, stages, [range(minibatches)]):

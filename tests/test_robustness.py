@@ -79,7 +79,9 @@ def test_an_interrupt_ends_the_threads_and_keeps_the_weights():
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        pm.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=interrupt)])
+        pm.fit(
+            x, y, batch_size=BATCH, verbose=0, callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=interrupt)]
+        )
     assert any((a != b).any() for a, b in zip(before, pm.get_weights()))
     pm.fit(x, y, batch_size=BATCH, verbose=0)
 

@@ -33,7 +33,9 @@ def chain(model: keras.Model) -> list[Block]:
     if not isinstance(model, keras.Model):
         raise TypeError(f"Not a Keras model. Received: model={model!r}. Try a keras.Sequential or Functional model.")
     if isinstance(model, keras.Sequential) and not model.built:
-        raise ValueError(f"The Sequential {model.name!r} has no input shape yet. Try keras.Input(...) as its first layer.")
+        raise ValueError(
+            f"The Sequential {model.name!r} has no input shape yet. Try keras.Input(...) as its first layer."
+        )
     outputs = getattr(model, "outputs", None)
     if not outputs:
         raise TypeError(
@@ -93,8 +95,7 @@ def cut_points(blocks: Sequence[Block], cuts: Sequence[str]) -> list[int]:
     if ends != sorted(set(ends)):
         in_order = tuple(sorted(set(cuts), key=names.index))
         raise ValueError(
-            "The cuts are not in the model's order, each once. "
-            f"Received: cuts={tuple(cuts)!r}. Try cuts={in_order!r}."
+            f"The cuts are not in the model's order, each once. Received: cuts={tuple(cuts)!r}. Try cuts={in_order!r}."
         )
     if ends and ends[-1] == len(blocks):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""A stage's forward and backward bound to its variables: the newest weights are read, and predicted, in the same call."""
+"""A stage's forward and backward bound to its variables: the newest weights are read and predicted in the call."""
 
 from __future__ import annotations
 
@@ -33,9 +33,7 @@ class BoundFunction:
         velocity: reads the last velocity update of each.
     """
 
-    def __init__(
-        self, call: Any, variables: Sequence[keras.Variable], velocity: Callable[[], list[tf.Tensor]]
-    ) -> None:
+    def __init__(self, call: Any, variables: Sequence[keras.Variable], velocity: Callable[[], list[tf.Tensor]]) -> None:
         self._call, self._variables, self._velocity = call, variables, velocity
         self._others = call.structured_input_signature[0][1:]
         self._newest: Any = None

@@ -23,9 +23,9 @@ class SplitFunction(NamedTuple):
 
     ``forward(weights, state, flows, constants) -> (aux, residuals)`` and
     ``backward(weights, residuals, output_gradients) -> (weight_gradients, flow_gradients)``; the gradient of
-    a weight that the outputs do not depend on is None. ``flows`` are the inputs that want a gradient, ``constants`` those that want none.
-    ``state`` are tensors that training changes without gradients (BatchNorm statistics, seeds): they go in,
-    and come out in ``aux``. ``outputs`` are the specs of what gradients start from.
+    a weight that the outputs do not depend on is None. ``flows`` are the inputs that want a gradient,
+    ``constants`` those that want none. ``state`` are tensors that training changes without gradients (BatchNorm
+    statistics, seeds): they go in, and come out in ``aux``. ``outputs`` are the specs of what gradients start from.
     """
 
     forward: Any

@@ -116,8 +116,7 @@ class Stage:
         starts = [share] if gradient is None else [gradient, share]
         with tf.device(self.device):
             output_gradients = [
-                tf.convert_to_tensor(start, spec.dtype)
-                for start, spec in zip(starts, self._starts, strict=False)
+                tf.convert_to_tensor(start, spec.dtype) for start, spec in zip(starts, self._starts, strict=False)
             ]
             by_weight, by_flow = self._backward(weights, residuals, output_gradients)
         return by_weight, by_flow[0] if by_flow else None

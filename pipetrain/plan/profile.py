@@ -49,7 +49,9 @@ class Profile:
             blocks = tuple(BlockProfile(**block) for block in data["blocks"])
             return cls(model=data["model"], batch_size=data["batch_size"], blocks=blocks)
         except (KeyError, TypeError, json.JSONDecodeError) as error:
-            raise ValueError(f"Not a profile: {error}. Received: {text[:60]!r}. Try a file that save() wrote.") from error
+            raise ValueError(
+                f"Not a profile: {error}. Received: {text[:60]!r}. Try a file that save() wrote."
+            ) from error
 
     def save(self, path: str | Path) -> None:
         """Write the profile to a JSON file."""

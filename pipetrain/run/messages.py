@@ -28,11 +28,8 @@ class Microbatch(NamedTuple):
 
     def passed(self, penalty: tf.Tensor | None) -> Microbatch:
         """This microbatch after a stage's forward: its input let go, the stage's penalty added."""
-        if penalty is None:
-            total = self.penalty
-        else:
-            total = penalty if self.penalty is None else self.penalty + penalty
-        return self._replace(tensor=None, penalty=total)
+        penalties = [each for each in (self.penalty, penalty) if each is not None]
+        return self._replace(tensor=None, penalty=tf.add_n(penalties) if penalties else None)
 
 
 class Output(NamedTuple):

@@ -35,18 +35,16 @@ class Pipeline:
         microbatches: pieces that a minibatch is split into.
         loss_is_mean: whether a minibatch's loss is the mean (else the sum) over its rows.
 
-    Set ``snapshot_every`` to keep the weights of every so many updates in ``snapshots``; 0 keeps none.
+    Set ``snapshot_every`` to keep in ``snapshots`` the weights of every so many updates after ``first_update``.
     """
 
-    def __init__(
-        self, stages: Sequence[Stage], scheme: Scheme, microbatches: int, loss_is_mean: bool
-    ) -> None:
+    def __init__(self, stages: Sequence[Stage], scheme: Scheme, microbatches: int, loss_is_mean: bool) -> None:
         self._stages, self._scheme, self._microbatches = list(stages), scheme, microbatches
         self._loss_is_mean = loss_is_mean
         self._workers: list[Worker] = []
         self._boxes: list[Mailbox[Any]] = []
         self._spans: deque[Span] = deque(maxlen=KEPT_SPANS)
-        self.updates = 0  # made up to the last drain
+        self.updates = self.first_update = 0  # made up to the last drain; where snapshots count from
         self._results: deque[Result] = deque()
         self._error: BaseException | None = None
         self._traced_for: Any = ()
@@ -149,7 +147,7 @@ class Pipeline:
         self._posted = self._posted_microbatches = 0
         self._reports: Mailbox[Output | Updated] = Mailbox()
         self._control = Control(self._reports.put, self._fail, self._wants_snapshot)
-        self._collector = Collector(len(self._stages), not self._scheme.asynchronous, self.updates)
+        self._collector = Collector(len(self._stages), not self._scheme.asynchronous, self.updates - self.first_update)
         for stage in self._stages:
             stage.load()
         self._workers = self._make_workers()
@@ -180,7 +178,8 @@ class Pipeline:
                 stage.store()
 
     def _wants_snapshot(self, version: int) -> bool:
-        return self.snapshot_every > 0 and (self.updates + version) % self.snapshot_every == 0
+        step = self.updates - self.first_update + version
+        return self.snapshot_every > 0 and step % self.snapshot_every == 0
 
     def _collect(self, report: Output | Updated) -> None:
         self._collector.add(report)
@@ -212,7 +211,7 @@ class Pipeline:
 
 
 def _split(data: Any, pieces: int) -> list[tuple[float, Any]]:
-    """Rows of every tensor in ``data`` in up to ``pieces`` parts, as even as can be, each with its share of the rows."""
+    """The rows of ``data`` in up to ``pieces`` parts, as even as can be, each with its share of the rows."""
     tensors = tf.nest.flatten(data)
     rows = int(tensors[0].shape[0])
     pieces = min(pieces, rows)

@@ -93,7 +93,9 @@ class Worker(threading.Thread):
             self._forward(received)
         else:
             self._backward(action.minibatch, received)
-        span = Span(action.op, self._number, action.minibatch, self._stage.device, start_s, time.perf_counter(), version)
+        span = Span(
+            action.op, self._number, action.minibatch, self._stage.device, start_s, time.perf_counter(), version
+        )
         self.spans.append(span)
 
     def _returned(self) -> tf.Tensor | None:

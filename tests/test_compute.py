@@ -1,0 +1,189 @@
+"""Blocks, split functions and the profiler, against the unsplit model."""
+
+from __future__ import annotations
+
+import time
+
+import keras
+import networks
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import pipetrain
+from pipetrain.compute.blocks import Segment, chain
+from pipetrain.compute.split import specs, split
+
+L = keras.layers
+
+
+def convolutional():
+    return [
+        keras.Input((8, 8, 3)),
+        L.Conv2D(4, 3, padding="same"),
+        L.BatchNormalization(),
+        L.ReLU(),
+        L.MaxPooling2D(),
+        L.SpatialDropout2D(0.2, seed=3),
+        L.Flatten(),
+        L.Dense(5, kernel_regularizer="l2"),
+    ]
+
+
+def recurrent():
+    return [
+        keras.Input((6,), dtype="int32"),
+        L.Embedding(11, 7),
+        L.LSTM(5, return_sequences=True),
+        L.GRU(4),
+        L.Dense(2),
+    ]
+
+
+def attentive():
+    class SelfAttention(L.Layer):
+        def __init__(self):
+            super().__init__()
+            self.attention = L.MultiHeadAttention(2, 4)
+
+        def build(self, shape):
+            self.attention.build(shape, shape)
+
+        def call(self, x, training=None):
+            return x + self.attention(x, x, training=training)
+
+    return [keras.Input((6, 8)), L.LayerNormalization(), SelfAttention(), L.Dense(3, activation="gelu")]
+
+
+@pytest.mark.parametrize("layers", [convolutional, recurrent, attentive])
+def test_split_gradients_equal_the_tape_s(layers):
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential(layers())
+    segment = Segment(chain(model))
+    weights = [variable.value.read_value() for variable in segment.trainable_variables]
+    state = [variable.value.read_value() for variable in segment.non_trainable_variables]
+    spec = model.inputs[0]
+    shape = (5, *spec.shape[1:])
+    x = tf.zeros(shape, spec.dtype) + 3 if spec.dtype == "int32" else tf.random.stateless_normal(shape, (1, 2))
+    flows = [x] if x.dtype.is_floating else []
+
+    def run(weights, state, flows, constants):
+        data = flows[0] if flows else constants[0]
+        output, state, losses = segment.stateless_call(weights, state, data, training=True, return_losses=True)
+        return [output, *losses], (output, state)
+
+    @tf.function
+    def whole(weights, state, x):
+        with tf.GradientTape() as tape:
+            tape.watch([*weights, x])
+            outputs, (_, state) = run(weights, state, [x] if flows else [], [x])
+        starts = [tf.ones_like(output) for output in outputs]
+        return outputs[0], state, tape.gradient(outputs, [*weights, *([x] if flows else [])], starts)
+
+    anything = [tf.TensorSpec([None, *shape[1:]], x.dtype)]
+    step = split(run, specs(weights), specs(state), anything if flows else [], anything)
+    (output, new_state), residuals = step.forward(weights, state, flows, [x])
+    starts = [tf.ones(output.shape)] + [tf.constant(1.0)] * (len(step.outputs) - 1)
+    by_weight, by_flow = step.backward(weights, residuals, starts)
+    expected_output, expected_state, gradients = whole(weights, state, x)
+    np.testing.assert_array_equal(output, expected_output)
+    networks.assert_equal(new_state, expected_state)
+    for got, want in zip([*by_weight, *by_flow], gradients, strict=True):
+        np.testing.assert_allclose(tf.convert_to_tensor(got), tf.convert_to_tensor(want), rtol=1e-5, atol=1e-6)
+
+
+def test_backward_takes_other_weights_than_forward():
+    """A Dense layer's input gradient is that of backward's kernel, its activation that of forward's."""
+    layer = L.Dense(3, activation="tanh")
+    segment = Segment(chain(keras.Sequential([keras.Input((2,)), layer])))
+
+    def run(weights, state, flows, constants):
+        output, _ = segment.stateless_call(weights, state, flows[0], training=True)
+        return [output], output
+
+    x = tf.constant([[0.5, -1.0]])
+    old = [tf.constant([[1.0, 2, 3], [4, 5, 6]]) / 10, tf.zeros(3)]
+    new = [tf.constant([[6.0, 5, 4], [3, 2, 1]]) / 10, tf.ones(3)]
+    step = split(run, specs(old), [], specs([x]), [])
+    output, residuals = step.forward(old, [], [x], [])
+    _, (gradient,) = step.backward(new, residuals, [tf.ones((1, 3))])
+    np.testing.assert_allclose(gradient, (1 - output.numpy() ** 2) @ new[0].numpy().T, rtol=1e-6)
+
+
+def test_cutting_leaves_the_model_as_it_was():
+    model = networks.mlp()
+    calls = [len(layer._inbound_nodes) for layer in model.layers]
+    pm = networks.pipeline(model)
+    pm.fit(*networks.data(64), batch_size=16, verbose=0)
+    assert [len(layer._inbound_nodes) for layer in model.layers] == calls
+    assert model.layers[2].output.shape == (None, 16)
+
+
+def test_a_profile_measures_and_touches_nothing():
+    model = keras.Sequential(convolutional())
+    before = [variable.numpy().copy() for variable in model.variables]
+    measured = pipetrain.profile(model, batch_size=16, verbose=False)
+    networks.assert_equal([variable.numpy() for variable in model.variables], before)
+    assert [block.name for block in measured.blocks] == [layer.name for layer in model.layers]
+    convolution = measured.blocks[0]
+    assert convolution.weight_bytes == 4 * (3 * 3 * 3 * 4 + 4)
+    assert convolution.output_bytes == 4 * 16 * 8 * 8 * 4
+    assert convolution.forward_s > 0
+    assert convolution.backward_s > 0
+    assert measured.batch_size == 16
+
+
+class Sleeper(L.Layer):
+    def __init__(self, forward_s=0.0, backward_s=0.0):
+        super().__init__()
+        self.forward_s, self.backward_s = forward_s, backward_s
+
+    def call(self, x):
+        def sleep(seconds):
+            time.sleep(float(seconds))
+            return np.float32(0)
+
+        @tf.custom_gradient
+        def slow(x):
+            def gradient(dy):
+                return dy + tf.numpy_function(sleep, [self.backward_s], tf.float32)
+
+            return x + tf.numpy_function(sleep, [self.forward_s], tf.float32), gradient
+
+        outputs = slow(x)
+        outputs.set_shape(x.shape)
+        return outputs
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+def test_the_profile_finds_the_sleepers():
+    layers = [Sleeper(), Sleeper(0.02), Sleeper(), Sleeper(0, 0.03), Sleeper()]
+    model = keras.Sequential([keras.Input((4,)), L.Dense(4), *layers, L.Dense(2)])
+    measured = pipetrain.profile(model, batch_size=8, verbose=False)
+    forward, backward = ([getattr(b, key) for b in measured.blocks] for key in ("forward_s", "backward_s"))
+    assert np.argmax(forward) == 2
+    assert np.argmax(backward) == 4
+    assert forward[2] == pytest.approx(0.02, abs=0.01)
+    assert backward[4] == pytest.approx(0.03, abs=0.01)
+    cut = pipetrain.partition(measured, num_devices=2)
+    assert cut.slowest_s < 0.045  # one sleeper a stage
+
+
+def test_the_same_model_is_always_cut_the_same_way():
+    cuts = set()
+    for _ in range(3):
+        pm = pipetrain.PipelineModel(networks.mlp(), stages=3)
+        cuts.add(pm.partition(batch_size=16).cuts)
+    assert len(cuts) == 1
+
+
+def test_a_damaged_profile_cache_is_measured_anew(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = pipetrain.PipelineModel(networks.mlp(), stages=3).partition(batch_size=16)
+    (file,) = (tmp_path / "pipetrain").iterdir()
+    file.write_text(file.read_text()[:100])
+    second = pipetrain.PipelineModel(networks.mlp(), stages=3).partition(batch_size=16)
+    assert first.stages[0].first == second.stages[0].first == "d0"
+    assert len(file.read_text()) > 100
