@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ EMBEDDED = Path(__file__).parent / "data" / "fashion_mnist_small.npz"
 TFDS = ("fashion_mnist", "cifar10", "imdb_reviews")
 NAMES = ("fashion_mnist_small", *TFDS)
 VOCABULARY = 2000
+READ_ROWS = 4096  # at a time
 
 
 class Dataset(NamedTuple):
@@ -54,14 +56,19 @@ def _from_tfds(name: str, data_dir: str | None) -> list[tuple[np.ndarray, np.nda
     import tensorflow_datasets as tfds
 
     try:
-        parts = tfds.load(name, split=["train", "test"], data_dir=data_dir, batch_size=-1, as_supervised=True)
-        return [tfds.as_numpy(part) for part in parts]
+        parts = tfds.load(name, split=["train", "test"], data_dir=data_dir, as_supervised=True)
+        return [_arrays(tfds.as_numpy(part.batch(READ_ROWS))) for part in parts]
     except Exception as error:  # of many kinds: no network, a truncated file, a checksum
         reason = str(error).strip().split("\n")[0][:200]
         raise ValueError(
             f"Cannot read the data set: {type(error).__name__}: {reason}. Received: dataset={name!r}, "
             f"data-dir={data_dir!r}. Try a directory where tensorflow-datasets prepared it, or delete a damaged copy."
         ) from error
+
+
+def _arrays(batches: Iterable[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    features, labels = zip(*batches, strict=True)
+    return np.concatenate(features), np.concatenate(labels)
 
 
 def _words(train: np.ndarray, test: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -1,0 +1,212 @@
+"""The command line, end to end and on real data; its files; its refusals."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import networks
+import numpy as np
+import pytest
+
+import models
+from experiments import datasets, run
+from pipetrain.plan.schemes import NAMES
+from pipetrain.plan.trace import Trace
+
+ROOT = Path(__file__).parents[1]
+SMALL = ("--steps", "40", "--depth", "5", "--width", "32", "--learning-rate", "0.01", "--eval-every", "10")
+
+
+def command_line(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, str(ROOT / "experiments" / "run.py"), *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        cwd="/",
+        timeout=280,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def all_schemes(tmp_path_factory):
+    output = tmp_path_factory.mktemp("runs")
+    return output, command_line("--scheme", "all", "--output", str(output), *SMALL)
+
+
+def test_all_schemes_train_and_say_so(all_schemes):
+    output, done = all_schemes
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    lines = done.stdout.strip().split("\n")
+    table = lines[-len(NAMES) - 4 : -2]
+    assert table[0].split() == ["scheme", "samples/s", "best", "validation", "accuracy"]
+    assert [line.split()[0] for line in table[2:]] == list(NAMES)
+    best = {line.split()[0]: float(line.split()[2]) for line in table[2:]}
+    assert min(best.values()) > 0.3  # of ten classes; the stale ones have learnt little by now
+    assert best["spectrain"] > 0.55
+    assert best["single"] == best["gpipe"] == best["1f1b"]
+    assert "accuracy:" in done.stdout
+    assert (output / "learning_curves.png").stat().st_size > 10_000
+    assert lines[-1] == str(output / "learning_curves.png")
+
+
+@pytest.mark.parametrize("scheme", NAMES)
+def test_every_run_leaves_its_files(all_schemes, scheme):
+    folder = all_schemes[0] / scheme
+    config = json.loads((folder / "config.json").read_text())
+    summary = json.loads((folder / "summary.json").read_text())
+    rows = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+    assert (config["scheme"], config["seed"], config["learning_rate"]) == (scheme, 0, 0.01)
+    assert [row["step"] for row in rows] == [10, 20, 30, 40]
+    assert all(math.isfinite(row[key]) for row in rows for key in ("train_loss", "val_loss", "val_accuracy"))
+    assert summary["max_val_accuracy"] == max(row["val_accuracy"] for row in rows)
+    assert summary["min_train_loss"] == min(row["train_loss"] for row in rows)
+    assert summary["samples_per_second"] > 0
+    assert summary["peak_memory_bytes"] > 10**8
+    assert (summary["steps"], summary["stages"], summary["batch_size"], summary["diverged_at"]) == (40, 4, 128, None)
+    spans = Trace.load(folder / "trace.json").spans
+    assert len(spans) == {"data-parallel": 0, "single": 80, "gpipe": 1280, "1f1b": 1280}.get(scheme, 320)
+    model = keras.models.load_model(folder / "model.keras")
+    data = datasets.load("fashion_mnist_small")
+    model.compile(metrics=["accuracy"], loss=networks.crossentropy())
+    accuracy = model.evaluate(data.x_test, data.y_test, verbose=0, return_dict=True)["accuracy"]
+    assert accuracy == pytest.approx(rows[-1]["val_accuracy"], abs=1e-6)
+
+
+def test_train_loss_is_the_mean_since_the_last_row(tmp_path):
+    """With a learning rate of zero and one batch per row, the mean over all rows is that over all steps."""
+    done = command_line("--output", str(tmp_path), *SMALL, "--learning-rate", "0", "--eval-every", "1", "--steps", "9")
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "spectrain" / "history.jsonl").read_text().splitlines()]
+    assert len(rows) == 9
+    assert len({row["val_loss"] for row in rows}) == 1
+    assert len({round(row["train_loss"], 3) for row in rows}) > 1
+
+
+@pytest.mark.slow
+def test_the_default_run_learns(tmp_path):
+    done = command_line("--scheme", "spectrain", "--output", str(tmp_path))
+    assert done.returncode == 0
+    assert done.stderr == ""
+    assert json.loads((tmp_path / "spectrain" / "summary.json").read_text())["max_val_accuracy"] >= 0.80
+
+
+def test_divergence_stops_with_its_step_and_keeps_what_there_is(tmp_path):
+    done = command_line("--output", str(tmp_path), *SMALL, "--learning-rate", "1e6")
+    assert done.returncode == 1
+    assert "diverged at step" in done.stdout
+    summary = json.loads((tmp_path / "spectrain" / "summary.json").read_text())
+    assert 1 < summary["diverged_at"] <= 40
+    assert (tmp_path / "spectrain" / "model.keras").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (("--scheme", "fast"), "spectrain"),
+        (("--model", "alexnet"), "snn"),
+        (("--dataset", "mnist"), "fashion_mnist_small"),
+        (("--steps", "0"), "at least 1"),
+        (("--stages", "-2"), "at least 1"),
+    ],
+)
+def test_unknown_names_and_numbers_are_refused(arguments, match, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run.main(arguments)
+    assert stopped.value.code == 2
+    assert match in capsys.readouterr().err
+
+
+def test_more_stages_than_layers(tmp_path):
+    done = command_line("--output", str(tmp_path), *SMALL, "--stages", "9")
+    assert done.returncode == 2
+    assert "7 layers" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_output_that_cannot_be_written(tmp_path, capsys):
+    file = tmp_path / "file"
+    file.write_text("")
+    assert run.main(["--output", str(file / "inside")]) == 2
+    assert "Cannot write there" in capsys.readouterr().err
+
+
+def test_missing_data():
+    with pytest.raises(ValueError, match="no such directory"):
+        datasets.load("fashion_mnist", "/nowhere")
+    with pytest.raises(ValueError, match="Unknown data set"):
+        datasets.load("mnist")
+
+
+def test_damaged_data(tmp_path):
+    """A prepared data set whose records are cut short."""
+    import tensorflow_datasets as tfds
+
+    with tfds.testing.mock_data(num_examples=3):
+        info = tfds.builder("fashion_mnist", data_dir=str(tmp_path)).info
+    folder = tmp_path / "fashion_mnist" / str(info.version)
+    folder.mkdir(parents=True)
+    info.write_to_directory(str(folder))
+    (folder / "dataset_info.json").write_text((folder / "dataset_info.json").read_text()[:40])
+    with pytest.raises(ValueError, match="Cannot read the data set"):
+        datasets.load("fashion_mnist", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("cifar10", (32, 32, 3)), ("fashion_mnist", (28, 28, 1)), ("imdb_reviews", (datasets.VOCABULARY,))],
+)
+def test_other_data_sets_through_tfds(name, shape, monkeypatch):
+    import tensorflow_datasets as tfds
+
+    def examples(self, *args, **kwargs):
+        import tensorflow as tf
+
+        rng = np.random.default_rng(0)
+        if name == "imdb_reviews":
+            values = {"text": [f"word{n} word{n % 3}" for n in range(20)], "label": np.arange(20) % 2}
+        else:
+            values = {"image": rng.integers(0, 256, (20, *shape)).astype("uint8"), "label": np.arange(20) % 10}
+        return tf.data.Dataset.from_tensor_slices(values)
+
+    with tfds.testing.mock_data(num_examples=20, as_dataset_fn=examples):
+        data = datasets.load(name)
+    assert data.x_train.shape[0] == len(data.y_train) == 20
+    assert data.x_train.dtype == np.float32
+    assert abs(data.x_train.mean()) < 1e-3
+    assert data.classes == (2 if name == "imdb_reviews" else 10)
+    if name != "imdb_reviews":
+        assert data.x_train.shape[1:] == shape
+
+
+@pytest.mark.parametrize(("depth", "width"), [(32, 2048), (3, 10)])
+def test_snn_has_the_published_size(depth, width):
+    model = models.build("snn", (28, 28), 10, depth=depth, width=width)
+    assert model.count_params() == 784 * width + width + (depth - 1) * (width * width + width) + width * 10 + 10
+
+
+def test_help_teaches(capsys):
+    with pytest.raises(SystemExit):
+        run.main(["--help"])
+    text = capsys.readouterr().out
+    assert "examples:" in text
+    assert "python experiments/run.py --scheme all" in text
+
+
+def test_figures_are_drawn(all_schemes, tmp_path):
+    from plots import timeline
+
+    trace = Trace.load(all_schemes[0] / "spectrain" / "trace.json")
+    picture = timeline.draw(trace, tmp_path / "timeline.png", first=10)
+    assert picture.stat().st_size > 10_000
+    assert picture.with_suffix(".svg").exists()
+    with pytest.raises(ValueError, match="first=1000"):
+        timeline.draw(trace, tmp_path / "timeline.png", first=1000)
