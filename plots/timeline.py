@@ -12,11 +12,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from matplotlib.figure import Figure  # noqa: E402
-from matplotlib.patches import Patch  # noqa: E402
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
-from pipetrain.plan.trace import Trace  # noqa: E402
-from plots.style import save  # noqa: E402
+from pipetrain.plan.trace import Trace
+from plots.style import save
 
 FILL = {"F": "#56B4E9", "B": "#E69F00"}
 
