@@ -63,7 +63,18 @@ class BoundFunction:
         return [variable.value.read_value() for variable in self._variables]
 
     def _trace(self, function: Callable[..., Any], *first: tf.TensorSpec) -> Any:
-        return tf.function(function, autograph=False).get_concrete_function(*first, *self._others)
+        return direct(tf.function(function, autograph=False).get_concrete_function(*first, *self._others))
+
+
+def direct(concrete: Any) -> Callable[..., Any]:
+    """The same function without the check of every argument against its spec, which costs as much as the call."""
+    function, captured = concrete.inference_fn, concrete.captured_inputs
+
+    def call(*arguments: Any) -> Any:
+        tensors = [each for each in tf.nest.flatten(arguments, expand_composites=True) if each is not None]
+        return function.call_preflattened([*tensors, *captured])
+
+    return call
 
 
 def bind(

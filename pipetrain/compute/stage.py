@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from pipetrain.compute.blocks import Segment
-from pipetrain.compute.bound import Weights, bind
+from pipetrain.compute.bound import Weights, bind, direct
 from pipetrain.compute.split import specs, split
 from pipetrain.compute.update import Update
 
@@ -92,9 +92,8 @@ class Stage:
             halves = split(self._run, specs(self._weights), specs(self._model_state), flows, constants)
             self._forward, self._backward = bind(halves, self.variables, self._optimizer_step.velocity)
             self._starts = halves.outputs
-            self._update = tf.function(self._optimizer_step.apply, autograph=False).get_concrete_function(
-                halves.backward.structured_outputs[0]
-            )
+            update = tf.function(self._optimizer_step.apply, autograph=False)
+            self._update = direct(update.get_concrete_function(halves.backward.structured_outputs[0]))
         self._traced_for = targets
 
     def forward(self, weights: Weights, x: tf.Tensor, targets: Any = None) -> Forward:

@@ -72,6 +72,14 @@ def assign(devices: Sequence[str], stages: int) -> list[str]:
     return [used[stage * len(used) // stages] for stage in range(stages)]
 
 
+def pin(device: str) -> None:
+    """Keep this thread on its CPU device's core, where each device has one: threads that wander disturb others."""
+    cores = sorted(os.sched_getaffinity(0))
+    cpus = [cpu.name for cpu in tf.config.list_logical_devices("CPU")]
+    if device in cpus and 1 < len(cpus) <= len(cores):
+        os.sched_setaffinity(0, [cores[cpus.index(device)]])
+
+
 def transfer(tensor: tf.Tensor, device: str) -> tf.Tensor:
     """The tensor on another device; TensorFlow does the copy."""
     if tensor.device.endswith(device):

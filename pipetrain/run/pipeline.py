@@ -20,6 +20,7 @@ from pipetrain.run.messages import Microbatch, Output, Updated
 from pipetrain.run.worker import Control, Door, Doors, Worker
 
 KEPT_SPANS = 200_000  # the newest spans that are kept, so that no run is too long for memory
+SWITCH_INTERVAL_S = 5e-4  # a stage whose inputs are there must not wait Python's usual 5 ms for its turn
 Value = TypeVar("Value")
 
 
@@ -151,6 +152,8 @@ class Pipeline:
         for stage in self._stages:
             stage.load()
         self._workers = self._make_workers()
+        self._switch_interval_s = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         for worker in self._workers:
             worker.start()
 
@@ -169,6 +172,7 @@ class Pipeline:
         return workers
 
     def _end(self, store: bool) -> None:
+        sys.setswitchinterval(self._switch_interval_s)
         for worker in self._workers:
             self._spans.extend(worker.spans)
         self.updates += self._posted

@@ -15,7 +15,7 @@ from pipetrain.plan.actions import Action
 from pipetrain.plan.schemes import Scheme
 from pipetrain.plan.trace import Span
 from pipetrain.plan.versions import WeightVersions
-from pipetrain.run.devices import transfer
+from pipetrain.run.devices import pin, transfer
 from pipetrain.run.mailbox import Closed, Mailbox
 from pipetrain.run.messages import Microbatch, Output, Updated
 
@@ -69,6 +69,7 @@ class Worker(threading.Thread):
     def run(self) -> None:
         """The thread's body. An exception stops the pipeline and is kept for its caller."""
         try:
+            pin(self._stage.device)
             for action in self._schedule(self._number, self._stages, self._arrivals()):
                 self._act(action)
         except Closed:
