@@ -26,7 +26,14 @@ def cached_profile(model: keras.Model, batch_size: int, device: str, verbose: bo
     keys = [cost_key(block) for block in blocks]
     if None in keys:
         return profile(model, batch_size, device, verbose)
-    place = (device, platform.machine(), platform.node(), len(os.sched_getaffinity(0)), tf.__version__)
+    place = (
+        device,
+        platform.machine(),
+        platform.node(),
+        os.cpu_count(),
+        tf.config.threading.get_intra_op_parallelism_threads(),
+        tf.__version__,
+    )
     digest = hashlib.sha256(repr((keys, batch_size, place)).encode()).hexdigest()[:32]
     path = _folder() / f"{digest}.json"
     try:

@@ -26,7 +26,7 @@ def set_cpu_devices(count: int) -> None:
         return
     try:
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
-        tf.config.threading.set_intra_op_parallelism_threads(max(1, len(os.sched_getaffinity(0)) // count))
+        tf.config.threading.set_intra_op_parallelism_threads(max(1, len(_cores()) // count))
         tf.config.threading.set_inter_op_parallelism_threads(count)
     except RuntimeError as error:
         raise RuntimeError(
@@ -72,11 +72,17 @@ def assign(devices: Sequence[str], stages: int) -> list[str]:
     return [used[stage * len(used) // stages] for stage in range(stages)]
 
 
+def _cores() -> list[int]:
+    """The processor cores this process may use."""
+    known = hasattr(os, "sched_getaffinity")  # on Linux
+    return sorted(os.sched_getaffinity(0)) if known else list(range(os.cpu_count() or 1))
+
+
 def pin(device: str) -> None:
     """Keep this thread on its CPU device's core, where each device has one: threads that wander disturb others."""
-    cores = sorted(os.sched_getaffinity(0))
+    cores = _cores()
     cpus = [cpu.name for cpu in tf.config.list_logical_devices("CPU")]
-    if device in cpus and 1 < len(cpus) <= len(cores):
+    if device in cpus and 1 < len(cpus) <= len(cores) and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, [cores[cpus.index(device)]])
 
 
