@@ -115,8 +115,13 @@ class PipelineEngine:
         if not self._checked:
             checks.check_rows(int(tensor.shape[0]), self.microbatches)
             self._checked = True
-        self._pipeline.trace_for(tf.nest.map_structure(_any_rows, (y, sample_weight)))
-        return Minibatch(tensor, y, sample_weight)
+        targets = tf.nest.map_structure(_tensor, (y, sample_weight))
+        self._pipeline.trace_for(tf.nest.map_structure(_any_rows, targets))
+        return Minibatch(tensor, *targets)
+
+
+def _tensor(value: Any) -> Any:
+    return None if value is None else tf.convert_to_tensor(value)
 
 
 def _any_rows(tensor: Any) -> Any:
