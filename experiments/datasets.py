@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -55,6 +56,7 @@ def load(name: str, data_dir: str | None = None) -> Dataset:
 def _from_tfds(name: str, data_dir: str | None) -> list[tuple[np.ndarray, np.ndarray]]:
     import tensorflow_datasets as tfds
 
+    logging.getLogger("urllib3").setLevel(logging.ERROR)  # it announces every retry of a download
     try:
         parts = tfds.load(name, split=["train", "test"], data_dir=data_dir, as_supervised=True)
         return [_arrays(tfds.as_numpy(part.batch(READ_ROWS))) for part in parts]

@@ -107,10 +107,14 @@ class PipelineModel(keras.Model):
         with self._engine.strategy.scope():
             optimizer, settings = self._engine.adopted(optimizer, settings)
             super().compile(optimizer=optimizer, loss=loss, **settings)
+        self.compiled = False  # what is refused below must not be trained with
+        if self.optimizer is None:
+            raise ValueError("Training needs an optimizer. Received: optimizer=None. Try keras.optimizers.SGD(1e-2).")
         if self.scheme != DATA_PARALLEL:
             checks.check_loop(self.run_eagerly, self.steps_per_execution)
             checks.check_optimizer(self.optimizer, self.scheme, self._engine.layout.stages)
         self._engine.compiled(self.optimizer, loss, self._compile_loss)
+        self.compiled = True
         self._log = tf.function(self._update_metrics, reduce_retracing=True)
 
     def fit(
@@ -127,10 +131,8 @@ class PipelineModel(keras.Model):
             Exception: whatever a stage raised, with a note on the stage, the action and the minibatch.
         """
         self._assert_compile_called("fit")
-        if self.optimizer is None or self._compile_loss is None:
-            raise ValueError(
-                "There is nothing to minimise. Received: compile without optimizer or loss. Try loss='mse'."
-            )
+        if self._compile_loss is None:
+            raise ValueError("There is nothing to minimise. Received: compile with loss=None. Try loss='mse'.")
         checks.check_data(x, y)
         self._engine.prepare(checks.first_rows(x, batch_size))
         self._raise_on_nan = not any(isinstance(each, keras.callbacks.TerminateOnNaN) for each in _as_list(callbacks))

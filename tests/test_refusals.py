@@ -85,7 +85,11 @@ def test_an_uncompiled_model():
 def test_compiled_without_a_loss():
     pm = pipetrain.PipelineModel(networks.mlp(), stages=2)
     pm.compile("sgd")
-    with refused("without optimizer or loss"):
+    with refused("loss=None"):
+        pm.fit(*networks.data(64))
+    with refused("optimizer=None"):
+        pm.compile(None, "mse")
+    with refused(r"compile\(\)"):
         pm.fit(*networks.data(64))
 
 
