@@ -130,7 +130,7 @@ def train(settings: Settings, data: Dataset, output: Path, verbose: bool) -> Sum
             callbacks=[recorder, Snapshots(settings.eval_every, recorder.evaluate)],
         )
     except FloatingPointError as error:
-        diverged_at = len(recorder.seen_s) + 1
+        diverged_at = len(recorder.seen_s)
         print(f"\n{error}")
     pm.trace.save(output / "trace.json")
     pm.save(output / "model.keras")

@@ -81,7 +81,7 @@ class PipelineModel(keras.Model):
             super().__init__(name=name or model.name)
         # Keras searches attributes for layers: ``inner`` is what it finds, the engine is nothing to it.
         self.inner, self._engine = engine.trained, engine
-        self.scheme, self.snapshot_every, self._step = scheme, 0, 0
+        self.scheme, self.snapshot_every = scheme, 0
         self.built = True
 
     @property
@@ -135,9 +135,11 @@ class PipelineModel(keras.Model):
             raise ValueError("There is nothing to minimise. Received: compile with loss=None. Try loss='mse'.")
         checks.check_data(x, y)
         self._engine.prepare(checks.first_rows(x, batch_size))
-        self._raise_on_nan = not any(isinstance(each, keras.callbacks.TerminateOnNaN) for each in _as_list(callbacks))
+        loop = _Loop(
+            stop_at_nan=not any(isinstance(each, keras.callbacks.TerminateOnNaN) for each in _as_list(callbacks))
+        )
         with self._training():
-            return super().fit(x, y, batch_size=batch_size, callbacks=_with(callbacks, _Epochs()), **settings)
+            return super().fit(x, y, batch_size=batch_size, callbacks=_with(callbacks, loop), **settings)
 
     def make_train_function(self, force: bool = False) -> None:
         """What Keras' loop calls for every step: for a pipeline, one minibatch in and one result out."""
@@ -169,12 +171,6 @@ class PipelineModel(keras.Model):
         return self._logged(*self._engine.step(iterator))
 
     def _logged(self, minibatch: Minibatch, result: Result) -> Any:
-        self._step += 1
-        if self._raise_on_nan and not math.isfinite(result.loss):
-            raise FloatingPointError(
-                f"The loss is {result.loss} at step {self._step}. Received: scheme={self.scheme!r}. "
-                "Try a smaller learning rate, or clipnorm; the model keeps the weights of its last drain."
-            )
         x, y, sample_weight = minibatch
         return self._log(y, result.predictions, sample_weight, tf.constant(result.loss), tf.constant(int(x.shape[0])))
 
@@ -185,7 +181,6 @@ class PipelineModel(keras.Model):
     @contextmanager
     def _training(self) -> Iterator[None]:
         """Whatever ends the loop, no thread is left and the weights are in the model."""
-        self._step = 0
         try:
             yield
             self._engine.finish()
@@ -200,7 +195,6 @@ class PipelineModel(keras.Model):
         """Keras' ``train_on_batch``: one minibatch through the pipeline, which then drains."""
         checks.check_data(x, y)
         self._engine.prepare(checks.first_rows(x, None))
-        self._raise_on_nan = False
         self.begin_epoch(1)
         with self._training():
             return super().train_on_batch(x, y, *args, **settings)
@@ -247,11 +241,23 @@ class PipelineModel(keras.Model):
         self.model.summary(*args, **settings)
 
 
-class _Epochs(keras.callbacks.Callback):
-    """Tells the model where each epoch's data begin, and how many steps of them Keras will ask for."""
+class _Loop(keras.callbacks.Callback):
+    """Tells the model where an epoch's data begin and how many steps it has; stops at a loss that is not finite."""
+
+    def __init__(self, stop_at_nan: bool) -> None:
+        super().__init__()
+        self._stop_at_nan, self._step = stop_at_nan, 0
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.model.begin_epoch(self.params.get("steps"))
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._step += 1
+        if self._stop_at_nan and not math.isfinite(logs["loss"]):
+            raise FloatingPointError(
+                f"The loss is {logs['loss']} at step {self._step}. Received: scheme={self.model.scheme!r}. "
+                "Try a smaller learning rate, or clipnorm; the model keeps the weights of its last drain."
+            )
 
 
 def _as_list(callbacks: Any) -> list[Any]:

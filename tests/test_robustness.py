@@ -97,10 +97,11 @@ def test_a_broken_data_source_is_heard():
         networks.pipeline().fit(source(), steps_per_epoch=8, verbose=0)
 
 
-def test_nan_stops_and_names_the_step():
+@pytest.mark.parametrize("scheme", ["spectrain", "1f1b", "single", "data-parallel"])
+def test_nan_stops_and_names_the_step(scheme):
     x, y = networks.data(rows=ROWS)
     x[5 * BATCH : 6 * BATCH] = np.nan
-    pm = networks.pipeline()
+    pm = networks.pipeline(scheme=scheme)
     before = pm.get_weights()
     with pytest.raises(FloatingPointError, match="nan at step 6"):
         pm.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
