@@ -47,11 +47,11 @@ def draw(runs: Sequence[Path], output: Path) -> Path:
 
 
 def _limit_losses(panels: Sequence) -> None:
-    """A diverged scheme must not flatten the others: show up to the largest first value and a little more."""
+    """A diverged scheme must not flatten the others: the highest fifth of the curves may leave the panel."""
     for panel in panels:
-        firsts = [line.get_ydata()[0] for line in panel.lines if len(line.get_ydata())]
-        if firsts:
-            panel.set_ylim(0, max(min(max(firsts), 5.0), 1e-3) * 1.1)
+        highest = sorted(max(line.get_ydata()) for line in panel.lines if len(line.get_ydata()))
+        if highest:
+            panel.set_ylim(0, 1.1 * highest[int(0.8 * len(highest))])
 
 
 def main() -> None:
