@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from pipetrain import checks
+from pipetrain.compute.bound import any_rows
 from pipetrain.compute.stage import LossFunction
 from pipetrain.layout import Layout
 from pipetrain.plan.schemes import Scheme
@@ -48,6 +49,7 @@ class PipelineEngine:
         self._loss_is_mean = checks.loss_is_mean(loss, self.microbatches)
         self._optimizer, self._compute_loss = optimizer, compute_loss
         self._scheduled = isinstance(optimizer.get_config()["learning_rate"], dict)
+        self._rate = None if self._scheduled else optimizer.learning_rate.value
         self._pipeline = None
 
     def prepare(self, rows: int | None) -> None:
@@ -107,7 +109,7 @@ class PipelineEngine:
 
     def _learning_rate(self) -> float | None:
         """The rate a minibatch takes along; None where each stage's own copy of a schedule knows it."""
-        return None if self._scheduled else float(self._optimizer.learning_rate.numpy())
+        return None if self._scheduled else float(self._rate.numpy())
 
     def _unpack(self, data: Any) -> Minibatch:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
@@ -116,14 +118,9 @@ class PipelineEngine:
             checks.check_rows(int(tensor.shape[0]), self.microbatches)
             self._checked = True
         targets = tf.nest.map_structure(_tensor, (y, sample_weight))
-        self._pipeline.trace_for(tf.nest.map_structure(_any_rows, targets))
+        self._pipeline.trace_for(any_rows(targets))
         return Minibatch(tensor, *targets)
 
 
 def _tensor(value: Any) -> Any:
     return None if value is None else tf.convert_to_tensor(value)
-
-
-def _any_rows(tensor: Any) -> Any:
-    """The tensor's spec for any number of rows."""
-    return None if tensor is None else tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype)

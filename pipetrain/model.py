@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from pipetrain import checks
+from pipetrain.compute.bound import RowFunction
 from pipetrain.engine import PipelineEngine
 from pipetrain.layout import Layout
 from pipetrain.mirror import MirroredEngine
@@ -115,7 +116,7 @@ class PipelineModel(keras.Model):
             checks.check_optimizer(self.optimizer, self.scheme, self._engine.layout.stages)
         self._engine.compiled(self.optimizer, loss, self._compile_loss)
         self.compiled = True
-        self._log = tf.function(self._update_metrics, reduce_retracing=True)
+        self._log = RowFunction(self._update_metrics)
 
     def fit(
         self, x: Any = None, y: Any = None, batch_size: int | None = None, callbacks: Any = None, **settings: Any
@@ -172,9 +173,11 @@ class PipelineModel(keras.Model):
 
     def _logged(self, minibatch: Minibatch, result: Result) -> Any:
         x, y, sample_weight = minibatch
-        return self._log(y, result.predictions, sample_weight, tf.constant(result.loss), tf.constant(int(x.shape[0])))
+        rows = tf.constant(float(x.shape[0]))
+        return self._log((y, result.predictions, sample_weight), tf.constant(result.loss), rows)
 
-    def _update_metrics(self, y: Any, predictions: Any, sample_weight: Any, loss: Any, rows: Any) -> Any:
+    def _update_metrics(self, targets: Any, loss: tf.Tensor, rows: tf.Tensor) -> Any:
+        y, predictions, sample_weight = targets
         self._loss_tracker.update_state(loss, sample_weight=rows)
         return self.compute_metrics(None, y, predictions, sample_weight=sample_weight)
 

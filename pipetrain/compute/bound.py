@@ -82,3 +82,30 @@ def bind(
 ) -> tuple[BoundFunction, BoundFunction]:
     """Forward and backward of one stage, bound to its variables."""
     return BoundFunction(split.forward, variables, velocity), BoundFunction(split.backward, variables, velocity)
+
+
+def any_rows(values: Any) -> Any:
+    """Specs of nested tensors for any number of rows; None stays None."""
+
+    def spec(value: Any) -> Any:
+        return None if value is None else tf.TensorSpec([None, *value.shape[1:]], value.dtype)
+
+    return tf.nest.map_structure(spec, values)
+
+
+class RowFunction:
+    """``function(rows, *scalars)`` as a TensorFlow function, traced once for each structure of ``rows``."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = tf.function(function, autograph=False)
+        self._traced: list[tuple[Any, Callable[..., Any]]] = []
+
+    def __call__(self, rows: Any, *scalars: tf.Tensor) -> Any:
+        """Call, tracing first if this structure is new."""
+        specs = any_rows(rows)
+        for known, call in self._traced:
+            if known == specs:
+                return call(rows, *scalars)
+        others = [tf.TensorSpec(scalar.shape, scalar.dtype) for scalar in scalars]
+        self._traced.append((specs, direct(self._function.get_concrete_function(specs, *others))))
+        return self._traced[-1][1](rows, *scalars)
