@@ -9,8 +9,8 @@ import keras
 import tensorflow as tf
 
 from pipetrain import checks
-from pipetrain.compute.bound import any_rows
 from pipetrain.compute.stage import LossFunction
+from pipetrain.feed import Feed
 from pipetrain.layout import Layout
 from pipetrain.plan.schemes import Scheme
 from pipetrain.plan.trace import Trace
@@ -34,6 +34,7 @@ class PipelineEngine:
         self.strategy = tf.distribute.get_strategy()
         self.layout, self.microbatches = layout, microbatches
         self._scheme = scheme
+        self._feed = Feed(model.inputs[0])
         self._pipeline: Pipeline | None = None
         self._ahead: ReadAhead | None = None
 
@@ -63,12 +64,13 @@ class PipelineEngine:
     def begin_epoch(self, steps: int | None, snapshot_every: int) -> None:
         """The next ``step`` reads from a new iterator, at most ``steps`` minibatches."""
         self._pipeline.snapshot_every = snapshot_every
-        self._ahead = ReadAhead(self._pipeline, self._unpack, self._learning_rate, steps)
-        self._checked = False
+        self._steps, self._ahead = steps, None
 
     def step(self, iterator: Iterator[Any]) -> tuple[Minibatch, Result]:
         """The next minibatch and its result; later ones are in flight. Raises StopIteration at the data's end."""
-        return self._ahead.step(iterator)
+        if self._ahead is None:
+            self._ahead = self._read_ahead(iterator)
+        return self._ahead.step()
 
     def leftovers(self) -> Iterator[tuple[Minibatch, Result]]:
         """The results of this epoch's minibatches that no step has taken."""
@@ -103,6 +105,11 @@ class PipelineEngine:
                 yield snapshot.version
 
     @property
+    def targets(self) -> Any:
+        """Specs of this epoch's labels and sample weights."""
+        return self._feed.targets
+
+    @property
     def trace(self) -> Trace:
         """What happened up to the last drain."""
         return self._pipeline.trace if self._pipeline else Trace(())
@@ -111,16 +118,8 @@ class PipelineEngine:
         """The rate a minibatch takes along; None where each stage's own copy of a schedule knows it."""
         return None if self._scheduled else float(self._rate.numpy())
 
-    def _unpack(self, data: Any) -> Minibatch:
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        tensor = checks.checked_input(x, self.model.inputs[0])
-        if not self._checked:
-            checks.check_rows(int(tensor.shape[0]), self.microbatches)
-            self._checked = True
-        targets = tf.nest.map_structure(_tensor, (y, sample_weight))
-        self._pipeline.trace_for(any_rows(targets))
-        return Minibatch(tensor, *targets)
-
-
-def _tensor(value: Any) -> Any:
-    return None if value is None else tf.convert_to_tensor(value)
+    def _read_ahead(self, iterator: Iterator[Any]) -> ReadAhead:
+        minibatches = self._feed.open(iterator)
+        checks.check_rows(self._feed.rows, self.microbatches)
+        self._pipeline.trace_for(self._feed.targets)
+        return ReadAhead(self._pipeline, minibatches, self._learning_rate, self._steps)

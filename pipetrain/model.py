@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from pipetrain import checks
-from pipetrain.compute.bound import RowFunction
+from pipetrain.compute.bound import any_rows, direct
 from pipetrain.engine import PipelineEngine
 from pipetrain.layout import Layout
 from pipetrain.mirror import MirroredEngine
@@ -116,7 +116,7 @@ class PipelineModel(keras.Model):
             checks.check_optimizer(self.optimizer, self.scheme, self._engine.layout.stages)
         self._engine.compiled(self.optimizer, loss, self._compile_loss)
         self.compiled = True
-        self._log = RowFunction(self._update_metrics)
+        self._metrics_function = tf.function(self._update_metrics, autograph=False)
 
     def fit(
         self, x: Any = None, y: Any = None, batch_size: int | None = None, callbacks: Any = None, **settings: Any
@@ -152,6 +152,7 @@ class PipelineModel(keras.Model):
     def begin_epoch(self, steps: int | None) -> None:
         """The next steps read from a new iterator, ``steps`` minibatches at most."""
         self._engine.begin_epoch(steps, self.snapshot_every)
+        self._log: Any = None
 
     def get_metrics_result(self) -> Any:
         """Keras' metrics over every minibatch of the epoch: those still in flight finish first."""
@@ -172,13 +173,17 @@ class PipelineModel(keras.Model):
         return self._logged(*self._engine.step(iterator))
 
     def _logged(self, minibatch: Minibatch, result: Result) -> Any:
-        x, y, sample_weight = minibatch
-        rows = tf.constant(float(x.shape[0]))
-        return self._log((y, result.predictions, sample_weight), tf.constant(result.loss), rows)
+        _, *targets = minibatch
+        if self._log is None:
+            predictions = any_rows(self.inner.outputs[0])
+            loss = tf.TensorSpec([], result.loss.dtype)
+            self._log = direct(self._metrics_function.get_concrete_function(self._engine.targets, predictions, loss))
+        return self._log(targets, result.predictions, result.loss)
 
-    def _update_metrics(self, targets: Any, loss: tf.Tensor, rows: tf.Tensor) -> Any:
-        y, predictions, sample_weight = targets
-        self._loss_tracker.update_state(loss, sample_weight=rows)
+    def _update_metrics(self, targets: Any, predictions: tf.Tensor, loss: tf.Tensor) -> Any:
+        y, sample_weight = targets
+        rows = tf.shape(tf.nest.flatten(predictions)[0])[0]
+        self._loss_tracker.update_state(loss, sample_weight=tf.cast(rows, "float32"))
         return self.compute_metrics(None, y, predictions, sample_weight=sample_weight)
 
     @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -67,14 +67,35 @@ class BoundFunction:
 
 
 def direct(concrete: Any) -> Callable[..., Any]:
-    """The same function without the check of every argument against its spec, which costs as much as the call."""
-    function, captured = concrete.inference_fn, concrete.captured_inputs
+    """The same function as a single op, run on the caller's thread.
+
+    A concrete function's own call checks every argument against its spec and hands the work to another thread, which
+    costs as much as a small stage. What is called here has been traced for exactly these arguments.
+    """
+    captured, types = concrete.captured_inputs, [tensor.dtype for tensor in concrete.outputs]
+    pack = _packer(concrete.structured_outputs)
 
     def call(*arguments: Any) -> Any:
         tensors = [each for each in tf.nest.flatten(arguments, expand_composites=True) if each is not None]
-        return function.call_preflattened([*tensors, *captured])
+        return pack(iter(tf.raw_ops.StatefulPartitionedCall(args=[*tensors, *captured], Tout=types, f=concrete)))
 
     return call
+
+
+def _packer(structure: Any) -> Callable[[Iterator[tf.Tensor]], Any]:
+    """Puts flat tensors back into the structure they were flattened from; ``tf.nest`` would take longer than the op."""
+    if structure is None:
+        return lambda flat: None
+    if isinstance(structure, dict):
+        packers = {key: _packer(structure[key]) for key in sorted(structure)}  # flattening goes by sorted keys
+        return lambda flat: {key: pack(flat) for key, pack in packers.items()}
+    if isinstance(structure, (list, tuple)):
+        parts, make = [_packer(each) for each in structure], getattr(structure, "_make", type(structure))
+        return lambda flat: make([pack(flat) for pack in parts])
+    if isinstance(structure, tf.IndexedSlices):
+        shaped = structure.dense_shape is not None
+        return lambda flat: tf.IndexedSlices(next(flat), next(flat), next(flat) if shaped else None)
+    return next
 
 
 def bind(
@@ -91,21 +112,3 @@ def any_rows(values: Any) -> Any:
         return None if value is None else tf.TensorSpec([None, *value.shape[1:]], value.dtype)
 
     return tf.nest.map_structure(spec, values)
-
-
-class RowFunction:
-    """``function(rows, *scalars)`` as a TensorFlow function, traced once for each structure of ``rows``."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = tf.function(function, autograph=False)
-        self._traced: list[tuple[Any, Callable[..., Any]]] = []
-
-    def __call__(self, rows: Any, *scalars: tf.Tensor) -> Any:
-        """Call, tracing first if this structure is new."""
-        specs = any_rows(rows)
-        for known, call in self._traced:
-            if known == specs:
-                return call(rows, *scalars)
-        others = [tf.TensorSpec(scalar.shape, scalar.dtype) for scalar in scalars]
-        self._traced.append((specs, direct(self._function.get_concrete_function(specs, *others))))
-        return self._traced[-1][1](rows, *scalars)

@@ -13,7 +13,7 @@ from pipetrain.run.messages import Output, Updated
 class Result(NamedTuple):
     """One minibatch's loss and the predictions it was computed from."""
 
-    loss: float
+    loss: tf.Tensor
     predictions: tf.Tensor
 
 
@@ -66,11 +66,13 @@ class Collector:
 
 def _joined(outputs: list[Output]) -> Result:
     """A minibatch's result from its microbatches': ``sum(loss_share * loss + share * penalty)``."""
-    loss = 0.0
-    for output in outputs:
-        microbatch = output.microbatch
-        loss += microbatch.loss_share * float(output.loss)
-        if microbatch.penalty is not None:
-            loss += microbatch.share * float(microbatch.penalty)
+    terms = [_scaled(output.loss, output.microbatch.loss_share) for output in outputs]
+    penalties = [each for each in (output.microbatch for output in outputs) if each.penalty is not None]
+    terms += [_scaled(each.penalty, each.share) for each in penalties]
+    loss = terms[0] if len(terms) == 1 else tf.add_n(terms)
     predictions = [output.predictions for output in outputs]
     return Result(loss, predictions[0] if len(predictions) == 1 else tf.concat(predictions, axis=0))
+
+
+def _scaled(value: tf.Tensor, factor: float) -> tf.Tensor:
+    return value if factor == 1.0 and value.dtype == tf.float32 else tf.cast(value, tf.float32) * factor

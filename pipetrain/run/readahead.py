@@ -21,26 +21,26 @@ class Minibatch(NamedTuple):
 class ReadAhead:
     """Each ``step`` returns one minibatch with its result, in order, and has posted a window of later ones.
 
-    So the logs of a step are those of its own minibatch, whatever is in flight. ``steps`` bounds what is read from
-    the iterator: Keras may go on reading from the same one in the next epoch.
+    So the logs of a step are those of its own minibatch, whatever is in flight. ``steps`` bounds what is read of
+    ``minibatches``: Keras may go on reading from the same iterator in the next epoch.
     """
 
     def __init__(
         self,
         pipeline: Pipeline,
-        unpack: Callable[[Any], Minibatch],
+        minibatches: Iterator[Minibatch],
         learning_rate: Callable[[], float | None],
         steps: int | None,
     ) -> None:
-        self._pipeline, self._unpack, self._learning_rate, self._left = pipeline, unpack, learning_rate, steps
+        self._pipeline, self._minibatches = pipeline, minibatches
+        self._learning_rate, self._left = learning_rate, steps
         self._posted: deque[Minibatch] = deque()
 
-    def step(self, iterator: Iterator[Any]) -> tuple[Minibatch, Result]:
+    def step(self) -> tuple[Minibatch, Result]:
         """The next minibatch and its result. Raises StopIteration when the data have ended."""
         while len(self._posted) < self._pipeline.window and self._left != 0:
-            try:
-                minibatch = self._unpack(next(iterator))
-            except StopIteration:
+            minibatch = next(self._minibatches, None)
+            if minibatch is None:
                 self._left = 0
                 break
             self._pipeline.post(*minibatch, self._learning_rate())
