@@ -49,8 +49,8 @@ class PipelineEngine:
         """The optimizer and the loss are new: stages are made anew at the next ``prepare``."""
         self._loss_is_mean = checks.loss_is_mean(loss, self.microbatches)
         self._optimizer, self._compute_loss = optimizer, compute_loss
-        self._scheduled = isinstance(optimizer.get_config()["learning_rate"], dict)
-        self._rate = None if self._scheduled else optimizer.learning_rate.value
+        scheduled = isinstance(optimizer.get_config()["learning_rate"], dict)
+        self._rate = None if scheduled else optimizer.learning_rate.value
         self._pipeline = None
 
     def prepare(self, rows: int | None) -> None:
@@ -116,7 +116,9 @@ class PipelineEngine:
 
     def _learning_rate(self) -> float | None:
         """The rate a minibatch takes along; None where each stage's own copy of a schedule knows it."""
-        return None if self._scheduled else float(self._rate.numpy())
+        if self._rate is None:
+            return None
+        return float(tf.raw_ops.ReadVariableOp(resource=self._rate.handle, dtype=self._rate.dtype))
 
     def _read_ahead(self, iterator: Iterator[Any]) -> ReadAhead:
         minibatches = self._feed.open(iterator)

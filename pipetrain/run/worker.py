@@ -61,6 +61,7 @@ class Worker(threading.Thread):
         self.spans: list[Span] = []
         self._number, self._stages, self._stage = number, stages, stage
         self._schedule, self._doors, self._control = scheme.schedule, doors, control
+        self._synchronous = not scheme.asynchronous
         self._versions = WeightVersions(scheme.policy, number, stages, newest=Newest, keep=stage.weights)
         self._in_flight: dict[int, tuple[Microbatch, list[tf.Tensor]]] = {}
         self._gradients: list[Any] | None = None
@@ -132,7 +133,8 @@ class Worker(threading.Thread):
         self._stage.update(gradients, learning_rate)
         version = self._versions.version
         snapshot = self._stage.snapshot() if self._control.wants_snapshot(version) else None
-        self._control.report(Updated(self._number, version, snapshot))
+        if self._synchronous or snapshot is not None:  # else nobody waits for it, and waking the caller costs
+            self._control.report(Updated(self._number, version, snapshot))
 
     def _place(self) -> str:
         """For people: what this stage was doing."""
