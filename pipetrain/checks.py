@@ -8,6 +8,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from pipetrain.compute.blocks import Block, in_order
+from pipetrain.compute.segment import adapted
 from pipetrain.compute.update import check_predictable
 from pipetrain.plan.schemes import SCHEMES
 
@@ -32,6 +34,17 @@ def check_optimizer(optimizer: keras.optimizers.Optimizer, scheme: str, stages: 
             )
     if SCHEMES[scheme].policy.predicts:
         check_predictable(optimizer, scheme)
+
+
+def check_precision(blocks: Sequence[Block]) -> None:
+    """Refuse layers that need loss scaling, which stages do not have."""
+    for call in (call for block in blocks for call in block.calls):
+        policy = getattr(call.operation, "dtype_policy", None)
+        if policy is not None and policy.compute_dtype == "float16":
+            raise ValueError(
+                f"float16 needs loss scaling, which a pipeline does not have. Received: layer {call.name!r} with "
+                f"dtype policy {policy.name!r}. Try the policy 'mixed_bfloat16'."
+            )
 
 
 def check_loop(run_eagerly: bool, steps_per_execution: int) -> None:
@@ -97,17 +110,20 @@ def check_rows(rows: int | None, microbatches: int) -> None:
         )
 
 
-def checked_input(x: Any, expected: Any) -> tf.Tensor:
-    """The minibatch's input in the model's type and rank. Raises ValueError where the shapes cannot agree."""
-    tensors = [tensor for tensor in keras.tree.flatten(x) if tensor is not None]
-    if len(tensors) != 1:
-        raise ValueError(f"The model takes one input. Received: x with {len(tensors)}. Try x as one array.")
-    tensor = tf.cast(tensors[0], expected.dtype)
-    if tensor.shape.rank == len(expected.shape) - 1 and expected.shape[-1] == 1:
-        tensor = tensor[..., None]
+def checked_inputs(x: Any, model: keras.Model) -> list[tf.Tensor]:
+    """The minibatch's inputs in the model's order, types and ranks. Raises ValueError where they cannot agree."""
+    given = in_order(x, model)
+    names = [tensor.name for tensor in model.inputs]
+    if len(given) != len(names):
+        raise ValueError(f"The model takes {len(names)} inputs. Received: x with {len(given)}. Try x as {names!r}.")
+    return [_checked(value, expected) for value, expected in zip(given, model.inputs, strict=True)]
+
+
+def _checked(value: Any, expected: Any) -> tf.Tensor:
+    tensor = adapted(tf.convert_to_tensor(value), expected)
     if not tf.TensorShape(expected.shape).is_compatible_with(tensor.shape):
         raise ValueError(
-            f"The data do not fit the model. Received: x of shape {tuple(tensor.shape)}. "
+            f"The data do not fit the model. Received: x of shape {tuple(tensor.shape)} for {expected.name!r}. "
             f"Try shape {tuple(expected.shape)}."
         )
     return tensor
@@ -119,14 +135,12 @@ def check_microbatches(microbatches: Any) -> None:
         raise ValueError(f"A batch has at least one microbatch. Received: microbatches={microbatches!r}. Try 4.")
 
 
-def check_not_yet(replicas: Sequence[int] | None, recompute: bool) -> None:
+def check_not_yet(replicas: Sequence[int] | None) -> None:
     """Refuse what is planned and not there."""
     if replicas is not None and any(count != 1 for count in replicas):
         raise NotImplementedError(
             f"Replicated stages are not there yet. Received: replicas={replicas!r}. Try replicas=None."
         )
-    if recompute:
-        raise NotImplementedError("Recomputation is not there yet. Received: recompute=True. Try recompute=False.")
 
 
 def _is_array(value: Any) -> bool:

@@ -27,14 +27,16 @@ class PipelineEngine:
         layout: its stages.
         scheme: order of actions and choice of weights.
         microbatches: pieces per minibatch.
+        recompute: whether stages run a forward again instead of keeping its residuals.
     """
 
-    def __init__(self, model: keras.Model, layout: Layout, scheme: Scheme, microbatches: int) -> None:
+    def __init__(self, model: keras.Model, layout: Layout, scheme: Scheme, microbatches: int, recompute: bool) -> None:
         self.model = self.trained = model
+        self._recompute = recompute
         self.strategy = tf.distribute.get_strategy()
         self.layout, self.microbatches = layout, microbatches
         self._scheme = scheme
-        self._feed = Feed(model.inputs[0])
+        self._feed = Feed(model)
         self._pipeline: Pipeline | None = None
         self._ahead: ReadAhead | None = None
 
@@ -53,11 +55,17 @@ class PipelineEngine:
         self._rate = None if scheduled else optimizer.learning_rate.value
         self._pipeline = None
 
+    def pack(self, outputs: list[tf.Tensor]) -> Any:
+        """The model's outputs in the structure that calling it gives."""
+        return self.layout.chain.pack(outputs)
+
     def prepare(self, rows: int | None) -> None:
         """Before training on minibatches of this many rows: make the stages, if there are none for this compilation."""
         checks.check_rows(rows, self.microbatches)
         if self._pipeline is None:
-            stages = self.layout.build(rows or checks.DEFAULT_ROWS, self._optimizer, self._compute_loss)
+            stages = self.layout.build(
+                rows or checks.DEFAULT_ROWS, self._optimizer, self._compute_loss, self._recompute
+            )
             self._pipeline = Pipeline(stages, self._scheme, self.microbatches, self._loss_is_mean)
         self._pipeline.first_update = self._pipeline.updates
 

@@ -21,12 +21,12 @@ class Feed:
     weights of every minibatch to come.
 
     Args:
-        expected: the model's symbolic input.
+        model: the model to feed.
     """
 
-    def __init__(self, expected: Any) -> None:
+    def __init__(self, model: keras.Model) -> None:
         self.rows, self.targets = 0, None
-        self._expected = expected
+        self._model = model
         self._read = tf.function(lambda iterator: self._prepared(next(iterator)), autograph=False)
 
     def open(self, iterator: Iterator[Any]) -> Iterator[Minibatch]:
@@ -36,7 +36,7 @@ class Feed:
             concrete = self._read.get_concrete_function(iterator)
         minibatches = _read_all(concrete, iterator) if concrete else map(self._prepared, iterator)
         first = next(minibatches)
-        self.rows = int(first.x.shape[0])
+        self.rows = int(first.x[0].shape[0])
         _, *targets = concrete.structured_outputs if concrete else first
         self.targets = any_rows(tuple(targets))
         return chain([first], minibatches)
@@ -44,7 +44,7 @@ class Feed:
     def _prepared(self, data: Any) -> Minibatch:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         targets = keras.tree.map_structure(_tensor, (y, sample_weight))
-        return Minibatch(checks.checked_input(x, self._expected), *targets)
+        return Minibatch(checks.checked_inputs(x, self._model), *targets)
 
 
 def _read_all(concrete: Any, iterator: tf.data.Iterator) -> Iterator[Minibatch]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import keras
 
-from pipetrain.compute.blocks import Segment, chain, cut_points
+from pipetrain.compute.blocks import Chain, cut_points, why_together
 from pipetrain.compute.profile_cache import cached_profile
 from pipetrain.compute.stage import LossFunction, Stage
 from pipetrain.plan.partition import Partition, partition, plan
@@ -17,14 +17,14 @@ class Layout:
     """The stages of a model, by number, by cuts or by partition.
 
     Args:
-        model: a chain-shaped model.
+        model: a Sequential or Functional model.
         stages: their number, a ``Partition`` of this model, or None for one per device.
         cuts: the last layer of every stage but the final one, instead of ``stages``.
         devices: full TensorFlow device names.
 
     Raises:
-        ValueError, TypeError: for a model that is no chain, for more stages than layers, for cuts or a partition
-            that are not this model's.
+        ValueError, TypeError: for a model whose layers cannot be seen, for more stages than blocks, for cuts or a
+            partition that are not this model's.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Layout:
         cuts: Sequence[str] | None,
         devices: Sequence[str],
     ) -> None:
-        self._model, self._blocks = model, chain(model)
+        self.chain = Chain(model)
         self._partition = stages if isinstance(stages, Partition) else None
         self._ends: list[int] | None = None
         if self._partition is not None:
@@ -42,7 +42,7 @@ class Layout:
                 raise ValueError("Stages are given twice. Received: stages=Partition and cuts. Try one of them.")
             cuts = self._partition.cuts
         if cuts is not None:
-            self._ends = cut_points(self._blocks, tuple(cuts))
+            self._ends = cut_points(self.chain.blocks, tuple(cuts))
         self.stages = len(self._ends) if self._ends else self._checked_count(stages, len(devices))
         if isinstance(stages, int) and stages != self.stages:
             raise ValueError(
@@ -56,34 +56,32 @@ class Layout:
         return list(dict.fromkeys(self._devices))
 
     def _checked_count(self, stages: object, devices: int) -> int:
-        blocks = len(self._blocks)
+        blocks = len(self.chain.blocks)
         count = min(devices, blocks) if stages is None else stages
         if not isinstance(count, int) or not 1 <= count <= blocks:
             raise ValueError(
-                f"The model {self._model.name!r} has {blocks} layers, each in one stage. Received: stages={stages!r}. "
-                f"Try a number from 1 to {blocks}."
+                f"The model {self.chain.model.name!r} has {blocks} layers, each in one stage"
+                f"{why_together(self.chain.blocks)}. Received: stages={stages!r}. Try a number from 1 to {blocks}."
             )
         return count
 
     def partition(self, batch_size: int, verbose: bool = False) -> Partition:
         """The cut of the model; profiles it at this batch size if nothing has decided the cut yet."""
         if self._partition is None:
-            measured = cached_profile(self._model, batch_size, self._devices[0], verbose)
+            measured = cached_profile(self.chain, batch_size, self._devices[0], verbose)
             self._partition = plan(measured, self._ends) if self._ends else partition(measured, self.stages)
         return self._partition
 
-    def build(self, batch_size: int, optimizer: keras.optimizers.Optimizer, loss: LossFunction) -> list[Stage]:
+    def build(
+        self, batch_size: int, optimizer: keras.optimizers.Optimizer, loss: LossFunction, recompute: bool
+    ) -> list[Stage]:
         """The stages, each on its device, the last one with the loss."""
-        ends = self._ends
+        blocks, ends = self.chain.blocks, self._ends
         if ends is None:
-            ends = (
-                [len(self._blocks)]
-                if self.stages == 1
-                else cut_points(self._blocks, self.partition(batch_size, True).cuts)
-            )
+            cuts = self.partition(batch_size, True).cuts if self.stages > 1 else ()
+            ends = cut_points(blocks, cuts)
         stages = []
         for first, end, device in zip([0, *ends[:-1]], ends, self._devices, strict=True):
-            segment = Segment(self._blocks[first:end])
-            last = end == len(self._blocks)
-            stages.append(Stage(segment, device, optimizer, first=first == 0, loss=loss if last else None))
+            segment = self.chain.segment(first, end)
+            stages.append(Stage(segment, device, optimizer, loss if end == len(blocks) else None, recompute))
         return stages

@@ -12,6 +12,8 @@ import tensorflow as tf
 
 from pipetrain import checks
 from pipetrain.compute.bound import any_rows, direct
+from pipetrain.compute.segment import set_mask
+from pipetrain.compute.stage import Values
 from pipetrain.engine import PipelineEngine
 from pipetrain.layout import Layout
 from pipetrain.mirror import MirroredEngine
@@ -35,7 +37,8 @@ class PipelineModel(keras.Model):
     Sources: SpecTrain (arXiv 1809.02839), PipeDream (arXiv 1806.03377), GPipe (arXiv 1811.06965).
 
     Args:
-        model: a Sequential model, or a Functional one without branches.
+        model: a Sequential or Functional model: branches, skips, several inputs and outputs, nested models and
+            shared layers included. A subclassed model called inside one is a layer that stays whole.
         stages: how many stages (the model is then profiled and cut at the first ``fit``), or a ``Partition``.
             By default one per device. ``single`` always uses one.
         scheme: ``single``, ``data-parallel``, ``vanilla``, ``weight-stashing``, ``vertical-sync``, ``spectrain``,
@@ -45,7 +48,9 @@ class PipelineModel(keras.Model):
             several, else all GPUs. Fewer devices than stages: neighbours share.
         replicas: not there yet.
         microbatches: pieces per minibatch for ``gpipe`` and ``1f1b``, 4 by default; the other schemes have one.
-        recompute: not there yet.
+        recompute: keep only the inputs of a stage's forward and run it again before its backward, with the same
+            seeds: less memory, more time, equal results. ``vanilla`` and ``spectrain``, whose backward reads newer
+            weights, then also keep the forward's.
         name: the model's name.
 
     Raises:
@@ -66,23 +71,27 @@ class PipelineModel(keras.Model):
         name: str | None = None,
     ) -> None:
         check_name(scheme)
-        checks.check_not_yet(replicas, recompute)
+        checks.check_not_yet(replicas)
         checks.check_microbatches(microbatches)
         devices = resolve(devices)
         layout = Layout(model, stages, cuts, devices)
+        if scheme != DATA_PARALLEL:
+            checks.check_precision(layout.chain.blocks)
         engine: Any
         if scheme == DATA_PARALLEL:
             engine = MirroredEngine(model, layout)
         elif scheme == "single":
-            engine = PipelineEngine(model, Layout(model, 1, None, devices), SCHEMES[scheme], 1)
+            engine = PipelineEngine(model, Layout(model, 1, None, devices), SCHEMES[scheme], 1, recompute)
         else:
             pieces = 1 if SCHEMES[scheme].asynchronous else microbatches or DEFAULT_MICROBATCHES
-            engine = PipelineEngine(model, layout, SCHEMES[scheme], pieces)
+            engine = PipelineEngine(model, layout, SCHEMES[scheme], pieces, recompute)
         with engine.strategy.scope():
             super().__init__(name=name or model.name)
         # Keras searches attributes for layers: ``inner`` is what it finds, the engine is nothing to it.
         self.inner, self._engine = engine.trained, engine
         self.scheme, self.snapshot_every = scheme, 0
+        if hasattr(model, "output_names"):  # by which Keras finds each output's loss and metrics
+            self.output_names = model.output_names
         self.built = True
 
     @property
@@ -114,7 +123,7 @@ class PipelineModel(keras.Model):
         if self.scheme != DATA_PARALLEL:
             checks.check_loop(self.run_eagerly, self.steps_per_execution)
             checks.check_optimizer(self.optimizer, self.scheme, self._engine.layout.stages)
-        self._engine.compiled(self.optimizer, loss, self._compile_loss)
+        self._engine.compiled(self.optimizer, loss, self._loss_of)
         self.compiled = True
         self._metrics_function = tf.function(self._update_metrics, autograph=False)
 
@@ -175,16 +184,23 @@ class PipelineModel(keras.Model):
     def _logged(self, minibatch: Minibatch, result: Result) -> Any:
         _, *targets = minibatch
         if self._log is None:
-            predictions = any_rows(self.inner.outputs[0])
+            predictions = any_rows(Values(self.inner.outputs, result.predictions.masks))
             loss = tf.TensorSpec([], result.loss.dtype)
             self._log = direct(self._metrics_function.get_concrete_function(self._engine.targets, predictions, loss))
         return self._log(targets, result.predictions, result.loss)
 
-    def _update_metrics(self, targets: Any, predictions: tf.Tensor, loss: tf.Tensor) -> Any:
+    def _update_metrics(self, targets: Any, predictions: Values, loss: tf.Tensor) -> Any:
         y, sample_weight = targets
-        rows = tf.shape(tf.nest.flatten(predictions)[0])[0]
+        rows = tf.shape(predictions.tensors[0])[0]
         self._loss_tracker.update_state(loss, sample_weight=tf.cast(rows, "float32"))
-        return self.compute_metrics(None, y, predictions, sample_weight=sample_weight)
+        for tensor, mask in zip(*predictions, strict=True):
+            set_mask(tensor, mask)
+        if self._compile_loss.metrics:  # each output's own loss, beside their sum
+            self._loss_of(y, predictions.tensors, sample_weight)
+        return self.compute_metrics(None, y, self._engine.pack(predictions.tensors), sample_weight=sample_weight)
+
+    def _loss_of(self, y: Any, outputs: list[tf.Tensor], sample_weight: Any) -> tf.Tensor:
+        return self._compile_loss(y, self._engine.pack(outputs), sample_weight)
 
     @contextmanager
     def _training(self) -> Iterator[None]:

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import pipetrain
-from pipetrain.compute.blocks import Segment, chain
+from pipetrain.compute.blocks import Chain
 from pipetrain.compute.split import specs, split
 
 L = keras.layers
@@ -59,7 +59,7 @@ def attentive():
 def test_split_gradients_equal_the_tape_s(layers):
     keras.utils.set_random_seed(1)
     model = keras.Sequential(layers())
-    segment = Segment(chain(model))
+    segment = Chain(model).segment(0, len(layers()) - 1)
     weights = [variable.value.read_value() for variable in segment.trainable_variables]
     state = [variable.value.read_value() for variable in segment.non_trainable_variables]
     spec = model.inputs[0]
@@ -69,7 +69,7 @@ def test_split_gradients_equal_the_tape_s(layers):
 
     def run(weights, state, flows, constants):
         data = flows[0] if flows else constants[0]
-        output, state, losses = segment.stateless_call(weights, state, data, training=True, return_losses=True)
+        (output,), state, losses = segment.stateless_call(weights, state, [data], training=True, return_losses=True)
         return [output, *losses], (output, state)
 
     @tf.function
@@ -95,10 +95,10 @@ def test_split_gradients_equal_the_tape_s(layers):
 def test_backward_takes_other_weights_than_forward():
     """A Dense layer's input gradient is that of backward's kernel, its activation that of forward's."""
     layer = L.Dense(3, activation="tanh")
-    segment = Segment(chain(keras.Sequential([keras.Input((2,)), layer])))
+    segment = Chain(keras.Sequential([keras.Input((2,)), layer])).segment(0, 1)
 
     def run(weights, state, flows, constants):
-        output, _ = segment.stateless_call(weights, state, flows[0], training=True)
+        (output,), _ = segment.stateless_call(weights, state, flows, training=True)
         return [output], output
 
     x = tf.constant([[0.5, -1.0]])

@@ -55,14 +55,7 @@ def test_unknown_device():
         pipetrain.PipelineModel(networks.mlp(), stages=2, devices=("CPU:0", "GPU:7"))
 
 
-def test_models_that_are_no_chains():
-    inputs = keras.Input((4,))
-    x = keras.layers.Dense(4, name="left")(inputs)
-    with refused("'join' with 2 inputs"):
-        pipetrain.PipelineModel(keras.Model(inputs, keras.layers.Add(name="join")([x, inputs])), stages=2)
-    shared = keras.layers.Dense(4, name="twice")
-    with refused("'twice' is called more than once"):
-        pipetrain.PipelineModel(keras.Model(inputs, shared(shared(inputs))), stages=2)
+def test_models_whose_layers_cannot_be_seen():
     with refused("no input shape"):
         pipetrain.PipelineModel(keras.Sequential([keras.layers.Dense(2)]), stages=1)
 
@@ -70,7 +63,7 @@ def test_models_that_are_no_chains():
         def call(self, x):
             return x
 
-    with refused("subclassed", TypeError):
+    with refused("subclassed.*one block", TypeError):
         pipetrain.PipelineModel(Subclassed(), stages=1)
     with refused("Not a Keras model", TypeError):
         pipetrain.PipelineModel("model.keras", stages=1)
@@ -157,8 +150,6 @@ def test_a_loss_that_microbatches_cannot_rebuild():
 def test_what_is_not_there_yet_says_so():
     with refused("replicas", NotImplementedError):
         pipetrain.PipelineModel(networks.mlp(), stages=2, replicas=(2, 1))
-    with refused("recompute", NotImplementedError):
-        pipetrain.PipelineModel(networks.mlp(), stages=2, recompute=True)
 
 
 def test_profiles_need_a_row():

@@ -1,139 +1,328 @@
-"""A Keras model as a chain of blocks, and any run of neighbouring blocks as a layer of its own."""
+"""A Keras model as a chain of blocks: its layer calls in the order they run, and what crosses every cut."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Sequence
+import graphlib
+import heapq
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
 
+from pipetrain.compute.segment import Call, Segment
+
 
 class Block(NamedTuple):
-    """One layer call of the model: the smallest piece a cut can separate.
+    """The smallest piece that a cut can separate: one layer call, or several that must stay together.
 
-    ``node`` is Keras' record of the call: its arguments, and the symbolic tensors in and out.
+    ``name`` is that of its last layer; where another block before it has the same, ``":2"`` and so on follow.
     """
 
-    layer: Any
-    node: Any
-
-    @property
-    def name(self) -> str:
-        """The layer's name."""
-        return str(self.layer.name)
+    name: str
+    calls: tuple[Call, ...]
 
 
-def chain(model: keras.Model) -> list[Block]:
-    """The model's layer calls in the order they run.
+class Chain:
+    """A model's blocks in an order in which they can run, and the values that they hand on.
 
-    Raises ValueError where the model is not a chain: every layer must take the one tensor that the layer
-    before it made. TypeError for a subclassed model, whose layer calls Keras does not record.
+    A value is known by its number. A cut may fall between any two blocks; everything made or given before it and
+    needed after it crosses, the model's inputs and outputs included.
+
+    Args:
+        model: a Sequential or Functional model. Models nested in it are opened.
+
+    Raises:
+        TypeError: for a subclassed model, whose layer calls Keras does not record.
+        ValueError: for a Sequential model without input shape.
     """
+
+    def __init__(self, model: keras.Model) -> None:
+        _check_graph(model)
+        self.model = model
+        walk = _Walk()
+        self._inputs = [walk.new_value(tensor) for tensor in model.inputs]
+        self._outputs = walk.through(model, self._inputs, "")
+        self._symbols = walk.symbols
+        self.blocks = _named(_grouped(walk.calls))
+
+    def crossing(self, end: int) -> list[int]:
+        """Values that cross the cut before block ``end``; the model's inputs at 0, its outputs at the end."""
+        if end == 0:
+            return self._inputs
+        if end == len(self.blocks):
+            return self._outputs
+        before = {*self._inputs, *(value for call in self._calls(0, end) for value in call.writes)}
+        after = {*self._outputs, *(value for call in self._calls(end, len(self.blocks)) for value in call.reads)}
+        return sorted(before & after)
+
+    def specs(self, end: int) -> list[Any]:
+        """The symbolic tensors of ``crossing(end)``."""
+        return [self._symbols[value] for value in self.crossing(end)]
+
+    def segment(self, first: int, end: int) -> Segment:
+        """Blocks ``first`` to ``end - 1`` as one layer, from what crosses into them to what crosses out."""
+        return self._segment(first, end, self.crossing(first), self.crossing(end))
+
+    def alone(self, index: int) -> Segment:
+        """One block as a layer, without what only passes by."""
+        reads = {value for call in self.blocks[index].calls for value in call.reads}
+        writes = {value for call in self.blocks[index].calls for value in call.writes}
+        out = [value for value in self.crossing(index + 1) if value in writes]
+        return self._segment(index, index + 1, sorted(reads - writes), out)
+
+    def pack(self, outputs: Sequence[Any]) -> Any:
+        """The model's outputs in the structure that calling it gives."""
+        structure = outputs if isinstance(self.model, keras.Sequential) else self.model.output
+        if len(outputs) == 1 and isinstance(structure, list | tuple):
+            return outputs[0]
+        return keras.tree.pack_sequence_as(structure, list(outputs))
+
+    def _calls(self, first: int, end: int) -> Iterator[Call]:
+        return (call for block in self.blocks[first:end] for call in block.calls)
+
+    def _segment(self, first: int, end: int, reads: list[int], writes: list[int]) -> Segment:
+        trained = self._trained()
+        return Segment(
+            list(self._calls(first, end)),
+            reads,
+            writes,
+            symbols=self._symbols,
+            flows=[value in trained for value in reads],
+            returns=[value in trained for value in writes],
+        )
+
+    def _trained(self) -> set[int]:
+        """Values that want a gradient: floating-point ones that trainable weights had a part in."""
+        trained: set[int] = set()
+        for call in self._calls(0, len(self.blocks)):
+            if getattr(call.operation, "trainable_variables", None) or not trained.isdisjoint(call.reads):
+                trained.update(value for value in call.writes if "float" in str(self._symbols[value].dtype))
+        return trained
+
+
+def _check_graph(model: Any) -> None:
     if not isinstance(model, keras.Model):
         raise TypeError(f"Not a Keras model. Received: model={model!r}. Try a keras.Sequential or Functional model.")
     if isinstance(model, keras.Sequential) and not model.built:
         raise ValueError(
             f"The Sequential {model.name!r} has no input shape yet. Try keras.Input(...) as its first layer."
         )
-    outputs = getattr(model, "outputs", None)
-    if not outputs:
+    if not _is_graph(model):
         raise TypeError(
-            f"Cannot see the layers of a subclassed model. Received: model={model.name!r} "
-            f"({type(model).__name__}). Try keras.Sequential, or keras.Model(inputs, outputs)."
+            f"Cannot see the layers of a subclassed model. Received: model={model.name!r} ({type(model).__name__}). "
+            "Try a Functional model: keras.Model(inputs, outputs). Called on a keras.Input inside one, "
+            f"{type(model).__name__} becomes one block of it, which stays whole."
         )
-    blocks: list[Block] = []
-    tensor = _only("outputs", model.name, outputs)
+
+
+def _is_graph(operation: Any) -> bool:
+    """Whether this is a Sequential or Functional model that runs as Keras wrote it: its calls are known."""
+    if not isinstance(operation, keras.Model) or not type(operation).call.__module__.startswith("keras.src.models"):
+        return False
+    try:
+        return bool(operation.outputs)
+    except AttributeError:
+        return False
+
+
+class _Walk:
+    """Collects a model's calls in Keras' own order, nested models opened."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.symbols: list[Any] = []
+
+    def new_value(self, tensor: Any) -> int:
+        """A number for the value of a symbolic tensor."""
+        self.symbols.append(tensor)
+        return len(self.symbols) - 1
+
+    def through(self, model: Any, inputs: Sequence[int], path: str) -> list[int]:
+        """Append the calls of ``model`` on these values; gives the values of its outputs."""
+        known = dict(zip(map(id, model.inputs), inputs, strict=True))
+        for operation, node in _in_order(model):
+            name = path + operation.name
+            given = _nested_inputs(operation, node) if _is_graph(operation) else None
+            if given is not None:
+                made = self.through(operation, [known[id(tensor)] for tensor in given], f"{name}/")
+            else:
+                made = [self.new_value(tensor) for tensor in node.output_tensors]
+                reads = tuple(known[id(tensor)] for tensor in node.input_tensors)
+                self.calls.append(Call(name, operation, node, reads, tuple(made)))
+            known.update(zip(map(id, node.output_tensors), made, strict=True))
+        return [known[id(tensor)] for tensor in model.outputs]
+
+
+def _in_order(model: Any) -> Iterator[tuple[Any, Any]]:
+    """The calls that the outputs need, in the order of Keras' list of operations as far as it can be kept."""
+    operations = model.layers if isinstance(model, keras.Sequential) else model.operations
+    rank = {id(operation): index for index, operation in enumerate(operations)}
+    inputs = {id(tensor) for tensor in model.inputs}
+    nodes: dict[tuple[int, int], tuple[Any, Any]] = {}
+    needs: dict[tuple[int, int], set[tuple[int, int]]] = {}
+
+    def key(tensor: Any) -> tuple[int, int]:
+        operation, node_index, _ = tensor._keras_history
+        place = (rank.get(id(operation), -1), node_index)
+        nodes.setdefault(place, (operation, operation._inbound_nodes[node_index]))
+        return place
+
+    waiting = [key(tensor) for tensor in model.outputs if id(tensor) not in inputs]
+    while waiting:
+        place = waiting.pop()
+        if place not in needs:
+            tensors = nodes[place][1].input_tensors
+            needs[place] = {key(tensor) for tensor in tensors if id(tensor) not in inputs}
+            waiting += needs[place]
+    for place in _sorted_topologically(needs):
+        yield nodes[place]
+
+
+def _sorted_topologically(needs: dict[Any, set[Any]]) -> Iterator[Any]:
+    """The keys, each after those it needs, the smallest that can come first. Raises graphlib.CycleError."""
+    sorter = graphlib.TopologicalSorter(needs)
+    sorter.prepare()
+    ready: list[Any] = []
+    while sorter.is_active():
+        for key in sorter.get_ready():
+            heapq.heappush(ready, key)
+        key = heapq.heappop(ready)
+        yield key
+        sorter.done(key)
+
+
+def _nested_inputs(model: Any, node: Any) -> list[Any] | None:
+    """The tensors that a nested model is called on, in the order of its inputs; None if they are not plain tensors."""
+    arguments = node.arguments
+    if len(arguments.args) != 1 or any(
+        arguments.kwargs[name] is not None for name in {*arguments.kwargs} - {"training"}
+    ):
+        return None
+    given = in_order(arguments.args[0], model)
+    known = {id(tensor) for tensor in node.input_tensors}
+    return given if len(given) == len(model.inputs) and all(id(tensor) in known for tensor in given) else None
+
+
+def in_order(values: Any, model: Any) -> list[Any]:
+    """What a model is called on as a flat list, in the order of its inputs: a dictionary goes by their names."""
+    names = [tensor.name for tensor in model.inputs]
+    if isinstance(values, dict) and set(names) <= set(values):
+        return [values[name] for name in names]
+    return list(keras.tree.flatten(values))
+
+
+def _grouped(calls: Sequence[Call]) -> list[list[Call]]:
+    """The calls as blocks in running order: those that share variables together, with all that lies between them."""
+    owner = _Groups(len(calls))
+    users: dict[int, int] = {}
+    for index, call in enumerate(calls):
+        for variable in getattr(call.operation, "variables", ()):
+            owner.join(users.setdefault(id(variable), index), index)
+    makers = {value: index for index, call in enumerate(calls) for value in call.writes}
     while True:
-        block = _maker(tensor)
-        if block.node.is_input:
-            break
-        blocks.append(block)
-        tensor = _only("inputs", block.name, block.node.input_tensors)
-    blocks.reverse()
-    _check_called_once(blocks)
+        needs: dict[int, set[int]] = {owner.of(index): set() for index in range(len(calls))}
+        for index, call in enumerate(calls):
+            made_by = {owner.of(makers[value]) for value in call.reads if value in makers}
+            needs[owner.of(index)] |= made_by - {owner.of(index)}
+        try:
+            order = list(_sorted_topologically(needs))
+        except graphlib.CycleError as error:  # what runs between two calls of a group belongs to it
+            for member in error.args[1]:
+                owner.join(error.args[1][0], member)
+            continue
+        members: dict[int, list[Call]] = {group: [] for group in order}
+        for index, call in enumerate(calls):
+            members[owner.of(index)].append(call)
+        return list(members.values())
+
+
+def _named(groups: Sequence[Sequence[Call]]) -> list[Block]:
+    blocks, seen = [], Counter[str]()
+    for calls in groups:
+        name = calls[-1].name
+        seen[name] += 1
+        blocks.append(Block(name if seen[name] == 1 else f"{name}:{seen[name]}", tuple(calls)))
     return blocks
 
 
-def _maker(tensor: Any) -> Block:
-    layer, node_index, _ = tensor._keras_history
-    return Block(layer, layer._inbound_nodes[node_index])
+class _Groups:
+    """Disjoint sets of the numbers below ``count``, each known by its smallest member."""
 
+    def __init__(self, count: int) -> None:
+        self._parent = list(range(count))
 
-def _only(what: str, name: str, tensors: Sequence[Any]) -> Any:
-    distinct = {id(tensor): tensor for tensor in tensors}
-    if len(distinct) != 1:
-        raise ValueError(
-            f"Only chains of layers can be cut. Received: {name!r} with {len(distinct)} {what}. "
-            "Try a Sequential model, or a Functional one without branches."
-        )
-    return next(iter(distinct.values()))
+    def of(self, member: int) -> int:
+        while self._parent[member] != member:
+            self._parent[member] = member = self._parent[self._parent[member]]
+        return member
 
-
-def _check_called_once(blocks: Sequence[Block]) -> None:
-    seen: set[int] = set()
-    for block in blocks:
-        if id(block.layer) in seen:
-            raise ValueError(
-                f"The layer {block.name!r} is called more than once, so its weights would belong to several stages. "
-                "Try a layer for each call."
-            )
-        seen.add(id(block.layer))
+    def join(self, one: int, other: int) -> None:
+        low, high = sorted((self.of(one), self.of(other)))
+        self._parent[high] = low
 
 
 def cut_points(blocks: Sequence[Block], cuts: Sequence[str]) -> list[int]:
     """Where each stage ends, from the names of the last layers of all stages but the final one.
 
-    Raises ValueError for a name that no layer has, for names out of order, and for the model's last layer.
+    A layer inside a nested model is ``"outer/inner"``, or ``"inner"`` where no other layer is called so; a nested
+    model's own name stands for its last layer.
+    Raises ValueError for a name that no layer has, for names out of order, for the model's last layer, and for a
+    layer whose weights another one after it shares.
     """
-    names = [block.name for block in blocks]
-    ends = []
-    for cut in cuts:
-        if cut not in names:
-            raise ValueError(f"Unknown layer in cuts. Received: cuts={tuple(cuts)!r} with {cut!r}. Try {_some(names)}.")
-        ends.append(names.index(cut) + 1)
+    ends = [_end(blocks, cut, cuts) for cut in cuts]
     if ends != sorted(set(ends)):
-        in_order = tuple(sorted(set(cuts), key=names.index))
+        in_order = tuple(name for _, name in sorted({end: cut for cut, end in zip(cuts, ends, strict=True)}.items()))
         raise ValueError(
             f"The cuts are not in the model's order, each once. Received: cuts={tuple(cuts)!r}. Try cuts={in_order!r}."
         )
     if ends and ends[-1] == len(blocks):
         raise ValueError(
-            f"Nothing is left for the last stage. Received: cuts={tuple(cuts)!r}, where {names[-1]!r} "
+            f"Nothing is left for the last stage. Received: cuts={tuple(cuts)!r}, where {cuts[-1]!r} "
             "is the model's last layer. Try leaving it out."
         )
     return [*ends, len(blocks)]
 
 
+def _end(blocks: Sequence[Block], cut: str, cuts: Sequence[str]) -> int:
+    """The number of blocks up to the one that ends with this layer."""
+    names = [block.name for block in blocks]
+    if cut in names:
+        return names.index(cut) + 1
+    calls = [(index, call) for index, block in enumerate(blocks) for call in block.calls]
+    found = [(index, call) for index, call in calls if call.name == cut or call.name.startswith(f"{cut}/")]
+    inside = [(index, call) for index, call in calls if call.name.endswith(f"/{cut}")]
+    if not found and len({call.name for _, call in inside}) == 1:
+        found = inside
+    if not found:
+        raise ValueError(f"Unknown layer in cuts. Received: cuts={tuple(cuts)!r} with {cut!r}. Try {_some(names)}.")
+    index, call = found[-1]
+    if call is not blocks[index].calls[-1]:
+        raise ValueError(
+            f"No cut can be made after {cut!r}: {shared(blocks[index])}, so all from the first to the last of "
+            f"these calls stays in one stage. Received: cuts={tuple(cuts)!r}. Try {names[index]!r}."
+        )
+    return index + 1
+
+
+def shared(block: Block) -> str:
+    """For people: which layers of a block keep it together."""
+    users: dict[int, list[str]] = {}
+    for call in block.calls:
+        for variable in getattr(call.operation, "variables", ()):
+            users.setdefault(id(variable), []).append(call.name)
+    names = list(dict.fromkeys(name for each in users.values() if len(each) > 1 for name in each))
+    if len(names) == 1:
+        return f"{names[0]!r} is called more than once"
+    return f"{' and '.join(map(repr, names))} share weights"
+
+
+def why_together(blocks: Sequence[Block]) -> str:
+    """For people: what keeps several layers in one block, or nothing."""
+    largest = max(blocks, key=lambda block: len(block.calls))
+    return f" ({shared(largest)}, which keeps {len(largest.calls)} calls together)" if len(largest.calls) > 1 else ""
+
+
 def _some(names: list[str]) -> str:
     shown = names if len(names) <= 12 else [*names[:6], "...", *names[-5:]]
     return "one of: " + ", ".join(shown)
-
-
-class Segment(keras.Layer):
-    """A run of neighbouring blocks as one layer, over the very layers of the model: nothing is copied.
-
-    Takes the tensor that the first block takes and returns the tensor that the last one makes. Calling the
-    blocks from their recorded nodes leaves the model's own graph as it is, where a sub-model over the same
-    layers would add to it.
-    """
-
-    def __init__(self, blocks: Sequence[Block]) -> None:
-        super().__init__(autocast=False)
-        self._nodes = [block.node for block in blocks]
-        self._trains = ["training" in inspect.signature(block.layer.call).parameters for block in blocks]
-        self._pieces = [block.layer for block in blocks]  # a list of layers, so that Keras finds their variables
-        self.input_tensor = blocks[0].node.input_tensors[0]
-        self.output_tensor = blocks[-1].node.output_tensors[0]
-        self.built = True
-
-    def call(self, inputs: Any, training: bool | None = None) -> Any:
-        """Run the blocks as a Functional model would: its training mode overrides that of the recorded calls."""
-        values = {id(self.input_tensor): inputs}
-        for layer, node, trains in zip(self._pieces, self._nodes, self._trains, strict=True):
-            args, kwargs = node.arguments.fill_in(values)
-            if trains and training is not None:
-                kwargs["training"] = training
-            outputs = layer(*args, **kwargs)
-            values.update(zip(map(id, node.output_tensors), keras.tree.flatten(outputs), strict=True))
-        return values[id(self.output_tensor)]

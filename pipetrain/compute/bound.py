@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from pipetrain.compute.split import SplitFunction
 from pipetrain.plan.versions import predict
 
 
@@ -34,6 +33,7 @@ class BoundFunction:
     """
 
     def __init__(self, call: Any, variables: Sequence[keras.Variable], velocity: Callable[[], list[tf.Tensor]]) -> None:
+        self._given = direct(call)
         self._call, self._variables, self._velocity = call, variables, velocity
         self._others = call.structured_input_signature[0][1:]
         self._newest: Any = None
@@ -43,7 +43,7 @@ class BoundFunction:
     def __call__(self, weights: Weights, *others: Any) -> Any:
         """Call with these weights."""
         if not isinstance(weights, Newest):
-            return self._call(weights, *others)
+            return self._given(weights, *others)
         if not weights.horizon:
             if self._newest is None:
                 self._newest = self._trace(lambda *others: self._call(self._read(), *others))
@@ -96,13 +96,6 @@ def _packer(structure: Any) -> Callable[[Iterator[tf.Tensor]], Any]:
         shaped = structure.dense_shape is not None
         return lambda flat: tf.IndexedSlices(next(flat), next(flat), next(flat) if shaped else None)
     return next
-
-
-def bind(
-    split: SplitFunction, variables: Sequence[keras.Variable], velocity: Callable[[], list[tf.Tensor]]
-) -> tuple[BoundFunction, BoundFunction]:
-    """Forward and backward of one stage, bound to its variables."""
-    return BoundFunction(split.forward, variables, velocity), BoundFunction(split.backward, variables, velocity)
 
 
 def any_rows(values: Any) -> Any:

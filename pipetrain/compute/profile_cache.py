@@ -8,24 +8,23 @@ import platform
 from dataclasses import replace
 from pathlib import Path
 
-import keras
 import tensorflow as tf
 
-from pipetrain.compute.blocks import chain
-from pipetrain.compute.profiler import cost_key, profile
+from pipetrain.compute.blocks import Chain
+from pipetrain.compute.profiler import cost_key, profile_chain
 from pipetrain.plan.profile import Profile
 
 
-def cached_profile(model: keras.Model, batch_size: int, device: str, verbose: bool = True) -> Profile:
-    """The profile of a model with these layers at this batch size, measured at the first call.
+def cached_profile(chain: Chain, batch_size: int, device: str, verbose: bool = True) -> Profile:
+    """The profile of a chain of such layers at this batch size, measured at the first call.
 
     Kept under ``$XDG_CACHE_HOME/pipetrain`` (``~/.cache/pipetrain``); deleting the folder forgets all. Models with a
     layer whose settings Keras cannot tell are measured every time.
     """
-    blocks = chain(model)
+    blocks = chain.blocks
     keys = [cost_key(block) for block in blocks]
     if None in keys:
-        return profile(model, batch_size, device, verbose)
+        return profile_chain(chain, batch_size, device, verbose)
     place = (
         device,
         platform.machine(),
@@ -34,14 +33,15 @@ def cached_profile(model: keras.Model, batch_size: int, device: str, verbose: bo
         tf.config.threading.get_intra_op_parallelism_threads(),
         tf.__version__,
     )
-    digest = hashlib.sha256(repr((keys, batch_size, place)).encode()).hexdigest()[:32]
+    crossing = [[(tensor.shape, tensor.dtype) for tensor in chain.specs(end + 1)] for end in range(len(blocks))]
+    digest = hashlib.sha256(repr((keys, crossing, batch_size, place)).encode()).hexdigest()[:32]
     path = _folder() / f"{digest}.json"
     try:
         known = Profile.load(path)
         renamed = tuple(replace(cost, name=block.name) for cost, block in zip(known.blocks, blocks, strict=True))
-        return replace(known, model=model.name, blocks=renamed)
+        return replace(known, model=chain.model.name, blocks=renamed)
     except (OSError, ValueError):  # not there, or not whole
-        measured = profile(model, batch_size, device, verbose)
+        measured = profile_chain(chain, batch_size, device, verbose)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}")

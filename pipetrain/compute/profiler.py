@@ -12,7 +12,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from pipetrain.compute.blocks import Block, Segment, chain
+from pipetrain.compute.blocks import Block, Chain
+from pipetrain.compute.segment import Segment
 from pipetrain.compute.split import specs, split
 from pipetrain.plan.profile import BlockProfile, Profile
 
@@ -27,63 +28,71 @@ class _Times(NamedTuple):
 
 
 def profile(model: keras.Model, batch_size: int, device: str = "CPU:0", verbose: bool = True) -> Profile:
-    """Measure every layer's forward and backward seconds, output bytes and weight bytes.
+    """Measure every layer's forward and backward seconds, weight bytes, and bytes that cross a cut after it.
 
     The blocks run one by one on random data (zeros for integer inputs), each figure the median of several calls
     less the time of an empty call. Layers of Keras' own with equal settings and shapes are measured once.
     The model's weights, statistics and seeds are read and never written.
 
     Args:
-        model: a chain-shaped Keras model.
+        model: a Sequential or Functional model.
         batch_size: rows of the minibatch to measure with, at least 1.
         device: the TensorFlow device to measure on.
         verbose: show a progress bar when it takes long.
 
     Raises:
-        ValueError, TypeError: for a model that is no chain, or a batch size below 1.
+        ValueError, TypeError: for a model whose layers cannot be seen, or a batch size below 1.
     """
     if not isinstance(batch_size, int) or batch_size < 1:
         raise ValueError(f"A profile needs at least one row. Received: batch_size={batch_size!r}. Try batch_size=128.")
-    blocks = chain(model)
+    return profile_chain(Chain(model), batch_size, device, verbose)
+
+
+def profile_chain(chain: Chain, batch_size: int, device: str, verbose: bool) -> Profile:
+    """``profile`` of a model whose blocks are known."""
+    blocks = chain.blocks
     progress = _Progress(len(blocks) if verbose else 0)
     known: dict[str, _Times] = {}
     measured = []
     with tf.device(device):
         call_s = _empty_call_s()
-        for block in blocks:
+        for index, block in enumerate(blocks):
+            segment = chain.alone(index)
             # Keras' own layers cost the same wherever they stand; others may hold what their settings do not say.
-            own = type(block.layer).__module__.startswith("keras.src.layers")
-            key = (own and cost_key(block)) or f"alone: {len(measured)}"
+            own = all(type(call.operation).__module__.startswith("keras.src.") for call in block.calls)
+            key = f"{(own and cost_key(block)) or index}, gradients {segment.flows}"
             if key not in known:
-                known[key] = _measure(block, batch_size, first=not measured)
+                known[key] = _measure(segment, batch_size)
             times = known[key]
             measured.append(
                 BlockProfile(
                     name=block.name,
                     forward_s=max(times.forward_s - call_s, 0.0),
                     backward_s=max(times.backward_s - call_s, 0.0),
-                    output_bytes=_size_bytes(_sized(block.node.output_tensors[0], batch_size)),
-                    weight_bytes=sum(_size_bytes(spec) for spec in specs(Segment([block]).trainable_variables)),
+                    output_bytes=sum(_size_bytes(_sized(tensor, batch_size)) for tensor in chain.specs(index + 1)),
+                    weight_bytes=sum(_size_bytes(spec) for spec in specs(segment.trainable_variables)),
                 )
             )
             progress.show(len(measured))
-    return Profile(model=model.name, batch_size=batch_size, blocks=tuple(measured))
+    return Profile(model=chain.model.name, batch_size=batch_size, blocks=tuple(measured))
 
 
-def _measure(block: Block, batch_size: int, first: bool) -> _Times:
-    segment = Segment([block])
+def _measure(segment: Segment, batch_size: int) -> _Times:
     weights = [variable.value.read_value() for variable in segment.trainable_variables]
     state = [variable.value.read_value() for variable in segment.non_trainable_variables]
-    x = _sample(_sized(segment.input_tensor, batch_size))
-    flows, constants = ([], [x]) if first or not x.dtype.is_floating else ([x], [])
+    inputs = [_sample(_sized(tensor, batch_size)) for tensor in segment.inputs]
+    flows = [x for x, flow in zip(inputs, segment.flows, strict=True) if flow]
+    constants = [x for x, flow in zip(inputs, segment.flows, strict=True) if not flow]
 
     def run(weights: Any, state: Any, flows: Any, constants: Any) -> Any:
-        output, state = segment.stateless_call(weights, state, (flows or constants)[0], training=True)
-        return [output], (output, state)
+        flowing, still = iter(flows), iter(constants)
+        tensors = [next(flowing if flow else still) for flow in segment.flows]
+        outputs, state = segment.stateless_call(weights, state, tensors, training=True)
+        return [x for x, returned in zip(outputs, segment.returns, strict=True) if returned], (outputs, state)
 
     step = split(run, specs(weights), specs(state), specs(flows), specs(constants))
-    (output, _), residuals = step.forward(weights, state, flows, constants)
-    gradients = [tf.ones_like(output)]
+    (outputs, _), residuals = step.forward(weights, state, flows, constants)
+    gradients = [tf.ones_like(x) for x, returned in zip(outputs, segment.returns, strict=True) if returned]
     return _Times(
         forward_s=_seconds(lambda: step.forward(weights, state, flows, constants)),
         backward_s=_seconds(lambda: step.backward(weights, residuals, gradients)),
@@ -109,13 +118,20 @@ def _empty_call_s() -> float:
 
 def cost_key(block: Block) -> str | None:
     """Equal for blocks that do the same work, whatever their names; None where Keras cannot tell a layer's settings."""
-    try:
-        settings = {key: value for key, value in block.layer.get_config().items() if key != "name"}
-    except Exception:  # a layer of the user's own, whose arguments Keras cannot write down
-        return None
-    inputs = [(tensor.shape, tensor.dtype) for tensor in block.node.input_tensors]
-    kind = type(block.layer)
-    return json.dumps([kind.__module__, kind.__qualname__, settings, inputs], default=str, sort_keys=True)
+    keys = []
+    for call in block.calls:
+        try:
+            settings = {key: value for key, value in call.operation.get_config().items() if key != "name"}
+        except Exception:  # a layer of the user's own, whose arguments Keras cannot write down
+            return None
+        plain = keras.tree.map_structure(_described, (call.node.arguments.args, call.node.arguments.kwargs))
+        kind = type(call.operation)
+        keys.append((kind.__module__, kind.__qualname__, settings, plain))
+    return json.dumps(keys, default=str, sort_keys=True)
+
+
+def _described(argument: Any) -> Any:
+    return (argument.shape, argument.dtype) if hasattr(argument, "shape") else argument
 
 
 def _sized(tensor: Any, batch_size: int) -> tf.TensorSpec:

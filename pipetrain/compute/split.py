@@ -4,7 +4,8 @@ A single trace runs the forward under a gradient tape and builds the backward as
 that nested function captures is exactly what the forward must hand over:
 
 - a *weight* it captured is given anew at backward time, so backward may read another version;
-- what was computed *from weights alone* (a cast, a reshape of gamma) is computed anew from those;
+- what was computed *from weights alone* (a cast, a reshape of gamma) is computed anew from those, and so is the
+  maximum pooling of a tensor that is there anyway;
 - everything else is a *residual*: returned by the forward, kept, and passed to the backward.
 """
 
@@ -51,7 +52,7 @@ def split(run: Run, weights: Any, state: Any, flows: Any, constants: Any) -> Spl
             if not outputs:
                 return [None] * len(weights), [tf.zeros_like(flow) for flow in flows]
             by_weight, by_flow = tape.gradient(outputs, [weights, flows], output_gradients)
-            return by_weight, [tf.zeros_like(x) if g is None else g for x, g in zip(flows, by_flow, strict=True)]
+            return by_weight, [_dense(gradient, flow) for gradient, flow in zip(by_flow, flows, strict=True)]
 
         gradients = specs(outputs)
         nested = tf.function(pull, autograph=False).get_concrete_function(gradients)
@@ -74,6 +75,10 @@ def split(run: Run, weights: Any, state: Any, flows: Any, constants: Any) -> Spl
     )
 
 
+def _dense(gradient: Any, flow: tf.Tensor) -> tf.Tensor:
+    return tf.zeros_like(flow) if gradient is None else tf.convert_to_tensor(gradient)
+
+
 def specs(values: Sequence[Any]) -> list[tf.TensorSpec]:
     """Shapes and types of tensors or variables."""
     return [tf.TensorSpec(value.shape, value.dtype) for value in values]
@@ -83,43 +88,71 @@ class _Captures:
     """What the nested backward captured, sorted by where it comes from at backward time."""
 
     def __init__(self, captured: Sequence[tf.Tensor], weights: Sequence[tf.Tensor]) -> None:
-        self._captured, self._weights = list(captured), list(weights)
-        self._index = {id(weight): i for i, weight in enumerate(weights)}
+        self._captured, self._weights = [_origin(tensor) for tensor in captured], list(weights)
+        distinct = {tensor.ref(): tensor for tensor in self._captured}
         from_weights = _operations_from(weights)
-        self._derived = [t for t in captured if t.op.name in from_weights and id(t) not in self._index]
-        derived = {id(t) for t in self._derived}
-        self.residuals = [t for t in captured if id(t) not in self._index and id(t) not in derived]
+        known = {weight.ref() for weight in weights}
+        self._derived = [
+            tensor
+            for ref, tensor in distinct.items()
+            if ref not in known and (tensor.op.name in from_weights or _is_pool_of(tensor, distinct))
+        ]
+        known.update(tensor.ref() for tensor in self._derived)
+        self.residuals = [tensor for ref, tensor in distinct.items() if ref not in known]
 
     def fill_in(self, weights: Sequence[tf.Tensor], residuals: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The captures' values in order, from backward's weights and forward's residuals."""
-        values = {id(t): value for t, value in zip(self.residuals, residuals, strict=True)}
-        values.update({key: weights[i] for key, i in self._index.items()})
+        given = [*self._weights, *self.residuals]
+        values = {old.ref(): new for old, new in zip(given, [*weights, *residuals], strict=True)}
         if self._derived:
-            recomputed = self._recompute(weights)
-            values.update({id(t): value for t, value in zip(self._derived, recomputed, strict=True)})
-        return [values[id(t)] for t in self._captured]
+            values.update(zip([tensor.ref() for tensor in self._derived], self._recompute(values), strict=True))
+        return [values[tensor.ref()] for tensor in self._captured]
 
-    def _recompute(self, weights: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def _recompute(self, values: dict[Any, tf.Tensor]) -> list[tf.Tensor]:
         whole = self._derived[0].graph.as_graph_def()
-        names = _ancestors(self._derived)
+        names, used = _between(values, self._derived)
         part = tf.compat.v1.GraphDef(versions=whole.versions, library=whole.library)
         part.node.extend(node for node in whole.node if node.name in names)
         for node in part.node:  # what they were only ordered after is not here
             node.input[:] = [name for name in node.input if not name.startswith("^")]
-        given = {old.name: new for old, new in zip(self._weights, weights, strict=True) if old.op.name in names}
+        given = {ref.deref().name: values[ref] for ref in used}
         return list(tf.graph_util.import_graph_def(part, given, return_elements=[t.name for t in self._derived]))
 
 
-def _ancestors(tensors: Sequence[tf.Tensor]) -> set[str]:
-    """Names of all operations that these tensors are computed from, their own included."""
+def _origin(tensor: tf.Tensor) -> tf.Tensor:
+    """Where a tensor comes from that a loop hands on unchanged: a recurrent layer's kernel is known as a weight."""
+    while tensor.op.type in ("While", "StatelessWhile"):
+        body = tensor.graph._get_function(tensor.op.get_attr("body").name).graph
+        returned = body.outputs[tensor.value_index]
+        while returned.op.type == "Identity":
+            returned = returned.op.inputs[0]
+        if returned is not body.inputs[tensor.value_index]:
+            break
+        tensor = tensor.op.inputs[tensor.value_index]
+    return tensor
+
+
+def _is_pool_of(tensor: tf.Tensor, known: dict[Any, tf.Tensor]) -> bool:
+    """Whether this is the maximum pooling of a tensor that backward has anyway.
+
+    On a CPU the gradient of a pooling is thirty times faster where the pooling itself is in the same function.
+    """
+    return tensor.op.type in ("MaxPool", "MaxPool3D") and tensor.op.inputs[0].ref() in known
+
+
+def _between(given: dict[Any, Any], tensors: Sequence[tf.Tensor]) -> tuple[set[str], set[Any]]:
+    """Names of the operations that lead from the given tensors to these, and which of the given are used."""
     names: set[str] = set()
-    waiting = [tensor.op for tensor in tensors]
+    used: set[Any] = set()
+    waiting = list(tensors)
     while waiting:
-        operation = waiting.pop()
-        if operation.name not in names:
-            names.add(operation.name)
-            waiting += [tensor.op for tensor in operation.inputs]
-    return names
+        tensor = waiting.pop()
+        if tensor.ref() in given:
+            used.add(tensor.ref())
+        elif tensor.op.name not in names:
+            names.add(tensor.op.name)
+            waiting += tensor.op.inputs
+    return names, used
 
 
 def _operations_from(weights: Sequence[tf.Tensor]) -> set[str]:

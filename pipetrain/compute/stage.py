@@ -8,22 +8,43 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from pipetrain.compute.blocks import Segment
-from pipetrain.compute.bound import Weights, bind, direct
+from pipetrain.compute.bound import BoundFunction, Newest, Weights, direct
+from pipetrain.compute.segment import Segment, mask_of, set_mask
 from pipetrain.compute.split import specs, split
 from pipetrain.compute.update import Update
 
-_UNTRACED = object()
-LossFunction = Callable[[Any, tf.Tensor, Any], tf.Tensor]
+LossFunction = Callable[[Any, list[tf.Tensor], Any], tf.Tensor]
+
+
+class Values(NamedTuple):
+    """What crosses a cut: tensors, and the Keras mask that each carries (None for most)."""
+
+    tensors: list[tf.Tensor]
+    masks: list[tf.Tensor | None]
 
 
 class Forward(NamedTuple):
-    """What a stage's forward gives: its output, the loss (last stage), its regularization penalty, the residuals."""
+    """What a stage's forward gives: its outputs, the loss (last stage), its regularization penalty, and ``kept``.
 
-    output: tf.Tensor
+    ``kept`` is for its backward.
+    """
+
+    output: Values
     loss: tf.Tensor | None
     penalty: tf.Tensor | None
-    residuals: list[tf.Tensor]
+    kept: Kept
+
+
+class Kept(NamedTuple):
+    """What a forward leaves for its backward: residuals, or with recomputation what to make them from anew.
+
+    ``weights`` are forward's where they are not backward's too.
+    """
+
+    residuals: list[tf.Tensor] | None
+    weights: list[tf.Tensor] | None = None
+    state: Sequence[tf.Tensor] = ()
+    inputs: Any = None
 
 
 class Stage:
@@ -35,8 +56,8 @@ class Stage:
         segment: the blocks.
         device: a TensorFlow device name.
         optimizer: the compiled optimizer, of which the stage takes a clone over its own variables.
-        first: whether the input is the data, which wants no gradient.
-        loss: ``loss(y, output, sample_weight)`` for the last stage, None for the others.
+        loss: ``loss(y, outputs, sample_weight)`` for the last stage, None for the others.
+        recompute: keep a forward's inputs instead of its residuals, and run it again before its backward.
     """
 
     def __init__(
@@ -44,20 +65,19 @@ class Stage:
         segment: Segment,
         device: str,
         optimizer: keras.optimizers.Optimizer,
-        *,
-        first: bool,
         loss: LossFunction | None,
+        recompute: bool = False,
     ) -> None:
-        self.segment, self.device, self._loss = segment, device, loss
-        self._flowing = not first and tf.as_dtype(segment.input_tensor.dtype).is_floating
+        self.segment, self.device, self.recompute, self._loss = segment, device, recompute, loss
         self._weights, self._model_state = segment.trainable_variables, segment.non_trainable_variables
         with tf.device(device):
             self.variables = [_like(variable) for variable in self._weights]
             self.optimizer = clone(optimizer)
             self.optimizer.build(self.variables)
             self._optimizer_step = Update(self.optimizer, self.variables)
+            weights = tf.function(list, autograph=False).get_concrete_function(specs(self._weights))
+            self._read = self._bound(weights)
         self._state: list[tf.Tensor] = []
-        self._traced_for: Any = _UNTRACED
         self._learning_rate: float | None = None
 
     def load(self) -> None:
@@ -77,48 +97,59 @@ class Stage:
         """The weights and the state as they are; later updates leave these tensors alone."""
         return [*self.weights(), *self._state]
 
-    def weights(self) -> list[tf.Tensor]:
-        """The newest weights. Holding the tensors keeps this version: a later update then writes elsewhere."""
+    def weights(self, wanted: Weights = Newest()) -> list[tf.Tensor]:  # noqa: B008 - a tuple, never changed
+        """These weights as tensors. Holding them keeps this version: a later update then writes elsewhere."""
+        if not isinstance(wanted, Newest) or not self.variables:
+            return [] if isinstance(wanted, Newest) else wanted
         with tf.device(self.device):
-            return [variable.value.read_value() for variable in self.variables]
+            return self._read(wanted)
 
-    def trace(self, targets: Any = None) -> None:
-        """Trace forward and backward, once for each structure of targets (specs of y and sample weights)."""
-        if self._traced_for == targets:
-            return
-        tensor = self.segment.input_tensor
-        flows, constants = self._inputs(tf.TensorSpec(tensor.shape, tensor.dtype), targets)
+    def trace(self, masks: Sequence[tf.TensorSpec | None], targets: Any = None) -> list[tf.TensorSpec | None]:
+        """Trace forward and backward for inputs with these masks and, for the last stage, these targets.
+
+        ``targets`` are the specs of labels and sample weights. Gives the specs of the outputs' masks.
+        """
+        flows, constants = self._sorted(Values(specs(self.segment.inputs), list(masks)), targets)
         with tf.device(self.device):
             halves = split(self._run, specs(self._weights), specs(self._model_state), flows, constants)
-            self._forward, self._backward = bind(halves, self.variables, self._optimizer_step.velocity)
+            self._forward, self._backward = self._bound(halves.forward), self._bound(halves.backward)
             self._starts = halves.outputs
             update = tf.function(self._optimizer_step.apply, autograph=False)
             self._update = direct(update.get_concrete_function(halves.backward.structured_outputs[0]))
-        self._traced_for = targets
+        output = halves.forward.structured_outputs[0][0]
+        return [mask if mask is None else tf.TensorSpec(mask.shape, mask.dtype) for mask in output.masks]
 
-    def forward(self, weights: Weights, x: tf.Tensor, targets: Any = None) -> Forward:
-        """Run the blocks with these weights and the stage's current state, which moves on."""
-        flows, constants = self._inputs(x, targets)
+    def forward(self, weights: Weights, values: Values, targets: Any = None) -> Forward:
+        """Run the blocks with these weights and the stage's current state, which moves on.
+
+        With recomputation, ``Newest`` stands for the very weights that the backward will be given.
+        """
+        state, inputs = self._state, self._sorted(values, targets)
         with tf.device(self.device):
-            aux, residuals = self._forward(weights, self._state, flows, constants)
-        output, loss, penalty, self._state = aux
-        return Forward(output, loss, penalty, residuals)
+            (output, loss, penalty, self._state), residuals = self._forward(weights, state, *inputs)
+        if not self.recompute:
+            return Forward(output, loss, penalty, Kept(residuals))
+        given = None if isinstance(weights, Newest) else weights
+        return Forward(output, loss, penalty, Kept(None, given, state, inputs))
 
     def backward(
-        self, weights: Weights, residuals: list[tf.Tensor], gradient: tf.Tensor | float | None, share: float
-    ) -> tuple[list[Any], tf.Tensor | None]:
-        """Gradients of the weights and of the stage's input, with these weights and forward's residuals.
+        self, weights: Weights, kept: Kept, gradients: Sequence[Any], share: float
+    ) -> tuple[list[Any], list[tf.Tensor]]:
+        """Gradients of the weights, and of those inputs that want one, with these weights and what forward kept.
 
-        ``gradient`` is that of the output (of the loss, for the last stage; None for an integer output),
-        ``share`` that of the penalty.
+        ``gradients`` are those of the outputs that want one (of the loss, for the last stage), ``share`` that of
+        the penalty.
         """
-        starts = [share] if gradient is None else [gradient, share]
         with tf.device(self.device):
-            output_gradients = [
-                tf.convert_to_tensor(start, spec.dtype) for start, spec in zip(starts, self._starts, strict=False)
+            residuals = kept.residuals
+            if residuals is None:
+                given = weights if kept.weights is None else kept.weights
+                _, residuals = self._forward(given, kept.state, *kept.inputs)
+            starts = [
+                tf.convert_to_tensor(start, spec.dtype)
+                for start, spec in zip([*gradients, share], self._starts, strict=False)
             ]
-            by_weight, by_flow = self._backward(weights, residuals, output_gradients)
-        return by_weight, by_flow[0] if by_flow else None
+            return self._backward(weights, residuals, starts)
 
     def accumulate(self, total: list[Any] | None, gradients: list[Any]) -> list[Any]:
         """The sum of two lists of gradients."""
@@ -135,18 +166,33 @@ class Stage:
             if self.variables:
                 self._update(gradients)
 
-    def _inputs(self, x: Any, targets: Any) -> Any:
-        return ([x], (None, targets)) if self._flowing else ([], (x, targets))
+    def _bound(self, concrete: Any) -> BoundFunction:
+        return BoundFunction(concrete, self.variables, self._optimizer_step.velocity)
+
+    def _sorted(self, values: Values, targets: Any) -> tuple[list[Any], Any]:
+        """Tensors that want a gradient, and all else that goes in."""
+        flows = [tensor for tensor, flow in zip(values.tensors, self.segment.flows, strict=True) if flow]
+        others = [tensor for tensor, flow in zip(values.tensors, self.segment.flows, strict=True) if not flow]
+        return flows, (others, values.masks, targets)
 
     def _run(self, weights: Any, state: Any, flows: Any, constants: Any) -> Any:
-        data, targets = constants
-        x = flows[0] if flows else data
-        output, state, penalties = self.segment.stateless_call(weights, state, x, training=True, return_losses=True)
+        others, masks, targets = constants
+        flowing, still = iter(flows), iter(others)
+        tensors = [next(flowing if flow else still) for flow in self.segment.flows]
+        for tensor, mask in zip(tensors, masks, strict=True):
+            set_mask(tensor, mask)
+        outputs, state, penalties = self.segment.stateless_call(
+            weights, state, tensors, training=True, return_losses=True
+        )
+        starts = [tensor for tensor, returned in zip(outputs, self.segment.returns, strict=True) if returned]
+        loss = None
+        if self._loss:
+            with keras.StatelessScope():  # trackers of single losses are the caller's to update
+                loss = self._loss(targets[0], outputs, targets[1])
+            starts = [loss]
         penalty = tf.add_n(penalties) if penalties else None
-        loss = self._loss(targets[0], output, targets[1]) if self._loss else None
-        main = output if loss is None else loss
-        flowing = [main] if main.dtype.is_floating else []
-        return flowing if penalty is None else [*flowing, penalty], (output, loss, penalty, state)
+        values = Values(outputs, [mask_of(output) for output in outputs])
+        return starts if penalty is None else [*starts, penalty], (values, loss, penalty, state)
 
 
 def clone(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:

@@ -134,6 +134,11 @@ class WeightVersions:
         self._next_backward = minibatch + 1
         return self._resolve(self._policy.backward(minibatch, self._stage, self._stages))
 
+    def lasts(self, minibatch: int) -> bool:
+        """Whether B(minibatch) reads the same weights as F(minibatch), the newest both times."""
+        place = minibatch, self._stage, self._stages
+        return self._policy.forward(*place) == self._policy.backward(*place)
+
     def before_update(self) -> None:
         """Call just before the weights change: keeps the newest if an action still reads it, forgets what none will."""
         place = self._stage, self._stages

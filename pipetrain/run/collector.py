@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from pipetrain.compute.stage import Values
 from pipetrain.run.messages import Output, Updated
 
 
@@ -14,7 +15,7 @@ class Result(NamedTuple):
     """One minibatch's loss and the predictions it was computed from."""
 
     loss: tf.Tensor
-    predictions: tf.Tensor
+    predictions: Values
 
 
 class Snapshot(NamedTuple):
@@ -71,7 +72,15 @@ def _joined(outputs: list[Output]) -> Result:
     terms += [_scaled(each.penalty, each.share) for each in penalties]
     loss = terms[0] if len(terms) == 1 else tf.add_n(terms)
     predictions = [output.predictions for output in outputs]
-    return Result(loss, predictions[0] if len(predictions) == 1 else tf.concat(predictions, axis=0))
+    return Result(loss, predictions[0] if len(predictions) == 1 else _stacked(predictions))
+
+
+def _stacked(parts: list[Values]) -> Values:
+    tensors = [tf.concat(rows, axis=0) for rows in zip(*(part.tensors for part in parts), strict=True)]
+    masks = [
+        None if rows[0] is None else tf.concat(rows, 0) for rows in zip(*(part.masks for part in parts), strict=True)
+    ]
+    return Values(tensors, masks)
 
 
 def _scaled(value: tf.Tensor, factor: float) -> tf.Tensor:

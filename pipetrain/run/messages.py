@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from pipetrain.compute.stage import Values
+
 
 class Microbatch(NamedTuple):
     """One microbatch on its way down the stages.
@@ -22,14 +24,14 @@ class Microbatch(NamedTuple):
     share: float
     loss_share: float
     learning_rate: float | None
-    tensor: tf.Tensor | None
+    values: Values | None
     targets: Any
     penalty: tf.Tensor | None = None
 
     def passed(self, penalty: tf.Tensor | None) -> Microbatch:
-        """This microbatch after a stage's forward: its input let go, the stage's penalty added."""
+        """This microbatch after a stage's forward: its inputs let go, the stage's penalty added."""
         penalties = [each for each in (self.penalty, penalty) if each is not None]
-        return self._replace(tensor=None, penalty=tf.add_n(penalties) if penalties else None)
+        return self._replace(values=None, penalty=tf.add_n(penalties) if penalties else None)
 
 
 class Output(NamedTuple):
@@ -37,7 +39,7 @@ class Output(NamedTuple):
 
     microbatch: Microbatch
     loss: tf.Tensor
-    predictions: tf.Tensor
+    predictions: Values
 
 
 class Updated(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from pipetrain.compute.stage import Stage
+from pipetrain.compute.stage import Stage, Values
 from pipetrain.plan.schemes import Scheme
 from pipetrain.plan.trace import Span, Trace
 from pipetrain.run.collector import Collector, Result, Snapshot
@@ -71,18 +71,20 @@ class Pipeline:
         if targets == self._traced_for:
             return
         self.drain()
+        masks: list[Any] = [None] * len(self._stages[0].segment.inputs)
         for stage in self._stages[:-1]:
-            stage.trace()
-        self._stages[-1].trace(targets)
+            masks = stage.trace(masks)
+        self._stages[-1].trace(masks, targets)
         self._traced_for = targets
 
-    def post(self, x: tf.Tensor, y: Any, sample_weight: Any, learning_rate: float | None) -> None:
+    def post(self, x: list[tf.Tensor], y: Any, sample_weight: Any, learning_rate: float | None) -> None:
         """Send a minibatch on its way; starts the threads if the pipeline is empty."""
         if not self._workers:
             self._start()
         pieces = _split((x, (y, sample_weight)), self._microbatches)
         group = range(self._posted_microbatches, self._posted_microbatches + len(pieces))
-        for index, (share, (tensor, targets)) in zip(group, pieces, strict=True):
+        device = self._stages[0].device
+        for index, (share, (inputs, targets)) in zip(group, pieces, strict=True):
             microbatch = Microbatch(
                 index=index,
                 minibatch=self._posted,
@@ -90,7 +92,7 @@ class Pipeline:
                 share=share,
                 loss_share=share if self._loss_is_mean else 1.0,
                 learning_rate=learning_rate,
-                tensor=transfer(tensor, self._stages[0].device),
+                values=Values([transfer(each, device) for each in inputs], [None] * len(inputs)),
                 targets=targets,
             )
             self._guarded(lambda sent=microbatch: self._boxes[0].put(sent))

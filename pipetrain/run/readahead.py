@@ -13,7 +13,7 @@ from pipetrain.run.pipeline import Pipeline
 class Minibatch(NamedTuple):
     """Inputs, labels and sample weights of one step."""
 
-    x: Any
+    x: list[Any]
     y: Any
     sample_weight: Any
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from pipetrain.compute.bound import Newest
-from pipetrain.compute.stage import Stage
+from pipetrain.compute.stage import Kept, Stage, Values
 from pipetrain.plan.actions import Action
 from pipetrain.plan.schemes import Scheme
 from pipetrain.plan.trace import Span
@@ -34,7 +34,7 @@ class Doors(NamedTuple):
     """
 
     inbox: Mailbox[Microbatch | None]
-    returns: Mailbox[tf.Tensor | None]
+    returns: Mailbox[list[tf.Tensor]]
     above: Door | None
     below: Door | None
 
@@ -63,7 +63,7 @@ class Worker(threading.Thread):
         self._schedule, self._doors, self._control = scheme.schedule, doors, control
         self._synchronous = not scheme.asynchronous
         self._versions = WeightVersions(scheme.policy, number, stages, newest=Newest, keep=stage.weights)
-        self._in_flight: dict[int, tuple[Microbatch, list[tf.Tensor]]] = {}
+        self._in_flight: dict[int, tuple[Microbatch, Kept]] = {}
         self._gradients: list[Any] | None = None
         self._now: tuple[Action, Microbatch] | None = None
 
@@ -100,29 +100,33 @@ class Worker(threading.Thread):
         )
         self.spans.append(span)
 
-    def _returned(self) -> tf.Tensor | None:
+    def _returned(self) -> list[tf.Tensor] | None:
         return self._doors.returns.get() if self._doors.below else None
 
     def _forward(self, microbatch: Microbatch) -> None:
         below = self._doors.below
         weights = self._versions.forward(microbatch.minibatch)
-        result = self._stage.forward(weights, microbatch.tensor, None if below else microbatch.targets)
+        if self._stage.recompute and not self._versions.lasts(microbatch.minibatch):
+            weights = self._stage.weights(weights)
+        result = self._stage.forward(weights, microbatch.values, None if below else microbatch.targets)
         microbatch = microbatch.passed(result.penalty)
-        self._in_flight[microbatch.index] = (microbatch, result.residuals)
+        self._in_flight[microbatch.index] = (microbatch, result.kept)
         if below:
-            below.mailbox.put(microbatch._replace(tensor=transfer(result.output, below.device)))
+            masks = [None if mask is None else transfer(mask, below.device) for mask in result.output.masks]
+            values = Values([transfer(tensor, below.device) for tensor in result.output.tensors], masks)
+            below.mailbox.put(microbatch._replace(values=values))
         else:
             self._control.report(Output(microbatch, result.loss, result.output))
 
-    def _backward(self, index: int, gradient: tf.Tensor | None) -> None:
-        microbatch, residuals = self._in_flight.pop(index)
+    def _backward(self, index: int, returned: list[tf.Tensor] | None) -> None:
+        microbatch, kept = self._in_flight.pop(index)
         above = self._doors.above
         weights = self._versions.backward(microbatch.minibatch)
-        start = gradient if self._doors.below else microbatch.loss_share
-        gradients, input_gradient = self._stage.backward(weights, residuals, start, microbatch.share)
-        del weights, residuals  # held by nobody, the variables' buffers are updated in place
+        starts = [microbatch.loss_share] if returned is None else returned
+        gradients, by_input = self._stage.backward(weights, kept, starts, microbatch.share)
+        del weights, kept  # held by nobody, the variables' buffers are updated in place
         if above:
-            above.mailbox.put(None if input_gradient is None else transfer(input_gradient, above.device))
+            above.mailbox.put([transfer(gradient, above.device) for gradient in by_input])
         self._gradients = self._stage.accumulate(self._gradients, gradients)
         if index == microbatch.group[-1]:
             self._update(microbatch.learning_rate)

@@ -1,0 +1,98 @@
+"""Any run of neighbouring layer calls of a model as a layer of its own."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+
+class Call(NamedTuple):
+    """One call of a layer or operation, on the values ``reads``, making the values ``writes``.
+
+    ``node`` is Keras' record of the call: its arguments, and the symbolic tensors in and out.
+    """
+
+    name: str
+    operation: Any
+    node: Any
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+
+
+class Segment(keras.Layer):
+    """Layer calls as one layer, over the very layers of the model: nothing is copied.
+
+    Takes a list of tensors, the values ``reads``, and returns one, the values ``writes``; a value may simply pass.
+    Calling the layers from their recorded nodes leaves the model's own graph as it is, where a sub-model over the
+    same layers would add to it.
+
+    Args:
+        calls: in an order in which they can run.
+        reads, writes: the values that come in and go out.
+        symbols: the symbolic tensor of every value.
+        flows, returns: which values that come in and go out want a gradient.
+    """
+
+    def __init__(
+        self,
+        calls: Sequence[Call],
+        reads: Sequence[int],
+        writes: Sequence[int],
+        symbols: Sequence[Any],
+        flows: Sequence[bool],
+        returns: Sequence[bool],
+    ) -> None:
+        super().__init__(autocast=False)
+        self._calls = list(calls)
+        self._operations = [call.operation for call in calls]  # a list of layers, so that Keras finds their variables
+        self._trains = [_takes_training(operation) for operation in self._operations]
+        self._reads, self._writes = list(reads), list(writes)
+        self.inputs = [symbols[value] for value in reads]
+        self.outputs = [symbols[value] for value in writes]
+        self.flows, self.returns = list(flows), list(returns)
+        self.built = True
+
+    def call(self, inputs: Sequence[Any], training: bool | None = None) -> list[Any]:
+        """Run the calls as a Functional model would: its training mode overrides that of the recorded calls."""
+        values = dict(zip(self._reads, inputs, strict=True))
+        for call, trains in zip(self._calls, self._trains, strict=True):
+            tensors = zip(call.node.input_tensors, call.reads, strict=True)
+            args, kwargs = call.node.arguments.fill_in({id(t): adapted(values[value], t) for t, value in tensors})
+            if trains and training is not None:
+                kwargs["training"] = training
+            outputs = keras.tree.flatten(call.operation(*args, **kwargs))
+            values.update(zip(call.writes, outputs, strict=True))
+        return [values[value] for value in self._writes]
+
+
+def _takes_training(operation: Any) -> bool:
+    return isinstance(operation, keras.Layer) and "training" in inspect.signature(operation.call).parameters
+
+
+def adapted(value: Any, symbol: Any) -> Any:
+    """The value in a symbolic input's type and rank, as a Functional model takes it; its mask stays with it."""
+    shaped, rank, expected = value, len(value.shape), len(symbol.shape)
+    if rank == expected - 1 and symbol.shape[-1] == 1:
+        shaped = value[..., None]
+    elif rank == expected + 1 and value.shape[-1] == 1:
+        shaped = tf.squeeze(value, -1)
+    if shaped.dtype != symbol.dtype:
+        shaped = tf.cast(shaped, symbol.dtype)
+    if shaped is not value:
+        set_mask(shaped, mask_of(value))
+    return shaped
+
+
+def mask_of(value: Any) -> Any:
+    """The Keras mask that a tensor carries, or None."""
+    return getattr(value, "_keras_mask", None)
+
+
+def set_mask(value: Any, mask: Any) -> None:
+    """Make a tensor carry a Keras mask."""
+    if mask is not None:
+        value._keras_mask = mask

@@ -1,0 +1,98 @@
+"""A cut model against the whole one: outputs, loss, and every gradient."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from pipetrain.compute.blocks import Chain
+from pipetrain.compute.bound import Newest
+from pipetrain.compute.stage import Stage, Values
+
+
+def sample(model, rows=2, seed=0):
+    """Inputs of the model's shapes: normal where they are floating-point, small numbers where they are not."""
+    rng = np.random.default_rng(seed)
+    inputs = []
+    for tensor in model.inputs:
+        shape = [rows, *(size or 6 for size in tensor.shape[1:])]
+        values = rng.normal(size=shape) if "float" in tensor.dtype else rng.integers(0, 5, shape)
+        inputs.append(tf.cast(values, tensor.dtype))
+    return inputs
+
+
+def squares(y, outputs, sample_weight):
+    """A loss that any outputs have."""
+    return tf.add_n([tf.reduce_mean(tf.cast(output, "float32") ** 2) for output in outputs])
+
+
+def whole(model, inputs):
+    """Loss, outputs, the gradient of every weight and the new state, by Keras and one tape."""
+    weights = [tf.convert_to_tensor(variable.value) for variable in model.trainable_variables]
+    state = [tf.convert_to_tensor(variable.value) for variable in model.non_trainable_variables]
+
+    @tf.function(autograph=False)
+    def step(weights, state, inputs):
+        with tf.GradientTape() as tape:
+            tape.watch(weights)
+            given = inputs if len(inputs) > 1 else inputs[0]
+            outputs, state, penalties = model.stateless_call(weights, state, given, training=True, return_losses=True)
+            outputs = keras.tree.flatten(outputs)
+            loss = squares(None, outputs, None)
+            total = tf.add_n([loss, *penalties])
+        return loss, outputs, tape.gradient(total, weights), state
+
+    any_rows = [tf.TensorSpec([None, *x.shape[1:]], x.dtype) for x in inputs]  # as the stages are traced
+    return step.get_concrete_function(weights, state, any_rows)(weights, state, inputs)
+
+
+def cut(model, inputs, stages, **settings):
+    """The same through ``stages`` stages, each with as many blocks."""
+    chain = Chain(model)
+    blocks = len(chain.blocks)
+    ends = [blocks * (n + 1) // stages for n in range(stages)]
+    parts = []
+    for first, end in zip([0, *ends[:-1]], ends, strict=True):
+        loss = squares if end == blocks else None
+        segment = chain.segment(first, end)
+        parts.append(Stage(segment, "/device:CPU:0", keras.optimizers.SGD(0.1), loss, **settings))
+    masks = [None] * len(inputs)
+    for part in parts:
+        part.load()
+        masks = part.trace(masks, (None, None) if part is parts[-1] else None)
+    values, results = Values(inputs, [None] * len(inputs)), []
+    for part in parts:
+        results.append(part.forward(Newest(), values, (None, None) if part is parts[-1] else None))
+        values = results[-1].output
+    gradients, state, returned = {}, {}, [1.0]
+    for part, result in zip(reversed(parts), reversed(results), strict=True):
+        by_weight, returned = part.backward(Newest(), result.kept, returned, 1.0)
+        for variable, gradient in zip(part.segment.trainable_variables, by_weight, strict=True):
+            assert id(variable) not in gradients
+            gradients[id(variable)] = gradient
+        after = part.snapshot()[len(part.variables) :]
+        state.update(zip(map(id, part.segment.non_trainable_variables), after, strict=True))
+    by_weight = [gradients[id(variable)] for variable in model.trainable_variables]
+    return results[-1].loss, values.tensors, by_weight, [state[id(each)] for each in model.non_trainable_variables]
+
+
+def worst(got, expected):
+    """The largest difference over all tensors, relative to the largest element of any."""
+    largest, difference = 0.0, 0.0
+    for a, b in zip(got, expected, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None and b.shape.num_elements():
+            a, b = (np.asarray(tf.cast(tf.convert_to_tensor(each), "float64")) for each in (a, b))
+            assert a.shape == b.shape
+            largest, difference = max(largest, np.abs(b).max()), max(difference, np.abs(a - b).max())
+    return difference / largest if difference else 0.0
+
+
+def error(model, stages, rows=2, **settings):
+    """The worst difference of outputs, loss, gradients and state between the model cut into stages and whole."""
+    inputs = sample(model, rows)
+    expected, got = whole(model, inputs), cut(model, inputs, stages, **settings)
+    parts = [worst([got[0]], [expected[0]]), *(worst(a, b) for a, b in zip(got[1:], expected[1:], strict=True))]
+    assert np.isfinite(parts).all()
+    return max(parts)
