@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Iterable
+import os
+import zipfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 EMBEDDED = Path(__file__).parent / "data" / "fashion_mnist_small.npz"
 TFDS = ("fashion_mnist", "cifar10", "imdb_reviews")
 NAMES = ("fashion_mnist_small", *TFDS)
-VOCABULARY = 2000
+FREQUENT = 2000  # words, where a review is a vector that says which of them it has
+WORDS = 20  # of a review, where it is a sentence
+VOCABULARY = 20_000  # distinct words of sentences
 READ_ROWS = 4096  # at a time
 
 
 class Dataset(NamedTuple):
-    """Features of shape (rows, ...) with zero mean and unit variance, and integer labels of shape (rows,)."""
+    """Examples of shape (rows, ...) and integer labels of shape (rows,).
+
+    Features and images have zero mean and unit variance; words are numbers below ``VOCABULARY``, 0 past the end.
+    """
 
     name: str
     classes: int
@@ -27,13 +35,16 @@ class Dataset(NamedTuple):
     y_test: np.ndarray
 
 
-def load(name: str, data_dir: str | None = None) -> Dataset:
-    """The data set ``name``: features standardized with the training set's mean and deviation.
+def load(name: str, data_dir: str | None = None, reads: str = "features") -> Dataset:
+    """The data set ``name``, standardized with the training set's mean and deviation.
 
-    Reviews become vectors that say which of the most frequent words they have. Data sets other than the embedded
-    one are looked for in ``data_dir`` (tensorflow-datasets' own folder by default) and downloaded there if need be.
+    ``reads`` says what is wanted of it: ``"images"``; ``"words"``, the first of every review; or ``"features"``, which
+    images are, and which reviews become as vectors that say which of the most frequent words they have. Data sets
+    other than the embedded one are looked for in ``data_dir`` (tensorflow-datasets' own folder by default) and
+    downloaded there if need be.
 
-    Raises ValueError for an unknown name, and for data that are missing or damaged.
+    Raises ValueError for an unknown name, for data that are missing or damaged, and for images where words are wanted
+    or the reverse.
     """
     if name not in NAMES:
         raise ValueError(f"Unknown data set. Received: dataset={name!r}. Try one of: {', '.join(NAMES)}.")
@@ -44,11 +55,17 @@ def load(name: str, data_dir: str | None = None) -> Dataset:
     else:
         with np.load(EMBEDDED) as arrays:
             x_train, y_train, x_test, y_test = (arrays[key] for key in ("x_train", "y_train", "x_test", "y_test"))
-    if x_train.dtype == object:
-        x_train, x_test = _words(x_train, x_test)
+    text = x_train.dtype == object
+    if (reads == "words") != text and reads != "features":
+        suited = "imdb_reviews" if reads == "words" else "fashion_mnist_small or cifar10"
+        raise ValueError(f"This network reads {reads}. Received: dataset={name!r}. Try {suited}.")
+    classes = int(y_train.max()) + 1
+    if reads == "words":
+        return Dataset(name, classes, *_sentences(x_train, x_test, y_train, y_test))
+    if text:
+        x_train, x_test = _vectors(x_train, x_test)
     x_train, x_test = x_train.astype("float32"), x_test.astype("float32")
     mean, deviation = x_train.mean(dtype="float64"), x_train.std(dtype="float64")
-    classes = int(y_train.max()) + 1
     standard = [((x - mean) / deviation).astype("float32") for x in (x_train, x_test)]
     return Dataset(name, classes, standard[0], y_train.astype("int32"), standard[1], y_test.astype("int32"))
 
@@ -73,11 +90,46 @@ def _arrays(batches: Iterable[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarra
     return np.concatenate(features), np.concatenate(labels)
 
 
-def _words(train: np.ndarray, test: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _vectors(train: np.ndarray, test: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     import keras
 
-    vectors = keras.layers.TextVectorization(max_tokens=VOCABULARY, output_mode="multi_hot")
+    vectors = keras.layers.TextVectorization(max_tokens=FREQUENT, output_mode="multi_hot")
     vectors.adapt(train)
-    return tuple(
-        np.concatenate([vectors(part).numpy() for part in np.array_split(texts, 50)]) for texts in (train, test)
-    )
+    return _in_parts(vectors, train), _in_parts(vectors, test)
+
+
+def _sentences(
+    train: np.ndarray, test: np.ndarray, y_train: np.ndarray, y_test: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Reviews as the numbers of their first words, made once and then read from the cache."""
+    digest = hashlib.sha256(f"{WORDS} {VOCABULARY}".encode())
+    for text in (*train, *test):
+        digest.update(text)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pipetrain"
+    path = cache / f"words-{digest.hexdigest()[:32]}.npz"
+    try:
+        with np.load(path) as arrays:
+            x_train, x_test = arrays["x_train"], arrays["x_test"]
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):  # not there, or not whole
+        x_train, x_test = _numbered(train, test)
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            part = cache / f"{path.stem}.{os.getpid()}.npz"
+            np.savez_compressed(part, x_train=x_train, x_test=x_test)
+            part.replace(path)
+        except OSError:
+            pass  # a cache that cannot be written is no reason not to train
+    return x_train, y_train.astype("int32"), x_test, y_test.astype("int32")
+
+
+def _numbered(train: np.ndarray, test: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    import keras
+
+    words = keras.layers.TextVectorization(max_tokens=VOCABULARY, output_sequence_length=WORDS)
+    words.adapt(train)
+    return _in_parts(words, train).astype("int32"), _in_parts(words, test).astype("int32")
+
+
+def _in_parts(layer: Callable[[np.ndarray], Any], texts: np.ndarray) -> np.ndarray:
+    parts = np.array_split(texts, max(1, len(texts) // READ_ROWS))
+    return np.concatenate([layer(part).numpy() for part in parts])

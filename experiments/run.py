@@ -7,7 +7,8 @@ examples:
   python experiments/run.py --scheme spectrain
   python experiments/run.py --scheme spectrain --scheme vanilla --stages 8 --steps 600
   python experiments/run.py --scheme all --output runs/all
-  python experiments/run.py --scheme spectrain --dataset cifar10 --data-dir ~/tensorflow_datasets
+  python experiments/run.py --scheme spectrain --model vgg16 --data-dir ~/tensorflow_datasets
+  python experiments/run.py --scheme spectrain --model transformer --depth 2 --width 64
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 import models  # noqa: E402
 from experiments import datasets  # noqa: E402
+from experiments.networks import NETWORKS, sizes  # noqa: E402
 from experiments.quiet import start_tensorflow  # noqa: E402
 from pipetrain.plan import schemes  # noqa: E402
 from pipetrain.plan.table import table  # noqa: E402
@@ -35,8 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         output = writable(Path(options.output or ROOT / "runs" / time.strftime("%Y%m%d-%H%M%S")))
         start_tensorflow(options.stages)
-        data = datasets.load(options.dataset, options.data_dir)
-        summaries = run(options, data, output)
+        network = NETWORKS[options.model]
+        size = sizes(options.model, {"depth": options.depth, "width": options.width})
+        data = datasets.load(options.dataset, options.data_dir, network.reads)
+        summaries = run(options, size, data, output)
     except ValueError as error:
         print(f"run.py: {error}", file=sys.stderr)
         return 2
@@ -66,8 +70,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--dataset",
         choices=datasets.NAMES,
-        default=datasets.NAMES[0],
-        help="data set; the default comes with the repository, the others through tensorflow-datasets",
+        help=f"data set (default: that of the network: {defaults('dataset')}); fashion_mnist_small comes with the "
+        "repository, the others through tensorflow-datasets. Images are resized to what the network reads",
     )
     parser.add_argument("--data-dir", metavar="DIR", help="where tensorflow-datasets keeps or downloads its data")
     parser.add_argument("--stages", type=positive, default=4, metavar="N", help="pipeline stages (default: 4)")
@@ -76,10 +80,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--microbatches", type=positive, default=4, metavar="N", help="for gpipe and 1f1b (default: 4)")
     parser.add_argument("--steps", type=positive, default=1000, metavar="N", help="minibatches (default: 1000)")
-    parser.add_argument("--learning-rate", type=float, default=1e-3, metavar="X", help="of SGD (default: 0.001)")
+    parser.add_argument(
+        "--learning-rate", type=float, metavar="X", help=f"of SGD (default: the paper's: {defaults('learning_rate')})"
+    )
     parser.add_argument("--momentum", type=float, default=0.9, metavar="X", help="of SGD (default: 0.9)")
-    parser.add_argument("--depth", type=positive, default=16, metavar="N", help="layers of the network (default: 16)")
-    parser.add_argument("--width", type=positive, default=512, metavar="N", help="units of a layer (default: 512)")
+    parser.add_argument(
+        "--depth", type=positive, metavar="N", help="layers of the network (default: as published, 16 for snn)"
+    )
+    parser.add_argument(
+        "--width", type=positive, metavar="N", help="units of its layers (default: as published, 512 for snn)"
+    )
     parser.add_argument(
         "--eval-every", type=positive, default=20, metavar="N", help="steps between validations (default: 20)"
     )
@@ -87,9 +97,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", metavar="DIR", help="where to write results (default: runs/<time>)")
     parser.add_argument("--verbose", action="store_true", help="show how the model is cut")
     options = parser.parse_args(arguments)
+    options.dataset = options.dataset or NETWORKS[options.model].dataset
+    if options.learning_rate is None:
+        options.learning_rate = NETWORKS[options.model].learning_rate
     chosen = options.scheme or ["spectrain"]
     options.scheme = list(schemes.NAMES) if "all" in chosen else list(dict.fromkeys(chosen))
     return options
+
+
+def defaults(field: str) -> str:
+    """For people: every network's default."""
+    return ", ".join(f"{name} {getattr(network, field)}" for name, network in NETWORKS.items())
 
 
 def positive(text: str) -> int:
@@ -111,7 +129,7 @@ def writable(output: Path) -> Path:
         ) from error
 
 
-def run(options: argparse.Namespace, data: datasets.Dataset, output: Path) -> list:
+def run(options: argparse.Namespace, size: dict[str, int], data: datasets.Dataset, output: Path) -> list:
     """Train under every scheme asked for, one after another, from the same weights on the same minibatches."""
     from experiments.training import Settings, train
 
@@ -129,8 +147,7 @@ def run(options: argparse.Namespace, data: datasets.Dataset, output: Path) -> li
             eval_every=options.eval_every,
             seed=options.seed,
             microbatches=options.microbatches,
-            depth=options.depth,
-            width=options.width,
+            size=size,
         )
         print(f"{scheme}: {options.model} on {options.dataset}, {options.stages} stages, {options.steps} steps")
         summaries.append(train(settings, data, output / scheme, options.verbose))

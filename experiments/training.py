@@ -6,6 +6,7 @@ import json
 import math
 import resource
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import tensorflow as tf
 import models
 import pipetrain
 from experiments.datasets import Dataset
+from experiments.networks import input_shape
 from pipetrain.callbacks import Snapshots
 
 EVALUATION_ROWS = 500  # per batch; evaluation is no part of what is timed
@@ -37,8 +39,7 @@ class Settings:
     eval_every: int
     seed: int
     microbatches: int
-    depth: int
-    width: int
+    size: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,13 @@ class Recorder(keras.callbacks.Callback):
         super().__init__()
         self._data, self._settings = data, settings
         self._path = path
+        shape = input_shape(settings.model, data.x_test.shape[1:])
+        self._validation = (
+            tf.data.Dataset.from_tensor_slices((data.x_test, data.y_test))
+            .batch(EVALUATION_ROWS)
+            .map(as_read(shape))
+            .prefetch(1)
+        )
         self._means = {0: 0.0}  # Keras' running mean of the loss after each step
         self._paused_s = 0.0
         self._latest: dict[str, float] = {}
@@ -76,9 +84,7 @@ class Recorder(keras.callbacks.Callback):
     def evaluate(self, step: int, model: keras.Model) -> None:
         """The function of a ``Snapshots`` callback: validate the weights of this step."""
         start = time.perf_counter()
-        result = model.evaluate(
-            self._data.x_test, self._data.y_test, batch_size=EVALUATION_ROWS, verbose=0, return_dict=True
-        )
+        result = model.evaluate(self._validation, verbose=0, return_dict=True)
         self._latest = {"val_loss": float(result["loss"]), "val_accuracy": float(result["accuracy"])}
         every = min(self._settings.eval_every, step)
         before = step - every
@@ -106,8 +112,8 @@ class Recorder(keras.callbacks.Callback):
 def train(settings: Settings, data: Dataset, output: Path, verbose: bool) -> Summary:
     """Train once, and write config, history, summary, trace and model into ``output``."""
     keras.utils.set_random_seed(settings.seed)
-    shape = data.x_train.shape[1:]
-    model = models.build(settings.model, shape, data.classes, depth=settings.depth, width=settings.width)
+    shape = input_shape(settings.model, data.x_train.shape[1:])
+    model = models.build(settings.model, shape, data.classes, **settings.size)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(loss=loss, metrics=["accuracy"])  # for the evaluations
     pm = pipetrain.PipelineModel(model, settings.stages, settings.scheme, microbatches=settings.microbatches)
@@ -144,7 +150,20 @@ def batches(data: Dataset, settings: Settings) -> tf.data.Dataset:
     rows = len(data.x_train)
     pairs = tf.data.Dataset.from_tensor_slices((data.x_train, data.y_train))
     shuffled = pairs.shuffle(rows, seed=settings.seed, reshuffle_each_iteration=True).repeat()
-    return shuffled.batch(settings.batch_size, drop_remainder=True).prefetch(4)
+    resized = as_read(input_shape(settings.model, data.x_train.shape[1:]))
+    return shuffled.batch(settings.batch_size, drop_remainder=True).map(resized).prefetch(4)
+
+
+def as_read(shape: tuple[int, ...]) -> Callable[[tf.Tensor, tf.Tensor], tuple[tf.Tensor, tf.Tensor]]:
+    """For a data set of (examples, labels): images of other sizes or with one channel become ``shape``."""
+
+    def convert(x: tf.Tensor, y: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        if tuple(x.shape[1:]) != shape:
+            x = tf.image.resize(x, shape[:2])
+            x = tf.repeat(x, shape[2] // x.shape[3], axis=3)
+        return x, y
+
+    return convert
 
 
 def _summary(settings: Settings, recorder: Recorder, diverged_at: int | None) -> Summary:

@@ -192,7 +192,9 @@ def tokens_and_numbers(rows=150, seed=0):
 def compiled(model):
     loss = {"kind": keras.losses.SparseCategoricalCrossentropy(from_logits=True), "size": "mse"}
     metrics = {"kind": ["accuracy"], "size": ["mae"]}
-    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), loss, loss_weights={"kind": 1.0, "size": 0.5}, metrics=metrics)
+    model.compile(
+        keras.optimizers.SGD(0.05, momentum=0.9), loss, loss_weights={"kind": 1.0, "size": 0.5}, metrics=metrics
+    )
     return model
 
 
