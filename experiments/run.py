@@ -54,17 +54,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line's options."""
     description, _, epilog = __doc__.partition("\n\n")[2].partition("examples:")
+    about = {name: scheme.about for name, scheme in schemes.SCHEMES.items()}
+    about[schemes.DATA_PARALLEL] = "synchronous, a copy of the model on every device (MirroredStrategy)"
+    schemes_about = "\n".join(f"  {name:<16} {about[name]}" for name in schemes.NAMES)
     parser = argparse.ArgumentParser(
         description=f"{__doc__.splitlines()[0]}\n\n{description}",
-        epilog=f"examples:{epilog}",
+        epilog=f"schemes:\n{schemes_about}\n\nexamples:{epilog}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    about = "\n".join(f"{name}: {scheme.about}" for name, scheme in schemes.SCHEMES.items())
     parser.add_argument(
         "--scheme",
         action="append",
         choices=(*schemes.NAMES, "all"),
-        help=f"how to train; may be given several times (default: spectrain). {about}",
+        help="how to train, see below; may be given several times (default: spectrain)",
     )
     parser.add_argument("--model", choices=models.NAMES, default="snn", help="network (default: %(default)s)")
     parser.add_argument(
@@ -81,7 +83,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--microbatches", type=positive, default=4, metavar="N", help="for gpipe and 1f1b (default: 4)")
     parser.add_argument("--steps", type=positive, default=1000, metavar="N", help="minibatches (default: 1000)")
     parser.add_argument(
-        "--learning-rate", type=float, metavar="X", help=f"of SGD (default: the paper's: {defaults('learning_rate')})"
+        "--learning-rate", type=rate, metavar="X", help=f"of SGD (default: the paper's: {defaults('learning_rate')})"
     )
     parser.add_argument("--momentum", type=float, default=0.9, metavar="X", help="of SGD (default: 0.9)")
     parser.add_argument(
@@ -103,6 +105,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     chosen = options.scheme or ["spectrain"]
     options.scheme = list(schemes.NAMES) if "all" in chosen else list(dict.fromkeys(chosen))
     return options
+
+
+def rate(text: str) -> float:
+    """A finite number above 0."""
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"a number above 0 is needed, not {text!r}")
+    return number
 
 
 def defaults(field: str) -> str:

@@ -103,7 +103,7 @@ class Recorder(keras.callbacks.Callback):
     def samples_per_second(self) -> float | None:
         """Training throughput between two steps far enough apart, or None for a run too short to tell."""
         first, last = TIMED_STEPS if len(self.seen_s) >= TIMED_STEPS[1] else (len(self.seen_s) // 2, len(self.seen_s))
-        if first < 1 or last <= first:
+        if last - first <= 2 * (self._settings.stages + 2):  # as many were read ahead at the start: too short to tell
             return None
         taken_s = self.seen_s[last - 1] - self.seen_s[first - 1]
         return (last - first) * self._settings.batch_size / taken_s
@@ -159,8 +159,8 @@ def as_read(shape: tuple[int, ...]) -> Callable[[tf.Tensor, tf.Tensor], tuple[tf
 
     def convert(x: tf.Tensor, y: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         if tuple(x.shape[1:]) != shape:
-            x = tf.image.resize(x, shape[:2])
-            x = tf.repeat(x, shape[2] // x.shape[3], axis=3)
+            x = x if x.shape.rank == 4 else x[..., None]
+            x = tf.repeat(tf.image.resize(x, shape[:2]), shape[2] // x.shape[3], axis=3)
         return x, y
 
     return convert

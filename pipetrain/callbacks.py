@@ -16,7 +16,8 @@ class Snapshots(keras.callbacks.Callback):
 
     Args:
         every_steps: call after every so many updates, counted from the start of ``fit``.
-        function: ``function(step, model)`` with the wrapped model, whose weights are those of that step.
+        function: ``function(step, model)`` with the wrapped model, whose weights are those of that step. What would
+            drain the pipeline (evaluating the ``PipelineModel`` itself, for one) raises RuntimeError in it.
     """
 
     def __init__(self, every_steps: int, function: Callable[[int, keras.Model], None]) -> None:
@@ -27,6 +28,10 @@ class Snapshots(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Ask for the snapshots."""
+        if self.model.snapshot_every:
+            raise ValueError(
+                "Only one Snapshots callback can be served. Received: callbacks with two. Try one with both functions."
+            )
         self.model.snapshot_every = self._every_steps
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

@@ -23,6 +23,7 @@ def check_optimizer(optimizer: keras.optimizers.Optimizer, scheme: str, stages: 
         raise ValueError(f"Loss scaling is not supported. Received: optimizer={name}. Try the policy 'mixed_bfloat16'.")
     refused = {
         "global_clipnorm": (stages > 1, "the norm over all stages is not known to any; try clipnorm or clipvalue"),
+        "loss_scale_factor": (True, "a pipeline does not scale losses; try without it"),
         "use_ema": (True, "try without it"),
         "gradient_accumulation_steps": (True, "try a larger batch size, or a scheme with microbatches"),
     }
@@ -45,6 +46,17 @@ def check_precision(blocks: Sequence[Block]) -> None:
                 f"float16 needs loss scaling, which a pipeline does not have. Received: layer {call.name!r} with "
                 f"dtype policy {policy.name!r}. Try the policy 'mixed_bfloat16'."
             )
+
+
+def check_new(optimizer: keras.optimizers.Optimizer) -> None:
+    """Refuse an optimizer that has trained another model: its momentum and the like would be lost."""
+    steps = int(optimizer.iterations.numpy())
+    if steps:
+        name = type(optimizer).__name__
+        raise ValueError(
+            f"The optimizer has trained another model, and what it remembers of it would be lost. Received: "
+            f"optimizer={name} after {steps} steps. Try {name}.from_config(optimizer.get_config())."
+        )
 
 
 def check_loop(run_eagerly: bool, steps_per_execution: int) -> None:
@@ -120,8 +132,12 @@ def checked_inputs(x: Any, model: keras.Model) -> list[tf.Tensor]:
 
 
 def _checked(value: Any, expected: Any) -> tf.Tensor:
+    if isinstance(value, tf.SparseTensor | tf.RaggedTensor):
+        raise ValueError(
+            f"Inputs must be dense. Received: x of type {type(value).__name__}. Try tf.sparse.to_dense or to_tensor()."
+        )
     tensor = adapted(tf.convert_to_tensor(value), expected)
-    if not tf.TensorShape(expected.shape).is_compatible_with(tensor.shape):
+    if not tf.TensorShape([None, *expected.shape[1:]]).is_compatible_with(tensor.shape):
         raise ValueError(
             f"The data do not fit the model. Received: x of shape {tuple(tensor.shape)} for {expected.name!r}. "
             f"Try shape {tuple(expected.shape)}."

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from pipetrain import checks
-from pipetrain.compute.stage import LossFunction
+from pipetrain.compute.stage import LossFunction, Stage
 from pipetrain.feed import Feed
 from pipetrain.layout import Layout
 from pipetrain.plan.schemes import Scheme
@@ -37,6 +37,8 @@ class PipelineEngine:
         self.layout, self.microbatches = layout, microbatches
         self._scheme = scheme
         self._feed = Feed(model)
+        self._optimizer: keras.optimizers.Optimizer | None = None
+        self._stages: list[Stage] = []
         self._pipeline: Pipeline | None = None
         self._ahead: ReadAhead | None = None
 
@@ -49,10 +51,12 @@ class PipelineEngine:
 
     def compiled(self, optimizer: keras.optimizers.Optimizer, loss: Any, compute_loss: LossFunction) -> None:
         """The optimizer and the loss are new: stages are made anew at the next ``prepare``."""
+        if optimizer is not self._optimizer:
+            checks.check_new(optimizer)
+            self._stages = []
         self._loss_is_mean = checks.loss_is_mean(loss, self.microbatches)
         self._optimizer, self._compute_loss = optimizer, compute_loss
-        scheduled = isinstance(optimizer.get_config()["learning_rate"], dict)
-        self._rate = None if scheduled else optimizer.learning_rate.value
+        self._rate = None if _scheduled(optimizer) else optimizer.learning_rate.value
         self._pipeline = None
 
     def pack(self, outputs: list[tf.Tensor]) -> Any:
@@ -62,12 +66,22 @@ class PipelineEngine:
     def prepare(self, rows: int | None) -> None:
         """Before training on minibatches of this many rows: make the stages, if there are none for this compilation."""
         checks.check_rows(rows, self.microbatches)
-        if self._pipeline is None:
-            stages = self.layout.build(
-                rows or checks.DEFAULT_ROWS, self._optimizer, self._compute_loss, self._recompute
+        if _scheduled(self._optimizer) != (self._rate is None):
+            raise ValueError(
+                "The learning rate became a schedule, or ceased to be one, after compile. Received: "
+                f"learning_rate={self._optimizer._learning_rate!r}. Try compile again."
             )
-            self._pipeline = Pipeline(stages, self._scheme, self.microbatches, self._loss_is_mean)
-        self._pipeline.first_update = self._pipeline.updates
+        if self._pipeline is None:
+            self._pipeline = self._new_pipeline(rows or checks.DEFAULT_ROWS)
+        self._pipeline.updates = self._pipeline.first_update = int(self._optimizer.iterations.numpy())
+
+    def _new_pipeline(self, rows: int) -> Pipeline:
+        """Stages for this compilation; compiled again, the same optimizer keeps what it has gathered."""
+        stages = self.layout.build(rows, self._optimizer, self._compute_loss, self._recompute)
+        for new, old in zip(stages, self._stages, strict=False):
+            new.adopt(old)
+        self._stages = stages
+        return Pipeline(stages, self._scheme, self.microbatches, self._loss_is_mean)
 
     def begin_epoch(self, steps: int | None, snapshot_every: int) -> None:
         """The next ``step`` reads from a new iterator, at most ``steps`` minibatches."""
@@ -101,10 +115,12 @@ class PipelineEngine:
         self._ahead = None
         if self._pipeline is not None:
             self._pipeline.abort(store)
+            if not store:  # what is not finite is in the optimizers too
+                self._pipeline, self._stages = None, []
 
     def snapshots(self) -> Iterator[int]:
         """Each version kept by now: the model holds its weights, and the stages rest, until the next is asked for."""
-        if not self._pipeline.snapshots:
+        if self._pipeline is None or not self._pipeline.snapshots:
             return
         with self._pipeline.paused():
             while self._pipeline.snapshots:
@@ -133,3 +149,7 @@ class PipelineEngine:
         checks.check_rows(self._feed.rows, self.microbatches)
         self._pipeline.trace_for(self._feed.targets)
         return ReadAhead(self._pipeline, minibatches, self._learning_rate, self._steps)
+
+
+def _scheduled(optimizer: keras.optimizers.Optimizer) -> bool:
+    return isinstance(optimizer.get_config()["learning_rate"], dict)

@@ -34,9 +34,8 @@ class MirroredEngine:
         self.load()
 
     def load(self) -> None:
-        """Outside training: the model's weights, mirrored."""
-        if not self._training:
-            self.trained.set_weights(self.model.get_weights())
+        """Mirror the model's weights."""
+        self.trained.set_weights(self.model.get_weights())
 
     def adopted(self, optimizer: Any, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The optimizer and the metrics of ``compile``, made anew: a strategy refuses variables not its own."""
@@ -44,7 +43,9 @@ class MirroredEngine:
         def mirrored(value: Any) -> Any:
             return type(value).from_config(value.get_config()) if isinstance(value, keras.Metric) else value
 
-        own = clone(optimizer) if isinstance(optimizer, keras.optimizers.Optimizer) else optimizer
+        own = optimizer
+        if isinstance(optimizer, keras.optimizers.Optimizer):
+            own = clone(optimizer, self.model.trainable_variables, self.trained.trainable_variables)
         kept = {key: value for key, value in settings.items() if "metrics" not in key}
         metrics = {key: keras.tree.map_structure(mirrored, settings[key]) for key in settings if key not in kept}
         return own, {**kept, **metrics}

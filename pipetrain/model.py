@@ -32,7 +32,8 @@ class PipelineModel(keras.Model):
 
     It is a ``keras.Model``: ``compile``, ``fit``, ``evaluate``, ``predict`` and ``save`` are Keras' own, its
     weights those of the wrapped model in the same order. While a pipeline runs, each stage owns its weights; at the
-    end of every epoch, and before anything reads or saves the model, it drains and they flow back.
+    end of every epoch, and before evaluate, predict, get_weights, set_weights, save, save_weights and load_weights, it
+    drains and they flow back; between these the variables of the wrapped model are out of date.
 
     Sources: SpecTrain (arXiv 1809.02839), PipeDream (arXiv 1806.03377), GPipe (arXiv 1811.06965).
 
@@ -90,6 +91,7 @@ class PipelineModel(keras.Model):
         # Keras searches attributes for layers: ``inner`` is what it finds, the engine is nothing to it.
         self.inner, self._engine = engine.trained, engine
         self.scheme, self.snapshot_every = scheme, 0
+        self._evaluating = False
         if hasattr(model, "output_names"):  # by which Keras finds each output's loss and metrics
             self.output_names = model.output_names
         self.built = True
@@ -137,19 +139,22 @@ class PipelineModel(keras.Model):
         Raises:
             ValueError: before training, for data or settings that cannot be trained on.
             FloatingPointError: at the first loss that is not finite, naming the step; the model keeps the weights of
-                its last drain. ``keras.callbacks.TerminateOnNaN`` stops quietly instead.
+                its last drain or snapshot and momentum starts anew. ``keras.callbacks.TerminateOnNaN`` stops quietly.
             Exception: whatever a stage raised, with a note on the stage, the action and the minibatch.
         """
-        self._assert_compile_called("fit")
-        if self._compile_loss is None:
-            raise ValueError("There is nothing to minimise. Received: compile with loss=None. Try loss='mse'.")
-        checks.check_data(x, y)
-        self._engine.prepare(checks.first_rows(x, batch_size))
+        self._prepare("fit", x, y, batch_size)
         loop = _Loop(
             stop_at_nan=not any(isinstance(each, keras.callbacks.TerminateOnNaN) for each in _as_list(callbacks))
         )
         with self._training():
             return super().fit(x, y, batch_size=batch_size, callbacks=_with(callbacks, loop), **settings)
+
+    def _prepare(self, method: str, x: Any, y: Any, batch_size: int | None) -> None:
+        self._assert_compile_called(method)
+        if self._compile_loss is None:
+            raise ValueError("There is nothing to minimise. Received: compile with loss=None. Try loss='mse'.")
+        checks.check_data(x, y)
+        self._engine.prepare(checks.first_rows(x, batch_size))
 
     def make_train_function(self, force: bool = False) -> None:
         """What Keras' loop calls for every step: for a pipeline, one minibatch in and one result out."""
@@ -164,11 +169,12 @@ class PipelineModel(keras.Model):
         self._log: Any = None
 
     def get_metrics_result(self) -> Any:
-        """Keras' metrics over every minibatch of the epoch: those still in flight finish first."""
+        """Keras' metrics so far; of an epoch that was stopped, those of the minibatches still in flight too."""
         if tf.executing_eagerly():  # not while Keras traces a step that ends in this call
             self._engine.synchronize()
-            for minibatch, result in self._engine.leftovers():
-                self._logged(minibatch, result)
+            if self.stop_training and not self._evaluating:  # else every result has been or will be some step's
+                for minibatch, result in self._engine.leftovers():
+                    self._logged(minibatch, result)
         return super().get_metrics_result()
 
     def snapshots(self) -> Iterator[int]:
@@ -214,11 +220,12 @@ class PipelineModel(keras.Model):
         except BaseException:
             self._engine.abort(store=True)
             raise
+        finally:
+            self.snapshot_every = 0
 
     def train_on_batch(self, x: Any, y: Any = None, *args: Any, **settings: Any) -> Any:
         """Keras' ``train_on_batch``: one minibatch through the pipeline, which then drains."""
-        checks.check_data(x, y)
-        self._engine.prepare(checks.first_rows(x, None))
+        self._prepare("train_on_batch", x, y, None)
         self.begin_epoch(1)
         with self._training():
             return super().train_on_batch(x, y, *args, **settings)
@@ -226,7 +233,11 @@ class PipelineModel(keras.Model):
     def evaluate(self, *args: Any, **settings: Any) -> Any:
         """Keras' ``evaluate``, with the weights of all minibatches so far."""
         self._engine.synchronize()
-        return super().evaluate(*args, **settings)
+        self._evaluating = True
+        try:
+            return super().evaluate(*args, **settings)
+        finally:
+            self._evaluating = False
 
     def predict(self, *args: Any, **settings: Any) -> Any:
         """Keras' ``predict``, with the weights of all minibatches so far."""
@@ -280,7 +291,7 @@ class _Loop(keras.callbacks.Callback):
         if self._stop_at_nan and not math.isfinite(logs["loss"]):
             raise FloatingPointError(
                 f"The loss is {logs['loss']} at step {self._step}. Received: scheme={self.model.scheme!r}. "
-                "Try a smaller learning rate, or clipnorm; the model keeps the weights of its last drain."
+                "Try a smaller learning rate, or clipnorm; the model keeps the weights of its last drain or snapshot."
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import keras
@@ -72,7 +73,7 @@ class Stage:
         self._weights, self._model_state = segment.trainable_variables, segment.non_trainable_variables
         with tf.device(device):
             self.variables = [_like(variable) for variable in self._weights]
-            self.optimizer = clone(optimizer)
+            self.optimizer = clone(optimizer, self._weights, self.variables)
             self.optimizer.build(self.variables)
             self._optimizer_step = Update(self.optimizer, self.variables)
             weights = tf.function(list, autograph=False).get_concrete_function(specs(self._weights))
@@ -80,9 +81,14 @@ class Stage:
         self._state: list[tf.Tensor] = []
         self._learning_rate: float | None = None
 
-    def load(self) -> None:
-        """Take weights and state from the model."""
+    def adopt(self, other: Stage) -> None:
+        """Take over what another stage's optimizer of the same blocks has gathered."""
+        self._optimizer_step.adopt(other._optimizer_step)
+
+    def load(self, iterations: int = 0) -> None:
+        """Take weights and state from the model; the optimizer has made so many steps."""
         with tf.device(self.device):
+            self.optimizer.iterations.assign(iterations)
             for mine, original in zip(self.variables, self._weights, strict=True):
                 mine.assign(original.value)
             self._state = [tf.identity(variable.value) for variable in self._model_state]
@@ -109,7 +115,8 @@ class Stage:
 
         ``targets`` are the specs of labels and sample weights. Gives the specs of the outputs' masks.
         """
-        flows, constants = self._sorted(Values(specs(self.segment.inputs), list(masks)), targets)
+        inputs = [_any_rows(spec) for spec in specs(self.segment.inputs)]
+        flows, constants = self._sorted(Values(inputs, list(masks)), targets)
         with tf.device(self.device):
             halves = split(self._run, specs(self._weights), specs(self._model_state), flows, constants)
             self._forward, self._backward = self._bound(halves.forward), self._bound(halves.backward)
@@ -195,19 +202,41 @@ class Stage:
         return starts if penalty is None else [*starts, penalty], (values, loss, penalty, state)
 
 
-def clone(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-    """An optimizer with the same settings and no slots yet; a learning-rate schedule, being stateless, is shared."""
+def clone(
+    optimizer: keras.optimizers.Optimizer, originals: Sequence[keras.Variable], copies: Sequence[keras.Variable]
+) -> keras.optimizers.Optimizer:
+    """An optimizer with the same settings for copies of variables, and no slots yet.
+
+    A learning-rate schedule, being stateless, is shared.
+    """
     config = optimizer.get_config()
     if isinstance(config["learning_rate"], dict):
         config["learning_rate"] = optimizer._learning_rate
-    return type(optimizer).from_config(config)
+    copy = type(optimizer).from_config(config)
+    excluded = getattr(optimizer, "_exclude_from_weight_decay", None)
+    if excluded is not None:  # no part of the settings
+        names = optimizer._exclude_from_weight_decay_pattern
+        copy.exclude_from_weight_decay(
+            [mine for mine, theirs in zip(copies, originals, strict=True) if optimizer._var_key(theirs) in excluded],
+            [names.pattern] if names else None,
+        )
+    return copy
 
 
 def _like(variable: keras.Variable) -> keras.Variable:
+    """A copy of the same value, name and path, which some optimizers go by."""
     value = tf.convert_to_tensor(variable.value)  # given a tf.Variable, Keras would share it
-    copy = keras.Variable(value, trainable=True, dtype=variable.dtype, name=variable.name)
+    with ExitStack() as scopes:
+        for scope in variable.path.split("/")[:-1]:
+            scopes.enter_context(keras.name_scope(scope))
+        copy = keras.Variable(value, trainable=True, dtype=variable.dtype, name=variable.name)
     copy.constraint = variable.constraint
     return copy
+
+
+def _any_rows(spec: tf.TensorSpec) -> tf.TensorSpec:
+    """Microbatches and the last minibatch are smaller than a model with a fixed batch size says."""
+    return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype) if spec.shape.rank else spec
 
 
 def _add(a: Any, b: Any) -> Any:

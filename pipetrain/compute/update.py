@@ -34,6 +34,13 @@ class Update:
         if type(optimizer) is keras.optimizers.SGD and not self._slot_is_update:
             self._displacement = [tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False) for v in variables]
 
+    def adopt(self, other: Update) -> None:
+        """Take over the slots and the displacement of another's optimizer over the same variables."""
+        for mine, theirs in zip(self._optimizer.variables, other._optimizer.variables, strict=True):
+            mine.assign(theirs.value)
+        for mine, theirs in zip(self._displacement, other._displacement, strict=True):
+            mine.assign(theirs)
+
     def apply(self, gradients: list[Any]) -> None:
         """One optimizer step; remembers the displacement where no slot holds it."""
         if self._slot_is_update and self._plain(gradients):

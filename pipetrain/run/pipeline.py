@@ -45,9 +45,10 @@ class Pipeline:
         self._workers: list[Worker] = []
         self._boxes: list[Mailbox[Any]] = []
         self._spans: deque[Span] = deque(maxlen=KEPT_SPANS)
-        self.updates = self.first_update = 0  # made up to the last drain; where snapshots count from
+        self.updates = self.first_update = 0  # of the optimizer up to the last drain; where snapshots count from
         self._results: deque[Result] = deque()
         self._error: BaseException | None = None
+        self._closed = False
         self._traced_for: Any = ()
         self.snapshot_every = 0
         self.snapshots: deque[Snapshot] = deque()
@@ -109,6 +110,14 @@ class Pipeline:
         """Let everything in flight finish, end the threads, hand the weights back. Raises what a stage raised."""
         if not self._workers:
             return
+        if self._closed and self._error is None:  # an interrupt cut an abort short
+            self.abort(store=True)
+            return
+        if not self._control.running.is_set():
+            raise RuntimeError(
+                "The stages rest while a snapshot is looked at. Received: a call that needs the pipeline to drain. "
+                "Try the model that the function is given."
+            )
         self._guarded(lambda: self._boxes[0].put(None))
         for worker in self._workers:
             worker.join()
@@ -123,7 +132,8 @@ class Pipeline:
         if self._workers:
             self._close()
             for worker in self._workers:
-                worker.join()
+                if worker.ident is not None:  # else never started
+                    worker.join()
             self._end(store)
         self._results.clear()
         self.snapshots.clear()
@@ -146,13 +156,13 @@ class Pipeline:
             stage.store(values)
 
     def _start(self) -> None:
-        self._error = None
+        self._error, self._closed = None, False
         self._posted = self._posted_microbatches = 0
         self._reports: Mailbox[Output | Updated] = Mailbox()
         self._control = Control(self._reports.put, self._fail, self._wants_snapshot)
         self._collector = Collector(len(self._stages), not self._scheme.asynchronous, self.updates - self.first_update)
         for stage in self._stages:
-            stage.load()
+            stage.load(self.updates)
         self._workers = self._make_workers()
         self._switch_interval_s = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -177,7 +187,7 @@ class Pipeline:
         sys.setswitchinterval(self._switch_interval_s)
         for worker in self._workers:
             self._spans.extend(worker.spans)
-        self.updates += self._posted
+        self.updates += min(worker.updates for worker in self._workers)
         self._workers, self._boxes = [], []
         if store:
             for stage in self._stages:
@@ -202,6 +212,7 @@ class Pipeline:
         self._close()
 
     def _close(self) -> None:
+        self._closed = True
         self._control.running.set()
         for box in self._boxes:
             box.close()

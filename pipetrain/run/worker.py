@@ -67,6 +67,11 @@ class Worker(threading.Thread):
         self._gradients: list[Any] | None = None
         self._now: tuple[Action, Microbatch] | None = None
 
+    @property
+    def updates(self) -> int:
+        """Updates made since the start."""
+        return self._versions.version
+
     def run(self) -> None:
         """The thread's body. An exception stops the pipeline and is kept for its caller."""
         try:
