@@ -108,10 +108,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def rate(text: str) -> float:
-    """A finite number above 0."""
+    """A finite number of at least 0."""
     number = float(text)
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"a number above 0 is needed, not {text!r}")
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"a finite number of at least 0 is needed, not {text!r}")
     return number
 
 

@@ -189,8 +189,8 @@ def test_a_schedule_set_after_compile_is_refused():
         fit(pm, *networks.data(40))
 
 
-@pytest.mark.parametrize("rate", ["-1", "0", "nan", "inf"])
+@pytest.mark.parametrize("rate", ["-1", "nan", "inf"])
 def test_impossible_learning_rates_are_refused(rate, capsys):
     with pytest.raises(SystemExit):
         run.main(["--learning-rate", rate])
-    assert "a number above 0 is needed" in capsys.readouterr().err
+    assert "a finite number of at least 0 is needed" in capsys.readouterr().err

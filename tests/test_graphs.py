@@ -129,8 +129,8 @@ MODELS = [
 def test_outputs_loss_gradients_and_state_equal_the_whole_model_s(make, recompute):
     keras.utils.set_random_seed(0)
     model = make()
-    for stages in range(1, min(4, len(Chain(model).blocks)) + 1):
-        assert transparency.error(model, stages, rows=4, recompute=recompute) < 1e-6
+    counts = range(1, min(4, len(Chain(model).blocks)) + 1)
+    assert transparency.error(model, *counts, rows=4, recompute=recompute) < 1e-6
 
 
 @pytest.mark.parametrize("make", MODELS)
@@ -328,9 +328,10 @@ EVERY = [name for name in dir(keras.applications) if name[0].isupper() and calla
 
 
 @pytest.mark.parametrize(
-    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in EVERY if name not in QUICK)]
+    ("name", "counts"),
+    [*((name, (3,)) for name in QUICK), *(pytest.param(name, (2, 3, 4), marks=pytest.mark.slow) for name in EVERY)],
 )
-def test_keras_applications(name):
+def test_keras_applications(name, counts):
     """Every architecture that Keras has, in 2, 3 and 4 stages."""
     # Grappler regroups sums over the whole model, which a cut keeps it from: not what is tested here.
     tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
@@ -338,7 +339,6 @@ def test_keras_applications(name):
         keras.utils.set_random_seed(0)
         size = 75 if name in ("InceptionV3", "InceptionResNetV2", "Xception") else 32
         model = getattr(keras.applications, name)(weights=None, input_shape=(size, size, 3), classes=5)
-        for stages in (2,) if name in QUICK else (2, 3, 4):
-            assert transparency.error(model, stages, rows=8) < 1e-4
+        assert transparency.error(model, *counts, rows=8) < 1e-4
     finally:
         tf.config.optimizer.set_experimental_options({"arithmetic_optimization": True})

@@ -89,10 +89,15 @@ def worst(got, expected):
     return difference / largest if difference else 0.0
 
 
-def error(model, stages, rows=2, **settings):
-    """The worst difference of outputs, loss, gradients and state between the model cut into stages and whole."""
+def error(model, *counts, rows=2, **settings):
+    """The worst difference of outputs, loss, gradients and state between the model cut into stages and whole.
+
+    ``counts`` are the numbers of stages to try.
+    """
     inputs = sample(model, rows)
-    expected, got = whole(model, inputs), cut(model, inputs, stages, **settings)
-    parts = [worst([got[0]], [expected[0]]), *(worst(a, b) for a, b in zip(got[1:], expected[1:], strict=True))]
-    assert np.isfinite(parts).all()
-    return max(parts)
+    expected, errors = whole(model, inputs), []
+    for stages in counts:
+        got = cut(model, inputs, stages, **settings)
+        errors += [worst([got[0]], [expected[0]]), *map(worst, got[1:], expected[1:])]
+    assert np.isfinite(errors).all()
+    return max(errors)
