@@ -37,6 +37,16 @@ def check_optimizer(optimizer: keras.optimizers.Optimizer, scheme: str, stages: 
         check_predictable(optimizer, scheme)
 
 
+def check_model(model: keras.Model) -> None:
+    """Refuse a model that changes how it is trained: a pipeline would not."""
+    for method in ("train_step", "compute_loss"):
+        if not getattr(type(model), method).__module__.startswith("keras."):
+            raise TypeError(
+                f"A pipeline has its own training step. Received: model={model.name!r}, whose class "
+                f"{type(model).__name__} overrides {method}. Try a plain Functional model, with the loss in compile."
+            )
+
+
 def check_precision(blocks: Sequence[Block]) -> None:
     """Refuse layers that need loss scaling, which stages do not have."""
     for call in (call for block in blocks for call in block.calls):

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import keras
 
-from pipetrain.compute.blocks import Chain, cut_points, why_together
+from pipetrain.compute.blocks import Chain
+from pipetrain.compute.cuts import cut_points, why_together
 from pipetrain.compute.profile_cache import cached_profile
 from pipetrain.compute.stage import LossFunction, Stage
 from pipetrain.plan.partition import Partition, partition, plan

@@ -77,6 +77,7 @@ class PipelineModel(keras.Model):
         devices = resolve(devices)
         layout = Layout(model, stages, cuts, devices)
         if scheme != DATA_PARALLEL:
+            checks.check_model(model)
             checks.check_precision(layout.chain.blocks)
         engine: Any
         if scheme == DATA_PARALLEL:

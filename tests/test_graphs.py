@@ -10,7 +10,8 @@ import tensorflow as tf
 import transparency
 
 import pipetrain
-from pipetrain.compute.blocks import Chain, cut_points
+from pipetrain.compute.blocks import Chain
+from pipetrain.compute.cuts import cut_points
 
 L = keras.layers
 

@@ -65,6 +65,14 @@ def test_models_whose_layers_cannot_be_seen():
 
     with refused("subclassed.*one block", TypeError):
         pipetrain.PipelineModel(Subclassed(), stages=1)
+
+    class OwnStep(keras.Model):
+        def train_step(self, data):
+            return {}
+
+    x = keras.Input((4,))
+    with refused("OwnStep overrides train_step", TypeError):
+        pipetrain.PipelineModel(OwnStep(x, keras.layers.Dense(2)(x)), stages=1)
     with refused("Not a Keras model", TypeError):
         pipetrain.PipelineModel("model.keras", stages=1)
 

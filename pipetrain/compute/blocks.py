@@ -62,14 +62,17 @@ class Chain:
 
     def segment(self, first: int, end: int) -> Segment:
         """Blocks ``first`` to ``end - 1`` as one layer, from what crosses into them to what crosses out."""
-        return self._segment(first, end, self.crossing(first), self.crossing(end))
+        calls = list(self._calls(first, end))
+        return self._segment(calls, self.crossing(first), self.crossing(end), self._trained())
 
-    def alone(self, index: int) -> Segment:
-        """One block as a layer, without what only passes by."""
-        reads = {value for call in self.blocks[index].calls for value in call.reads}
-        writes = {value for call in self.blocks[index].calls for value in call.writes}
-        out = [value for value in self.crossing(index + 1) if value in writes]
-        return self._segment(index, index + 1, sorted(reads - writes), out)
+    def alone(self) -> Iterator[Segment]:
+        """Every block as a layer of its own, without what only passes by."""
+        trained = self._trained()
+        for index, block in enumerate(self.blocks):
+            reads = {value for call in block.calls for value in call.reads}
+            writes = {value for call in block.calls for value in call.writes}
+            out = [value for value in self.crossing(index + 1) if value in writes]
+            yield self._segment(block.calls, sorted(reads - writes), out, trained)
 
     def pack(self, outputs: Sequence[Any]) -> Any:
         """The model's outputs in the structure that calling it gives."""
@@ -81,16 +84,9 @@ class Chain:
     def _calls(self, first: int, end: int) -> Iterator[Call]:
         return (call for block in self.blocks[first:end] for call in block.calls)
 
-    def _segment(self, first: int, end: int, reads: list[int], writes: list[int]) -> Segment:
-        trained = self._trained()
-        return Segment(
-            list(self._calls(first, end)),
-            reads,
-            writes,
-            symbols=self._symbols,
-            flows=[value in trained for value in reads],
-            returns=[value in trained for value in writes],
-        )
+    def _segment(self, calls: Sequence[Call], reads: list[int], writes: list[int], trained: set[int]) -> Segment:
+        flows, returns = ([value in trained for value in values] for values in (reads, writes))
+        return Segment(calls, reads, writes, self._symbols, flows, returns)
 
     def _trained(self) -> set[int]:
         """Values that want a gradient: floating-point ones that trainable weights had a part in."""
@@ -260,69 +256,3 @@ class _Groups:
     def join(self, one: int, other: int) -> None:
         low, high = sorted((self.of(one), self.of(other)))
         self._parent[high] = low
-
-
-def cut_points(blocks: Sequence[Block], cuts: Sequence[str]) -> list[int]:
-    """Where each stage ends, from the names of the last layers of all stages but the final one.
-
-    A layer inside a nested model is ``"outer/inner"``, or ``"inner"`` where no other layer is called so; a nested
-    model's own name stands for its last layer.
-    Raises ValueError for a name that no layer has, for names out of order, for the model's last layer, and for a
-    layer whose weights another one after it shares.
-    """
-    ends = [_end(blocks, cut, cuts) for cut in cuts]
-    if ends != sorted(set(ends)):
-        in_order = tuple(name for _, name in sorted({end: cut for cut, end in zip(cuts, ends, strict=True)}.items()))
-        raise ValueError(
-            f"The cuts are not in the model's order, each once. Received: cuts={tuple(cuts)!r}. Try cuts={in_order!r}."
-        )
-    if ends and ends[-1] == len(blocks):
-        raise ValueError(
-            f"Nothing is left for the last stage. Received: cuts={tuple(cuts)!r}, where {cuts[-1]!r} "
-            "is the model's last layer. Try leaving it out."
-        )
-    return [*ends, len(blocks)]
-
-
-def _end(blocks: Sequence[Block], cut: str, cuts: Sequence[str]) -> int:
-    """The number of blocks up to the one that ends with this layer."""
-    names = [block.name for block in blocks]
-    if cut in names:
-        return names.index(cut) + 1
-    calls = [(index, call) for index, block in enumerate(blocks) for call in block.calls]
-    found = [(index, call) for index, call in calls if call.name == cut or call.name.startswith(f"{cut}/")]
-    inside = [(index, call) for index, call in calls if call.name.endswith(f"/{cut}")]
-    if not found and len({call.name for _, call in inside}) == 1:
-        found = inside
-    if not found:
-        raise ValueError(f"Unknown layer in cuts. Received: cuts={tuple(cuts)!r} with {cut!r}. Try {_some(names)}.")
-    index, call = found[-1]
-    if call is not blocks[index].calls[-1]:
-        raise ValueError(
-            f"No cut can be made after {cut!r}: {shared(blocks[index])}, so all from the first to the last of "
-            f"these calls stays in one stage. Received: cuts={tuple(cuts)!r}. Try {names[index]!r}."
-        )
-    return index + 1
-
-
-def shared(block: Block) -> str:
-    """For people: which layers of a block keep it together."""
-    users: dict[int, list[str]] = {}
-    for call in block.calls:
-        for variable in getattr(call.operation, "variables", ()):
-            users.setdefault(id(variable), []).append(call.name)
-    names = list(dict.fromkeys(name for each in users.values() if len(each) > 1 for name in each))
-    if len(names) == 1:
-        return f"{names[0]!r} is called more than once"
-    return f"{' and '.join(map(repr, names))} share weights"
-
-
-def why_together(blocks: Sequence[Block]) -> str:
-    """For people: what keeps several layers in one block, or nothing."""
-    largest = max(blocks, key=lambda block: len(block.calls))
-    return f" ({shared(largest)}, which keeps {len(largest.calls)} calls together)" if len(largest.calls) > 1 else ""
-
-
-def _some(names: list[str]) -> str:
-    shown = names if len(names) <= 12 else [*names[:6], "...", *names[-5:]]
-    return "one of: " + ", ".join(shown)

@@ -56,8 +56,7 @@ def profile_chain(chain: Chain, batch_size: int, device: str, verbose: bool) -> 
     measured = []
     with tf.device(device):
         call_s = _empty_call_s()
-        for index, block in enumerate(blocks):
-            segment = chain.alone(index)
+        for index, (block, segment) in enumerate(zip(blocks, chain.alone(), strict=True)):
             # Keras' own layers cost the same wherever they stand; others may hold what their settings do not say.
             own = all(type(call.operation).__module__.startswith("keras.src.") for call in block.calls)
             key = f"{(own and cost_key(block)) or index}, gradients {segment.flows}"
