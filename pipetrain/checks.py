@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -94,6 +95,33 @@ def loss_is_mean(loss: Any, microbatches: int) -> bool:
             f"with microbatches={microbatches}. Try reduction='sum_over_batch_size', or microbatches=1."
         )
     return True
+
+
+def measured_mean(loss: Callable[..., tf.Tensor], targets: Any, outputs: Sequence[Any]) -> bool:
+    """``loss_is_mean`` of functions that give one number for all rows, by that of two rows and of each alone.
+
+    ``targets`` are the specs of labels and sample weights. Raises ValueError for neither a mean nor a sum.
+    """
+
+    def of(*rows: float) -> float:
+        def column(spec: Any, values: Sequence[float]) -> Any:
+            wide = tf.reshape(tf.constant(values), [-1] + [1] * (len(spec.shape) - 1))
+            return tf.cast(tf.tile(wide, [1, *(size or 1 for size in spec.shape[1:])]), spec.dtype)
+
+        ones = [1.0] * len(rows)
+        y, sample_weight = tf.nest.map_structure(lambda spec: None if spec is None else column(spec, ones), targets)
+        with keras.StatelessScope():
+            return float(loss(y, [column(output, rows) for output in outputs], sample_weight))
+
+    both, alone = of(0.25, 0.75), of(0.25) + of(0.75)
+    is_mean = math.isclose(both, alone / 2, rel_tol=1e-3, abs_tol=1e-6)
+    if not is_mean and not math.isclose(both, alone, rel_tol=1e-3):
+        raise ValueError(
+            "The loss of a batch cannot be put together from its microbatches': it is neither a mean nor a sum over "
+            f"the rows. Received: a loss of {both:.6g} for two rows that have {alone:.6g} together one by one. "
+            "Try microbatches=1."
+        )
+    return is_mean
 
 
 def check_data(x: Any, y: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,7 +55,9 @@ class PipelineEngine:
         if optimizer is not self._optimizer:
             checks.check_new(optimizer)
             self._stages = []
-        self._loss_is_mean = checks.loss_is_mean(loss, self.microbatches)
+        self._loss_is_mean: bool | None = checks.loss_is_mean(loss, self.microbatches)
+        if self.microbatches > 1 and any(inspect.isfunction(each) for each in keras.tree.flatten(loss)):
+            self._loss_is_mean = None  # seen when the first minibatch is there
         self._optimizer, self._compute_loss = optimizer, compute_loss
         self._rate = None if _scheduled(optimizer) else optimizer.learning_rate.value
         self._pipeline = None
@@ -81,7 +84,7 @@ class PipelineEngine:
         for new, old in zip(stages, self._stages, strict=False):
             new.adopt(old)
         self._stages = stages
-        return Pipeline(stages, self._scheme, self.microbatches, self._loss_is_mean)
+        return Pipeline(stages, self._scheme, self.microbatches)
 
     def begin_epoch(self, steps: int | None, snapshot_every: int) -> None:
         """The next ``step`` reads from a new iterator, at most ``steps`` minibatches."""
@@ -147,6 +150,10 @@ class PipelineEngine:
     def _read_ahead(self, iterator: Iterator[Any]) -> ReadAhead:
         minibatches = self._feed.open(iterator)
         checks.check_rows(self._feed.rows, self.microbatches)
+        if self._loss_is_mean is None:
+            outputs = self.layout.chain.specs(len(self.layout.chain.blocks))
+            self._loss_is_mean = checks.measured_mean(self._compute_loss, self._feed.targets, outputs)
+        self._pipeline.loss_is_mean = self._loss_is_mean
         self._pipeline.trace_for(self._feed.targets)
         return ReadAhead(self._pipeline, minibatches, self._learning_rate, self._steps)
 

@@ -36,6 +36,8 @@ class Layout:
         devices: Sequence[str],
     ) -> None:
         self.chain = Chain(model)
+        if not self.chain.blocks:
+            raise ValueError(f"There is nothing to cut. Received: model={model.name!r} without layers. Try one with.")
         self._partition = stages if isinstance(stages, Partition) else None
         self._ends: list[int] | None = None
         if self._partition is not None:
@@ -43,7 +45,7 @@ class Layout:
                 raise ValueError("Stages are given twice. Received: stages=Partition and cuts. Try one of them.")
             cuts = self._partition.cuts
         if cuts is not None:
-            self._ends = cut_points(self.chain.blocks, tuple(cuts))
+            self._ends = cut_points(self.chain.blocks, cuts)
         self.stages = len(self._ends) if self._ends else self._checked_count(stages, len(devices))
         if isinstance(stages, int) and stages != self.stages:
             raise ValueError(

@@ -194,3 +194,149 @@ def test_impossible_learning_rates_are_refused(rate, capsys):
     with pytest.raises(SystemExit):
         run.main(["--learning-rate", rate])
     assert "a finite number of at least 0 is needed" in capsys.readouterr().err
+
+
+def one_layer(layer, width=4):
+    keras.utils.set_random_seed(0)
+    x = keras.Input((width,))
+    return keras.Model(x, L.Dense(2, name="last")(layer(L.Dense(width, name="first")(x))))
+
+
+def normal(*shape):
+    return np.random.default_rng(0).normal(size=shape).astype("float32")
+
+
+@pytest.mark.parametrize("layer", ["spectral", "stateful", "global seed"])
+def test_layers_that_assign_to_what_is_no_state_are_refused(layer):
+    """The normalized kernel, the recurrent memory and the seed were silently dropped."""
+    if layer == "stateful":
+        x = keras.Input(batch_shape=(4, 3, 2))
+        model = keras.Model(x, L.Dense(2)(L.LSTM(4, stateful=True, name="inner")(x)))
+        x = normal(8, 3, 2)
+    else:
+        inner = (
+            L.SpectralNormalization(L.Dense(4))
+            if layer == "spectral"
+            else L.Lambda(keras.random.dropout, arguments={"rate": 0.5})
+        )
+        model, x = one_layer(inner), normal(8, 4)
+    pm = pipetrain.PipelineModel(model, stages=2, scheme="1f1b", microbatches=1)
+    pm.compile("sgd", "mse")
+    with pytest.raises(ValueError, match=r"assigns, while it runs.*Received: variable.*Try"):
+        pm.fit(x, normal(8, 2), batch_size=4, verbose=0)
+
+
+class Centering(L.Layer):
+    def build(self, shape):
+        self.mean = self.add_weight(shape=shape[1:], initializer="zeros", trainable=False)
+
+    def call(self, x):
+        self.mean.assign(0.9 * self.mean + 0.1 * keras.ops.mean(x, axis=0))
+        return x - self.mean
+
+
+def test_no_gradient_flows_through_what_a_layer_assigns():
+    x, y, weights = normal(32, 4), normal(32, 2), []
+    for pipeline in (False, True):
+        model = one_layer(Centering())
+        if pipeline:
+            model = pipetrain.PipelineModel(model, stages=3, scheme="1f1b", microbatches=1)
+        model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
+        fit(model, x, y, batch_size=8)
+        weights.append(model.get_weights())
+    networks.assert_close(weights[1], weights[0], 1e-5)
+
+
+class Inner(L.Layer):
+    """tanh(x @ w), inside a tf.function or not."""
+
+    def __init__(self, wrap, **settings):
+        super().__init__(**settings)
+        self._call = tf.function(lambda x, w: tf.tanh(x @ w), autograph=False) if wrap else lambda x, w: tf.tanh(x @ w)
+
+    def build(self, shape):
+        self.w = self.add_weight(shape=(shape[-1], 4), initializer=keras.initializers.GlorotUniform(seed=1))
+
+    def call(self, x):
+        return self._call(x, tf.convert_to_tensor(self.w))
+
+
+def test_backward_reads_its_own_weights_inside_a_function_too():
+    """They were taken from forward, so that vanilla trained as weight stashing does."""
+    x, y, weights = normal(80, 4), normal(80, 2), []
+    for wrap in (False, True):
+        keras.utils.set_random_seed(0)
+        layers = [keras.Input((4,)), Inner(wrap, name="a"), Inner(wrap, name="b"), L.Dense(2)]
+        pm = pipetrain.PipelineModel(keras.Sequential(layers), cuts=("a", "b"), scheme="vanilla")
+        pm.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+        fit(pm, x, y, batch_size=8)
+        weights.append(pm.get_weights())
+    networks.assert_close(weights[1], weights[0], 1e-6)
+
+
+def test_profile_of_a_model_that_folds_its_batch():
+    x = keras.Input((8, 8, 4))
+    windows = keras.ops.reshape(x, (-1, 16, 4))
+    inner = L.Dense(4, name="inner")(windows)
+    model = keras.Model(x, L.Dense(2)(L.Flatten()(keras.ops.reshape(inner, (-1, 8, 8, 4)))))
+    profile = pipetrain.profile(model, batch_size=3, verbose=False)
+    sizes = {block.name: block.output_bytes for block in profile.blocks}
+    assert sizes["inner"] == 3 * 8 * 8 * 4 * 4
+
+
+def test_a_cut_after_a_layer_of_another_type_than_it_says():
+    """One-hot lookups declare float32 and give int64."""
+    x = keras.Input((1,), dtype="int32")
+    encoded = L.IntegerLookup(vocabulary=[1, 2, 3], output_mode="one_hot", name="look")(x)
+    pm = pipetrain.PipelineModel(keras.Model(x, L.Dense(2)(encoded)), cuts=("look",), scheme="vanilla")
+    pm.compile("sgd", "mse")
+    assert np.isfinite(fit(pm, np.arange(20)[:, None] % 4, normal(20, 2), batch_size=5).history["loss"]).all()
+
+
+def test_dictionaries_of_inputs_go_by_the_models_own_keys():
+    a, b = keras.Input((2,), name="b"), keras.Input((2,), name="a")  # named after each other's key
+    model = keras.Model({"a": a, "b": b}, L.Dense(1)(L.Concatenate()([a, 2 * b])))
+    x, y = {"a": normal(16, 2), "b": 3 + normal(16, 2)}, normal(16, 1)
+    pm = pipetrain.PipelineModel(keras.models.clone_model(model), stages=2, scheme="1f1b", microbatches=1)
+    pm.set_weights(model.get_weights())
+    losses = []
+    for each in (model, pm):
+        each.compile(keras.optimizers.SGD(0.01), "mse")
+        losses.append(fit(each, x, y, batch_size=8).history["loss"])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+    with pytest.raises(ValueError, match=r"missing: \['b'\].*Received: x with \['a', 'c'\]"):
+        fit(pm, {"a": x["a"], "c": x["b"]}, y)
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean", "max"])
+def test_losses_that_are_functions_of_all_rows(reduce):
+    """A sum was taken for a mean, so that gradients were too small by the number of microbatches."""
+    x, y, weights = normal(42, 4), normal(42, 2), []
+
+    def loss(y, outputs):
+        return getattr(keras.ops, reduce)(keras.ops.square(y - outputs))
+
+    for pipeline in (False, True):
+        model = one_layer(L.ReLU())
+        if pipeline:
+            model = pipetrain.PipelineModel(model, stages=2, scheme="1f1b", microbatches=3)
+        model.compile(keras.optimizers.SGD(0.001), loss)
+        if reduce == "max" and pipeline:
+            with pytest.raises(ValueError, match="cannot be put together"):
+                fit(model, x, y, batch_size=8)
+            return
+        fit(model, x, y, batch_size=8)
+        weights.append(model.get_weights())
+    networks.assert_close(weights[1], weights[0], 1e-5)
+
+
+def test_refusals_of_models_cuts_and_labels_say_what_to_do():
+    x = keras.Input((4,))
+    with pytest.raises(ValueError, match=r"nothing to cut.*Received: model="):
+        pipetrain.PipelineModel(keras.Model(x, x))
+    with pytest.raises(ValueError, match=r"cuts='first'.*Try cuts=\('first',\)"):
+        pipetrain.PipelineModel(one_layer(L.ReLU()), cuts="first")
+    pm = pipetrain.PipelineModel(one_layer(L.ReLU()), stages=2, scheme="vanilla")
+    pm.compile("sgd", "mse")
+    with pytest.raises(ValueError, match=r"The loss cannot be computed.*Received: y of shape \(None, 3\)"):
+        fit(pm, normal(8, 4), normal(8, 3))

@@ -45,6 +45,16 @@ class Chain:
         self._outputs = walk.through(model, self._inputs, "")
         self._symbols = walk.symbols
         self.blocks = _named(_grouped(walk.calls))
+        # The first and the last cut that each value may cross.
+        self._first, self._last = [0] * len(self._symbols), [0] * len(self._symbols)
+        for index, block in enumerate(self.blocks):
+            for call in block.calls:
+                for value in call.reads:
+                    self._last[value] = index
+                for value in call.writes:
+                    self._first[value] = index + 1
+        for value in self._outputs:
+            self._last[value] = len(self.blocks)
 
     def crossing(self, end: int) -> list[int]:
         """Values that cross the cut before block ``end``; the model's inputs at 0, its outputs at the end."""
@@ -52,9 +62,7 @@ class Chain:
             return self._inputs
         if end == len(self.blocks):
             return self._outputs
-        before = {*self._inputs, *(value for call in self._calls(0, end) for value in call.writes)}
-        after = {*self._outputs, *(value for call in self._calls(end, len(self.blocks)) for value in call.reads)}
-        return sorted(before & after)
+        return [value for value, last in enumerate(self._last) if self._first[value] <= end <= last]
 
     def specs(self, end: int) -> list[Any]:
         """The symbolic tensors of ``crossing(end)``."""
@@ -195,17 +203,30 @@ def _nested_inputs(model: Any, node: Any) -> list[Any] | None:
         arguments.kwargs[name] is not None for name in {*arguments.kwargs} - {"training"}
     ):
         return None
-    given = in_order(arguments.args[0], model)
+    try:
+        given = in_order(arguments.args[0], model)
+    except ValueError:  # optional ones
+        return None
     known = {id(tensor) for tensor in node.input_tensors}
     return given if len(given) == len(model.inputs) and all(id(tensor) in known for tensor in given) else None
 
 
 def in_order(values: Any, model: Any) -> list[Any]:
-    """What a model is called on as a flat list, in the order of its inputs: a dictionary goes by their names."""
-    names = [tensor.name for tensor in model.inputs]
-    if isinstance(values, dict) and set(names) <= set(values):
-        return [values[name] for name in names]
-    return list(keras.tree.flatten(values))
+    """What a model is called on as a flat list, in the order of its inputs.
+
+    A dictionary goes by the keys of the model's own inputs, or where these are no dictionary by their names.
+    Raises ValueError where one is missing.
+    """
+    if not isinstance(values, dict):
+        return list(keras.tree.flatten(values))
+    keyed = model.input if isinstance(model.input, dict) else {tensor.name: tensor for tensor in model.inputs}
+    missing = [key for key in keyed if key not in values]
+    if missing:
+        raise ValueError(f"Inputs are missing: {missing}. Received: x with {list(values)}. Try x with {list(keyed)}.")
+    place = {id(tensor): key for key, each in keyed.items() for tensor in keras.tree.flatten(each)}
+    if len(place) != len(keyed):  # nested deeper
+        return list(keras.tree.flatten({key: values[key] for key in keyed}))
+    return [values[place[id(tensor)]] for tensor in model.inputs]
 
 
 def _grouped(calls: Sequence[Call]) -> list[list[Call]]:

@@ -13,8 +13,10 @@ def cut_points(blocks: Sequence[Block], cuts: Sequence[str]) -> list[int]:
     A layer inside a nested model is ``"outer/inner"``, or ``"inner"`` where no other layer is called so; a nested
     model's own name stands for its last layer.
     Raises ValueError for a name that no layer has, for names out of order, for the model's last layer, and for a
-    layer whose weights another one after it shares.
+    layer after which no cut can be made because calls before and after it share variables.
     """
+    if isinstance(cuts, str):
+        raise ValueError(f"Cuts are a tuple of layers' names. Received: cuts={cuts!r}. Try cuts=({cuts!r},).")
     ends = [_end(blocks, cut, cuts) for cut in cuts]
     if ends != sorted(set(ends)):
         in_order = tuple(name for _, name in sorted({end: cut for cut, end in zip(cuts, ends, strict=True)}.items()))
@@ -64,8 +66,10 @@ def shared(block: Block) -> str:
 
 def why_together(blocks: Sequence[Block]) -> str:
     """For people: what keeps several layers in one block, or nothing."""
-    largest = max(blocks, key=lambda block: len(block.calls))
-    return f" ({shared(largest)}, which keeps {len(largest.calls)} calls together)" if len(largest.calls) > 1 else ""
+    largest = max(blocks, key=lambda block: len(block.calls), default=None)
+    if largest is None or len(largest.calls) == 1:
+        return ""
+    return f" ({shared(largest)}, which keeps {len(largest.calls)} calls together)"
 
 
 def _some(names: list[str]) -> str:

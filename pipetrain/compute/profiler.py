@@ -22,9 +22,10 @@ MEASURE_S = 0.05  # a figure is the median of at least REPEATS calls and at leas
 PATIENCE_S = 1.0  # the progress bar appears after this long
 
 
-class _Times(NamedTuple):
+class _Measured(NamedTuple):
     forward_s: float
     backward_s: float
+    outputs: list[tf.TensorSpec]
 
 
 def profile(model: keras.Model, batch_size: int, device: str = "CPU:0", verbose: bool = True) -> Profile:
@@ -52,23 +53,27 @@ def profile_chain(chain: Chain, batch_size: int, device: str, verbose: bool) -> 
     """``profile`` of a model whose blocks are known."""
     blocks = chain.blocks
     progress = _Progress(len(blocks) if verbose else 0)
-    known: dict[str, _Times] = {}
+    known: dict[str, _Measured] = {}
+    # What each value is like: Keras does not know the shapes where the batch is not the first dimension throughout.
+    like = {value: _sized(tensor, batch_size) for value, tensor in zip(chain.crossing(0), chain.specs(0), strict=True)}
     measured = []
     with tf.device(device):
         call_s = _empty_call_s()
         for index, (block, segment) in enumerate(zip(blocks, chain.alone(), strict=True)):
             # Keras' own layers cost the same wherever they stand; others may hold what their settings do not say.
             own = all(type(call.operation).__module__.startswith("keras.src.") for call in block.calls)
-            key = f"{(own and cost_key(block)) or index}, gradients {segment.flows}"
+            inputs = [like[value] for value in segment.reads]
+            key = f"{(own and cost_key(block)) or index}, gradients {segment.flows}, {inputs}"
             if key not in known:
-                known[key] = _measure(segment, batch_size)
+                known[key] = _measure(segment, inputs)
             times = known[key]
+            like.update(zip(segment.writes, times.outputs, strict=True))
             measured.append(
                 BlockProfile(
                     name=block.name,
                     forward_s=max(times.forward_s - call_s, 0.0),
                     backward_s=max(times.backward_s - call_s, 0.0),
-                    output_bytes=sum(_size_bytes(_sized(tensor, batch_size)) for tensor in chain.specs(index + 1)),
+                    output_bytes=sum(_size_bytes(like[value]) for value in chain.crossing(index + 1)),
                     weight_bytes=sum(_size_bytes(spec) for spec in specs(segment.trainable_variables)),
                 )
             )
@@ -76,25 +81,24 @@ def profile_chain(chain: Chain, batch_size: int, device: str, verbose: bool) -> 
     return Profile(model=chain.model.name, batch_size=batch_size, blocks=tuple(measured))
 
 
-def _measure(segment: Segment, batch_size: int) -> _Times:
+def _measure(segment: Segment, like: list[tf.TensorSpec]) -> _Measured:
     weights = [variable.value.read_value() for variable in segment.trainable_variables]
     state = [variable.value.read_value() for variable in segment.non_trainable_variables]
-    inputs = [_sample(_sized(tensor, batch_size)) for tensor in segment.inputs]
+    inputs = [_sample(spec) for spec in like]
     flows = [x for x, flow in zip(inputs, segment.flows, strict=True) if flow]
     constants = [x for x, flow in zip(inputs, segment.flows, strict=True) if not flow]
 
     def run(weights: Any, state: Any, flows: Any, constants: Any) -> Any:
-        flowing, still = iter(flows), iter(constants)
-        tensors = [next(flowing if flow else still) for flow in segment.flows]
-        outputs, state = segment.stateless_call(weights, state, tensors, training=True)
+        outputs, state, _ = segment.run(weights, state, flows, constants, [None] * len(inputs))
         return [x for x, returned in zip(outputs, segment.returns, strict=True) if returned], (outputs, state)
 
     step = split(run, specs(weights), specs(state), specs(flows), specs(constants))
     (outputs, _), residuals = step.forward(weights, state, flows, constants)
     gradients = [tf.ones_like(x) for x, returned in zip(outputs, segment.returns, strict=True) if returned]
-    return _Times(
+    return _Measured(
         forward_s=_seconds(lambda: step.forward(weights, state, flows, constants)),
         backward_s=_seconds(lambda: step.backward(weights, residuals, gradients)),
+        outputs=specs(outputs),
     )
 
 

@@ -50,7 +50,7 @@ class Segment(keras.Layer):
         self._calls = list(calls)
         self._operations = [call.operation for call in calls]  # a list of layers, so that Keras finds their variables
         self._trains = [_takes_training(operation) for operation in self._operations]
-        self._reads, self._writes = list(reads), list(writes)
+        self.reads, self.writes = list(reads), list(writes)
         self.inputs = [symbols[value] for value in reads]
         self.outputs = [symbols[value] for value in writes]
         self.flows, self.returns = list(flows), list(returns)
@@ -58,7 +58,7 @@ class Segment(keras.Layer):
 
     def call(self, inputs: Sequence[Any], training: bool | None = None) -> list[Any]:
         """Run the calls as a Functional model would: its training mode overrides that of the recorded calls."""
-        values = dict(zip(self._reads, inputs, strict=True))
+        values = dict(zip(self.reads, inputs, strict=True))
         for call, trains in zip(self._calls, self._trains, strict=True):
             tensors = zip(call.node.input_tensors, call.reads, strict=True)
             args, kwargs = call.node.arguments.fill_in({id(t): adapted(values[value], t) for t, value in tensors})
@@ -66,7 +66,55 @@ class Segment(keras.Layer):
                 kwargs["training"] = training
             outputs = keras.tree.flatten(call.operation(*args, **kwargs))
             values.update(zip(call.writes, outputs, strict=True))
-        return [values[value] for value in self._writes]
+        return [_typed(values[value], symbol) for value, symbol in zip(self.writes, self.outputs, strict=True)]
+
+    def run(
+        self, weights: Sequence[Any], state: Sequence[Any], flows: Sequence[Any], others: Sequence[Any], masks: Any
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        """The calls in training mode as a pure function: outputs, the new state, and the layers' own losses.
+
+        ``weights`` and ``state`` stand for the trainable and the other variables, ``flows`` are the inputs that want a
+        gradient and ``others`` the rest, ``masks`` those of all inputs. As in plain Keras, no gradient goes through
+        what a layer assigns to its state. Raises ValueError for a layer that assigns to anything else.
+        """
+        flowing, still = iter(flows), iter(others)
+        tensors = [next(flowing if flow else still) for flow in self.flows]
+        for tensor, mask in zip(tensors, masks, strict=True):
+            set_mask(tensor, mask)
+        variables = [*self.trainable_variables, *self.non_trainable_variables]
+        scope = _Scope(list(zip(variables, [*weights, *state], strict=True)), self.non_trainable_variables)
+        with scope:
+            outputs = self.call(tensors, training=True)
+            penalties = list(self.losses)
+        return outputs, [scope.get_current_value(variable) for variable in self.non_trainable_variables], penalties
+
+
+class _Scope(keras.StatelessScope):
+    """Collects what layers assign to their state."""
+
+    def __init__(self, values: Sequence[tuple[Any, Any]], state: Sequence[Any]) -> None:
+        super().__init__(values, collect_losses=True)
+        self._state = {id(variable) for variable in state}
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        variable, value = update
+        if id(variable) not in self._state:
+            raise ValueError(
+                "A layer assigns, while it runs, to a variable that is no state of its own: a weight that is trained, "
+                "a stateful recurrent layer's memory, or Keras' global seed generator. A pipeline would lose it. "
+                f"Received: variable {variable.path!r} of shape {tuple(variable.shape)}. Try a layer without it: "
+                "stateful=False, seed=keras.random.SeedGenerator(...), or add_weight(trainable=False)."
+            )
+        super().add_update((variable, tf.stop_gradient(value)))
+
+
+def _typed(value: Any, symbol: Any) -> Any:
+    """The value in the type that its layer declares: not all of Keras' keep to it."""
+    if value.dtype == symbol.dtype:
+        return value
+    typed = tf.cast(value, symbol.dtype)
+    set_mask(typed, mask_of(value))
+    return typed
 
 
 def _takes_training(operation: Any) -> bool:

@@ -84,6 +84,9 @@ def specs(values: Sequence[Any]) -> list[tf.TensorSpec]:
     return [tf.TensorSpec(value.shape, value.dtype) for value in values]
 
 
+_BODIES = {"While": "body", "StatelessWhile": "body", "PartitionedCall": "f", "StatefulPartitionedCall": "f"}
+
+
 class _Captures:
     """What the nested backward captured, sorted by where it comes from at backward time."""
 
@@ -120,15 +123,16 @@ class _Captures:
 
 
 def _origin(tensor: tf.Tensor) -> tf.Tensor:
-    """Where a tensor comes from that a loop hands on unchanged: a recurrent layer's kernel is known as a weight."""
-    while tensor.op.type in ("While", "StatelessWhile"):
-        body = tensor.graph._get_function(tensor.op.get_attr("body").name).graph
-        returned = body.outputs[tensor.value_index]
+    """Where a tensor comes from that a loop or a function hands on unchanged: a kernel is known as a weight there."""
+    while tensor.op.type in _BODIES:
+        body = tensor.graph._get_function(tensor.op.get_attr(_BODIES[tensor.op.type]).name).graph
+        returned = _origin(body.outputs[tensor.value_index])
         while returned.op.type == "Identity":
-            returned = returned.op.inputs[0]
-        if returned is not body.inputs[tensor.value_index]:
+            returned = _origin(returned.op.inputs[0])
+        places = [place for place, given in enumerate(body.inputs) if given is returned]
+        if not places or ("While" in tensor.op.type and places != [tensor.value_index]):
             break
-        tensor = tensor.op.inputs[tensor.value_index]
+        tensor = tensor.op.inputs[places[0]]
     return tensor
 
 

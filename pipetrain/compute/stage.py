@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from pipetrain.compute.bound import BoundFunction, Newest, Weights, direct
-from pipetrain.compute.segment import Segment, mask_of, set_mask
+from pipetrain.compute.segment import Segment, mask_of
 from pipetrain.compute.split import specs, split
 from pipetrain.compute.update import Update
 
@@ -184,22 +184,27 @@ class Stage:
 
     def _run(self, weights: Any, state: Any, flows: Any, constants: Any) -> Any:
         others, masks, targets = constants
-        flowing, still = iter(flows), iter(others)
-        tensors = [next(flowing if flow else still) for flow in self.segment.flows]
-        for tensor, mask in zip(tensors, masks, strict=True):
-            set_mask(tensor, mask)
-        outputs, state, penalties = self.segment.stateless_call(
-            weights, state, tensors, training=True, return_losses=True
-        )
+        outputs, state, penalties = self.segment.run(weights, state, flows, others, masks)
         starts = [tensor for tensor, returned in zip(outputs, self.segment.returns, strict=True) if returned]
         loss = None
         if self._loss:
-            with keras.StatelessScope():  # trackers of single losses are the caller's to update
-                loss = self._loss(targets[0], outputs, targets[1])
+            loss = self._loss_of(outputs, targets)
             starts = [loss]
         penalty = tf.add_n(penalties) if penalties else None
         values = Values(outputs, [mask_of(output) for output in outputs])
         return starts if penalty is None else [*starts, penalty], (values, loss, penalty, state)
+
+    def _loss_of(self, outputs: list[tf.Tensor], targets: Any) -> tf.Tensor:
+        y, sample_weight = targets
+        try:
+            with keras.StatelessScope():  # trackers of single losses are the caller's to update
+                return self._loss(y, outputs, sample_weight)
+        except (TypeError, ValueError) as error:
+            labels, shapes = tf.nest.map_structure(lambda each: tuple(each.shape), (y, outputs))
+            raise ValueError(
+                f"The loss cannot be computed: {error} Received: y of shape {labels} for outputs of shape {shapes}. "
+                "Try labels of the shape that the loss takes."
+            ) from error
 
 
 def clone(

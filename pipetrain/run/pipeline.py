@@ -34,14 +34,14 @@ class Pipeline:
         stages: the stages in order.
         scheme: order of actions and choice of weights.
         microbatches: pieces that a minibatch is split into.
-        loss_is_mean: whether a minibatch's loss is the mean (else the sum) over its rows.
 
-    Set ``snapshot_every`` to keep in ``snapshots`` the weights of every so many updates after ``first_update``.
+    ``loss_is_mean`` says whether a minibatch's loss is the mean (else the sum) over its rows. Set ``snapshot_every`` to
+    keep in ``snapshots`` the weights of every so many updates after ``first_update``.
     """
 
-    def __init__(self, stages: Sequence[Stage], scheme: Scheme, microbatches: int, loss_is_mean: bool) -> None:
+    def __init__(self, stages: Sequence[Stage], scheme: Scheme, microbatches: int) -> None:
         self._stages, self._scheme, self._microbatches = list(stages), scheme, microbatches
-        self._loss_is_mean = loss_is_mean
+        self.loss_is_mean = True
         self._workers: list[Worker] = []
         self._boxes: list[Mailbox[Any]] = []
         self._spans: deque[Span] = deque(maxlen=KEPT_SPANS)
@@ -91,7 +91,7 @@ class Pipeline:
                 minibatch=self._posted,
                 group=group,
                 share=share,
-                loss_share=share if self._loss_is_mean else 1.0,
+                loss_share=share if self.loss_is_mean else 1.0,
                 learning_rate=learning_rate,
                 values=Values([transfer(each, device) for each in inputs], [None] * len(inputs)),
                 targets=targets,
