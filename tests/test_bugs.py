@@ -340,3 +340,26 @@ def test_refusals_of_models_cuts_and_labels_say_what_to_do():
     pm.compile("sgd", "mse")
     with pytest.raises(ValueError, match=r"The loss cannot be computed.*Received: y of shape \(None, 3\)"):
         fit(pm, normal(8, 4), normal(8, 3))
+
+
+class Quiet(L.Layer):
+    """Inner layers that behave otherwise in training, of which ``call`` does not know."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.normal, self.drop = L.BatchNormalization(momentum=0.5), L.Dropout(0.5, seed=3)
+
+    def call(self, x):
+        return self.drop(self.normal(x))
+
+
+def test_layers_inside_layers_know_that_they_train():
+    x, y, weights = normal(32, 4), normal(32, 2), []
+    for pipeline in (False, True):
+        model = one_layer(Quiet())
+        if pipeline:
+            model = pipetrain.PipelineModel(model, stages=3, scheme="1f1b", microbatches=1)
+        model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
+        fit(model, x, y, batch_size=8)
+        weights.append(model.get_weights())
+    networks.assert_close(weights[1], weights[0], 1e-5)

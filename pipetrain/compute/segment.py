@@ -47,6 +47,7 @@ class Segment(keras.Layer):
         returns: Sequence[bool],
     ) -> None:
         super().__init__(autocast=False)
+        self.supports_masking = True
         self._calls = list(calls)
         self._operations = [call.operation for call in calls]  # a list of layers, so that Keras finds their variables
         self._trains = [_takes_training(operation) for operation in self._operations]
@@ -68,6 +69,9 @@ class Segment(keras.Layer):
             values.update(zip(call.writes, outputs, strict=True))
         return [_typed(values[value], symbol) for value, symbol in zip(self.writes, self.outputs, strict=True)]
 
+    def compute_mask(self, inputs: Any, previous_mask: Any) -> None:
+        """Nothing to do: every output has the mask that its layer gave it."""
+
     def run(
         self, weights: Sequence[Any], state: Sequence[Any], flows: Sequence[Any], others: Sequence[Any], masks: Any
     ) -> tuple[list[Any], list[Any], list[Any]]:
@@ -84,7 +88,7 @@ class Segment(keras.Layer):
         variables = [*self.trainable_variables, *self.non_trainable_variables]
         scope = _Scope(list(zip(variables, [*weights, *state], strict=True)), self.non_trainable_variables)
         with scope:
-            outputs = self.call(tensors, training=True)
+            outputs = self(tensors, training=True)  # a call of Keras' own: what is inside the layers knows of it too
             penalties = list(self.losses)
         return outputs, [scope.get_current_value(variable) for variable in self.non_trainable_variables], penalties
 
