@@ -330,7 +330,9 @@ def test_a_recurrent_backward_reads_its_own_kernel():
 EVERY = [name for name in dir(keras.applications) if name[0].isupper() and callable(getattr(keras.applications, name))]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in EVERY])
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", EVERY)
 def test_every_keras_application(name):
     """In 2, 3 and 4 stages, each in a process of its own.
 
@@ -340,7 +342,7 @@ def test_every_keras_application(name):
     command = [sys.executable, transparency.__file__, name, "2", "3", "4"]
     ran = subprocess.run(command, env={**os.environ, "TF_ENABLE_ONEDNN_OPTS": "0"}, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
-    print(ran.stdout)
+    print(name, ran.stdout)
     assert float(ran.stdout.split()[-1]) < 1e-4
 
 
