@@ -1,41 +1,93 @@
-"""The cost model: what a stage made of some blocks takes per minibatch."""
+"""The cost model: what a stage made of some blocks takes per minibatch, and what it keeps in memory."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pipetrain.plan.cluster import Cluster, Link
+from pipetrain.plan.memory import Demand
 from pipetrain.plan.profile import Profile
 
-
-@dataclass(frozen=True)
-class Link:
-    """A connection between neighbouring stages: ``seconds = latency_s + bytes / bandwidth_bytes_per_s``."""
-
-    bandwidth_bytes_per_s: float
-    latency_s: float = 0.0
-
-    def seconds(self, size_bytes: float) -> float:
-        """The time of one transfer."""
-        return self.latency_s + size_bytes / self.bandwidth_bytes_per_s
+Floats = NDArray[np.float64]
 
 
-# PCIe 3.0 x16 carries 15.75 GB/s; about three quarters of it reach a tensor copy.
-PCIE_3 = Link(bandwidth_bytes_per_s=12e9, latency_s=10e-6)
+class Place(NamedTuple):
+    """Where a stage is: its first device, how many it has, and the first device of the stage after it."""
+
+    device: int
+    replicas: int
+    after: int
 
 
-def stage_seconds(profile: Profile, link: Link) -> NDArray[np.float64]:
-    """Seconds per minibatch of every possible stage: ``cost[i, j]`` for blocks i to j-1, infinite where i >= j.
+class Affine(NamedTuple):
+    """A quantity of every stage of blocks i to j-1 that is ``to_end[j] - to_start[i]``; shapes (blocks + 1,)."""
 
-    ``cost[i, j] = sum(forward + backward) + transfer(activations out of j-1) + transfer(gradients out of i)``,
-    the transfers only where a neighbouring stage exists. Shape (blocks + 1, blocks + 1).
+    to_end: Floats
+    to_start: Floats
+
+    def of(self, i: int, j: int) -> float:
+        """The quantity of blocks i to j-1."""
+        return float(self.to_end[j] - self.to_start[i])
+
+
+class Costs:
+    """Seconds and bytes of every possible stage of a profiled chain on a cluster.
+
+    A stage of blocks i to j-1 on r devices takes, per minibatch of b rows,
+
+    ``ceil(b/r)/b * (sum(forward + backward) + transfer(activations out of j-1) + transfer(gradients out of i))
+    + sum(update) + reduce(weights)``
+
+    : what one of its devices computes and sends.
     """
-    blocks = profile.blocks
-    compute = np.concatenate([[0.0], np.cumsum([b.forward_s + b.backward_s for b in blocks])])
-    crossing = np.array([0.0, *(link.seconds(b.output_bytes) for b in blocks[:-1]), 0.0])
-    cost: NDArray[np.float64] = compute[None, :] - compute[:, None] + crossing[None, :] + crossing[:, None]
-    rows, columns = np.indices(cost.shape)
-    cost[rows >= columns] = np.inf
-    return cost
+
+    def __init__(self, profile: Profile, cluster: Cluster) -> None:
+        blocks = profile.blocks
+        self.blocks, self.cluster, self._batch_size = len(blocks), cluster, profile.batch_size
+        self._compute_s = _sums([block.forward_s + block.backward_s for block in blocks])
+        self._update_s = _sums([block.update_s for block in blocks])
+        self._weights = _sums([block.weight_bytes for block in blocks])
+        self._kept = _sums([block.activation_bytes for block in blocks])
+        # nothing is sent before the first block and after the last one
+        self._crossing = np.array([0.0, *(float(block.output_bytes) for block in blocks[:-1]), 0.0])
+
+    def seconds(self, place: Place) -> Affine:
+        """Seconds per minibatch of any blocks at this place."""
+        device, replicas, after = place
+        cluster, share = self.cluster, self._share(replicas)
+        running = share * self._compute_s + self._update_s
+        if replicas > 1:
+            link = cluster.link(device, device + replicas - 1)
+            running = running + link.reduce_seconds(self._weights, replicas)  # its latency: see below
+        gradients = self._transfer(cluster.link(max(device - 1, 0), device), share)
+        activations = self._transfer(cluster.link(after - 1, after), share)
+        return Affine(running + activations, running - gradients)
+
+    def memory(self, replicas: int, demand: Demand) -> Affine:
+        """Bytes that one device of any blocks keeps at its fullest."""
+        share = self._share(replicas)
+        running = demand.weights * self._weights + share * demand.activations * self._kept
+        return Affine(running, running - share * (demand.activations + demand.inputs) * self._crossing)
+
+    def sent_bytes(self, i: int, j: int, replicas: int) -> float:
+        """Bytes that all devices of the stage send per minibatch: activations, gradients, and gradients to sum."""
+        return float(self._crossing[i] + self._crossing[j] + 2 * (replicas - 1) * (self._weights[j] - self._weights[i]))
+
+    def _share(self, replicas: int) -> float:
+        """The largest part of a minibatch's rows that one of so many replicas gets."""
+        return math.ceil(self._batch_size / replicas) / self._batch_size
+
+    def _transfer(self, link: Link, share: float) -> Floats:
+        """Seconds to send what crosses each cut; none at the ends of the chain."""
+        seconds = np.asarray(link.seconds(self._crossing * share))
+        seconds[[0, -1]] = 0.0
+        return seconds
+
+
+def _sums(values: Sequence[float]) -> Floats:
+    return np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=np.float64))])

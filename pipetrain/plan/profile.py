@@ -14,7 +14,8 @@ class BlockProfile:
     """One block (a layer, as a rule) at the profile's batch size.
 
     ``output_bytes`` is what crosses a cut made right after this block, skips over it included;
-    ``weight_bytes`` its trainable weights.
+    ``weight_bytes`` its trainable weights; ``activation_bytes`` what it keeps of one minibatch from forward to
+    backward; ``update_s`` the optimizer's step, which takes as long for a part of the minibatch as for all of it.
     """
 
     name: str
@@ -22,6 +23,8 @@ class BlockProfile:
     backward_s: float
     output_bytes: int
     weight_bytes: int
+    activation_bytes: int = 0
+    update_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,123 @@
+"""The devices that stages are placed on: how they are joined, and how much each of them holds."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+@dataclass(frozen=True)
+class Link:
+    """A connection between devices: ``seconds = latency_s + bytes / bandwidth_bytes_per_s``."""
+
+    bandwidth_bytes_per_s: float
+    latency_s: float = 0.0
+
+    def seconds(self, size_bytes: float) -> float:
+        """The time of one transfer."""
+        return self.latency_s + size_bytes / self.bandwidth_bytes_per_s
+
+    def reduce_seconds(self, size_bytes: float, replicas: int) -> float:
+        """The time in which replicas sum as many bytes of gradients each, every one a part, and share the sums.
+
+        ``2 * (r-1) * latency + 2 * (r-1)/r * bytes / bandwidth``: what each device sends, as in a ring.
+        """
+        if replicas == 1:
+            return 0.0
+        return 2 * (replicas - 1) * (self.latency_s + size_bytes / replicas / self.bandwidth_bytes_per_s)
+
+
+# PCIe 3.0 x16 carries 15.75 GB/s; about three quarters of it reach a tensor copy.
+PCIE_3 = Link(bandwidth_bytes_per_s=12e9, latency_s=10e-6)
+# Logical devices of one processor: a tensor changes hands, the few bytes that describe it are all that moves.
+SHARED_MEMORY = Link(bandwidth_bytes_per_s=math.inf)
+
+
+@dataclass(frozen=True)
+class Level:
+    """Groups of so many devices, joined by one link; the outermost level is one group of any size."""
+
+    link: Link
+    devices: float = math.inf
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Devices numbered from 0, in groups of groups: such as 4 on a host over PCIe, hosts over 10 Gb/s.
+
+    Args:
+        levels: innermost first. Each one's groups hold whole groups of the one before.
+        memory_bytes: what every device holds at most; None where it does not matter.
+
+    Raises ValueError for groups that do not nest.
+    """
+
+    levels: tuple[Level, ...] = (Level(PCIE_3),)
+    memory_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        sizes = [level.devices for level in self.levels]
+        nested = all(a >= 1 and b > a and (b == math.inf or b % a == 0) for a, b in zip([1, *sizes], sizes, strict=False) if b != 1)
+        if not sizes or not nested:
+            raise ValueError(
+                f"Every level of a cluster holds whole groups of the level before. Received: devices={sizes}. "
+                "Try 4 devices a host, then any number of hosts: levels of 4 devices and of no number."
+            )
+
+    def link(self, first: int, last: int) -> Link:
+        """The link that joins devices ``first`` to ``last``: the innermost level's that has both in one group."""
+        for level in self.levels:
+            if level.devices == math.inf or first // level.devices == last // level.devices:
+                return level.link
+        return self.levels[-1].link
+
+    def starts(self, free: int) -> list[int]:
+        """Where a stage may start when devices up to ``free`` are taken: there, or at the next group of a level."""
+        groups = [int(level.devices) for level in self.levels if level.devices != math.inf]
+        return sorted({free, *(-(-free // size) * size for size in groups)})
+
+    @classmethod
+    def load(cls, path: str | Path) -> Cluster:
+        """Read a cluster file: JSON such as
+
+        ``{"memory": "16GiB", "levels": [{"devices": 4, "bandwidth": "12GB/s", "latency_us": 10},
+        {"bandwidth": "10Gb/s", "latency_us": 50}]}``
+
+        Raises ValueError, with what is wrong, for anything else; OSError when it cannot be read.
+        """
+        text = Path(path).read_text(encoding="utf-8")
+        try:
+            data = json.loads(text)
+            levels = tuple(_level(**level) for level in data["levels"])
+            memory = data.get("memory")
+            return cls(levels, None if memory is None else size_bytes(str(memory)))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"Not a cluster file: {error}. Received: {str(path)!r}. Try "
+                '{"memory": "16GiB", "levels": [{"devices": 4, "bandwidth": "12GB/s"}, {"bandwidth": "10Gb/s"}]}.'
+            ) from error
+
+
+def _level(bandwidth: str, devices: float = math.inf, latency_us: float = 0.0) -> Level:
+    return Level(Link(bandwidth_bytes_per_s(bandwidth), float(latency_us) * 1e-6), devices)
+
+
+def size_bytes(text: str) -> int:
+    """``16GiB``, ``512MiB``, ``2GB`` or plain bytes; ValueError for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?|)b?", text.strip().lower())
+    if match is None:
+        raise ValueError(f"Not a size. Received: {text!r}. Try 16GiB")
+    return int(float(match[1]) * UNITS[match[2]])
+
+
+def bandwidth_bytes_per_s(text: str) -> float:
+    """``12GB/s``, ``10Gb/s`` (a small b: bits); ValueError for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGTK]i?|)([bB])/s", text.strip())
+    if match is None or float(match[1]) == 0:
+        raise ValueError(f"Not a bandwidth. Received: {text!r}. Try 12GB/s for bytes or 10Gb/s for bits")
+    return float(match[1]) * UNITS[match[2].lower()] / (8 if match[3] == "b" else 1)

@@ -1,0 +1,65 @@
+"""What a stage keeps in a device's memory while it trains."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from pipetrain.plan.schedules import peak_in_flight
+from pipetrain.plan.schemes import SCHEMES
+from pipetrain.plan.versions import WeightVersions
+
+
+class Training(NamedTuple):
+    """How a model is trained, as far as its memory goes.
+
+    ``slots`` are the optimizer's variables per weight: 1 for SGD with momentum, 2 for Adam.
+    """
+
+    scheme: str = "spectrain"
+    slots: int = 1
+    microbatches: int = 1
+    recompute: bool = False
+
+
+class Demand(NamedTuple):
+    """What a stage keeps at its fullest, in multiples of its weights' bytes and of one minibatch's activations.
+
+    ``inputs`` counts minibatches of which only the stage's inputs are kept.
+    """
+
+    weights: float
+    activations: float
+    inputs: float = 0.0
+
+
+@lru_cache(maxsize=None)
+def demand(training: Training, stage: int, stages: int) -> Demand:
+    """The demand of stage k of N: a dry run of its schedule, with integers for weights.
+
+    Weights: the newest, the optimizer's slots, one set of gradients (two where microbatches' are summed), a
+    predicted copy while an action reads one, and every old version that is still to be read. Activations: of all
+    microbatches in flight; with recomputation of one, and the inputs of the others.
+    """
+    scheme = SCHEMES[training.scheme]
+    pieces = 1 if scheme.asynchronous else training.microbatches
+    groups = [range(i * pieces, (i + 1) * pieces) for i in range(3 * stages)]
+    order = list(scheme.schedule(stage, stages, groups))
+    in_flight = peak_in_flight(order) / pieces
+    versions = WeightVersions(scheme.policy, stage, stages, newest=lambda horizon: horizon, keep=lambda: None)
+    kept = predicted = 0
+    for action in order:
+        minibatch, piece = divmod(action.minibatch, pieces)
+        read = versions.forward if action.op == "F" else versions.backward
+        horizon = read(minibatch)
+        predicted = max(predicted, 1 if horizon else 0)
+        if action.op == "B" and piece == pieces - 1:
+            versions.before_update()
+        kept = max(kept, versions.kept)
+    gradients = 1 if pieces == 1 else 2
+    weights = 1 + training.slots + gradients + predicted + kept
+    if not training.recompute:
+        return Demand(weights, in_flight)
+    if not versions.lasts(3 * stages):  # every forward's weights are kept for running it again
+        weights += in_flight - (0 if scheme.policy.predicts else 1)
+    return Demand(weights, 1 / pieces, in_flight)

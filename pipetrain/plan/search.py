@@ -1,0 +1,207 @@
+"""The dynamic programme that cuts a chain of blocks into stages and gives each its devices.
+
+PipeDream's (arXiv 1806.03377, section 3.3), from the end of the chain: the best way to place blocks i.. on
+devices a.. is a first stage of blocks i to j-1 on r devices, and the best way to place what is left:
+
+``T(i, a) = min over j, r, b of max(cost(i, j, r, a), T(j, b))``, the next stage's first device b being a+r or the
+first of the next group of devices (the next host's).
+
+It is solved by asking what can be done within a time t. Costs being ``f[j] - g[i]``, this takes one running
+minimum of f per place. A no brings the lower bound up to the least cost that was refused, a yes brings the upper
+one down to the slowest stage of what was found, until the two meet: the optimum, exactly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipetrain.plan.cost import Affine, Floats, Place
+
+CLOSE = 1 + 1e-12  # sums in another order differ in the last digits
+NEVER = 1 << 30  # more stages than any chain has
+
+Counts = NDArray[np.int64]
+Memory = Callable[[Place, int], Affine]
+
+
+class Choice(NamedTuple):
+    """A stage: where its blocks begin and end, and where it is."""
+
+    first: int
+    end: int
+    place: Place
+
+
+class Problem(NamedTuple):
+    """A chain of ``blocks`` to be placed on ``devices``.
+
+    ``places[a]`` are the places of stages that start on device a, ``seconds`` what any stage takes there. Where
+    ``all_devices``, none may be left out.
+    """
+
+    blocks: int
+    devices: int
+    places: list[list[Place]]
+    seconds: dict[Place, Affine]
+    all_devices: bool
+
+
+class Limit(NamedTuple):
+    """What a device may hold: ``memory(place, n)`` is what it keeps of a stage from which n lead to the end."""
+
+    memory: Memory
+    limit_bytes: float
+    most_stages: int = NEVER
+
+
+def fastest(problem: Problem, limit: Limit | None = None) -> list[Choice] | None:
+    """The stages of which the slowest takes least time; None if nothing keeps to the limit."""
+    low, high, best = 0.0, math.inf, None
+    while low < high:
+        near = high <= low * (1 + 1e-9) or math.isinf(high)
+        within = (low if best else high) if near else (low + high) / 2
+        reach = Reach(problem, within, limit)
+        found = reach.stages()
+        if found is None:
+            if best is None:
+                return None
+            low = max(reach.least_refused, within)
+        else:
+            best, high = found, max(problem.seconds[place].of(first, end) for first, end, place in found)
+            if within == low:
+                break
+    return best
+
+
+def most_even(problem: Problem, within: float) -> list[Choice]:
+    """Of the ways in which no stage takes longer than this, the one with the least sum of squared seconds."""
+    reach, ahead = Reach(problem, within), _reached(problem, within)
+    best = np.full((problem.devices + 1, problem.blocks + 1), np.inf)
+    best[:, -1] = 0.0
+    choices = np.zeros((problem.devices, problem.blocks + 1, 2), dtype=np.int64)
+    for device in range(problem.devices - 1, -1, -1):
+        starts = np.flatnonzero(ahead[device] & (reach.left[device] < NEVER))
+        starts = starts[starts < problem.blocks]
+        for index, place in enumerate(problem.places[device]):
+            ends = np.flatnonzero(np.isfinite(best[place.after]))
+            if not len(starts) or not len(ends):
+                continue
+            seconds = problem.seconds[place]
+            cost = seconds.to_end[ends][None, :] - seconds.to_start[starts][:, None]
+            refused = (cost > within * CLOSE) | (ends[None, :] <= starts[:, None])
+            cost *= cost
+            cost += best[place.after][ends]
+            cost[refused] = np.inf
+            at = cost.argmin(axis=1)
+            value = cost[np.arange(len(starts)), at]
+            better = value < best[device][starts]
+            best[device][starts[better]] = value[better]
+            choices[device][starts[better]] = np.stack([np.full(len(at), index), ends[at]], axis=1)[better]
+    found, i, device = [], 0, 0
+    while i < problem.blocks:
+        index, end = (int(x) for x in choices[device][i])
+        found.append(Choice(i, end, problem.places[device][index]))
+        i, device = end, found[-1].place.after
+    return found
+
+
+def _reached(problem: Problem, within: float) -> NDArray[np.bool_]:
+    """Whether the blocks before i can be placed so that the next stage starts on device a: shape (devices+1, blocks+1)."""
+    reached = np.zeros((problem.devices + 1, problem.blocks + 1), dtype=bool)
+    reached[0, 0] = True
+    for device in range(problem.devices):
+        for place in problem.places[device]:
+            seconds = problem.seconds[place]
+            latest = np.maximum.accumulate(np.where(reached[device], seconds.to_start, -np.inf))
+            reached[place.after][1:] |= (seconds.to_end[1:] - latest[:-1]) <= within * CLOSE
+    return reached
+
+
+class Reach:
+    """What can be done if no stage takes longer than ``within`` seconds.
+
+    ``left[a][i]`` is the least number of stages that place blocks i.. on devices a.., NEVER where none do: what
+    devices keep grows with the stages behind, so fewer are never worse. ``least_refused``: the least seconds of any
+    stage that was too slow; for any time below it the answers are the same.
+    """
+
+    def __init__(self, problem: Problem, within: float, limit: Limit | None = None) -> None:
+        self._problem, self._within, self._limit = problem, within * CLOSE, limit
+        self.least_refused = math.inf
+        self.left = np.full((problem.devices + 1, problem.blocks + 1), NEVER, dtype=np.int64)
+        self.left[problem.devices if problem.all_devices else slice(None), -1] = 0
+        for device in range(problem.devices - 1, -1, -1):
+            for place in problem.places[device]:
+                self._extend(self.left[device], place, self.left[place.after])
+
+    def stages(self) -> list[Choice] | None:
+        """The fewest stages that place the whole chain; None if none do."""
+        i, device, left, found = 0, 0, int(self.left[0, 0]), []
+        if left > (self._limit.most_stages if self._limit else NEVER - 1):
+            return None
+        while i < self._problem.blocks:
+            end, place = next(self._next(i, device, left))
+            found.append(Choice(i, end, place))
+            i, device, left = end, place.after, left - 1
+        return found
+
+    def _extend(self, left: Counts, place: Place, rest: Counts) -> None:
+        """Put a stage at this place before what is placed already."""
+        counts = [NEVER - 1] if self._limit is None else sorted({int(n) for n in np.unique(rest) if n < NEVER})
+        for most in counts:
+            ends = rest <= most
+            soonest = self._soonest(place, ends, most + 1)
+            taken = soonest - self._problem.seconds[place].to_start[:-1]
+            possible = taken <= self._within
+            refused = taken[~possible]
+            if len(refused):
+                self.least_refused = min(self.least_refused, float(refused.min()))
+            if self._limit is None:
+                fewest = _fewest(rest, ends)
+                np.minimum(left[:-1], np.where(possible, fewest + 1, NEVER), out=left[:-1])
+            else:
+                np.minimum(left[:-1], np.where(possible, most + 1, NEVER), out=left[:-1])
+
+    def _soonest(self, place: Place, ends: NDArray[np.bool_], left: int) -> Floats:
+        """The least f[j] over the ends j > i that are possible, for every i below the last; infinite if none is."""
+        f = np.where(ends, self._problem.seconds[place].to_end, np.inf)
+        if self._limit is None:
+            return np.minimum.accumulate(f[::-1])[::-1][1:]
+        memory = self._limit.memory(place, left)
+        room = np.maximum.accumulate(memory.to_end)  # never more room for a longer stage
+        last = np.searchsorted(room, self._limit.limit_bytes + memory.to_start[:-1], side="right")  # exclusive
+        return _window_minima(f, np.arange(1, len(f)), last)
+
+    def _next(self, i: int, device: int, left: int) -> Iterator[tuple[int, Place]]:
+        for place in self._problem.places[device]:
+            seconds = self._problem.seconds[place]
+            fits = (self.left[place.after] < left) & (seconds.to_end - seconds.to_start[i] <= self._within)
+            fits[: i + 1] = False
+            if self._limit is not None:
+                memory = self._limit.memory(place, left)
+                fits &= memory.to_end - memory.to_start[i] <= self._limit.limit_bytes
+            yield from ((int(end), place) for end in np.flatnonzero(fits))
+
+
+def _fewest(rest: Counts, ends: NDArray[np.bool_]) -> Counts:
+    """The fewest stages behind any later end; a lower bound, which is all that counting without a limit needs."""
+    return np.minimum.accumulate(np.where(ends, rest, NEVER - 1)[::-1])[::-1][1:]
+
+
+def _window_minima(values: Floats, first: NDArray[np.int64], end: NDArray[np.int64]) -> Floats:
+    """``min(values[first:end])`` for many windows at once, by minima over powers of two; infinite where empty."""
+    length = np.maximum(end - first, 0)
+    result = np.full(len(first), np.inf)
+    minima, size = values, 1
+    while size <= max(int(length.max(initial=0)), 1):
+        now = (length >= size) & (length < 2 * size)
+        result[now] = np.minimum(minima[first[now]], minima[end[now] - size])
+        if len(minima) <= size:
+            break
+        minima, size = np.minimum(minima[:-size], minima[size:]), 2 * size
+    return result
