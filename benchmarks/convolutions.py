@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from experiments.quiet import start_tensorflow
 from pipetrain.plan.table import table
+from pipetrain.run.quiet import start_tensorflow
 
 if TYPE_CHECKING:
     import keras

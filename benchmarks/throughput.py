@@ -23,9 +23,9 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from experiments.quiet import start_tensorflow
 from pipetrain.plan.schemes import NAMES
 from pipetrain.plan.table import table
+from pipetrain.run.quiet import start_tensorflow
 
 
 class Job(NamedTuple):

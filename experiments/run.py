@@ -26,9 +26,9 @@ sys.path.insert(0, str(ROOT))
 import models  # noqa: E402
 from experiments import datasets  # noqa: E402
 from experiments.networks import NETWORKS, sizes  # noqa: E402
-from experiments.quiet import start_tensorflow  # noqa: E402
 from pipetrain.plan import schemes  # noqa: E402
 from pipetrain.plan.table import table  # noqa: E402
+from pipetrain.run.quiet import start_tensorflow  # noqa: E402
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,8 +10,9 @@ from pipetrain.compute.blocks import Chain
 from pipetrain.compute.cuts import cut_points, why_together
 from pipetrain.compute.profile_cache import cached_profile
 from pipetrain.compute.stage import LossFunction, Stage
-from pipetrain.plan.partition import Partition, partition, plan
-from pipetrain.run.devices import assign
+from pipetrain.plan.memory import Training
+from pipetrain.plan.partition import DEFAULT_TRAINING, Partition, partition, plan
+from pipetrain.run.devices import assign, described
 
 
 class Layout:
@@ -22,6 +23,7 @@ class Layout:
         stages: their number, a ``Partition`` of this model, or None for one per device.
         cuts: the last layer of every stage but the final one, instead of ``stages``.
         devices: full TensorFlow device names.
+        training: how it is trained, which decides on the memory that stages need.
 
     Raises:
         ValueError, TypeError: for a model whose layers cannot be seen, for more stages than blocks, for cuts or a
@@ -34,8 +36,9 @@ class Layout:
         stages: int | Partition | None,
         cuts: Sequence[str] | None,
         devices: Sequence[str],
+        training: Training = DEFAULT_TRAINING,
     ) -> None:
-        self.chain = Chain(model)
+        self.chain, self._training = Chain(model), training
         if not self.chain.blocks:
             raise ValueError(f"There is nothing to cut. Received: model={model.name!r} without layers. Try one with.")
         self._partition = stages if isinstance(stages, Partition) else None
@@ -72,7 +75,11 @@ class Layout:
         """The cut of the model; profiles it at this batch size if nothing has decided the cut yet."""
         if self._partition is None:
             measured = cached_profile(self.chain, batch_size, self._devices[0], verbose)
-            self._partition = plan(measured, self._ends) if self._ends else partition(measured, self.stages)
+            cluster, training = described(self._devices), self._training
+            if self._ends:
+                self._partition = plan(measured, self._ends, cluster, training=training)
+            else:
+                self._partition = partition(measured, self.stages, cluster, training=training)
         return self._partition
 
     def build(

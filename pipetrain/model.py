@@ -17,6 +17,7 @@ from pipetrain.compute.stage import Values
 from pipetrain.engine import PipelineEngine
 from pipetrain.layout import Layout
 from pipetrain.mirror import MirroredEngine
+from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import Partition
 from pipetrain.plan.schemes import DATA_PARALLEL, SCHEMES, check_name
 from pipetrain.plan.trace import Trace
@@ -72,10 +73,12 @@ class PipelineModel(keras.Model):
         name: str | None = None,
     ) -> None:
         check_name(scheme)
-        checks.check_not_yet(replicas)
+        checks.check_not_yet(stages.replicas if replicas is None and isinstance(stages, Partition) else replicas)
         checks.check_microbatches(microbatches)
         devices = resolve(devices)
-        layout = Layout(model, stages, cuts, devices)
+        pieces = (microbatches or DEFAULT_MICROBATCHES) if scheme in ("gpipe", "1f1b") else 1
+        training = Training("single" if scheme == DATA_PARALLEL else scheme, microbatches=pieces, recompute=recompute)
+        layout = Layout(model, stages, cuts, devices, training)
         if scheme != DATA_PARALLEL:
             checks.check_model(model)
             checks.check_precision(layout.chain.blocks)
@@ -85,7 +88,6 @@ class PipelineModel(keras.Model):
         elif scheme == "single":
             engine = PipelineEngine(model, Layout(model, 1, None, devices), SCHEMES[scheme], 1, recompute)
         else:
-            pieces = 1 if SCHEMES[scheme].asynchronous else microbatches or DEFAULT_MICROBATCHES
             engine = PipelineEngine(model, layout, SCHEMES[scheme], pieces, recompute)
         with engine.strategy.scope():
             super().__init__(name=name or model.name)

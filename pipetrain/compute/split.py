@@ -26,12 +26,14 @@ class SplitFunction(NamedTuple):
     ``backward(weights, residuals, output_gradients) -> (weight_gradients, flow_gradients)``; the gradient of
     a weight that the outputs do not depend on is None. ``flows`` are the inputs that want a gradient,
     ``constants`` those that want none. ``state`` are tensors that training changes without gradients (BatchNorm
-    statistics, seeds): they go in, and come out in ``aux``. ``outputs`` are the specs of what gradients start from.
+    statistics, seeds): they go in, and come out in ``aux``. ``outputs`` are the specs of what gradients start from,
+    ``residuals`` the symbolic tensors that are kept.
     """
 
     forward: Any
     backward: Any
     outputs: list[tf.TensorSpec]
+    residuals: list[tf.Tensor]
 
 
 def split(run: Run, weights: Any, state: Any, flows: Any, constants: Any) -> SplitFunction:
@@ -72,6 +74,7 @@ def split(run: Run, weights: Any, state: Any, flows: Any, constants: Any) -> Spl
         forward=traced,
         backward=tf.function(backward, autograph=False).get_concrete_function(weights, residuals, halves["gradients"]),
         outputs=halves["gradients"],
+        residuals=captures.residuals,
     )
 
 

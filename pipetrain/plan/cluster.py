@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -18,11 +19,11 @@ class Link:
     bandwidth_bytes_per_s: float
     latency_s: float = 0.0
 
-    def seconds(self, size_bytes: float) -> float:
+    def seconds(self, size_bytes: Any) -> Any:
         """The time of one transfer."""
         return self.latency_s + size_bytes / self.bandwidth_bytes_per_s
 
-    def reduce_seconds(self, size_bytes: float, replicas: int) -> float:
+    def reduce_seconds(self, size_bytes: Any, replicas: int) -> Any:
         """The time in which replicas sum as many bytes of gradients each, every one a part, and share the sums.
 
         ``2 * (r-1) * latency + 2 * (r-1)/r * bytes / bandwidth``: what each device sends, as in a ring.
@@ -62,7 +63,11 @@ class Cluster:
 
     def __post_init__(self) -> None:
         sizes = [level.devices for level in self.levels]
-        nested = all(a >= 1 and b > a and (b == math.inf or b % a == 0) for a, b in zip([1, *sizes], sizes, strict=False) if b != 1)
+        nested = all(
+            a >= 1 and b > a and (b == math.inf or b % a == 0)
+            for a, b in zip([1, *sizes], sizes, strict=False)
+            if b != 1
+        )
         if not sizes or not nested:
             raise ValueError(
                 f"Every level of a cluster holds whole groups of the level before. Received: devices={sizes}. "

@@ -60,13 +60,13 @@ class Costs:
         """Seconds per minibatch of any blocks at this place."""
         device, replicas, after = place
         cluster, share = self.cluster, self._share(replicas)
+        within = cluster.link(device, device + replicas - 1)
+        latency_s = within.reduce_seconds(0.0, replicas)
         running = share * self._compute_s + self._update_s
-        if replicas > 1:
-            link = cluster.link(device, device + replicas - 1)
-            running = running + link.reduce_seconds(self._weights, replicas)  # its latency: see below
+        running = running + (within.reduce_seconds(self._weights, replicas) - latency_s)
         gradients = self._transfer(cluster.link(max(device - 1, 0), device), share)
         activations = self._transfer(cluster.link(after - 1, after), share)
-        return Affine(running + activations, running - gradients)
+        return Affine(running + activations + latency_s, running - gradients)
 
     def memory(self, replicas: int, demand: Demand) -> Affine:
         """Bytes that one device of any blocks keeps at its fullest."""

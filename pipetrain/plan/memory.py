@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 from pipetrain.plan.schedules import peak_in_flight
@@ -33,7 +33,7 @@ class Demand(NamedTuple):
     inputs: float = 0.0
 
 
-@lru_cache(maxsize=None)
+@cache
 def demand(training: Training, stage: int, stages: int) -> Demand:
     """The demand of stage k of N: a dry run of its schedule, with integers for weights.
 
@@ -57,7 +57,7 @@ def demand(training: Training, stage: int, stages: int) -> Demand:
             versions.before_update()
         kept = max(kept, versions.kept)
     gradients = 1 if pieces == 1 else 2
-    weights = 1 + training.slots + gradients + predicted + kept
+    weights: float = 1 + training.slots + gradients + predicted + kept
     if not training.recompute:
         return Demand(weights, in_flight)
     if not versions.lasts(3 * stages):  # every forward's weights are kept for running it again

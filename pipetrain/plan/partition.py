@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
 
 from pipetrain.plan.cluster import Cluster
-from pipetrain.plan.cost import Costs, Place
+from pipetrain.plan.cost import Affine, Costs, Place
 from pipetrain.plan.memory import Training, demand
 from pipetrain.plan.profile import Profile, mib
-from pipetrain.plan.search import Choice, Objective, Problem, search
+from pipetrain.plan.search import CLOSE, HUGE, NEVER, Choice, Limit, Problem, Reach, fastest, most_even
 from pipetrain.plan.table import table
+
+DEFAULT_TRAINING = Training()
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Partition:
     model: str
     batch_size: int
     stages: tuple[StagePlan, ...]
-    training: Training = Training()
+    training: Training = DEFAULT_TRAINING
 
     @property
     def cuts(self) -> tuple[str, ...]:
@@ -129,7 +128,7 @@ def partition(
         ValueError: fewer blocks than devices (without ``replicate``); no cut that fits the memory, naming the stage
             that is too large in the leanest one, and what would help.
     """
-    cluster, training = cluster or Cluster(), training or Training()
+    cluster, training = cluster or Cluster(), training or DEFAULT_TRAINING
     blocks = len(profile.blocks)
     if num_devices < 1 or (num_devices > blocks and not replicate):
         raise ValueError(
@@ -137,15 +136,14 @@ def partition(
             "Try fewer devices or a deeper model."
         )
     costs = Costs(profile, cluster)
-    exact = None if replicate else num_devices
-    most = num_devices if replicate else 1
-    problem = Problem(costs, costs.compute_s, num_devices, most, exact, counted=False)
-    found = search(problem, lambda i, j, place, n: costs.seconds(i, j, place))
+    problem = _problem(costs, num_devices, replicate)
+    found = fastest(problem)
     assert found is not None  # without a limit there is always a way
-    best = _described(profile, costs, found, training)
+    slowest_s = max(problem.seconds[place].of(first, end) for first, end, place in found)
+    best = _described(profile, costs, most_even(problem, slowest_s), training)
     if cluster.memory_bytes is None or _fullest(best) <= cluster.memory_bytes:
         return best
-    return _within_memory(profile, costs, problem, training)
+    return _within_memory(profile, costs, problem, training, slowest_s)
 
 
 def plan(
@@ -162,61 +160,86 @@ def plan(
     for end, count in zip(ends, counts, strict=True):
         choices.append(Choice(first, end, Place(device, count, device + count)))
         first, device = end, device + count
-    return _described(profile, costs, choices, training or Training())
+    return _described(profile, costs, choices, training or DEFAULT_TRAINING)
 
 
-def _within_memory(profile: Profile, costs: Costs, problem: Problem, training: Training) -> Partition:
-    """The fastest partition whose stages fit; what a stage keeps depends on how many stages follow it."""
+def _problem(costs: Costs, devices: int, replicate: bool) -> Problem:
+    places = [
+        [
+            Place(device, replicas, after)
+            for replicas in range(1, devices - device + 1 if replicate else 2)
+            for after in (costs.cluster.starts(device + replicas) if replicate else [device + 1])
+            if after <= devices
+        ]
+        for device in range(devices)
+    ]
+    seconds = {place: costs.seconds(place) for each in places for place in each}
+    return Problem(costs.blocks, devices, places, seconds, all_devices=not replicate)
+
+
+def _within_memory(profile: Profile, costs: Costs, problem: Problem, training: Training, at_least: float) -> Partition:
+    """The fastest partition whose stages fit; what a stage keeps depends on how many stages follow it.
+
+    The first search takes every stage to keep what it would if the pipeline began with it. That is never more than
+    it keeps: if the partition found fits even so, none is better. If not, every number of stages is tried.
+    """
     limit = costs.cluster.memory_bytes
     assert limit is not None
-
-    def objective(memory: Objective) -> Objective:
-        return lambda i, j, place, n: np.where(memory(i, j, place, n) <= limit, costs.seconds(i, j, place), np.inf)
-
-    fitting = [
-        found
-        for found in _by_length(profile, costs, problem, training, objective, enough=lambda x: _fullest(x) <= limit)
-        if _fullest(found) <= limit
-    ]
-    if not fitting:
+    best = None
+    totals = _totals(costs, problem)
+    for total in totals:
+        found = fastest(problem, _limit(costs, training, limit, total), at_least, best.slowest_s if best else HUGE)
+        if found is None:
+            continue
+        candidate = _described(profile, costs, found, training)
+        if total is None:
+            at_least = candidate.slowest_s
+            totals[1:] = sorted(totals[1:], key=lambda each: abs((each or 0) - len(found)))
+        if _fullest(candidate) <= limit:
+            best = candidate
+            if best.slowest_s <= at_least * CLOSE:
+                break
+    if best is None:
         raise NoPlan(_what_would_fit(profile, costs, problem, training))
-    return min(fitting, key=lambda each: each.slowest_s)
+    return best
+
+
+def _totals(costs: Costs, problem: Problem) -> list[int | None]:
+    if problem.all_devices:
+        return [problem.devices]
+    return [None, *range(1, min(problem.devices, costs.blocks) + 1)]
+
+
+def _limit(costs: Costs, training: Training, limit_bytes: float, total: int | None) -> Limit:
+    """What stages keep in a pipeline of ``total`` stages, or of those from each one to the end."""
+
+    def memory(place: Place, left: int) -> Affine:
+        stages = max(total or left, left)
+        return costs.memory(place.replicas, demand(training, stages - left, stages))
+
+    return Limit(memory, limit_bytes, total or NEVER)
 
 
 def _leanest(profile: Profile, costs: Costs, problem: Problem, training: Training) -> Partition:
-    """The partition whose fullest device holds least."""
-    anything = problem._replace(work=np.zeros_like(problem.work))
-    first = _described(profile, costs, [Choice(0, costs.blocks, Place(0, 1, 1))], training)
-    found = list(_by_length(profile, costs, anything, training, lambda memory: memory, enough=lambda x: False))
-    return min(found or [first], key=_fullest)
-
-
-def _by_length(
-    profile: Profile,
-    costs: Costs,
-    problem: Problem,
-    training: Training,
-    objective: Callable[[Objective], Objective],
-    enough: Callable[[Partition], bool],
-) -> Iterator[Partition]:
-    """The best partition of any length by an objective made from a stage's memory, and then of every length.
-
-    The first search takes every stage to keep what it would if the pipeline began with it. That is less than or
-    equal to what it keeps: if the partition found is ``enough`` even so, no other length can be better.
-    """
-    lengths = [problem.stages] if problem.stages else [None, *range(1, min(problem.devices, costs.blocks) + 1)]
-    for total in lengths:
-
-        def memory(i: Any, j: Any, place: Place, n: int, total: int | None = total) -> Any:
-            stages = total or n
-            return costs.memory(i, j, place.replicas, demand(training, stages - n, stages))
-
-        found = search(problem._replace(counted=True, stages=total), objective(memory))
-        if found is not None:
-            partition = _described(profile, costs, found, training)
-            yield partition
-            if total is None and enough(partition):
-                return
+    """The partition whose fullest device holds least, to a thousandth."""
+    anything = Reach(problem, HUGE).stages()
+    assert anything is not None
+    best = _described(profile, costs, anything, training)
+    low, high = 0.0, float(_fullest(best))
+    while high > 1.001 * low and high >= 1:
+        limit_bytes = (low + high) / 2
+        candidates = [
+            _described(profile, costs, found, training)
+            for total in _totals(costs, problem)
+            if (found := Reach(problem, HUGE, _limit(costs, training, limit_bytes, total)).stages()) is not None
+        ]
+        fitting = [each for each in candidates if _fullest(each) <= limit_bytes]
+        if fitting:
+            best = min(fitting, key=_fullest)
+            high = float(_fullest(best))
+        else:
+            low = limit_bytes
+    return best
 
 
 def _what_would_fit(profile: Profile, costs: Costs, problem: Problem, training: Training) -> str:
@@ -224,22 +247,19 @@ def _what_would_fit(profile: Profile, costs: Costs, problem: Problem, training: 
     assert limit is not None
     leanest = _leanest(profile, costs, problem, training)
     stage = max(leanest.stages, key=lambda each: each.memory_bytes)
-    helps = []
     others = {
         "recompute=True": training._replace(recompute=True),
         "scheme='vanilla', which keeps no old weights": training._replace(scheme="vanilla"),
         "scheme='1f1b' with 8 microbatches": training._replace(scheme="1f1b", microbatches=8),
     }
-    for what, other in others.items():
-        fullest = _fullest(_leanest(profile, costs, problem, other))
-        if fullest < stage.memory_bytes * 0.99:
-            helps.append(f"{what} ({mib(fullest)} MiB)")
-    helps.append("a smaller batch, or more devices")
+    needs = {what: _fullest(_leanest(profile, costs, problem, other)) for what, other in others.items()}
+    helps = [f"{what} ({mib(most)} MiB)" for what, most in needs.items() if most < 0.99 * stage.memory_bytes]
     return (
         f"No cut of {profile.model!r} fits the devices' memory: in the leanest one, stage "
         f"{leanest.stages.index(stage)} ({stage.first} - {stage.last}) keeps {mib(stage.memory_bytes)} MiB a device, "
         f"{mib(stage.memory_bytes - limit)} MiB too much. Received: memory_bytes={limit} ({mib(limit)} MiB), "
-        f"devices={problem.devices}, scheme={training.scheme!r}. Try {'; '.join(helps)}."
+        f"devices={problem.devices}, scheme={training.scheme!r}. "
+        f"Try {'; '.join([*helps, 'a smaller batch; or more devices'])}."
     )
 
 
@@ -261,12 +281,12 @@ def _described(profile: Profile, costs: Costs, choices: Sequence[Choice], traini
                 backward_s=sum(block.backward_s for block in part),
                 weight_bytes=sum(block.weight_bytes for block in part),
                 output_bytes=part[-1].output_bytes if end < len(profile.blocks) else 0,
-                total_s=float(costs.seconds(first, end, place)),
+                total_s=costs.seconds(place).of(first, end),
                 update_s=sum(block.update_s for block in part),
                 replicas=place.replicas,
                 device=place.device,
                 sent_bytes=int(costs.sent_bytes(first, end, place.replicas)),
-                memory_bytes=math.ceil(costs.memory(first, end, place.replicas, needs)),
+                memory_bytes=math.ceil(costs.memory(place.replicas, needs).of(first, end)),
             )
         )
     return Partition(profile.model, profile.batch_size, tuple(stages), training)

@@ -13,7 +13,6 @@ one down to the slowest stage of what was found, until the two meet: the optimum
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -23,6 +22,7 @@ from numpy.typing import NDArray
 from pipetrain.plan.cost import Affine, Floats, Place
 
 CLOSE = 1 + 1e-12  # sums in another order differ in the last digits
+HUGE = 1e300  # seconds
 NEVER = 1 << 30  # more stages than any chain has
 
 Counts = NDArray[np.int64]
@@ -59,12 +59,16 @@ class Limit(NamedTuple):
     most_stages: int = NEVER
 
 
-def fastest(problem: Problem, limit: Limit | None = None) -> list[Choice] | None:
-    """The stages of which the slowest takes least time; None if nothing keeps to the limit."""
-    low, high, best = 0.0, math.inf, None
+def fastest(
+    problem: Problem, limit: Limit | None = None, at_least: float = 0.0, below: float = HUGE
+) -> list[Choice] | None:
+    """The stages of which the slowest takes least time; None if nothing keeps to the limit and stays below ``below``.
+
+    ``at_least`` is a time that is known to be needed.
+    """
+    low, high, best = at_least, below * (1 - 1e-9), None
     while low < high:
-        near = high <= low * (1 + 1e-9) or math.isinf(high)
-        within = (low if best else high) if near else (low + high) / 2
+        within = high if best is None else low if high <= low * (1 + 1e-9) else (low + high) / 2
         reach = Reach(problem, within, limit)
         found = reach.stages()
         if found is None:
@@ -81,8 +85,7 @@ def fastest(problem: Problem, limit: Limit | None = None) -> list[Choice] | None
 def most_even(problem: Problem, within: float) -> list[Choice]:
     """Of the ways in which no stage takes longer than this, the one with the least sum of squared seconds."""
     reach, ahead = Reach(problem, within), _reached(problem, within)
-    best = np.full((problem.devices + 1, problem.blocks + 1), np.inf)
-    best[:, -1] = 0.0
+    best = np.where(reach.left == 0, 0.0, np.inf)
     choices = np.zeros((problem.devices, problem.blocks + 1, 2), dtype=np.int64)
     for device in range(problem.devices - 1, -1, -1):
         starts = np.flatnonzero(ahead[device] & (reach.left[device] < NEVER))
@@ -111,7 +114,7 @@ def most_even(problem: Problem, within: float) -> list[Choice]:
 
 
 def _reached(problem: Problem, within: float) -> NDArray[np.bool_]:
-    """Whether the blocks before i can be placed so that the next stage starts on device a: shape (devices+1, blocks+1)."""
+    """Whether the blocks before i fit on the devices before a: shape (devices + 1, blocks + 1)."""
     reached = np.zeros((problem.devices + 1, problem.blocks + 1), dtype=bool)
     reached[0, 0] = True
     for device in range(problem.devices):
@@ -132,7 +135,7 @@ class Reach:
 
     def __init__(self, problem: Problem, within: float, limit: Limit | None = None) -> None:
         self._problem, self._within, self._limit = problem, within * CLOSE, limit
-        self.least_refused = math.inf
+        self.least_refused = HUGE
         self.left = np.full((problem.devices + 1, problem.blocks + 1), NEVER, dtype=np.int64)
         self.left[problem.devices if problem.all_devices else slice(None), -1] = 0
         for device in range(problem.devices - 1, -1, -1):
@@ -142,55 +145,43 @@ class Reach:
     def stages(self) -> list[Choice] | None:
         """The fewest stages that place the whole chain; None if none do."""
         i, device, left, found = 0, 0, int(self.left[0, 0]), []
-        if left > (self._limit.most_stages if self._limit else NEVER - 1):
+        if left == NEVER or (self._limit and left > self._limit.most_stages):
             return None
         while i < self._problem.blocks:
             end, place = next(self._next(i, device, left))
             found.append(Choice(i, end, place))
-            i, device, left = end, place.after, left - 1
+            i, device, left = end, place.after, int(self.left[place.after, end])
         return found
 
     def _extend(self, left: Counts, place: Place, rest: Counts) -> None:
         """Put a stage at this place before what is placed already."""
-        counts = [NEVER - 1] if self._limit is None else sorted({int(n) for n in np.unique(rest) if n < NEVER})
-        for most in counts:
-            ends = rest <= most
-            soonest = self._soonest(place, ends, most + 1)
-            taken = soonest - self._problem.seconds[place].to_start[:-1]
+        counts = [1] if self._limit is None else [int(n) + 1 for n in np.unique(rest[rest < NEVER])]
+        for count in counts:  # without a limit the number does not matter: 1 stands for any
+            ends = rest < (count if self._limit else NEVER)
+            taken = self._soonest(place, ends, count) - self._problem.seconds[place].to_start[:-1]
             possible = taken <= self._within
-            refused = taken[~possible]
-            if len(refused):
-                self.least_refused = min(self.least_refused, float(refused.min()))
-            if self._limit is None:
-                fewest = _fewest(rest, ends)
-                np.minimum(left[:-1], np.where(possible, fewest + 1, NEVER), out=left[:-1])
-            else:
-                np.minimum(left[:-1], np.where(possible, most + 1, NEVER), out=left[:-1])
+            self.least_refused = min(self.least_refused, float(taken.min(where=~possible, initial=HUGE)))
+            np.minimum(left[:-1], np.where(possible, count, NEVER), out=left[:-1])
 
     def _soonest(self, place: Place, ends: NDArray[np.bool_], left: int) -> Floats:
         """The least f[j] over the ends j > i that are possible, for every i below the last; infinite if none is."""
         f = np.where(ends, self._problem.seconds[place].to_end, np.inf)
         if self._limit is None:
             return np.minimum.accumulate(f[::-1])[::-1][1:]
-        memory = self._limit.memory(place, left)
-        room = np.maximum.accumulate(memory.to_end)  # never more room for a longer stage
-        last = np.searchsorted(room, self._limit.limit_bytes + memory.to_start[:-1], side="right")  # exclusive
-        return _window_minima(f, np.arange(1, len(f)), last)
+        memory = self._limit.memory(place, left)  # to_end is a running sum: a longer stage keeps more
+        end = np.searchsorted(memory.to_end, self._limit.limit_bytes + memory.to_start[:-1], side="right")
+        return _window_minima(f, np.arange(1, len(f)), end)
 
     def _next(self, i: int, device: int, left: int) -> Iterator[tuple[int, Place]]:
         for place in self._problem.places[device]:
             seconds = self._problem.seconds[place]
-            fits = (self.left[place.after] < left) & (seconds.to_end - seconds.to_start[i] <= self._within)
+            fits = self.left[place.after] < (left if self._limit else NEVER)
+            fits &= seconds.to_end - seconds.to_start[i] <= self._within
             fits[: i + 1] = False
             if self._limit is not None:
                 memory = self._limit.memory(place, left)
                 fits &= memory.to_end - memory.to_start[i] <= self._limit.limit_bytes
             yield from ((int(end), place) for end in np.flatnonzero(fits))
-
-
-def _fewest(rest: Counts, ends: NDArray[np.bool_]) -> Counts:
-    """The fewest stages behind any later end; a lower bound, which is all that counting without a limit needs."""
-    return np.minimum.accumulate(np.where(ends, rest, NEVER - 1)[::-1])[::-1][1:]
 
 
 def _window_minima(values: Floats, first: NDArray[np.int64], end: NDArray[np.int64]) -> Floats:

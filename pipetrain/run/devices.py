@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from pipetrain.plan.cluster import PCIE_3, SHARED_MEMORY, Cluster, Level
+
 
 def set_cpu_devices(count: int) -> None:
     """Split the CPU into ``count`` logical TensorFlow devices, ``CPU:0`` to ``CPU:count-1``.
@@ -70,6 +72,12 @@ def assign(devices: Sequence[str], stages: int) -> list[str]:
     """A device for each stage: neighbours share one where there are fewer devices than stages."""
     used = devices[:stages]
     return [used[stage * len(used) // stages] for stage in range(stages)]
+
+
+def described(devices: Sequence[str]) -> Cluster:
+    """What the planner should know of these devices: those of one processor share its memory, others PCIe."""
+    shared = all("CPU" in device for device in devices)
+    return Cluster((Level(SHARED_MEMORY if shared else PCIE_3),))
 
 
 def _cores() -> list[int]:

@@ -37,9 +37,9 @@ def start_tensorflow(cpu_devices: int) -> None:
     with quiet_stderr():
         import tensorflow as tf
 
-        import pipetrain
+        from pipetrain.run.devices import set_cpu_devices
 
         if not tf.config.list_physical_devices("GPU"):
-            pipetrain.set_cpu_devices(cpu_devices)
+            set_cpu_devices(cpu_devices)
         tf.config.list_logical_devices()
     tf.get_logger().setLevel("ERROR")

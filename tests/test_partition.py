@@ -1,0 +1,213 @@
+"""The planner against brute force, its cost and memory by hand, and what it tells people."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+
+import keras
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from pipetrain import __main__ as command_line
+from pipetrain.plan.advice import advise
+from pipetrain.plan.cluster import PCIE_3, Cluster, Level, Link, bandwidth_bytes_per_s, size_bytes
+from pipetrain.plan.memory import Training, demand
+from pipetrain.plan.partition import NoPlan, partition, plan
+from pipetrain.plan.profile import BlockProfile, Profile
+
+HOSTS_OF_2 = Cluster((Level(Link(2.0, 0.25), 2), Level(Link(0.5, 1.0))))
+CLUSTERS = [Cluster((Level(Link(1.0, 0.5)),)), HOSTS_OF_2, Cluster((Level(Link(math.inf)),))]
+
+
+def chain(blocks, batch_size=8):
+    """A profile of (seconds, output, weights, activations, update seconds) per block."""
+    return Profile(
+        "made up",
+        batch_size,
+        tuple(BlockProfile(f"b{n}", s / 4, 3 * s / 4, o, w, a, u) for n, (s, o, w, a, u) in enumerate(blocks)),
+    )
+
+
+def every_plan(profile, devices, cluster, replicate, training):
+    """All ways to cut and to place, stages side by side."""
+    blocks = len(profile.blocks)
+    counts = range(1, min(blocks, devices) + 1) if replicate else [devices]
+    for stages in counts:
+        for inner in itertools.combinations(range(1, blocks), stages - 1):
+            for replicas in itertools.product(range(1, devices + 1) if replicate else [1], repeat=stages):
+                if sum(replicas) <= devices:
+                    yield plan(profile, [*inner, blocks], cluster, replicas, training)
+
+
+def fullest(partition):
+    return max(stage.memory_bytes for stage in partition.stages)
+
+
+numbers = st.integers(0, 9)
+blocks = st.lists(st.tuples(numbers, numbers, st.integers(0, 20), numbers, st.integers(0, 2)), min_size=1, max_size=7)
+schemes = st.sampled_from(["spectrain", "vanilla", "weight-stashing", "vertical-sync", "gpipe", "1f1b"])
+trainings = st.builds(Training, schemes, st.integers(0, 2), st.integers(1, 3), st.booleans())
+
+
+@given(
+    blocks,
+    st.integers(1, 4),
+    st.sampled_from([1, 3, 8]),
+    st.sampled_from([CLUSTERS[0], CLUSTERS[2]]),
+    st.booleans(),
+    trainings,
+    st.floats(0, 1),
+)
+@settings(deadline=None, max_examples=300)
+def test_partition_equals_brute_force(blocks, devices, batch_size, cluster, replicate, training, tightness):
+    """The least slowest stage; the most even stages without a limit; and with one, whatever fits and nothing else."""
+    assume(replicate or devices <= len(blocks))
+    profile = chain(blocks, batch_size)
+    plans = list(every_plan(profile, devices, cluster, replicate, training))
+    best = partition(profile, devices, cluster, replicate=replicate, training=training)
+    least = min(each.slowest_s for each in plans)
+    assert best.slowest_s == pytest.approx(least)
+    squares = [
+        sum(s.total_s**2 for s in each.stages) for each in [best, *plans] if each.slowest_s <= least * (1 + 1e-9)
+    ]
+    assert squares[0] == pytest.approx(min(squares))
+    assert sum(stage.blocks for stage in best.stages) == len(blocks)
+    assert sum(best.replicas) <= devices
+    sizes = sorted(fullest(each) for each in plans)
+    limit = int(sizes[0] * 0.9 + tightness * (sizes[-1] - sizes[0] * 0.9))
+    limited = Cluster(cluster.levels, limit)
+    fitting = [each for each in plans if fullest(each) <= limit]
+    if not fitting:
+        with pytest.raises(NoPlan, match=r"too much. Received: memory_bytes=.*Try"):
+            partition(profile, devices, limited, replicate=replicate, training=training)
+        return
+    found = partition(profile, devices, limited, replicate=replicate, training=training)
+    assert fullest(found) <= limit
+    assert found.slowest_s == pytest.approx(min(each.slowest_s for each in fitting))
+
+
+@given(blocks, st.integers(1, 4))
+@settings(deadline=None, max_examples=100)
+def test_hosts_are_no_worse_than_side_by_side_and_more_devices_never_slower(blocks, devices):
+    """A stage may begin at the next host, which leaves a device unused."""
+    profile = chain(blocks)
+    best = partition(profile, devices, HOSTS_OF_2, replicate=True)
+    side_by_side = min(each.slowest_s for each in every_plan(profile, devices, HOSTS_OF_2, True, Training()))
+    assert best.slowest_s <= side_by_side * (1 + 1e-9)
+    more = partition(profile, devices + 1, HOSTS_OF_2, replicate=True)
+    assert more.slowest_s <= best.slowest_s * (1 + 1e-9)
+
+
+def test_a_stage_begins_at_the_next_host_where_summing_between_hosts_is_slow():
+    profile = chain([(4, 0, 0, 0, 0), (8, 0, 8, 0, 0)])
+    cluster = Cluster((Level(Link(1e3), 2), Level(Link(1e-3))))
+    best = partition(profile, 4, cluster, replicate=True)
+    assert [(stage.device, stage.replicas) for stage in best.stages] == [(0, 2), (2, 2)]
+    assert best.slowest_s == pytest.approx(8 / 2 + 8 / 1e3)
+
+
+def test_a_replicated_stage_by_hand():
+    """8 rows on 3 devices: 3 rows for the slowest; each sends its part, and sums 2 * 2/3 of the gradients."""
+    profile = chain([(8, 16, 30, 0, 2), (8, 0, 0, 0, 0)])
+    first, second = plan(profile, [1, 2], Cluster((Level(Link(10.0, 0.1)),)), [3, 1]).stages
+    assert first.total_s == pytest.approx(3 / 8 * 8 + 2 + (0.1 + 3 / 8 * 16 / 10) + 2 * 2 * (0.1 + 30 / 3 / 10))
+    assert second.total_s == pytest.approx(8 + 0.1 + 16 / 10)
+    assert (first.device, second.device) == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "weights"),
+    [
+        ("vanilla", [3, 3, 3, 3]),
+        ("weight-stashing", [6, 5, 4, 3]),
+        ("vertical-sync", [6, 6, 6, 6]),
+        ("spectrain", [4, 4, 4, 4]),
+    ],
+)
+def test_memory_in_multiples_of_the_weights(scheme, weights):
+    """Weights, momentum, gradients; what each scheme keeps besides; activations of every minibatch in flight."""
+    demands = [demand(Training(scheme), stage, 4) for stage in range(4)]
+    assert [each.weights for each in demands] == weights
+    assert [each.activations for each in demands] == [4, 3, 2, 1]
+
+
+def test_memory_of_microbatches_and_recomputation():
+    assert demand(Training("gpipe", microbatches=4), 0, 2) == (4, 1, 0)  # two sets of gradients while they are summed
+    assert demand(Training("1f1b", microbatches=4), 0, 2) == (4, 0.5, 0)
+    assert demand(Training("weight-stashing", recompute=True), 0, 4) == (6, 1, 4)
+    assert demand(Training("vanilla", recompute=True), 0, 4) == (6, 1, 4)  # forward's weights, to run it again with
+
+
+def test_a_thousand_blocks_over_64_devices_are_cut_well():
+    """Timed in benchmarks; here that it ends and reaches what no plan can beat by much."""
+    rng = np.random.default_rng(0)
+    profile = chain([(float(s), 10**6, 10**6, 10**6, 0) for s in rng.exponential(1e-3, 1000)], 128)
+    best = partition(profile, 64, Cluster((Level(PCIE_3, 4), Level(Link(1.25e9, 5e-5)))), replicate=True)
+    assert profile.total_s / 64 <= best.slowest_s < 1.3 * profile.total_s / 64
+
+
+@pytest.mark.parametrize(("text", "value"), [("16GiB", 2**34), ("512MiB", 2**29), ("2GB", 2 * 10**9), ("1.5k", 1500)])
+def test_sizes(text, value):
+    assert size_bytes(text) == value
+
+
+def test_bandwidths():
+    assert bandwidth_bytes_per_s("12GB/s") == 12e9
+    assert bandwidth_bytes_per_s("10Gb/s") == 1.25e9
+    for text in ("12", "GB/s", "0GB/s", "10Gb"):
+        with pytest.raises(ValueError, match="Not a bandwidth"):
+            bandwidth_bytes_per_s(text)
+
+
+def test_cluster_files(tmp_path):
+    path = tmp_path / "cluster.json"
+    level = {"devices": 4, "bandwidth": "12GB/s", "latency_us": 8}
+    path.write_text(json.dumps({"memory": "16GiB", "levels": [level, {"bandwidth": "10Gb/s"}]}))
+    cluster = Cluster.load(path)
+    assert cluster == Cluster((Level(Link(12e9, 8 * 1e-6), 4), Level(Link(1.25e9))), 2**34)
+    assert cluster.link(0, 3) == Link(12e9, 8 * 1e-6)
+    assert cluster.link(3, 4) == cluster.link(0, 7) == Link(1.25e9)
+    assert cluster.starts(3) == [3, 4]
+    for text in ("{", "[]", "{}", '{"levels": []}', '{"levels": [{"bandwidth": "1"}]}', '{"levels": [{"speed": 1}]}'):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"Not a cluster file.*Try"):
+            Cluster.load(path)
+    with pytest.raises(ValueError, match=r"whole groups.*\[4, 6\]"):
+        Cluster((Level(PCIE_3, 4), Level(PCIE_3, 6)))
+
+
+def test_advice():
+    """Heavy weights: a pipeline. None: data parallelism, which is simpler. One slow block at the front: a hybrid."""
+    fast = Cluster((Level(Link(100.0)),))
+    heavy = advise(chain([(1, 1, 1000, 0, 0)] * 4), 4, fast)
+    assert heavy.recommended == "pipeline"
+    assert "sums" in heavy.reason
+    light = advise(chain([(1, 1, 0, 0, 0)] * 4), 4, fast)
+    assert light.recommended == "data-parallel"
+    uneven = advise(chain([(6, 1, 0, 0, 0), (1, 1, 900, 0, 0), (1, 1, 900, 0, 0)]), 4, fast)
+    assert uneven.recommended == "hybrid"
+    assert uneven.ways["hybrid"].replicas == (3, 1)
+    assert advise(chain([(1, 1000, 1000, 0, 0)] * 4), 4, fast).recommended == "single"
+    text = str(uneven)
+    assert "Recommended: hybrid. Several devices for a slow stage gain" in text
+    assert "data-parallel" in text
+
+
+def test_plan_on_the_command_line(tmp_path, capsys):
+    layers = [keras.Input((16,)), *(keras.layers.Dense(64, activation="relu", name=f"d{n}") for n in range(4))]
+    keras.Sequential(layers, name="mlp").save(tmp_path / "m.keras")
+    common = ["plan", str(tmp_path / "m.keras"), "--batch-size", "16"]
+    assert command_line.main([*common, "--devices", "6"]) == 0
+    out = capsys.readouterr().out
+    assert all(word in out for word in ("d0", "hybrid", "replicas", "Recommended:"))
+    assert command_line.main([*common, "--devices", "6", "--memory", "20KiB"]) == 2
+    assert "No cut of 'mlp' fits" in capsys.readouterr().err
+    assert command_line.main(["plan", str(tmp_path / "none.keras"), "--devices", "6"]) == 2
+    assert "none.keras" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        command_line.main([*common, "--devices", "0"])
+    assert "'0' is not a number from 1 up" in capsys.readouterr().err
