@@ -189,13 +189,5 @@ def check_microbatches(microbatches: Any) -> None:
         raise ValueError(f"A batch has at least one microbatch. Received: microbatches={microbatches!r}. Try 4.")
 
 
-def check_not_yet(replicas: Sequence[int] | None) -> None:
-    """Refuse what is planned and not there."""
-    if replicas is not None and any(count != 1 for count in replicas):
-        raise NotImplementedError(
-            f"Replicated stages are not there yet. Received: replicas={replicas!r}. Try replicas=None."
-        )
-
-
 def _is_array(value: Any) -> bool:
     return hasattr(value, "__len__") and hasattr(value, "shape") and hasattr(value, "dtype")

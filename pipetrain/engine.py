@@ -39,7 +39,7 @@ class PipelineEngine:
         self._scheme = scheme
         self._feed = Feed(model)
         self._optimizer: keras.optimizers.Optimizer | None = None
-        self._stages: list[Stage] = []
+        self._stages: list[list[Stage]] = []
         self._pipeline: Pipeline | None = None
         self._ahead: ReadAhead | None = None
 
@@ -81,8 +81,9 @@ class PipelineEngine:
     def _new_pipeline(self, rows: int) -> Pipeline:
         """Stages for this compilation; compiled again, the same optimizer keeps what it has gathered."""
         stages = self.layout.build(rows, self._optimizer, self._compute_loss, self._recompute)
-        for new, old in zip(stages, self._stages, strict=False):
-            new.adopt(old)
+        for replicas, olds in zip(stages, self._stages, strict=False):
+            for new, old in zip(replicas, olds, strict=True):
+                new.adopt(old)
         self._stages = stages
         return Pipeline(stages, self._scheme, self.microbatches)
 

@@ -23,6 +23,7 @@ class Layout:
         stages: their number, a ``Partition`` of this model, or None for one per device.
         cuts: the last layer of every stage but the final one, instead of ``stages``.
         devices: full TensorFlow device names.
+        replicas: how many devices each stage has; None for those of a ``Partition``, or one.
         training: how it is trained, which decides on the memory that stages need.
 
     Raises:
@@ -36,6 +37,7 @@ class Layout:
         stages: int | Partition | None,
         cuts: Sequence[str] | None,
         devices: Sequence[str],
+        replicas: Sequence[int] | None = None,
         training: Training = DEFAULT_TRAINING,
     ) -> None:
         self.chain, self._training = Chain(model), training
@@ -49,12 +51,17 @@ class Layout:
             cuts = self._partition.cuts
         if cuts is not None:
             self._ends = cut_points(self.chain.blocks, cuts)
+        if replicas is None and self._partition is not None:
+            replicas = self._partition.replicas
+        if stages is None and replicas is not None:
+            stages = len(replicas)
         self.stages = len(self._ends) if self._ends else self._checked_count(stages, len(devices))
         if isinstance(stages, int) and stages != self.stages:
             raise ValueError(
                 f"The cuts make {self.stages} stages. Received: stages={stages}, cuts={cuts!r}. Try leaving stages out."
             )
-        self._devices = assign(devices, self.stages)
+        self.replicas = _checked_replicas(replicas, self.stages)
+        self._devices = assign(devices, sum(self.replicas))
 
     @property
     def distinct_devices(self) -> list[str]:
@@ -77,21 +84,36 @@ class Layout:
             measured = cached_profile(self.chain, batch_size, self._devices[0], verbose)
             cluster, training = described(self._devices), self._training
             if self._ends:
-                self._partition = plan(measured, self._ends, cluster, training=training)
+                self._partition = plan(measured, self._ends, cluster, self.replicas, training)
             else:
-                self._partition = partition(measured, self.stages, cluster, training=training)
+                cut = partition(measured, self.stages, cluster, training=training)
+                ends = cut_points(self.chain.blocks, cut.cuts)
+                self._partition = plan(measured, ends, cluster, self.replicas, training)
         return self._partition
 
     def build(
         self, batch_size: int, optimizer: keras.optimizers.Optimizer, loss: LossFunction, recompute: bool
-    ) -> list[Stage]:
-        """The stages, each on its device, the last one with the loss."""
+    ) -> list[list[Stage]]:
+        """Every stage's replicas, each on its device, those of the last with the loss."""
         blocks, ends = self.chain.blocks, self._ends
         if ends is None:
             cuts = self.partition(batch_size, True).cuts if self.stages > 1 else ()
             ends = cut_points(blocks, cuts)
-        stages = []
-        for first, end, device in zip([0, *ends[:-1]], ends, self._devices, strict=True):
+        stages, devices = [], iter(self._devices)
+        for first, end, replicas in zip([0, *ends[:-1]], ends, self.replicas, strict=True):
             segment = self.chain.segment(first, end)
-            stages.append(Stage(segment, device, optimizer, loss if end == len(blocks) else None, recompute))
+            its_loss = loss if end == len(blocks) else None
+            stages.append([Stage(segment, next(devices), optimizer, its_loss, recompute) for _ in range(replicas)])
         return stages
+
+
+def _checked_replicas(replicas: Sequence[int] | None, stages: int) -> tuple[int, ...]:
+    if replicas is None:
+        return (1,) * stages
+    counts = tuple(replicas)
+    if len(counts) != stages or any(not isinstance(count, int) or count < 1 for count in counts):
+        raise ValueError(
+            f"Replicas are one number from 1 up for each of {stages} stages. Received: replicas={replicas!r}. "
+            f"Try {(2, *(1,) * (stages - 1))}."
+        )
+    return counts

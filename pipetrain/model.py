@@ -48,7 +48,9 @@ class PipelineModel(keras.Model):
         cuts: instead of ``stages``, the name of the last layer of every stage but the final one.
         devices: TensorFlow devices, such as ``("CPU:0", "CPU:1")``; by default all logical CPU devices if there are
             several, else all GPUs. Fewer devices than stages: neighbours share.
-        replicas: not there yet.
+        replicas: how many devices each stage has, such as ``(2, 1, 1)``; by default one, or those of the ``Partition``.
+            Each replica takes its part of every minibatch's rows, and their gradients are summed: training is that of
+            the unreplicated stage, but for BatchNormalization and Dropout, which see or draw for a replica's rows.
         microbatches: pieces per minibatch for ``gpipe`` and ``1f1b``, 4 by default; the other schemes have one.
         recompute: keep only the inputs of a stage's forward and run it again before its backward, with the same
             seeds: less memory, more time, equal results. ``vanilla`` and ``spectrain``, whose backward reads newer
@@ -73,12 +75,11 @@ class PipelineModel(keras.Model):
         name: str | None = None,
     ) -> None:
         check_name(scheme)
-        checks.check_not_yet(stages.replicas if replicas is None and isinstance(stages, Partition) else replicas)
         checks.check_microbatches(microbatches)
         devices = resolve(devices)
         pieces = (microbatches or DEFAULT_MICROBATCHES) if scheme in ("gpipe", "1f1b") else 1
         training = Training("single" if scheme == DATA_PARALLEL else scheme, microbatches=pieces, recompute=recompute)
-        layout = Layout(model, stages, cuts, devices, training)
+        layout = Layout(model, stages, cuts, devices, replicas, training)
         if scheme != DATA_PARALLEL:
             checks.check_model(model)
             checks.check_precision(layout.chain.blocks)
@@ -165,6 +166,15 @@ class PipelineModel(keras.Model):
             super().make_train_function(force)
         else:
             self.train_function = self._train_step
+
+    def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
+        """Keras' own, which averages the first batch over the devices: impossible where their rows differ in number."""
+        if self.scheme == DATA_PARALLEL and iterator is not None:
+            first_of = self._engine.strategy.experimental_local_results
+            _, _, batches = next(iter(iterator))
+            data_batch = keras.tree.map_structure(lambda value: first_of(value)[0], next(batches))
+            iterator = None
+        super()._maybe_symbolic_build(iterator, data_batch)
 
     def begin_epoch(self, steps: int | None) -> None:
         """The next steps read from a new iterator, ``steps`` minibatches at most."""

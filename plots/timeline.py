@@ -22,24 +22,26 @@ FILL = {"F": "#56B4E9", "B": "#E69F00"}
 
 
 def draw(trace: Trace, output: Path, first: int = 0, minibatches: int = 12, title: str = "") -> Path:
-    """The span of time from the first to the last action of these minibatches, a row per stage."""
+    """The span of time from the first to the last action of these minibatches, a row per stage and replica."""
     chosen = [span for span in trace.spans if first <= span.minibatch < first + minibatches]
     if not chosen:
         raise ValueError(f"The trace has no such minibatches. Received: first={first}. Try 0.")
     start_s = min(span.start_s for span in chosen)
     end_s = max(span.end_s for span in chosen)
     shown = [span for span in trace.spans if span.start_s < end_s and span.end_s > start_s]
-    figure = Figure(figsize=(14, 0.9 + 0.62 * trace.stages), layout="constrained")
+    rows = {place: row for row, place in enumerate(trace.rows)}
+    figure = Figure(figsize=(14, 0.9 + 0.62 * len(rows)), layout="constrained")
     axes = figure.subplots()
     for span in shown:
         left_ms, width_ms = (span.start_s - start_s) * 1e3, (span.end_s - span.start_s) * 1e3
         alpha = 1.0 if first <= span.minibatch < first + minibatches else 0.35
-        axes.barh(span.stage, width_ms, left=left_ms, height=0.86, color=FILL[span.op], edgecolor="white", alpha=alpha)
+        row = rows[span.stage, span.replica]
+        axes.barh(row, width_ms, left=left_ms, height=0.86, color=FILL[span.op], edgecolor="white", alpha=alpha)
         if width_ms > 0.009 * (end_s - start_s) * 1e3:
             middle_ms = left_ms + width_ms / 2
-            axes.text(middle_ms, span.stage, span.minibatch, ha="center", va="center", fontsize=8, clip_on=True)
-    axes.set(xlim=(0, (end_s - start_s) * 1e3), ylim=(trace.stages - 0.5, -0.5), xlabel="milliseconds", title=title)
-    axes.set_yticks(range(trace.stages), [f"stage {stage}" for stage in range(trace.stages)])
+            axes.text(middle_ms, row, span.minibatch, ha="center", va="center", fontsize=8, clip_on=True)
+    axes.set(xlim=(0, (end_s - start_s) * 1e3), ylim=(len(rows) - 0.5, -0.5), xlabel="milliseconds", title=title)
+    axes.set_yticks(range(len(rows)), trace.row_names())
     handles = [Patch(color=FILL["F"], label="forward"), Patch(color=FILL["B"], label="backward and update")]
     figure.legend(handles=handles, loc="outside upper right", ncols=2, frameon=False)
     return save(figure, output)

@@ -363,3 +363,11 @@ def test_layers_inside_layers_know_that_they_train():
         fit(model, x, y, batch_size=8)
         weights.append(model.get_weights())
     networks.assert_close(weights[1], weights[0], 1e-5)
+
+
+def test_data_parallel_takes_batches_that_do_not_divide():
+    x, y = networks.data(70)
+    pm = pipetrain.PipelineModel(networks.mlp(), scheme="data-parallel", devices=[f"CPU:{n}" for n in range(4)])
+    pm.compile(keras.optimizers.SGD(0.05), networks.crossentropy(), metrics=["accuracy"])
+    history = pm.fit(x, y, batch_size=18, epochs=2, validation_data=(x, y), verbose=0).history
+    assert history["loss"][1] < history["loss"][0]

@@ -155,9 +155,10 @@ def test_a_loss_that_microbatches_cannot_rebuild():
         pm.compile("sgd", loss)
 
 
-def test_what_is_not_there_yet_says_so():
-    with refused("replicas", NotImplementedError):
-        pipetrain.PipelineModel(networks.mlp(), stages=2, replicas=(2, 1))
+@pytest.mark.parametrize("replicas", [(2,), (2, 0), (1, 1.5), (1, 1, 1)])
+def test_replicas_are_a_number_for_each_stage(replicas):
+    with refused("2 stages.*replicas="):
+        pipetrain.PipelineModel(networks.mlp(), stages=2, replicas=replicas)
 
 
 def test_profiles_need_a_row():

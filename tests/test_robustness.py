@@ -48,7 +48,7 @@ def test_an_exception_in_any_stage_reaches_the_caller(scheme, monkeypatch):
             calls = []
 
             def broken(self, *args, k=k, original=original, calls=calls, op=op):
-                if self is pm._engine._pipeline._stages[k]:
+                if self is pm._engine._pipeline._stages[k][0]:
                     calls.append(op)
                     if len(calls) == 6:
                         raise KeyError("boom")

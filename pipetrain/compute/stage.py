@@ -85,19 +85,31 @@ class Stage:
         """Take over what another stage's optimizer of the same blocks has gathered."""
         self._optimizer_step.adopt(other._optimizer_step)
 
-    def load(self, iterations: int = 0) -> None:
-        """Take weights and state from the model; the optimizer has made so many steps."""
+    def load(self, iterations: int = 0, replica: int = 0) -> None:
+        """Take weights and state from the model; the optimizer has made so many steps.
+
+        Every replica of a stage draws other random numbers: they are for other rows.
+        """
         with tf.device(self.device):
             self.optimizer.iterations.assign(iterations)
             for mine, original in zip(self.variables, self._weights, strict=True):
                 mine.assign(original.value)
-            self._state = [tf.identity(variable.value) for variable in self._model_state]
+            self._state = [_state_of(variable, replica) for variable in self._model_state]
 
     def store(self, snapshot: Sequence[tf.Tensor] | None = None) -> None:
         """Hand weights and state, as they are or as in a snapshot, to the model."""
         values = self.snapshot() if snapshot is None else snapshot
         for variable, value in zip([*self._weights, *self._model_state], values, strict=True):
             variable.assign(value)
+
+    def averaged(self, others: Sequence[Stage]) -> list[tf.Tensor]:
+        """The weights, and the state averaged over replicas where it is no count and no seed."""
+        if not others:
+            return self.snapshot()
+        everyone = zip(self._state, *(other._state for other in others), strict=True)
+        with tf.device(self.device):
+            state = [tf.add_n(each) / len(each) if each[0].dtype.is_floating else each[0] for each in everyone]
+        return [*self.weights(), *state]
 
     def snapshot(self) -> list[tf.Tensor]:
         """The weights and the state as they are; later updates leave these tensors alone."""
@@ -237,6 +249,13 @@ def _like(variable: keras.Variable) -> keras.Variable:
         copy = keras.Variable(value, trainable=True, dtype=variable.dtype, name=variable.name)
     copy.constraint = variable.constraint
     return copy
+
+
+def _state_of(variable: keras.Variable, replica: int) -> tf.Tensor:
+    value = tf.identity(variable.value)
+    if replica and variable.path.endswith("seed_generator_state"):
+        return value + tf.constant([replica * 2654435769 % 2**32, 0], value.dtype)
+    return value
 
 
 def _any_rows(spec: tf.TensorSpec) -> tf.TensorSpec:

@@ -12,7 +12,7 @@ from pipetrain.plan.actions import Op
 
 
 class Span(NamedTuple):
-    """One action of one stage, in seconds since the trace's start, and the weight version it began with."""
+    """One action of one replica of a stage, in seconds since the trace's start, and the version it began with."""
 
     op: Op
     stage: int
@@ -21,6 +21,7 @@ class Span(NamedTuple):
     start_s: float
     end_s: float
     version: int
+    replica: int = 0
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,11 @@ class Trace:
         return 1 + max((span.stage for span in self.spans), default=-1)
 
     @property
+    def rows(self) -> list[tuple[int, int]]:
+        """Every stage and replica that did anything, in order."""
+        return sorted({(span.stage, span.replica) for span in self.spans})
+
+    @property
     def duration_s(self) -> float:
         """Seconds from the first span's start to the last one's end."""
         return max((span.end_s for span in self.spans), default=0.0)
@@ -55,15 +61,25 @@ class Trace:
         if not self.spans:
             return 0.0
         busy = sum(self.busy_s(stage) for stage in range(self.stages))
-        return 1.0 - busy / (self.duration_s * self.stages)
+        return 1.0 - busy / (self.duration_s * len(self.rows))
 
     def to_chrome(self) -> dict[str, Any]:
-        """The trace in Chrome's format (chrome://tracing, ui.perfetto.dev): a row per stage, times in microseconds."""
+        """The trace in Chrome's format (chrome://tracing, ui.perfetto.dev).
+
+        A row per stage and replica, times in microseconds.
+        """
         names = [
-            {"ph": "M", "name": "thread_name", "pid": 0, "tid": stage, "args": {"name": f"stage {stage}"}}
-            for stage in range(self.stages)
+            {"ph": "M", "name": "thread_name", "pid": 0, "tid": row, "args": {"name": name}}
+            for row, name in enumerate(self.row_names())
         ]
-        return {"displayTimeUnit": "ms", "traceEvents": names + [_event(span) for span in self.spans]}
+        row_of = {place: row for row, place in enumerate(self.rows)}
+        events = [_event(span, row_of[span.stage, span.replica]) for span in self.spans]
+        return {"displayTimeUnit": "ms", "traceEvents": names + events}
+
+    def row_names(self) -> list[str]:
+        """For people: what each of ``rows`` is."""
+        several = {stage for stage, replica in self.rows if replica}
+        return [f"stage {stage}" + f", replica {replica}" * (stage in several) for stage, replica in self.rows]
 
     def save(self, path: str | Path) -> None:
         """Write Chrome's JSON to a file."""
@@ -76,16 +92,22 @@ class Trace:
         return cls(tuple(_span(event) for event in events if event["ph"] == "X"))
 
 
-def _event(span: Span) -> dict[str, Any]:
+def _event(span: Span, row: int) -> dict[str, Any]:
     return {
         "ph": "X",
         "name": f"{span.op}{span.minibatch}",
         "cat": "forward" if span.op == "F" else "backward",
         "pid": 0,
-        "tid": span.stage,
+        "tid": row,
         "ts": span.start_s * 1e6,
         "dur": (span.end_s - span.start_s) * 1e6,
-        "args": {"minibatch": span.minibatch, "device": span.device, "weight_version": span.version},
+        "args": {
+            "minibatch": span.minibatch,
+            "device": span.device,
+            "weight_version": span.version,
+            "stage": span.stage,
+            "replica": span.replica,
+        },
     }
 
 
@@ -93,10 +115,11 @@ def _span(event: dict[str, Any]) -> Span:
     args = event["args"]
     return Span(
         op="F" if event["cat"] == "forward" else "B",
-        stage=event["tid"],
+        stage=args["stage"],
         minibatch=args["minibatch"],
         device=args["device"],
         start_s=event["ts"] / 1e6,
         end_s=(event["ts"] + event["dur"]) / 1e6,
         version=args["weight_version"],
+        replica=args["replica"],
     )

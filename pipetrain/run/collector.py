@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -30,36 +31,45 @@ class Collector:
 
     A synchronous result counts once every stage has made the minibatch's update; an asynchronous one as soon as
     the last stage has run it.
+
+    Args:
+        replicas: of each stage.
+        synchronous: which of the two.
+        updates_before: updates made before those that are reported.
     """
 
-    def __init__(self, stages: int, synchronous: bool, updates_before: int) -> None:
+    def __init__(self, replicas: Sequence[int], synchronous: bool, updates_before: int) -> None:
         self.results: deque[Result] = deque()
         self.snapshots: deque[Snapshot] = deque()
         self._synchronous, self._updates_before = synchronous, updates_before
-        self._versions, self._released = [0] * stages, 0
-        self._outputs: list[Output] = []
+        self._stages, self._last_replicas = len(replicas), replicas[-1]
+        self._versions = {(stage, replica): 0 for stage, count in enumerate(replicas) for replica in range(count)}
+        self._released = 0
+        self._outputs: defaultdict[int, list[Output]] = defaultdict(list)
         self._waiting: deque[Result] = deque()
         self._parts: defaultdict[int, dict[int, list[tf.Tensor]]] = defaultdict(dict)
 
     def add(self, report: Output | Updated) -> None:
         """Take one report."""
         if isinstance(report, Output):
-            self._outputs.append(report)
-            if report.microbatch.index == report.microbatch.group[-1]:
-                self._waiting.append(_joined(self._outputs))
-                self._outputs = []
+            outputs = self._outputs[report.microbatch.minibatch]
+            outputs.append(report)
+            if len(outputs) == self._last_replicas * len(report.microbatch.group):
+                in_order = sorted(outputs, key=lambda output: (output.microbatch.index, output.replica))
+                self._waiting.append(_joined([output for output in in_order if output.loss is not None]))
+                del self._outputs[report.microbatch.minibatch]
         else:
-            self._versions[report.stage] = report.version
+            self._versions[report.stage, report.replica] = report.version
             if report.snapshot is not None:
                 self._add_snapshot(report.stage, report.version, report.snapshot)
-        while self._waiting and (not self._synchronous or self._released < min(self._versions)):
+        while self._waiting and (not self._synchronous or self._released < min(self._versions.values())):
             self.results.append(self._waiting.popleft())
             self._released += 1
 
     def _add_snapshot(self, stage: int, version: int, values: list[tf.Tensor]) -> None:
         parts = self._parts[version]
         parts[stage] = values
-        if len(parts) == len(self._versions):
+        if len(parts) == self._stages:
             del self._parts[version]
             ordered = [parts[k] for k in range(len(parts))]
             self.snapshots.append(Snapshot(self._updates_before + version, ordered))

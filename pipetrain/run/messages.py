@@ -13,20 +13,31 @@ class Microbatch(NamedTuple):
     """One microbatch on its way down the stages.
 
     ``index`` counts microbatches since the pipeline was last empty, ``minibatch`` counts minibatches;
-    ``group`` are the microbatches of the same minibatch. ``share`` is its part of the minibatch's rows,
-    ``loss_share`` the factor of its loss in the minibatch's. ``targets`` are the labels and sample weights, for
-    the last stage; ``penalty`` the regularization losses of the stages passed.
+    ``group`` are the microbatches of the same minibatch. ``share`` is its part of the minibatch's rows, ``rows`` how
+    many they are; ``loss_is_mean`` says whether a loss is the mean over them. ``values`` are None for a replica that
+    has none of the rows. ``targets`` are the labels and sample weights, for the last stage; ``penalty`` the
+    regularization losses of the stages passed.
     """
 
     index: int
     minibatch: int
     group: range
     share: float
-    loss_share: float
+    loss_is_mean: bool
+    rows: int
     learning_rate: float | None
     values: Values | None
     targets: Any
     penalty: tf.Tensor | None = None
+
+    @property
+    def loss_share(self) -> float:
+        """The factor of this microbatch's loss in the minibatch's."""
+        return self.share if self.loss_is_mean else 1.0
+
+    def with_values(self, values: Values | None) -> Microbatch:
+        """This microbatch with the values, or some of their rows."""
+        return self._replace(values=values)
 
     def passed(self, penalty: tf.Tensor | None) -> Microbatch:
         """This microbatch after a stage's forward: its inputs let go, the stage's penalty added."""
@@ -35,16 +46,18 @@ class Microbatch(NamedTuple):
 
 
 class Output(NamedTuple):
-    """The last stage's report of one forward."""
+    """The report of one forward by a replica of the last stage; without loss and predictions where it had no rows."""
 
     microbatch: Microbatch
-    loss: tf.Tensor
-    predictions: Values
+    replica: int
+    loss: tf.Tensor | None
+    predictions: Values | None
 
 
 class Updated(NamedTuple):
-    """A stage's report of one update: minibatches applied since the start, and the weights if asked for."""
+    """A replica's report of one update: minibatches applied since the start, and the weights if asked for."""
 
     stage: int
+    replica: int
     version: int
     snapshot: list[tf.Tensor] | None

@@ -14,10 +14,11 @@ from pipetrain.compute.stage import Stage, Values
 from pipetrain.plan.schemes import Scheme
 from pipetrain.plan.trace import Span, Trace
 from pipetrain.run.collector import Collector, Result, Snapshot
-from pipetrain.run.devices import transfer
+from pipetrain.run.exchange import Door, Inlet, Outlet, joined, rows_of, take
 from pipetrain.run.mailbox import Closed, Mailbox
 from pipetrain.run.messages import Microbatch, Output, Updated
-from pipetrain.run.worker import Control, Door, Doors, Worker
+from pipetrain.run.reduction import Reduction
+from pipetrain.run.worker import Control, Doors, Seat, Worker
 
 KEPT_SPANS = 200_000  # the newest spans that are kept, so that no run is too long for memory
 SWITCH_INTERVAL_S = 5e-4  # a stage whose inputs are there must not wait Python's usual 5 ms for its turn
@@ -31,7 +32,7 @@ class Pipeline:
     model, the latter hand them back.
 
     Args:
-        stages: the stages in order.
+        stages: the replicas of every stage in order.
         scheme: order of actions and choice of weights.
         microbatches: pieces that a minibatch is split into.
 
@@ -39,8 +40,9 @@ class Pipeline:
     keep in ``snapshots`` the weights of every so many updates after ``first_update``.
     """
 
-    def __init__(self, stages: Sequence[Stage], scheme: Scheme, microbatches: int) -> None:
-        self._stages, self._scheme, self._microbatches = list(stages), scheme, microbatches
+    def __init__(self, stages: Sequence[Sequence[Stage]], scheme: Scheme, microbatches: int) -> None:
+        self._stages = [list(replicas) for replicas in stages]
+        self._scheme, self._microbatches = scheme, microbatches
         self.loss_is_mean = True
         self._workers: list[Worker] = []
         self._boxes: list[Mailbox[Any]] = []
@@ -72,31 +74,38 @@ class Pipeline:
         if targets == self._traced_for:
             return
         self.drain()
-        masks: list[Any] = [None] * len(self._stages[0].segment.inputs)
-        for stage in self._stages[:-1]:
-            masks = stage.trace(masks)
-        self._stages[-1].trace(masks, targets)
+        masks: list[Any] = [None] * len(self._stages[0][0].segment.inputs)
+        for stage in self._stages:
+            last = stage is self._stages[-1]
+            given, masks = masks, []
+            for replica in stage:
+                masks = replica.trace(given, targets if last else None)
         self._traced_for = targets
 
     def post(self, x: list[tf.Tensor], y: Any, sample_weight: Any, learning_rate: float | None) -> None:
         """Send a minibatch on its way; starts the threads if the pipeline is empty."""
         if not self._workers:
             self._start()
-        pieces = _split((x, (y, sample_weight)), self._microbatches)
+        rows = int(x[0].shape[0])
+        parts = min(self._microbatches, rows)
+        pieces = [rows_of(rows, part, parts) for part in range(parts)]
         group = range(self._posted_microbatches, self._posted_microbatches + len(pieces))
-        device = self._stages[0].device
-        for index, (share, (inputs, targets)) in zip(group, pieces, strict=True):
+        for index, piece in zip(group, pieces, strict=True):
             microbatch = Microbatch(
                 index=index,
                 minibatch=self._posted,
                 group=group,
-                share=share,
-                loss_share=share if self.loss_is_mean else 1.0,
+                share=len(piece) / rows,
+                loss_is_mean=self.loss_is_mean,
+                rows=len(piece),
                 learning_rate=learning_rate,
-                values=Values([transfer(each, device) for each in inputs], [None] * len(inputs)),
-                targets=targets,
+                values=None,
+                targets=take((y, sample_weight), piece, rows),
             )
-            self._guarded(lambda sent=microbatch: self._boxes[0].put(sent))
+            inputs = Values(take(x, piece, rows), [None] * len(x))
+            self._guarded(
+                lambda sent=microbatch, inputs=inputs: self._entrance.send(sent.with_values, inputs, sent.rows)
+            )
         self._posted += 1
         self._posted_microbatches += len(group)
 
@@ -118,7 +127,7 @@ class Pipeline:
                 "The stages rest while a snapshot is looked at. Received: a call that needs the pipeline to drain. "
                 "Try the model that the function is given."
             )
-        self._guarded(lambda: self._boxes[0].put(None))
+        self._guarded(self._entrance.close)
         for worker in self._workers:
             worker.join()
         if self._error is not None:
@@ -152,7 +161,7 @@ class Pipeline:
 
     def restore(self, snapshot: Snapshot) -> None:
         """Write a snapshot into the model's own variables."""
-        for stage, values in zip(self._stages, snapshot.stages, strict=True):
+        for (stage, *_), values in zip(self._stages, snapshot.stages, strict=True):
             stage.store(values)
 
     def _start(self) -> None:
@@ -160,9 +169,11 @@ class Pipeline:
         self._posted = self._posted_microbatches = 0
         self._reports: Mailbox[Output | Updated] = Mailbox()
         self._control = Control(self._reports.put, self._fail, self._wants_snapshot)
-        self._collector = Collector(len(self._stages), not self._scheme.asynchronous, self.updates - self.first_update)
+        replicas = [len(stage) for stage in self._stages]
+        self._collector = Collector(replicas, not self._scheme.asynchronous, self.updates - self.first_update)
         for stage in self._stages:
-            stage.load(self.updates)
+            for number, replica in enumerate(stage):
+                replica.load(self.updates, number)
         self._workers = self._make_workers()
         self._switch_interval_s = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -170,17 +181,30 @@ class Pipeline:
             worker.start()
 
     def _make_workers(self) -> list[Worker]:
-        stages = self._stages
         capacity = self.window * self._microbatches + 1
-        inboxes: list[Mailbox[Any]] = [Mailbox(capacity) for _ in stages]
-        returns: list[Mailbox[Any]] = [Mailbox(capacity) for _ in stages]
-        self._boxes = [*inboxes, *returns, self._reports]
-        workers = []
-        for k, stage in enumerate(stages):
-            above = Door(returns[k - 1], stages[k - 1].device) if k > 0 else None
-            below = Door(inboxes[k + 1], stages[k + 1].device) if k + 1 < len(stages) else None
-            doors = Doors(inboxes[k], returns[k], above, below)
-            workers.append(Worker(k, len(stages), stage, self._scheme, doors, self._control))
+        # A mailbox for each reader and each writer: from the caller into stage 0, between every two stages both ways.
+        readers, writers = [*self._stages, []], [[None], *self._stages]
+        down = [
+            [[Mailbox(capacity) for _ in above] for _ in here] for here, above in zip(readers, writers, strict=True)
+        ]
+        up = [[[Mailbox(capacity) for _ in here] for _ in above] for here, above in zip(readers, writers, strict=True)]
+        reductions = [Reduction(stage) for stage in self._stages]
+        self._boxes = [box for way in (down, up) for stage in way for boxes in stage for box in boxes]
+        self._boxes += [box for reduction in reductions for box in reduction.mailboxes]
+        self._boxes.append(self._reports)
+        self._entrance = _outlet(down[0], self._stages[0], 0, 1)
+        workers, last = [], len(self._stages) - 1
+        for k, stage in enumerate(self._stages):
+            for number, replica in enumerate(stage):
+                seat = Seat(k, len(self._stages), number, len(stage))
+                doors = Doors(
+                    inbox=Inlet(down[k][number], _joined_microbatches),
+                    returns=Inlet(up[k + 1][number], joined),
+                    above=_outlet(up[k], self._stages[k - 1], number, len(stage)) if k > 0 else None,
+                    below=_outlet(down[k + 1], self._stages[k + 1], number, len(stage)) if k < last else None,
+                    reduction=reductions[k],
+                )
+                workers.append(Worker(seat, replica, self._scheme, doors, self._control))
         return workers
 
     def _end(self, store: bool) -> None:
@@ -190,8 +214,8 @@ class Pipeline:
         self.updates += min(worker.updates for worker in self._workers)
         self._workers, self._boxes = [], []
         if store:
-            for stage in self._stages:
-                stage.store()
+            for stage, *others in self._stages:
+                stage.store(stage.averaged(others))
 
     def _wants_snapshot(self, version: int) -> bool:
         step = self.updates - self.first_update + version
@@ -227,19 +251,18 @@ class Pipeline:
             raise
 
 
-def _split(data: Any, pieces: int) -> list[tuple[float, Any]]:
-    """The rows of ``data`` in up to ``pieces`` parts, as even as can be, each with its share of the rows."""
-    tensors = tf.nest.flatten(data)
-    rows = int(tensors[0].shape[0])
-    pieces = min(pieces, rows)
-    if pieces == 1:
-        return [(1.0, data)]
-    ends = [rows * (n + 1) // pieces for n in range(pieces)]
-    parts = []
-    for first, end in zip([0, *ends[:-1]], ends, strict=True):
-        part = tf.nest.map_structure(lambda tensor, a=first, b=end: None if tensor is None else tensor[a:b], data)
-        parts.append(((end - first) / rows, part))
-    return parts
+def _outlet(boxes: list[list[Mailbox[Any]]], readers: Sequence[Stage], replica: int, replicas: int) -> Outlet:
+    """From one replica to every reader: the mailbox that is the replica's among each reader's."""
+    doors = [Door(mine[replica], reader.device) for mine, reader in zip(boxes, readers, strict=True)]
+    return Outlet(doors, replica, replicas)
+
+
+def _joined_microbatches(parts: Sequence[Microbatch | None]) -> Microbatch:
+    """One microbatch from what the replicas above sent of it: their rows one after another, their penalties added."""
+    present = [part for part in parts if part is not None]
+    penalties = [part.penalty for part in present if part.penalty is not None]
+    values = joined([part.values for part in present])
+    return present[0]._replace(values=values, penalty=tf.add_n(penalties) if penalties else None)
 
 
 def _add_note(error: BaseException, note: str) -> None:

@@ -10,33 +10,38 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from pipetrain.compute.bound import Newest
-from pipetrain.compute.stage import Kept, Stage, Values
+from pipetrain.compute.stage import Kept, Stage
 from pipetrain.plan.actions import Action
 from pipetrain.plan.schemes import Scheme
 from pipetrain.plan.trace import Span
 from pipetrain.plan.versions import WeightVersions
-from pipetrain.run.devices import pin, transfer
-from pipetrain.run.mailbox import Closed, Mailbox
+from pipetrain.run.devices import pin
+from pipetrain.run.exchange import Inlet, Outlet, rows_of, take
+from pipetrain.run.mailbox import Closed
 from pipetrain.run.messages import Microbatch, Output, Updated
+from pipetrain.run.reduction import Reduction
 
 
-class Door(NamedTuple):
-    """A neighbour's mailbox and the device its reader works on."""
+class Seat(NamedTuple):
+    """Which replica of which stage a worker is, and of how many."""
 
-    mailbox: Mailbox[Any]
-    device: str
+    stage: int
+    stages: int
+    replica: int
+    replicas: int
 
 
 class Doors(NamedTuple):
-    """A stage's mailboxes: microbatches come into ``inbox``, gradients into ``returns``; None past the ends.
+    """What comes in and goes out: microbatches into ``inbox``, gradients into ``returns``; None past the ends.
 
-    A None in the inbox says that no more microbatches will come.
+    A None in the inbox says that no more microbatches will come. ``reduction`` joins the stage's replicas.
     """
 
-    inbox: Mailbox[Microbatch | None]
-    returns: Mailbox[list[tf.Tensor]]
-    above: Door | None
-    below: Door | None
+    inbox: Inlet[Microbatch]
+    returns: Inlet[list[tf.Tensor] | None]
+    above: Outlet | None
+    below: Outlet | None
+    reduction: Reduction
 
 
 class Control:
@@ -54,16 +59,17 @@ class Control:
 
 
 class Worker(threading.Thread):
-    """One stage of a pipeline, from one start to one drain."""
+    """One replica of one stage of a pipeline, from one start to one drain."""
 
-    def __init__(self, number: int, stages: int, stage: Stage, scheme: Scheme, doors: Doors, control: Control) -> None:
-        super().__init__(name=f"pipetrain stage {number}", daemon=True)
+    def __init__(self, seat: Seat, stage: Stage, scheme: Scheme, doors: Doors, control: Control) -> None:
+        name = f"pipetrain stage {seat.stage}" + (f", replica {seat.replica}" if seat.replicas > 1 else "")
+        super().__init__(name=name, daemon=True)
         self.spans: list[Span] = []
-        self._number, self._stages, self._stage = number, stages, stage
+        self._seat, self._stage = seat, stage
         self._schedule, self._doors, self._control = scheme.schedule, doors, control
         self._synchronous = not scheme.asynchronous
-        self._versions = WeightVersions(scheme.policy, number, stages, newest=Newest, keep=stage.weights)
-        self._in_flight: dict[int, tuple[Microbatch, Kept]] = {}
+        self._versions = WeightVersions(scheme.policy, *seat[:2], newest=Newest, keep=stage.weights)
+        self._in_flight: dict[int, tuple[Microbatch, Kept | None]] = {}
         self._gradients: list[Any] | None = None
         self._now: tuple[Action, Microbatch] | None = None
 
@@ -76,7 +82,7 @@ class Worker(threading.Thread):
         """The thread's body. An exception stops the pipeline and is kept for its caller."""
         try:
             pin(self._stage.device)
-            for action in self._schedule(self._number, self._stages, self._arrivals()):
+            for action in self._schedule(*self._seat[:2], self._arrivals()):
                 self._act(action)
         except Closed:
             pass
@@ -88,7 +94,7 @@ class Worker(threading.Thread):
         while (microbatch := self._doors.inbox.peek()) is not None:
             yield microbatch.group
         if self._doors.below:
-            self._doors.below.mailbox.put(None)
+            self._doors.below.close()
 
     def _act(self, action: Action) -> None:
         forward = action.op == "F"
@@ -100,10 +106,11 @@ class Worker(threading.Thread):
             self._forward(received)
         else:
             self._backward(action.minibatch, received)
-        span = Span(
-            action.op, self._number, action.minibatch, self._stage.device, start_s, time.perf_counter(), version
+        stage, _, replica, _ = self._seat
+        end_s = time.perf_counter()
+        self.spans.append(
+            Span(action.op, stage, action.minibatch, self._stage.device, start_s, end_s, version, replica)
         )
-        self.spans.append(span)
 
     def _returned(self) -> list[tf.Tensor] | None:
         return self._doors.returns.get() if self._doors.below else None
@@ -113,45 +120,67 @@ class Worker(threading.Thread):
         weights = self._versions.forward(microbatch.minibatch)
         if self._stage.recompute and not self._versions.lasts(microbatch.minibatch):
             weights = self._stage.weights(weights)
-        result = self._stage.forward(weights, microbatch.values, None if below else microbatch.targets)
-        microbatch = microbatch.passed(result.penalty)
-        self._in_flight[microbatch.index] = (microbatch, result.kept)
+        result, output, loss = None, None, None
+        if microbatch.values is not None:
+            targets = None if below else take(microbatch.targets, self._mine(microbatch), microbatch.rows)
+            result = self._stage.forward(weights, microbatch.values, targets)
+            output, loss = result.output, result.loss
+        microbatch = microbatch.passed(result and result.penalty)
+        self._in_flight[microbatch.index] = (microbatch, result and result.kept)
         if below:
-            masks = [None if mask is None else transfer(mask, below.device) for mask in result.output.masks]
-            values = Values([transfer(tensor, below.device) for tensor in result.output.tensors], masks)
-            below.mailbox.put(microbatch._replace(values=values))
+            sent = microbatch._replace(penalty=self._part_of(microbatch.penalty, microbatch))
+            below.send(sent.with_values, output, microbatch.rows)
         else:
-            self._control.report(Output(microbatch, result.loss, result.output))
+            mine = microbatch._replace(share=microbatch.share * self._fraction(microbatch))
+            self._control.report(Output(mine, self._seat.replica, loss, output))
 
     def _backward(self, index: int, returned: list[tf.Tensor] | None) -> None:
         microbatch, kept = self._in_flight.pop(index)
         above = self._doors.above
         weights = self._versions.backward(microbatch.minibatch)
-        starts = [microbatch.loss_share] if returned is None else returned
-        gradients, by_input = self._stage.backward(weights, kept, starts, microbatch.share)
+        by_input = None
+        if kept is not None:
+            share = microbatch.share * self._fraction(microbatch)
+            starts = [share if microbatch.loss_is_mean else 1.0] if returned is None else returned
+            gradients, by_input = self._stage.backward(weights, kept, starts, share)
+            self._gradients = self._stage.accumulate(self._gradients, gradients)
         del weights, kept  # held by nobody, the variables' buffers are updated in place
         if above:
-            above.mailbox.put([transfer(gradient, above.device) for gradient in by_input])
-        self._gradients = self._stage.accumulate(self._gradients, gradients)
+            above.send(lambda values: values, by_input, microbatch.rows)
         if index == microbatch.group[-1]:
             self._update(microbatch.learning_rate)
 
     def _update(self, learning_rate: float | None) -> None:
         self._versions.before_update()
-        gradients, self._gradients = self._gradients or [], None
+        stage, _, replica, _ = self._seat
+        gradients, self._gradients = self._doors.reduction.sum(replica, self._gradients), None
         self._stage.update(gradients, learning_rate)
         version = self._versions.version
-        snapshot = self._stage.snapshot() if self._control.wants_snapshot(version) else None
-        if self._synchronous or snapshot is not None:  # else nobody waits for it, and waking the caller costs
-            self._control.report(Updated(self._number, version, snapshot))
+        wanted = replica == 0 and self._control.wants_snapshot(version)
+        snapshot = self._stage.snapshot() if wanted else None
+        if self._synchronous or wanted:  # else nobody waits for it, and waking the caller costs
+            self._control.report(Updated(stage, replica, version, snapshot))
+
+    def _mine(self, microbatch: Microbatch) -> range:
+        return rows_of(microbatch.rows, self._seat.replica, self._seat.replicas)
+
+    def _fraction(self, microbatch: Microbatch) -> float:
+        """The part of the microbatch's rows that are this replica's."""
+        return len(self._mine(microbatch)) / microbatch.rows
+
+    def _part_of(self, penalty: tf.Tensor | None, microbatch: Microbatch) -> tf.Tensor | None:
+        """What this replica contributes to the penalty of all replicas' rows."""
+        if penalty is None or self._seat.replicas == 1:
+            return penalty
+        return penalty * self._fraction(microbatch)
 
     def _place(self) -> str:
         """For people: what this stage was doing."""
         if self._now is None:
-            return f"Raised in stage {self._number} before its first action."
+            return f"Raised in {self.name.removeprefix('pipetrain ')} before its first action."
         action, microbatch = self._now
         kind = "forward" if action.op == "F" else "backward"
         which = f"minibatch {microbatch.minibatch}"
         if len(microbatch.group) > 1:
             which += f", microbatch {action.minibatch - microbatch.group[0]}"
-        return f"Raised in stage {self._number}, {kind} of {which} (action {action})."
+        return f"Raised in {self.name.removeprefix('pipetrain ')}, {kind} of {which} (action {action})."

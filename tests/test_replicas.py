@@ -1,0 +1,200 @@
+"""Replicated stages: the same training as without, whatever their number and the rows that each gets."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import keras
+import networks
+import numpy as np
+import pytest
+import tensorflow as tf
+from test_graphs import compiled, many_inputs_and_outputs, tokens_and_numbers
+
+import models
+import pipetrain
+from pipetrain.compute.stage import Stage
+from pipetrain.plan.cluster import Cluster, Level, Link
+from pipetrain.plan.partition import plan
+from pipetrain.plan.trace import Trace
+from pipetrain.run.exchange import joined, rows_of
+
+L = keras.layers
+SCHEMES = ["vanilla", "weight-stashing", "vertical-sync", "spectrain", "gpipe", "1f1b"]
+
+
+def trained(scheme, replicas, rows=100, **settings):
+    """Weights and history of the MLP in three stages; batches of 16 rows, the last of four."""
+    x, y = networks.data(rows)
+    pm = networks.pipeline(cuts=networks.cuts(6, 3), scheme=scheme, replicas=replicas, **settings)
+    history = pm.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0, sample_weight=np.linspace(0.5, 1.5, rows))
+    return pm.get_weights(), history.history
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("replicas", [(2, 1, 1), (1, 3, 2), (2, 2, 2)])
+def test_weights_and_history_are_those_without_replicas(scheme, replicas):
+    """Uneven parts and a last batch with fewer rows than some microbatch has replicas."""
+    microbatches = {"microbatches": 3} if scheme in ("gpipe", "1f1b") else {}
+    expected, history = trained(scheme, None, **microbatches)
+    got, its_history = trained(scheme, replicas, **microbatches)
+    networks.assert_close(got, expected)
+    for key, values in history.items():
+        np.testing.assert_allclose(its_history[key], values, rtol=1e-5, err_msg=key)
+
+
+def test_masks_dictionaries_embeddings_and_several_losses():
+    """Sparse gradients are summed as sparse gradients; masks are cut with their rows."""
+    x, y = tokens_and_numbers()
+    weights = []
+    for replicas in (None, (2, 3, 1, 2)):
+        keras.utils.set_random_seed(0)
+        pm = pipetrain.PipelineModel(
+            many_inputs_and_outputs(), stages=4, scheme="1f1b", microbatches=2, replicas=replicas
+        )
+        compiled(pm)
+        pm.fit(x, y, batch_size=32, epochs=2, shuffle=False, verbose=0)
+        weights.append(pm.get_weights())
+    networks.assert_close(weights[1], weights[0])
+
+
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum"])
+def test_regularizers_and_sums_count_once(reduction):
+    x, y, weights, losses = *networks.data(50), [], []
+    for replicas in (None, (3, 2)):
+        keras.utils.set_random_seed(0)
+        layers = [L.Dense(8, kernel_regularizer=keras.regularizers.L2(0.1)), L.Dense(5, bias_regularizer="l1")]
+        model = keras.Sequential([keras.Input((networks.FEATURES,)), *layers])
+        pm = pipetrain.PipelineModel(model, stages=2, scheme="vanilla", replicas=replicas)
+        pm.compile(keras.optimizers.SGD(0.01, momentum=0.9), networks.crossentropy(reduction=reduction))
+        losses.append(pm.fit(x, y, batch_size=8, shuffle=False, verbose=0).history["loss"])
+        weights.append(pm.get_weights())
+    networks.assert_close(weights[1], weights[0])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("scheme", ["spectrain", "1f1b"])
+def test_equal_seeds_give_equal_weights_whatever_the_timing(scheme, monkeypatch):
+    keras.utils.set_random_seed(0)
+    weights, rng = [], np.random.default_rng(0)
+    for delayed in (False, True):
+        if delayed:
+            for name in ("forward", "backward", "update"):
+                original = getattr(Stage, name)
+
+                def late(self, *args, original=original):
+                    time.sleep(rng.uniform(0, 0.01))
+                    return original(self, *args)
+
+                monkeypatch.setattr(Stage, name, late)
+        weights.append(trained(scheme, (2, 3, 1))[0])
+    networks.assert_equal(weights[0], weights[1])
+
+
+def test_replicas_of_a_stage_stay_bitwise_equal():
+    x, y = networks.data(100)
+    pm = networks.pipeline(cuts=networks.cuts(6, 3), replicas=(3, 2, 1))
+    pm.fit(x, y, batch_size=16, verbose=0)
+    for first, *others in pm._engine._stages:
+        for other in others:
+            networks.assert_equal(other.weights(), first.weights())
+
+
+@pytest.mark.parametrize(("stage", "replica"), [(0, 1), (1, 0), (2, 1)])
+def test_an_exception_in_a_replica_names_it_and_leaves_no_thread(stage, replica, monkeypatch):
+    x, y = networks.data(100)
+    pm = networks.pipeline(cuts=networks.cuts(6, 3), replicas=(2, 2, 2))
+    pm.fit(x, y, batch_size=16, verbose=0)
+    broken = pm._engine._stages[stage][replica]
+    original = Stage.backward
+
+    def backward(self, *args):
+        if self is broken:
+            raise KeyError("boom")
+        return original(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Stage, "backward", backward)
+        with pytest.raises(KeyError, match="boom") as caught:
+            pm.fit(x, y, batch_size=16, verbose=0)
+    assert f"stage {stage}, replica {replica}, backward of minibatch 0" in "\n".join(caught.value.__notes__)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("pipetrain")]
+    assert np.isfinite(pm.fit(x, y, batch_size=16, verbose=0).history["loss"]).all()
+
+
+def test_statistics_are_averaged_and_dropout_differs_between_replicas():
+    """BatchNormalization sees a replica's rows only: documented, and what MirroredStrategy does."""
+    keras.utils.set_random_seed(0)
+    layers = [L.BatchNormalization(momentum=0.0, name="norm"), L.Dropout(0.5, seed=1, name="drop"), L.Dense(1)]
+    pm = pipetrain.PipelineModel(
+        keras.Sequential([keras.Input((1,)), *layers]), cuts=("drop",), scheme="vanilla", replicas=(2, 1)
+    )
+    pm.compile(keras.optimizers.SGD(0.0), "mse")
+    x = np.array([[0.0], [2.0], [10.0], [14.0]], "float32")
+    pm.fit(x, x, batch_size=4, verbose=0, shuffle=False)
+    np.testing.assert_allclose(pm.model.get_layer("norm").moving_mean, [(1 + 12) / 2])
+    np.testing.assert_allclose(pm.model.get_layer("norm").moving_variance, [(1 + 4) / 2])
+    seeds = [replica._state[-1].numpy() for replica in pm._engine._stages[0]]
+    assert seeds[0][0] != seeds[1][0]
+
+
+def test_vgg16_with_the_replicas_that_the_planner_gives_it():
+    """Four devices: convolutions are slow and light, the dense layers fast and heavy (arXiv 1809.02839, section 3)."""
+    costs = pipetrain.profile(models.build("vgg16", (32, 32, 3), 10, width=4), batch_size=32, verbose=False)
+    slow_link = Cluster((Level(Link(20e6, 1e-5)),))
+    hybrid = pipetrain.partition(costs, 4, slow_link, replicate=True)
+    assert hybrid.replicas[0] > 1
+    assert hybrid.slowest_s < pipetrain.partition(costs, 4, slow_link).slowest_s
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(320, 32, 32, 3)).astype("float32"), rng.integers(0, 10, 320)
+    trained = []
+    for replicas in (hybrid.replicas, (1,) * len(hybrid.stages)):
+        keras.utils.set_random_seed(0)
+        model = models.build("vgg16", (32, 32, 3), 10, width=4)
+        pm = pipetrain.PipelineModel(model, cuts=hybrid.cuts, scheme="1f1b", microbatches=2, replicas=replicas)
+        pm.compile(keras.optimizers.SGD(1e-3, momentum=0.9), networks.crossentropy())
+        pm.fit(x, y, batch_size=32, shuffle=False, verbose=0)
+        trained.append(pm.get_weights())
+    networks.assert_close(trained[0], trained[1], 1e-4)
+
+
+def test_a_partition_brings_its_replicas():
+    keras.utils.set_random_seed(0)
+    model = networks.mlp()
+    cut = plan(pipetrain.profile(model, 16, verbose=False), [4, 6], replicas=[2, 1])
+    pm = pipetrain.PipelineModel(model, stages=cut, scheme="vanilla")
+    assert pm.partition().replicas == (2, 1)
+    assert [
+        len(stage)
+        for stage in networks.pipeline(model, stages=cut)._engine.layout.build(16, keras.optimizers.SGD(), None, False)
+    ] == [2, 1]
+
+
+def test_traces_have_a_row_per_replica(tmp_path):
+    x, y = networks.data(100)
+    pm = networks.pipeline(cuts=networks.cuts(6, 3), replicas=(2, 1, 1))
+    pm.fit(x, y, batch_size=16, verbose=0)
+    assert pm.trace.rows == [(0, 0), (0, 1), (1, 0), (2, 0)]
+    assert pm.trace.row_names()[:3] == ["stage 0, replica 0", "stage 0, replica 1", "stage 1"]
+    pm.trace.save(tmp_path / "trace.json")
+    assert Trace.load(tmp_path / "trace.json").rows == pm.trace.rows
+    assert 0 <= pm.trace.bubble() < 1
+
+
+def test_what_has_no_batch_cannot_cross_from_a_replicated_stage():
+    x = keras.Input((3,))
+    wide = L.Lambda(lambda x: tf.transpose(x), output_shape=(None,), name="turn")(L.Dense(3)(x))
+    model = keras.Model(x, L.Dense(2)(L.Lambda(lambda x: tf.transpose(x), output_shape=(3,))(wide)))
+    pm = pipetrain.PipelineModel(model, cuts=("turn",), scheme="vanilla", replicas=(1, 2))
+    pm.compile("sgd", "mse")
+    with pytest.raises(ValueError, match=r"must have the batch first.*Received: a tensor of shape \(3, 4\)"):
+        pm.fit(np.ones((8, 3)), np.ones((8, 2)), batch_size=4, verbose=0)
+
+
+@pytest.mark.parametrize(("rows", "replicas", "expected"), [(5, 2, [2, 3]), (4, 4, [1] * 4), (1, 3, [0, 0, 1])])
+def test_rows_are_shared_as_evenly_as_can_be(rows, replicas, expected):
+    parts = [rows_of(rows, replica, replicas) for replica in range(replicas)]
+    assert [len(part) for part in parts] == expected
+    assert [row for part in parts for row in part] == list(range(rows))
+    assert joined([None, None]) is None
