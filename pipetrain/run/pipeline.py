@@ -182,12 +182,10 @@ class Pipeline:
 
     def _make_workers(self) -> list[Worker]:
         capacity = self.window * self._microbatches + 1
-        # A mailbox for each reader and each writer: from the caller into stage 0, between every two stages both ways.
-        readers, writers = [*self._stages, []], [[None], *self._stages]
-        down = [
-            [[Mailbox(capacity) for _ in above] for _ in here] for here, above in zip(readers, writers, strict=True)
-        ]
-        up = [[[Mailbox(capacity) for _ in here] for _ in above] for here, above in zip(readers, writers, strict=True)]
+        # Microbatches come from the replicas above (into stage 0 from the caller), gradients from those below.
+        sizes = [len(stage) for stage in self._stages]
+        down = [_mailboxes(*pair, capacity) for pair in zip(sizes, [1, *sizes[:-1]], strict=True)]
+        up = [_mailboxes(*pair, capacity) for pair in zip(sizes, [*sizes[1:], 0], strict=True)]
         reductions = [Reduction(stage) for stage in self._stages]
         self._boxes = [box for way in (down, up) for stage in way for boxes in stage for box in boxes]
         self._boxes += [box for reduction in reductions for box in reduction.mailboxes]
@@ -199,8 +197,8 @@ class Pipeline:
                 seat = Seat(k, len(self._stages), number, len(stage))
                 doors = Doors(
                     inbox=Inlet(down[k][number], _joined_microbatches),
-                    returns=Inlet(up[k + 1][number], joined),
-                    above=_outlet(up[k], self._stages[k - 1], number, len(stage)) if k > 0 else None,
+                    returns=Inlet(up[k][number], joined),
+                    above=_outlet(up[k - 1], self._stages[k - 1], number, len(stage)) if k > 0 else None,
                     below=_outlet(down[k + 1], self._stages[k + 1], number, len(stage)) if k < last else None,
                     reduction=reductions[k],
                 )
@@ -249,6 +247,11 @@ class Pipeline:
             if self._error is not None:
                 raise self._error from None
             raise
+
+
+def _mailboxes(readers: int, writers: int, capacity: float) -> list[list[Mailbox[Any]]]:
+    """For every reader, one of each writer."""
+    return [[Mailbox(capacity) for _ in range(writers)] for _ in range(readers)]
 
 
 def _outlet(boxes: list[list[Mailbox[Any]]], readers: Sequence[Stage], replica: int, replicas: int) -> Outlet:
