@@ -86,9 +86,8 @@ class Layout:
             if self._ends:
                 self._partition = plan(measured, self._ends, cluster, self.replicas, training)
             else:
-                cut = partition(measured, self.stages, cluster, training=training)
-                ends = cut_points(self.chain.blocks, cut.cuts)
-                self._partition = plan(measured, ends, cluster, self.replicas, training)
+                devices = sum(self.replicas)
+                self._partition = partition(measured, devices, cluster, replicas=self.replicas, training=training)
         return self._partition
 
     def build(

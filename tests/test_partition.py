@@ -110,6 +110,20 @@ def test_a_stage_begins_at_the_next_host_where_summing_between_hosts_is_slow():
     assert best.slowest_s == pytest.approx(8 / 2 + 8 / 1e3)
 
 
+@given(blocks, st.lists(st.integers(1, 3), min_size=1, max_size=3))
+@settings(deadline=None, max_examples=100)
+def test_cuts_for_given_replicas_equal_brute_force(blocks, replicas):
+    assume(len(replicas) <= len(blocks))
+    profile, devices = chain(blocks), sum(replicas)
+    inner = itertools.combinations(range(1, len(blocks)), len(replicas) - 1)
+    plans = [plan(profile, [*ends, len(blocks)], HOSTS_OF_2, replicas) for ends in inner]
+    best = partition(profile, devices, HOSTS_OF_2, replicas=replicas)
+    assert best.replicas == tuple(replicas)
+    assert best.slowest_s == pytest.approx(min(each.slowest_s for each in plans))
+    with pytest.raises(ValueError, match=rf"num_devices={devices + 1}. Try num_devices={devices}"):
+        partition(profile, devices + 1, HOSTS_OF_2, replicas=replicas)
+
+
 def test_a_replicated_stage_by_hand():
     """8 rows on 3 devices: 3 rows for the slowest; each sends its part, and sums 2 * 2/3 of the gradients."""
     profile = chain([(8, 16, 30, 0, 2), (8, 0, 0, 0, 0)])

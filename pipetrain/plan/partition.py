@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.cost import Affine, Costs, Place
@@ -108,6 +109,7 @@ def partition(
     cluster: Cluster | None = None,
     *,
     replicate: bool = False,
+    replicas: Sequence[int] | None = None,
     training: Training | None = None,
 ) -> Partition:
     """Cut the profiled chain into ``num_devices`` stages, one a device, or share the devices out as is best.
@@ -122,6 +124,7 @@ def partition(
         cluster: how they are joined and what they hold; by default PCIe 3.0, memory without end.
         replicate: let a stage have several devices, each of which does its share of every minibatch's rows, and
             leave devices unused where they would not help.
+        replicas: how many devices each stage has, if that is given; by default one.
         training: scheme, optimizer slots, microbatches and recomputation, which decide on the memory.
 
     Raises:
@@ -130,13 +133,20 @@ def partition(
     """
     cluster, training = cluster or Cluster(), training or DEFAULT_TRAINING
     blocks = len(profile.blocks)
-    if num_devices < 1 or (num_devices > blocks and not replicate):
+    counts = None if replicate else tuple(replicas or (1,) * num_devices)
+    stages = 1 if counts is None else len(counts)
+    if num_devices < 1 or stages > blocks:
         raise ValueError(
             f"A chain of {blocks} blocks can be cut into 1 to {blocks} stages. Received: num_devices={num_devices}. "
             "Try fewer devices or a deeper model."
         )
+    if counts is not None and sum(counts) != num_devices:
+        raise ValueError(
+            f"The replicas of all stages are the devices. Received: replicas={replicas!r}, num_devices={num_devices}. "
+            f"Try num_devices={sum(counts)}."
+        )
     costs = Costs(profile, cluster)
-    problem = _problem(costs, num_devices, replicate)
+    problem = _problem(costs, num_devices, counts)
     found = fastest(problem)
     assert found is not None  # without a limit there is always a way
     slowest_s = max(problem.seconds[place].of(first, end) for first, end, place in found)
@@ -163,18 +173,18 @@ def plan(
     return _described(profile, costs, choices, training or DEFAULT_TRAINING)
 
 
-def _problem(costs: Costs, devices: int, replicate: bool) -> Problem:
-    places = [
-        [
-            Place(device, replicas, after)
-            for replicas in range(1, devices - device + 1 if replicate else 2)
-            for after in (costs.cluster.starts(device + replicas) if replicate else [device + 1])
-            if after <= devices
-        ]
-        for device in range(devices)
-    ]
+def _problem(costs: Costs, devices: int, replicas: Sequence[int] | None) -> Problem:
+    """Where stages may be: anywhere, or side by side with so many replicas each."""
+    places: list[list[Place]] = [[] for _ in range(devices)]
+    if replicas is not None:
+        for device, count in zip(accumulate([0, *replicas]), replicas, strict=False):
+            places[device].append(Place(device, count, device + count))
+    else:
+        for device in range(devices):
+            ends = ((count, costs.cluster.starts(device + count)) for count in range(1, devices - device + 1))
+            places[device] += [Place(device, count, end) for count, afters in ends for end in afters if end <= devices]
     seconds = {place: costs.seconds(place) for each in places for place in each}
-    return Problem(costs.blocks, devices, places, seconds, all_devices=not replicate)
+    return Problem(costs.blocks, devices, places, seconds, None if replicas is None else len(replicas))
 
 
 def _within_memory(profile: Profile, costs: Costs, problem: Problem, training: Training, at_least: float) -> Partition:
@@ -205,8 +215,8 @@ def _within_memory(profile: Profile, costs: Costs, problem: Problem, training: T
 
 
 def _totals(costs: Costs, problem: Problem) -> list[int | None]:
-    if problem.all_devices:
-        return [problem.devices]
+    if problem.stages is not None:
+        return [problem.stages]
     return [None, *range(1, min(problem.devices, costs.blocks) + 1)]
 
 

@@ -40,15 +40,15 @@ class Choice(NamedTuple):
 class Problem(NamedTuple):
     """A chain of ``blocks`` to be placed on ``devices``.
 
-    ``places[a]`` are the places of stages that start on device a, ``seconds`` what any stage takes there. Where
-    ``all_devices``, none may be left out.
+    ``places[a]`` are the places of stages that start on device a, ``seconds`` what any stage takes there. ``stages`` is
+    their number where it is given; no device may then be left out.
     """
 
     blocks: int
     devices: int
     places: list[list[Place]]
     seconds: dict[Place, Affine]
-    all_devices: bool
+    stages: int | None
 
 
 class Limit(NamedTuple):
@@ -137,7 +137,7 @@ class Reach:
         self._problem, self._within, self._limit = problem, within * CLOSE, limit
         self.least_refused = HUGE
         self.left = np.full((problem.devices + 1, problem.blocks + 1), NEVER, dtype=np.int64)
-        self.left[problem.devices if problem.all_devices else slice(None), -1] = 0
+        self.left[problem.devices if problem.stages else slice(None), -1] = 0
         for device in range(problem.devices - 1, -1, -1):
             for place in problem.places[device]:
                 self._extend(self.left[device], place, self.left[place.after])
