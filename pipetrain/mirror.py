@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import keras
@@ -25,7 +26,7 @@ class MirroredEngine:
 
     def __init__(self, model: keras.Model, layout: Layout) -> None:
         self.model, self.layout = model, layout
-        self.strategy = tf.distribute.MirroredStrategy(layout.distinct_devices)
+        self.strategy = _strategy(tuple(layout.distinct_devices))
         with self.strategy.scope():
             self.trained = keras.models.clone_model(model)
         self._training = False
@@ -90,3 +91,15 @@ class MirroredEngine:
             self._given = step
             self.synchronize()
             yield step
+
+
+@cache
+def _strategy(devices: tuple[str, ...]) -> tf.distribute.Strategy:
+    """One strategy for each set of devices.
+
+    Every strategy numbers its collective operations from the same number, so that of two with the same devices the
+    second would join the first's. On CPUs gradients are summed without collectives, which know but one set of devices.
+    """
+    on_cpus = all("CPU" in device for device in devices)
+    summing = tf.distribute.ReductionToOneDevice() if on_cpus else None
+    return tf.distribute.MirroredStrategy(devices, cross_device_ops=summing)

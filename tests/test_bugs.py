@@ -365,9 +365,12 @@ def test_layers_inside_layers_know_that_they_train():
     networks.assert_close(weights[1], weights[0], 1e-5)
 
 
-def test_data_parallel_takes_batches_that_do_not_divide():
+@pytest.mark.parametrize(("width", "devices"), [(16, 3), (8, 3), (8, 2)])
+def test_data_parallel_trains_one_model_after_another_on_batches_that_do_not_divide(width, devices):
+    """The second strategy of a process met the first one's collective operations."""
     x, y = networks.data(70)
-    pm = pipetrain.PipelineModel(networks.mlp(), scheme="data-parallel", devices=[f"CPU:{n}" for n in range(4)])
+    names = [f"CPU:{n}" for n in range(devices)]
+    pm = pipetrain.PipelineModel(networks.mlp(width=width), scheme="data-parallel", devices=names)
     pm.compile(keras.optimizers.SGD(0.05), networks.crossentropy(), metrics=["accuracy"])
-    history = pm.fit(x, y, batch_size=18, epochs=2, validation_data=(x, y), verbose=0).history
+    history = pm.fit(x, y, batch_size=16, epochs=2, validation_data=(x, y), verbose=0).history
     assert history["loss"][1] < history["loss"][0]
