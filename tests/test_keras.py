@@ -76,7 +76,7 @@ def test_spectrain_predicts_by_the_last_step_taken(name):
     seen = []
     pm = networks.pipeline(model, OPTIMIZERS[name](), cuts=("d0",))
     pm.fit(x, y, batch_size=8, verbose=0)
-    stage = pm._engine._pipeline._stages[0]
+    stage = pm._engine._pipeline._stages[0][0]
     before = [weight.copy() for weight in model.layers[0].get_weights()]
     pm.fit(x, y, batch_size=8, verbose=0)
     after = model.layers[0].get_weights()
