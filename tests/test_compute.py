@@ -11,8 +11,10 @@ import pytest
 import tensorflow as tf
 
 import pipetrain
+from pipetrain.compute import profiler
 from pipetrain.compute.blocks import Chain
 from pipetrain.compute.split import specs, split
+from pipetrain.plan.profile import BlockProfile, Profile
 
 L = keras.layers
 
@@ -187,3 +189,20 @@ def test_a_damaged_profile_cache_is_measured_anew(monkeypatch, tmp_path):
     second = pipetrain.PipelineModel(networks.mlp(), stages=3).partition(batch_size=16)
     assert first.stages[0].first == second.stages[0].first == "d0"
     assert len(file.read_text()) > 100
+
+
+def test_a_noisy_machine_is_measured_longer_and_said_so(monkeypatch):
+    rng, clock = np.random.default_rng(0), [0.0]
+
+    def busy():
+        clock[0] += rng.choice([0.001, 0.003])
+
+    monkeypatch.setattr(profiler.time, "perf_counter", lambda: clock[0])
+    steady = profiler._timed(lambda: clock.__setitem__(0, clock[0] + 0.002))
+    assert steady == pytest.approx((0.002, 0.0))
+    noisy = profiler._timed(busy)
+    assert noisy.error_s > profiler.STEADY * noisy.median_s  # gave up after AT_MOST_S
+    profile = Profile("m", 1, (BlockProfile("b", 0.1, 0.1, 0, 0),), spread=0.2)
+    assert "(within 20%)" in str(profile)
+    assert "too busy" in str(profile)
+    assert Profile.from_json(profile.to_json()) == profile

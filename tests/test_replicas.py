@@ -33,7 +33,7 @@ def trained(scheme, replicas, rows=100, **settings):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("replicas", [(2, 1, 1), (1, 3, 2), (2, 2, 2)])
+@pytest.mark.parametrize("replicas", [(2, 1, 1), (1, 3, 2)])
 def test_weights_and_history_are_those_without_replicas(scheme, replicas):
     """Uneven parts and a last batch with fewer rows than some microbatch has replicas."""
     microbatches = {"microbatches": 3} if scheme in ("gpipe", "1f1b") else {}

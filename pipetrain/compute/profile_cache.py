@@ -14,6 +14,8 @@ from pipetrain.compute.blocks import Chain
 from pipetrain.compute.profiler import cost_key, profile_chain
 from pipetrain.plan.profile import Profile
 
+FORMAT = 2  # of what is kept; profiles of other formats are measured anew
+
 
 def cached_profile(chain: Chain, batch_size: int, device: str, verbose: bool = True) -> Profile:
     """The profile of a chain of such layers at this batch size, measured at the first call.
@@ -34,7 +36,7 @@ def cached_profile(chain: Chain, batch_size: int, device: str, verbose: bool = T
         tf.__version__,
     )
     crossing = [[(tensor.shape, tensor.dtype) for tensor in chain.specs(end + 1)] for end in range(len(blocks))]
-    digest = hashlib.sha256(repr((keys, crossing, batch_size, place)).encode()).hexdigest()[:32]
+    digest = hashlib.sha256(repr((FORMAT, keys, crossing, batch_size, place)).encode()).hexdigest()[:32]
     path = _folder() / f"{digest}.json"
     try:
         known = Profile.load(path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,7 +19,9 @@ from pipetrain.compute.update import Update
 from pipetrain.plan.profile import BlockProfile, Profile
 
 REPEATS = 5
-MEASURE_S = 0.05  # a figure is the median of at least REPEATS calls and at least this many seconds
+MEASURE_S = 0.05  # a figure is the median of at least REPEATS calls and at least this many seconds,
+STEADY = 0.03  # and of more until its standard error is this part of it,
+AT_MOST_S = 0.5  # or this many seconds are over
 PATIENCE_S = 1.0  # the progress bar appears after this long
 
 
@@ -30,6 +31,7 @@ class _Measured(NamedTuple):
     forward_s: float
     backward_s: float
     update_s: float
+    error_s: float
     inner_bytes: int
     keeps_inputs: list[bool]
     keeps_outputs: list[bool]
@@ -40,7 +42,8 @@ def profile(model: keras.Model, batch_size: int, device: str = "CPU:0", verbose:
     """Measure every layer's forward and backward seconds, weight bytes, and bytes that cross a cut after it.
 
     The blocks run one by one on random data (zeros for integer inputs), each figure the median of several calls
-    less the time of an empty call. Layers of Keras' own with equal settings and shapes are measured once.
+    less the time of an empty call; more calls where the machine is not steady, within limits, and the profile's
+    ``spread`` says how far that got. Layers of Keras' own with equal settings and shapes are measured once.
     The model's weights, statistics and seeds are read and never written.
 
     Args:
@@ -67,6 +70,7 @@ def profile_chain(chain: Chain, batch_size: int, device: str, verbose: bool) -> 
     measured: list[BlockProfile] = []
     made: dict[int, int] = {}  # the block that made each value
     kept: dict[int, int] = {}  # the same, of those that some backward reads
+    errors_s = 0.0
     with tf.device(device):
         call_s = _empty_call_s()
         for index, (block, segment) in enumerate(zip(blocks, chain.alone(), strict=True)):
@@ -77,6 +81,7 @@ def profile_chain(chain: Chain, batch_size: int, device: str, verbose: bool) -> 
             if key not in known:
                 known[key] = _measure(segment, inputs)
             times = known[key]
+            errors_s += times.error_s
             like.update(zip(segment.writes, times.outputs, strict=True))
             keeps = [*zip(segment.reads, times.keeps_inputs, strict=True)]
             keeps += zip(segment.writes, times.keeps_outputs, strict=True)
@@ -97,7 +102,8 @@ def profile_chain(chain: Chain, batch_size: int, device: str, verbose: bool) -> 
     for value, index in kept.items():
         block = measured[index]
         measured[index] = replace(block, activation_bytes=block.activation_bytes + _size_bytes(like[value]))
-    return Profile(model=chain.model.name, batch_size=batch_size, blocks=tuple(measured))
+    profile = Profile(model=chain.model.name, batch_size=batch_size, blocks=tuple(measured))
+    return replace(profile, spread=errors_s / profile.total_s if profile.total_s else 0.0)
 
 
 def _measure(segment: Segment, like: list[tf.TensorSpec]) -> _Measured:
@@ -121,10 +127,13 @@ def _measure(segment: Segment, like: list[tf.TensorSpec]) -> _Measured:
     keeps = {tensor.ref(): _size_bytes(tf.TensorSpec(x.shape, x.dtype)) for tensor, x in _numeric(step, residuals)}
     inputs_kept, outputs_kept = ([tensor.ref() in keeps for tensor in traced[which]] for which in ("inputs", "outputs"))
     known = {tensor.ref() for tensor in (*traced["inputs"], *traced["outputs"])}
+    forward = _timed(lambda: step.forward(weights, state, flows, constants))
+    backward = _timed(lambda: step.backward(weights, residuals, gradients))
     return _Measured(
-        forward_s=_seconds(lambda: step.forward(weights, state, flows, constants)),
-        backward_s=_seconds(lambda: step.backward(weights, residuals, gradients)),
+        forward_s=forward.median_s,
+        backward_s=backward.median_s,
         update_s=_update_s(segment.trainable_variables),
+        error_s=forward.error_s + backward.error_s,
         inner_bytes=sum(size for ref, size in keeps.items() if ref not in known),
         keeps_inputs=inputs_kept,
         keeps_outputs=outputs_kept,
@@ -147,24 +156,43 @@ def _update_s(variables: Sequence[keras.Variable]) -> float:
     optimizer.build(copies)
     update = tf.function(Update(optimizer, copies).apply, autograph=False)
     gradients = [tf.zeros(variable.shape, variable.dtype) for variable in variables]
-    return _seconds(lambda: update(gradients))
+    return _timed(lambda: update(gradients)).median_s
 
 
-def _seconds(call: Callable[[], Any]) -> float:
+class _Timing(NamedTuple):
+    """Median seconds of a call, and the standard error of this median."""
+
+    median_s: float
+    error_s: float
+
+
+def _timed(call: Callable[[], Any]) -> _Timing:
     call()
     taken: list[float] = []
-    while len(taken) < REPEATS or sum(taken) < MEASURE_S:
+    while True:
         start = time.perf_counter()
         call()
         tf.test.experimental.sync_devices()
         taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
+        if len(taken) >= REPEATS and sum(taken) >= MEASURE_S:
+            timing = _summary(taken)
+            if timing.error_s <= STEADY * timing.median_s or sum(taken) >= AT_MOST_S:
+                return timing
+
+
+def _summary(taken: Sequence[float]) -> _Timing:
+    """The median, and its error from the quartiles, which a few calls that were held up do not move.
+
+    ``1.25 * (q3 - q1) / 1.35 / sqrt(n)``, as for normally distributed times.
+    """
+    first, median, third = np.quantile(taken, (0.25, 0.5, 0.75))
+    return _Timing(float(median), float(1.25 * (third - first) / 1.35 / len(taken) ** 0.5))
 
 
 def _empty_call_s() -> float:
     call = tf.function(lambda x: x).get_concrete_function(tf.TensorSpec([]))
     x = tf.constant(0.0)
-    return _seconds(lambda: call(x))
+    return _timed(lambda: call(x)).median_s
 
 
 def cost_key(block: Block) -> str | None:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from pipetrain.plan.table import table
 
+NOISY = 0.1  # a spread that people should know of
+
 
 @dataclass(frozen=True)
 class BlockProfile:
@@ -29,11 +31,15 @@ class BlockProfile:
 
 @dataclass(frozen=True)
 class Profile:
-    """The measured chain of blocks of one model at one batch size; prints as a table."""
+    """The measured chain of blocks of one model at one batch size; prints as a table.
+
+    ``spread`` is the standard error of all its seconds together, as a part of them, all errors taken to go one way.
+    """
 
     model: str
     batch_size: int
     blocks: tuple[BlockProfile, ...]
+    spread: float = 0.0
 
     @property
     def total_s(self) -> float:
@@ -50,7 +56,7 @@ class Profile:
         try:
             data = json.loads(text)
             blocks = tuple(BlockProfile(**block) for block in data["blocks"])
-            return cls(model=data["model"], batch_size=data["batch_size"], blocks=blocks)
+            return cls(data["model"], data["batch_size"], blocks, data.get("spread", 0.0))
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(
                 f"Not a profile: {error}. Received: {text[:60]!r}. Try a file that save() wrote."
@@ -72,7 +78,11 @@ class Profile:
         ]
         header = ("block", "forward ms", "backward ms", "output MiB", "weights MiB")
         title = f"{self.model}: {len(self.blocks)} blocks, batch {self.batch_size}, {self.total_s * 1e3:.1f} ms"
-        return f"{title}\n{table(header, rows)}"
+        title += f" (within {self.spread:.0%})" if self.spread >= 0.005 else ""
+        lines = [title, table(header, rows)]
+        if self.spread > NOISY:
+            lines.append("The machine was too busy for steady figures: profile again when it is idle.")
+        return "\n".join(lines)
 
 
 def mib(size_bytes: int) -> str:
