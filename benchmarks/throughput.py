@@ -12,17 +12,17 @@ examples:
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import statistics
 import sys
 import time
-from multiprocessing.connection import Connection
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.turns import taking_turns
 from pipetrain.plan.schemes import NAMES
 from pipetrain.plan.table import table
 from pipetrain.run.quiet import start_tensorflow
@@ -47,8 +47,8 @@ class Job(NamedTuple):
         return f"{self.scheme}, 2 stages, 2 cores"
 
 
-def work(job: Job, commands: Connection) -> None:
-    """The body of a process: one epoch of ``steps`` minibatches, timed, for every command received."""
+def work(job: Job) -> Iterator[float | None]:
+    """Samples/s of one epoch of ``steps`` minibatches a round."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: job.cores])
     start_tensorflow(job.cores)
     import keras
@@ -76,35 +76,11 @@ def work(job: Job, commands: Connection) -> None:
         on_epoch_end=lambda epoch, logs: clock.update(end=time.perf_counter()),  # after the drain
     )
 
-    def epoch() -> float:
+    model.fit(x, y, batch_size=job.batch_size, verbose=0)
+    yield None
+    while True:
         model.fit(x, y, batch_size=job.batch_size, verbose=0, callbacks=[timer])
-        return len(x) / (clock["end"] - clock["start"])
-
-    epoch()
-    commands.send("ready")
-    while commands.recv():
-        commands.send(epoch())
-
-
-def measure(jobs: list[Job], rounds: int) -> list[list[float]]:
-    """Samples/s of every job in every round, the jobs taking turns."""
-    context = multiprocessing.get_context("spawn")
-    pipes = []
-    for job in jobs:
-        here, there = context.Pipe()
-        context.Process(target=work, args=(job, there), daemon=True).start()
-        here.recv()
-        pipes.append(here)
-    results: list[list[float]] = [[] for _ in jobs]
-    for number in range(rounds):
-        for pipe, result in zip(pipes, results, strict=True):
-            pipe.send(True)
-            result.append(pipe.recv())
-        print(f"\rround {number + 1} of {rounds}", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
-    for pipe in pipes:
-        pipe.send(False)
-    return results
+        yield len(x) / (clock["end"] - clock["start"])
 
 
 def main() -> None:
@@ -120,7 +96,7 @@ def main() -> None:
     size = (options.layers, options.width, options.batch_size, options.steps)
     schemes = options.scheme or ["spectrain", "vanilla"]
     jobs = [Job(None, *size, jit, 1) for jit in (False, True)] + [Job(scheme, *size, False, 2) for scheme in schemes]
-    results = measure(jobs, options.rounds)
+    results = taking_turns(work, jobs, options.rounds)
     # Keras compiles with XLA by default; whichever plain Keras is faster is the one to beat.
     best = max(results[:2], key=statistics.median)
     rows = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from pipetrain.plan import schemes
@@ -50,7 +51,7 @@ def _plan(options: argparse.Namespace, cluster: Cluster | None) -> str:
     device = available()[0]
     cluster = cluster or described([device])
     if options.memory is not None:
-        cluster = Cluster(cluster.levels, options.memory)
+        cluster = replace(cluster, memory_bytes=options.memory)
     model = keras.saving.load_model(options.model, compile=False)
     training = Training(options.scheme, options.slots, options.microbatches, options.recompute)
     return str(

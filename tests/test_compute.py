@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import pipetrain
-from pipetrain.compute import profiler
+from pipetrain.compute import walk
 from pipetrain.compute.blocks import Chain
 from pipetrain.compute.split import specs, split
 from pipetrain.plan.profile import BlockProfile, Profile
@@ -191,17 +191,14 @@ def test_a_damaged_profile_cache_is_measured_anew(monkeypatch, tmp_path):
     assert len(file.read_text()) > 100
 
 
-def test_a_noisy_machine_is_measured_longer_and_said_so(monkeypatch):
-    rng, clock = np.random.default_rng(0), [0.0]
-
-    def busy():
-        clock[0] += rng.choice([0.001, 0.003])
-
-    monkeypatch.setattr(profiler.time, "perf_counter", lambda: clock[0])
-    steady = profiler._timed(lambda: clock.__setitem__(0, clock[0] + 0.002))
-    assert steady == pytest.approx((0.002, 0.0))
-    noisy = profiler._timed(busy)
-    assert noisy.error_s > profiler.STEADY * noisy.median_s  # gave up after AT_MOST_S
+def test_a_noisy_machine_is_measured_longer_and_said_so():
+    rng = np.random.default_rng(0)
+    steady, timing = walk._until_steady(lambda: walk.Walked([0.01], [0.02], 0.03, []))
+    assert timing == pytest.approx((0.06, 0.0))
+    assert len(steady) == walk.WALKS
+    noisy, timing = walk._until_steady(lambda: walk.Walked([rng.choice([0.1, 0.3])], [0.0], 0.0, []))
+    assert timing.error_s > walk.STEADY * timing.median_s
+    assert sum(each.whole for each in noisy) == pytest.approx(walk.AT_MOST_S, abs=0.3)
     profile = Profile("m", 1, (BlockProfile("b", 0.1, 0.1, 0, 0),), spread=0.2)
     assert "(within 20%)" in str(profile)
     assert "too busy" in str(profile)

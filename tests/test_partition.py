@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pipetrain import __main__ as command_line
 from pipetrain.plan.advice import advise
-from pipetrain.plan.cluster import PCIE_3, Cluster, Level, Link, bandwidth_bytes_per_s, size_bytes
+from pipetrain.plan.cluster import PCIE_3, SHARED_MEMORY, Cluster, Level, Link, bandwidth_bytes_per_s, size_bytes
 from pipetrain.plan.memory import Training, demand
 from pipetrain.plan.partition import NoPlan, partition, plan
 from pipetrain.plan.profile import BlockProfile, Profile
@@ -108,6 +108,16 @@ def test_a_stage_begins_at_the_next_host_where_summing_between_hosts_is_slow():
     best = partition(profile, 4, cluster, replicate=True)
     assert [(stage.device, stage.replicas) for stage in best.stages] == [(0, 2), (2, 2)]
     assert best.slowest_s == pytest.approx(8 / 2 + 8 / 1e3)
+
+
+def test_devices_that_share_processors_are_not_faster_than_these():
+    blocks = tuple(BlockProfile(f"b{n}", 1.0, 2.0, 0, 0) for n in range(8))
+    four = partition(Profile("m", 10, blocks), 4, Cluster((Level(SHARED_MEMORY),), processors=2))
+    assert four.slowest_s == pytest.approx(6)
+    assert four.step_s == pytest.approx(12)
+    assert four.samples_per_second == pytest.approx(10 / 12)
+    assert four.speedup == pytest.approx(2)
+    assert advise(Profile("m", 10, blocks), 4, Cluster((Level(SHARED_MEMORY),), processors=1)).recommended == "single"
 
 
 @given(blocks, st.lists(st.integers(1, 3), min_size=1, max_size=3))

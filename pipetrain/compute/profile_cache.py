@@ -14,7 +14,7 @@ from pipetrain.compute.blocks import Chain
 from pipetrain.compute.profiler import cost_key, profile_chain
 from pipetrain.plan.profile import Profile
 
-FORMAT = 2  # of what is kept; profiles of other formats are measured anew
+FORMAT = 3  # of what is kept; profiles of other formats are measured anew
 
 
 def cached_profile(chain: Chain, batch_size: int, device: str, verbose: bool = True) -> Profile:
@@ -33,6 +33,7 @@ def cached_profile(chain: Chain, batch_size: int, device: str, verbose: bool = T
         platform.node(),
         os.cpu_count(),
         tf.config.threading.get_intra_op_parallelism_threads(),
+        len(tf.config.list_logical_devices()),
         tf.__version__,
     )
     crossing = [[(tensor.shape, tensor.dtype) for tensor in chain.specs(end + 1)] for end in range(len(blocks))]

@@ -54,12 +54,14 @@ class Cluster:
     Args:
         levels: innermost first. Each one's groups hold whole groups of the one before.
         memory_bytes: what every device holds at most; None where it does not matter.
+        processors: how many devices work at once: logical CPU devices share the processor's cores.
 
     Raises ValueError for groups that do not nest.
     """
 
     levels: tuple[Level, ...] = (Level(PCIE_3),)
     memory_bytes: int | None = None
+    processors: float = math.inf
 
     def __post_init__(self) -> None:
         sizes = [level.devices for level in self.levels]

@@ -42,12 +42,13 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Partition:
-    """A chain of blocks cut into stages; prints as a table."""
+    """A chain of blocks cut into stages, of whose devices ``processors`` work at once; prints as a table."""
 
     model: str
     batch_size: int
     stages: tuple[StagePlan, ...]
     training: Training = DEFAULT_TRAINING
+    processors: float = math.inf
 
     @property
     def cuts(self) -> tuple[str, ...]:
@@ -65,14 +66,28 @@ class Partition:
         return max(stage.total_s for stage in self.stages)
 
     @property
+    def step_s(self) -> float:
+        """Predicted seconds per minibatch once the pipeline is full: those of the slowest stage.
+
+        With fewer processors than devices, all stages' work divided by the processors, if that is more.
+        """
+        work_s = sum(stage.total_s * stage.replicas for stage in self.stages)
+        return max(self.slowest_s, work_s / self.processors)
+
+    @property
     def samples_per_second(self) -> float:
-        """The predicted throughput once the pipeline is full: one minibatch per ``slowest_s``."""
-        return self.batch_size / self.slowest_s
+        """The predicted throughput once the pipeline is full: one minibatch per ``step_s``."""
+        return self.batch_size / self.step_s
 
     @property
     def speedup(self) -> float:
-        """The bound on the pipeline's throughput against one device: compute of all stages / slowest stage."""
-        return sum(stage.forward_s + stage.backward_s + stage.update_s for stage in self.stages) / self.slowest_s
+        """The bound on the pipeline's throughput against one device: compute of all stages / ``step_s``."""
+        return sum(stage.forward_s + stage.backward_s + stage.update_s for stage in self.stages) / self.step_s
+
+    @property
+    def sent_bytes(self) -> int:
+        """What all devices together send per minibatch: activations, their gradients, and weights' gradients to sum."""
+        return sum(stage.sent_bytes for stage in self.stages)
 
     def __str__(self) -> str:
         rows = [
@@ -299,4 +314,4 @@ def _described(profile: Profile, costs: Costs, choices: Sequence[Choice], traini
                 memory_bytes=math.ceil(costs.memory(place.replicas, needs).of(first, end)),
             )
         )
-    return Partition(profile.model, profile.batch_size, tuple(stages), training)
+    return Partition(profile.model, profile.batch_size, tuple(stages), training, costs.cluster.processors)

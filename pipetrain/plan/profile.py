@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from pipetrain.plan.table import table
@@ -45,6 +45,24 @@ class Profile:
     def total_s(self) -> float:
         """Seconds for one minibatch on one device: every forward and every backward."""
         return sum(block.forward_s + block.backward_s for block in self.blocks)
+
+    def scaled(self, batch_size: int) -> Profile:
+        """What another batch size would give if all but the weights went with the number of rows.
+
+        Fair for networks that one row keeps busy already; a small batch on a large device is faster than this says.
+        """
+        rows = batch_size / self.batch_size
+        blocks = (
+            replace(
+                block,
+                forward_s=rows * block.forward_s,
+                backward_s=rows * block.backward_s,
+                output_bytes=round(rows * block.output_bytes),
+                activation_bytes=round(rows * block.activation_bytes),
+            )
+            for block in self.blocks
+        )
+        return replace(self, batch_size=batch_size, blocks=tuple(blocks))
 
     def to_json(self) -> str:
         """The profile as JSON text; ``from_json`` reads it back equal."""

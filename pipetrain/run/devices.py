@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import tensorflow as tf
 
+from pipetrain.compute.cores import cores
 from pipetrain.plan.cluster import PCIE_3, SHARED_MEMORY, Cluster, Level
 
 
@@ -28,7 +28,7 @@ def set_cpu_devices(count: int) -> None:
         return
     try:
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
-        tf.config.threading.set_intra_op_parallelism_threads(max(1, len(_cores()) // count))
+        tf.config.threading.set_intra_op_parallelism_threads(max(1, len(cores()) // count))
         tf.config.threading.set_inter_op_parallelism_threads(count)
     except RuntimeError as error:
         raise RuntimeError(
@@ -76,22 +76,9 @@ def assign(devices: Sequence[str], stages: int) -> list[str]:
 
 def described(devices: Sequence[str]) -> Cluster:
     """What the planner should know of these devices: those of one processor share its memory, others PCIe."""
-    shared = all("CPU" in device for device in devices)
-    return Cluster((Level(SHARED_MEMORY if shared else PCIE_3),))
-
-
-def _cores() -> list[int]:
-    """The processor cores this process may use."""
-    known = hasattr(os, "sched_getaffinity")  # on Linux
-    return sorted(os.sched_getaffinity(0)) if known else list(range(os.cpu_count() or 1))
-
-
-def pin(device: str) -> None:
-    """Keep this thread on its CPU device's core, where each device has one: threads that wander disturb others."""
-    cores = _cores()
-    cpus = [cpu.name for cpu in tf.config.list_logical_devices("CPU")]
-    if device in cpus and 1 < len(cpus) <= len(cores) and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, [cores[cpus.index(device)]])
+    if all("CPU" in device for device in devices):
+        return Cluster((Level(SHARED_MEMORY),), processors=len(cores()))
+    return Cluster((Level(PCIE_3),))
 
 
 def transfer(tensor: tf.Tensor, device: str) -> tf.Tensor:

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from pipetrain.compute.bound import Newest
+from pipetrain.compute.cores import pin
 from pipetrain.compute.stage import Kept, Stage
 from pipetrain.plan.actions import Action
 from pipetrain.plan.schemes import Scheme
 from pipetrain.plan.trace import Span
 from pipetrain.plan.versions import WeightVersions
-from pipetrain.run.devices import pin
 from pipetrain.run.exchange import Inlet, Outlet, rows_of, take
 from pipetrain.run.mailbox import Closed
 from pipetrain.run.messages import Microbatch, Output, Updated

@@ -1,0 +1,160 @@
+"""Samples/s that the planner predicts for a 2-stage pipeline on two cores, against those that training then reaches.
+
+Every network trains in a process of its own. The processes take turns: profile, plan, train an epoch; then the next
+network. A round's prediction and its measurement so are of the same minute.
+
+examples:
+  python benchmarks/prediction.py
+  python benchmarks/prediction.py --network vgg16 --network dense --rounds 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.turns import taking_turns
+from pipetrain.plan.schemes import NAMES
+from pipetrain.plan.table import table
+from pipetrain.run.quiet import start_tensorflow
+
+if TYPE_CHECKING:
+    import keras
+    import numpy as np
+
+
+FIRST = 10  # minibatches that fill the pipeline and warm up
+
+
+class Network(NamedTuple):
+    """A network of ``models``, or a stack of dense layers where it has no such name, and what it reads."""
+
+    name: str
+    input_shape: tuple[int, ...]
+    batch_size: int
+    size: dict[str, int]
+
+
+NETWORKS = {
+    "dense": Network("dense", (1024,), 128, {"depth": 8, "width": 1024}),
+    "snn": Network("snn", (784,), 128, {"depth": 32, "width": 512}),
+    "vgg16": Network("vgg16", (32, 32, 3), 64, {"width": 16}),
+    "resnet": Network("resnet152", (32, 32, 3), 64, {"depth": 50, "width": 16}),
+    "inception_v4": Network("inception_v4", (75, 75, 3), 16, {"width": 8}),
+    "transformer": Network("transformer", (20,), 64, {"depth": 3, "width": 128}),
+    "residual_lstm": Network("residual_lstm", (20,), 64, {"depth": 4, "width": 256}),
+}
+
+
+class Job(NamedTuple):
+    """One network under one scheme, so many minibatches a round."""
+
+    network: Network
+    scheme: str
+    steps: int
+
+
+class Figures(NamedTuple):
+    """One round: samples/s of the plan and of training, between the filling of the pipeline and its drain."""
+
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """By what part the plan promises too much."""
+        return self.predicted / self.measured - 1
+
+
+def build(network: Network) -> keras.Model:
+    """The network, 10 classes."""
+    import keras
+
+    import models
+
+    if network.name != "dense":
+        return models.build(network.name, network.input_shape, 10, **network.size)
+    layers = [keras.layers.Dense(network.size["width"], activation="relu") for _ in range(network.size["depth"])]
+    return keras.Sequential([keras.Input(network.input_shape), *layers, keras.layers.Dense(10)])
+
+
+def work(job: Job) -> Iterator[Figures | None]:
+    """Profile and train once a round, always with the cut of the first profile."""
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
+    start_tensorflow(2)
+    import keras
+
+    import pipetrain
+    from pipetrain.compute.blocks import Chain
+    from pipetrain.compute.cuts import cut_points
+    from pipetrain.plan.partition import partition, plan
+    from pipetrain.run.devices import available, described
+
+    keras.utils.set_random_seed(0)
+    network, cluster = job.network, described(available())
+    model = build(network)
+    x, y = data(model, job.steps * network.batch_size)
+    chosen = partition(pipetrain.profile(model, network.batch_size, verbose=False), 2, cluster)
+    ends = cut_points(Chain(model).blocks, chosen.cuts)
+    pipe = pipetrain.PipelineModel(model, chosen, job.scheme)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    pipe.compile(keras.optimizers.SGD(1e-3, momentum=0.9), loss=loss, metrics=["accuracy"])
+    times: list[float] = []
+    clock = keras.callbacks.LambdaCallback(on_train_batch_end=lambda step, logs: times.append(time.perf_counter()))
+    pipe.fit(x, y, batch_size=network.batch_size, verbose=0)
+    yield None
+    while True:
+        profile = pipetrain.profile(model, network.batch_size, verbose=False)
+        expected = plan(profile, ends, cluster)
+        times.clear()
+        pipe.fit(x, y, batch_size=network.batch_size, verbose=0, callbacks=[clock])
+        step_s = (times[-1] - times[FIRST - 1]) / (len(times) - FIRST)
+        yield Figures(expected.samples_per_second, network.batch_size / step_s)
+
+
+def data(model: keras.Model, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Random rows of what the network reads, and labels."""
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    shape = (rows, *model.inputs[0].shape[1:])
+    words = "int" in model.inputs[0].dtype
+    x = rng.integers(0, 1000, shape).astype("int32") if words else rng.normal(size=shape).astype("float32")
+    return x, rng.integers(0, 10, rows).astype("int32")
+
+
+def row(name: str, rounds: list[Figures]) -> tuple[str, ...]:
+    """A network's line of the table."""
+    errors = [each.error for each in rounds]
+    predicted, measured = (statistics.median(each) for each in zip(*rounds, strict=True))
+    middle = statistics.median(errors)
+    return name, f"{predicted:.0f}", f"{measured:.0f}", f"{middle:+.1%}", f"{min(errors):+.0%} to {max(errors):+.0%}"
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--network", action="append", choices=NETWORKS, help="(default: all)")
+    parser.add_argument("--scheme", choices=NAMES, default="spectrain", help="(default: spectrain)")
+    parser.add_argument("--steps", type=int, default=50, help="minibatches a round (default: 50)")
+    parser.add_argument("--rounds", type=int, default=5, help="(default: 5)")
+    options = parser.parse_args()
+    names = options.network or [*NETWORKS]
+    results = taking_turns(work, [Job(NETWORKS[name], options.scheme, options.steps) for name in names], options.rounds)
+    print(f"2 stages on two cores, {options.scheme}; medians of {options.rounds} rounds")
+    rows = [row(name, rounds) for name, rounds in zip(names, results, strict=True)]
+    print(table(("", "predicted samples/s", "measured", "error", "rounds"), rows))
+    errors = [abs(statistics.median(each.error for each in rounds)) for rounds in results]
+    print(f"median error: {statistics.median(errors):.1%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Bytes that devices send each other per minibatch: data parallelism against a pipeline, for the paper's networks.
+
+After Figures 3 and 4 of the paper (arXiv 1809.02839): six networks as published, minibatches of 128, four devices.
+
+What counts as sent: in data parallelism, every device but one sends the gradients of all weights to be summed, and the
+sums (or new weights) come back, 2 * (devices - 1) * weights; a ring sends as much, all its devices together. In a
+pipeline, what crosses a cut (skips over it included) goes down as activations and comes back as gradients,
+2 * (sum over cuts); the cuts are those that the planner makes from a profile. Four bytes a number.
+
+Profiles are measured with few rows and scaled to the minibatch: it is the balance between layers that decides on cuts.
+
+examples:
+  python experiments/traffic.py
+  python experiments/traffic.py --model vgg16 --model snn --devices 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, geometric_mean
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+import models  # noqa: E402
+from pipetrain.plan.partition import partition, plan  # noqa: E402
+from pipetrain.plan.profile import mib  # noqa: E402
+from pipetrain.plan.table import table  # noqa: E402
+from pipetrain.run.quiet import start_tensorflow  # noqa: E402
+
+# What each network reads, as published: CIFAR-10 images, 20 words, and Inception v4's own images of 299 pixels.
+INPUTS = {
+    "vgg16": (32, 32, 3),
+    "resnet152": (32, 32, 3),
+    "inception_v4": (299, 299, 3),
+    "snn": (32, 32, 3),
+    "transformer": (20,),
+    "residual_lstm": (20,),
+}
+CLASSES = {"transformer": 2, "residual_lstm": 2}
+PAPER = "The paper: 13.4 times less on average, up to 528 times less (SNN); Inception v4 is the exception."
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes per minibatch of one network's two ways to train, and where its pipeline is cut."""
+
+    model: str
+    parameters: int
+    data_parallel_bytes: int
+    pipeline_bytes: int
+    cuts: tuple[str, ...]
+
+    @property
+    def ratio(self) -> float:
+        """How much more data parallelism sends."""
+        return self.data_parallel_bytes / self.pipeline_bytes
+
+
+def measure(name: str, batch_size: int, devices: int, rows: int) -> Traffic:
+    """Profile one network and count."""
+    from pipetrain import profile
+
+    model = models.build(name, INPUTS[name], CLASSES.get(name, 10))
+    measured = profile(model, rows, verbose=sys.stdout.isatty()).scaled(batch_size)
+    pipeline, copies = partition(measured, devices), plan(measured, [len(measured.blocks)], replicas=[devices])
+    return Traffic(name, model.count_params(), copies.sent_bytes, pipeline.sent_bytes, pipeline.cuts)
+
+
+def report(traffic: Sequence[Traffic]) -> str:
+    """The table, with the means that "on average" may mean, beside the paper's statements."""
+    rows = [
+        (
+            each.model,
+            f"{each.parameters:,}",
+            mib(each.data_parallel_bytes),
+            mib(each.pipeline_bytes),
+            _times(each.ratio),
+        )
+        for each in traffic
+    ]
+    header = ("network", "parameters", "data-parallel MiB", "pipeline MiB", "ratio")
+    ratios = [each.ratio for each in traffic]
+    sums = sum(each.data_parallel_bytes for each in traffic) / sum(each.pipeline_bytes for each in traffic)
+    average = (
+        f"Average ratio: {_times(geometric_mean(ratios))} (geometric mean), {_times(fmean(ratios))} (arithmetic), "
+        f"{_times(sums)} (all bytes together)."
+    )
+    return f"{table(header, rows)}\n\n{average}\n{PAPER}"
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.1f}x" if ratio < 100 else f"{ratio:.0f}x"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", action="append", choices=INPUTS, help="(default: all six)")
+    parser.add_argument("--batch-size", type=int, default=128, metavar="N", help="rows per minibatch (default: 128)")
+    parser.add_argument("--devices", type=int, default=4, metavar="N", help="(default: 4)")
+    parser.add_argument("--rows", type=int, default=8, metavar="N", help="to profile with (default: 8)")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="where results go (default: runs/traffic)")
+    options = parser.parse_args(arguments)
+    output = options.output or ROOT / "runs" / "traffic"
+    output.mkdir(parents=True, exist_ok=True)
+    start_tensorflow(1)
+    results = []
+    for name in options.model or INPUTS:
+        print(name, file=sys.stderr)
+        results.append(measure(name, options.batch_size, options.devices, options.rows))
+    settings = {"batch_size": options.batch_size, "devices": options.devices}
+    data = {**settings, "networks": [{**asdict(each), "ratio": each.ratio} for each in results]}
+    path = output / "traffic.json"
+    path.write_text(json.dumps(data, indent=1), encoding="utf-8")
+    from plots.traffic import draw
+
+    print(f"Bytes sent per minibatch of {options.batch_size} rows on {options.devices} devices\n\n{report(results)}\n")
+    print(draw(path, path.with_suffix(".png")))
+
+
+if __name__ == "__main__":
+    main()
