@@ -25,6 +25,9 @@ class Keeps(NamedTuple):
 class Solo:
     """A block's forward and backward, called as a stage's are; equal blocks share one.
 
+    ``gradients`` are the symbolic gradients of its weights, ``forward_tensors`` and ``backward_tensors`` the numbers of
+    tensors that go in and come out.
+
     Args:
         segment: the block.
         like: specs of its inputs.
@@ -37,6 +40,7 @@ class Solo:
         with tf.device(None):  # it runs wherever it is called
             self._halves = split(self._run, weights, state, *self._sorted(like))
         self._forward, self._backward = _either(self._halves.forward), _either(self._halves.backward)
+        self.gradients = self._halves.backward.structured_outputs[0]
         self.forward_tensors, self.backward_tensors = _tensors(self._halves.forward), _tensors(self._halves.backward)
 
     def forward(

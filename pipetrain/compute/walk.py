@@ -129,8 +129,8 @@ class _Ready(NamedTuple):
     given: dict[int, tf.Tensor]
     weights: list[list[tf.Tensor]]
     state: list[list[tf.Tensor]]
-    gradients: list[list[tf.Tensor]]
-    update: Callable[[], Any]
+    starts: list[list[tf.Tensor]]
+    update: Callable[[list[Any]], Any]
 
     @classmethod
     def on(cls, device: str, blocks: Sequence[Placed]) -> _Ready:
@@ -142,32 +142,34 @@ class _Ready(NamedTuple):
                 [values(block.segment.trainable_variables) for block in blocks],
                 [values(block.segment.non_trainable_variables) for block in blocks],
                 [block.solo.ones(block.outputs) for block in blocks],
-                _update([variable for block in blocks for variable in block.segment.trainable_variables]),
+                _update(blocks),
             )
 
 
 def _whole(blocks: Sequence[Placed], device: str) -> Callable[[], None]:
     """A function that walks once, in one call: Python would hold up the one whose blocks are timed."""
-    given, weights, state, gradients, update = _Ready.on(device, blocks)
+    given, weights, state, starts, update = _Ready.on(device, blocks)
 
-    def run() -> list[tf.Tensor]:
-        known, kept, results = dict(given), [], []
+    def run() -> tuple[list[Any], list[Any]]:
+        known, kept, by_weight, by_flow = dict(given), [], [], []
         for n, block in enumerate(blocks):
             inputs = [known[value] for value in block.segment.reads]
             outputs, residuals = block.solo.forward(weights[n], state[n], inputs)
             known.update(zip(block.segment.writes, outputs, strict=True))
             kept.append(residuals)
         for n in range(len(blocks) - 1, -1, -1):
-            results.append(blocks[n].solo.backward(weights[n], kept.pop(), gradients[n]))
-        return [each for each in tf.nest.flatten(results, expand_composites=True) if each is not None]
+            gradients, others = blocks[n].solo.backward(weights[n], kept.pop(), starts[n])
+            by_weight[:0] = gradients
+            by_flow += others
+        return by_weight, by_flow  # what is not returned is not computed
 
     with tf.device(device):
         call = direct(tf.function(run, autograph=False).get_concrete_function())
 
     def once() -> None:
         with tf.device(device):
-            call()
-            update()
+            gradients, _ = call()
+            update(gradients)
 
     return once
 
@@ -175,12 +177,12 @@ def _whole(blocks: Sequence[Placed], device: str) -> Callable[[], None]:
 def _walker(blocks: Sequence[Placed], device: str) -> Callable[[], Walked]:
     """A function that walks once and times every call."""
     last = {value: n for n, block in enumerate(blocks) for value in block.segment.reads}
-    given, weights, state, gradients, update = _Ready.on(device, blocks)
+    given, weights, state, starts, update = _Ready.on(device, blocks)
     with tf.device(device):
         nothing = [_nothing(count) for count in (1, MANY)]
 
     def once() -> Walked:
-        known, kept, calls = dict(given), [], []
+        known, kept, gradients, calls = dict(given), [], [], []
         forward_s, backward_s = [0.0] * len(blocks), [0.0] * len(blocks)
         with tf.device(device):
             for n, block in enumerate(blocks):
@@ -198,24 +200,24 @@ def _walker(blocks: Sequence[Placed], device: str) -> Callable[[], Walked]:
             for n in range(len(blocks) - 1, -1, -1):
                 residuals = kept.pop()
                 start_s = time.perf_counter()
-                blocks[n].solo.backward(weights[n], residuals, gradients[n])
+                by_weight, _ = blocks[n].solo.backward(weights[n], residuals, starts[n])
                 backward_s[n] = _since(start_s)
-            return Walked(forward_s, backward_s, _seconds(update), calls)
+                gradients[:0] = by_weight
+            return Walked(forward_s, backward_s, _seconds(lambda: update(gradients)), calls)
 
     return once
 
 
-def _update(variables: Sequence[keras.Variable]) -> Callable[[], Any]:
-    """One step of SGD with momentum on variables like these."""
+def _update(blocks: Sequence[Placed]) -> Callable[[list[Any]], Any]:
+    """One step of SGD with momentum on variables like the blocks', from their gradients."""
+    variables = [variable for block in blocks for variable in block.segment.trainable_variables]
     if not variables:
-        return lambda: None
+        return lambda gradients: None
     copies = [keras.Variable(tf.zeros(variable.shape, variable.dtype)) for variable in variables]
     optimizer = keras.optimizers.SGD(1e-3, momentum=0.9)
     optimizer.build(copies)
-    gradients = [tf.zeros(variable.shape, variable.dtype) for variable in variables]
     apply = tf.function(Update(optimizer, copies).apply, autograph=False)
-    update = direct(apply.get_concrete_function(specs(gradients)))
-    return lambda: update(gradients)
+    return direct(apply.get_concrete_function([each for block in blocks for each in block.solo.gradients]))
 
 
 class Timing(NamedTuple):
