@@ -73,7 +73,7 @@ def direct(concrete: Any) -> Callable[..., Any]:
     costs as much as a small stage. What is called here has been traced for exactly these arguments.
     """
     captured, types = concrete.captured_inputs, [tensor.dtype for tensor in concrete.outputs]
-    pack = _packer(concrete.structured_outputs)
+    pack = packer(concrete.structured_outputs)
 
     def call(*arguments: Any) -> Any:
         tensors = [each for each in tf.nest.flatten(arguments, expand_composites=True) if each is not None]
@@ -82,15 +82,15 @@ def direct(concrete: Any) -> Callable[..., Any]:
     return call
 
 
-def _packer(structure: Any) -> Callable[[Iterator[tf.Tensor]], Any]:
+def packer(structure: Any) -> Callable[[Iterator[tf.Tensor]], Any]:
     """Puts flat tensors back into the structure they were flattened from; ``tf.nest`` would take longer than the op."""
     if structure is None:
         return lambda flat: None
     if isinstance(structure, dict):
-        packers = {key: _packer(structure[key]) for key in sorted(structure)}  # flattening goes by sorted keys
+        packers = {key: packer(structure[key]) for key in sorted(structure)}  # flattening goes by sorted keys
         return lambda flat: {key: pack(flat) for key, pack in packers.items()}
     if isinstance(structure, (list, tuple)):
-        parts, make = [_packer(each) for each in structure], getattr(structure, "_make", type(structure))
+        parts, make = [packer(each) for each in structure], getattr(structure, "_make", type(structure))
         return lambda flat: make([pack(flat) for pack in parts])
     if isinstance(structure, tf.IndexedSlices):
         shaped = structure.dense_shape is not None

@@ -14,7 +14,7 @@ from pipetrain.compute.blocks import Chain
 from pipetrain.compute.profiler import cost_key, profile_chain
 from pipetrain.plan.profile import Profile
 
-FORMAT = 3  # of what is kept; profiles of other formats are measured anew
+FORMAT = 4  # of what is kept; profiles of other formats are measured anew
 
 
 def cached_profile(chain: Chain, batch_size: int, device: str, verbose: bool = True) -> Profile:

@@ -60,13 +60,9 @@ class Solo:
         return [tf.ones(spec.shape, spec.dtype) for spec, returned in pairs if returned]
 
     def keeps(self, residuals: Sequence[tf.Tensor]) -> Keeps:
-        """What these residuals are; what a loop keeps in lists has no size of its own and does not count."""
+        """What these residuals are."""
         pairs = zip(self._halves.residuals, residuals, strict=True)
-        sizes = {
-            symbol.ref(): size_bytes(tf.TensorSpec(value.shape, value.dtype))
-            for symbol, value in pairs
-            if value.dtype not in (tf.variant, tf.resource)
-        }
+        sizes = {symbol.ref(): _kept_bytes(value) for symbol, value in pairs}
         inputs, outputs = self._traced["inputs"], self._traced["outputs"]
         known = {tensor.ref() for tensor in (*inputs, *outputs)}
         inner_bytes = sum(size for ref, size in sizes.items() if ref not in known)
@@ -89,6 +85,20 @@ class Solo:
 def size_bytes(spec: tf.TensorSpec) -> int:
     """Bytes of a tensor like this."""
     return int(np.prod(spec.shape.as_list(), dtype=np.int64)) * spec.dtype.size
+
+
+def _kept_bytes(value: tf.Tensor) -> int:
+    """Bytes of a tensor, or of the list that a loop keeps of its steps' tensors, taken to have four bytes a number."""
+    if value.dtype == tf.resource:
+        return 0
+    if value.dtype != tf.variant:
+        return size_bytes(tf.TensorSpec(value.shape, value.dtype))
+    try:
+        shape = tf.raw_ops.TensorListElementShape(input_handle=value, shape_type=tf.int32)
+        length = tf.raw_ops.TensorListLength(input_handle=value)
+    except tf.errors.OpError:  # something else
+        return 0
+    return 4 * int(length) * int(tf.reduce_prod(tf.maximum(shape, 0)))
 
 
 def values(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:

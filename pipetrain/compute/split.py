@@ -6,6 +6,8 @@ that nested function captures is exactly what the forward must hand over:
 - a *weight* it captured is given anew at backward time, so backward may read another version;
 - what was computed *from weights alone* (a cast, a reshape of gamma) is computed anew from those, and so is the
   maximum pooling of a tensor that is there anyway;
+- of a tensor of which it reads nothing but the *shape* (as gradients of sums do, where the number of rows is not
+  known), only the shape is handed over: half of what some networks would keep;
 - everything else is a *residual*: returned by the forward, kept, and passed to the backward.
 """
 
@@ -15,6 +17,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
+
+from pipetrain.compute.bound import packer
 
 Run = Callable[[Sequence[tf.Tensor], Sequence[tf.Tensor], Sequence[tf.Tensor], Any], tuple[Sequence[tf.Tensor], Any]]
 
@@ -58,7 +62,7 @@ def split(run: Run, weights: Any, state: Any, flows: Any, constants: Any) -> Spl
 
         gradients = specs(outputs)
         nested = tf.function(pull, autograph=False).get_concrete_function(gradients)
-        captures = _Captures(nested.captured_inputs, weights)
+        captures = _Captures(nested, weights)
         halves.update(nested=nested, captures=captures, gradients=gradients)
         return aux, captures.residuals
 
@@ -66,13 +70,18 @@ def split(run: Run, weights: Any, state: Any, flows: Any, constants: Any) -> Spl
     nested, captures = halves["nested"], halves["captures"]
 
     def backward(weights: list[tf.Tensor], residuals: list[tf.Tensor], output_gradients: list[tf.Tensor]) -> Any:
-        nested.set_external_captures(captures.fill_in(weights, residuals))
+        values, shapes = captures.fill_in(weights, residuals)
+        if shapes:
+            return _with_shapes(nested, [*output_gradients, *values], shapes)
+        nested.set_external_captures(values)
         return nested(output_gradients)
 
     residuals = specs(captures.residuals)
+    pulled = tf.function(backward, autograph=False).get_concrete_function(weights, residuals, halves["gradients"])
+    pulled.graph.nested = nested  # its loops' functions are no longer known to TensorFlow once it is gone
     return SplitFunction(
         forward=traced,
-        backward=tf.function(backward, autograph=False).get_concrete_function(weights, residuals, halves["gradients"]),
+        backward=pulled,
         outputs=halves["gradients"],
         residuals=captures.residuals,
     )
@@ -93,26 +102,39 @@ _BODIES = {"While": "body", "StatelessWhile": "body", "PartitionedCall": "f", "S
 class _Captures:
     """What the nested backward captured, sorted by where it comes from at backward time."""
 
-    def __init__(self, captured: Sequence[tf.Tensor], weights: Sequence[tf.Tensor]) -> None:
-        self._captured, self._weights = [_origin(tensor) for tensor in captured], list(weights)
-        distinct = {tensor.ref(): tensor for tensor in self._captured}
-        from_weights = _operations_from(weights)
+    def __init__(self, nested: Any, weights: Sequence[tf.Tensor]) -> None:
+        self._captured, self._weights = [_origin(tensor) for tensor in nested.captured_inputs], list(weights)
         known = {weight.ref() for weight in weights}
+        pairs = list(zip(self._captured, nested.graph.internal_captures, strict=True))
+        read = {outer.ref(): outer for outer, inner in pairs if outer.ref() in known or not _only_shape(inner, nested)}
+        from_weights = _operations_from(weights)
         self._derived = [
             tensor
-            for ref, tensor in distinct.items()
-            if ref not in known and (tensor.op.name in from_weights or _is_pool_of(tensor, distinct))
+            for ref, tensor in read.items()
+            if ref not in known and (tensor.op.name in from_weights or _is_pool_of(tensor, read))
         ]
         known.update(tensor.ref() for tensor in self._derived)
-        self.residuals = [tensor for ref, tensor in distinct.items() if ref not in known]
+        self._kept = [tensor for ref, tensor in read.items() if ref not in known]
+        shapes = [(outer, op) for outer, inner in pairs if outer.ref() not in read for op in inner.consumers()]
+        self._shape_reads = [op.outputs[0] for _, op in shapes]
+        # not int32: on a GPU such tensors live on the host, which functions do not return well
+        self.residuals = [*self._kept, *(tf.shape(outer, tf.int64) for outer, _ in shapes)]
 
-    def fill_in(self, weights: Sequence[tf.Tensor], residuals: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """The captures' values in order, from backward's weights and forward's residuals."""
-        given = [*self._weights, *self.residuals]
-        values = {old.ref(): new for old, new in zip(given, [*weights, *residuals], strict=True)}
+    def fill_in(
+        self, weights: Sequence[tf.Tensor], residuals: Sequence[tf.Tensor]
+    ) -> tuple[list[tf.Tensor | None], dict[str, tf.Tensor]]:
+        """The captures' values in order, from backward's weights and forward's residuals.
+
+        None for those of which only the shape is read, and the shapes by the names of the tensors that hold them.
+        """
+        kept, shapes = residuals[: len(self._kept)], residuals[len(self._kept) :]
+        given = zip([*self._weights, *self._kept], [*weights, *kept], strict=True)
+        values = {old.ref(): new for old, new in given}
         if self._derived:
             values.update(zip([tensor.ref() for tensor in self._derived], self._recompute(values), strict=True))
-        return [values[tensor.ref()] for tensor in self._captured]
+        filled = [values.get(tensor.ref()) for tensor in self._captured]
+        reads = zip(self._shape_reads, shapes, strict=True)
+        return filled, {read.name: tf.cast(shape, read.dtype) for read, shape in reads}
 
     def _recompute(self, values: dict[Any, tf.Tensor]) -> list[tf.Tensor]:
         whole = self._derived[0].graph.as_graph_def()
@@ -123,6 +145,31 @@ class _Captures:
             node.input[:] = [name for name in node.input if not name.startswith("^")]
         given = {ref.deref().name: values[ref] for ref in used}
         return list(tf.graph_util.import_graph_def(part, given, return_elements=[t.name for t in self._derived]))
+
+
+def _only_shape(inner: tf.Tensor, nested: Any) -> bool:
+    """Whether a function reads nothing but the shape of a tensor that it captured."""
+    types = {op.type for op in inner.consumers()}
+    return types == {"Shape"} and all(inner is not output for output in nested.graph.outputs)
+
+
+def _with_shapes(nested: Any, inputs: Sequence[tf.Tensor | None], shapes: dict[str, tf.Tensor]) -> Any:
+    """The nested function's operations anew, with shapes given instead of the tensors that they are of."""
+    graph = nested.graph
+    given = {inner.name: value for inner, value in zip(graph.inputs, inputs, strict=True) if value is not None}
+    given.update(shapes)
+    gone = {inner.op.name for inner in graph.inputs} | {name.partition(":")[0] for name in shapes}
+    whole = graph.as_graph_def()
+    part = tf.compat.v1.GraphDef(versions=whole.versions, library=whole.library)
+    part.node.extend(node for node in whole.node if node.name not in gone)
+    for node in part.node:
+        node.input[:] = [name for name in node.input if name.removeprefix("^") not in gone or not name.startswith("^")]
+        node.attr.pop("_class", None)  # wishes to be where another node is, which may be gone
+    used = {name if ":" in name else f"{name}:0" for node in part.node for name in node.input}
+    wanted = [tensor.name for tensor in graph.outputs if tensor.name not in given]
+    feeds = {name: value for name, value in given.items() if name in used}
+    made = dict(zip(wanted, tf.graph_util.import_graph_def(part, feeds, return_elements=wanted), strict=True))
+    return packer(nested.structured_outputs)(iter([{**given, **made}[tensor.name] for tensor in graph.outputs]))
 
 
 def _origin(tensor: tf.Tensor) -> tf.Tensor:

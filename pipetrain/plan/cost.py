@@ -35,6 +35,42 @@ class Affine(NamedTuple):
         return float(self.to_end[j] - self.to_start[i])
 
 
+class Memory:
+    """Bytes that one device of every possible stage keeps at its fullest.
+
+    ``running.of(i, j)``, what grows with every block, and the largest ``work`` of blocks i to j-1, shape (blocks,).
+    """
+
+    def __init__(self, running: Affine, work: Floats) -> None:
+        self._running, self._work = running, work
+        self._ends: dict[float, NDArray[np.int64]] = {}
+
+    def of(self, i: int, j: int) -> float:
+        """The bytes of blocks i to j-1."""
+        return self._running.of(i, j) + float(self._work[i:j].max())
+
+    def ends(self, limit_bytes: float) -> NDArray[np.int64]:
+        """For every i, the largest j whose blocks i to j-1 keep to the limit; i where none does."""
+        if limit_bytes not in self._ends:
+            self._ends[limit_bytes] = self._searched(limit_bytes)
+        return self._ends[limit_bytes]
+
+    def _searched(self, limit_bytes: float) -> NDArray[np.int64]:
+        """By halves: maxima of ``work`` over powers of two blocks, the longest first."""
+        maxima = [self._work]
+        while len(maxima[-1]) > (size := 1 << len(maxima) - 1):
+            maxima.append(np.maximum(maxima[-1][:-size], maxima[-1][size:]))
+        start = np.arange(len(self._work))
+        end, most = start.copy(), np.zeros(len(start))
+        for power in range(len(maxima) - 1, -1, -1):
+            here = np.flatnonzero(end + (1 << power) <= len(start))
+            further = end[here] + (1 << power)
+            more = np.maximum(most[here], maxima[power][end[here]])
+            fits = self._running.to_end[further] - self._running.to_start[here] + more <= limit_bytes
+            end[here[fits]], most[here[fits]] = further[fits], more[fits]
+        return end
+
+
 class Costs:
     """Seconds and bytes of every possible stage of a profiled chain on a cluster.
 
@@ -53,6 +89,7 @@ class Costs:
         self._update_s = _sums([block.update_s for block in blocks])
         self._weights = _sums([block.weight_bytes for block in blocks])
         self._kept = _sums([block.activation_bytes for block in blocks])
+        self._memory: dict[tuple[int, Demand], Memory] = {}
         # nothing is sent before the first block and after the last one
         self._crossing = np.array([0.0, *(float(block.output_bytes) for block in blocks[:-1]), 0.0])
 
@@ -68,11 +105,18 @@ class Costs:
         activations = self._transfer(cluster.link(after - 1, after), share)
         return Affine(running + activations + latency_s, running - gradients)
 
-    def memory(self, replicas: int, demand: Demand) -> Affine:
-        """Bytes that one device of any blocks keeps at its fullest."""
-        share = self._share(replicas)
-        running = demand.weights * self._weights + share * demand.activations * self._kept
-        return Affine(running, running - share * (demand.activations + demand.inputs) * self._crossing)
+    def memory(self, replicas: int, demand: Demand) -> Memory:
+        """What one device of any blocks keeps.
+
+        While a block runs backward, its inputs and outputs and the gradients of both are there too.
+        """
+        if (replicas, demand) not in self._memory:
+            share = self._share(replicas)
+            running = demand.weights * self._weights + share * demand.activations * self._kept
+            start = running - share * (demand.activations + demand.inputs) * self._crossing
+            work = 2 * share * demand.work * (self._crossing[:-1] + self._crossing[1:])
+            self._memory[replicas, demand] = Memory(Affine(running, start), work)
+        return self._memory[replicas, demand]
 
     def sent_bytes(self, i: int, j: int, replicas: int) -> float:
         """Bytes that all devices of the stage send per minibatch: activations, gradients, and gradients to sum."""

@@ -25,21 +25,23 @@ class Training(NamedTuple):
 class Demand(NamedTuple):
     """What a stage keeps at its fullest, in multiples of its weights' bytes and of one minibatch's activations.
 
-    ``inputs`` counts minibatches of which only the stage's inputs are kept.
+    ``inputs`` counts minibatches of which only the stage's inputs are kept, ``work`` those a block works on at once.
     """
 
     weights: float
     activations: float
     inputs: float = 0.0
+    work: float = 1.0
 
 
 @cache
 def demand(training: Training, stage: int, stages: int) -> Demand:
     """The demand of stage k of N: a dry run of its schedule, with integers for weights.
 
-    Weights: the newest, the optimizer's slots, one set of gradients (two where microbatches' are summed), a
-    predicted copy while an action reads one, and every old version that is still to be read. Activations: of all
-    microbatches in flight; with recomputation of one, and the inputs of the others.
+    Weights: the newest, the optimizer's slots, and the most that an action has beside them: gradients during a
+    backward, the sum of those of earlier microbatches, a predicted copy that it reads, and every old version that is
+    still to be read. Activations: of all microbatches in flight; with recomputation of one, and the inputs of the
+    others.
     """
     scheme = SCHEMES[training.scheme]
     pieces = 1 if scheme.asynchronous else training.microbatches
@@ -47,19 +49,20 @@ def demand(training: Training, stage: int, stages: int) -> Demand:
     order = list(scheme.schedule(stage, stages, groups))
     in_flight = peak_in_flight(order) / pieces
     versions = WeightVersions(scheme.policy, stage, stages, newest=lambda horizon: horizon, keep=lambda: None)
-    kept = predicted = 0
+    more, gathered = 0, 0
     for action in order:
         minibatch, piece = divmod(action.minibatch, pieces)
-        read = versions.forward if action.op == "F" else versions.backward
-        horizon = read(minibatch)
-        predicted = max(predicted, 1 if horizon else 0)
-        if action.op == "B" and piece == pieces - 1:
-            versions.before_update()
-        kept = max(kept, versions.kept)
-    gradients = 1 if pieces == 1 else 2
-    weights: float = 1 + training.slots + gradients + predicted + kept
+        forward = action.op == "F"
+        predicted = 1 if (versions.forward if forward else versions.backward)(minibatch) else 0
+        more = max(more, versions.kept + predicted + gathered + (0 if forward else 1))
+        if not forward:
+            gathered = 1 if piece < pieces - 1 else 0
+            if not gathered:
+                versions.before_update()
+                more = max(more, versions.kept + 1)
+    weights: float = 1 + training.slots + more
     if not training.recompute:
-        return Demand(weights, in_flight)
+        return Demand(weights, in_flight, work=1 / pieces)
     if not versions.lasts(3 * stages):  # every forward's weights are kept for running it again
         weights += in_flight - (0 if scheme.policy.predicts else 1)
-    return Demand(weights, 1 / pieces, in_flight)
+    return Demand(weights, 1 / pieces, in_flight, work=1 / pieces)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from pipetrain.plan.cluster import Cluster
-from pipetrain.plan.cost import Affine, Costs, Place
+from pipetrain.plan.cost import Costs, Memory, Place
 from pipetrain.plan.memory import Training, demand
 from pipetrain.plan.profile import Profile, mib
 from pipetrain.plan.search import CLOSE, HUGE, NEVER, Choice, Limit, Problem, Reach, fastest, most_even
@@ -238,7 +238,7 @@ def _totals(costs: Costs, problem: Problem) -> list[int | None]:
 def _limit(costs: Costs, training: Training, limit_bytes: float, total: int | None) -> Limit:
     """What stages keep in a pipeline of ``total`` stages, or of those from each one to the end."""
 
-    def memory(place: Place, left: int) -> Affine:
+    def memory(place: Place, left: int) -> Memory:
         stages = max(total or left, left)
         return costs.memory(place.replicas, demand(training, stages - left, stages))
 

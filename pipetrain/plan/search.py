@@ -19,14 +19,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipetrain.plan.cost import Affine, Floats, Place
+from pipetrain.plan.cost import Affine, Floats, Memory, Place
 
 CLOSE = 1 + 1e-12  # sums in another order differ in the last digits
 HUGE = 1e300  # seconds
 NEVER = 1 << 30  # more stages than any chain has
 
 Counts = NDArray[np.int64]
-Memory = Callable[[Place, int], Affine]
 
 
 class Choice(NamedTuple):
@@ -54,7 +53,7 @@ class Problem(NamedTuple):
 class Limit(NamedTuple):
     """What a device may hold: ``memory(place, n)`` is what it keeps of a stage from which n lead to the end."""
 
-    memory: Memory
+    memory: Callable[[Place, int], Memory]
     limit_bytes: float
     most_stages: int = NEVER
 
@@ -168,9 +167,8 @@ class Reach:
         f = np.where(ends, self._problem.seconds[place].to_end, np.inf)
         if self._limit is None:
             return np.minimum.accumulate(f[::-1])[::-1][1:]
-        memory = self._limit.memory(place, left)  # to_end is a running sum: a longer stage keeps more
-        end = np.searchsorted(memory.to_end, self._limit.limit_bytes + memory.to_start[:-1], side="right")
-        return _window_minima(f, np.arange(1, len(f)), end)
+        last = self._limit.memory(place, left).ends(self._limit.limit_bytes)
+        return _window_minima(f, np.arange(1, len(f)), last + 1)
 
     def _next(self, i: int, device: int, left: int) -> Iterator[tuple[int, Place]]:
         for place in self._problem.places[device]:
@@ -179,8 +177,7 @@ class Reach:
             fits &= seconds.to_end - seconds.to_start[i] <= self._within
             fits[: i + 1] = False
             if self._limit is not None:
-                memory = self._limit.memory(place, left)
-                fits &= memory.to_end - memory.to_start[i] <= self._limit.limit_bytes
+                fits[self._limit.memory(place, left).ends(self._limit.limit_bytes)[i] + 1 :] = False
             yield from ((int(end), place) for end in np.flatnonzero(fits))
 
 
