@@ -147,6 +147,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50, help="minibatches a round (default: 50)")
     parser.add_argument("--rounds", type=int, default=5, help="(default: 5)")
     options = parser.parse_args()
+    if options.steps <= FIRST:
+        parser.error(f"--steps must be more than {FIRST}")
     names = options.network or [*NETWORKS]
     results = taking_turns(work, [Job(NETWORKS[name], options.scheme, options.steps) for name in names], options.rounds)
     print(f"2 stages on two cores, {options.scheme}; medians of {options.rounds} rounds")

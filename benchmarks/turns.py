@@ -32,6 +32,7 @@ def taking_turns(work: Work[Job], jobs: Sequence[Job], rounds: int) -> list[list
     for job in jobs:
         here, there = context.Pipe()
         context.Process(target=_serve, args=(work, job, there), daemon=True).start()
+        there.close()  # if the process fails, nobody holds its end, and recv says so
         here.recv()
         pipes.append(here)
     results: list[list[Any]] = [[] for _ in jobs]

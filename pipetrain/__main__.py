@@ -81,7 +81,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="decides on the memory (default: spectrain)",
     )
     plan.add_argument(
-        "--slots", type=int, default=1, metavar="N", help="optimizer variables per weight: 1 for momentum, 2 for Adam"
+        "--slots",
+        type=_slots,
+        default=1,
+        metavar="N",
+        help="optimizer variables a weight: 1 for momentum, 2 for Adam",
     )
     plan.add_argument("--microbatches", type=_count, default=4, metavar="N", help="for gpipe and 1f1b (default: 4)")
     plan.add_argument("--recompute", action="store_true", help="run forwards again instead of keeping activations")
@@ -92,6 +96,10 @@ def _count(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 up")
     return int(text)
+
+
+def _slots(text: str) -> int:
+    return 0 if text == "0" else _count(text)
 
 
 def _size(text: str) -> int:

@@ -12,7 +12,7 @@ import tensorflow as tf
 from pipetrain.compute.blocks import Block, in_order
 from pipetrain.compute.segment import adapted
 from pipetrain.compute.update import check_predictable
-from pipetrain.plan.schemes import SCHEMES
+from pipetrain.plan.schemes import DATA_PARALLEL, SCHEMES
 
 DEFAULT_ROWS = 32  # Keras' batch size where none is given
 
@@ -80,21 +80,40 @@ def check_loop(run_eagerly: bool, steps_per_execution: int) -> None:
         )
 
 
-def loss_is_mean(loss: Any, microbatches: int) -> bool:
+def check_replicas(scheme: str, replicas: Any) -> None:
+    """Raise ValueError for replicas of a scheme that has no stages."""
+    if scheme in ("single", DATA_PARALLEL) and replicas is not None:
+        raise ValueError(
+            f"The scheme {scheme!r} has no stages to replicate. Received: replicas={replicas!r}. Try leaving it out."
+        )
+
+
+def loss_is_mean(loss: Any, pieces: int) -> bool:
     """Whether the loss is the mean over the rows (True) or their sum (False).
 
-    With microbatches, a minibatch's loss must follow from its microbatches': ValueError for other reductions.
+    Where microbatches or replicas of the last stage divide it into pieces, a minibatch's loss must follow from theirs:
+    ValueError for other reductions.
     """
     reductions = {each.reduction for each in keras.tree.flatten(loss) if isinstance(each, keras.losses.Loss)}
     if reductions == {"sum"}:
         return False
-    if microbatches > 1 and not reductions <= {"sum_over_batch_size"}:
+    if pieces > 1 and not reductions <= {"sum_over_batch_size"}:
         raise ValueError(
-            "The loss of a batch cannot be put together from its microbatches'. "
-            f"Received: reduction={sorted(map(str, reductions))} "
-            f"with microbatches={microbatches}. Try reduction='sum_over_batch_size', or microbatches=1."
+            "The loss of a batch cannot be put together from those of its microbatches and replicas. "
+            f"Received: reduction={sorted(map(str, reductions))} for {pieces} pieces of a batch. "
+            "Try reduction='sum_over_batch_size', or microbatches=1 and one replica of the last stage."
         )
     return True
+
+
+def check_masks(masks: Sequence[Any], loss_is_mean: bool, pieces: int) -> None:
+    """Raise ValueError for masked outputs whose loss is a mean over what the mask leaves, a piece at a time."""
+    if pieces > 1 and loss_is_mean and any(mask is not None for mask in masks):
+        raise ValueError(
+            "An output of the model is masked, and Keras divides its loss by the number of entries that are not: it "
+            f"cannot be put together from those of its microbatches and replicas. Received: {pieces} pieces of a "
+            "batch. Try reduction='sum', or microbatches=1 and one replica of the last stage."
+        )
 
 
 def measured_mean(loss: Callable[..., tf.Tensor], targets: Any, outputs: Sequence[Any]) -> bool:
@@ -117,9 +136,9 @@ def measured_mean(loss: Callable[..., tf.Tensor], targets: Any, outputs: Sequenc
     is_mean = math.isclose(both, alone / 2, rel_tol=1e-3, abs_tol=1e-6)
     if not is_mean and not math.isclose(both, alone, rel_tol=1e-3):
         raise ValueError(
-            "The loss of a batch cannot be put together from its microbatches': it is neither a mean nor a sum over "
+            "The loss of a batch cannot be put together from its pieces': it is neither a mean nor a sum over "
             f"the rows. Received: a loss of {both:.6g} for two rows that have {alone:.6g} together one by one. "
-            "Try microbatches=1."
+            "Try microbatches=1 and one replica of the last stage."
         )
     return is_mean
 

@@ -37,6 +37,7 @@ class PipelineEngine:
         self.strategy = tf.distribute.get_strategy()
         self.layout, self.microbatches = layout, microbatches
         self._scheme = scheme
+        self._pieces = microbatches * layout.replicas[-1]  # into which a minibatch's loss falls
         self._feed = Feed(model)
         self._optimizer: keras.optimizers.Optimizer | None = None
         self._stages: list[list[Stage]] = []
@@ -55,8 +56,8 @@ class PipelineEngine:
         if optimizer is not self._optimizer:
             checks.check_new(optimizer)
             self._stages = []
-        self._loss_is_mean: bool | None = checks.loss_is_mean(loss, self.microbatches)
-        if self.microbatches > 1 and any(inspect.isfunction(each) for each in keras.tree.flatten(loss)):
+        self._loss_is_mean: bool | None = checks.loss_is_mean(loss, self._pieces)
+        if self._pieces > 1 and any(inspect.isfunction(each) for each in keras.tree.flatten(loss)):
             self._loss_is_mean = None  # seen when the first minibatch is there
         self._optimizer, self._compute_loss = optimizer, compute_loss
         self._rate = None if _scheduled(optimizer) else optimizer.learning_rate.value
@@ -156,6 +157,7 @@ class PipelineEngine:
             self._loss_is_mean = checks.measured_mean(self._compute_loss, self._feed.targets, outputs)
         self._pipeline.loss_is_mean = self._loss_is_mean
         self._pipeline.trace_for(self._feed.targets)
+        checks.check_masks(self._pipeline.output_masks, self._loss_is_mean, self._pieces)
         return ReadAhead(self._pipeline, minibatches, self._learning_rate, self._steps)
 
 

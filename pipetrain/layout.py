@@ -51,9 +51,14 @@ class Layout:
             cuts = self._partition.cuts
         if cuts is not None:
             self._ends = cut_points(self.chain.blocks, cuts)
-        if replicas is None and self._partition is not None:
+        if self._partition is not None and tuple(replicas or self._partition.replicas) != self._partition.replicas:
+            raise ValueError(
+                f"Replicas are given twice. Received: replicas={replicas!r}, a partition with those of "
+                f"{self._partition.replicas}. Try leaving replicas out."
+            )
+        if self._partition is not None:
             replicas = self._partition.replicas
-        if stages is None and replicas is not None:
+        if stages is None and isinstance(replicas, Sequence):
             stages = len(replicas)
         self.stages = len(self._ends) if self._ends else self._checked_count(stages, len(devices))
         if isinstance(stages, int) and stages != self.stages:
@@ -62,6 +67,9 @@ class Layout:
             )
         self.replicas = _checked_replicas(replicas, self.stages)
         self._devices = assign(devices, sum(self.replicas))
+        if self._partition is not None:  # which may have left some out, to begin a stage on the next host
+            planned = [stage.device + n for stage in self._partition.stages for n in range(stage.replicas)]
+            self._devices = [devices[n] for n in planned] if max(planned) < len(devices) else self._devices
 
     @property
     def distinct_devices(self) -> list[str]:
@@ -109,7 +117,7 @@ class Layout:
 def _checked_replicas(replicas: Sequence[int] | None, stages: int) -> tuple[int, ...]:
     if replicas is None:
         return (1,) * stages
-    counts = tuple(replicas)
+    counts = tuple(replicas) if isinstance(replicas, Sequence) else ()
     if len(counts) != stages or any(not isinstance(count, int) or count < 1 for count in counts):
         raise ValueError(
             f"Replicas are one number from 1 up for each of {stages} stages. Received: replicas={replicas!r}. "

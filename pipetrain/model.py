@@ -76,6 +76,7 @@ class PipelineModel(keras.Model):
     ) -> None:
         check_name(scheme)
         checks.check_microbatches(microbatches)
+        checks.check_replicas(scheme, replicas)
         devices = resolve(devices)
         pieces = (microbatches or DEFAULT_MICROBATCHES) if scheme in ("gpipe", "1f1b") else 1
         training = Training("single" if scheme == DATA_PARALLEL else scheme, microbatches=pieces, recompute=recompute)

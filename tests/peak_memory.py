@@ -5,6 +5,7 @@ A process of its own: ``TF_CPU_ALLOCATOR_USE_BFC=1`` makes TensorFlow's allocato
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -32,6 +33,7 @@ def measure(name, scheme):
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     pipe.compile(keras.optimizers.SGD(1e-3, momentum=0.9), loss)
     expected = sum(stage.memory_bytes for stage in pipe.partition(network.batch_size).stages)
+    gc.collect()
     before = tf.config.experimental.get_memory_info("CPU:0")["current"]  # the model's own weights
     pipe.fit(minibatches, verbose=0)  # traces, which takes memory too
     tf.config.experimental.reset_memory_stats("CPU:0")

@@ -198,3 +198,37 @@ def test_rows_are_shared_as_evenly_as_can_be(rows, replicas, expected):
     assert [len(part) for part in parts] == expected
     assert [row for part in parts for row in part] == list(range(rows))
     assert joined([None, None]) is None
+
+
+@pytest.mark.parametrize("settings", [{"replicas": (1, 2)}, {"microbatches": 2}])
+def test_a_loss_that_cannot_be_put_together_is_refused(settings):
+    """A masked mean, or one weighted by sample weights: replicas of the last stage once trained it wrongly."""
+    words = keras.Input((6,), dtype="int32")
+    x = L.LSTM(4, return_sequences=True, name="recurrent")(L.Embedding(9, 4, mask_zero=True)(words))
+    masked = keras.Model(words, L.Dense(3)(x))
+    data = np.arange(24).reshape(4, 6) % 5
+    for model, y, loss, message in (
+        (masked, data % 3, keras.losses.SparseCategoricalCrossentropy(from_logits=True), "masked"),
+        (networks.mlp(), np.zeros((4,)), keras.losses.MeanSquaredError("mean_with_sample_weight"), "put together"),
+    ):
+        cuts = ("recurrent",) if model is masked else ("d2",)
+        pm = pipetrain.PipelineModel(model, scheme="1f1b", cuts=cuts, **{"microbatches": 1, **settings})
+        x = data if model is masked else np.zeros((4, *model.input_shape[1:]))
+        with pytest.raises(ValueError, match=message):
+            pm.compile("sgd", loss)
+            pm.fit(x, y, batch_size=4, verbose=0)
+
+
+def test_replicas_that_make_no_sense_are_refused():
+    model = networks.mlp()
+    with pytest.raises(ValueError, match="no stages to replicate"):
+        pipetrain.PipelineModel(model, scheme="data-parallel", replicas=(2, 1))
+    with pytest.raises(ValueError, match="one number from 1 up"):
+        pipetrain.PipelineModel(model, stages=2, replicas=2)
+    profile = pipetrain.profile(model, 8, verbose=False)
+    with pytest.raises(ValueError, match="numbers from 1 up"):
+        pipetrain.partition(profile, 4, replicas=(2, 0, 2))
+    with pytest.raises(ValueError, match="given twice"):
+        pipetrain.PipelineModel(model, pipetrain.partition(profile, 4, replicas=(2, 1, 1)), replicas=(1, 2, 1))
+    with pytest.raises(ValueError, match="no such device"):
+        pipetrain.profile(model, 8, device="CPU:99")

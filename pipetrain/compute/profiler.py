@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from pipetrain.compute.blocks import Block, Chain
@@ -39,9 +40,15 @@ def profile(model: keras.Model, batch_size: int, device: str = "CPU:0", verbose:
     Raises:
         ValueError, TypeError: for a model whose layers cannot be seen, or a batch size below 1.
     """
-    if not isinstance(batch_size, int) or batch_size < 1:
+    if isinstance(batch_size, bool) or not isinstance(batch_size, (int, np.integer)) or batch_size < 1:
         raise ValueError(f"A profile needs at least one row. Received: batch_size={batch_size!r}. Try batch_size=128.")
-    return profile_chain(Chain(model), batch_size, device if device.startswith("/") else f"/device:{device}", verbose)
+    full = device.upper() if device.startswith("/") else f"/device:{device.upper()}"
+    names = {each.name.upper(): each.name for each in tf.config.list_logical_devices()}
+    if full.upper() not in names:
+        raise ValueError(
+            f"TensorFlow has no such device. Received: device={device!r}. Try one of: {', '.join(names.values())}."
+        )
+    return profile_chain(Chain(model), batch_size, names[full.upper()], verbose)
 
 
 def profile_chain(chain: Chain, batch_size: int, device: str, verbose: bool) -> Profile:
@@ -75,7 +82,7 @@ def _placed(chain: Chain, batch_size: int, progress: _Progress) -> tuple[list[Pl
     known: dict[str, tuple[Solo, list[tf.TensorSpec], Keeps]] = {}
     placed: list[Placed] = []
     costs: list[BlockProfile] = []
-    made: dict[int, int] = {}  # the block that made each value
+    made = dict.fromkeys(chain.crossing(0), 0)  # the block that made each value, or first has it
     kept: dict[int, int] = {}  # the same, of those that some backward reads
     for index, (block, segment) in enumerate(zip(chain.blocks, chain.alone(), strict=True)):
         # Keras' own layers work alike wherever they stand; others may hold what their settings do not say.

@@ -101,8 +101,9 @@ class Costs:
         latency_s = within.reduce_seconds(0.0, replicas)
         running = share * self._compute_s + self._update_s
         running = running + (within.reduce_seconds(self._weights, replicas) - latency_s)
-        gradients = self._transfer(cluster.link(max(device - 1, 0), device), share)
-        activations = self._transfer(cluster.link(after - 1, after), share)
+        # the widest way that rows may have to go; how far the next stage reaches, its own gradients' way says
+        gradients = self._transfer(cluster.link(max(device - 1, 0), device + replicas - 1), share)
+        activations = self._transfer(cluster.link(device, after), share)
         return Affine(running + activations + latency_s, running - gradients)
 
     def memory(self, replicas: int, demand: Demand) -> Memory:

@@ -54,7 +54,8 @@ def demand(training: Training, stage: int, stages: int) -> Demand:
         minibatch, piece = divmod(action.minibatch, pieces)
         forward = action.op == "F"
         predicted = 1 if (versions.forward if forward else versions.backward)(minibatch) else 0
-        more = max(more, versions.kept + predicted + gathered + (0 if forward else 1))
+        gradients = gathered if forward else 1 + 2 * gathered  # this microbatch's, the sum so far, and the new sum
+        more = max(more, versions.kept + predicted + gradients)
         if not forward:
             gathered = 1 if piece < pieces - 1 else 0
             if not gathered:

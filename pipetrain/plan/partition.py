@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
+
 from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.cost import Costs, Memory, Place
 from pipetrain.plan.memory import Training, demand
 from pipetrain.plan.profile import Profile, mib
+from pipetrain.plan.schemes import SCHEMES
 from pipetrain.plan.search import CLOSE, HUGE, NEVER, Choice, Limit, Problem, Reach, fastest, most_even
 from pipetrain.plan.table import table
 
@@ -69,10 +72,13 @@ class Partition:
     def step_s(self) -> float:
         """Predicted seconds per minibatch once the pipeline is full: those of the slowest stage.
 
-        With fewer processors than devices, all stages' work divided by the processors, if that is more.
+        Synchronous schemes fill and empty the pipeline for every minibatch: ``(1 + (N-1)/M)`` times as many. With fewer
+        processors than devices, all stages' work divided by the processors, if that is more.
         """
         work_s = sum(stage.total_s * stage.replicas for stage in self.stages)
-        return max(self.slowest_s, work_s / self.processors)
+        synchronous = not SCHEMES[self.training.scheme].asynchronous
+        flushes = (len(self.stages) - 1) / self.training.microbatches if synchronous else 0
+        return max((1 + flushes) * self.slowest_s, work_s / self.processors)
 
     @property
     def samples_per_second(self) -> float:
@@ -148,9 +154,17 @@ def partition(
     """
     cluster, training = cluster or Cluster(), training or DEFAULT_TRAINING
     blocks = len(profile.blocks)
+    if replicate and replicas is not None:
+        raise ValueError(f"Replicas are given or looked for. Received: replicate=True, {replicas=}. Try one of them.")
     counts = None if replicate else tuple(replicas or (1,) * num_devices)
     stages = 1 if counts is None else len(counts)
-    if num_devices < 1 or stages > blocks:
+    whole = [num_devices, *(counts or ())]
+    if any(isinstance(each, bool) or not isinstance(each, (int, np.integer)) or each < 1 for each in whole):
+        raise ValueError(
+            "Devices, and the replicas of each stage, are numbers from 1 up. "
+            f"Received: num_devices={num_devices!r}, replicas={replicas!r}. Try num_devices=4."
+        )
+    if stages > blocks:
         raise ValueError(
             f"A chain of {blocks} blocks can be cut into 1 to {blocks} stages. Received: num_devices={num_devices}. "
             "Try fewer devices or a deeper model."
@@ -161,6 +175,8 @@ def partition(
             f"Try num_devices={sum(counts)}."
         )
     costs = Costs(profile, cluster)
+    if replicate and cluster.memory_bytes is None:  # more than work at once would only repeat the updates
+        num_devices = int(min(num_devices, cluster.processors))
     problem = _problem(costs, num_devices, counts)
     found = fastest(problem)
     assert found is not None  # without a limit there is always a way

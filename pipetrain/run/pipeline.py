@@ -80,6 +80,7 @@ class Pipeline:
             given, masks = masks, []
             for replica in stage:
                 masks = replica.trace(given, targets if last else None)
+        self.output_masks = masks
         self._traced_for = targets
 
     def post(self, x: list[tf.Tensor], y: Any, sample_weight: Any, learning_rate: float | None) -> None:
