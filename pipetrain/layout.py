@@ -98,6 +98,19 @@ class Layout:
                 self._partition = partition(measured, devices, cluster, replicas=self.replicas, training=training)
         return self._partition
 
+    def _check_rows_first(self, ends: Sequence[int]) -> None:
+        """ValueError if what a replicated stage gets or gives cannot be divided by rows."""
+        if any(tensor.shape[:1] != (None,) for tensor in self.chain.specs(0)):
+            return  # the number of rows is fixed: nothing to tell them by
+        for n, end in enumerate(ends[:-1]):
+            for tensor in self.chain.specs(end) if max(self.replicas[n : n + 2]) > 1 else ():
+                if tensor.shape[:1] != (None,):
+                    raise ValueError(
+                        "What crosses from or to a replicated stage must have the batch first. Received: a tensor of "
+                        f"shape {tuple(tensor.shape)} after {self.chain.blocks[end - 1].name!r}, replicas="
+                        f"{self.replicas}. Try a cut somewhere else, or replicas=1 there."
+                    )
+
     def build(
         self, batch_size: int, optimizer: keras.optimizers.Optimizer, loss: LossFunction, recompute: bool
     ) -> list[list[Stage]]:
@@ -106,6 +119,7 @@ class Layout:
         if ends is None:
             cuts = self.partition(batch_size, True).cuts if self.stages > 1 else ()
             ends = cut_points(blocks, cuts)
+        self._check_rows_first(ends)
         stages, devices = [], iter(self._devices)
         for first, end, replicas in zip([0, *ends[:-1]], ends, self.replicas, strict=True):
             segment = self.chain.segment(first, end)

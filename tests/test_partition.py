@@ -164,12 +164,8 @@ def test_memory_in_multiples_of_the_weights(scheme, weights):
 
 
 def test_memory_of_microbatches_and_recomputation():
-    assert demand(Training("gpipe", microbatches=4), 0, 2) == (
-        4,
-        1,
-        0,
-        0.25,
-    )  # gradients, their sum so far and the new one
+    # with gradients, their sum so far and the new one
+    assert demand(Training("gpipe", microbatches=4), 0, 2) == (5, 1, 0, 0.25)
     assert demand(Training("1f1b", microbatches=4), 0, 2) == (5, 0.5, 0, 0.25)
     assert demand(Training("weight-stashing", recompute=True), 0, 4) == (6, 1, 4, 1)
     assert demand(Training("vanilla", recompute=True), 0, 4) == (6, 1, 4, 1)  # forward's weights, to run it again with

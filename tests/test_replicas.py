@@ -19,6 +19,7 @@ from pipetrain.plan.cluster import Cluster, Level, Link
 from pipetrain.plan.partition import plan
 from pipetrain.plan.trace import Trace
 from pipetrain.run.exchange import joined, rows_of
+from pipetrain.run.reduction import shared_out
 
 L = keras.layers
 SCHEMES = ["vanilla", "weight-stashing", "vertical-sync", "spectrain", "gpipe", "1f1b"]
@@ -232,3 +233,18 @@ def test_replicas_that_make_no_sense_are_refused():
         pipetrain.PipelineModel(model, pipetrain.partition(profile, 4, replicas=(2, 1, 1)), replicas=(1, 2, 1))
     with pytest.raises(ValueError, match="no such device"):
         pipetrain.profile(model, 8, device="CPU:99")
+
+
+def test_tensors_without_the_batch_first_are_refused_between_replicas():
+    """Four steps of four rows: cut into single steps, they once trained as if they were rows."""
+    x = keras.Input((4, 3))
+    y = L.Lambda(lambda x: tf.transpose(x, (1, 0, 2)), output_shape=None, name="steps_first")(L.Dense(3)(x))
+    model = keras.Model(x, L.Lambda(lambda x: tf.reduce_mean(x, 0))(L.Dense(2, name="b")(y)))
+    pm = pipetrain.PipelineModel(model, scheme="weight-stashing", cuts=("b",), replicas=(1, 4))
+    pm.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="must have the batch first"):
+        pm.fit(np.zeros((8, 4, 3)), np.zeros((8, 2)), batch_size=4, verbose=0)
+
+
+def test_replicas_share_the_summing_out_by_size():
+    assert shared_out([100, 1, 100, 1, 50], 2) == [[0, 4], [2, 1, 3]]

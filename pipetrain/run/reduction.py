@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import tensorflow as tf
@@ -13,7 +14,7 @@ from pipetrain.run.mailbox import Mailbox
 
 
 class Reduction:
-    """Every replica sums an r-th of the weights' gradients and sends the sums to the others.
+    """Every replica sums about an r-th of the weights' gradients and sends the sums to the others.
 
     The order of a sum is that of the replicas, whoever comes first: all have bitwise equal sums. Each sends
     ``2 * (r-1)/r`` of the gradients' bytes.
@@ -24,6 +25,7 @@ class Reduction:
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self._stages, count = list(stages), len(stages)
+        self._owned = shared_out([variable.shape.num_elements() for variable in stages[0].variables], count)
         self._to: list[list[Mailbox[Any]]] = [[Mailbox() for _ in range(count)] for _ in range(count)]
 
     @property
@@ -35,20 +37,30 @@ class Reduction:
         """This replica's gradients in, the sum of all replicas' out; None for a replica that had no rows."""
         if len(self._stages) == 1:
             return gradients or []
-        count = len(self._stages)
-        shares = [None if gradients is None else gradients[owner::count] for owner in range(count)]
+        shares = [None if gradients is None else [gradients[n] for n in owned] for owned in self._owned]
         total = None
         for share in self._exchanged(replica, shares):
             total = total if share is None else self._stages[replica].accumulate(total, share)
-        sums = self._exchanged(replica, [total] * count)
-        size = sum(len(each) for each in sums)
-        return [sums[variable % count][variable // count] for variable in range(size)]
+        sums = self._exchanged(replica, [total] * len(self._stages))
+        of = dict(zip(chain(*self._owned), chain(*sums), strict=True))
+        return [of[n] for n in range(len(of))]
 
     def _exchanged(self, replica: int, shares: list[Any]) -> list[Any]:
         """Give every replica its share; get what each of them gives this one, in their order."""
         for other, share in enumerate(shares):
             self._to[other][replica].put(_moved(share, self._stages[other].device))
         return [box.get() for box in self._to[replica]]
+
+
+def shared_out(sizes: Sequence[int], count: int) -> list[list[int]]:
+    """Which of so many owners gets which item: the largest first, to the owner who has least."""
+    owned: list[list[int]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for n in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
+        owner = loads.index(min(loads))
+        owned[owner].append(n)
+        loads[owner] += sizes[n]
+    return owned
 
 
 def _moved(gradients: list[Any] | None, device: str) -> list[Any] | None:
