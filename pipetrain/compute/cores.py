@@ -1,4 +1,4 @@
-"""Processor cores: which there are, and which one a logical CPU device has to itself."""
+"""TensorFlow devices by name, and the processor core that a logical CPU device has to itself."""
 
 from __future__ import annotations
 
@@ -7,6 +7,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import tensorflow as tf
+
+
+def full_name(name: str) -> str:
+    """TensorFlow's own name of a device such as ``CPU:0``; ValueError, with those it has, for one it has not."""
+    present = [device.name for device in tf.config.list_logical_devices()]
+    for full in present:
+        if name.upper() in (full.upper(), full.upper().removeprefix("/DEVICE:")):
+            return full
+    raise ValueError(
+        f"TensorFlow has no such device. Received: devices=... {name!r}. "
+        f"Try one of: {', '.join(full.removeprefix('/device:') for full in present)}; "
+        "more CPU devices come from pipetrain.set_cpu_devices."
+    )
 
 
 def cores() -> list[int]:

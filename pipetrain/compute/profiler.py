@@ -13,13 +13,13 @@ import numpy as np
 import tensorflow as tf
 
 from pipetrain.compute.blocks import Block, Chain
-from pipetrain.compute.cores import cores
+from pipetrain.compute.cores import cores, full_name
 from pipetrain.compute.solo import Keeps, Solo, size_bytes, values
 from pipetrain.compute.split import specs
 from pipetrain.compute.walk import Placed, sample, walk
 from pipetrain.plan.profile import BlockProfile, Profile
 
-WINDOW_BYTES = 2**30
+WINDOW_BYTES = 2**30  # of blocks that are walked together
 PATIENCE_S = 1.0  # the progress bar appears after this long
 
 
@@ -27,7 +27,7 @@ def profile(model: keras.Model, batch_size: int, device: str = "CPU:0", verbose:
     """Measure every layer's forward and backward seconds, weight bytes, and bytes that cross a cut after it.
 
     The blocks run one after another, all forwards, then all backwards, on random data (zeros for integer inputs):
-    five such walks, or more where the machine is not steady. Each figure is the median less the time of an empty call;
+    four such walks, or more where the machine is not steady. Each figure is the median less the time of an empty call;
     the profile's ``spread`` says how steady they are. The optimizer's step is that of SGD with momentum. The model's
     weights, statistics and seeds are read and never written.
 
@@ -38,17 +38,11 @@ def profile(model: keras.Model, batch_size: int, device: str = "CPU:0", verbose:
         verbose: show a progress bar when it takes long.
 
     Raises:
-        ValueError, TypeError: for a model whose layers cannot be seen, or a batch size below 1.
+        ValueError, TypeError: for a model whose layers cannot be seen, a batch size below 1, or no such device.
     """
     if isinstance(batch_size, bool) or not isinstance(batch_size, (int, np.integer)) or batch_size < 1:
         raise ValueError(f"A profile needs at least one row. Received: batch_size={batch_size!r}. Try batch_size=128.")
-    full = device.upper() if device.startswith("/") else f"/device:{device.upper()}"
-    names = {each.name.upper(): each.name for each in tf.config.list_logical_devices()}
-    if full.upper() not in names:
-        raise ValueError(
-            f"TensorFlow has no such device. Received: device={device!r}. Try one of: {', '.join(names.values())}."
-        )
-    return profile_chain(Chain(model), batch_size, names[full.upper()], verbose)
+    return profile_chain(Chain(model), batch_size, full_name(device), verbose)
 
 
 def profile_chain(chain: Chain, batch_size: int, device: str, verbose: bool) -> Profile:

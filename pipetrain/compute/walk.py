@@ -25,7 +25,7 @@ WALKS = 4  # a figure is the median of at least so many walks
 MEASURE_S = 0.2  # and of as many as this takes,
 STEADY = 0.02  # and of more until the standard error of the whole is this part of it,
 AT_MOST_S = 2.0  # or this many seconds are over
-MANY = 33
+MANY = 33  # tensors of an empty call, beside those of one tensor
 
 Floats = NDArray[np.float64]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from pipetrain.compute.cores import cores
+from pipetrain.compute.cores import cores, full_name
 from pipetrain.plan.cluster import PCIE_3, SHARED_MEMORY, Cluster, Level
 
 
@@ -53,19 +53,7 @@ def resolve(devices: Sequence[str] | None) -> list[str]:
         return available()
     if isinstance(devices, str) or not devices:
         raise ValueError(f"One device name or more is needed. Received: devices={devices!r}. Try devices=('CPU:0',).")
-    present = {device.name: device for device in tf.config.list_logical_devices()}
-    return [_full_name(name, list(present)) for name in devices]
-
-
-def _full_name(name: str, present: list[str]) -> str:
-    for full in present:
-        if name.upper() in (full.upper(), full.upper().removeprefix("/DEVICE:")):
-            return full
-    raise ValueError(
-        f"TensorFlow has no such device. Received: devices=... {name!r}. "
-        f"Try one of: {', '.join(full.removeprefix('/device:') for full in present)}; "
-        "more CPU devices come from pipetrain.set_cpu_devices."
-    )
+    return [full_name(name) for name in devices]
 
 
 def assign(devices: Sequence[str], stages: int) -> list[str]:

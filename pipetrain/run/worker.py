@@ -131,8 +131,7 @@ class Worker(threading.Thread):
             sent = microbatch._replace(penalty=self._part_of(microbatch.penalty, microbatch))
             below.send(sent.with_values, output, microbatch.rows)
         else:
-            mine = microbatch._replace(share=microbatch.share * self._fraction(microbatch))
-            self._control.report(Output(mine, self._seat.replica, loss, output))
+            self._control.report(Output(self._shared(microbatch), self._seat.replica, loss, output))
 
     def _backward(self, index: int, returned: list[tf.Tensor] | None) -> None:
         microbatch, kept = self._in_flight.pop(index)
@@ -140,9 +139,9 @@ class Worker(threading.Thread):
         weights = self._versions.backward(microbatch.minibatch)
         by_input = None
         if kept is not None:
-            share = microbatch.share * self._fraction(microbatch)
-            starts = [share if microbatch.loss_is_mean else 1.0] if returned is None else returned
-            gradients, by_input = self._stage.backward(weights, kept, starts, share)
+            mine = self._shared(microbatch)
+            starts = [mine.loss_share] if returned is None else returned
+            gradients, by_input = self._stage.backward(weights, kept, starts, mine.share)
             self._gradients = self._stage.accumulate(self._gradients, gradients)
         del weights, kept  # held by nobody, the variables' buffers are updated in place
         if above:
@@ -163,6 +162,10 @@ class Worker(threading.Thread):
 
     def _mine(self, microbatch: Microbatch) -> range:
         return rows_of(microbatch.rows, self._seat.replica, self._seat.replicas)
+
+    def _shared(self, microbatch: Microbatch) -> Microbatch:
+        """The microbatch with the share of the minibatch that this replica's rows are."""
+        return microbatch._replace(share=microbatch.share * self._fraction(microbatch))
 
     def _fraction(self, microbatch: Microbatch) -> float:
         """The part of the microbatch's rows that are this replica's."""
