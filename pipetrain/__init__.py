@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pipetrain.compute.profiler import profile
     from pipetrain.model import PipelineModel
-    from pipetrain.plan.partition import Partition, partition
+    from pipetrain.plan.partition import partition
     from pipetrain.plan.profile import Profile
+    from pipetrain.plan.stages import Partition
     from pipetrain.plan.trace import Trace
     from pipetrain.run.devices import set_cpu_devices
 
@@ -17,7 +18,7 @@ __all__ = ["Partition", "PipelineModel", "Profile", "Trace", "partition", "profi
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Partition": "pipetrain.plan.partition",
+    "Partition": "pipetrain.plan.stages",
     "PipelineModel": "pipetrain.model",
     "Profile": "pipetrain.plan.profile",
     "Trace": "pipetrain.plan.trace",

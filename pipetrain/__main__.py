@@ -54,9 +54,9 @@ def _plan(options: argparse.Namespace, cluster: Cluster | None) -> str:
         cluster = replace(cluster, memory_bytes=options.memory)
     model = keras.saving.load_model(options.model, compile=False)
     training = Training(options.scheme, options.slots, options.microbatches, options.recompute)
-    return str(
-        advise(profile(model, options.batch_size, device, sys.stdout.isatty()), options.devices, cluster, training)
-    )
+    measured = profile(model, options.batch_size, device, sys.stdout.isatty())
+    advice = advise(measured, options.devices, cluster, training)
+    return f"{advice}\n{measured.warning}".rstrip()
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -11,7 +11,8 @@ from pipetrain.compute.cuts import cut_points, why_together
 from pipetrain.compute.profile_cache import cached_profile
 from pipetrain.compute.stage import LossFunction, Stage
 from pipetrain.plan.memory import Training
-from pipetrain.plan.partition import DEFAULT_TRAINING, Partition, partition, plan
+from pipetrain.plan.partition import partition, plan
+from pipetrain.plan.stages import DEFAULT_TRAINING, Partition
 from pipetrain.run.devices import assign, described
 
 

@@ -18,8 +18,8 @@ from pipetrain.engine import PipelineEngine
 from pipetrain.layout import Layout
 from pipetrain.mirror import MirroredEngine
 from pipetrain.plan.memory import Training
-from pipetrain.plan.partition import Partition
 from pipetrain.plan.schemes import DATA_PARALLEL, SCHEMES, check_name
+from pipetrain.plan.stages import Partition
 from pipetrain.plan.trace import Trace
 from pipetrain.run.collector import Result
 from pipetrain.run.devices import resolve

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,9 +19,10 @@ from hypothesis import strategies as st
 
 from pipetrain import __main__ as command_line
 from pipetrain.plan.advice import advise
+from pipetrain.plan.capacity import NoPlan
 from pipetrain.plan.cluster import PCIE_3, SHARED_MEMORY, Cluster, Level, Link, bandwidth_bytes_per_s, size_bytes
 from pipetrain.plan.memory import Training, demand
-from pipetrain.plan.partition import NoPlan, partition, plan
+from pipetrain.plan.partition import partition, plan
 from pipetrain.plan.profile import BlockProfile, Profile
 
 HOSTS_OF_2 = Cluster((Level(Link(2.0, 0.25), 2), Level(Link(0.5, 1.0))))
@@ -209,7 +211,7 @@ def test_bandwidths():
     assert bandwidth_bytes_per_s("12GB/s") == 12e9
     assert bandwidth_bytes_per_s("10Gb/s") == 1.25e9
     for text in ("12", "GB/s", "0GB/s", "10Gb"):
-        with pytest.raises(ValueError, match="Not a bandwidth"):
+        with pytest.raises(ValueError, match="not a bandwidth"):
             bandwidth_bytes_per_s(text)
 
 
@@ -222,10 +224,26 @@ def test_cluster_files(tmp_path):
     assert cluster.link(0, 3) == Link(12e9, 8 * 1e-6)
     assert cluster.link(3, 4) == cluster.link(0, 7) == Link(1.25e9)
     assert cluster.starts(3) == [3, 4]
-    for text in ("{", "[]", "{}", '{"levels": []}', '{"levels": [{"bandwidth": "1"}]}', '{"levels": [{"speed": 1}]}'):
+    for text, what in {
+        "{": "Expecting",
+        "[]": "",
+        "{}": "no 'levels'",
+        '{"levels": []}': 'whole groups of the level before',
+        '{"levels": [{"bandwidth": "1"}]}': "'1' is not a bandwidth",
+        '{"levels": [{"bandwidth": 12}]}': "12 is not a bandwidth",
+        '{"levels": [{"speed": 1}]}': "unexpected keyword argument 'speed'",
+        '{"levels": [{"bandwidth": "1GB/s", "latency_us": -1}]}': "latency_us is a number",
+        '{"levels": [{"bandwidth": "1GB/s", "devices": 4}]}': "the last level",
+        '{"levels": [{"bandwidth": "1GB/s"}], "memroy": "1GiB"}': "not memroy",
+        '{"levels": [{"bandwidth": "1GB/s"}], "memory": "much"}': "'much' is not a size",
+    }.items():
         path.write_text(text)
-        with pytest.raises(ValueError, match=r"Not a cluster file.*Try"):
+        with pytest.raises(ValueError, match=rf"Not a cluster file: .*{what}.*Received: '.*Try") as refused:
             Cluster.load(path)
+        assert str(refused.value).count("Received") == 1
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="Not a cluster file"):
+        Cluster.load(path)
     with pytest.raises(ValueError, match=r"whole groups.*\[4, 6\]"):
         Cluster((Level(PCIE_3, 4), Level(PCIE_3, 6)))
 
@@ -242,9 +260,33 @@ def test_advice():
     assert uneven.recommended == "hybrid"
     assert uneven.ways["hybrid"].replicas == (3, 1)
     assert advise(chain([(1, 1000, 1000, 0, 0)] * 4), 4, fast).recommended == "single"
+    # the slow link from the second host on: three of the four devices are a host
+    hosts = Cluster((Level(Link(1e9), 3), Level(Link(1e-3))))
+    three = advise(chain([(8, 1, 9, 0, 0)], batch_size=24), 4, hosts)
+    assert three.recommended == "data-parallel"
+    assert three.ways["data-parallel"].replicas == (3,)
+    assert "hybrid" not in three.ways
+    assert "over 3 devices" not in three.reason
+    assert re.search(r"hybrid +- +- +- +not faster", str(three))
     text = str(uneven)
     assert "Recommended: hybrid. Several devices for a slow stage gain" in text
     assert "data-parallel" in text
+
+
+def test_only_what_would_fit_is_offered():
+    """Weights of 10 bytes a block: with momentum and gradients 30 at least; stashed versions are more."""
+    profile = chain([(1, 0, 10, 0, 0)] * 4)
+    with pytest.raises(NoPlan, match=r"keeps .* Try scheme='vanilla', which keeps no old weights; a smaller batch"):
+        partition(profile, 4, Cluster(memory_bytes=30), training=Training("weight-stashing"))
+    with pytest.raises(NoPlan, match="Try a smaller batch; or more devices"):
+        partition(profile, 4, Cluster(memory_bytes=29), training=Training("weight-stashing"))
+
+
+@pytest.mark.parametrize("change", [{"blocks": []}, {"batch_size": "x"}, {"batch_size": 0}, {"blocks": [{"name": 1}]}])
+def test_profiles_that_are_none(change):
+    data = json.loads(chain([(1, 1, 1, 1, 1)]).to_json())
+    with pytest.raises(ValueError, match=r"Not a profile .*Try a file"):
+        Profile.from_json(json.dumps(data | change))
 
 
 def test_plan_on_the_command_line(tmp_path, capsys):

@@ -65,8 +65,9 @@ def profile_chain(chain: Chain, batch_size: int, device: str, verbose: bool) -> 
                     update_s=seconds.update * costs[n].weight_bytes / weights,
                 )
             progress.show(len(costs) + end)
-    profile = Profile(model=chain.model.name, batch_size=batch_size, blocks=tuple(costs))
-    return replace(profile, spread=errors_s / profile.total_s if profile.total_s else 0.0)
+    profile = Profile(model=chain.model.name, batch_size=int(batch_size), blocks=tuple(costs))
+    whole_s = profile.total_s + sum(block.update_s for block in profile.blocks)
+    return replace(profile, spread=errors_s / whole_s if whole_s else 0.0)
 
 
 def _placed(chain: Chain, batch_size: int, progress: _Progress) -> tuple[list[Placed], list[BlockProfile]]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pipetrain.plan.capacity import NoPlan
 from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.cost import Costs, Place
 from pipetrain.plan.memory import Training
-from pipetrain.plan.partition import DEFAULT_TRAINING, NoPlan, Partition, partition, plan
+from pipetrain.plan.partition import partition, plan
 from pipetrain.plan.profile import Profile, mib
+from pipetrain.plan.stages import DEFAULT_TRAINING, Partition
 from pipetrain.plan.table import table
 
+WAYS = ("single", "data-parallel", "pipeline", "hybrid")  # the simplest first
 MARGIN = 1.05  # what a less simple way must gain to be worth it
 
 
@@ -18,8 +21,9 @@ MARGIN = 1.05  # what a less simple way must gain to be worth it
 class Advice:
     """The ways to train one model on some devices, the simplest first, and the recommended one; prints as tables.
 
-    ``ways`` are ``single``, ``data-parallel``, ``pipeline`` (every stage one device) and ``hybrid`` (stages with
-    several), each with its partition, or None where it does not fit the devices' memory.
+    ``ways`` are ``single``, ``data-parallel`` (one stage on several devices), ``pipeline`` (every stage one device) and
+    ``hybrid`` (stages with several), each with its fastest partition, or None where it does not fit the devices'
+    memory. A way that is the best cut of none is not there: ``hybrid`` where a simpler one is faster than any.
     """
 
     ways: dict[str, Partition | None]
@@ -29,13 +33,13 @@ class Advice:
     def __str__(self) -> str:
         one = self.ways["single"]
         rows = []
-        for name, way in self.ways.items():
+        for name in WAYS:
+            way = self.ways.get(name)
             if way is None:
-                rows.append((name, "-", "-", "-", "does not fit"))
+                rows.append((name, "-", "-", "-", "does not fit" if name in self.ways else "not faster"))
                 continue
             gain = f"{way.samples_per_second / one.samples_per_second:.2f}x" if one else "-"
-            memory = mib(max(stage.memory_bytes for stage in way.stages))
-            rows.append((name, str(sum(way.replicas)), f"{way.samples_per_second:.0f}", gain, memory))
+            rows.append((name, str(sum(way.replicas)), f"{way.samples_per_second:.0f}", gain, mib(way.fullest_bytes)))
         header = ("way to train", "devices", "samples/s", "against one", "memory MiB")
         best = self.ways[self.recommended]
         parts = [f"{best}" if best else "", table(header, rows), f"Recommended: {self.recommended}. {self.reason}"]
@@ -51,42 +55,56 @@ def advise(
     devices' memory.
     """
     cluster, training = cluster or Cluster(), training or DEFAULT_TRAINING
-    blocks = len(profile.blocks)
-    ways: dict[str, Partition | None] = {
-        "single": _if_it_fits(plan(profile, [blocks], cluster, [1], training), cluster),
-        "data-parallel": _if_it_fits(plan(profile, [blocks], cluster, [num_devices], training), cluster),
-        "pipeline": None,
-        "hybrid": None,
-    }
-    for name, devices, replicate in (("pipeline", min(num_devices, blocks), False), ("hybrid", num_devices, True)):
-        try:
-            ways[name] = partition(profile, devices, cluster, replicate=replicate, training=training)
-        except NoPlan:
-            if replicate:  # it may be any of the others
-                raise
+    ways: dict[str, Partition | None] = {"single": None}
+    if num_devices > 1:
+        ways["data-parallel"] = None
+    for replicas in range(1, num_devices + 1):
+        _keep_faster(ways, plan(profile, [len(profile.blocks)], cluster, [replicas], training), cluster)
+    try:
+        stages = min(num_devices, len(profile.blocks))
+        _keep_faster(ways, partition(profile, stages, cluster, training=training), cluster)
+    except NoPlan:
+        ways["pipeline"] = None
+    # of the ways with replicas too, it may be any: it raises if there is none
+    _keep_faster(ways, partition(profile, num_devices, cluster, replicate=True, training=training), cluster)
     possible = {name: way for name, way in ways.items() if way is not None}
     fastest = max(way.samples_per_second for way in possible.values())
-    recommended = next(name for name, way in possible.items() if way.samples_per_second * MARGIN >= fastest)
-    return Advice(ways, recommended, _reason(profile, recommended, possible, num_devices, cluster))
-
-
-def _if_it_fits(way: Partition, cluster: Cluster) -> Partition | None:
-    fullest = max(stage.memory_bytes for stage in way.stages)
-    return way if cluster.memory_bytes is None or fullest <= cluster.memory_bytes else None
-
-
-def _reason(profile: Profile, best: str, ways: dict[str, Partition], devices: int, cluster: Cluster) -> str:
-    weights = sum(block.weight_bytes for block in profile.blocks)
-    whole = Costs(profile, cluster).seconds(Place(0, devices, devices)).of(0, len(profile.blocks))
-    reduce_s = cluster.link(0, devices - 1).reduce_seconds(weights, devices)
-    summing = (
-        f"data parallelism sums {mib(weights)} MiB of gradients over {devices} devices for every minibatch, "
-        f"{reduce_s / whole:.0%} of its time"
+    recommended = next(
+        name for name in WAYS if name in possible and possible[name].samples_per_second * MARGIN >= fastest
     )
+    return Advice(
+        {name: ways[name] for name in WAYS if name in ways},
+        recommended,
+        _reason(profile, recommended, possible, cluster),
+    )
+
+
+def _keep_faster(ways: dict[str, Partition | None], way: Partition, cluster: Cluster) -> None:
+    """Enter the partition under its name if it fits the devices, and is faster than what is there."""
+    if cluster.memory_bytes is not None and way.fullest_bytes > cluster.memory_bytes:
+        return
+    several = max(way.replicas) > 1
+    name = WAYS[2 * (len(way.stages) > 1) + several]
+    known = ways.get(name)
+    if known is None or way.samples_per_second > known.samples_per_second:
+        ways[name] = way
+
+
+def _reason(profile: Profile, best: str, ways: dict[str, Partition], cluster: Cluster) -> str:
     if best == "single":
         return "Nothing that uses more devices is 5% faster."
+    devices = max(sum(way.replicas) for way in ways.values())
     if best == "data-parallel":
-        return f"Its devices are all equally busy, and summing gradients takes {reduce_s / whole:.0%} of its time."
+        devices = sum(ways[best].replicas)
+    weights = sum(block.weight_bytes for block in profile.blocks)
+    whole = Costs(profile, cluster).seconds(Place(0, devices, devices)).of(0, len(profile.blocks))
+    summing_part = cluster.link(0, devices - 1).reduce_seconds(weights, devices) / whole
+    summing = (
+        f"data parallelism sums {mib(weights)} MiB of gradients over {devices} devices for every minibatch, "
+        f"{summing_part:.0%} of its time"
+    )
+    if best == "data-parallel":
+        return f"Its devices are all equally busy, and summing gradients takes {summing_part:.0%} of its time."
     slowest = max(ways[best].stages, key=lambda stage: stage.total_s)
     even = sum(stage.total_s * stage.replicas for stage in ways[best].stages) / sum(ways[best].replicas)
     above = slowest.total_s / even - 1

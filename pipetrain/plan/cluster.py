@@ -97,34 +97,41 @@ class Cluster:
 
         Raises ValueError, with what is wrong, for anything else; OSError when it cannot be read.
         """
-        text = Path(path).read_text(encoding="utf-8")
         try:
-            data = json.loads(text)
-            levels = tuple(_level(**level) for level in data["levels"])
-            memory = data.get("memory")
-            return cls(levels, None if memory is None else size_bytes(str(memory)))
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            levels, memory = [_level(**level) for level in data.pop("levels")], data.pop("memory", None)
+            if data:
+                raise ValueError(f"it has levels and memory, not {', '.join(data)}")
+            if levels and levels[-1].devices != math.inf:
+                raise ValueError("the last level joins all that there is, and has no number of devices")
+            return cls(tuple(levels), None if memory is None else size_bytes(str(memory)))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
+            what = f"no {error}" if isinstance(error, KeyError) else str(error).removeprefix("_level() ")
             raise ValueError(
-                f"Not a cluster file: {error}. Received: {str(path)!r}. Try "
+                f"Not a cluster file: {what.split(' Received:')[0].rstrip('.')}. Received: {str(path)!r}. Try "
                 '{"memory": "16GiB", "levels": [{"devices": 4, "bandwidth": "12GB/s"}, {"bandwidth": "10Gb/s"}]}.'
             ) from error
 
 
 def _level(bandwidth: str, devices: float = math.inf, latency_us: float = 0.0) -> Level:
-    return Level(Link(bandwidth_bytes_per_s(bandwidth), float(latency_us) * 1e-6), devices)
+    if isinstance(devices, bool) or not (devices == math.inf or isinstance(devices, int)):
+        raise ValueError(f"devices are counted, not {devices!r}")
+    if isinstance(latency_us, bool) or not isinstance(latency_us, (int, float)) or not 0 <= latency_us < math.inf:
+        raise ValueError(f"latency_us is a number of microseconds from 0 up, not {latency_us!r}")
+    return Level(Link(bandwidth_bytes_per_s(bandwidth), latency_us * 1e-6), devices)
 
 
 def size_bytes(text: str) -> int:
     """``16GiB``, ``512MiB``, ``2GB`` or plain bytes; ValueError for anything else."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?|)b?", text.strip().lower())
     if match is None:
-        raise ValueError(f"Not a size. Received: {text!r}. Try 16GiB")
+        raise ValueError(f"{text!r} is not a size such as 16GiB")
     return int(float(match[1]) * UNITS[match[2]])
 
 
 def bandwidth_bytes_per_s(text: str) -> float:
     """``12GB/s``, ``10Gb/s`` (a small b: bits); ValueError for anything else."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGTK]i?|)([bB])/s", text.strip())
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGTK]i?|)([bB])/s", str(text).strip())
     if match is None or float(match[1]) == 0:
-        raise ValueError(f"Not a bandwidth. Received: {text!r}. Try 12GB/s for bytes or 10Gb/s for bits")
+        raise ValueError(f"{text!r} is not a bandwidth such as 12GB/s for bytes or 10Gb/s for bits")
     return float(match[1]) * UNITS[match[2].lower()] / (8 if match[3] == "b" else 1)

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from pipetrain.plan.table import table
+from pipetrain.plan.table import counted, table
 
 NOISY = 0.1  # a spread that people should know of
 
@@ -34,6 +34,8 @@ class Profile:
     """The measured chain of blocks of one model at one batch size; prints as a table.
 
     ``spread`` is the standard error of all its seconds together, as a part of them, all errors taken to go one way.
+
+    Raises ValueError for no blocks, or a batch size below 1.
     """
 
     model: str
@@ -41,10 +43,24 @@ class Profile:
     blocks: tuple[BlockProfile, ...]
     spread: float = 0.0
 
+    def __post_init__(self) -> None:
+        if not self.blocks or not isinstance(self.batch_size, int) or self.batch_size < 1:
+            raise ValueError(
+                "A profile has blocks, and a batch of at least one row. Received: "
+                f"batch_size={self.batch_size!r}, {counted(len(self.blocks), 'block')}. Try batch_size=128."
+            )
+
     @property
     def total_s(self) -> float:
         """Seconds for one minibatch on one device: every forward and every backward."""
         return sum(block.forward_s + block.backward_s for block in self.blocks)
+
+    @property
+    def warning(self) -> str:
+        """What to know before relying on the seconds; empty if they are steady."""
+        if self.spread <= NOISY:
+            return ""
+        return f"The machine was too busy for steady figures (within {self.spread:.0%}): profile again when it is idle."
 
     def scaled(self, batch_size: int) -> Profile:
         """What another batch size would give if all but the weights went with the number of rows.
@@ -75,9 +91,9 @@ class Profile:
             data = json.loads(text)
             blocks = tuple(BlockProfile(**block) for block in data["blocks"])
             return cls(data["model"], data["batch_size"], blocks, data.get("spread", 0.0))
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"Not a profile: {error}. Received: {text[:60]!r}. Try a file that save() wrote."
+                f"Not a profile ({error}). Received: {text[:60]!r}. Try a file that save() wrote."
             ) from error
 
     def save(self, path: str | Path) -> None:
@@ -95,14 +111,15 @@ class Profile:
             for b in self.blocks
         ]
         header = ("block", "forward ms", "backward ms", "output MiB", "weights MiB")
-        title = f"{self.model}: {len(self.blocks)} blocks, batch {self.batch_size}, {self.total_s * 1e3:.1f} ms"
+        title = (
+            f"{self.model}: {counted(len(self.blocks), 'block')}, batch {self.batch_size}, {self.total_s * 1e3:.1f} ms"
+        )
         title += f" (within {self.spread:.0%})" if self.spread >= 0.005 else ""
         lines = [title, table(header, rows)]
-        if self.spread > NOISY:
-            lines.append("The machine was too busy for steady figures: profile again when it is idle.")
-        return "\n".join(lines)
+        return "\n".join([*lines, *([self.warning] if self.warning else [])])
 
 
 def mib(size_bytes: int) -> str:
-    """Bytes as mebibytes, two decimals."""
-    return f"{size_bytes / 2**20:.2f}"
+    """Bytes as mebibytes: two decimals, or as many as the first two digits need."""
+    value = size_bytes / 2**20
+    return f"{value:.2f}" if value >= 0.1 or not size_bytes else f"{value:.2g}"

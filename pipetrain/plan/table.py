@@ -14,3 +14,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         return "  ".join((first.strip().ljust(widths[0]), *others)).rstrip()
 
     return "\n".join((line(header), "  ".join("-" * width for width in widths), *(line(row) for row in rows)))
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 stage``, ``2 stages``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

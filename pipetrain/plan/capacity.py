@@ -1,0 +1,117 @@
+"""Cuts whose stages fit the devices' memory, and what would help where none do."""
+
+from __future__ import annotations
+
+from pipetrain.plan.cost import Costs, Memory, Place
+from pipetrain.plan.memory import Training, demand
+from pipetrain.plan.profile import Profile, mib
+from pipetrain.plan.search import CLOSE, HUGE, NEVER, Limit, Problem, Reach, fastest
+from pipetrain.plan.stages import Partition, described
+
+ENOUGH = 1.001  # the leanest cut is looked for to a thousandth
+
+
+class NoPlan(ValueError):
+    """No cut of the model fits the devices' memory."""
+
+
+class Capacity:
+    """What fits so many bytes a device.
+
+    What a stage keeps depends on how many stages there are. A first search takes every stage to keep what it would if
+    the pipeline began with it. That is never more than it keeps: if nothing fits, nothing does for any number of
+    stages; if what is found fits even so, none is better. Else, every number of stages is tried.
+    """
+
+    def __init__(self, profile: Profile, costs: Costs, problem: Problem, training: Training) -> None:
+        self._profile, self._costs, self._problem, self._training = profile, costs, problem, training
+
+    def fastest(self, limit_bytes: int, at_least_s: float) -> Partition:
+        """The partition that fits whose slowest stage is fastest; ``at_least_s`` is a time that is known to be needed.
+
+        Raises NoPlan, naming the stage that is too large in the leanest partition, and what would help.
+        """
+        best: Partition | None = None
+        totals = self._totals()
+        for total in totals:
+            limit = self._limit(limit_bytes, total)
+            found = fastest(self._problem, limit, at_least_s, best.slowest_s if best else HUGE)
+            if found is None:
+                if total is None:
+                    break
+                continue
+            candidate = described(self._profile, self._costs, found, self._training)
+            if total is None:
+                at_least_s = candidate.slowest_s
+                totals[1:] = sorted(totals[1:], key=lambda each: abs((each or 0) - len(found)))
+            if candidate.fullest_bytes <= limit_bytes:
+                best = candidate
+                if best.slowest_s <= at_least_s * CLOSE:
+                    break
+        if best is None:
+            raise NoPlan(self._what_would_fit(limit_bytes))
+        return best
+
+    def any(self, limit_bytes: float) -> Partition | None:
+        """Some partition that fits, however slow; None if there is none."""
+        totals = self._totals()
+        for total in totals:
+            found = Reach(self._problem, HUGE, self._limit(limit_bytes, total)).stages()
+            if found is not None:
+                candidate = described(self._profile, self._costs, found, self._training)
+                if candidate.fullest_bytes <= limit_bytes:
+                    return candidate
+                if total is None:
+                    totals[1:] = sorted(totals[1:], key=lambda each: abs((each or 0) - len(found)))
+            elif total is None:
+                return None
+        return None
+
+    def leanest(self, at_least_bytes: float) -> Partition:
+        """The partition whose fullest device holds least, to a thousandth; more than ``at_least_bytes``."""
+        best = self.any(HUGE)
+        assert best is not None  # without a limit there is always a way
+        low = at_least_bytes
+        while best.fullest_bytes > ENOUGH * low and best.fullest_bytes > low + 1:
+            middle = (low + best.fullest_bytes) / 2
+            leaner = self.any(middle)
+            if leaner is None:
+                low = middle
+            else:
+                best = leaner
+        return best
+
+    def _totals(self) -> list[int | None]:
+        if self._problem.stages is not None:
+            return [self._problem.stages]
+        return [None, *range(1, min(self._problem.devices, self._problem.blocks) + 1)]
+
+    def _limit(self, limit_bytes: float, total: int | None) -> Limit:
+        """What stages keep in a pipeline of ``total`` stages, or of those from each one to the end."""
+
+        def memory(place: Place, left: int) -> Memory:
+            stages = max(total or left, left)
+            return self._costs.memory(place.replicas, demand(self._training, stages - left, stages))
+
+        return Limit(memory, limit_bytes, total or NEVER)
+
+    def _what_would_fit(self, limit_bytes: int) -> str:
+        leanest = self.leanest(limit_bytes)
+        stage = max(leanest.stages, key=lambda each: each.memory_bytes)
+        others = {
+            "recompute=True": self._training._replace(recompute=True),
+            "scheme='vanilla', which keeps no old weights": self._training._replace(scheme="vanilla"),
+            "scheme='1f1b' with 8 microbatches": self._training._replace(scheme="1f1b", microbatches=8),
+        }
+        helps = [
+            what
+            for what, training in others.items()
+            if Capacity(self._profile, self._costs, self._problem, training).any(limit_bytes)
+        ]
+        return (
+            f"No cut of {self._profile.model!r} fits the devices' memory: in the leanest one, stage "
+            f"{leanest.stages.index(stage)} ({stage.first} - {stage.last}) keeps {mib(stage.memory_bytes)} MiB a "
+            f"device, {mib(stage.memory_bytes - limit_bytes)} MiB too much. Received: memory_bytes={limit_bytes} "
+            f"({mib(limit_bytes)} MiB), devices={self._problem.devices}, scheme={self._training.scheme!r}. "
+            f"Try {'; '.join([*helps, 'a smaller batch; or more devices'])}."
+        )

@@ -1,0 +1,147 @@
+"""A chain of blocks cut into stages, and what each of them costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipetrain.plan.cost import Costs
+from pipetrain.plan.memory import Training, demand
+from pipetrain.plan.profile import Profile, mib
+from pipetrain.plan.schemes import SCHEMES
+from pipetrain.plan.search import Choice
+from pipetrain.plan.table import counted, table
+
+DEFAULT_TRAINING = Training()
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """Blocks ``first`` to ``last`` (both included) of the chain on ``replicas`` devices, and what they cost.
+
+    Forward, backward and update seconds and ``sent_bytes`` are per minibatch, for all replicas together; ``total_s``
+    is what one replica takes per minibatch, transfers included; ``memory_bytes`` what each keeps at its fullest.
+    """
+
+    first: str
+    last: str
+    blocks: int
+    forward_s: float
+    backward_s: float
+    weight_bytes: int
+    output_bytes: int
+    total_s: float
+    update_s: float = 0.0
+    replicas: int = 1
+    device: int = 0
+    sent_bytes: int = 0
+    memory_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A chain of blocks cut into stages, of whose devices ``processors`` work at once; prints as a table."""
+
+    model: str
+    batch_size: int
+    stages: tuple[StagePlan, ...]
+    training: Training = DEFAULT_TRAINING
+    processors: float = math.inf
+
+    @property
+    def cuts(self) -> tuple[str, ...]:
+        """The last block of every stage but the final one."""
+        return tuple(stage.last for stage in self.stages[:-1])
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """How many devices each stage has."""
+        return tuple(stage.replicas for stage in self.stages)
+
+    @property
+    def slowest_s(self) -> float:
+        """Seconds per minibatch of the slowest stage: the pipeline's own bound."""
+        return max(stage.total_s for stage in self.stages)
+
+    @property
+    def fullest_bytes(self) -> int:
+        """What the fullest device keeps."""
+        return max(stage.memory_bytes for stage in self.stages)
+
+    @property
+    def step_s(self) -> float:
+        """Predicted seconds per minibatch once the pipeline is full: those of the slowest stage.
+
+        Synchronous schemes fill and empty the pipeline for every minibatch: ``(1 + (N-1)/M)`` times as many. With fewer
+        processors than devices, all stages' work divided by the processors, if that is more.
+        """
+        work_s = sum(stage.total_s * stage.replicas for stage in self.stages)
+        synchronous = not SCHEMES[self.training.scheme].asynchronous
+        flushes = (len(self.stages) - 1) / self.training.microbatches if synchronous else 0
+        return max((1 + flushes) * self.slowest_s, work_s / self.processors)
+
+    @property
+    def samples_per_second(self) -> float:
+        """The predicted throughput once the pipeline is full: one minibatch per ``step_s``."""
+        return self.batch_size / self.step_s
+
+    @property
+    def speedup(self) -> float:
+        """The bound on the pipeline's throughput against one device: compute of all stages / ``step_s``."""
+        return sum(stage.forward_s + stage.backward_s + stage.update_s for stage in self.stages) / self.step_s
+
+    @property
+    def sent_bytes(self) -> int:
+        """What all devices together send per minibatch: activations, their gradients, and weights' gradients to sum."""
+        return sum(stage.sent_bytes for stage in self.stages)
+
+    def __str__(self) -> str:
+        rows = [
+            (
+                f"{k}: {stage.first} - {stage.last}",
+                str(stage.blocks),
+                str(stage.replicas),
+                f"{stage.forward_s * 1e3:.2f}",
+                f"{stage.backward_s * 1e3:.2f}",
+                f"{stage.weight_bytes // 4:,}",
+                mib(stage.memory_bytes),
+                mib(stage.sent_bytes),
+                f"{stage.total_s / self.slowest_s:.0%}",
+            )
+            for k, stage in enumerate(self.stages)
+        ]
+        header = (
+            "stage", "blocks", "replicas", "forward ms", "backward ms", "parameters", "memory MiB", "sends MiB", "load",
+        )  # fmt: skip
+        title = (
+            f"{self.model}: {counted(len(self.stages), 'stage')}, batch {self.batch_size}, at most "
+            f"{self.samples_per_second:.0f} samples/s ({self.speedup:.2f}x one device)"
+        )
+        return f"{title}\n{table(header, rows)}"
+
+
+def described(profile: Profile, costs: Costs, choices: Sequence[Choice], training: Training) -> Partition:
+    """The partition into the chosen stages."""
+    stages = []
+    for n, (first, end, place) in enumerate(choices):
+        part = profile.blocks[first:end]
+        needs = demand(training, n, len(choices))
+        stages.append(
+            StagePlan(
+                first=part[0].name,
+                last=part[-1].name,
+                blocks=len(part),
+                forward_s=sum(block.forward_s for block in part),
+                backward_s=sum(block.backward_s for block in part),
+                weight_bytes=sum(block.weight_bytes for block in part),
+                output_bytes=part[-1].output_bytes if end < len(profile.blocks) else 0,
+                total_s=costs.seconds(place).of(first, end),
+                update_s=sum(block.update_s for block in part),
+                replicas=place.replicas,
+                device=place.device,
+                sent_bytes=int(costs.sent_bytes(first, end, place.replicas)),
+                memory_bytes=math.ceil(costs.memory(place.replicas, needs).of(first, end)),
+            )
+        )
+    return Partition(profile.model, profile.batch_size, tuple(stages), training, costs.cluster.processors)
