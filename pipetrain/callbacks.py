@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import keras
+import numpy as np
+
+from pipetrain.plan import table
+from pipetrain.position import Position
+from pipetrain.store import Checkpoint, Store
+
+# What Keras' own callbacks remember, by the names of their attributes.
+REMEMBERED = {
+    keras.callbacks.EarlyStopping: ("wait", "best", "best_epoch", "best_weights"),
+    keras.callbacks.ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),
+    keras.callbacks.ModelCheckpoint: ("best",),
+}
 
 
 class Snapshots(keras.callbacks.Callback):
@@ -46,3 +63,208 @@ class Snapshots(keras.callbacks.Callback):
     def on_train_end(self, logs: Any = None) -> None:
         """No more."""
         self.model.snapshot_every = 0
+
+
+class PipelineCheckpoint(keras.callbacks.Callback):
+    """Writes all that training needs to go on, and goes on from there when the same ``fit`` is run again.
+
+    After every so many updates the pipeline drains, and one file is written, whole or not at all: weights, optimizer
+    slots, the seeds of Dropout and the like, metrics, the counters of epochs and minibatches, the learning rate, and
+    what EarlyStopping, ReduceLROnPlateau and ModelCheckpoint remember (and any callback of the same ``fit`` with
+    ``get_state() -> dict`` and ``set_state(dict)``, in what JSON can hold). A run that was killed and runs again, with
+    the same data in the same order (``keras.utils.set_random_seed``), ends with bitwise the same weights as one that
+    never was. With another number of stages or another scheme it goes on as well, and says what is different.
+
+    The first SIGINT (Ctrl-C) or SIGTERM lets the pipeline drain and writes a checkpoint; then ``fit`` raises
+    KeyboardInterrupt or SystemExit(143). A second one ends the process at once.
+
+    A checkpoint that cannot be written is reported and training goes on; one that is damaged is passed over, for the
+    one before it.
+
+    Args:
+        directory: of the checkpoints, for this run alone; made if need be.
+        every_steps: updates between checkpoints, counted from the optimizer's first.
+        keep: how many to keep, the newest.
+        resume: whether to go on from the newest one; if not, there must be none.
+
+    Raises:
+        ValueError: at the start of ``fit``: the checkpoints are another model's, or none can be read, or there are some
+            and ``resume`` is False.
+    """
+
+    def __init__(self, directory: str | Path, every_steps: int = 100, keep: int = 3, resume: bool = True) -> None:
+        super().__init__()
+        for name, value in {"every_steps": every_steps, "keep": keep}.items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is a number from 1 up. Received: {name}={value!r}. Try {name}=3.")
+        self._every_steps, self._resume = every_steps, resume
+        self._store = Store(directory, keep)
+        self._resumed: Checkpoint | None = None
+        self._signal: int | None = None
+
+    @property
+    def resumed_at(self) -> int | None:
+        """The update that this ``fit`` goes on from; None if it began anew."""
+        return self._resumed.about["updates"] if self._resumed else None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Go on from the newest checkpoint that is whole, if there is one."""
+        if not hasattr(self.model, "training_state"):
+            raise TypeError(
+                f"PipelineCheckpoint saves pipelines. Received: model of class {type(self.model).__name__}. "
+                "Try pipetrain.PipelineModel, or keras.callbacks.BackupAndRestore."
+            )
+        self._position, self._saved_at, self._resumed, self._due = Position(0, 0), -1, None, False
+        if not self._resume and self._store.paths():
+            raise ValueError(
+                f"There are checkpoints of another run. Received: directory={str(self._store.directory)!r}, "
+                "resume=False. Try resume=True to go on with it, or another directory."
+            )
+        found, damaged = self._store.newest()
+        for what in damaged:
+            _say(f"{what}; the one before it is used.")
+        if found is not None:
+            self._go_on_from(found)
+        self._updates = int(self.model.optimizer.iterations.numpy())
+        self.model.rests = self._rests
+        self._listen()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """The first epoch goes on where the checkpoint was made."""
+        self._save_if_due()
+        found = self._resumed
+        if found is not None and self._updates == found.about["updates"]:
+            self._position = Position(*found.about["position"])
+            self.model.restore_metrics(found.arrays)
+            _recall(self.model.callbacks, found)
+            found.arrays.clear()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Write a checkpoint if it is time, or if a signal asked for it."""
+        self._updates += 1
+        self._position = Position(self._position.epoch, batch + 1)
+        finite = math.isfinite((logs or {}).get("loss", 0.0))
+        self._due = finite and self._rests(self._updates) and not self.model.in_flight
+        if batch + 1 != self.params.get("steps"):  # else when all callbacks have seen the end of the epoch
+            self._save_if_due()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """The next epoch begins with the first minibatch."""
+        self._position = Position(epoch + 1, 0)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """The last checkpoint, from which more epochs can go on."""
+        self._updates, self._due = int(self.model.optimizer.iterations.numpy()), True
+        self._save_if_due()
+
+    def _rests(self, updates: int) -> bool:
+        return self._signal is not None or updates % self._every_steps == 0
+
+    def _save_if_due(self) -> None:
+        if self._due:
+            self._due = False
+            self._save()
+            self._obey()
+
+    def _save(self) -> None:
+        arrays = self.model.training_state()
+        about = {**self.model.training_about(), "position": self._position}
+        try:
+            about["callbacks"], more = _remembered(self.model.callbacks)
+            self._store.write(self._updates, {**arrays, **more}, about)
+            self._saved_at = self._updates
+        except OSError as error:
+            left = self._store.paths()
+            _say(
+                f"The checkpoint of step {self._updates} could not be written ({error.strerror or error}); "
+                + (f"the newest is {left[-1].name}." if left else "there is none yet.")
+            )
+
+    def _go_on_from(self, found: Checkpoint) -> None:
+        about, position = found.about, Position(*found.about["position"])
+        missing = self.model.restore_training_state(found.arrays, about, position)
+        self._resumed = found
+        different = [*_differences(self.model.training_about(), about), *(f"{kind} from zero" for kind in missing)]
+        _say(
+            f"Going on from {found.path}: {about['updates']} steps are done, {position.step} of them of epoch "
+            f"{position.epoch + 1}." + (f" Different now: {'; '.join(different)}." if different else "")
+        )
+
+    def _listen(self) -> None:
+        """Signals wait until the pipeline is drained; only the main thread may ask for them."""
+        self._signal = None
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before = signal.signal(number, self._heard)
+            self.model.exits.callback(signal.signal, number, before or signal.SIG_DFL)
+
+    def _heard(self, number: int, frame: FrameType | None) -> None:
+        self._signal = number
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.SIG_DFL)  # the second one ends the process
+
+    def _obey(self) -> None:
+        if self._signal is None:
+            return
+        name = signal.Signals(self._signal).name
+        kept = (
+            f"step {self._saved_at} is in {self._store.directory}" if self._saved_at >= 0 else "nothing could be saved"
+        )
+        _say(f"Stopped by {name} after {self._updates} steps: {kept}. Run it again to go on.")
+        if self._signal == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(128 + self._signal)
+
+
+def _say(what: str) -> None:
+    print(f"\n{what}", flush=True)
+
+
+def _differences(now: dict[str, Any], then: dict[str, Any]) -> list[str]:
+    """For people: what of the way to train is not as it was."""
+    stages = [max(len(about["ends"]), 1) for about in (now, then)]
+    if stages[0] != stages[1]:
+        different = [f"{table.counted(stages[0], 'stage')} instead of {stages[1]}"]
+    else:
+        different = [
+            f"{name} {now[name]} instead of {then[name]}" for name in ("ends", "replicas") if now[name] != then[name]
+        ]
+    return [
+        *different,
+        *(f"{name} {now[name]} instead of {then[name]}" for name in ("scheme", "optimizer") if now[name] != then[name]),
+    ]
+
+
+def _remembered(callbacks: list[Any]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """What callbacks know that decides on what they do later: in JSON, and lists of arrays."""
+    plain: dict[str, Any] = {}
+    arrays: dict[str, np.ndarray] = {}
+    for key, callback, name in _attributes(callbacks):
+        value = getattr(callback, name)
+        if isinstance(value, list):
+            arrays |= {f"{key}/{n}": np.asarray(each) for n, each in enumerate(value)}
+        else:
+            plain[key] = float(value) if isinstance(value, np.generic) else value
+    plain |= {f"callback/{n}": each.get_state() for n, each in enumerate(callbacks) if hasattr(each, "get_state")}
+    return plain, arrays
+
+
+def _recall(callbacks: list[Any], found: Checkpoint) -> None:
+    """Give callbacks back what ``_remembered`` took from them."""
+    plain = found.about["callbacks"]
+    for key, callback, name in _attributes(callbacks):
+        listed = [found.arrays[each] for each in found.arrays if each.startswith(f"{key}/")]
+        if listed or key in plain:
+            setattr(callback, name, listed or plain[key])
+    for n, each in enumerate(callbacks):
+        if hasattr(each, "set_state") and f"callback/{n}" in plain:
+            each.set_state(plain[f"callback/{n}"])
+
+
+def _attributes(callbacks: list[Any]) -> Iterator[tuple[str, Any, str]]:
+    """Key, callback and attribute of what Keras' own callbacks remember."""
+    for n, callback in enumerate(callbacks):
+        for kind, names in REMEMBERED.items():
+            if isinstance(callback, kind):
+                yield from ((f"callback/{n}/{kind.__name__}/{name}", callback, name) for name in names)

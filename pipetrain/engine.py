@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from pipetrain import checks
+from pipetrain.compute.slots import Slot
 from pipetrain.compute.stage import LossFunction, Stage
 from pipetrain.feed import Feed
 from pipetrain.layout import Layout
@@ -18,6 +19,7 @@ from pipetrain.plan.trace import Trace
 from pipetrain.run.collector import Result
 from pipetrain.run.pipeline import Pipeline
 from pipetrain.run.readahead import Minibatch, ReadAhead
+from pipetrain.state import Arrays, assign, collected
 
 
 class PipelineEngine:
@@ -60,7 +62,7 @@ class PipelineEngine:
         if self._pieces > 1 and any(inspect.isfunction(each) for each in keras.tree.flatten(loss)):
             self._loss_is_mean = None  # seen when the first minibatch is there
         self._optimizer, self._compute_loss = optimizer, compute_loss
-        self._rate = None if _scheduled(optimizer) else optimizer.learning_rate.value
+        self._rate = None if is_scheduled(optimizer) else optimizer.learning_rate.value
         self._pipeline = None
 
     def pack(self, outputs: list[tf.Tensor]) -> Any:
@@ -69,8 +71,9 @@ class PipelineEngine:
 
     def prepare(self, rows: int | None) -> None:
         """Before training on minibatches of this many rows: make the stages, if there are none for this compilation."""
+        self._rows = rows
         checks.check_rows(rows, self.microbatches)
-        if _scheduled(self._optimizer) != (self._rate is None):
+        if is_scheduled(self._optimizer) != (self._rate is None):
             raise ValueError(
                 "The learning rate became a schedule, or ceased to be one, after compile. Received: "
                 f"learning_rate={self._optimizer._learning_rate!r}. Try compile again."
@@ -88,10 +91,10 @@ class PipelineEngine:
         self._stages = stages
         return Pipeline(stages, self._scheme, self.microbatches)
 
-    def begin_epoch(self, steps: int | None, snapshot_every: int) -> None:
-        """The next ``step`` reads from a new iterator, at most ``steps`` minibatches."""
+    def begin_epoch(self, steps: int | None, snapshot_every: int, rests: Callable[[int], bool]) -> None:
+        """The next ``step`` reads from a new iterator, at most ``steps`` minibatches; see ``ReadAhead``."""
         self._pipeline.snapshot_every = snapshot_every
-        self._steps, self._ahead = steps, None
+        self._steps, self._ahead, self._rests = steps, None, rests
 
     def step(self, iterator: Iterator[Any]) -> tuple[Minibatch, Result]:
         """The next minibatch and its result; later ones are in flight. Raises StopIteration at the data's end."""
@@ -158,8 +161,41 @@ class PipelineEngine:
         self._pipeline.loss_is_mean = self._loss_is_mean
         self._pipeline.trace_for(self._feed.targets)
         checks.check_masks(self._pipeline.output_masks, self._loss_is_mean, self._pieces)
-        return ReadAhead(self._pipeline, minibatches, self._learning_rate, self._steps)
+        return ReadAhead(self._pipeline, minibatches, self._learning_rate, self._steps, self._rests)
+
+    @property
+    def in_flight(self) -> int:
+        """How many minibatches are under way whose results no step has taken."""
+        return self._ahead.in_flight if self._ahead else 0
+
+    @property
+    def fitted(self) -> int:
+        """Updates since the start of ``fit``, up to the last drain."""
+        return self._pipeline.updates - self._pipeline.first_update
+
+    def state(self) -> Arrays:
+        """All that training needs to go on; drains."""
+        self.synchronize()
+        return collected(self.model, self._slots(), self._shared())
+
+    def restore(self, arrays: Arrays, ends: Sequence[int], updates: int, fitted: int) -> list[str]:
+        """Go on from there, after so many updates, ``fitted`` of them of this ``fit``; gives what was not there."""
+        self.synchronize()
+        if self.layout.adopt(ends):
+            self._pipeline, self._stages = None, []
+            self.prepare(self._rows)
+        missing = assign(self.model, arrays, self._slots(), self._shared())
+        self._optimizer.iterations.assign(updates)
+        self._pipeline.updates, self._pipeline.first_update = updates, updates - fitted
+        return missing
+
+    def _slots(self) -> Iterator[Slot]:
+        return (slot for replicas in self._stages for stage in replicas for slot in stage.slots())
+
+    def _shared(self) -> Iterator[list[Any]]:
+        return (stage.shared() for replicas in self._stages for stage in replicas)
 
 
-def _scheduled(optimizer: keras.optimizers.Optimizer) -> bool:
+def is_scheduled(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether the learning rate is a schedule, which knows the rate of every step."""
     return isinstance(optimizer.get_config()["learning_rate"], dict)

@@ -67,10 +67,18 @@ class Layout:
                 f"The cuts make {self.stages} stages. Received: stages={stages}, cuts={cuts!r}. Try leaving stages out."
             )
         self.replicas = _checked_replicas(replicas, self.stages)
+        self.ends: tuple[int, ...] = ()  # of the stages, in blocks; known once they are built
         self._devices = assign(devices, sum(self.replicas))
         if self._partition is not None:  # which may have left some out, to begin a stage on the next host
             planned = [stage.device + n for stage in self._partition.stages for n in range(stage.replicas)]
             self._devices = [devices[n] for n in planned] if max(planned) < len(devices) else self._devices
+
+    def adopt(self, ends: Sequence[int]) -> bool:
+        """Take over another run's cuts where nothing but a profile has decided on as many; whether they are new."""
+        if self._ends is not None or len(ends) != self.stages or tuple(ends) == self.ends:
+            return False
+        self._ends, self._partition = list(ends), None
+        return True
 
     @property
     def distinct_devices(self) -> list[str]:
@@ -121,6 +129,7 @@ class Layout:
             cuts = self.partition(batch_size, True).cuts if self.stages > 1 else ()
             ends = cut_points(blocks, cuts)
         self._check_rows_first(ends)
+        self.ends = tuple(ends)
         stages, devices = [], iter(self._devices)
         for first, end, replicas in zip([0, *ends[:-1]], ends, self.replicas, strict=True):
             segment = self.chain.segment(first, end)

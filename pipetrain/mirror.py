@@ -9,9 +9,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from pipetrain.compute.slots import Slot, shared, slots
 from pipetrain.compute.stage import clone
 from pipetrain.layout import Layout
 from pipetrain.plan.trace import Trace
+from pipetrain.state import Arrays, assign, collected
 
 
 class MirroredEngine:
@@ -35,8 +37,8 @@ class MirroredEngine:
         self.load()
 
     def load(self) -> None:
-        """Mirror the model's weights."""
-        self.trained.set_weights(self.model.get_weights())
+        """Mirror the model's weights, other state and seeds."""
+        _copy(self.model, self.trained)
 
     def adopted(self, optimizer: Any, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The optimizer and the metrics of ``compile``, made anew: a strategy refuses variables not its own."""
@@ -64,14 +66,46 @@ class MirroredEngine:
         """None: a step of data parallelism is over when it returns."""
         return ()
 
-    def begin_epoch(self, steps: int | None, snapshot_every: int) -> None:
+    def begin_epoch(self, steps: int | None, snapshot_every: int, rests: Any) -> None:
         """From here on the weights live in the copy."""
         self._training, self._snapshot_every, self._given = True, snapshot_every, 0
+
+    @property
+    def in_flight(self) -> int:
+        """None: a step of data parallelism is over when it returns."""
+        return 0
+
+    @property
+    def fitted(self) -> int:
+        """Updates since the start of ``fit``."""
+        return int(self._optimizer.iterations.numpy()) - self._first_update
+
+    def state(self) -> Arrays:
+        """All that training needs to go on; each replica's own statistics become the mean of all, as when it goes on."""
+        self.synchronize()
+        self.load()
+        return collected(self.model, self._slots(), [shared(self._optimizer, self.model.trainable_variables)])
+
+    def restore(self, arrays: Arrays, ends: Any, updates: int, fitted: int) -> list[str]:
+        """Go on from there, after so many updates, ``fitted`` of them of this ``fit``; gives what was not there."""
+        with self.strategy.scope():
+            if not self._optimizer.built:
+                self._optimizer.build(self.trained.trainable_variables)
+            missing = assign(
+                self.model, arrays, self._slots(), [shared(self._optimizer, self.model.trainable_variables)]
+            )
+            self.load()
+            self._optimizer.iterations.assign(updates)
+        self._first_update = updates - fitted
+        return missing
+
+    def _slots(self) -> Iterator[Slot]:
+        return slots(self._optimizer, self.model.trainable_variables)
 
     def synchronize(self) -> None:
         """The mirrored weights flow back into the model."""
         if self._training:
-            self.model.set_weights(self.trained.get_weights())
+            _copy(self.trained, self.model)
 
     def finish(self) -> None:
         """The end of training: from here on the weights live in the model."""
@@ -91,6 +125,11 @@ class MirroredEngine:
             self._given = step
             self.synchronize()
             yield step
+
+
+def _copy(source: keras.Model, target: keras.Model) -> None:
+    for theirs, mine in zip(source.variables, target.variables, strict=True):
+        mine.assign(tf.convert_to_tensor(theirs))
 
 
 @cache

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import keras
@@ -14,16 +14,18 @@ from pipetrain import checks
 from pipetrain.compute.bound import any_rows, direct
 from pipetrain.compute.segment import set_mask
 from pipetrain.compute.stage import Values
-from pipetrain.engine import PipelineEngine
+from pipetrain.engine import PipelineEngine, is_scheduled
 from pipetrain.layout import Layout
 from pipetrain.mirror import MirroredEngine
 from pipetrain.plan.memory import Training
 from pipetrain.plan.schemes import DATA_PARALLEL, SCHEMES, check_name
 from pipetrain.plan.stages import Partition
 from pipetrain.plan.trace import Trace
+from pipetrain.position import Position, start_at
 from pipetrain.run.collector import Result
 from pipetrain.run.devices import resolve
 from pipetrain.run.readahead import Minibatch
+from pipetrain.state import Arrays, array_of, check_weights, number_of
 
 DEFAULT_MICROBATCHES = 4
 
@@ -96,7 +98,10 @@ class PipelineModel(keras.Model):
         # Keras searches attributes for layers: ``inner`` is what it finds, the engine is nothing to it.
         self.inner, self._engine = engine.trained, engine
         self.scheme, self.snapshot_every = scheme, 0
+        self.rests: Callable[[int], bool] = _never  # after which updates nothing may be in flight, see ReadAhead
+        self.exits = ExitStack()  # what callbacks want done whichever way ``fit`` ends
         self._evaluating = False
+        self._metrics_to_restore: Arrays = {}
         if hasattr(model, "output_names"):  # by which Keras finds each output's loss and metrics
             self.output_names = model.output_names
         self.built = True
@@ -135,7 +140,14 @@ class PipelineModel(keras.Model):
         self._metrics_function = tf.function(self._update_metrics, autograph=False)
 
     def fit(
-        self, x: Any = None, y: Any = None, batch_size: int | None = None, callbacks: Any = None, **settings: Any
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        verbose: Any = "auto",
+        callbacks: Any = None,
+        **settings: Any,
     ) -> Any:
         """Keras' ``fit``, its arguments and its History.
 
@@ -151,8 +163,9 @@ class PipelineModel(keras.Model):
         loop = _Loop(
             stop_at_nan=not any(isinstance(each, keras.callbacks.TerminateOnNaN) for each in _as_list(callbacks))
         )
+        self.callbacks, self._first_epoch = _as_list(callbacks), settings.get("initial_epoch", 0)
         with self._training():
-            return super().fit(x, y, batch_size=batch_size, callbacks=_with(callbacks, loop), **settings)
+            return super().fit(x, y, batch_size, epochs, verbose, _with(callbacks, loop), **settings)
 
     def _prepare(self, method: str, x: Any, y: Any, batch_size: int | None) -> None:
         self._assert_compile_called(method)
@@ -170,6 +183,8 @@ class PipelineModel(keras.Model):
 
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
         """Keras' own, which averages the first batch over the devices: impossible where their rows differ in number."""
+        if iterator is not None:
+            self._epoch_iterator = iterator
         if self.scheme == DATA_PARALLEL and iterator is not None:
             first_of = self._engine.strategy.experimental_local_results
             _, _, batches = next(iter(iterator))
@@ -179,7 +194,7 @@ class PipelineModel(keras.Model):
 
     def begin_epoch(self, steps: int | None) -> None:
         """The next steps read from a new iterator, ``steps`` minibatches at most."""
-        self._engine.begin_epoch(steps, self.snapshot_every)
+        self._engine.begin_epoch(steps, self.snapshot_every, lambda updates: self.rests(updates))
         self._log: Any = None
 
     def get_metrics_result(self) -> Any:
@@ -198,6 +213,55 @@ class PipelineModel(keras.Model):
         """
         yield from self._engine.snapshots()
 
+    @property
+    def in_flight(self) -> int:
+        """How many minibatches are under way whose logs no step has had yet; 0 after an update that ``rests``."""
+        return self._engine.in_flight
+
+    def training_about(self) -> dict[str, Any]:
+        """How the model is trained, and how far it is, in what JSON can hold."""
+        engine = self._engine
+        return {
+            "updates": int(self.optimizer.iterations.numpy()),
+            "fitted": engine.fitted,
+            "learning_rate": None if is_scheduled(self.optimizer) else float(array_of(self.optimizer.learning_rate)),
+            "optimizer": type(self.optimizer).__name__,
+            "scheme": self.scheme,
+            "ends": list(engine.layout.ends),
+            "replicas": list(engine.layout.replicas),
+        }
+
+    def training_state(self) -> Arrays:
+        """All that training needs to go on as if it had not stopped, in arrays; drains.
+
+        Weights and other state, and the optimizers' slots, by the wrapped model's variables; and the metrics.
+        """
+        arrays = self._engine.state()
+        return arrays | {f"metric/{n}": array_of(variable) for n, variable in enumerate(self.metrics_variables)}
+
+    def restore_training_state(self, arrays: Arrays, about: dict[str, Any], position: Position) -> list[str]:
+        """Let the ``fit`` that has just begun go on from there, at this position in its data.
+
+        Gives the optimizer's slots that are not among the arrays, and start anew. Raises ValueError for another
+        model's state.
+        """
+        check_weights(self.model, arrays)
+        missing = self._engine.restore(arrays, about["ends"], about["updates"], about["fitted"])
+        if about["learning_rate"] is not None and not is_scheduled(self.optimizer):
+            self.optimizer.learning_rate = about["learning_rate"]
+        self._initial_epoch = position.epoch
+        start_at(self._epoch_iterator, position, self._first_epoch)
+        return missing
+
+    def restore_metrics(self, arrays: Arrays) -> None:
+        """Let the metrics go on from there, as soon as they are built: a pipeline's see the first results for it."""
+        values = [arrays[key] for key in sorted(arrays, key=number_of) if key.startswith("metric/")]
+        if len(values) == len(self.metrics_variables):
+            for variable, value in zip(self.metrics_variables, values, strict=True):
+                variable.assign(value)
+        else:
+            self._metrics_to_restore = arrays
+
     def _train_step(self, iterator: Iterator[Any]) -> Any:
         return self._logged(*self._engine.step(iterator))
 
@@ -207,6 +271,9 @@ class PipelineModel(keras.Model):
             predictions = any_rows(Values(self.inner.outputs, result.predictions.masks))
             loss = tf.TensorSpec([], result.loss.dtype)
             self._log = direct(self._metrics_function.get_concrete_function(self._engine.targets, predictions, loss))
+            self._metrics_to_restore, arrays = {}, self._metrics_to_restore
+            if arrays:
+                self.restore_metrics(arrays)
         return self._log(targets, result.predictions, result.loss)
 
     def _update_metrics(self, targets: Any, predictions: Values, loss: tf.Tensor) -> Any:
@@ -235,7 +302,8 @@ class PipelineModel(keras.Model):
             self._engine.abort(store=True)
             raise
         finally:
-            self.snapshot_every = 0
+            self.snapshot_every, self.rests, self._initial_epoch = 0, _never, None
+            self.exits.close()
 
     def train_on_batch(self, x: Any, y: Any = None, *args: Any, **settings: Any) -> Any:
         """Keras' ``train_on_batch``: one minibatch through the pipeline, which then drains."""
@@ -307,6 +375,10 @@ class _Loop(keras.callbacks.Callback):
                 f"The loss is {logs['loss']} at step {self._step}. Received: scheme={self.model.scheme!r}. "
                 "Try a smaller learning rate, or clipnorm; the model keeps the weights of its last drain or snapshot."
             )
+
+
+def _never(updates: int) -> bool:
+    return False
 
 
 def _as_list(callbacks: Any) -> list[Any]:

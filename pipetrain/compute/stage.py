@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from pipetrain.compute.bound import BoundFunction, Newest, Weights, direct
 from pipetrain.compute.segment import Segment, mask_of
+from pipetrain.compute.slots import Slot, shared
 from pipetrain.compute.split import specs, split
 from pipetrain.compute.update import Update
 
@@ -84,6 +85,14 @@ class Stage:
     def adopt(self, other: Stage) -> None:
         """Take over what another stage's optimizer of the same blocks has gathered."""
         self._optimizer_step.adopt(other._optimizer_step)
+
+    def slots(self) -> Iterator[Slot]:
+        """What the stage's optimizer has gathered, by the model's own variables."""
+        return self._optimizer_step.slots(self._weights)
+
+    def shared(self) -> list[Any]:
+        """What the optimizer has gathered that is of no single weight."""
+        return shared(self.optimizer, self._weights)
 
     def load(self, iterations: int = 0, replica: int = 0) -> None:
         """Take weights and state from the model; the optimizer has made so many steps.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
+
+from pipetrain.compute.slots import Slot, slots
 
 
 def check_predictable(optimizer: keras.optimizers.Optimizer, scheme: str) -> None:
@@ -40,6 +42,12 @@ class Update:
             mine.assign(theirs.value)
         for mine, theirs in zip(self._displacement, other._displacement, strict=True):
             mine.assign(theirs)
+
+    def slots(self, weights: Sequence[keras.Variable]) -> Iterator[Slot]:
+        """The optimizer's slots and the displacement, each as that of one of as many ``weights``."""
+        yield from slots(self._optimizer, weights)
+        for weight, variable in zip(weights, self._displacement, strict=False):
+            yield Slot(weight, "displacement", variable)
 
     def apply(self, gradients: list[Any]) -> None:
         """One optimizer step; remembers the displacement where no slot holds it."""

@@ -23,6 +23,9 @@ class ReadAhead:
 
     So the logs of a step are those of its own minibatch, whatever is in flight. ``steps`` bounds what is read of
     ``minibatches``: Keras may go on reading from the same iterator in the next epoch.
+
+    Where ``rests(n)`` is true of the updates n that all minibatches posted so far come to, nothing more is posted
+    until every result is taken: the weights are then those of exactly n updates.
     """
 
     def __init__(
@@ -31,20 +34,30 @@ class ReadAhead:
         minibatches: Iterator[Minibatch],
         learning_rate: Callable[[], float | None],
         steps: int | None,
+        rests: Callable[[int], bool],
     ) -> None:
         self._pipeline, self._minibatches = pipeline, minibatches
         self._learning_rate, self._left = learning_rate, steps
+        self._rests, self._updates = rests, pipeline.updates
         self._posted: deque[Minibatch] = deque()
+
+    @property
+    def in_flight(self) -> int:
+        """How many minibatches are posted whose results no step has taken."""
+        return len(self._posted)
 
     def step(self) -> tuple[Minibatch, Result]:
         """The next minibatch and its result. Raises StopIteration when the data have ended."""
         while len(self._posted) < self._pipeline.window and self._left != 0:
+            if self._posted and self._rests(self._updates):
+                break
             minibatch = next(self._minibatches, None)
             if minibatch is None:
                 self._left = 0
                 break
             self._pipeline.post(*minibatch, self._learning_rate())
             self._posted.append(minibatch)
+            self._updates += 1
             self._left = None if self._left is None else self._left - 1
         if not self._posted:
             raise StopIteration

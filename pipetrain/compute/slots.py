@@ -1,0 +1,40 @@
+"""An optimizer's slots, by the variable that each belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import keras
+
+
+class Slot(NamedTuple):
+    """A variable that belongs to a weight, and what it is of it: ``_momentums``, ``_velocities``, ..."""
+
+    weight: keras.Variable
+    kind: str
+    variable: Any
+
+
+def slots(optimizer: keras.optimizers.Optimizer, weights: Sequence[keras.Variable]) -> Iterator[Slot]:
+    """The slots of a built optimizer over as many variables as there are ``weights``, in their order.
+
+    Keras' optimizers keep them in lists, one item (or None) for each variable.
+    """
+    known = {id(variable) for variable in optimizer.variables}
+    for kind, items in sorted(vars(optimizer).items()):
+        if (
+            isinstance(items, list)
+            and len(items) == len(weights)
+            and kind not in ("_variables", "_trainable_variables")
+        ):
+            for weight, item in zip(weights, items, strict=True):
+                if id(item) in known:
+                    yield Slot(weight, kind, item)
+
+
+def shared(optimizer: keras.optimizers.Optimizer, weights: Sequence[keras.Variable]) -> list[Any]:
+    """What else the optimizer remembers, but for its count of steps and its learning rate: of no single weight."""
+    others = {id(slot.variable) for slot in slots(optimizer, weights)}
+    others |= {id(optimizer.iterations), id(getattr(optimizer, "_learning_rate", None))}
+    return [variable for variable in optimizer.variables if id(variable) not in others]
