@@ -9,6 +9,8 @@ examples:
   python experiments/run.py --scheme all --output runs/all
   python experiments/run.py --scheme spectrain --model vgg16 --data-dir ~/tensorflow_datasets
   python experiments/run.py --scheme spectrain --model transformer --depth 2 --width 64
+  python experiments/run.py --resume                     # go on with the newest run that was stopped
+  python experiments/run.py --resume runs/all --stages 2 # go on with that one, in another way
 """
 
 from __future__ import annotations
@@ -18,32 +20,35 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 import models  # noqa: E402
-from experiments import datasets  # noqa: E402
+from experiments import datasets, resuming  # noqa: E402
 from experiments.networks import NETWORKS, sizes  # noqa: E402
+from experiments.records import Settings, Summary  # noqa: E402
 from pipetrain.plan import schemes  # noqa: E402
 from pipetrain.plan.table import table  # noqa: E402
 from pipetrain.run.quiet import start_tensorflow  # noqa: E402
+
+# What may be different when a run goes on, and options that say nothing about the run itself.
+CHANGEABLE = {"stages", "steps", "learning_rate", "momentum", "microbatches", "eval_every", "checkpoint_every"}
+ANYWAY = ("scheme", "resume", "data_dir", "verbose")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status: 1 if a scheme diverged, 2 for arguments that cannot be used."""
     options = parse(arguments)
     try:
-        output = writable(Path(options.output or ROOT / "runs" / time.strftime("%Y%m%d-%H%M%S")))
-        start_tensorflow(options.stages)
-        network = NETWORKS[options.model]
-        size = sizes(options.model, {"depth": options.depth, "width": options.width})
-        data = datasets.load(options.dataset, options.data_dir, network.reads)
-        summaries = run(options, size, data, output)
+        output, summaries = go_on(options) if options.resume is not None else begin(options)
     except ValueError as error:
         print(f"run.py: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
     from plots.learning_curves import draw
 
     picture = draw([output / summary.scheme for summary in summaries], output / "learning_curves.png")
@@ -97,14 +102,37 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and shuffling (default: 0)")
     parser.add_argument("--output", metavar="DIR", help="where to write results (default: runs/<time>)")
-    parser.add_argument("--verbose", action="store_true", help="show how the model is cut")
+    parser.add_argument(
+        "--checkpoint-every",
+        type=whole,
+        default=500,
+        metavar="N",
+        help="steps between checkpoints, at which the pipeline drains; 0 for none (default: 500)",
+    )
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="",
+        metavar="DIR",
+        help="go on with the run in DIR (default: the newest under runs/), as it was but for the options given here",
+    )
+    parser.add_argument("--verbose", action="store_true", help="show how the model is cut, and why")
     options = parser.parse_args(arguments)
+    unset = argparse.Namespace(**dict.fromkeys(vars(options)))
+    options.given = {
+        key: value for key, value in vars(parser.parse_args(arguments, unset)).items() if value is not None
+    }
     options.dataset = options.dataset or NETWORKS[options.model].dataset
     if options.learning_rate is None:
         options.learning_rate = NETWORKS[options.model].learning_rate
     chosen = options.scheme or ["spectrain"]
     options.scheme = list(schemes.NAMES) if "all" in chosen else list(dict.fromkeys(chosen))
     return options
+
+
+def whole(text: str) -> int:
+    """A whole number of at least 0."""
+    return 0 if text == "0" else positive(text)
 
 
 def rate(text: str) -> float:
@@ -139,28 +167,58 @@ def writable(output: Path) -> Path:
         ) from error
 
 
-def run(options: argparse.Namespace, size: dict[str, int], data: datasets.Dataset, output: Path) -> list:
+def begin(options: argparse.Namespace) -> tuple[Path, list[Summary]]:
     """Train under every scheme asked for, one after another, from the same weights on the same minibatches."""
-    from experiments.training import Settings, train
+    output = writable(Path(options.output or ROOT / "runs" / time.strftime("%Y%m%d-%H%M%S")))
+    start_tensorflow(options.stages)
 
-    summaries = []
-    for scheme in options.scheme:
-        settings = Settings(
-            scheme=scheme,
-            model=options.model,
-            dataset=options.dataset,
-            stages=options.stages,
-            batch_size=options.batch_size,
-            steps=options.steps,
-            learning_rate=options.learning_rate,
-            momentum=options.momentum,
-            eval_every=options.eval_every,
-            seed=options.seed,
-            microbatches=options.microbatches,
-            size=size,
+    stopped = [scheme for scheme in options.scheme if resuming.is_unfinished(output / scheme)]
+    if stopped:
+        raise ValueError(
+            f"There is a run that was stopped. Received: output={options.output!r}, with {', '.join(stopped)}. "
+            f"Try --resume {options.output}, or another --output."
         )
-        print(f"{scheme}: {options.model} on {options.dataset}, {options.stages} stages, {options.steps} steps")
-        summaries.append(train(settings, data, output / scheme, options.verbose))
+    size = sizes(options.model, {"depth": options.depth, "width": options.width})
+    same = {
+        field.name: getattr(options, field.name) for field in fields(Settings) if field.name not in ("scheme", "size")
+    }
+    return output, run([Settings(scheme=scheme, size=size, **same) for scheme in options.scheme], options, output)
+
+
+def go_on(options: argparse.Namespace) -> tuple[Path, list[Summary]]:
+    """Go on with a run that was stopped."""
+    output = writable(Path(options.resume) if options.resume else resuming.newest(ROOT / "runs"))
+    changes = {key: value for key, value in options.given.items() if key in CHANGEABLE}
+    refused = [f"--{key.replace('_', '-')}" for key in options.given if key not in (*CHANGEABLE, *ANYWAY)]
+    if refused:
+        raise ValueError(
+            f"A run goes on with the network and the data that it has. Received: --resume with {', '.join(refused)}. "
+            f"Try leaving it out; what can change is --{', --'.join(sorted(CHANGEABLE)).replace('_', '-')}, --scheme."
+        )
+    schemes_given = options.scheme if "scheme" in options.given else []
+    settings = resuming.settings(output, schemes_given, changes)
+    start_tensorflow(max(each.stages for each in settings))
+    return output, run(settings, options, output)
+
+
+def run(settings: Sequence[Settings], options: argparse.Namespace, output: Path) -> list[Summary]:
+    """Every run's summary: of those that have ended in this folder, what they came to; the others are trained."""
+    from experiments.training import train
+
+    first = settings[0]
+    data = datasets.load(first.dataset, options.data_dir, NETWORKS[first.model].reads)
+    summaries = []
+    for each in settings:
+        print(f"{each.scheme}: {each.model} on {each.dataset}, {each.stages} stages, {each.steps} steps")
+        ended = resuming.summary(output / each.scheme) if options.resume is not None else None
+        if ended is not None:
+            print("It has ended already.")
+        try:
+            summaries.append(ended or train(each, data, output / each.scheme, options.verbose))
+        except (KeyboardInterrupt, SystemExit):
+            if resuming.is_unfinished(output / each.scheme):
+                print(f"To go on: python experiments/run.py --resume {output}")
+            raise
     return summaries
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import resource
+import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,46 +19,11 @@ import models
 import pipetrain
 from experiments.datasets import Dataset
 from experiments.networks import input_shape
-from pipetrain.callbacks import Snapshots
+from experiments.records import CHECKPOINTS, Settings, Summary
+from pipetrain.callbacks import PipelineCheckpoint, Snapshots
 
 EVALUATION_ROWS = 500  # per batch; evaluation is no part of what is timed
 TIMED_STEPS = (50, 250)  # samples per second are measured between these, or over the second half of a shorter run
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What decides a run's result."""
-
-    scheme: str
-    model: str
-    dataset: str
-    stages: int
-    batch_size: int
-    steps: int
-    learning_rate: float
-    momentum: float
-    eval_every: int
-    seed: int
-    microbatches: int
-    size: dict[str, int]
-
-
-@dataclass(frozen=True)
-class Summary:
-    """What a run came to; ``diverged_at`` is the step of the first loss that was not finite, or None."""
-
-    scheme: str
-    model: str
-    dataset: str
-    stages: int
-    batch_size: int
-    steps: int
-    samples_per_second: float | None
-    min_train_loss: float | None
-    min_val_loss: float | None
-    max_val_accuracy: float | None
-    peak_memory_bytes: int
-    diverged_at: int | None
 
 
 class Recorder(keras.callbacks.Callback):
@@ -74,7 +40,7 @@ class Recorder(keras.callbacks.Callback):
             .map(as_read(shape))
             .prefetch(1)
         )
-        self._means = {0: 0.0}  # Keras' running mean of the loss after each step
+        self._means = {0: 0.0}  # Keras' running mean of the loss after every so many steps
         self._paused_s = 0.0
         self._latest: dict[str, float] = {}
         self.rows: list[dict[str, float]] = []
@@ -86,7 +52,7 @@ class Recorder(keras.callbacks.Callback):
         start = time.perf_counter()
         result = model.evaluate(self._validation, verbose=0, return_dict=True)
         self._latest = {"val_loss": float(result["loss"]), "val_accuracy": float(result["accuracy"])}
-        every = min(self._settings.eval_every, step)
+        every = self._settings.eval_every
         before = step - every
         train_loss = (step * self._means[step] - before * self._means[before]) / every
         self.rows.append({"step": step, "train_loss": train_loss, **self._latest})
@@ -96,9 +62,22 @@ class Recorder(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Keep the loss and the time of this step; show the latest validation in the progress bar."""
-        self._means[batch + 1] = float(logs["loss"])
+        if (batch + 1) % self._settings.eval_every == 0:
+            self._means[batch + 1] = float(logs["loss"])
         self.seen_s.append(time.perf_counter() - self._paused_s)
         logs.update(self._latest)
+
+    def get_state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the recorder."""
+        means = {str(step): mean for step, mean in self._means.items()}
+        return {"means": means, "latest": self._latest, "rows": self.rows, "seen_s": self.seen_s}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint: later rows of the history are forgotten."""
+        self._means = {int(step): mean for step, mean in state["means"].items()}
+        self._latest, self.rows, self.seen_s = state["latest"], state["rows"], state["seen_s"]
+        self._paused_s = time.perf_counter() - (self.seen_s[-1] if self.seen_s else 0.0)
+        self._path.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
 
     def samples_per_second(self) -> float | None:
         """Training throughput between two steps far enough apart, or None for a run too short to tell."""
@@ -127,13 +106,16 @@ def train(settings: Settings, data: Dataset, output: Path, verbose: bool) -> Sum
         print(pm.partition(settings.batch_size))
     _write(output / "config.json", asdict(settings))
     recorder = Recorder(data, settings, output / "history.jsonl")
+    checkpoints = [PipelineCheckpoint(output / CHECKPOINTS, settings.checkpoint_every)] * bool(
+        settings.checkpoint_every
+    )
     diverged_at = None
     try:
         pm.fit(
             batches(data, settings),
             steps_per_epoch=settings.steps,
             shuffle=False,  # the data set shuffles itself
-            callbacks=[recorder, Snapshots(settings.eval_every, recorder.evaluate)],
+            callbacks=[recorder, Snapshots(settings.eval_every, recorder.evaluate), *checkpoints],
         )
     except FloatingPointError as error:
         diverged_at = len(recorder.seen_s)
@@ -142,6 +124,7 @@ def train(settings: Settings, data: Dataset, output: Path, verbose: bool) -> Sum
     pm.save(output / "model.keras")
     summary = _summary(settings, recorder, diverged_at)
     _write(output / "summary.json", asdict(summary))
+    shutil.rmtree(output / CHECKPOINTS, ignore_errors=True)  # the run is over, and its model saved
     return summary
 
 

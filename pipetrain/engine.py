@@ -128,6 +128,8 @@ class PipelineEngine:
 
     def snapshots(self) -> Iterator[int]:
         """Each version kept by now: the model holds its weights, and the stages rest, until the next is asked for."""
+        if self._scheme.asynchronous and not self.in_flight:  # at rest: none may be left to a checkpoint's past
+            self.synchronize()
         if self._pipeline is None or not self._pipeline.snapshots:
             return
         with self._pipeline.paused():

@@ -81,7 +81,7 @@ class MirroredEngine:
         return int(self._optimizer.iterations.numpy()) - self._first_update
 
     def state(self) -> Arrays:
-        """All that training needs to go on; each replica's own statistics become the mean of all, as when it goes on."""
+        """All that training needs to go on; each replica gets the mean of all statistics, as it will again then."""
         self.synchronize()
         self.load()
         return collected(self.model, self._slots(), [shared(self._optimizer, self.model.trainable_variables)])

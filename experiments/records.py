@@ -1,0 +1,44 @@
+"""What a run is told, and what it comes to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+CHECKPOINTS = "checkpoints"  # the folder, within a run's
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides a run's result."""
+
+    scheme: str
+    model: str
+    dataset: str
+    stages: int
+    batch_size: int
+    steps: int
+    learning_rate: float
+    momentum: float
+    eval_every: int
+    seed: int
+    microbatches: int
+    size: dict[str, int]
+    checkpoint_every: int = 0
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run came to; ``diverged_at`` is the step of the first loss that was not finite, or None."""
+
+    scheme: str
+    model: str
+    dataset: str
+    stages: int
+    batch_size: int
+    steps: int
+    samples_per_second: float | None
+    min_train_loss: float | None
+    min_val_loss: float | None
+    max_val_accuracy: float | None
+    peak_memory_bytes: int
+    diverged_at: int | None

@@ -1,0 +1,69 @@
+"""Runs that were stopped before their end, and what they go on with."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from experiments.records import CHECKPOINTS, Settings, Summary
+
+
+def newest(runs: Path) -> Path:
+    """The run that was begun last. Raises ValueError if there is none."""
+    found = sorted((path.parent.parent for path in runs.glob("*/*/config.json")), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise ValueError(f"There is no run to go on with. Received: --resume, nothing in {str(runs)!r}. Try a new one.")
+    return found[-1]
+
+
+def summary(folder: Path) -> Summary | None:
+    """What a scheme's run came to; None if it has not ended."""
+    try:
+        return Summary(**json.loads((folder / "summary.json").read_text(encoding="utf-8")))
+    except (OSError, TypeError, ValueError):
+        return None
+
+
+def is_unfinished(folder: Path) -> bool:
+    """Whether a scheme's run left a checkpoint and did not end."""
+    return summary(folder) is None and any((folder / CHECKPOINTS).glob("step-*.npz"))
+
+
+def settings(output: Path, schemes: Sequence[str], changes: Mapping[str, Any]) -> list[Settings]:
+    """Settings of the runs in a folder, or of these schemes, with changes.
+
+    A scheme that has not been run there goes on from the checkpoint of the one that has. Raises ValueError where that
+    is not to be told.
+    """
+    known = {path.parent.name: _read(path) for path in sorted(output.glob("*/config.json"))}
+    if not known:
+        raise ValueError(
+            f"There is no run to go on with. Received: --resume {str(output)!r}, which holds none. "
+            "Try the --output of a run."
+        )
+    chosen = []
+    for scheme in schemes or known:
+        start = known.get(scheme)
+        if start is None:
+            others = [name for name in known if is_unfinished(output / name)]
+            if len(others) != 1:
+                raise ValueError(
+                    f"Another scheme goes on from the one run that is there. Received: --scheme {scheme}, "
+                    f"{str(output)!r} with {', '.join(others) or 'no unfinished run'}. Try one of these schemes."
+                )
+            start = known[others[0]]
+            shutil.copytree(output / others[0] / CHECKPOINTS, output / scheme / CHECKPOINTS)
+        chosen.append(replace(start, **{**changes, "scheme": scheme}))
+    return chosen
+
+
+def _read(path: Path) -> Settings:
+    try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+        return Settings(**{field.name: given[field.name] for field in fields(Settings)})
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"Not a run's settings: {error}. Received: {str(path)!r}. Try another folder.") from error
