@@ -18,8 +18,9 @@ class GlobalNorm:
     They are taken in the order of stages, whoever comes first. Replicas of a stage have equal gradients, of which the
     first measures the norm for all: so they stay bitwise equal whatever their devices are.
 
-    Nobody waits for ever: a stage tells its number after it has sent on all that others need of the minibatch, and a
-    synchronous schedule begins no other before. In an asynchronous one all stages would rest until the first is done.
+    Nobody waits for ever: a stage tells its number when it has sent on all that others need of the minibatch, and in a
+    synchronous schedule nothing that leads there comes after the update. In an asynchronous one all stages would rest
+    until the first is done.
 
     Args:
         stages: the replicas of every stage.
