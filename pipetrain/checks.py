@@ -22,18 +22,25 @@ def check_optimizer(optimizer: keras.optimizers.Optimizer, scheme: str, stages: 
     name = type(optimizer).__name__
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise ValueError(f"Loss scaling is not supported. Received: optimizer={name}. Try the policy 'mixed_bfloat16'.")
+    apart = stages > 1 and SCHEMES[scheme].asynchronous
     refused = {
-        "global_clipnorm": (stages > 1, "the norm over all stages is not known to any; try clipnorm or clipvalue"),
-        "loss_scale_factor": (True, "a pipeline does not scale losses; try without it"),
-        "use_ema": (True, "try without it"),
-        "gradient_accumulation_steps": (True, "try a larger batch size, or a scheme with microbatches"),
+        "global_clipnorm": (
+            apart,
+            "the stages update at different times, and to wait for the norm of all would stop the pipeline",
+            "clipnorm, clipvalue, or a synchronous scheme: 'gpipe' or '1f1b'",
+        ),
+        "loss_scale_factor": (True, "a pipeline does not scale losses", "without it"),
+        "use_ema": (True, "a pipeline keeps no averages of its weights", "without it"),
+        "gradient_accumulation_steps": (
+            True,
+            "a pipeline updates after every minibatch",
+            "a larger batch size, or a scheme with microbatches",
+        ),
     }
-    for setting, (applies, remedy) in refused.items():
+    for setting, (applies, why, remedy) in refused.items():
         if applies and getattr(optimizer, setting, None):
-            value = getattr(optimizer, setting)
-            raise ValueError(
-                f"{setting} is not supported here: {remedy}. Received: optimizer={name}({setting}={value})."
-            )
+            received = f"scheme={scheme!r}, optimizer={name}({setting}={getattr(optimizer, setting)})"
+            raise ValueError(f"{setting} is not supported here: {why}. Received: {received}. Try {remedy}.")
     if SCHEMES[scheme].policy.predicts:
         check_predictable(optimizer, scheme)
 

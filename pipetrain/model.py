@@ -125,7 +125,11 @@ class PipelineModel(keras.Model):
         return self.inner(inputs, training=training)
 
     def compile(self, optimizer: Any = "rmsprop", loss: Any = None, **settings: Any) -> None:
-        """Keras' ``compile``. Raises ValueError, by name, for what a pipeline cannot do exactly."""
+        """Keras' ``compile``. Raises ValueError, by name, for what a pipeline cannot do exactly.
+
+        An optimizer's ``global_clipnorm=c`` makes every gradient ``g * min(1, c/n)``, ``n**2`` being the sum of the
+        squares of all stages' gradients of a minibatch: for synchronous schemes, or one stage.
+        """
         with self._engine.strategy.scope():
             optimizer, settings = self._engine.adopted(optimizer, settings)
             super().compile(optimizer=optimizer, loss=loss, **settings)

@@ -130,8 +130,6 @@ def test_optimizers_a_pipeline_cannot_do_exactly():
     sgd = keras.optimizers.SGD
     with refused("'spectrain' predicts.*optimizer=Adam"):
         compiled(keras.optimizers.Adam())
-    with refused("global_clipnorm"):
-        compiled(sgd(0.1, global_clipnorm=1.0), "vanilla")
     with refused("use_ema"):
         compiled(sgd(0.1, use_ema=True), "1f1b")
     with refused("gradient_accumulation_steps"):

@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from pipetrain.compute.bound import BoundFunction, Newest, Weights, direct
+from pipetrain.compute.clipping import SQUARED_NORM, clipped, squared_norm
 from pipetrain.compute.segment import Segment, mask_of
 from pipetrain.compute.slots import Slot, shared
 from pipetrain.compute.split import specs, split
@@ -75,6 +76,8 @@ class Stage:
         with tf.device(device):
             self.variables = [_like(variable) for variable in self._weights]
             self.optimizer = clone(optimizer, self._weights, self.variables)
+            # The norm of all stages' gradients is not the clone's to know: the stage clips before it updates.
+            self.global_clipnorm, self.optimizer.global_clipnorm = _positive(optimizer.global_clipnorm), None
             self.optimizer.build(self.variables)
             self._optimizer_step = Update(self.optimizer, self.variables)
             weights = tf.function(list, autograph=False).get_concrete_function(specs(self._weights))
@@ -142,10 +145,23 @@ class Stage:
             halves = split(self._run, specs(self._weights), specs(self._model_state), flows, constants)
             self._forward, self._backward = self._bound(halves.forward), self._bound(halves.backward)
             self._starts = halves.outputs
-            update = tf.function(self._optimizer_step.apply, autograph=False)
-            self._update = direct(update.get_concrete_function(halves.backward.structured_outputs[0]))
+            self._trace_update(halves.backward.structured_outputs[0])
         output = halves.forward.structured_outputs[0][0]
         return [mask if mask is None else tf.TensorSpec(mask.shape, mask.dtype) for mask in output.masks]
+
+    def _trace_update(self, gradients: list[Any]) -> None:
+        squares = []
+        if self.global_clipnorm:
+            squares = [tf.TensorSpec([None], SQUARED_NORM.dtype)]
+            norm = tf.function(squared_norm, autograph=False)
+            self._squared_norm = direct(norm.get_concrete_function(gradients))
+        step = tf.function(self._step, autograph=False)
+        self._update = direct(step.get_concrete_function(gradients, *squares))
+
+    def _step(self, gradients: list[Any], squared_norms: tf.Tensor | None = None) -> None:
+        if squared_norms is not None:
+            gradients = clipped(gradients, squared_norms, self.global_clipnorm)
+        self._optimizer_step.apply(gradients)
 
     def forward(self, weights: Weights, values: Values, targets: Any = None) -> Forward:
         """Run the blocks with these weights and the stage's current state, which moves on.
@@ -186,13 +202,21 @@ class Stage:
         with tf.device(self.device):
             return [_add(a, b) for a, b in zip(total, gradients, strict=True)]
 
-    def update(self, gradients: list[Any], learning_rate: float | None) -> None:
-        """One step of the stage's optimizer: one more version. ``learning_rate`` None leaves a schedule to itself."""
+    def squared_norm(self, gradients: list[Any]) -> tf.Tensor:
+        """What the stage's gradients add to the square of all stages' norm; with ``global_clipnorm`` only."""
+        with tf.device(self.device):
+            return self._squared_norm(gradients)
+
+    def update(self, gradients: list[Any], learning_rate: float | None, squared_norms: tf.Tensor | None = None) -> None:
+        """One step of the stage's optimizer: one more version. ``learning_rate`` None leaves a schedule to itself.
+
+        With ``global_clipnorm``, by gradients clipped to the norm that ``squared_norms`` of all stages make.
+        """
         with tf.device(self.device):
             if learning_rate is not None and learning_rate != self._learning_rate:
                 self.optimizer.learning_rate = self._learning_rate = learning_rate
             if self.variables:
-                self._update(gradients)
+                self._update(gradients, squared_norms)
 
     def _bound(self, concrete: Any) -> BoundFunction:
         return BoundFunction(concrete, self.variables, self._optimizer_step.velocity)
@@ -247,6 +271,10 @@ def clone(
             [names.pattern] if names else None,
         )
     return copy
+
+
+def _positive(clipnorm: float | None) -> float | None:
+    return clipnorm if clipnorm and clipnorm > 0 else None  # as Keras has it
 
 
 def _like(variable: keras.Variable) -> keras.Variable:

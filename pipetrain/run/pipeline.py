@@ -17,6 +17,7 @@ from pipetrain.run.collector import Collector, Result, Snapshot
 from pipetrain.run.exchange import Door, Inlet, Outlet, joined, rows_of, take
 from pipetrain.run.mailbox import Closed, Mailbox
 from pipetrain.run.messages import Microbatch, Output, Updated
+from pipetrain.run.norm import GlobalNorm
 from pipetrain.run.reduction import Reduction
 from pipetrain.run.worker import Control, Doors, Seat, Worker
 
@@ -190,6 +191,8 @@ class Pipeline:
         reductions = [Reduction(stage) for stage in self._stages]
         self._boxes = [box for way in (down, up) for stage in way for boxes in stage for box in boxes]
         self._boxes += [box for reduction in reductions for box in reduction.mailboxes]
+        norm = GlobalNorm(self._stages) if self._stages[0][0].global_clipnorm else None
+        self._boxes += norm.mailboxes if norm else []
         self._boxes.append(self._reports)
         self._entrance = _outlet(down[0], self._stages[0], 0, 1)
         workers, last = [], len(self._stages) - 1
@@ -202,6 +205,7 @@ class Pipeline:
                     above=_outlet(up[k - 1], self._stages[k - 1], number, len(stage)) if k > 0 else None,
                     below=_outlet(down[k + 1], self._stages[k + 1], number, len(stage)) if k < last else None,
                     reduction=reductions[k],
+                    norm=norm,
                 )
                 workers.append(Worker(seat, replica, self._scheme, doors, self._control))
         return workers

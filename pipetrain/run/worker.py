@@ -19,6 +19,7 @@ from pipetrain.plan.versions import WeightVersions
 from pipetrain.run.exchange import Inlet, Outlet, rows_of, take
 from pipetrain.run.mailbox import Closed
 from pipetrain.run.messages import Microbatch, Output, Updated
+from pipetrain.run.norm import GlobalNorm
 from pipetrain.run.reduction import Reduction
 
 
@@ -34,7 +35,8 @@ class Seat(NamedTuple):
 class Doors(NamedTuple):
     """What comes in and goes out: microbatches into ``inbox``, gradients into ``returns``; None past the ends.
 
-    A None in the inbox says that no more microbatches will come. ``reduction`` joins the stage's replicas.
+    A None in the inbox says that no more microbatches will come. ``reduction`` joins the stage's replicas,
+    ``norm`` all stages where gradients are clipped by the norm of all.
     """
 
     inbox: Inlet[Microbatch]
@@ -42,6 +44,7 @@ class Doors(NamedTuple):
     above: Outlet | None
     below: Outlet | None
     reduction: Reduction
+    norm: GlobalNorm | None = None
 
 
 class Control:
@@ -153,7 +156,8 @@ class Worker(threading.Thread):
         self._versions.before_update()
         stage, _, replica, _ = self._seat
         gradients, self._gradients = self._doors.reduction.sum(replica, self._gradients), None
-        self._stage.update(gradients, learning_rate)
+        squares = self._doors.norm.squares(stage, replica, gradients) if self._doors.norm else None
+        self._stage.update(gradients, learning_rate, squares)
         version = self._versions.version
         wanted = replica == 0 and self._control.wants_snapshot(version)
         snapshot = self._stage.snapshot() if wanted else None
