@@ -133,8 +133,9 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         """The first epoch goes on where the checkpoint was made."""
         self._save_if_due()
         found = self._resumed
-        if found is not None and self._updates == found.about["updates"]:
-            self._position = Position(*found.about["position"])
+        if found is None or self._updates > found.about["updates"]:
+            self._position = Position(epoch, 0)
+        else:
             self.model.restore_metrics(found.arrays)
             _recall(self.model.callbacks, found)
             found.arrays.clear()
@@ -183,7 +184,7 @@ class PipelineCheckpoint(keras.callbacks.Callback):
     def _go_on_from(self, found: Checkpoint) -> None:
         about, position = found.about, Position(*found.about["position"])
         missing = self.model.restore_training_state(found.arrays, about, position)
-        self._resumed = found
+        self._resumed, self._position = found, position
         different = [*_differences(self.model.training_about(), about), *(f"{kind} from zero" for kind in missing)]
         _say(
             f"Going on from {found.path}: {about['updates']} steps are done, {position.step} of them of epoch "

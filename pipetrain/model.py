@@ -102,6 +102,7 @@ class PipelineModel(keras.Model):
         self.exits = ExitStack()  # what callbacks want done whichever way ``fit`` ends
         self._evaluating = False
         self._metrics_to_restore: Arrays = {}
+        self._steps_done = 0
         if hasattr(model, "output_names"):  # by which Keras finds each output's loss and metrics
             self.output_names = model.output_names
         self.built = True
@@ -197,7 +198,8 @@ class PipelineModel(keras.Model):
         super()._maybe_symbolic_build(iterator, data_batch)
 
     def begin_epoch(self, steps: int | None) -> None:
-        """The next steps read from a new iterator, ``steps`` minibatches at most."""
+        """The next steps read from a new iterator: ``steps`` minibatches at most, less those that a resumption skips."""
+        steps, self._steps_done = steps and steps - self._steps_done, 0
         self._engine.begin_epoch(steps, self.snapshot_every, lambda updates: self.rests(updates))
         self._log: Any = None
 
@@ -253,7 +255,7 @@ class PipelineModel(keras.Model):
         missing = self._engine.restore(arrays, about["ends"], about["updates"], about["fitted"])
         if about["learning_rate"] is not None and not is_scheduled(self.optimizer):
             self.optimizer.learning_rate = about["learning_rate"]
-        self._initial_epoch = position.epoch
+        self._initial_epoch, self._steps_done = position
         start_at(self._epoch_iterator, position, self._first_epoch)
         return missing
 

@@ -1,0 +1,75 @@
+"""A training process to be killed: ``interrupted.py DIRECTORY RESULT [SCHEME]``.
+
+Checkpoints come after every second step. ``KILL_AT=n`` kills the process in the midst of its n-th checkpoint: when the
+file is written and not yet renamed. The final weights go to RESULT.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+
+from pipetrain.run.quiet import start_tensorflow  # noqa: E402
+
+start_tensorflow(3)
+
+import keras  # noqa: E402
+import networks  # noqa: E402
+import numpy as np  # noqa: E402
+
+import pipetrain  # noqa: E402
+from pipetrain.callbacks import PipelineCheckpoint  # noqa: E402
+
+STEP_S = float(os.environ.get("STEP_S", "0.02"))
+
+
+def model():
+    """With all that has a state: Dropout's seed, BatchNormalization's statistics."""
+    keras.utils.set_random_seed(0)
+    layers = [
+        keras.Input((networks.FEATURES,)),
+        keras.layers.Dense(256, activation="tanh"),
+        keras.layers.Dropout(0.2, seed=1),
+        keras.layers.Dense(256, activation="tanh"),
+        keras.layers.BatchNormalization(),
+        keras.layers.Dense(networks.CLASSES),
+    ]
+    return keras.Sequential(layers)
+
+
+def killed_at(count: int) -> None:
+    """Let the process die in its count-th fsync."""
+    fsync, calls = os.fsync, []
+
+    def dying(descriptor):
+        calls.append(descriptor)
+        if len(calls) == 2 * count - 1:  # the file's; the next is the directory's
+            os.kill(os.getpid(), signal.SIGKILL)
+        fsync(descriptor)
+
+    os.fsync = dying
+
+
+def main(directory: str, result: str, scheme: str = "spectrain") -> None:
+    """Train, or go on; at most three epochs of 20 steps."""
+    if "KILL_AT" in os.environ:
+        killed_at(int(os.environ["KILL_AT"]))
+    pm = pipetrain.PipelineModel(model(), cuts=("dropout", "dense_1"), scheme=scheme)
+    pm.compile(keras.optimizers.SGD(0.05, momentum=0.9), loss=networks.crossentropy(), metrics=["accuracy"])
+    slow = keras.callbacks.LambdaCallback(
+        on_train_begin=lambda logs: print("training", flush=True),
+        on_train_batch_end=lambda step, logs: time.sleep(STEP_S),
+    )
+    x, y = networks.data(320)
+    checkpoint = PipelineCheckpoint(directory, every_steps=2)
+    pm.fit(x, y, batch_size=16, epochs=3, verbose=0, callbacks=[slow, checkpoint])
+    np.savez(result, *pm.get_weights())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

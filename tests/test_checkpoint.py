@@ -1,0 +1,420 @@
+"""Training that is stopped, killed or damaged, and goes on."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import keras
+import networks
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from pipetrain.callbacks import PipelineCheckpoint
+from pipetrain.store import Store
+
+BATCH, STEPS = 8, 10
+L = keras.layers
+SCRIPT = Path(__file__).with_name("interrupted.py")
+
+
+class Stop(keras.callbacks.Callback):
+    """Ends training with an exception after so many steps."""
+
+    def __init__(self, after):
+        super().__init__()
+        self._left = after
+
+    def on_train_batch_end(self, batch, logs=None):
+        self._left -= 1
+        if self._left == 0:
+            raise InterruptedError
+
+
+def model():
+    layers = [L.Dense(8, "tanh"), L.Dropout(0.2, seed=1), L.BatchNormalization(), L.Dense(8, "tanh")]
+    return keras.Sequential([keras.Input((networks.FEATURES,)), *layers, L.Dense(networks.CLASSES)])
+
+
+def pipeline(optimizer=None, **settings):
+    keras.utils.set_random_seed(0)
+    return networks.pipeline(model(), optimizer, **{"stages": 3, **settings})
+
+
+def arrays():
+    x, y = networks.data(BATCH * STEPS)
+    return {"x": x, "y": y, "batch_size": BATCH}
+
+
+def dataset():
+    return {"x": tf.data.Dataset.from_tensor_slices(networks.data(BATCH * STEPS)).shuffle(80, seed=1).batch(BATCH)}
+
+
+def endless():
+    return {"x": dataset()["x"].repeat(), "steps_per_epoch": STEPS}
+
+
+def generator():
+    x, y = networks.data(BATCH * 40)
+    parts = itertools.cycle(zip(np.split(x, 40), np.split(y, 40), strict=True))
+    return {"x": ((a, b) for a, b in parts), "steps_per_epoch": STEPS}
+
+
+class Batches(keras.utils.PyDataset):
+    """Another order in every epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self._data, self._order = networks.data(BATCH * STEPS), np.arange(STEPS)
+
+    def __len__(self):
+        return STEPS
+
+    def __getitem__(self, index):
+        rows = slice(BATCH * self._order[index], BATCH * (self._order[index] + 1))
+        return tuple(each[rows] for each in self._data)
+
+    def on_epoch_end(self):
+        self._order = np.roll(self._order, 3)
+
+
+def run(directory, stop_after=None, data=arrays, callbacks=(), every_steps=4, **settings):
+    """Three epochs; the model and its History, which is None if it was stopped."""
+    pm = pipeline(**settings)
+    more = [Stop(stop_after)] if stop_after else []
+    saving = PipelineCheckpoint(directory, every_steps=every_steps)
+    try:
+        history = pm.fit(**data(), epochs=3, verbose=0, callbacks=[*callbacks, saving, *more]).history
+    except InterruptedError:
+        return pm, None
+    return pm, history
+
+
+WAYS = {
+    "spectrain": {},
+    "spectrain, nesterov": {"optimizer": lambda: keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True)},
+    "spectrain, replicas": {"stages": 2, "replicas": (2, 1)},
+    "weight-stashing": {"optimizer": lambda: keras.optimizers.Adam(0.01)},
+    "gpipe": {"optimizer": lambda: keras.optimizers.Nadam(0.01), "microbatches": 2},
+    "1f1b": {"optimizer": lambda: keras.optimizers.Adafactor(0.01), "microbatches": 2},
+    "single": {},
+    "data-parallel": {"optimizer": lambda: keras.optimizers.Adam(0.01), "devices": ("CPU:0", "CPU:1")},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_stopped_twice_and_resumed_is_bitwise_as_never_stopped(way, tmp_path, capsys):
+    """Stopped in the second epoch, then again after what was done since the checkpoint."""
+    settings = dict(WAYS[way])
+    make = settings.pop("optimizer", lambda: None)
+    settings["scheme"] = way.split(",")[0]
+    whole, history = run(tmp_path / "whole", optimizer=make(), **settings)
+    run(tmp_path / "cut", stop_after=15, optimizer=make(), **settings)
+    run(tmp_path / "cut", stop_after=3, optimizer=make(), **settings)
+    capsys.readouterr()
+    again, rest = run(tmp_path / "cut", optimizer=make(), **settings)
+    assert "Going on from" in (said := capsys.readouterr().out)
+    assert "12 steps are done, 2 of them of epoch 2." in said
+    networks.assert_equal(again.get_weights(), whole.get_weights())
+    for name, values in history.items():
+        np.testing.assert_allclose(rest[name], values[1:], rtol=1e-6)
+
+
+@pytest.mark.parametrize("data", [dataset, endless, generator, Batches], ids=lambda each: each.__name__)
+def test_every_kind_of_data_goes_on_where_it_was(data, tmp_path):
+    def feed():
+        return {"x": data()} if data is Batches else data()
+
+    whole, _ = run(tmp_path / "whole", data=feed)
+    run(tmp_path / "cut", data=feed, stop_after=25)
+    again, _ = run(tmp_path / "cut", data=feed)
+    networks.assert_equal(again.get_weights(), whole.get_weights())
+
+
+@pytest.mark.parametrize("stages", [1, 2, 5])
+def test_another_number_of_stages_goes_on_and_says_so(stages, tmp_path, capsys):
+    """A synchronous scheme trains as the unsplit model does, however it is cut."""
+    settings = {"scheme": "1f1b", "microbatches": 1}
+    whole, _ = run(tmp_path / "whole", optimizer=keras.optimizers.Adam(0.01), **settings)
+    run(tmp_path / "cut", stop_after=15, optimizer=keras.optimizers.Adam(0.01), **settings)
+    again, _ = run(tmp_path / "cut", optimizer=keras.optimizers.Adam(0.01), stages=stages, **settings)
+    said = capsys.readouterr().out
+    assert f"Different now: {stages} stage{'' if stages == 1 else 's'} instead of 3." in said
+    networks.assert_close(again.get_weights(), whole.get_weights())
+
+
+def test_another_scheme_and_another_optimizer_go_on_and_say_so(tmp_path, capsys):
+    run(tmp_path, stop_after=15)
+    run(tmp_path, scheme="weight-stashing", optimizer=keras.optimizers.Adam(0.01), stop_after=1)
+    said = capsys.readouterr().out
+    assert "scheme weight-stashing instead of spectrain; optimizer Adam instead of SGD" in said
+    assert "velocities from zero" in said
+
+
+def test_another_model_is_refused(tmp_path):
+    run(tmp_path, stop_after=15)
+    pm = networks.pipeline()
+    with pytest.raises(ValueError, match=r"another model. Received: .*Try"):
+        pm.fit(**arrays(), verbose=0, callbacks=[PipelineCheckpoint(tmp_path)])
+
+
+def test_checkpoints_of_another_run_are_not_overwritten(tmp_path):
+    run(tmp_path, stop_after=15)
+    with pytest.raises(ValueError, match=r"checkpoints of another run.*resume=False"):
+        pipeline().fit(**arrays(), verbose=0, callbacks=[PipelineCheckpoint(tmp_path, resume=False)])
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_finished_run_has_nothing_left_to_do_and_more_epochs_go_on(tmp_path):
+    whole, _ = run(tmp_path)
+    again, history = run(tmp_path)
+    assert history == {}
+    networks.assert_equal(again.get_weights(), whole.get_weights())
+    checkpoint = PipelineCheckpoint(tmp_path)
+    longer = again.fit(**arrays(), epochs=4, verbose=0, callbacks=[checkpoint])
+    assert checkpoint.resumed_at == 3 * STEPS
+    assert longer.epoch == [3]
+
+
+def test_a_learning_rate_and_what_callbacks_remember_go_on(tmp_path):
+    """ReduceLROnPlateau waits for a better epoch, EarlyStopping for the best, across the interruption."""
+
+    def callbacks():
+        return [
+            keras.callbacks.ReduceLROnPlateau(monitor="loss", min_delta=10.0, patience=2, factor=0.5),
+            keras.callbacks.EarlyStopping(monitor="loss", min_delta=10.0, patience=2, restore_best_weights=True),
+        ]
+
+    whole, history = run(tmp_path / "whole", callbacks=callbacks())
+    run(tmp_path / "cut", callbacks=callbacks(), stop_after=25)
+    again, rest = run(tmp_path / "cut", callbacks=callbacks())
+    assert history["learning_rate"] == pytest.approx([0.05, 0.05, 0.05])
+    assert float(again.optimizer.learning_rate) == pytest.approx(0.025)
+    assert rest["loss"] == pytest.approx(history["loss"][-1:])
+    networks.assert_equal(again.get_weights(), whole.get_weights())  # the first epoch's
+
+
+def test_only_the_newest_are_kept_and_nothing_half_written(tmp_path):
+    (tmp_path / ".step-00000002.npz.1.part").write_bytes(b"left by a process that was killed")
+    run(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:08}.npz" for step in (24, 28, 30)]
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_said_so(tmp_path, capsys):
+    whole, _ = run(tmp_path)
+    newest, before = Store(tmp_path, 3).paths()[::-1][:2]
+    newest.write_bytes(newest.read_bytes()[:-100])
+    capsys.readouterr()
+    again, _ = run(tmp_path)
+    said = capsys.readouterr().out
+    assert f"{newest.name} is damaged" in said
+    assert f"Going on from {before}" in said
+    networks.assert_equal(again.get_weights(), whole.get_weights())
+
+
+def test_no_whole_checkpoint_is_an_error(tmp_path):
+    run(tmp_path, stop_after=5)
+    for path in Store(tmp_path, 3).paths():
+        path.write_bytes(b"")
+    with pytest.raises(ValueError, match=r"No checkpoint can be read. .*step-00000004.npz is damaged.*Try"):
+        run(tmp_path)
+
+
+def test_flipped_bits_are_found(tmp_path):
+    """Every flip of 300 either is found, or changes nothing that is read."""
+    rng = np.random.default_rng(0)
+    store = Store(tmp_path, 3)
+    written = {"weight/0": rng.normal(size=(20, 20)).astype("float32"), "slot/0/_momentums": np.arange(7.0)}
+    path = store.write(1, written, {"updates": 1, "position": [0, 1]})
+    whole, found = path.read_bytes(), 0
+    about = store.newest()[0].about
+    for position in rng.integers(0, 8 * len(whole), 300):
+        flipped = bytearray(whole)
+        flipped[position // 8] ^= 1 << position % 8
+        path.write_bytes(flipped)
+        try:
+            read, _ = store.newest()
+        except ValueError:
+            found += 1
+            continue
+        assert read.about == about
+        assert read.arrays.keys() == written.keys()
+        networks.assert_equal(read.arrays.values(), written.values())
+    assert found > 250
+
+
+def test_a_full_disk_is_said_and_training_goes_on(tmp_path, capsys):
+    """Files beyond 3 kB cannot be written for a while: as on a full disk, the file is cut short."""
+
+    class Full(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            limit = 3000 if epoch == 1 else resource.RLIM_INFINITY
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+
+    whole, _ = run(tmp_path / "whole")
+    try:
+        pm, _ = run(tmp_path / "full", callbacks=[Full()])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    said = capsys.readouterr().out
+    assert "The checkpoint of step 12 could not be written (File too large); the newest is step-00000008.npz." in said
+    networks.assert_equal(pm.get_weights(), whole.get_weights())
+    assert [path.name for path in (tmp_path / "full").iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_loss_that_is_not_finite_is_not_kept(tmp_path):
+    class Spoil(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch >= 5:
+                logs["loss"] = float("nan")
+
+    with pytest.raises(FloatingPointError):
+        run(tmp_path, callbacks=[Spoil()], every_steps=2)
+    assert Store(tmp_path, 3).newest()[0].about["updates"] == 4
+
+
+@pytest.mark.parametrize("name", ["every_steps", "keep"])
+@pytest.mark.parametrize("value", [0, 1.5, True])
+def test_impossible_numbers_are_refused(name, value, tmp_path):
+    with pytest.raises(ValueError, match=f"Received: {name}={value!r}"):
+        PipelineCheckpoint(tmp_path, **{name: value})
+
+
+def test_other_models_are_refused_by_name(tmp_path):
+    plain = model()
+    plain.compile("sgd", loss=networks.crossentropy())
+    with pytest.raises(TypeError, match=r"class Sequential. Try pipetrain.PipelineModel"):
+        plain.fit(**arrays(), verbose=0, callbacks=[PipelineCheckpoint(tmp_path)])
+
+
+@pytest.mark.parametrize(("number", "ends"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_a_signal_drains_saves_and_says_so(number, ends, tmp_path, capsys):
+    """1f1b: a drain more or less changes nothing, so that the result is that of a run without signals."""
+
+    class Signal(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if (self.epoch, batch) == (1, 4):
+                os.kill(os.getpid(), number)
+
+        def on_epoch_begin(self, epoch, logs=None):
+            self.epoch = epoch
+
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    whole, _ = run(tmp_path / "whole", scheme="1f1b")
+    with pytest.raises(ends) as raised:
+        run(tmp_path / "cut", scheme="1f1b", callbacks=[Signal()], every_steps=100)
+    if ends is SystemExit:
+        assert raised.value.code == 143
+    said = capsys.readouterr().out
+    assert f"Stopped by {number.name} after 15 steps: step 15 is in {tmp_path / 'cut'}" in said
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
+    again, _ = run(tmp_path / "cut", scheme="1f1b", every_steps=100)
+    networks.assert_close(again.get_weights(), whole.get_weights(), 1e-6)
+
+
+@pytest.mark.parametrize("at", [4, 19])
+def test_a_signal_waits_for_what_is_in_flight(at, tmp_path):
+    """Every minibatch that was read is trained on and counted, at the end of an epoch too."""
+
+    class Signal(keras.callbacks.Callback):
+        steps = 0
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.steps += 1
+            if self.steps == at:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    counting = Signal()
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, callbacks=[counting], every_steps=100)
+    found, _ = Store(tmp_path, 3).newest()
+    assert found.about["updates"] == counting.steps
+    assert found.about["position"] == ([0, 8] if at == 4 else [2, 0])
+    again, _ = run(tmp_path)
+    assert int(again.optimizer.iterations) == 3 * STEPS
+
+
+class Training:
+    """A process that trains with checkpoints in ``directory``; waits until it has begun."""
+
+    def __init__(self, directory, **environment):
+        self.result = directory / "result.npz"
+        self._process = subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(directory / "checkpoints"), str(self.result)],
+            env={**os.environ, **environment},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for line in self._process.stdout:
+            if line.startswith("training"):
+                break
+
+    def send(self, number):
+        self._process.send_signal(number)
+
+    def ended(self):
+        """The exit status and all that was said."""
+        said = self._process.communicate(timeout=120)[0]
+        return self._process.returncode, said
+
+    def weights(self):
+        with np.load(self.result) as found:
+            return [found[name] for name in found.files]
+
+
+@pytest.fixture(scope="module")
+def never_stopped(tmp_path_factory):
+    training = Training(tmp_path_factory.mktemp("whole"), STEP_S="0")
+    assert training.ended()[0] == 0
+    return training.weights()
+
+
+def test_a_second_signal_ends_a_process_at_once_and_nothing_is_lost(never_stopped, tmp_path):
+    """Also killed in the midst of writing its third checkpoint."""
+    training = Training(tmp_path, STEP_S="0", KILL_AT="3")
+    assert training.ended()[0] == -signal.SIGKILL
+    found, _ = Store(tmp_path / "checkpoints", 3).newest()
+    assert found.about["updates"] == 4
+    training = Training(tmp_path, STEP_S="60")
+    for _ in range(2):
+        time.sleep(0.5)
+        training.send(signal.SIGINT)
+    assert training.ended()[0] == -signal.SIGINT
+    training = Training(tmp_path, STEP_S="0")
+    assert training.ended()[0] == 0
+    networks.assert_equal(training.weights(), never_stopped)
+
+
+@pytest.mark.slow
+def test_killed_at_20_random_moments_ends_bitwise_as_never_killed(never_stopped, tmp_path):
+    """Every fourth time in the midst of writing; whoever goes on begins at the newest checkpoint."""
+    moments = random.Random(0)
+    kills = completed = 0
+    directory, newest = tmp_path / "0", 0
+    while kills < 20:
+        in_writing = {"KILL_AT": str(moments.randint(1, 3))} if kills % 4 == 3 else {}
+        training = Training(directory, STEP_S="0.05", **in_writing)
+        time.sleep(moments.uniform(0, 1))
+        training.send(signal.SIGKILL)
+        status, _ = training.ended()
+        found, damaged = Store(directory / "checkpoints", 3).newest()
+        assert not damaged
+        step = found.about["updates"] if found else 0
+        assert step >= newest
+        newest = step
+        kills += status == -signal.SIGKILL
+        if status == 0:
+            networks.assert_equal(training.weights(), never_stopped)
+            completed += 1
+            directory, newest = tmp_path / str(completed), 0
+    training = Training(directory, STEP_S="0")
+    assert training.ended()[0] == 0
+    networks.assert_equal(training.weights(), never_stopped)
