@@ -198,7 +198,7 @@ class PipelineModel(keras.Model):
         super()._maybe_symbolic_build(iterator, data_batch)
 
     def begin_epoch(self, steps: int | None) -> None:
-        """The next steps read from a new iterator: ``steps`` minibatches at most, less those that a resumption skips."""
+        """The next steps read from a new iterator: ``steps`` minibatches at most, less what a resumption skips."""
         steps, self._steps_done = steps and steps - self._steps_done, 0
         self._engine.begin_epoch(steps, self.snapshot_every, lambda updates: self.rests(updates))
         self._log: Any = None
