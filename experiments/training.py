@@ -103,7 +103,7 @@ def train(settings: Settings, data: Dataset, output: Path, verbose: bool) -> Sum
     )
     output.mkdir(parents=True, exist_ok=True)
     if verbose and settings.scheme not in ("single", "data-parallel"):
-        print(pm.partition(settings.batch_size))
+        print(f"{pm.explain(settings.batch_size)}\n")
     _write(output / "config.json", asdict(settings))
     recorder = Recorder(data, settings, output / "history.jsonl")
     checkpoints = [PipelineCheckpoint(output / CHECKPOINTS, settings.checkpoint_every)] * bool(

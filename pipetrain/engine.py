@@ -17,7 +17,7 @@ from pipetrain.layout import Layout
 from pipetrain.plan.schemes import Scheme
 from pipetrain.plan.trace import Trace
 from pipetrain.run.collector import Result
-from pipetrain.run.pipeline import Pipeline
+from pipetrain.run.pipeline import Activity, Pipeline
 from pipetrain.run.readahead import Minibatch, ReadAhead
 from pipetrain.state import Arrays, assign, collected
 
@@ -164,6 +164,10 @@ class PipelineEngine:
         self._pipeline.trace_for(self._feed.targets)
         checks.check_masks(self._pipeline.output_masks, self._loss_is_mean, self._pieces)
         return ReadAhead(self._pipeline, minibatches, self._learning_rate, self._steps, self._rests)
+
+    def activity(self) -> Activity | None:
+        """What the stages have done so far."""
+        return self._pipeline.activity() if self._pipeline else None
 
     @property
     def in_flight(self) -> int:

@@ -10,8 +10,10 @@ from pipetrain.compute.blocks import Chain
 from pipetrain.compute.cuts import cut_points, why_together
 from pipetrain.compute.profile_cache import cached_profile
 from pipetrain.compute.stage import LossFunction, Stage
+from pipetrain.plan.advice import advise
 from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import partition, plan
+from pipetrain.plan.profile import Profile
 from pipetrain.plan.stages import DEFAULT_TRAINING, Partition
 from pipetrain.run.devices import assign, described
 
@@ -95,10 +97,19 @@ class Layout:
             )
         return count
 
+    def explanation(self, batch_size: int) -> str:
+        """For people: the cut of the model, and what other ways to train it on as many devices would come to."""
+        measured, devices = self._profile(batch_size, True), sum(self.replicas)
+        advice = advise(measured, devices, described(self._devices), self._training)
+        return "\n\n".join(filter(None, [f"{self.partition(batch_size)}", advice.comparison(), measured.warning]))
+
+    def _profile(self, batch_size: int, verbose: bool) -> Profile:
+        return cached_profile(self.chain, batch_size, self._devices[0], verbose)
+
     def partition(self, batch_size: int, verbose: bool = False) -> Partition:
         """The cut of the model; profiles it at this batch size if nothing has decided the cut yet."""
         if self._partition is None:
-            measured = cached_profile(self.chain, batch_size, self._devices[0], verbose)
+            measured = self._profile(batch_size, verbose)
             cluster, training = described(self._devices), self._training
             if self._ends:
                 self._partition = plan(measured, self._ends, cluster, self.replicas, training)

@@ -70,6 +70,9 @@ class MirroredEngine:
         """From here on the weights live in the copy."""
         self._training, self._snapshot_every, self._given = True, snapshot_every, 0
 
+    def activity(self) -> None:
+        """Not known: Keras runs the replicas."""
+
     @property
     def in_flight(self) -> int:
         """None: a step of data parallelism is over when it returns."""

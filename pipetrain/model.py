@@ -22,8 +22,10 @@ from pipetrain.plan.schemes import DATA_PARALLEL, SCHEMES, check_name
 from pipetrain.plan.stages import Partition
 from pipetrain.plan.trace import Trace
 from pipetrain.position import Position, start_at
+from pipetrain.pulse import Pulse
 from pipetrain.run.collector import Result
 from pipetrain.run.devices import resolve
+from pipetrain.run.pipeline import Activity
 from pipetrain.run.readahead import Minibatch
 from pipetrain.state import Arrays, array_of, check_weights, number_of
 
@@ -102,7 +104,7 @@ class PipelineModel(keras.Model):
         self.exits = ExitStack()  # what callbacks want done whichever way ``fit`` ends
         self._evaluating = False
         self._metrics_to_restore: Arrays = {}
-        self._steps_done = 0
+        self._steps_done = self.rows_done = 0
         if hasattr(model, "output_names"):  # by which Keras finds each output's loss and metrics
             self.output_names = model.output_names
         self.built = True
@@ -120,6 +122,10 @@ class PipelineModel(keras.Model):
     def partition(self, batch_size: int = checks.DEFAULT_ROWS) -> Partition:
         """How the model is cut: profiled at this batch size, if nothing has decided it yet."""
         return self._engine.layout.partition(batch_size, verbose=True)
+
+    def explain(self, batch_size: int = checks.DEFAULT_ROWS) -> str:
+        """For people: how the model is cut, and what other ways to train it on these devices would come to."""
+        return self._engine.layout.explanation(batch_size)
 
     def call(self, inputs: Any, training: bool | None = None) -> Any:
         """The wrapped model's forward."""
@@ -219,6 +225,10 @@ class PipelineModel(keras.Model):
         """
         yield from self._engine.snapshots()
 
+    def activity(self) -> Activity | None:
+        """What the stages have done so far; None for ``data-parallel``."""
+        return self._engine.activity()
+
     @property
     def in_flight(self) -> int:
         """How many minibatches are under way whose logs no step has had yet; 0 after an update that ``rests``."""
@@ -272,7 +282,8 @@ class PipelineModel(keras.Model):
         return self._logged(*self._engine.step(iterator))
 
     def _logged(self, minibatch: Minibatch, result: Result) -> Any:
-        _, *targets = minibatch
+        x, *targets = minibatch
+        self.rows_done += x[0].shape[0]
         if self._log is None:
             predictions = any_rows(Values(self.inner.outputs, result.predictions.masks))
             loss = tf.TensorSpec([], result.loss.dtype)
@@ -365,11 +376,15 @@ class PipelineModel(keras.Model):
 
 
 class _Loop(keras.callbacks.Callback):
-    """Tells the model where an epoch's data begin and how many steps it has; stops at a loss that is not finite."""
+    """Tells the model where an epoch's data begin and how many steps it has; stops at a loss that is not finite.
+
+    Behind the user's callbacks, before Keras' progress bar.
+    """
 
     def __init__(self, stop_at_nan: bool) -> None:
         super().__init__()
         self._stop_at_nan, self._step = stop_at_nan, 0
+        self._pulse = Pulse()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.model.begin_epoch(self.params.get("steps"))
@@ -381,6 +396,8 @@ class _Loop(keras.callbacks.Callback):
                 f"The loss is {logs['loss']} at step {self._step}. Received: scheme={self.model.scheme!r}. "
                 "Try a smaller learning rate, or clipnorm; the model keeps the weights of its last drain or snapshot."
             )
+        if self.params.get("verbose") and self.model.rows_done:
+            logs.update(self._pulse.figures(self.model.rows_done, self.model.activity()))  # the progress bar shows them
 
 
 def _never(updates: int) -> bool:

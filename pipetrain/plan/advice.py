@@ -31,6 +31,11 @@ class Advice:
     reason: str
 
     def __str__(self) -> str:
+        best = self.ways[self.recommended]
+        return f"{best}\n\n{self.comparison()}"
+
+    def comparison(self) -> str:
+        """The table of ways, and what is recommended and why."""
         one = self.ways["single"]
         rows = []
         for name in WAYS:
@@ -41,9 +46,7 @@ class Advice:
             gain = f"{way.samples_per_second / one.samples_per_second:.2f}x" if one else "-"
             rows.append((name, str(sum(way.replicas)), f"{way.samples_per_second:.0f}", gain, mib(way.fullest_bytes)))
         header = ("way to train", "devices", "samples/s", "against one", "memory MiB")
-        best = self.ways[self.recommended]
-        parts = [f"{best}" if best else "", table(header, rows), f"Recommended: {self.recommended}. {self.reason}"]
-        return "\n\n".join(part for part in parts if part)
+        return f"{table(header, rows)}\n\nRecommended: {self.recommended}. {self.reason}"
 
 
 def advise(
@@ -98,20 +101,20 @@ def _reason(profile: Profile, best: str, ways: dict[str, Partition], cluster: Cl
         devices = sum(ways[best].replicas)
     weights = sum(block.weight_bytes for block in profile.blocks)
     whole = Costs(profile, cluster).seconds(Place(0, devices, devices)).of(0, len(profile.blocks))
-    summing_part = cluster.link(0, devices - 1).reduce_seconds(weights, devices) / whole
-    summing = (
-        f"data parallelism sums {mib(weights)} MiB of gradients over {devices} devices for every minibatch, "
-        f"{summing_part:.0%} of its time"
-    )
+    part = cluster.link(0, devices - 1).reduce_seconds(weights, devices) / whole
     if best == "data-parallel":
-        return f"Its devices are all equally busy, and summing gradients takes {summing_part:.0%} of its time."
+        return f"Its devices are all equally busy, and summing gradients takes {part:.0%} of its time."
+    summing = (
+        f"on {devices} devices data parallelism sums {mib(weights)} MiB of gradients for every minibatch, {part:.0%} "
+        "of its time, and each updates all weights"
+    )
     slowest = max(ways[best].stages, key=lambda stage: stage.total_s)
     even = sum(stage.total_s * stage.replicas for stage in ways[best].stages) / sum(ways[best].replicas)
     above = slowest.total_s / even - 1
     balance = f"the slowest stage ({slowest.first} - {slowest.last}) takes {above:.0%} more than the average device"
     if best == "pipeline":
-        return f"Devices pass on activations only, while {summing}; {balance}."
+        return f"Devices pass on activations only; {summing}; {balance}."
     if "pipeline" in ways:
         gain = ways[best].samples_per_second / ways["pipeline"].samples_per_second
-        return f"Several devices for a slow stage gain {gain:.2f}x over a pipeline without, while {summing}; {balance}."
+        return f"Several devices for a slow stage gain {gain:.2f}x over a pipeline without; {summing}; {balance}."
     return f"Only so does every stage fit its device; {balance}."

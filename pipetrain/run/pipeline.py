@@ -6,7 +6,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
 
@@ -24,6 +24,14 @@ from pipetrain.run.worker import Control, Doors, Seat, Worker
 KEPT_SPANS = 200_000  # the newest spans that are kept, so that no run is too long for memory
 SWITCH_INTERVAL_S = 5e-4  # a stage whose inputs are there must not wait Python's usual 5 ms for its turn
 Value = TypeVar("Value")
+
+
+class Activity(NamedTuple):
+    """Seconds that all workers spent in actions, how many workers there are, and how many microbatches one held."""
+
+    busy_s: float
+    workers: int
+    most_in_flight: int
 
 
 class Pipeline:
@@ -52,6 +60,7 @@ class Pipeline:
         self._results: deque[Result] = deque()
         self._error: BaseException | None = None
         self._closed = False
+        self._busy_s = 0.0
         self._traced_for: Any = ()
         self.snapshot_every = 0
         self.snapshots: deque[Snapshot] = deque()
@@ -64,6 +73,14 @@ class Pipeline:
         so that whatever the caller does between two minibatches happens between two updates.
         """
         return len(self._stages) + 2 if self._scheme.asynchronous else 1
+
+    def activity(self) -> Activity:
+        """What the stages have done since the pipeline was made; the most in flight, since it was asked last."""
+        most = max((worker.most_in_flight for worker in self._workers), default=0)
+        for worker in self._workers:
+            worker.most_in_flight = 0
+        busy_s = self._busy_s + sum(worker.busy_s for worker in self._workers)
+        return Activity(busy_s, sum(map(len, self._stages)), most)
 
     @property
     def trace(self) -> Trace:
@@ -214,6 +231,7 @@ class Pipeline:
         sys.setswitchinterval(self._switch_interval_s)
         for worker in self._workers:
             self._spans.extend(worker.spans)
+            self._busy_s += worker.busy_s
         self.updates += min(worker.updates for worker in self._workers)
         self._workers, self._boxes = [], []
         if store:

@@ -68,6 +68,7 @@ class Worker(threading.Thread):
         name = f"pipetrain stage {seat.stage}" + (f", replica {seat.replica}" if seat.replicas > 1 else "")
         super().__init__(name=name, daemon=True)
         self.spans: list[Span] = []
+        self.busy_s, self.most_in_flight = 0.0, 0
         self._seat, self._stage = seat, stage
         self._schedule, self._doors, self._control = scheme.schedule, doors, control
         self._synchronous = not scheme.asynchronous
@@ -111,6 +112,7 @@ class Worker(threading.Thread):
             self._backward(action.minibatch, received)
         stage, _, replica, _ = self._seat
         end_s = time.perf_counter()
+        self.busy_s += end_s - start_s
         self.spans.append(
             Span(action.op, stage, action.minibatch, self._stage.device, start_s, end_s, version, replica)
         )
@@ -130,6 +132,7 @@ class Worker(threading.Thread):
             output, loss = result.output, result.loss
         microbatch = microbatch.passed(result and result.penalty)
         self._in_flight[microbatch.index] = (microbatch, result and result.kept)
+        self.most_in_flight = max(self.most_in_flight, len(self._in_flight))
         if below:
             sent = microbatch._replace(penalty=self._part_of(microbatch.penalty, microbatch))
             below.send(sent.with_values, output, microbatch.rows)
