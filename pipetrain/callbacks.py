@@ -5,24 +5,17 @@ from __future__ import annotations
 import math
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import keras
-import numpy as np
 
+from pipetrain.callback_state import recall, remembered
 from pipetrain.plan import table
 from pipetrain.position import Position
 from pipetrain.store import Checkpoint, Store
-
-# What Keras' own callbacks remember, by the names of their attributes.
-REMEMBERED = {
-    keras.callbacks.EarlyStopping: ("wait", "best", "best_epoch", "best_weights"),
-    keras.callbacks.ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),
-    keras.callbacks.ModelCheckpoint: ("best",),
-}
 
 
 class Snapshots(keras.callbacks.Callback):
@@ -114,7 +107,8 @@ class PipelineCheckpoint(keras.callbacks.Callback):
                 f"PipelineCheckpoint saves pipelines. Received: model of class {type(self.model).__name__}. "
                 "Try pipetrain.PipelineModel, or keras.callbacks.BackupAndRestore."
             )
-        self._position, self._saved_at, self._resumed, self._due = Position(0, 0), -1, None, False
+        self._position, self._saved_at, self._resumed = Position(0, 0), -1, None
+        self._due, self._finite = False, True
         if not self._resume and self._store.paths():
             raise ValueError(
                 f"There are checkpoints of another run. Received: directory={str(self._store.directory)!r}, "
@@ -137,15 +131,15 @@ class PipelineCheckpoint(keras.callbacks.Callback):
             self._position = Position(epoch, 0)
         else:
             self.model.restore_metrics(found.arrays)
-            _recall(self.model.callbacks, found)
+            recall(self.model.callbacks, found)
             found.arrays.clear()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Write a checkpoint if it is time, or if a signal asked for it."""
         self._updates += 1
         self._position = Position(self._position.epoch, batch + 1)
-        finite = math.isfinite((logs or {}).get("loss", 0.0))
-        self._due = finite and self._rests(self._updates) and not self.model.in_flight
+        self._finite = math.isfinite((logs or {}).get("loss", 0.0))
+        self._due = self._finite and self._rests(self._updates) and not self.model.in_flight
         if batch + 1 != self.params.get("steps"):  # else when all callbacks have seen the end of the epoch
             self._save_if_due()
 
@@ -155,7 +149,7 @@ class PipelineCheckpoint(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         """The last checkpoint, from which more epochs can go on."""
-        self._updates, self._due = int(self.model.optimizer.iterations.numpy()), True
+        self._updates, self._due = int(self.model.optimizer.iterations.numpy()), self._finite
         self._save_if_due()
 
     def _rests(self, updates: int) -> bool:
@@ -171,7 +165,7 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         arrays = self.model.training_state()
         about = {**self.model.training_about(), "position": self._position}
         try:
-            about["callbacks"], more = _remembered(self.model.callbacks)
+            about["callbacks"], more = remembered(self.model.callbacks)
             self._store.write(self._updates, {**arrays, **more}, about)
             self._saved_at = self._updates
         except OSError as error:
@@ -235,37 +229,3 @@ def _differences(now: dict[str, Any], then: dict[str, Any]) -> list[str]:
         *different,
         *(f"{name} {now[name]} instead of {then[name]}" for name in ("scheme", "optimizer") if now[name] != then[name]),
     ]
-
-
-def _remembered(callbacks: list[Any]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """What callbacks know that decides on what they do later: in JSON, and lists of arrays."""
-    plain: dict[str, Any] = {}
-    arrays: dict[str, np.ndarray] = {}
-    for key, callback, name in _attributes(callbacks):
-        value = getattr(callback, name)
-        if isinstance(value, list):
-            arrays |= {f"{key}/{n}": np.asarray(each) for n, each in enumerate(value)}
-        else:
-            plain[key] = float(value) if isinstance(value, np.generic) else value
-    plain |= {f"callback/{n}": each.get_state() for n, each in enumerate(callbacks) if hasattr(each, "get_state")}
-    return plain, arrays
-
-
-def _recall(callbacks: list[Any], found: Checkpoint) -> None:
-    """Give callbacks back what ``_remembered`` took from them."""
-    plain = found.about["callbacks"]
-    for key, callback, name in _attributes(callbacks):
-        listed = [found.arrays[each] for each in found.arrays if each.startswith(f"{key}/")]
-        if listed or key in plain:
-            setattr(callback, name, listed or plain[key])
-    for n, each in enumerate(callbacks):
-        if hasattr(each, "set_state") and f"callback/{n}" in plain:
-            each.set_state(plain[f"callback/{n}"])
-
-
-def _attributes(callbacks: list[Any]) -> Iterator[tuple[str, Any, str]]:
-    """Key, callback and attribute of what Keras' own callbacks remember."""
-    for n, callback in enumerate(callbacks):
-        for kind, names in REMEMBERED.items():
-            if isinstance(callback, kind):
-                yield from ((f"callback/{n}/{kind.__name__}/{name}", callback, name) for name in names)

@@ -281,6 +281,16 @@ def test_a_loss_that_is_not_finite_is_not_kept(tmp_path):
     assert Store(tmp_path, 3).newest()[0].about["updates"] == 4
 
 
+def test_weights_that_are_not_finite_are_not_kept_at_the_end_either(tmp_path):
+    x, y = networks.data(BATCH * STEPS)
+    pm = pipeline()
+    callbacks = [keras.callbacks.TerminateOnNaN(), PipelineCheckpoint(tmp_path, every_steps=2)]
+    pm.fit(
+        np.where(np.arange(len(x))[:, None] < 48, x, np.nan), y, BATCH, shuffle=False, verbose=0, callbacks=callbacks
+    )
+    assert Store(tmp_path, 3).newest()[0].about["updates"] in (4, 6)
+
+
 @pytest.mark.parametrize("name", ["every_steps", "keep"])
 @pytest.mark.parametrize("value", [0, 1.5, True])
 def test_impossible_numbers_are_refused(name, value, tmp_path):

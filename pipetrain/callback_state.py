@@ -1,0 +1,52 @@
+"""What callbacks remember from one epoch to another, so that it can be kept in a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+
+from pipetrain.store import Checkpoint
+
+# What Keras' own callbacks remember, by the names of their attributes.
+REMEMBERED = {
+    keras.callbacks.EarlyStopping: ("wait", "best", "best_epoch", "best_weights"),
+    keras.callbacks.ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),
+    keras.callbacks.ModelCheckpoint: ("best",),
+}
+
+
+def remembered(callbacks: list[Any]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """What callbacks know that decides on what they do later: in JSON, and lists of arrays."""
+    plain: dict[str, Any] = {}
+    arrays: dict[str, np.ndarray] = {}
+    for key, callback, name in _attributes(callbacks):
+        value = getattr(callback, name)
+        if isinstance(value, list):
+            arrays |= {f"{key}/{n}": np.asarray(each) for n, each in enumerate(value)}
+        else:
+            plain[key] = float(value) if isinstance(value, np.generic) else value
+    plain |= {f"callback/{n}": each.get_state() for n, each in enumerate(callbacks) if hasattr(each, "get_state")}
+    return plain, arrays
+
+
+def recall(callbacks: list[Any], found: Checkpoint) -> None:
+    """Give callbacks back what ``remembered`` took from them."""
+    plain = found.about["callbacks"]
+    for key, callback, name in _attributes(callbacks):
+        listed = [found.arrays[each] for each in found.arrays if each.startswith(f"{key}/")]
+        if listed or key in plain:
+            setattr(callback, name, listed or plain[key])
+    for n, each in enumerate(callbacks):
+        if hasattr(each, "set_state") and f"callback/{n}" in plain:
+            each.set_state(plain[f"callback/{n}"])
+
+
+def _attributes(callbacks: list[Any]) -> Iterator[tuple[str, Any, str]]:
+    """Key, callback and attribute of what Keras' own callbacks remember."""
+    for n, callback in enumerate(callbacks):
+        for kind, names in REMEMBERED.items():
+            if isinstance(callback, kind):
+                yield from ((f"callback/{n}/{kind.__name__}/{name}", callback, name) for name in names)
