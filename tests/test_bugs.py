@@ -7,16 +7,13 @@ import networks
 import numpy as np
 import pytest
 import tensorflow as tf
+from networks import fit
 
 import pipetrain
 from experiments import run
 from pipetrain.callbacks import Snapshots
 
 L = keras.layers
-
-
-def fit(model, x, y, **settings):
-    return model.fit(x, y, **{"batch_size": 20, "shuffle": False, "verbose": 0, **settings})
 
 
 def plain_and_pipeline(make_optimizer, **settings):

@@ -228,7 +228,7 @@ def test_cluster_files(tmp_path):
         "{": "Expecting",
         "[]": "",
         "{}": "no 'levels'",
-        '{"levels": []}': 'whole groups of the level before',
+        '{"levels": []}': "whole groups of the level before",
         '{"levels": [{"bandwidth": "1"}]}': "'1' is not a bandwidth",
         '{"levels": [{"bandwidth": 12}]}': "12 is not a bandwidth",
         '{"levels": [{"speed": 1}]}': "unexpected keyword argument 'speed'",
