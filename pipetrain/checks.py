@@ -143,6 +143,15 @@ def measured_mean(loss: Callable[..., tf.Tensor], targets: Any, outputs: Sequenc
     return is_mean
 
 
+def check_callbacks(callbacks: Sequence[Any]) -> None:
+    """Refuse the callback that swaps weights with averages of them, which are not kept."""
+    if any(isinstance(each, keras.callbacks.SwapEMAWeights) for each in callbacks):
+        raise ValueError(
+            "There are no averages of weights (use_ema) to swap with. Received: callbacks with SwapEMAWeights. "
+            "Try without it."
+        )
+
+
 def check_data(x: Any, y: Any) -> None:
     """Refuse missing data and arrays of different lengths."""
     if x is None:

@@ -147,6 +147,7 @@ class PipelineModel(keras.Model):
                 its last drain or snapshot and momentum starts anew. ``keras.callbacks.TerminateOnNaN`` stops quietly.
             Exception: whatever a stage raised, with a note on the stage, the action and the minibatch.
         """
+        checks.check_callbacks(_as_list(callbacks))
         self._prepare("fit", x, y, batch_size)
         loop = _Loop(
             stop_at_nan=not any(isinstance(each, keras.callbacks.TerminateOnNaN) for each in _as_list(callbacks))

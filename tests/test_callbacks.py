@@ -280,6 +280,16 @@ def test_remote_monitor(scheme, monkeypatch):
         assert [data[name] for _, data in sent] == pytest.approx(history[name])
 
 
+@pytest.mark.parametrize("scheme", ["data-parallel", "1f1b", "spectrain"])
+def test_swapping_averaged_weights_is_refused(scheme):
+    pm = compiled(scheme)
+    before = pm.get_weights()
+    with pytest.raises(ValueError, match=r"no averages of weights.*callbacks with SwapEMAWeights.*Try"):
+        train(pm, C.SwapEMAWeights())
+    assert_equal(pm.get_weights(), before)
+    assert int(pm.optimizer.iterations.numpy()) == 0
+
+
 @pytest.mark.parametrize("scheme", EVERY)
 def test_orbax_checkpoints(scheme, tmp_path):
     pytest.importorskip("orbax.checkpoint")
