@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -107,8 +108,8 @@ class PipelineEngine:
     def synchronize(self) -> None:
         """Drain: whatever is in flight finishes, and the weights flow back into the model."""
         if self._pipeline is not None:
-            self._pipeline.drain()
-            self._optimizer.iterations.assign(self._pipeline.updates)
+            with self._counting():
+                self._pipeline.drain()
 
     def finish(self) -> None:
         """The end of training."""
@@ -119,7 +120,8 @@ class PipelineEngine:
         """Stop at once; hand the weights back if ``store``."""
         self._ahead = None
         if self._pipeline is not None:
-            self._pipeline.abort(store)
+            with self._counting():
+                self._pipeline.abort(store)
             if not store:  # what is not finite is in the optimizers too
                 self._pipeline, self._stages = None, []
 
@@ -142,6 +144,15 @@ class PipelineEngine:
     def trace(self) -> Trace:
         """What happened up to the last drain."""
         return self._pipeline.trace if self._pipeline else Trace(())
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        """What the pipeline updates meanwhile, the optimizer counts: from where it is, should someone have set it."""
+        before = self._pipeline.updates
+        try:
+            yield
+        finally:
+            self._optimizer.iterations.assign_add(self._pipeline.updates - before)
 
     def _learning_rate(self) -> float | None:
         """The rate a minibatch takes along; None where each stage's own copy of a schedule knows it."""

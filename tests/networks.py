@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import keras
 import numpy as np
 
@@ -58,22 +60,42 @@ def small():
 
 
 def compiled(scheme, make=small, **settings):
-    """A small network compiled by itself if the scheme is "keras", else as a pipeline of as many stages as layers."""
+    """A small network, compiled by itself if the scheme is "keras", else as a pipeline of two or three stages."""
     model = make()
     if scheme != "keras":
         pieces = 2 if scheme in ("gpipe", "1f1b") else None
-        stages = sum(bool(layer.weights) for layer in model.layers)
-        model = pipetrain.PipelineModel(model, stages=stages, scheme=scheme, microbatches=pieces)
+        first = [layer.name for layer in model.layers if layer.weights][:-1][:2]
+        model = pipetrain.PipelineModel(model, cuts=first, scheme=scheme, microbatches=pieces)
     model.compile(**{"optimizer": keras.optimizers.SGD(0.05, momentum=0.9), "loss": crossentropy(), **settings})
     return model
 
 
-def assert_alike(train, settings=dict, make=small, scheme="1f1b"):
+@cache
+def _standard(scheme):
+    model = compiled(scheme, optimizer=keras.optimizers.SGD(0.05), metrics=["accuracy"])
+    return model, model.get_weights()
+
+
+def fresh(scheme):
+    """A small network with plain SGD and one metric, compiled once for all tests, with its first weights and rate.
+
+    Only ``spectrain``, which predicts by the last step taken, remembers one of an earlier test.
+    """
+    model, weights = _standard(scheme)
+    model.set_weights(weights)
+    model.optimizer.learning_rate = 0.05
+    model.optimizer.iterations.assign(0)
+    return model
+
+
+def assert_alike(train, settings=None, make=small, scheme="1f1b"):
     """What ``train(model)`` gives, and the weights it leaves, are the same for Keras and for the pipeline.
 
-    ``settings()`` are those of ``compile``, new for each model. Returns the pipeline and what it gave.
+    ``settings()`` are those of ``compile``, new for each model; without them the models are ``fresh``. Returns the
+    pipeline and what it gave.
     """
-    single, pm = (compiled(each, make, **settings()) for each in ("keras", scheme))
+    each = ("keras", scheme)
+    single, pm = (compiled(one, make, **settings()) if settings else fresh(one) for one in each)
     want, got = (_numbers(train(model)) for model in (single, pm))
     keras.tree.assert_same_structure(got, want)
     for a, b in zip(keras.tree.flatten(got), keras.tree.flatten(want), strict=True):
