@@ -28,6 +28,10 @@ from pipetrain.run.readahead import Minibatch
 DEFAULT_MICROBATCHES = 4
 
 
+def _wrapped(name: str) -> property:
+    return property(lambda self: getattr(self.model, name), doc=f"The wrapped model's ``{name}``.")
+
+
 class PipelineModel(keras.Model):
     """Trains a Keras model as a pipeline: stages on several devices, many minibatches in flight.
 
@@ -105,6 +109,9 @@ class PipelineModel(keras.Model):
     def model(self) -> keras.Model:
         """The wrapped model."""
         return self._engine.model
+
+    layers, inputs, outputs = _wrapped("layers"), _wrapped("inputs"), _wrapped("outputs")
+    input_shape, output_shape = _wrapped("input_shape"), _wrapped("output_shape")
 
     @property
     def trace(self) -> Trace:
