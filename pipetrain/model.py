@@ -252,6 +252,16 @@ class PipelineModel(keras.Model):
         with self._training():
             return super().train_on_batch(x, y, *args, **settings)
 
+    def test_on_batch(self, *args: Any, **settings: Any) -> Any:
+        """Keras' ``test_on_batch``, with the weights of all minibatches so far."""
+        self._engine.synchronize()
+        return super().test_on_batch(*args, **settings)
+
+    def predict_on_batch(self, x: Any) -> Any:
+        """Keras' ``predict_on_batch``, with the weights of all minibatches so far."""
+        self._engine.synchronize()
+        return self.model.predict_on_batch(x)
+
     def evaluate(self, *args: Any, **settings: Any) -> Any:
         """Keras' ``evaluate``, with the weights of all minibatches so far."""
         self._engine.synchronize()

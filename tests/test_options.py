@@ -286,6 +286,36 @@ def test_training_on_a_batch(weights):
     assert last[0] < first[0]
 
 
+@pytest.mark.parametrize("scheme", ["data-parallel", "1f1b"])
+def test_batches_that_are_only_looked_at(scheme):
+    pm = fresh(scheme)
+    train(pm)
+    want = pm.model
+    want.compile(SGD(0.05), networks.crossentropy(), metrics=["accuracy"])
+    np.testing.assert_allclose(pm.predict_on_batch(X), want.predict_on_batch(X), rtol=1e-5, atol=1e-6)
+    assert pm.test_on_batch(X, Y) == pytest.approx(want.test_on_batch(X, Y), rel=1e-5)
+    got = pm.test_on_batch(X, Y, sample_weight=WEIGHTS, return_dict=True)
+    assert got == pytest.approx(want.test_on_batch(X, Y, sample_weight=WEIGHTS, return_dict=True), rel=1e-5)
+
+
+LOOKS = {
+    "predict_on_batch": lambda pm: pm.predict_on_batch(X),
+    "test_on_batch": lambda pm: pm.test_on_batch(X, Y),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_looking_while_training_sees_what_was_in_flight(look):
+    pm, seen = fresh("spectrain"), []
+
+    def see(batch, logs):
+        seen.append(LOOKS[look](pm))
+        pm.stop_training = True
+
+    train(pm, callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=see)])
+    np.testing.assert_allclose(seen, [LOOKS[look](pm)], rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("moment", "taken"), [("on_train_batch_end", [0, 1]), ("on_epoch_end", [0, 1, 2, 3, 0, 1, 2, 3])]
 )
