@@ -258,7 +258,7 @@ def test_jit_compile_changes_nothing():
     assert_alike(train, lambda: {"metrics": ["accuracy"], "jit_compile": True})
 
 
-@pytest.mark.parametrize("scheme", ["keras", "1f1b", "spectrain"])
+@pytest.mark.parametrize("scheme", ["keras", "data-parallel", "1f1b", "spectrain"])
 def test_layers_frozen_before_compile_stay_as_they_were(scheme):
     model = compiled(scheme)
     before = model.get_weights()
