@@ -18,13 +18,16 @@ DEFAULT_ROWS = 32  # Keras' batch size where none is given
 
 
 def check_optimizer(optimizer: keras.optimizers.Optimizer, scheme: str, stages: int) -> None:
-    """Refuse, by name, the settings that one clone of the optimizer per stage would get wrong."""
-    name = type(optimizer).__name__
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+    """Refuse, by name, the settings that one clone of the optimizer per stage, or per device, would get wrong."""
+    name, pipelined = type(optimizer).__name__, scheme != DATA_PARALLEL
+    if pipelined and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise ValueError(f"Loss scaling is not supported. Received: optimizer={name}. Try the policy 'mixed_bfloat16'.")
     refused = {
-        "global_clipnorm": (stages > 1, "the norm over all stages is not known to any; try clipnorm or clipvalue"),
-        "loss_scale_factor": (True, "a pipeline does not scale losses; try without it"),
+        "global_clipnorm": (
+            pipelined and stages > 1,
+            "the norm over all stages is not known to any; try clipnorm or clipvalue",
+        ),
+        "loss_scale_factor": (pipelined, "a pipeline does not scale losses; try without it"),
         "use_ema": (True, "try without it"),
         "gradient_accumulation_steps": (True, "try a larger batch size, or a scheme with microbatches"),
     }
@@ -34,7 +37,7 @@ def check_optimizer(optimizer: keras.optimizers.Optimizer, scheme: str, stages: 
             raise ValueError(
                 f"{setting} is not supported here: {remedy}. Received: optimizer={name}({setting}={value})."
             )
-    if SCHEMES[scheme].policy.predicts:
+    if pipelined and SCHEMES[scheme].policy.predicts:
         check_predictable(optimizer, scheme)
 
 

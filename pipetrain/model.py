@@ -136,7 +136,7 @@ class PipelineModel(keras.Model):
             raise ValueError("Training needs an optimizer. Received: optimizer=None. Try keras.optimizers.SGD(1e-2).")
         if self.scheme != DATA_PARALLEL:
             checks.check_loop(self.run_eagerly, self.steps_per_execution)
-            checks.check_optimizer(self.optimizer, self.scheme, self._engine.layout.stages)
+        checks.check_optimizer(self.optimizer, self.scheme, self._engine.layout.stages)
         self._engine.compiled(self.optimizer, loss, self._loss_of)
         self.compiled = True
         self._metrics_function = tf.function(self._update_metrics, autograph=False)
