@@ -18,22 +18,22 @@ DEFAULT_ROWS = 32  # Keras' batch size where none is given
 
 
 def check_optimizer(optimizer: keras.optimizers.Optimizer, scheme: str, stages: int) -> None:
-    """Refuse, by name, the settings that one clone of the optimizer per stage would get wrong."""
-    name = type(optimizer).__name__
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+    """Refuse, by name, the settings that one clone of the optimizer per stage, or per device, would get wrong."""
+    name, pipelined = type(optimizer).__name__, scheme != DATA_PARALLEL
+    if pipelined and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise ValueError(f"Loss scaling is not supported. Received: optimizer={name}. Try the policy 'mixed_bfloat16'.")
-    apart = stages > 1 and SCHEMES[scheme].asynchronous
+    apart = pipelined and stages > 1 and SCHEMES[scheme].asynchronous
     refused = {
         "global_clipnorm": (
             apart,
             "the stages update at different times, and to wait for the norm of all would stop the pipeline",
             "clipnorm, clipvalue, or a synchronous scheme: 'gpipe' or '1f1b'",
         ),
-        "loss_scale_factor": (True, "a pipeline does not scale losses", "without it"),
-        "use_ema": (True, "a pipeline keeps no averages of its weights", "without it"),
+        "loss_scale_factor": (pipelined, "a pipeline does not scale losses", "without it"),
+        "use_ema": (True, "averages of the weights are not kept", "without it"),
         "gradient_accumulation_steps": (
             True,
-            "a pipeline updates after every minibatch",
+            "the weights are updated after every minibatch",
             "a larger batch size, or a scheme with microbatches",
         ),
     }
@@ -41,7 +41,7 @@ def check_optimizer(optimizer: keras.optimizers.Optimizer, scheme: str, stages: 
         if applies and getattr(optimizer, setting, None):
             received = f"scheme={scheme!r}, optimizer={name}({setting}={getattr(optimizer, setting)})"
             raise ValueError(f"{setting} is not supported here: {why}. Received: {received}. Try {remedy}.")
-    if SCHEMES[scheme].policy.predicts:
+    if pipelined and SCHEMES[scheme].policy.predicts:
         check_predictable(optimizer, scheme)
 
 
@@ -148,6 +148,15 @@ def measured_mean(loss: Callable[..., tf.Tensor], targets: Any, outputs: Sequenc
             "Try microbatches=1 and one replica of the last stage."
         )
     return is_mean
+
+
+def check_callbacks(callbacks: Sequence[Any]) -> None:
+    """Refuse the callback that swaps weights with averages of them, which are not kept."""
+    if any(isinstance(each, keras.callbacks.SwapEMAWeights) for each in callbacks):
+        raise ValueError(
+            "There are no averages of weights (use_ema) to swap with. Received: callbacks with SwapEMAWeights. "
+            "Try without it."
+        )
 
 
 def check_data(x: Any, y: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -45,6 +46,7 @@ class PipelineEngine:
         self._stages: list[list[Stage]] = []
         self._pipeline: Pipeline | None = None
         self._ahead: ReadAhead | None = None
+        self._counted = 0  # updates since the last drain that the optimizer's count has already
 
     def load(self) -> None:
         """Nothing to do: the stages take the model's weights when they start."""
@@ -62,6 +64,7 @@ class PipelineEngine:
         if self._pieces > 1 and any(inspect.isfunction(each) for each in keras.tree.flatten(loss)):
             self._loss_is_mean = None  # seen when the first minibatch is there
         self._optimizer, self._compute_loss = optimizer, compute_loss
+        self._one = tf.ones([], optimizer.iterations.dtype)
         self._rate = None if is_scheduled(optimizer) else optimizer.learning_rate.value
         self._pipeline = None
 
@@ -100,7 +103,10 @@ class PipelineEngine:
         """The next minibatch and its result; later ones are in flight. Raises StopIteration at the data's end."""
         if self._ahead is None:
             self._ahead = self._read_ahead(iterator)
-        return self._ahead.step()
+        step = self._ahead.step()
+        self._counted += 1
+        tf.raw_ops.AssignAddVariableOp(resource=self._optimizer.iterations.value.handle, value=self._one)
+        return step
 
     def leftovers(self) -> Iterator[tuple[Minibatch, Result]]:
         """The results of this epoch's minibatches that no step has taken."""
@@ -110,8 +116,8 @@ class PipelineEngine:
     def synchronize(self) -> None:
         """Drain: whatever is in flight finishes, and the weights flow back into the model."""
         if self._pipeline is not None:
-            self._pipeline.drain()
-            self._optimizer.iterations.assign(self._pipeline.updates)
+            with self._counting():
+                self._pipeline.drain()
 
     def finish(self) -> None:
         """The end of training."""
@@ -122,7 +128,8 @@ class PipelineEngine:
         """Stop at once; hand the weights back if ``store``."""
         self._ahead = None
         if self._pipeline is not None:
-            self._pipeline.abort(store)
+            with self._counting():
+                self._pipeline.abort(store)
             if not store:  # what is not finite is in the optimizers too
                 self._pipeline, self._stages = None, []
 
@@ -147,6 +154,20 @@ class PipelineEngine:
     def trace(self) -> Trace:
         """What happened up to the last drain."""
         return self._pipeline.trace if self._pipeline else Trace(())
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        """What the pipeline updates, the optimizer counts: from where it is, should someone have set it.
+
+        Each step counts its own minibatch; here those are added that are ahead of the last step.
+        """
+        before = self._pipeline.updates
+        try:
+            yield
+        finally:
+            if ahead := self._pipeline.updates - before - self._counted:
+                self._optimizer.iterations.assign_add(ahead)
+            self._counted = 0
 
     def _learning_rate(self) -> float | None:
         """The rate a minibatch takes along; None where each stage's own copy of a schedule knows it."""

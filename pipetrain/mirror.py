@@ -41,11 +41,16 @@ class MirroredEngine:
         _copy(self.model, self.trained)
 
     def adopted(self, optimizer: Any, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The optimizer and the metrics of ``compile``, made anew: a strategy refuses variables not its own."""
+        """The optimizer and the metrics of ``compile``, made anew: a strategy refuses variables not its own.
+
+        What is frozen in the model by now is so in the copy.
+        """
 
         def mirrored(value: Any) -> Any:
             return type(value).from_config(value.get_config()) if isinstance(value, keras.Metric) else value
 
+        for layer, copied in zip(self.model._flatten_layers(), self.trained._flatten_layers(), strict=True):
+            copied.trainable = layer.trainable
         own = optimizer
         if isinstance(optimizer, keras.optimizers.Optimizer):
             own = clone(optimizer, self.model.trainable_variables, self.trained.trainable_variables)

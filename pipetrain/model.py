@@ -32,6 +32,10 @@ from pipetrain.state import Arrays, array_of, check_weights, number_of
 DEFAULT_MICROBATCHES = 4
 
 
+def _wrapped(name: str) -> property:
+    return property(lambda self: getattr(self.model, name), doc=f"The wrapped model's ``{name}``.")
+
+
 class PipelineModel(keras.Model):
     """Trains a Keras model as a pipeline: stages on several devices, many minibatches in flight.
 
@@ -114,6 +118,9 @@ class PipelineModel(keras.Model):
         """The wrapped model."""
         return self._engine.model
 
+    layers, inputs, outputs = _wrapped("layers"), _wrapped("inputs"), _wrapped("outputs")
+    input_shape, output_shape = _wrapped("input_shape"), _wrapped("output_shape")
+
     @property
     def trace(self) -> Trace:
         """What every stage did and when, up to the last drain; empty for ``data-parallel``."""
@@ -145,7 +152,7 @@ class PipelineModel(keras.Model):
             raise ValueError("Training needs an optimizer. Received: optimizer=None. Try keras.optimizers.SGD(1e-2).")
         if self.scheme != DATA_PARALLEL:
             checks.check_loop(self.run_eagerly, self.steps_per_execution)
-            checks.check_optimizer(self.optimizer, self.scheme, self._engine.layout.stages)
+        checks.check_optimizer(self.optimizer, self.scheme, self._engine.layout.stages)
         self._engine.compiled(self.optimizer, loss, self._loss_of)
         self.compiled = True
         self._metrics_function = tf.function(self._update_metrics, autograph=False)
@@ -170,6 +177,7 @@ class PipelineModel(keras.Model):
                 its last drain or snapshot and momentum starts anew. ``keras.callbacks.TerminateOnNaN`` stops quietly.
             Exception: whatever a stage raised, with a note on the stage, the action and the minibatch.
         """
+        checks.check_callbacks(_as_list(callbacks))
         self._prepare("fit", x, y, batch_size)
         loop = _Loop(
             stop_at_nan=not any(isinstance(each, keras.callbacks.TerminateOnNaN) for each in _as_list(callbacks))
@@ -328,6 +336,16 @@ class PipelineModel(keras.Model):
         self.begin_epoch(1)
         with self._training():
             return super().train_on_batch(x, y, *args, **settings)
+
+    def test_on_batch(self, *args: Any, **settings: Any) -> Any:
+        """Keras' ``test_on_batch``, with the weights of all minibatches so far."""
+        self._engine.synchronize()
+        return super().test_on_batch(*args, **settings)
+
+    def predict_on_batch(self, x: Any) -> Any:
+        """Keras' ``predict_on_batch``, with the weights of all minibatches so far."""
+        self._engine.synchronize()
+        return self.model.predict_on_batch(x)
 
     def evaluate(self, *args: Any, **settings: Any) -> Any:
         """Keras' ``evaluate``, with the weights of all minibatches so far."""

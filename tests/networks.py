@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import keras
 import numpy as np
 
@@ -10,11 +12,12 @@ import pipetrain
 FEATURES, CLASSES = 12, 5
 
 
-def mlp(depth=6, width=16, seed=0):
+def mlp(depth=6, width=16, seed=0, name=None):
     """A tanh MLP: ``depth`` dense layers named d0, d1, ..."""
     keras.utils.set_random_seed(seed)
     layers = [keras.layers.Dense(width, activation="tanh", name=f"d{n}") for n in range(depth - 1)]
-    return keras.Sequential([keras.Input((FEATURES,)), *layers, keras.layers.Dense(CLASSES, name=f"d{depth - 1}")])
+    layers = [keras.Input((FEATURES,)), *layers, keras.layers.Dense(CLASSES, name=f"d{depth - 1}")]
+    return keras.Sequential(layers, name=name)
 
 
 def ends(depth, stages):
@@ -45,6 +48,65 @@ def pipeline(model=None, optimizer=None, **settings):
     pm = pipetrain.PipelineModel(model, **settings)
     pm.compile(optimizer or keras.optimizers.SGD(0.05, momentum=0.9), loss=crossentropy(), metrics=["accuracy"])
     return pm
+
+
+def fit(model, x, y, **settings):
+    """``fit`` in small batches, the last one short, quietly and in order unless told otherwise."""
+    return model.fit(x, y, **{"batch_size": 20, "shuffle": False, "verbose": 0, **settings})
+
+
+def small():
+    return mlp(3, 8, name="small")
+
+
+def compiled(scheme, make=small, **settings):
+    """A small network, compiled by itself if the scheme is "keras", else as a pipeline of two or three stages."""
+    model = make()
+    if scheme != "keras":
+        pieces = 2 if scheme in ("gpipe", "1f1b") else None
+        first = [layer.name for layer in model.layers if layer.weights][:-1][:2]
+        model = pipetrain.PipelineModel(model, cuts=first, scheme=scheme, microbatches=pieces)
+    model.compile(**{"optimizer": keras.optimizers.SGD(0.05, momentum=0.9), "loss": crossentropy(), **settings})
+    return model
+
+
+@cache
+def _standard(scheme):
+    model = compiled(scheme, optimizer=keras.optimizers.SGD(0.05), metrics=["accuracy"])
+    return model, model.get_weights()
+
+
+def fresh(scheme):
+    """A small network with plain SGD and one metric, compiled once for all tests, with its first weights and rate.
+
+    Only ``spectrain``, which predicts by the last step taken, remembers one of an earlier test.
+    """
+    model, weights = _standard(scheme)
+    model.set_weights(weights)
+    model.optimizer.learning_rate = 0.05
+    model.optimizer.iterations.assign(0)
+    return model
+
+
+def assert_alike(train, settings=None, make=small, scheme="1f1b"):
+    """What ``train(model)`` gives, and the weights it leaves, are the same for Keras and for the pipeline.
+
+    ``settings()`` are those of ``compile``, new for each model; without them the models are ``fresh``. Returns the
+    pipeline and what it gave.
+    """
+    each = ("keras", scheme)
+    single, pm = (compiled(one, make, **settings()) if settings else fresh(one) for one in each)
+    want, got = (_numbers(train(model)) for model in (single, pm))
+    keras.tree.assert_same_structure(got, want)
+    for a, b in zip(keras.tree.flatten(got), keras.tree.flatten(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    assert_close(pm.get_weights(), single.get_weights())
+    assert int(pm.optimizer.iterations) == int(single.optimizer.iterations)
+    return pm, got
+
+
+def _numbers(result):
+    return result.history if isinstance(result, keras.callbacks.History) else result
 
 
 def assert_close(actual, expected, tolerance=1e-5):

@@ -7,16 +7,13 @@ import networks
 import numpy as np
 import pytest
 import tensorflow as tf
+from networks import fit
 
 import pipetrain
 from experiments import run
 from pipetrain.callbacks import Snapshots
 
 L = keras.layers
-
-
-def fit(model, x, y, **settings):
-    return model.fit(x, y, **{"batch_size": 20, "shuffle": False, "verbose": 0, **settings})
 
 
 def plain_and_pipeline(make_optimizer, **settings):
@@ -374,3 +371,32 @@ def test_data_parallel_trains_one_model_after_another_on_batches_that_do_not_div
     pm.compile(keras.optimizers.SGD(0.05), networks.crossentropy(), metrics=["accuracy"])
     history = pm.fit(x, y, batch_size=16, epochs=2, validation_data=(x, y), verbose=0).history
     assert history["loss"][1] < history["loss"][0]
+
+
+@pytest.mark.parametrize("scheme", ["keras", "1f1b", "spectrain"])
+def test_the_count_of_steps_is_the_user_s_to_set(scheme):
+    """Reading the weights put back the pipeline's own count."""
+    x, y = networks.data(80)
+    model = networks.fresh(scheme)
+    fit(model, x, y)
+    model.optimizer.iterations.assign(100)
+    model.get_weights()
+    assert int(model.optimizer.iterations) == 100
+    fit(model, x, y)
+    assert int(model.optimizer.iterations) == 104
+
+
+@pytest.mark.parametrize("scheme", ["keras", "1f1b"])
+def test_an_interrupted_fit_counts_its_steps(scheme):
+    x, y = networks.data(80)
+
+    def interrupt(batch, logs):
+        if batch == 2:
+            raise KeyboardInterrupt
+
+    model = networks.fresh(scheme)
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, x, y, callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=interrupt)])
+    assert int(model.optimizer.iterations) == 3
+    fit(model, x, y)
+    assert int(model.optimizer.iterations) == 7
