@@ -11,7 +11,8 @@ import tensorflow as tf
 
 from pipetrain.compute.bound import Newest
 from pipetrain.compute.cores import pin
-from pipetrain.compute.stage import Kept, Stage
+from pipetrain.compute.inference import Replica
+from pipetrain.compute.stage import Kept
 from pipetrain.plan.actions import Action
 from pipetrain.plan.schemes import Scheme
 from pipetrain.plan.trace import Span
@@ -61,13 +62,13 @@ class Control:
 class Worker(threading.Thread):
     """One replica of one stage of a pipeline, from one start to one drain."""
 
-    def __init__(self, seat: Seat, stage: Stage, scheme: Scheme, doors: Doors, control: Control) -> None:
+    def __init__(self, seat: Seat, stage: Replica, scheme: Scheme, doors: Doors, control: Control) -> None:
         name = f"pipetrain stage {seat.stage}" + (f", replica {seat.replica}" if seat.replicas > 1 else "")
         super().__init__(name=name, daemon=True)
         self.spans: list[Span] = []
         self._seat, self._stage = seat, stage
         self._schedule, self._doors, self._control = scheme.schedule, doors, control
-        self._synchronous = not scheme.asynchronous
+        self._synchronous, self._trains = not scheme.asynchronous, scheme.trains
         self._versions = WeightVersions(scheme.policy, *seat[:2], newest=Newest, keep=stage.weights)
         self._in_flight: dict[int, tuple[Microbatch, Kept | None]] = {}
         self._gradients: list[Any] | None = None
@@ -126,7 +127,8 @@ class Worker(threading.Thread):
             result = self._stage.forward(weights, microbatch.values, targets)
             output, loss = result.output, result.loss
         microbatch = microbatch.passed(result and result.penalty)
-        self._in_flight[microbatch.index] = (microbatch, result and result.kept)
+        if self._trains:
+            self._in_flight[microbatch.index] = (microbatch, result and result.kept)
         if below:
             sent = microbatch._replace(penalty=self._part_of(microbatch.penalty, microbatch))
             below.send(sent.with_values, output, microbatch.rows)
