@@ -10,7 +10,7 @@ import keras
 
 from pipetrain import checks
 from pipetrain.compute.inference import Inference
-from pipetrain.feed import Feed
+from pipetrain.feed import Feed, InputFeed
 from pipetrain.layout import Layout
 from pipetrain.plan.schemes import INFERENCE
 from pipetrain.run.collector import Result
@@ -29,7 +29,8 @@ class Evaluator:
     """
 
     def __init__(self, model: keras.Model, layout: Layout) -> None:
-        self._layout, self._feed = layout, Feed(model)
+        self._layout = layout
+        self.feed, self.inputs = Feed(model), InputFeed(model)
         self._stages: list[list[Inference]] = []
         self._ends: list[int] | None = None
         self._running: list[Evaluation] = []
@@ -53,15 +54,14 @@ class Evaluator:
         for evaluation in self._running:
             evaluation.rest()
 
-    def open(self, iterator: Iterator[Any]) -> tuple[Pipeline, Iterator[Minibatch], Any]:
-        """A pipeline, what to post into it, and the specs of the labels and sample weights."""
-        minibatches = self._feed.open(iterator)
+    def pipeline(self) -> Pipeline:
+        """A pipeline that only runs forwards."""
         ends = self._layout.ends or self._ends or self._layout.measured_ends(checks.DEFAULT_ROWS)
         if ends != self._ends:
             self._stages, self._ends = self._layout.inferences(ends), ends
         pipeline = Pipeline(self._stages, INFERENCE, 1)
         pipeline.trace_for(None)
-        return pipeline, minibatches, self._feed.targets
+        return pipeline
 
     def pack(self, outputs: list[Any]) -> Any:
         """The model's outputs in the structure that calling it gives."""
@@ -77,23 +77,29 @@ class Evaluation:
     def __init__(self, evaluator: Evaluator, steps: int | None) -> None:
         self._evaluator, self._steps = evaluator, steps
         self._pipeline: Pipeline | None = None
+        self._ahead: ReadAhead | None = None
         self.targets: Any = None
 
     def step(self, iterator: Iterator[Any]) -> tuple[Minibatch, Result]:
         """The iterator's next minibatch and its result. Raises StopIteration at the data's end."""
-        if self._pipeline is None:
-            self._pipeline, minibatches, self.targets = self._evaluator.open(iterator)
-            self._ahead = ReadAhead(self._pipeline, minibatches, lambda: None, self._steps)
+        if self._ahead is None:
+            self._ahead = self._open(self._evaluator.feed, iterator)
         return self._ahead.step()
 
     def predictions(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """The model's outputs for every minibatch."""
-        while True:
-            try:
-                _, result = self.step(iterator)
-            except StopIteration:
-                return
-            yield self._evaluator.pack(result.predictions.tensors)
+        try:
+            ahead = self._open(self._evaluator.inputs, iterator)
+            while True:
+                _, result = ahead.step()
+                yield self._evaluator.pack(result.predictions.tensors)
+        except StopIteration:
+            return
+
+    def _open(self, feed: Feed, iterator: Iterator[Any]) -> ReadAhead:
+        minibatches = feed.open(iterator)
+        self.targets, self._pipeline = feed.targets, self._evaluator.pipeline()
+        return ReadAhead(self._pipeline, minibatches, lambda: None, self._steps)
 
     def rest(self) -> None:
         """What is in flight finishes; the next step goes on."""
@@ -122,7 +128,7 @@ class Predicted:
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Predicted:
         """Keras' data set in, predictions out."""
-        self._dataset = dataset.map(lambda *data: (keras.utils.unpack_x_y_sample_weight(data)[0],))
+        self._dataset = dataset
         return self
 
     def __iter__(self) -> Iterator[Any]:
