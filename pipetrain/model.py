@@ -35,7 +35,8 @@ class PipelineModel(keras.Model):
     It is a ``keras.Model``: ``compile``, ``fit``, ``evaluate``, ``predict`` and ``save`` are Keras' own, its
     weights those of the wrapped model in the same order. While a pipeline runs, each stage owns its weights; at the
     end of every epoch, and before evaluate, predict, get_weights, set_weights, save, save_weights and load_weights, it
-    drains and they flow back; between these the variables of the wrapped model are out of date.
+    drains and they flow back; between these the variables of the wrapped model are out of date. ``evaluate`` and
+    ``predict`` run the stages' forwards alone, with the wrapped model's results.
 
     Sources: SpecTrain (arXiv 1809.02839), PipeDream (arXiv 1806.03377), GPipe (arXiv 1811.06965).
 
@@ -336,7 +337,8 @@ class PipelineModel(keras.Model):
     def predict_on_batch(self, x: Any) -> Any:
         """The wrapped model's ``predict_on_batch``, on its own device."""
         self._engine.synchronize()
-        return self.inner.predict_on_batch(x)
+        whole: Any = super() if self.scheme == DATA_PARALLEL else self.model
+        return whole.predict_on_batch(x)
 
     @contextmanager
     def _prediction(self, steps: int | None) -> Iterator[None]:
