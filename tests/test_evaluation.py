@@ -65,8 +65,7 @@ def everything():
 
 SETTINGS = {
     "single": {"scheme": "single"},
-    "cuts": {"cuts": ("norm", "drop")},
-    "flushed": {"cuts": ("b",), "scheme": "gpipe", "microbatches": 8},
+    "flushed": {"cuts": ("norm", "drop"), "scheme": "gpipe", "microbatches": 8},
     "replicas": {"cuts": ("a", "b"), "replicas": (2, 3, 2)},
     "data-parallel": {"scheme": "data-parallel", "devices": ("CPU:0", "CPU:1")},
 }
@@ -87,12 +86,11 @@ def test_losses_penalties_and_metrics_are_the_wrapped_model_s(name):
     networks.assert_equal(model.get_weights(), state)
 
 
-@pytest.mark.parametrize("replicas", [None, (2, 1, 2)])
-def test_several_inputs_and_outputs_by_name(replicas):
+def test_several_inputs_and_outputs_by_name():
     keras.utils.set_random_seed(0)
     model = many_inputs_and_outputs()
     names = [block.name for block in Chain(model).blocks]
-    pm = pipetrain.PipelineModel(model, cuts=(names[0], names[4]), replicas=replicas)
+    pm = pipetrain.PipelineModel(model, cuts=(names[0], names[4]), replicas=(2, 1, 2))
     compiled(model)
     compiled(pm)
     x, y = tokens_and_numbers()
@@ -106,7 +104,7 @@ def test_several_inputs_and_outputs_by_name(replicas):
         np.testing.assert_allclose(got[key], values, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("loss", ["sum", "sum_over_batch_size", "mean_with_sample_weight", "function"])
+@pytest.mark.parametrize("loss", ["sum_over_batch_size", "mean_with_sample_weight", "function"])
 def test_masked_outputs_and_reductions(loss):
     """Masks cross the cut and reach the loss and the metrics; no reduction is refused, for no loss is divided."""
     keras.utils.set_random_seed(1)
@@ -183,10 +181,9 @@ def test_nothing_is_read_beyond_the_steps(mlp):
     assert len(read) == 12
 
 
-@pytest.mark.parametrize("scheme", ["spectrain", "1f1b"])
-def test_validation_in_fit_is_of_the_epoch_s_weights(scheme):
+def test_validation_in_fit_is_of_the_epoch_s_weights():
     (x, y), (x_test, y_test) = networks.data(5 * BATCH), networks.data(37, seed=1)
-    pm, plain, expected = networks.pipeline(scheme=scheme), networks.mlp(seed=9), []
+    pm, plain, expected = networks.pipeline(), networks.mlp(seed=9), []
     plain.compile(loss=networks.crossentropy(), metrics=["accuracy"])
 
     def look(epoch, logs):
@@ -198,7 +195,7 @@ def test_validation_in_fit_is_of_the_epoch_s_weights(scheme):
     how = {"batch_size": BATCH, "epochs": 3, "shuffle": False, "verbose": 0}
     history = pm.fit(x, y, **how, **data).history
     np.testing.assert_allclose(np.transpose([history["val_loss"], history["val_accuracy"]]), expected, rtol=1e-5)
-    without = networks.pipeline(scheme=scheme)
+    without = networks.pipeline()
     without.fit(x, y, **how)
     networks.assert_equal(pm.get_weights(), without.get_weights())  # it changes nothing about the training
 
@@ -339,6 +336,19 @@ def test_an_interrupt_ends_the_threads(mlp):
     with pytest.raises(KeyboardInterrupt):
         pm.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[stop], validation_data=(x, y))
     assert_same(*both(model, pm, x, y))
+
+
+@pytest.mark.parametrize("replicas", [None, (2, 1, 2)])
+def test_a_batch_without_rows(replicas):
+    """It has no microbatch to wait for: once the end of everything."""
+    model, pm = pair(networks.mlp(), networks.crossentropy(), cuts=networks.cuts(6, 3), replicas=replicas)
+    x, y = networks.data(20)
+    filtered = (
+        tf.data.Dataset.from_tensor_slices((x, y)).batch(4).map(lambda x, y: (x[x[:, 0] > 0.9], y[x[:, 0] > 0.9]))
+    )
+    assert 0 in [len(labels) for _, labels in filtered]
+    np.testing.assert_allclose(pm.predict(filtered, verbose=0), model.predict(filtered, verbose=0), rtol=1e-5)
+    np.testing.assert_allclose(pm.evaluate(filtered, verbose=0), model.evaluate(filtered, verbose=0), rtol=1e-5)
 
 
 def test_a_broken_or_short_source_is_heard(mlp):

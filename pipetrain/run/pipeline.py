@@ -89,7 +89,7 @@ class Pipeline:
         if not self._workers:
             self._start()
         rows = int(x[0].shape[0])
-        parts = min(self._microbatches, rows)
+        parts = max(1, min(self._microbatches, rows))  # a minibatch without rows has a result too
         pieces = [rows_of(rows, part, parts) for part in range(parts)]
         group = range(self._posted_microbatches, self._posted_microbatches + len(pieces))
         for index, piece in zip(group, pieces, strict=True):
@@ -97,7 +97,7 @@ class Pipeline:
                 index=index,
                 minibatch=self._posted,
                 group=group,
-                share=len(piece) / rows,
+                share=len(piece) / rows if rows else 1.0,
                 loss_is_mean=self.loss_is_mean,
                 rows=len(piece),
                 learning_rate=learning_rate,

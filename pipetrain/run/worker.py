@@ -171,7 +171,7 @@ class Worker(threading.Thread):
 
     def _fraction(self, microbatch: Microbatch) -> float:
         """The part of the microbatch's rows that are this replica's."""
-        return len(self._mine(microbatch)) / microbatch.rows
+        return len(self._mine(microbatch)) / microbatch.rows if microbatch.rows else 1 / self._seat.replicas
 
     def _part_of(self, penalty: tf.Tensor | None, microbatch: Microbatch) -> tf.Tensor | None:
         """What this replica contributes to the penalty of all replicas' rows."""
