@@ -13,6 +13,7 @@ import tensorflow as tf
 from pipetrain import checks
 from pipetrain.compute.slots import Slot
 from pipetrain.compute.stage import LossFunction, Stage
+from pipetrain.evaluator import Evaluator
 from pipetrain.feed import Feed
 from pipetrain.layout import Layout
 from pipetrain.plan.schemes import Scheme
@@ -42,6 +43,7 @@ class PipelineEngine:
         self._scheme = scheme
         self._pieces = microbatches * layout.replicas[-1]  # into which a minibatch's loss falls
         self._feed = Feed(model)
+        self.evaluator = Evaluator(model, layout)
         self._optimizer: keras.optimizers.Optimizer | None = None
         self._stages: list[list[Stage]] = []
         self._pipeline: Pipeline | None = None
@@ -115,6 +117,7 @@ class PipelineEngine:
 
     def synchronize(self) -> None:
         """Drain: whatever is in flight finishes, and the weights flow back into the model."""
+        self.evaluator.rest()
         if self._pipeline is not None:
             with self._counting():
                 self._pipeline.drain()

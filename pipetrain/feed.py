@@ -47,6 +47,14 @@ class Feed:
         return Minibatch(checks.checked_inputs(x, self._model), *targets)
 
 
+class InputFeed(Feed):
+    """Reads inputs alone; labels, where there are any, may be anything."""
+
+    def _prepared(self, data: Any) -> Minibatch:
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        return Minibatch(checks.checked_inputs(x, self._model), None, None)
+
+
 def _read_all(concrete: Any, iterator: tf.data.Iterator) -> Iterator[Minibatch]:
     read = direct(concrete)
     try:

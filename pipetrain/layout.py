@@ -8,7 +8,9 @@ import keras
 
 from pipetrain.compute.blocks import Chain
 from pipetrain.compute.cuts import cut_points, why_together
+from pipetrain.compute.inference import Inference
 from pipetrain.compute.profile_cache import cached_profile
+from pipetrain.compute.segment import Segment
 from pipetrain.compute.stage import LossFunction, Stage
 from pipetrain.plan.advice import advise
 from pipetrain.plan.memory import Training
@@ -69,7 +71,6 @@ class Layout:
                 f"The cuts make {self.stages} stages. Received: stages={stages}, cuts={cuts!r}. Try leaving stages out."
             )
         self.replicas = _checked_replicas(replicas, self.stages)
-        self.ends: tuple[int, ...] = ()  # of the stages, in blocks; known once they are built
         self._devices = assign(devices, sum(self.replicas))
         if self._partition is not None:  # which may have left some out, to begin a stage on the next host
             planned = [stage.device + n for stage in self._partition.stages for n in range(stage.replicas)]
@@ -77,7 +78,7 @@ class Layout:
 
     def adopt(self, ends: Sequence[int]) -> bool:
         """Take over another run's cuts where nothing but a profile has decided on as many; whether they are new."""
-        if self._ends is not None or len(ends) != self.stages or tuple(ends) == self.ends:
+        if self._ends is not None or len(ends) != self.stages or list(ends) == self.ends:
             return False
         self._ends, self._partition = list(ends), None
         return True
@@ -109,14 +110,28 @@ class Layout:
     def partition(self, batch_size: int, verbose: bool = False) -> Partition:
         """The cut of the model; profiles it at this batch size if nothing has decided the cut yet."""
         if self._partition is None:
-            measured = self._profile(batch_size, verbose)
-            cluster, training = described(self._devices), self._training
-            if self._ends:
-                self._partition = plan(measured, self._ends, cluster, self.replicas, training)
-            else:
-                devices = sum(self.replicas)
-                self._partition = partition(measured, devices, cluster, replicas=self.replicas, training=training)
+            self._partition = self._measured(batch_size, verbose)
         return self._partition
+
+    def _measured(self, batch_size: int, verbose: bool) -> Partition:
+        measured = self._profile(batch_size, verbose)
+        cluster, training = described(self._devices), self._training
+        if self._ends:
+            return plan(measured, self._ends, cluster, self.replicas, training)
+        return partition(measured, sum(self.replicas), cluster, replicas=self.replicas, training=training)
+
+    @property
+    def ends(self) -> list[int] | None:
+        """The number of blocks up to the end of each stage; None if nothing has decided the cut yet."""
+        if self._ends is None and self.stages == 1:
+            return [len(self.chain.blocks)]
+        if self._ends is None and self._partition is not None:
+            return cut_points(self.chain.blocks, self._partition.cuts)
+        return self._ends
+
+    def measured_ends(self, batch_size: int) -> list[int]:
+        """Where a profile at this batch size would cut; it is not decided by that."""
+        return cut_points(self.chain.blocks, self._measured(batch_size, verbose=True).cuts)
 
     def _check_rows_first(self, ends: Sequence[int]) -> None:
         """ValueError if what a replicated stage gets or gives cannot be divided by rows."""
@@ -135,18 +150,22 @@ class Layout:
         self, batch_size: int, optimizer: keras.optimizers.Optimizer, loss: LossFunction, recompute: bool
     ) -> list[list[Stage]]:
         """Every stage's replicas, each on its device, those of the last with the loss."""
-        blocks, ends = self.chain.blocks, self._ends
-        if ends is None:
-            cuts = self.partition(batch_size, True).cuts if self.stages > 1 else ()
-            ends = cut_points(blocks, cuts)
+        ends = self.ends or cut_points(self.chain.blocks, self.partition(batch_size, verbose=True).cuts)
+        *others, last = self._placed(ends)
+        stages = [[Stage(segment, device, optimizer, None, recompute) for device in on] for segment, on in others]
+        segment, on = last
+        return [*stages, [Stage(segment, device, optimizer, loss, recompute) for device in on]]
+
+    def inferences(self, ends: Sequence[int]) -> list[list[Inference]]:
+        """Every stage's replicas for a pipeline that only runs forwards."""
+        return [[Inference(segment, device) for device in on] for segment, on in self._placed(ends)]
+
+    def _placed(self, ends: Sequence[int]) -> list[tuple[Segment, list[str]]]:
+        """Every stage's blocks and the devices of its replicas."""
         self._check_rows_first(ends)
-        self.ends = tuple(ends)
-        stages, devices = [], iter(self._devices)
-        for first, end, replicas in zip([0, *ends[:-1]], ends, self.replicas, strict=True):
-            segment = self.chain.segment(first, end)
-            its_loss = loss if end == len(blocks) else None
-            stages.append([Stage(segment, next(devices), optimizer, its_loss, recompute) for _ in range(replicas)])
-        return stages
+        devices = iter(self._devices)
+        spans = zip([0, *ends[:-1]], ends, self.replicas, strict=True)
+        return [(self.chain.segment(first, end), [next(devices) for _ in range(count)]) for first, end, count in spans]
 
 
 def _checked_replicas(replicas: Sequence[int] | None, stages: int) -> tuple[int, ...]:

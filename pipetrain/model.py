@@ -15,6 +15,7 @@ from pipetrain.compute.bound import any_rows, direct
 from pipetrain.compute.segment import set_mask
 from pipetrain.compute.stage import Values
 from pipetrain.engine import PipelineEngine, is_scheduled
+from pipetrain.evaluator import Evaluation, Predicted
 from pipetrain.layout import Layout
 from pipetrain.mirror import MirroredEngine
 from pipetrain.plan.memory import Training
@@ -42,7 +43,8 @@ class PipelineModel(keras.Model):
     It is a ``keras.Model``: ``compile``, ``fit``, ``evaluate``, ``predict`` and ``save`` are Keras' own, its
     weights those of the wrapped model in the same order. While a pipeline runs, each stage owns its weights; at the
     end of every epoch, and before evaluate, predict, get_weights, set_weights, save, save_weights and load_weights, it
-    drains and they flow back; between these the variables of the wrapped model are out of date.
+    drains and they flow back; between these the variables of the wrapped model are out of date. ``evaluate`` and
+    ``predict`` run the stages' forwards alone, with the wrapped model's results.
 
     Sources: SpecTrain (arXiv 1809.02839), PipeDream (arXiv 1806.03377), GPipe (arXiv 1811.06965).
 
@@ -68,6 +70,8 @@ class PipelineModel(keras.Model):
     Raises:
         ValueError, TypeError: for whatever could not be trained, before anything is.
     """
+
+    _reader: Any = None
 
     def __init__(
         self,
@@ -156,6 +160,7 @@ class PipelineModel(keras.Model):
         self._engine.compiled(self.optimizer, loss, self._loss_of)
         self.compiled = True
         self._metrics_function = tf.function(self._update_metrics, autograph=False)
+        self._test_function = tf.function(self._update_test_metrics, autograph=False)
 
     def fit(
         self,
@@ -251,7 +256,7 @@ class PipelineModel(keras.Model):
             "learning_rate": None if is_scheduled(self.optimizer) else float(array_of(self.optimizer.learning_rate)),
             "optimizer": type(self.optimizer).__name__,
             "scheme": self.scheme,
-            "ends": list(engine.layout.ends),
+            "ends": engine.layout.ends or [],
             "replicas": list(engine.layout.replicas),
         }
 
@@ -337,29 +342,112 @@ class PipelineModel(keras.Model):
         with self._training():
             return super().train_on_batch(x, y, *args, **settings)
 
-    def test_on_batch(self, *args: Any, **settings: Any) -> Any:
-        """Keras' ``test_on_batch``, with the weights of all minibatches so far."""
+    def evaluate(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        verbose: Any = "auto",
+        sample_weight: Any = None,
+        steps: int | None = None,
+        callbacks: Any = None,
+        return_dict: bool = False,
+        **settings: Any,
+    ) -> Any:
+        """Keras' ``evaluate`` through the pipeline's stages, with the weights of all minibatches so far."""
+        with self._evaluation(steps):
+            return super().evaluate(
+                x, y, batch_size, verbose, sample_weight, steps, callbacks, return_dict=return_dict, **settings
+            )
+
+    def test_on_batch(self, x: Any, y: Any = None, *args: Any, **settings: Any) -> Any:
+        """Keras' ``test_on_batch``: one minibatch through the pipeline's stages."""
+        with self._evaluation(1):
+            return super().test_on_batch(x, y, *args, **settings)
+
+    @contextmanager
+    def _evaluation(self, steps: int | None) -> Iterator[None]:
+        """Meanwhile Keras' test function takes its results from a pipeline that only runs forwards."""
         self._engine.synchronize()
-        return super().test_on_batch(*args, **settings)
+        with ExitStack() as stack:
+            stack.enter_context(self._with("_evaluating", True))
+            if self.scheme != DATA_PARALLEL:
+                evaluation = stack.enter_context(self._engine.evaluator.running(steps))
+                stack.enter_context(self._with("test_function", self._test_step(evaluation)))
+            yield
+
+    @contextmanager
+    def _with(self, name: str, value: Any) -> Iterator[None]:
+        """Meanwhile this attribute, from which Keras' loop takes what to do, has this value."""
+        before = getattr(self, name)
+        setattr(self, name, value)
+        try:
+            yield
+        finally:
+            setattr(self, name, before)
+
+    def _test_step(self, evaluation: Evaluation) -> Callable[[Iterator[Any]], Any]:
+        log: Any = None
+
+        def step(iterator: Iterator[Any]) -> Any:
+            nonlocal log
+            (x, *targets), result = evaluation.step(iterator)
+            rows = tf.constant(int(x[0].shape[0]))
+            if log is None:
+                predictions = any_rows(Values(self.inner.outputs, result.predictions.masks))
+                update = self._test_function.get_concrete_function(
+                    evaluation.targets, predictions, tf.TensorSpec([]), tf.TensorSpec([], tf.int32)
+                )
+                log = direct(update)
+            return log(targets, result.predictions, result.loss, rows)
+
+        return step
+
+    def _update_test_metrics(self, targets: Any, predictions: Values, penalty: tf.Tensor, rows: tf.Tensor) -> Any:
+        """What Keras' ``test_step`` does after the forward; the tracker of the loss weighs it by rows."""
+        y, sample_weight = targets
+        for tensor, mask in zip(*predictions, strict=True):
+            set_mask(tensor, mask)
+        loss = penalty
+        if self._compile_loss is not None:
+            loss = self._loss_of(y, predictions.tensors, sample_weight)
+            loss += tf.cast(penalty, loss.dtype)
+        self._loss_tracker.update_state(loss, sample_weight=rows)
+        return self.compute_metrics(None, y, self._engine.pack(predictions.tensors), sample_weight=sample_weight)
+
+    def predict(
+        self,
+        x: Any,
+        batch_size: int | None = None,
+        verbose: Any = "auto",
+        steps: int | None = None,
+        callbacks: Any = None,
+    ) -> Any:
+        """Keras' ``predict`` through the pipeline's stages, with the weights of all minibatches so far."""
+        with self._prediction(steps):
+            return super().predict(x, batch_size, verbose, steps, callbacks)
 
     def predict_on_batch(self, x: Any) -> Any:
-        """Keras' ``predict_on_batch``, with the weights of all minibatches so far."""
+        """The wrapped model's ``predict_on_batch``, on its own device."""
         self._engine.synchronize()
-        return self.model.predict_on_batch(x)
+        whole: Any = super() if self.scheme == DATA_PARALLEL else self.model
+        return whole.predict_on_batch(x)
 
-    def evaluate(self, *args: Any, **settings: Any) -> Any:
-        """Keras' ``evaluate``, with the weights of all minibatches so far."""
+    @contextmanager
+    def _prediction(self, steps: int | None) -> Iterator[None]:
+        """Meanwhile Keras reads predictions instead of data, and has nothing left to compute."""
         self._engine.synchronize()
-        self._evaluating = True
-        try:
-            return super().evaluate(*args, **settings)
-        finally:
-            self._evaluating = False
+        with ExitStack() as stack:
+            if self.scheme != DATA_PARALLEL:
+                evaluation = stack.enter_context(self._engine.evaluator.running(steps))
+                stack.enter_context(self._with("_reader", Predicted(evaluation)))
+                stack.enter_context(self._with("predict_function", _only))
+            yield
 
-    def predict(self, *args: Any, **settings: Any) -> Any:
-        """Keras' ``predict``, with the weights of all minibatches so far."""
-        self._engine.synchronize()
-        return super().predict(*args, **settings)
+    @property
+    def distribute_strategy(self) -> Any:
+        """Keras' own; while ``predict`` makes its data set, what turns that into predictions."""
+        return self._reader or super().distribute_strategy
 
     def get_weights(self) -> Any:
         """The wrapped model's weights, all minibatches so far applied."""
@@ -420,6 +508,11 @@ class _Loop(keras.callbacks.Callback):
 
 def _never(updates: int) -> bool:
     return False
+
+
+def _only(batches: list[Any]) -> Any:
+    (batch,) = batches
+    return batch
 
 
 def _as_list(callbacks: Any) -> list[Any]:

@@ -102,6 +102,8 @@ def any_rows(values: Any) -> Any:
     """Specs of nested tensors for any number of rows; None stays None."""
 
     def spec(value: Any) -> Any:
-        return None if value is None else tf.TensorSpec([None, *value.shape[1:]], value.dtype)
+        if value is None:
+            return None
+        return tf.TensorSpec([None, *value.shape[1:]] if len(value.shape) else [], value.dtype)
 
     return tf.nest.map_structure(spec, values)

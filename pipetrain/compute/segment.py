@@ -83,12 +83,23 @@ class Segment(keras.Layer):
         """
         flowing, still = iter(flows), iter(others)
         tensors = [next(flowing if flow else still) for flow in self.flows]
+        return self._pure(weights, state, tensors, masks, training=True)
+
+    def infer(
+        self, weights: Sequence[Any], state: Sequence[Any], tensors: Sequence[Any], masks: Any
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        """``run`` in inference mode, for inputs that want no gradient."""
+        return self._pure(weights, state, tensors, masks, training=False)
+
+    def _pure(
+        self, weights: Sequence[Any], state: Sequence[Any], tensors: Sequence[Any], masks: Any, training: bool
+    ) -> tuple[list[Any], list[Any], list[Any]]:
         for tensor, mask in zip(tensors, masks, strict=True):
             set_mask(tensor, mask)
         variables = [*self.trainable_variables, *self.non_trainable_variables]
         scope = _Scope(list(zip(variables, [*weights, *state], strict=True)), self.non_trainable_variables)
         with scope:
-            outputs = self(tensors, training=True)  # a call of Keras' own: what is inside the layers knows of it too
+            outputs = self(tensors, training=training)  # a call of Keras' own: what is inside the layers knows it too
             penalties = list(self.losses)
         return outputs, [scope.get_current_value(variable) for variable in self.non_trainable_variables], penalties
 

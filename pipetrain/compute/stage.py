@@ -29,13 +29,13 @@ class Values(NamedTuple):
 class Forward(NamedTuple):
     """What a stage's forward gives: its outputs, the loss (last stage), its regularization penalty, and ``kept``.
 
-    ``kept`` is for its backward.
+    ``kept`` is for its backward, None where none will come.
     """
 
     output: Values
     loss: tf.Tensor | None
     penalty: tf.Tensor | None
-    kept: Kept
+    kept: Kept | None
 
 
 class Kept(NamedTuple):
@@ -106,13 +106,17 @@ class Stage:
             self.optimizer.iterations.assign(iterations)
             for mine, original in zip(self.variables, self._weights, strict=True):
                 mine.assign(original.value)
-            self._state = [_state_of(variable, replica) for variable in self._model_state]
+            self._state = [state_of(variable, replica) for variable in self._model_state]
 
     def store(self, snapshot: Sequence[tf.Tensor] | None = None) -> None:
         """Hand weights and state, as they are or as in a snapshot, to the model."""
         values = self.snapshot() if snapshot is None else snapshot
         for variable, value in zip([*self._weights, *self._model_state], values, strict=True):
             variable.assign(value)
+
+    def hand_back(self, others: Sequence[Stage]) -> None:
+        """The end of the work: weights and state, averaged over the stage's replicas, go to the model."""
+        self.store(self.averaged(others))
 
     def averaged(self, others: Sequence[Stage]) -> list[tf.Tensor]:
         """The weights, and the state averaged over replicas where it is no count and no seed."""
@@ -288,7 +292,8 @@ def _like(variable: keras.Variable) -> keras.Variable:
     return copy
 
 
-def _state_of(variable: keras.Variable, replica: int) -> tf.Tensor:
+def state_of(variable: keras.Variable, replica: int) -> tf.Tensor:
+    """The value of a variable that is no weight; a seed's is another for every replica."""
     value = tf.identity(variable.value)
     if replica and variable.path.endswith("seed_generator_state"):
         return value + tf.constant([replica * 2654435769 % 2**32, 0], value.dtype)

@@ -53,6 +53,12 @@ def one_forward_one_backward(stage: int, stages: int, groups: Groups) -> Iterato
         yield from asynchronous(stage, stages, [group])
 
 
+def forward_only(stage: int, stages: int, groups: Groups) -> Iterator[Action]:
+    """Every forward as its minibatch arrives, and no backward: evaluation."""
+    for group in groups:
+        yield from (Action("F", stage, microbatch) for microbatch in group)
+
+
 def orders(schedule: Schedule, stages: int, minibatches: int, microbatches: int = 1) -> list[list[Action]]:
     """Every stage's actions for ``minibatches`` minibatches of ``microbatches`` microbatches each."""
     groups = [range(i * microbatches, (i + 1) * microbatches) for i in range(minibatches)]

@@ -8,12 +8,16 @@ from pipetrain.plan import schedules, versions
 
 
 class Scheme(NamedTuple):
-    """A way to train: the order of actions, the weights they read, and a line for people."""
+    """A way to train: the order of actions, the weights they read, and a line for people.
+
+    ``trains``: whether every forward is followed by a backward.
+    """
 
     schedule: schedules.Schedule
     policy: versions.Policy
     asynchronous: bool
     about: str
+    trains: bool = True
 
 
 SCHEMES: dict[str, Scheme] = {
@@ -31,6 +35,7 @@ SCHEMES: dict[str, Scheme] = {
     ),
     "single": Scheme(schedules.one_forward_one_backward, versions.Flush(), False, "one device, the unsplit model"),
 }
+INFERENCE = Scheme(schedules.forward_only, versions.Still(), True, "forwards only, for evaluate and predict", False)
 DATA_PARALLEL = "data-parallel"
 NAMES = ("single", DATA_PARALLEL, "vanilla", "weight-stashing", "vertical-sync", "spectrain", "gpipe", "1f1b")
 

@@ -98,6 +98,18 @@ class Flush:
         return Read(minibatch)
 
 
+class Still:
+    """The weights that are there, for ever: nothing updates them."""
+
+    predicts = False
+
+    def forward(self, minibatch: int, stage: int, stages: int) -> Read:
+        return Read(0)
+
+    def backward(self, minibatch: int, stage: int, stages: int) -> Read:
+        return Read(0)
+
+
 def predict(weight: Any, velocity: Any, horizon: Any) -> Any:
     """``W + s * v``, with v the last velocity update (arXiv 1809.02839, equation 4).
 

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
 
-from pipetrain.compute.stage import Stage, Values
+from pipetrain.compute.inference import Replica
+from pipetrain.compute.stage import Values
 from pipetrain.plan.schemes import Scheme
 from pipetrain.plan.trace import Span, Trace
 from pipetrain.run.collector import Collector, Result, Snapshot
@@ -49,7 +50,7 @@ class Pipeline:
     keep in ``snapshots`` the weights of every so many updates after ``first_update``.
     """
 
-    def __init__(self, stages: Sequence[Sequence[Stage]], scheme: Scheme, microbatches: int) -> None:
+    def __init__(self, stages: Sequence[Sequence[Replica]], scheme: Scheme, microbatches: int) -> None:
         self._stages = [list(replicas) for replicas in stages]
         self._scheme, self._microbatches = scheme, microbatches
         self.loss_is_mean = True
@@ -106,7 +107,7 @@ class Pipeline:
         if not self._workers:
             self._start()
         rows = int(x[0].shape[0])
-        parts = min(self._microbatches, rows)
+        parts = max(1, min(self._microbatches, rows))  # a minibatch without rows has a result too
         pieces = [rows_of(rows, part, parts) for part in range(parts)]
         group = range(self._posted_microbatches, self._posted_microbatches + len(pieces))
         for index, piece in zip(group, pieces, strict=True):
@@ -114,7 +115,7 @@ class Pipeline:
                 index=index,
                 minibatch=self._posted,
                 group=group,
-                share=len(piece) / rows,
+                share=len(piece) / rows if rows else 1.0,
                 loss_is_mean=self.loss_is_mean,
                 rows=len(piece),
                 learning_rate=learning_rate,
@@ -236,7 +237,7 @@ class Pipeline:
         self._workers, self._boxes = [], []
         if store:
             for stage, *others in self._stages:
-                stage.store(stage.averaged(others))
+                stage.hand_back(others)
 
     def _wants_snapshot(self, version: int) -> bool:
         step = self.updates - self.first_update + version
@@ -277,7 +278,7 @@ def _mailboxes(readers: int, writers: int, capacity: float) -> list[list[Mailbox
     return [[Mailbox(capacity) for _ in range(writers)] for _ in range(readers)]
 
 
-def _outlet(boxes: list[list[Mailbox[Any]]], readers: Sequence[Stage], replica: int, replicas: int) -> Outlet:
+def _outlet(boxes: list[list[Mailbox[Any]]], readers: Sequence[Replica], replica: int, replicas: int) -> Outlet:
     """From one replica to every reader: the mailbox that is the replica's among each reader's."""
     doors = [Door(mine[replica], reader.device) for mine, reader in zip(boxes, readers, strict=True)]
     return Outlet(doors, replica, replicas)

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipetrain.compute.stage import Stage
+from pipetrain.compute.inference import Replica
 from pipetrain.run.devices import transfer
 from pipetrain.run.mailbox import Mailbox
 
@@ -23,7 +23,7 @@ class Reduction:
         stages: the stage's replicas.
     """
 
-    def __init__(self, stages: Sequence[Stage]) -> None:
+    def __init__(self, stages: Sequence[Replica]) -> None:
         self._stages, count = list(stages), len(stages)
         self._owned = shared_out([variable.shape.num_elements() for variable in stages[0].variables], count)
         self._to: list[list[Mailbox[Any]]] = [[Mailbox() for _ in range(count)] for _ in range(count)]

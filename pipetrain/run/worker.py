@@ -11,7 +11,8 @@ import tensorflow as tf
 
 from pipetrain.compute.bound import Newest
 from pipetrain.compute.cores import pin
-from pipetrain.compute.stage import Kept, Stage
+from pipetrain.compute.inference import Replica
+from pipetrain.compute.stage import Kept
 from pipetrain.plan.actions import Action
 from pipetrain.plan.schemes import Scheme
 from pipetrain.plan.trace import Span
@@ -64,14 +65,14 @@ class Control:
 class Worker(threading.Thread):
     """One replica of one stage of a pipeline, from one start to one drain."""
 
-    def __init__(self, seat: Seat, stage: Stage, scheme: Scheme, doors: Doors, control: Control) -> None:
+    def __init__(self, seat: Seat, stage: Replica, scheme: Scheme, doors: Doors, control: Control) -> None:
         name = f"pipetrain stage {seat.stage}" + (f", replica {seat.replica}" if seat.replicas > 1 else "")
         super().__init__(name=name, daemon=True)
         self.spans: list[Span] = []
         self.busy_s, self.most_in_flight = 0.0, 0
         self._seat, self._stage = seat, stage
         self._schedule, self._doors, self._control = scheme.schedule, doors, control
-        self._synchronous = not scheme.asynchronous
+        self._synchronous, self._trains = not scheme.asynchronous, scheme.trains
         self._versions = WeightVersions(scheme.policy, *seat[:2], newest=Newest, keep=stage.weights)
         self._in_flight: dict[int, tuple[Microbatch, Kept | None]] = {}
         self._gradients: list[Any] | None = None
@@ -131,8 +132,9 @@ class Worker(threading.Thread):
             result = self._stage.forward(weights, microbatch.values, targets)
             output, loss = result.output, result.loss
         microbatch = microbatch.passed(result and result.penalty)
-        self._in_flight[microbatch.index] = (microbatch, result and result.kept)
-        self.most_in_flight = max(self.most_in_flight, len(self._in_flight))
+        if self._trains:
+            self._in_flight[microbatch.index] = (microbatch, result and result.kept)
+            self.most_in_flight = max(self.most_in_flight, len(self._in_flight))
         if below:
             sent = microbatch._replace(penalty=self._part_of(microbatch.penalty, microbatch))
             below.send(sent.with_values, output, microbatch.rows)
@@ -176,7 +178,7 @@ class Worker(threading.Thread):
 
     def _fraction(self, microbatch: Microbatch) -> float:
         """The part of the microbatch's rows that are this replica's."""
-        return len(self._mine(microbatch)) / microbatch.rows
+        return len(self._mine(microbatch)) / microbatch.rows if microbatch.rows else 1 / self._seat.replicas
 
     def _part_of(self, penalty: tf.Tensor | None, microbatch: Microbatch) -> tf.Tensor | None:
         """What this replica contributes to the penalty of all replicas' rows."""

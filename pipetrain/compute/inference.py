@@ -1,0 +1,86 @@
+"""What stands for a stage where nothing is trained: a segment of the model on one device, in inference mode."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from pipetrain.compute.bound import Newest, Weights, any_rows, direct
+from pipetrain.compute.segment import Segment, mask_of
+from pipetrain.compute.split import specs
+from pipetrain.compute.stage import Forward, Stage, Values, state_of
+
+
+class Inference:
+    """A run of blocks on one device, forwards only; the weights are on the device between ``load`` and ``hand_back``.
+
+    What a layer assigns in inference mode (the seed of one that samples) moves on from minibatch to minibatch, and into
+    the model at the end, as it does in plain Keras.
+
+    Args:
+        segment: the blocks.
+        device: a TensorFlow device name.
+    """
+
+    recompute = False
+
+    def __init__(self, segment: Segment, device: str) -> None:
+        self.segment, self.device = segment, device
+        self.variables: list[keras.Variable] = []  # none is updated here
+        self._traced_for: Sequence[Any] | None = None
+        self._weights: list[tf.Tensor] = []
+        self._state: list[tf.Tensor] = []
+
+    def trace(self, masks: Sequence[tf.TensorSpec | None], targets: Any = None) -> list[tf.TensorSpec | None]:
+        """Trace for inputs with these masks, once. Gives the specs of the outputs' masks."""
+        if self._traced_for != list(masks):
+            segment = self.segment
+            self._trained, self._others = list(segment.trainable_variables), list(segment.non_trainable_variables)
+            inputs = any_rows(segment.inputs)
+            with tf.device(self.device):
+                concrete = tf.function(self._run, autograph=False).get_concrete_function(
+                    specs(self._trained), specs(self._others), inputs, list(masks)
+                )
+            self._forward, self._traced_for = direct(concrete), list(masks)
+            output = concrete.structured_outputs[0]
+            self._masks = [mask if mask is None else tf.TensorSpec(mask.shape, mask.dtype) for mask in output.masks]
+        return self._masks
+
+    def load(self, iterations: int = 0, replica: int = 0) -> None:
+        """Take weights and state from the model, in which nothing else writes them meanwhile."""
+        with tf.device(self.device):
+            self._weights = [tf.identity(variable.value) for variable in self._trained]
+            self._state = [state_of(variable, replica) for variable in self._others]
+            self._no_loss = tf.zeros([])
+
+    def weights(self, wanted: Weights = Newest()) -> list[tf.Tensor]:  # noqa: B008 - a tuple, never changed
+        """The weights that are here."""
+        return self._weights
+
+    def forward(self, weights: Weights, values: Values, targets: Any = None) -> Forward:
+        """Run the blocks with the weights that are here; the loss is left to whoever gets the predictions, and zero."""
+        with tf.device(self.device):
+            output, penalty, assigned = self._forward(self._weights, self._state, *values)
+        for index, value in zip(self._assigned, assigned, strict=True):
+            self._state[index] = value
+        return Forward(output, self._no_loss, penalty, None)
+
+    def hand_back(self, others: Sequence[Inference]) -> None:
+        """The end of the work: what was assigned goes to the model, and the replicas let go of all tensors."""
+        for index in self._assigned:
+            self._others[index].assign(self._state[index])
+        for each in (self, *others):
+            each._weights, each._state = [], []
+
+    def _run(self, weights: Any, state: Any, tensors: Any, masks: Any) -> Any:
+        outputs, after, penalties = self.segment.infer(weights, state, tensors, masks)
+        self._assigned = [index for index, value in enumerate(after) if value is not state[index]]
+        penalties = [tf.cast(tf.reduce_sum(each), tf.float32) for each in penalties]
+        values = Values(outputs, [mask_of(output) for output in outputs])
+        return values, tf.add_n(penalties) if penalties else None, [after[index] for index in self._assigned]
+
+
+Replica = Stage | Inference  # what runs a stage's part of a pipeline: in training, and where only forwards run
