@@ -26,6 +26,7 @@ class Inference:
     """
 
     recompute = False
+    global_clipnorm: float | None = None
 
     def __init__(self, segment: Segment, device: str) -> None:
         self.segment, self.device = segment, device
