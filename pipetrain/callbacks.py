@@ -102,7 +102,7 @@ class PipelineCheckpoint(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Go on from the newest checkpoint that is whole, if there is one."""
-        if not hasattr(self.model, "training_state"):
+        if not hasattr(self.model, "resumption"):
             raise TypeError(
                 f"PipelineCheckpoint saves pipelines. Received: model of class {type(self.model).__name__}. "
                 "Try pipetrain.PipelineModel, or keras.callbacks.BackupAndRestore."
@@ -120,7 +120,7 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         if found is not None:
             self._go_on_from(found)
         self._updates = int(self.model.optimizer.iterations.numpy())
-        self.model.rests = self._rests
+        self.model.resumption.rests = self._rests
         self._listen()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -130,8 +130,8 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         if found is None or self._updates > found.about["updates"]:
             self._position = Position(epoch, 0)
         else:
-            self.model.restore_metrics(found.arrays)
-            recall(self.model.callbacks, found)
+            self.model.resumption.restore_metrics(found.arrays)
+            recall(self.model.resumption.callbacks, found)
             found.arrays.clear()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -139,7 +139,7 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         self._updates += 1
         self._position = Position(self._position.epoch, batch + 1)
         self._finite = math.isfinite((logs or {}).get("loss", 0.0))
-        self._due = self._finite and self._rests(self._updates) and not self.model.in_flight
+        self._due = self._finite and self._rests(self._updates) and not self.model.resumption.in_flight
         if batch + 1 != self.params.get("steps"):  # else when all callbacks have seen the end of the epoch
             self._save_if_due()
 
@@ -162,10 +162,10 @@ class PipelineCheckpoint(keras.callbacks.Callback):
             self._obey()
 
     def _save(self) -> None:
-        arrays = self.model.training_state()
-        about = {**self.model.training_about(), "position": self._position}
+        arrays = self.model.resumption.state()
+        about = {**self.model.resumption.about(), "position": self._position}
         try:
-            about["callbacks"], more = remembered(self.model.callbacks)
+            about["callbacks"], more = remembered(self.model.resumption.callbacks)
             self._store.write(self._updates, {**arrays, **more}, about)
             self._saved_at = self._updates
         except OSError as error:
@@ -177,9 +177,9 @@ class PipelineCheckpoint(keras.callbacks.Callback):
 
     def _go_on_from(self, found: Checkpoint) -> None:
         about, position = found.about, Position(*found.about["position"])
-        missing = self.model.restore_training_state(found.arrays, about, position)
+        missing = self.model.resumption.restore(found.arrays, about, position)
         self._resumed, self._position = found, position
-        different = [*_differences(self.model.training_about(), about), *(f"{kind} from zero" for kind in missing)]
+        different = [*_differences(self.model.resumption.about(), about), *(f"{kind} from zero" for kind in missing)]
         _say(
             f"Going on from {found.path}: {about['updates']} steps are done, {position.step} of them of epoch "
             f"{position.epoch + 1}." + (f" Different now: {'; '.join(different)}." if different else "")
@@ -192,7 +192,7 @@ class PipelineCheckpoint(keras.callbacks.Callback):
             return
         for number in (signal.SIGINT, signal.SIGTERM):
             before = signal.signal(number, self._heard)
-            self.model.exits.callback(signal.signal, number, before or signal.SIG_DFL)
+            self.model.resumption.exits.callback(signal.signal, number, before or signal.SIG_DFL)
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
         self._signal = number

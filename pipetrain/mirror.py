@@ -58,7 +58,7 @@ class MirroredEngine:
         metrics = {key: keras.tree.map_structure(mirrored, settings[key]) for key in settings if key not in kept}
         return own, {**kept, **metrics}
 
-    def compiled(self, optimizer: keras.optimizers.Optimizer, loss: Any, compute_loss: Any) -> None:
+    def compiled(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Only the count of its steps is wanted from the optimizer; Keras does the rest."""
         self._optimizer = optimizer
 

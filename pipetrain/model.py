@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -11,24 +10,21 @@ import keras
 import tensorflow as tf
 
 from pipetrain import checks
-from pipetrain.compute.bound import any_rows, direct
-from pipetrain.compute.segment import set_mask
-from pipetrain.compute.stage import Values
-from pipetrain.engine import PipelineEngine, is_scheduled
+from pipetrain.engine import PipelineEngine
 from pipetrain.evaluator import Evaluation, Predicted
 from pipetrain.layout import Layout
+from pipetrain.loop import Loop, as_list, with_last
 from pipetrain.mirror import MirroredEngine
 from pipetrain.plan.memory import Training
 from pipetrain.plan.schemes import DATA_PARALLEL, SCHEMES, check_name
 from pipetrain.plan.stages import Partition
 from pipetrain.plan.trace import Trace
-from pipetrain.position import Position, start_at
-from pipetrain.pulse import Pulse
+from pipetrain.resumption import Resumption
 from pipetrain.run.collector import Result
 from pipetrain.run.devices import resolve
 from pipetrain.run.pipeline import Activity
 from pipetrain.run.readahead import Minibatch
-from pipetrain.state import Arrays, array_of, check_weights, number_of
+from pipetrain.scores import Score, Scores
 
 DEFAULT_MICROBATCHES = 4
 
@@ -108,11 +104,8 @@ class PipelineModel(keras.Model):
         # Keras searches attributes for layers: ``inner`` is what it finds, the engine is nothing to it.
         self.inner, self._engine = engine.trained, engine
         self.scheme, self.snapshot_every = scheme, 0
-        self.rests: Callable[[int], bool] = _never  # after which updates nothing may be in flight, see ReadAhead
-        self.exits = ExitStack()  # what callbacks want done whichever way ``fit`` ends
-        self._evaluating = False
-        self._metrics_to_restore: Arrays = {}
-        self._steps_done = self.rows_done = 0
+        self.resumption = Resumption(self, engine)
+        self._evaluating, self.rows_done = False, 0
         if hasattr(model, "output_names"):  # by which Keras finds each output's loss and metrics
             self.output_names = model.output_names
         self.built = True
@@ -157,10 +150,12 @@ class PipelineModel(keras.Model):
         if self.scheme != DATA_PARALLEL:
             checks.check_loop(self.run_eagerly, self.steps_per_execution)
         checks.check_optimizer(self.optimizer, self.scheme, self._engine.layout.stages)
-        self._engine.compiled(self.optimizer, loss, self._loss_of)
+        if self.scheme == DATA_PARALLEL:
+            self._engine.compiled(self.optimizer)
+        else:
+            self._scores = Scores(self, self.inner.outputs, self._engine.pack, self.resumption.metrics_built)
+            self._engine.compiled(self.optimizer, loss, self._scores.loss)
         self.compiled = True
-        self._metrics_function = tf.function(self._update_metrics, autograph=False)
-        self._test_function = tf.function(self._update_test_metrics, autograph=False)
 
     def fit(
         self,
@@ -182,14 +177,12 @@ class PipelineModel(keras.Model):
                 its last drain or snapshot and momentum starts anew. ``keras.callbacks.TerminateOnNaN`` stops quietly.
             Exception: whatever a stage raised, with a note on the stage, the action and the minibatch.
         """
-        checks.check_callbacks(_as_list(callbacks))
+        users = as_list(callbacks)
+        checks.check_callbacks(users)
         self._prepare("fit", x, y, batch_size)
-        loop = _Loop(
-            stop_at_nan=not any(isinstance(each, keras.callbacks.TerminateOnNaN) for each in _as_list(callbacks))
-        )
-        self.callbacks, self._first_epoch = _as_list(callbacks), settings.get("initial_epoch", 0)
+        self.resumption.begin(users, settings.get("initial_epoch", 0))
         with self._training():
-            return super().fit(x, y, batch_size, epochs, verbose, _with(callbacks, loop), **settings)
+            return super().fit(x, y, batch_size, epochs, verbose, with_last(callbacks, Loop(users)), **settings)
 
     def _prepare(self, method: str, x: Any, y: Any, batch_size: int | None) -> None:
         self._assert_compile_called(method)
@@ -208,7 +201,7 @@ class PipelineModel(keras.Model):
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
         """Keras' own, which averages the first batch over the devices: impossible where their rows differ in number."""
         if iterator is not None:
-            self._epoch_iterator = iterator
+            self.resumption.epoch_iterator = iterator
         if self.scheme == DATA_PARALLEL and iterator is not None:
             first_of = self._engine.strategy.experimental_local_results
             _, _, batches = next(iter(iterator))
@@ -218,9 +211,9 @@ class PipelineModel(keras.Model):
 
     def begin_epoch(self, steps: int | None) -> None:
         """The next steps read from a new iterator: ``steps`` minibatches at most, less what a resumption skips."""
-        steps, self._steps_done = steps and steps - self._steps_done, 0
-        self._engine.begin_epoch(steps, self.snapshot_every, lambda updates: self.rests(updates))
-        self._log: Any = None
+        resumption = self.resumption
+        self._engine.begin_epoch(resumption.steps_left(steps), self.snapshot_every, lambda n: resumption.rests(n))
+        self._score: Score | None = None
 
     def get_metrics_result(self) -> Any:
         """Keras' metrics so far; of an epoch that was stopped, those of the minibatches still in flight too."""
@@ -242,82 +235,14 @@ class PipelineModel(keras.Model):
         """What the stages have done so far; None for ``data-parallel``."""
         return self._engine.activity()
 
-    @property
-    def in_flight(self) -> int:
-        """How many minibatches are under way whose logs no step has had yet; 0 after an update that ``rests``."""
-        return self._engine.in_flight
-
-    def training_about(self) -> dict[str, Any]:
-        """How the model is trained, and how far it is, in what JSON can hold."""
-        engine = self._engine
-        return {
-            "updates": int(self.optimizer.iterations.numpy()),
-            "fitted": engine.fitted,
-            "learning_rate": None if is_scheduled(self.optimizer) else float(array_of(self.optimizer.learning_rate)),
-            "optimizer": type(self.optimizer).__name__,
-            "scheme": self.scheme,
-            "ends": engine.layout.ends or [],
-            "replicas": list(engine.layout.replicas),
-        }
-
-    def training_state(self) -> Arrays:
-        """All that training needs to go on as if it had not stopped, in arrays; drains.
-
-        Weights and other state, and the optimizers' slots, by the wrapped model's variables; and the metrics.
-        """
-        arrays = self._engine.state()
-        return arrays | {f"metric/{n}": array_of(variable) for n, variable in enumerate(self.metrics_variables)}
-
-    def restore_training_state(self, arrays: Arrays, about: dict[str, Any], position: Position) -> list[str]:
-        """Let the ``fit`` that has just begun go on from there, at this position in its data.
-
-        Gives the optimizer's slots that are not among the arrays, and start anew. Raises ValueError for another
-        model's state.
-        """
-        check_weights(self.model, arrays)
-        missing = self._engine.restore(arrays, about["ends"], about["updates"], about["fitted"])
-        if about["learning_rate"] is not None and not is_scheduled(self.optimizer):
-            self.optimizer.learning_rate = about["learning_rate"]
-        self._initial_epoch, self._steps_done = position
-        start_at(self._epoch_iterator, position, self._first_epoch)
-        return missing
-
-    def restore_metrics(self, arrays: Arrays) -> None:
-        """Let the metrics go on from there, as soon as they are built: a pipeline's see the first results for it."""
-        values = [arrays[key] for key in sorted(arrays, key=number_of) if key.startswith("metric/")]
-        if len(values) == len(self.metrics_variables):
-            for variable, value in zip(self.metrics_variables, values, strict=True):
-                variable.assign(value)
-        else:
-            self._metrics_to_restore = arrays
-
     def _train_step(self, iterator: Iterator[Any]) -> Any:
         return self._logged(*self._engine.step(iterator))
 
     def _logged(self, minibatch: Minibatch, result: Result) -> Any:
-        x, *targets = minibatch
-        self.rows_done += x[0].shape[0]
-        if self._log is None:
-            predictions = any_rows(Values(self.inner.outputs, result.predictions.masks))
-            loss = tf.TensorSpec([], result.loss.dtype)
-            self._log = direct(self._metrics_function.get_concrete_function(self._engine.targets, predictions, loss))
-            self._metrics_to_restore, arrays = {}, self._metrics_to_restore
-            if arrays:
-                self.restore_metrics(arrays)
-        return self._log(targets, result.predictions, result.loss)
-
-    def _update_metrics(self, targets: Any, predictions: Values, loss: tf.Tensor) -> Any:
-        y, sample_weight = targets
-        rows = tf.shape(predictions.tensors[0])[0]
-        self._loss_tracker.update_state(loss, sample_weight=tf.cast(rows, "float32"))
-        for tensor, mask in zip(*predictions, strict=True):
-            set_mask(tensor, mask)
-        if self._compile_loss.metrics:  # each output's own loss, beside their sum
-            self._loss_of(y, predictions.tensors, sample_weight)
-        return self.compute_metrics(None, y, self._engine.pack(predictions.tensors), sample_weight=sample_weight)
-
-    def _loss_of(self, y: Any, outputs: list[tf.Tensor], sample_weight: Any) -> tf.Tensor:
-        return self._compile_loss(y, self._engine.pack(outputs), sample_weight)
+        if self._score is None:
+            self._score = self._scores.of_training(self._engine.targets)
+        self.rows_done += minibatch.x[0].shape[0]
+        return self._score(minibatch, result)
 
     @contextmanager
     def _training(self) -> Iterator[None]:
@@ -332,8 +257,8 @@ class PipelineModel(keras.Model):
             self._engine.abort(store=True)
             raise
         finally:
-            self.snapshot_every, self.rests, self._initial_epoch = 0, _never, None
-            self.exits.close()
+            self.snapshot_every = 0
+            self.resumption.end()
 
     def train_on_batch(self, x: Any, y: Any = None, *args: Any, **settings: Any) -> Any:
         """Keras' ``train_on_batch``: one minibatch through the pipeline, which then drains."""
@@ -387,33 +312,15 @@ class PipelineModel(keras.Model):
             setattr(self, name, before)
 
     def _test_step(self, evaluation: Evaluation) -> Callable[[Iterator[Any]], Any]:
-        log: Any = None
+        score: Score | None = None
 
         def step(iterator: Iterator[Any]) -> Any:
-            nonlocal log
-            (x, *targets), result = evaluation.step(iterator)
-            rows = tf.constant(int(x[0].shape[0]))
-            if log is None:
-                predictions = any_rows(Values(self.inner.outputs, result.predictions.masks))
-                update = self._test_function.get_concrete_function(
-                    evaluation.targets, predictions, tf.TensorSpec([]), tf.TensorSpec([], tf.int32)
-                )
-                log = direct(update)
-            return log(targets, result.predictions, result.loss, rows)
+            nonlocal score
+            done = evaluation.step(iterator)
+            score = score or self._scores.of_testing(evaluation.targets)
+            return score(*done)
 
         return step
-
-    def _update_test_metrics(self, targets: Any, predictions: Values, penalty: tf.Tensor, rows: tf.Tensor) -> Any:
-        """What Keras' ``test_step`` does after the forward; the tracker of the loss weighs it by rows."""
-        y, sample_weight = targets
-        for tensor, mask in zip(*predictions, strict=True):
-            set_mask(tensor, mask)
-        loss = penalty
-        if self._compile_loss is not None:
-            loss = self._loss_of(y, predictions.tensors, sample_weight)
-            loss += tf.cast(penalty, loss.dtype)
-        self._loss_tracker.update_state(loss, sample_weight=rows)
-        return self.compute_metrics(None, y, self._engine.pack(predictions.tensors), sample_weight=sample_weight)
 
     def predict(
         self,
@@ -481,50 +388,6 @@ class PipelineModel(keras.Model):
         self.model.summary(*args, **settings)
 
 
-class _Loop(keras.callbacks.Callback):
-    """Tells the model where an epoch's data begin and how many steps it has; stops at a loss that is not finite.
-
-    Behind the user's callbacks, before Keras' progress bar.
-    """
-
-    def __init__(self, stop_at_nan: bool) -> None:
-        super().__init__()
-        self._stop_at_nan, self._step = stop_at_nan, 0
-        self._pulse = Pulse()
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self.model.begin_epoch(self.params.get("steps"))
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._step += 1
-        if self._stop_at_nan and not math.isfinite(logs["loss"]):
-            raise FloatingPointError(
-                f"The loss is {logs['loss']} at step {self._step}. Received: scheme={self.model.scheme!r}. "
-                "Try a smaller learning rate, or clipnorm; the model keeps the weights of its last drain or snapshot."
-            )
-        if self.params.get("verbose") and self.model.rows_done:
-            logs.update(self._pulse.figures(self.model.rows_done, self.model.activity()))  # the progress bar shows them
-
-
-def _never(updates: int) -> bool:
-    return False
-
-
 def _only(batches: list[Any]) -> Any:
     (batch,) = batches
     return batch
-
-
-def _as_list(callbacks: Any) -> list[Any]:
-    if isinstance(callbacks, keras.callbacks.CallbackList):
-        return list(callbacks.callbacks)
-    return [each for each in keras.tree.flatten(callbacks) if each is not None]
-
-
-def _with(callbacks: Any, added: keras.callbacks.Callback) -> Any:
-    if isinstance(callbacks, keras.callbacks.CallbackList):
-        added.set_params(callbacks.params)
-        added.set_model(callbacks.model)
-        callbacks.append(added)
-        return callbacks
-    return [*_as_list(callbacks), added]
