@@ -1,0 +1,113 @@
+"""The example programs, run as a user runs them: each a process, in a folder of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+TIMEOUT_S = 240
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def start(tmp_path, cache):
+    """Starts an example; what it prints, errors too, comes through one pipe."""
+    processes = []
+
+    def started(name):
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        settings = {"PYTHONPATH": os.pathsep.join(paths), "XDG_CACHE_HOME": str(cache), "PYTHONUNBUFFERED": "1"}
+        process = subprocess.Popen(
+            [sys.executable, str(EXAMPLES / name)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, **settings},
+            cwd=tmp_path,
+        )
+        processes.append(process)
+        return process
+
+    yield started
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def output(process, status=0):
+    said, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == status, said
+    assert "Traceback" not in said
+    return said
+
+
+def accuracies(said, name="val_accuracy"):
+    return [float(each) for each in re.findall(rf"\b{name}: ([0-9.]+)", said)]
+
+
+def test_all_examples_are_in_the_readme():
+    names = sorted(path.name for path in EXAMPLES.glob("*.py"))
+    assert names == ["applications.py", "resume.py", "sequential.py", "skips.py"]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for name in names:
+        assert f"(examples/{name})" in readme
+        assert f"\n    python examples/{name}\n" in (EXAMPLES / name).read_text(encoding="utf-8")
+
+
+def test_sequential(start):
+    said = output(start("sequential.py"))
+    assert len(accuracies(said)) == 5
+    assert max(accuracies(said)) > 0.7  # ten classes
+
+
+def test_applications(start):
+    said = output(start("applications.py"))
+    assert "mobilenet_0.25_32: 2 stages, batch 64" in said
+    assert re.search(r"\n0: conv1 - .*\n1: .* - predictions ", said)
+    assert len(accuracies(said)) == 2
+    assert max(accuracies(said)) > 0.5
+
+
+def test_skips(start):
+    said = output(start("skips.py"))
+    epochs = accuracies(said, "val_label_accuracy")
+    assert 2 <= len(epochs) <= 6
+    kept = float(re.search(r"validation accuracy ([0-9.]+)", said)[1])
+    assert kept > 0.65
+    assert kept == pytest.approx(max(epochs), abs=1e-3)  # the best epoch's weights are back
+    noise, cleaned = map(float, re.search(r"picture: ([0-9.]+), cleaned: ([0-9.]+)", said).groups())
+    assert cleaned < noise / 3
+
+
+def test_resume(start, tmp_path):
+    """Ctrl-C in the third epoch, and the second run goes on."""
+    training, heard = start("resume.py"), ""
+    while not heard.endswith("Epoch 3/6\n"):
+        line = training.stdout.readline()
+        assert line, heard
+        heard += line
+    training.send_signal(signal.SIGINT)
+    heard += output(training, 130)
+    stopped = int(re.search(r"Stopped by SIGINT after (\d+) steps: step \1 is in runs/resume. Run it again", heard)[1])
+    assert 314 <= stopped < 942  # of 157 in each of 6 epochs
+
+    said = output(start("resume.py"))
+    assert f"Going on from runs/resume/step-{stopped:08}.npz: {stopped} steps are done" in said
+    assert "Epoch 2/6" not in said
+    assert "Epoch 6/6" in said
+    done = re.search(r"After (\d+) steps the validation accuracy is ([0-9.]+)", said)
+    assert int(done[1]) == 6 * 157
+    assert float(done[2]) > 0.75
+    assert len(list((tmp_path / "runs" / "resume").glob("step-*.npz"))) == 3
