@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pipetrain import callbacks
     from pipetrain.compute.profiler import profile
     from pipetrain.model import PipelineModel
     from pipetrain.plan.partition import partition
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from pipetrain.plan.trace import Trace
     from pipetrain.run.devices import set_cpu_devices
 
-__all__ = ["Partition", "PipelineModel", "Profile", "Trace", "partition", "profile", "set_cpu_devices"]
+__all__ = ["Partition", "PipelineModel", "Profile", "Trace", "callbacks", "partition", "profile", "set_cpu_devices"]
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -30,6 +31,8 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """Import a public name at its first use, so that ``pipetrain.plan`` alone needs no TensorFlow."""
+    if name == "callbacks":
+        return import_module("pipetrain.callbacks")
     if name not in _HOMES:
         raise AttributeError(f"module 'pipetrain' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

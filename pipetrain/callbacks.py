@@ -13,7 +13,7 @@ from typing import Any
 import keras
 
 from pipetrain.callback_state import recall, remembered
-from pipetrain.plan import table
+from pipetrain.plan.table import counted
 from pipetrain.position import Position
 from pipetrain.store import Checkpoint, Store
 
@@ -69,7 +69,8 @@ class PipelineCheckpoint(keras.callbacks.Callback):
     never was. With another number of stages or another scheme it goes on as well, and says what is different.
 
     The first SIGINT (Ctrl-C) or SIGTERM lets the pipeline drain and writes a checkpoint; then ``fit`` raises
-    KeyboardInterrupt or SystemExit(143). A second one ends the process at once.
+    KeyboardInterrupt or SystemExit(143). A second one ends the process at once. Nothing is lost or done twice, but that
+    drain is one more than a run without signals has: an asynchronous scheme then reads other versions for a few steps.
 
     A checkpoint that cannot be written is reported and training goes on; one that is damaged is passed over, for the
     one before it.
@@ -180,10 +181,12 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         missing = self.model.resumption.restore(found.arrays, about, position)
         self._resumed, self._position = found, position
         different = [*_differences(self.model.resumption.about(), about), *(f"{kind} from zero" for kind in missing)]
-        _say(
-            f"Going on from {found.path}: {about['updates']} steps are done, {position.step} of them of epoch "
-            f"{position.epoch + 1}." + (f" Different now: {'; '.join(different)}." if different else "")
-        )
+        done = f"{counted(about['updates'], 'step')} done"
+        if position.epoch >= self.params["epochs"]:
+            done += f", and nothing is left of {counted(self.params['epochs'], 'epoch')}"
+        elif position.step or position.epoch:
+            done += f", {position.step} of them in epoch {position.epoch + 1}"
+        _say(f"Going on from {found.path}: {done}." + (f" Different now: {'; '.join(different)}." if different else ""))
 
     def _listen(self) -> None:
         """Signals wait until the pipeline is drained; only the main thread may ask for them."""
@@ -206,7 +209,7 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         kept = (
             f"step {self._saved_at} is in {self._store.directory}" if self._saved_at >= 0 else "nothing could be saved"
         )
-        _say(f"Stopped by {name} after {self._updates} steps: {kept}. Run it again to go on.")
+        _say(f"Stopped by {name} after {counted(self._updates, 'step')}: {kept}. Run it again to go on.")
         if self._signal == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + self._signal)
@@ -220,7 +223,7 @@ def _differences(now: dict[str, Any], then: dict[str, Any]) -> list[str]:
     """For people: what of the way to train is not as it was."""
     stages = [max(len(about["ends"]), 1) for about in (now, then)]
     if stages[0] != stages[1]:
-        different = [f"{table.counted(stages[0], 'stage')} instead of {stages[1]}"]
+        different = [f"{counted(stages[0], 'stage')} instead of {stages[1]}"]
     else:
         different = [
             f"{name} {now[name]} instead of {then[name]}" for name in ("ends", "replicas") if now[name] != then[name]

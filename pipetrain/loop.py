@@ -24,6 +24,7 @@ class Loop(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """The next steps read from a new iterator."""
         self.model.begin_epoch(self.params.get("steps"))
+        self._pulse.begin_epoch()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Check the loss; what is added to the logs here, only the progress bar sees."""

@@ -122,7 +122,7 @@ def test_stopped_twice_and_resumed_is_bitwise_as_never_stopped(way, tmp_path, ca
     capsys.readouterr()
     again, rest = run(tmp_path / "cut", optimizer=make(), **settings)
     assert "Going on from" in (said := capsys.readouterr().out)
-    assert "12 steps are done, 2 of them of epoch 2." in said
+    assert "12 steps done, 2 of them in epoch 2." in said
     networks.assert_equal(again.get_weights(), whole.get_weights())
     for name, values in history.items():
         np.testing.assert_allclose(rest[name], values[1:], rtol=1e-6)

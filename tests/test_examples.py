@@ -104,7 +104,7 @@ def test_resume(start, tmp_path):
     assert 314 <= stopped < 942  # of 157 in each of 6 epochs
 
     said = output(start("resume.py"))
-    assert f"Going on from runs/resume/step-{stopped:08}.npz: {stopped} steps are done" in said
+    assert f"Going on from runs/resume/step-{stopped:08}.npz: {stopped} steps done" in said
     assert "Epoch 2/6" not in said
     assert "Epoch 6/6" in said
     done = re.search(r"After (\d+) steps the validation accuracy is ([0-9.]+)", said)
