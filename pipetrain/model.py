@@ -337,8 +337,7 @@ class PipelineModel(keras.Model):
     def predict_on_batch(self, x: Any) -> Any:
         """The wrapped model's ``predict_on_batch``, on its own device."""
         self._engine.synchronize()
-        whole: Any = super() if self.scheme == DATA_PARALLEL else self.model
-        return whole.predict_on_batch(x)
+        return self.model.predict_on_batch(x)
 
     @contextmanager
     def _prediction(self, steps: int | None) -> Iterator[None]:
