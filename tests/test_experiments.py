@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import keras
@@ -14,10 +16,11 @@ import networks
 import numpy as np
 import pytest
 
-from experiments import datasets, run
+from experiments import datasets, run, training
 from pipetrain.plan.schemes import NAMES
 from pipetrain.plan.trace import Trace
 
+pytestmark = pytest.mark.xdist_group("experiments")  # one process makes the runs that several tests look at
 ROOT = Path(__file__).parents[1]
 SMALL = ("--steps", "40", "--depth", "5", "--width", "32", "--learning-rate", "0.01", "--eval-every", "10")
 
@@ -105,6 +108,56 @@ def test_divergence_stops_with_its_step_and_keeps_what_there_is(tmp_path):
     summary = json.loads((tmp_path / "spectrain" / "summary.json").read_text())
     assert 1 < summary["diverged_at"] <= 40
     assert (tmp_path / "spectrain" / "model.keras").exists()
+
+
+def test_a_run_that_was_stopped_goes_on_to_the_same_weights_and_history(tmp_path):
+    """Interrupted as by Ctrl-C; 1f1b, whose weights no drain changes."""
+    checkpoints = ("--scheme", "1f1b", "--checkpoint-every", "10", *SMALL, "--steps", "400", "--eval-every", "10")
+    whole = command_line("--output", str(tmp_path / "whole"), *checkpoints)
+    assert whole.returncode == 0, whole.stderr
+    output = tmp_path / "stopped"
+    arguments = [sys.executable, str(ROOT / "experiments" / "run.py"), "--output", str(output), *checkpoints]
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/")
+    while process.poll() is None and not list(output.glob("1f1b/checkpoints/step-*.npz")):
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    said, errors = process.communicate(timeout=100)
+    assert (process.returncode, errors) == (130, "")
+    assert "Stopped by SIGINT after" in said
+    assert f"To go on: python experiments/run.py --resume {output}" in said
+    again = command_line("--output", str(output), *checkpoints)
+    assert (again.returncode, again.stdout) == (2, "")
+    assert f"Try --resume {output}" in again.stderr
+    done = command_line("--resume", str(output))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Going on from" in done.stdout
+    history, expected = (
+        [json.loads(line) for line in (folder / "1f1b" / "history.jsonl").read_text().splitlines()]
+        for folder in (output, tmp_path / "whole")
+    )
+    assert [row["step"] for row in history] == list(range(10, 401, 10))
+    for key in ("train_loss", "val_loss"):
+        assert [row[key] for row in history] == pytest.approx([row[key] for row in expected], rel=1e-4)
+    assert not (output / "1f1b" / "checkpoints").exists()
+    assert json.loads((output / "1f1b" / "summary.json").read_text())["steps"] == 400
+    assert "It has ended already." in command_line("--resume", str(output)).stdout
+
+
+def test_a_run_goes_on_under_another_scheme_in_other_stages(tmp_path, monkeypatch, capsys):
+    def stop(recorder, step, model):
+        raise KeyboardInterrupt
+
+    options = ["--output", str(tmp_path), *SMALL, "--checkpoint-every", "5", "--eval-every", "10"]
+    with monkeypatch.context() as patched:
+        patched.setattr(training.Recorder, "evaluate", stop)
+        assert run.main(options) == 130
+    assert run.main(["--resume", str(tmp_path), "--model", "vgg16"]) == 2
+    assert "Received: --resume with --model." in capsys.readouterr().err
+    assert run.main(["--resume", str(tmp_path), "--scheme", "vanilla", "--stages", "3"]) == 0
+    assert "Different now: 3 stages instead of 4; scheme vanilla instead of spectrain." in capsys.readouterr().out
+    assert json.loads((tmp_path / "vanilla" / "config.json").read_text())["stages"] == 3
+    assert run.main(["--resume", str(tmp_path / "spectrain")]) == 2
+    assert "There is no run to go on with" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
