@@ -11,11 +11,6 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
-    # A core for each process: stages are pinned to cores, and those of two processes would wait for each other.
-    own = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {own[int(os.environ["PYTEST_XDIST_WORKER"][2:]) % len(own)]})
-
 import pytest  # noqa: E402
 
 import pipetrain  # noqa: E402

@@ -110,11 +110,17 @@ def test_divergence_stops_with_its_step_and_keeps_what_there_is(tmp_path):
     assert (tmp_path / "spectrain" / "model.keras").exists()
 
 
-def test_a_run_that_was_stopped_goes_on_to_the_same_weights_and_history(tmp_path):
+@pytest.fixture
+def main(monkeypatch):
+    """The command line in this process, whose TensorFlow has started."""
+    monkeypatch.setattr(run, "start_tensorflow", lambda devices: None)
+    return run.main
+
+
+def test_a_run_that_was_stopped_goes_on_to_the_same_history(main, tmp_path, capsys):
     """Interrupted as by Ctrl-C; 1f1b, whose weights no drain changes."""
-    checkpoints = ("--scheme", "1f1b", "--checkpoint-every", "10", *SMALL, "--steps", "400", "--eval-every", "10")
-    whole = command_line("--output", str(tmp_path / "whole"), *checkpoints)
-    assert whole.returncode == 0, whole.stderr
+    checkpoints = ("--scheme", "1f1b", "--checkpoint-every", "10", *SMALL, "--steps", "200", "--eval-every", "10")
+    assert main(["--output", str(tmp_path / "whole"), *checkpoints]) == 0
     output = tmp_path / "stopped"
     arguments = [sys.executable, str(ROOT / "experiments" / "run.py"), "--output", str(output), *checkpoints]
     process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/")
@@ -125,9 +131,8 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_weights_and_history(tmp_path
     assert (process.returncode, errors) == (130, "")
     assert "Stopped by SIGINT after" in said
     assert f"To go on: python experiments/run.py --resume {output}" in said
-    again = command_line("--output", str(output), *checkpoints)
-    assert (again.returncode, again.stdout) == (2, "")
-    assert f"Try --resume {output}" in again.stderr
+    assert main(["--output", str(output), *checkpoints]) == 2
+    assert f"Try --resume {output}" in capsys.readouterr().err
     done = command_line("--resume", str(output))
     assert (done.returncode, done.stderr) == (0, "")
     assert "Going on from" in done.stdout
@@ -135,28 +140,29 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_weights_and_history(tmp_path
         [json.loads(line) for line in (folder / "1f1b" / "history.jsonl").read_text().splitlines()]
         for folder in (output, tmp_path / "whole")
     )
-    assert [row["step"] for row in history] == list(range(10, 401, 10))
+    assert [row["step"] for row in history] == list(range(10, 201, 10))
     for key in ("train_loss", "val_loss"):
         assert [row[key] for row in history] == pytest.approx([row[key] for row in expected], rel=1e-4)
     assert not (output / "1f1b" / "checkpoints").exists()
-    assert json.loads((output / "1f1b" / "summary.json").read_text())["steps"] == 400
-    assert "It has ended already." in command_line("--resume", str(output)).stdout
+    assert json.loads((output / "1f1b" / "summary.json").read_text())["steps"] == 200
+    assert main(["--resume", str(output)]) == 0
+    assert "It has ended already." in capsys.readouterr().out
 
 
-def test_a_run_goes_on_under_another_scheme_in_other_stages(tmp_path, monkeypatch, capsys):
+def test_a_run_goes_on_under_another_scheme_in_other_stages(main, tmp_path, monkeypatch, capsys):
     def stop(recorder, step, model):
         raise KeyboardInterrupt
 
     options = ["--output", str(tmp_path), *SMALL, "--checkpoint-every", "5", "--eval-every", "10"]
     with monkeypatch.context() as patched:
         patched.setattr(training.Recorder, "evaluate", stop)
-        assert run.main(options) == 130
-    assert run.main(["--resume", str(tmp_path), "--model", "vgg16"]) == 2
+        assert main(options) == 130
+    assert main(["--resume", str(tmp_path), "--model", "vgg16"]) == 2
     assert "Received: --resume with --model." in capsys.readouterr().err
-    assert run.main(["--resume", str(tmp_path), "--scheme", "vanilla", "--stages", "3"]) == 0
+    assert main(["--resume", str(tmp_path), "--scheme", "vanilla", "--stages", "3"]) == 0
     assert "Different now: 3 stages instead of 4; scheme vanilla instead of spectrain." in capsys.readouterr().out
     assert json.loads((tmp_path / "vanilla" / "config.json").read_text())["stages"] == 3
-    assert run.main(["--resume", str(tmp_path / "spectrain")]) == 2
+    assert main(["--resume", str(tmp_path / "spectrain")]) == 2
     assert "There is no run to go on with" in capsys.readouterr().err
 
 
