@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from pipetrain.compute.progress import Progress
+
 PASSED_UNREAD = ("ArrayDataAdapter", "TFDatasetAdapter")  # whose every epoch reads anew
 
 
@@ -26,13 +28,16 @@ def start_at(epoch_iterator: Any, position: Position, first_epoch: int) -> None:
 
     def resumed() -> Iterator[Any]:
         del epoch_iterator._enumerate_iterator  # the next epochs are Keras' own
-        for _ in range(first_epoch, position.epoch):
+        progress = Progress("Passing over the data of epochs that are done", position.epoch - first_epoch)
+        for epoch in range(first_epoch, position.epoch):
             _pass_over(epoch_iterator, enumerate_epoch())
-        steps = enumerate_epoch()
+            progress.show(epoch - first_epoch + 1)
+        steps, progress = enumerate_epoch(), Progress("Passing over minibatches that are done", position.step)
         for done in range(position.step):
             try:
                 *_, iterator = next(steps)
                 next(iterator)
+                progress.show(done + 1)
             except StopIteration:
                 raise ValueError(
                     f"The data end before the place where training stopped. Received: {done} minibatches, of which "

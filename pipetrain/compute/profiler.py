@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,13 +13,13 @@ import tensorflow as tf
 
 from pipetrain.compute.blocks import Block, Chain
 from pipetrain.compute.cores import cores, full_name
+from pipetrain.compute.progress import Progress
 from pipetrain.compute.solo import Keeps, Solo, size_bytes, values
 from pipetrain.compute.split import specs
 from pipetrain.compute.walk import Placed, sample, walk
 from pipetrain.plan.profile import BlockProfile, Profile
 
 WINDOW_BYTES = 2**30  # of blocks that are walked together
-PATIENCE_S = 1.0  # the progress bar appears after this long
 
 
 def profile(model: keras.Model, batch_size: int, device: str = "CPU:0", verbose: bool = True) -> Profile:
@@ -47,7 +46,7 @@ def profile(model: keras.Model, batch_size: int, device: str = "CPU:0", verbose:
 
 def profile_chain(chain: Chain, batch_size: int, device: str, verbose: bool) -> Profile:
     """``profile`` of a model whose blocks are known."""
-    progress = _Progress(2 * len(chain.blocks) if verbose else 0)
+    progress = Progress("Profiling the model's layers", 2 * len(chain.blocks) if verbose else 0)
     cpus = [cpu.name for cpu in tf.config.list_logical_devices("CPU")]
     others = [cpu for cpu in cpus if device in cpus and cpu != device][: len(cores()) - 1]  # each on a core of its own
     with tf.device(device):
@@ -70,7 +69,7 @@ def profile_chain(chain: Chain, batch_size: int, device: str, verbose: bool) -> 
     return replace(profile, spread=errors_s / whole_s if whole_s else 0.0)
 
 
-def _placed(chain: Chain, batch_size: int, progress: _Progress) -> tuple[list[Placed], list[BlockProfile]]:
+def _placed(chain: Chain, batch_size: int, progress: Progress) -> tuple[list[Placed], list[BlockProfile]]:
     """Every block, run once, with its bytes."""
     # What each value is like: Keras does not know the shapes where the batch is not the first dimension throughout.
     like = {value: _sized(tensor, batch_size) for value, tensor in zip(chain.crossing(0), chain.specs(0), strict=True)}
@@ -147,19 +146,3 @@ def _sized(tensor: Any, batch_size: int) -> tf.TensorSpec:
     """The symbolic tensor's spec with the batch size filled in; other unknown dimensions count as 1."""
     rows = batch_size if tensor.shape[0] is None else tensor.shape[0]
     return tf.TensorSpec([rows, *(size or 1 for size in tensor.shape[1:])], tensor.dtype)
-
-
-class _Progress:
-    """Keras' progress bar, shown only once the work has taken a while."""
-
-    def __init__(self, blocks: int) -> None:
-        self._blocks, self._start = blocks, time.perf_counter()
-        self._bar: keras.utils.Progbar | None = None
-
-    def show(self, done: int) -> None:
-        if not self._blocks or (self._bar is None and time.perf_counter() - self._start < PATIENCE_S):
-            return
-        if self._bar is None:
-            print("Profiling the model's layers")
-            self._bar = keras.utils.Progbar(self._blocks, unit_name="step")
-        self._bar.update(done)

@@ -1,0 +1,31 @@
+"""Keras' progress bar, for work that turns out to take a while."""
+
+from __future__ import annotations
+
+import time
+
+import keras
+
+PATIENCE_S = 1.0  # the bar appears after this long
+
+
+class Progress:
+    """A bar under a line that says what is done.
+
+    Args:
+        what: the line.
+        steps: how many there are; no bar for none.
+    """
+
+    def __init__(self, what: str, steps: int) -> None:
+        self._what, self._steps, self._start_s = what, steps, time.perf_counter()
+        self._bar: keras.utils.Progbar | None = None
+
+    def show(self, done: int) -> None:
+        """So many steps are done."""
+        if not self._steps or (self._bar is None and time.perf_counter() - self._start_s < PATIENCE_S):
+            return
+        if self._bar is None:
+            print(self._what)
+            self._bar = keras.utils.Progbar(self._steps, unit_name="step")
+        self._bar.update(done)
