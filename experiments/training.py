@@ -106,9 +106,8 @@ def train(settings: Settings, data: Dataset, output: Path, verbose: bool) -> Sum
         print(f"{pm.explain(settings.batch_size)}\n")
     _write(output / "config.json", asdict(settings))
     recorder = Recorder(data, settings, output / "history.jsonl")
-    checkpoints = [PipelineCheckpoint(output / CHECKPOINTS, settings.checkpoint_every)] * bool(
-        settings.checkpoint_every
-    )
+    every = settings.checkpoint_every
+    checkpoints = [PipelineCheckpoint(output / CHECKPOINTS, every)] if every else []
     diverged_at = None
     try:
         pm.fit(

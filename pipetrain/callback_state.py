@@ -12,9 +12,9 @@ from pipetrain.store import Checkpoint
 
 # What Keras' own callbacks remember, by the names of their attributes.
 REMEMBERED = {
-    keras.callbacks.EarlyStopping: ("wait", "best", "best_epoch", "best_weights"),
+    keras.callbacks.EarlyStopping: ("wait", "best", "best_epoch", "best_weights", "stopped_epoch"),
     keras.callbacks.ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),
-    keras.callbacks.ModelCheckpoint: ("best",),
+    keras.callbacks.ModelCheckpoint: ("best", "_batches_seen_since_last_saving", "_last_batch_seen"),
 }
 
 
@@ -25,7 +25,7 @@ def remembered(callbacks: list[Any]) -> tuple[dict[str, Any], dict[str, np.ndarr
     for key, callback, name in _attributes(callbacks):
         value = getattr(callback, name)
         if isinstance(value, list):
-            arrays |= {f"{key}/{n}": np.asarray(each) for n, each in enumerate(value)}
+            arrays |= {f"{key}/{n}": _native(np.asarray(each)) for n, each in enumerate(value)}
         else:
             plain[key] = float(value) if isinstance(value, np.generic) else value
     plain |= {f"callback/{n}": each.get_state() for n, each in enumerate(callbacks) if hasattr(each, "get_state")}
@@ -50,3 +50,8 @@ def _attributes(callbacks: list[Any]) -> Iterator[tuple[str, Any, str]]:
         for kind, names in REMEMBERED.items():
             if isinstance(callback, kind):
                 yield from ((f"callback/{n}/{kind.__name__}/{name}", callback, name) for name in names)
+
+
+def _native(array: np.ndarray) -> np.ndarray:
+    """In a type that NumPy can write: bfloat16 as float32, which holds it exactly."""
+    return array.astype(np.float32) if array.dtype.kind == "V" or array.dtype.name == "bfloat16" else array

@@ -83,7 +83,7 @@ class PipelineCheckpoint(keras.callbacks.Callback):
 
     Raises:
         ValueError: at the start of ``fit``: the checkpoints are another model's, or none can be read, or there are some
-            and ``resume`` is False.
+            and ``resume`` is False, or none can be written there.
     """
 
     def __init__(self, directory: str | Path, every_steps: int = 100, keep: int = 3, resume: bool = True) -> None:
@@ -92,7 +92,7 @@ class PipelineCheckpoint(keras.callbacks.Callback):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} is a number from 1 up. Received: {name}={value!r}. Try {name}=3.")
         self._every_steps, self._resume = every_steps, resume
-        self._store = Store(directory, keep)
+        self._store = Store(Path(directory).absolute(), keep)
         self._resumed: Checkpoint | None = None
         self._signal: int | None = None
 
@@ -103,25 +103,16 @@ class PipelineCheckpoint(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Go on from the newest checkpoint that is whole, if there is one."""
-        if not hasattr(self.model, "resumption"):
-            raise TypeError(
-                f"PipelineCheckpoint saves pipelines. Received: model of class {type(self.model).__name__}. "
-                "Try pipetrain.PipelineModel, or keras.callbacks.BackupAndRestore."
-            )
+        self._check()
         self._position, self._saved_at, self._resumed = Position(0, 0), -1, None
-        self._due, self._finite = False, True
-        if not self._resume and self._store.paths():
-            raise ValueError(
-                f"There are checkpoints of another run. Received: directory={str(self._store.directory)!r}, "
-                "resume=False. Try resume=True to go on with it, or another directory."
-            )
+        self._due, self._finite, self._logs = False, True, {}
         found, damaged = self._store.newest()
         for what in damaged:
             _say(f"{what}; the one before it is used.")
         if found is not None:
             self._go_on_from(found)
         self._updates = int(self.model.optimizer.iterations.numpy())
-        self.model.resumption.rests = self._rests
+        self.model.resumption.rests, self.model.resumption.at_end = self._rests, self._at_end
         self._listen()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -130,60 +121,104 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         found = self._resumed
         if found is None or self._updates > found.about["updates"]:
             self._position = Position(epoch, 0)
-        else:
-            self.model.resumption.restore_metrics(found.arrays)
-            recall(self.model.resumption.callbacks, found)
-            found.arrays.clear()
+            return
+        if self._position.step:
+            self.model.resumption.restore_metrics(found.arrays, found.about)
+        recall(self.model.resumption.callbacks, found)
+        found.arrays.clear()
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Write a checkpoint if it is time: all callbacks have seen the step before."""
+        self._save_if_due()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Write a checkpoint if it is time, or if a signal asked for it."""
+        """See whether it is time."""
         self._updates += 1
         self._position = Position(self._position.epoch, batch + 1)
-        self._finite = math.isfinite((logs or {}).get("loss", 0.0))
+        self._logs = {key: float(value) for key, value in (logs or {}).items()}
+        self._finite = math.isfinite(self._logs.get("loss", 0.0))
         self._due = self._finite and self._rests(self._updates) and not self.model.resumption.in_flight
-        if batch + 1 != self.params.get("steps"):  # else when all callbacks have seen the end of the epoch
-            self._save_if_due()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """The next epoch begins with the first minibatch."""
-        self._position = Position(epoch + 1, 0)
+        """The next epoch begins with the first minibatch, unless this one was stopped before its end."""
+        if not self.model.stop_training or self._position.step >= (self.params.get("steps") or 0):
+            self._position = Position(epoch + 1, 0)
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def _at_end(self) -> None:
         """The last checkpoint, from which more epochs can go on."""
-        self._updates, self._due = int(self.model.optimizer.iterations.numpy()), self._finite
-        self._save_if_due()
+        updates = int(self.model.optimizer.iterations.numpy())
+        if self._position.step:  # stopped within the epoch: what was in flight then is done too
+            step = self._position.step + updates - self._updates
+            epoch = self._position.epoch
+            self._position = Position(epoch, step) if step < self.params["steps"] else Position(epoch + 1, 0)
+        trained = self._resumed is None or updates > self._resumed.about["updates"]
+        self._updates, self._due, self._logs = updates, self._finite and trained, {}
+        ended = any(getattr(each, "stopped_epoch", 0) for each in self.model.resumption.callbacks)
+        self._save_if_due(ended=ended, metrics=[], epoch_rate=self.model.resumption.about()["learning_rate"])
+
+    def _check(self) -> None:
+        if not hasattr(self.model, "resumption"):
+            raise TypeError(
+                f"PipelineCheckpoint saves pipelines. Received: model of class {type(self.model).__name__}. "
+                "Try pipetrain.PipelineModel, or keras.callbacks.BackupAndRestore."
+            )
+        if self.model.resumption.at_end is not None:
+            raise ValueError("One PipelineCheckpoint can be served. Received: callbacks with two. Try one of them.")
+        if self.model.steps_per_execution != 1:
+            raise ValueError(
+                "Checkpoints come between single steps. Received: "
+                f"steps_per_execution={self.model.steps_per_execution}. Try 1."
+            )
+        if not self._resume and self._store.paths():
+            raise ValueError(
+                f"There are checkpoints of another run. Received: directory={str(self._store.directory)!r}, "
+                "resume=False. Try resume=True to go on with it, or another directory."
+            )
+        self._store.check()
 
     def _rests(self, updates: int) -> bool:
         return self._signal is not None or updates % self._every_steps == 0
 
-    def _save_if_due(self) -> None:
+    def _save_if_due(self, **known: Any) -> None:
         if self._due:
             self._due = False
-            self._save()
+            self._save(known)
             self._obey()
 
-    def _save(self) -> None:
+    def _save(self, known: dict[str, Any]) -> None:
+        """Write a checkpoint; ``known`` is what of its facts is otherwise than the model says."""
         arrays = self.model.resumption.state()
-        about = {**self.model.resumption.about(), "position": self._position}
+        about = {
+            **self.model.resumption.about(),
+            "position": self._position,
+            "logs": self._logs,
+            "ended": False,
+            **known,
+        }
         try:
             about["callbacks"], more = remembered(self.model.resumption.callbacks)
             self._store.write(self._updates, {**arrays, **more}, about)
             self._saved_at = self._updates
-        except OSError as error:
+        except (OSError, TypeError, ValueError) as error:  # the latter: a callback's state that JSON cannot hold
             left = self._store.paths()
             _say(
-                f"The checkpoint of step {self._updates} could not be written ({error.strerror or error}); "
+                f"The checkpoint of step {self._updates} could not be written "
+                f"({getattr(error, 'strerror', None) or error}); "
                 + (f"the newest is {left[-1].name}." if left else "there is none yet.")
             )
 
     def _go_on_from(self, found: Checkpoint) -> None:
-        about, position = found.about, Position(*found.about["position"])
+        about, position, epochs = found.about, Position(*found.about["position"]), self.params["epochs"]
+        if about["ended"]:  # by EarlyStopping, whatever epochs are left
+            position = Position(max(epochs, position.epoch), 0)
         missing = self.model.resumption.restore(found.arrays, about, position)
         self._resumed, self._position = found, position
         different = [*_differences(self.model.resumption.about(), about), *(f"{kind} from zero" for kind in missing)]
         done = f"{counted(about['updates'], 'step')} done"
-        if position.epoch >= self.params["epochs"]:
-            done += f", and nothing is left of {counted(self.params['epochs'], 'epoch')}"
+        if about["ended"]:
+            done += ", after which EarlyStopping had ended training: nothing is left"
+        elif position.epoch >= epochs:
+            done += f", and nothing is left of {counted(epochs, 'epoch')}"
         elif position.step or position.epoch:
             done += f", {position.step} of them in epoch {position.epoch + 1}"
         _say(f"Going on from {found.path}: {done}." + (f" Different now: {'; '.join(different)}." if different else ""))
@@ -228,7 +263,6 @@ def _differences(now: dict[str, Any], then: dict[str, Any]) -> list[str]:
         different = [
             f"{name} {now[name]} instead of {then[name]}" for name in ("ends", "replicas") if now[name] != then[name]
         ]
-    return [
-        *different,
-        *(f"{name} {now[name]} instead of {then[name]}" for name in ("scheme", "optimizer") if now[name] != then[name]),
-    ]
+    names = {"scheme": "scheme", "optimizer": "optimizer", "begun_rate": "learning rate"}
+    more = [f"{name} {now[key]} instead of {then[key]}" for key, name in names.items() if now[key] != then[key]]
+    return [*different, *more]

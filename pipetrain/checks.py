@@ -17,11 +17,18 @@ from pipetrain.plan.schemes import DATA_PARALLEL, SCHEMES
 DEFAULT_ROWS = 32  # Keras' batch size where none is given
 
 
+def check_optimizer_kind(optimizer: Any) -> None:
+    """Refuse, by name, optimizers that hold others."""
+    name = type(optimizer).__name__
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise ValueError(f"Loss scaling is not supported. Received: optimizer={name}. Try the policy 'mixed_bfloat16'.")
+    if hasattr(optimizer, "optimizers"):
+        raise ValueError(f"One optimizer trains all layers. Received: optimizer={name}. Try a single one.")
+
+
 def check_optimizer(optimizer: keras.optimizers.Optimizer, scheme: str, stages: int) -> None:
     """Refuse, by name, the settings that one clone of the optimizer per stage, or per device, would get wrong."""
     name, pipelined = type(optimizer).__name__, scheme != DATA_PARALLEL
-    if pipelined and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        raise ValueError(f"Loss scaling is not supported. Received: optimizer={name}. Try the policy 'mixed_bfloat16'.")
     apart = pipelined and stages > 1 and SCHEMES[scheme].asynchronous
     refused = {
         "global_clipnorm": (

@@ -89,12 +89,16 @@ class PipelineEngine:
 
     def _new_pipeline(self, rows: int) -> Pipeline:
         """Stages for this compilation; compiled again, the same optimizer keeps what it has gathered."""
-        stages = self.layout.build(rows, self._optimizer, self._compute_loss, self._recompute)
-        for replicas, olds in zip(stages, self._stages, strict=False):
-            for new, old in zip(replicas, olds, strict=True):
-                new.adopt(old)
-        self._stages = stages
-        return Pipeline(stages, self._scheme, self.microbatches)
+        gathered = {(id(slot.weight), slot.kind): slot.variable for slot in self._slots()}
+        common = next(self._shared(), [])
+        self._stages = self.layout.build(rows, self._optimizer, self._compute_loss, self._recompute)
+        for slot in self._slots():
+            if (id(slot.weight), slot.kind) in gathered:  # else its layer was frozen
+                slot.variable.assign(gathered[id(slot.weight), slot.kind])
+        for variables in self._shared() if common else ():
+            for variable, value in zip(variables, common, strict=True):
+                variable.assign(value)
+        return Pipeline(self._stages, self._scheme, self.microbatches)
 
     def begin_epoch(self, steps: int | None, snapshot_every: int, rests: Callable[[int], bool]) -> None:
         """The next ``step`` reads from a new iterator, at most ``steps`` minibatches; see ``ReadAhead``."""
@@ -142,11 +146,16 @@ class PipelineEngine:
             self.synchronize()
         if self._pipeline is None or not self._pipeline.snapshots:
             return
+        newest = [tf.identity(variable.value) for variable in self.model.variables]
         with self._pipeline.paused():
-            while self._pipeline.snapshots:
-                snapshot = self._pipeline.snapshots.popleft()
-                self._pipeline.restore(snapshot)
-                yield snapshot.version
+            try:
+                while self._pipeline.snapshots:
+                    snapshot = self._pipeline.snapshots.popleft()
+                    self._pipeline.restore(snapshot)
+                    yield snapshot.version
+            finally:  # after a drain they are what training goes on with
+                for variable, value in zip(self.model.variables, newest, strict=True):
+                    variable.assign(value)
 
     @property
     def targets(self) -> Any:

@@ -24,6 +24,7 @@ class Loop(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """The next steps read from a new iterator."""
         self.model.begin_epoch(self.params.get("steps"))
+        self.model.resumption.epoch_begun()
         self._pulse.begin_epoch()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -36,6 +37,11 @@ class Loop(keras.callbacks.Callback):
             )
         if self.params.get("verbose") and self.model.rows_done:
             logs.update(self._pulse.figures(self.model.rows_done, self.model.activity()))
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """All callbacks have seen it."""
+        if self.model.resumption.at_end is not None:
+            self.model.resumption.at_end()
 
 
 def as_list(callbacks: Any) -> list[Any]:
@@ -50,6 +56,6 @@ def with_last(callbacks: Any, added: keras.callbacks.Callback) -> Any:
     if isinstance(callbacks, keras.callbacks.CallbackList):
         added.set_params(callbacks.params)
         added.set_model(callbacks.model)
-        callbacks.append(added)
+        callbacks.callbacks[:] = [*(each for each in callbacks.callbacks if not isinstance(each, Loop)), added]
         return callbacks
     return [*as_list(callbacks), added]

@@ -105,7 +105,7 @@ class PipelineModel(keras.Model):
         self.inner, self._engine = engine.trained, engine
         self.scheme, self.snapshot_every = scheme, 0
         self.resumption = Resumption(self, engine)
-        self._evaluating, self.rows_done = False, 0
+        self._fitting, self._evaluating, self.rows_done = False, False, 0
         if hasattr(model, "output_names"):  # by which Keras finds each output's loss and metrics
             self.output_names = model.output_names
         self.built = True
@@ -135,12 +135,22 @@ class PipelineModel(keras.Model):
         """The wrapped model's forward."""
         return self.inner(inputs, training=training)
 
-    def compile(self, optimizer: Any = "rmsprop", loss: Any = None, **settings: Any) -> None:
+    def compile(
+        self,
+        optimizer: Any = "rmsprop",
+        loss: Any = None,
+        loss_weights: Any = None,
+        metrics: Any = None,
+        weighted_metrics: Any = None,
+        **settings: Any,
+    ) -> None:
         """Keras' ``compile``. Raises ValueError, by name, for what a pipeline cannot do exactly.
 
         An optimizer's ``global_clipnorm=c`` makes every gradient ``g * min(1, c/n)``, ``n**2`` being the sum of the
         squares of all stages' gradients of a minibatch: for synchronous schemes, or one stage.
         """
+        checks.check_optimizer_kind(optimizer)
+        settings |= {"loss_weights": loss_weights, "metrics": metrics, "weighted_metrics": weighted_metrics}
         with self._engine.strategy.scope():
             optimizer, settings = self._engine.adopted(optimizer, settings)
             super().compile(optimizer=optimizer, loss=loss, **settings)
@@ -181,7 +191,7 @@ class PipelineModel(keras.Model):
         checks.check_callbacks(users)
         self._prepare("fit", x, y, batch_size)
         self.resumption.begin(users, settings.get("initial_epoch", 0))
-        with self._training():
+        with self._training(), self._with("_fitting", True):
             return super().fit(x, y, batch_size, epochs, verbose, with_last(callbacks, Loop(users)), **settings)
 
     def _prepare(self, method: str, x: Any, y: Any, batch_size: int | None) -> None:
@@ -215,6 +225,12 @@ class PipelineModel(keras.Model):
         self._engine.begin_epoch(resumption.steps_left(steps), self.snapshot_every, lambda n: resumption.rests(n))
         self._score: Score | None = None
 
+    def reset_metrics(self) -> None:
+        """Keras' own, which its loop calls before an epoch begins."""
+        super().reset_metrics()
+        if self._fitting and not self._evaluating:
+            self.resumption.note_epoch()
+
     def get_metrics_result(self) -> Any:
         """Keras' metrics so far; of an epoch that was stopped, those of the minibatches still in flight too."""
         if tf.executing_eagerly():  # not while Keras traces a step that ends in this call
@@ -222,6 +238,8 @@ class PipelineModel(keras.Model):
             if self.stop_training and not self._evaluating:  # else every result has been or will be some step's
                 for minibatch, result in self._engine.leftovers():
                     self._logged(minibatch, result)
+            if self.resumption.logs and not self._evaluating:
+                return self.resumption.logs
         return super().get_metrics_result()
 
     def snapshots(self) -> Iterator[int]:
@@ -262,6 +280,10 @@ class PipelineModel(keras.Model):
 
     def train_on_batch(self, x: Any, y: Any = None, *args: Any, **settings: Any) -> Any:
         """Keras' ``train_on_batch``: one minibatch through the pipeline, which then drains."""
+        if self._fitting:
+            raise RuntimeError(
+                "The pipeline is full of other minibatches. Received: train_on_batch within fit. Try it after fit."
+            )
         self._prepare("train_on_batch", x, y, None)
         self.begin_epoch(1)
         with self._training():
@@ -353,7 +375,8 @@ class PipelineModel(keras.Model):
     @property
     def distribute_strategy(self) -> Any:
         """Keras' own; while ``predict`` makes its data set, what turns that into predictions."""
-        return self._reader or super().distribute_strategy
+        reader, self._reader = self._reader, None  # for one data set: a callback may evaluate on another
+        return reader or super().distribute_strategy
 
     def get_weights(self) -> Any:
         """The wrapped model's weights, all minibatches so far applied."""

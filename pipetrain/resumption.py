@@ -16,8 +16,9 @@ from pipetrain.state import Arrays, array_of, check_weights, number_of
 class Resumption:
     """What a callback that saves and resumes training has to do with; one for each PipelineModel.
 
-    ``rests(n)`` says after which updates nothing may be in flight: see ``ReadAhead``. ``exits`` is what callbacks want
-    done whichever way ``fit`` ends. ``callbacks`` are the user's, of the present ``fit``.
+    ``rests(n)`` says after which updates nothing may be in flight: see ``ReadAhead``. ``at_end`` is called when all
+    callbacks have seen the end of training, ``exits`` is what they want done whichever way ``fit`` ends. ``callbacks``
+    are the user's, of the present ``fit``.
 
     Args:
         model: the PipelineModel.
@@ -33,12 +34,16 @@ class Resumption:
     def begin(self, callbacks: list[Any], first_epoch: int) -> None:
         """A new ``fit``."""
         self.rests: Callable[[int], bool] = _never
+        self.at_end: Callable[[], None] | None = None
         self.callbacks, self._first_epoch = callbacks, first_epoch
         self._steps_done, self._metrics = 0, Arrays()
+        self._logs: dict[str, float] = {}
+        self._begun_rate = self._epoch_rate = self._rate()
+        self._rate_within: float | None = None
 
     def end(self) -> None:
         """The end of ``fit``, whichever it is."""
-        self._model._initial_epoch, self.rests = None, _never
+        self._model._initial_epoch, self.rests, self.at_end = None, _never, None
         self.exits.close()
 
     def steps_left(self, steps: int | None) -> int | None:
@@ -57,7 +62,10 @@ class Resumption:
         return {
             "updates": int(optimizer.iterations.numpy()),
             "fitted": self._engine.fitted,
-            "learning_rate": None if is_scheduled(optimizer) else float(array_of(optimizer.learning_rate)),
+            "learning_rate": self._rate(),
+            "epoch_rate": self._epoch_rate,
+            "begun_rate": self._begun_rate,
+            "metrics": self._metric_names(),
             "optimizer": type(optimizer).__name__,
             "scheme": self._model.scheme,
             "ends": layout.ends or [],
@@ -79,25 +87,55 @@ class Resumption:
         model's state.
         """
         check_weights(self._engine.model, arrays)
+        if position.epoch < self._first_epoch:
+            raise ValueError(
+                f"The checkpoint is of an earlier epoch. Received: initial_epoch={self._first_epoch}, a checkpoint in "
+                f"epoch {position.epoch} (the first is 0). Try the initial_epoch that it was made with."
+            )
         missing = self._engine.restore(arrays, about["ends"], about["updates"], about["fitted"])
-        if about["learning_rate"] is not None and not is_scheduled(self._model.optimizer):
-            self._model.optimizer.learning_rate = about["learning_rate"]
+        if self._begun_rate is not None and about["begun_rate"] == self._begun_rate:  # else the user has set another
+            self._model.optimizer.learning_rate = about["epoch_rate"]
+            self._rate_within = about["learning_rate"] if position.step else None
         self._model._initial_epoch, self._steps_done = position
         start_at(self.epoch_iterator, position, self._first_epoch)
         return missing
 
-    def restore_metrics(self, arrays: Arrays) -> None:
-        """Let the metrics of an epoch go on from there, as soon as they are built."""
+    def note_epoch(self) -> None:
+        """An epoch is about to begin: callbacks may change its learning rate, again if it is resumed."""
+        self._epoch_rate = self._rate()
+
+    def epoch_begun(self) -> None:
+        """All callbacks have seen the epoch begin: in the one that is resumed, the rate is that of its middle."""
+        if self._rate_within is not None:
+            self._model.optimizer.learning_rate, self._rate_within = self._rate_within, None
+
+    def restore_metrics(self, arrays: Arrays, about: dict[str, Any]) -> None:
+        """Let the metrics of an epoch, and its logs, go on from there, as soon as they are built."""
         self._metrics = {key: arrays[key] for key in sorted(arrays, key=number_of) if key.startswith("metric/")}
-        self.metrics_built()
+        self._names, self._logs = about["metrics"], about["logs"]
+        if len(self._metrics) == len(self._model.metrics_variables):
+            self.metrics_built()
 
     def metrics_built(self) -> None:
         """The metrics have their variables: a pipeline's when it sees the first results."""
         variables = self._model.metrics_variables
-        if len(self._metrics) == len(variables):
+        if self._metrics and len(self._metrics) == len(variables) and self._names == self._metric_names():
             for variable, value in zip(variables, self._metrics.values(), strict=True):
                 variable.assign(value)
-            self._metrics = {}
+            self._logs = {}
+        self._metrics = {}
+
+    @property
+    def logs(self) -> dict[str, float]:
+        """Those of the epoch so far if nothing is left of it, and its metrics therefore never built."""
+        return self._logs
+
+    def _rate(self) -> float | None:
+        optimizer = getattr(self._model, "optimizer", None)  # none before compile
+        return None if optimizer is None or is_scheduled(optimizer) else float(array_of(optimizer.learning_rate))
+
+    def _metric_names(self) -> list[str]:
+        return [metric.name for metric in self._model.metrics for _ in metric.variables]
 
 
 def _never(updates: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +36,18 @@ class Store:
     def __init__(self, directory: str | Path, keep: int) -> None:
         self.directory, self._keep = Path(directory), keep
 
+    def check(self) -> None:
+        """Raise ValueError if nothing can be written there."""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.directory):
+                pass
+        except OSError as error:
+            raise ValueError(
+                f"Checkpoints cannot be written there: {error.strerror}. Received: directory={str(self.directory)!r}. "
+                "Try another one."
+            ) from error
+
     def write(self, step: int, arrays: dict[str, np.ndarray], about: dict[str, Any]) -> Path:
         """Write a checkpoint and remove those that are too many. Raises OSError; earlier ones are then as before."""
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -61,17 +74,23 @@ class Store:
         return sorted(self.directory.glob("step-*.npz"), key=lambda path: (len(path.name), path.name))
 
     def newest(self) -> tuple[Checkpoint | None, list[str]]:
-        """The newest checkpoint that is whole, and what is wrong with newer ones; None in an empty directory.
+        """The newest checkpoint that is whole, and what is wrong with newer ones, which are set aside; None if none.
 
         Raises ValueError if there are checkpoints and none is whole.
         """
         damaged: list[str] = []
+        bad: list[Path] = []
         for path in reversed(self.paths()):
             try:
-                return _read(path), damaged
+                found = _read(path)
             except Exception as error:  # of many kinds: what is wrong may be any byte
                 reason = str(error).split("\n")[0] or type(error).__name__
                 damaged.append(f"{path.name} is damaged ({reason})")
+                bad.append(path)
+                continue
+            for each in bad:  # or it would count as the newest of those to keep
+                each.replace(each.with_suffix(".damaged"))
+            return found, damaged
         if damaged:
             raise ValueError(
                 f"No checkpoint can be read. Received: {str(self.directory)!r}, where {'; '.join(damaged)}. "

@@ -400,3 +400,36 @@ def test_an_interrupted_fit_counts_its_steps(scheme):
     assert int(model.optimizer.iterations) == 3
     fit(model, x, y)
     assert int(model.optimizer.iterations) == 7
+
+
+def test_layers_frozen_anew_keep_their_own_momentum():
+    """The optimizer's slots go with their layers, whichever are trained."""
+    model = networks.mlp(depth=4)
+    optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
+    pm = pipetrain.PipelineModel(model, stages=2, scheme="1f1b")
+    for frozen in ("d1", "d2"):
+        for layer in model.layers:
+            layer.trainable = layer.name != frozen
+        pm.compile(optimizer, loss=networks.crossentropy())
+        if frozen == "d2":
+            optimizer.learning_rate = 0.0
+            before = [weight.numpy() for weight in model.get_layer("d1").weights]
+        x, y = networks.data(32)
+        pm.fit(x, y, batch_size=16, verbose=0)
+    networks.assert_equal([weight.numpy() for weight in model.get_layer("d1").weights], before)
+
+
+def test_train_on_batch_within_fit_is_refused():
+    pm = networks.pipeline()
+    x, y = networks.data(64)
+    again = keras.callbacks.LambdaCallback(on_train_batch_end=lambda step, logs: pm.train_on_batch(x, y))
+    with pytest.raises(RuntimeError, match="train_on_batch within fit"):
+        pm.fit(x, y, batch_size=16, verbose=0, callbacks=[again])
+    pm.train_on_batch(x, y)
+
+
+def test_evaluating_within_predict():
+    pm = networks.pipeline()
+    x, y = networks.data(32)
+    look = keras.callbacks.LambdaCallback(on_predict_batch_end=lambda step, logs: pm.evaluate(x, y, verbose=0))
+    np.testing.assert_allclose(pm.predict(x, verbose=0, callbacks=[look]), pm.model.predict(x, verbose=0), rtol=1e-5)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from pipetrain.callbacks import PipelineCheckpoint
+from pipetrain.callbacks import PipelineCheckpoint, Snapshots
 from pipetrain.store import Store
 
 BATCH, STEPS = 8, 10
@@ -201,6 +201,110 @@ def test_a_learning_rate_and_what_callbacks_remember_go_on(tmp_path):
     assert float(again.optimizer.learning_rate) == pytest.approx(0.025)
     assert rest["loss"] == pytest.approx(history["loss"][-1:])
     networks.assert_equal(again.get_weights(), whole.get_weights())  # the first epoch's
+
+
+@pytest.mark.parametrize("relative", [True, False])
+def test_a_rate_scheduler_goes_on_and_another_rate_is_taken(relative, tmp_path, capsys):
+    """A schedule that halves the last rate runs once an epoch, in the epoch that is resumed too."""
+    rule = (lambda epoch, rate: rate / 2) if relative else (lambda epoch, rate: 0.1 / (epoch + 2))
+
+    def callbacks():
+        return [keras.callbacks.LearningRateScheduler(rule)]
+
+    whole, history = run(tmp_path / "whole", callbacks=callbacks())
+    run(tmp_path / "cut", callbacks=callbacks(), stop_after=15)
+    again, rest = run(tmp_path / "cut", callbacks=callbacks())
+    assert rest["learning_rate"] == history["learning_rate"][1:]
+    networks.assert_equal(again.get_weights(), whole.get_weights())
+    run(tmp_path / "other", stop_after=15)
+    slower, _ = run(tmp_path / "other", optimizer=keras.optimizers.SGD(0.01, momentum=0.9))
+    assert float(slower.optimizer.learning_rate) == pytest.approx(0.01)
+    assert "learning rate 0.00999" in capsys.readouterr().out
+
+
+def test_ended_by_early_stopping_is_ended_and_what_it_knows_stays(tmp_path):
+    def callbacks():
+        return [keras.callbacks.EarlyStopping(monitor="loss", min_delta=10.0, patience=1, restore_best_weights=True)]
+
+    whole, history = run(tmp_path, callbacks=callbacks())
+    assert len(history["loss"]) == 2
+    before = Store(tmp_path, 3).newest()[0].about
+    for _ in range(2):
+        again, rest = run(tmp_path, callbacks=callbacks())
+        assert rest == {}
+        networks.assert_equal(again.get_weights(), whole.get_weights())
+    assert Store(tmp_path, 3).newest()[0].about == before
+
+
+def test_stopped_within_an_epoch_goes_on_within_it(tmp_path):
+    """What was in flight when a callback stopped training is done, and not done again."""
+
+    class Late(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.stop_training = batch == 2
+
+    run(tmp_path, callbacks=[Late()])
+    assert Store(tmp_path, 3).newest()[0].about["position"] == [0, 7]
+    again, _ = run(tmp_path)
+    assert int(again.optimizer.iterations) == 3 * STEPS
+
+
+def test_more_epochs_have_their_own_metrics(tmp_path):
+    x, y = networks.data(BATCH * STEPS)
+    settings = {"batch_size": BATCH, "verbose": 0, "validation_data": (x[:40], y[:40])}
+    whole = pipeline().fit(x, y, epochs=4, callbacks=[PipelineCheckpoint(tmp_path / "a")], **settings).history
+    pipeline().fit(x, y, epochs=3, callbacks=[PipelineCheckpoint(tmp_path / "b")], **settings)
+    longer = pipeline().fit(x, y, epochs=4, callbacks=[PipelineCheckpoint(tmp_path / "b")], **settings).history
+    for name, values in longer.items():
+        assert values == pytest.approx(whole[name][3:])
+
+
+def test_data_of_unknown_length_may_stop_at_the_end_of_an_epoch(tmp_path):
+    def feed():
+        x, y = networks.data(BATCH * STEPS)
+        parts = list(zip(np.split(x, STEPS), np.split(y, STEPS), strict=True))
+        like = (tf.TensorSpec([None, x.shape[1]]), tf.TensorSpec([None], tf.int32))
+        return {"x": tf.data.Dataset.from_generator(lambda: iter(parts), output_signature=like)}
+
+    whole, history = run(tmp_path / "whole", data=feed, every_steps=5)
+    run(tmp_path / "cut", data=feed, every_steps=5, stop_after=11)
+    again, rest = run(tmp_path / "cut", data=feed, every_steps=5)
+    networks.assert_equal(again.get_weights(), whole.get_weights())
+    assert rest["loss"] == pytest.approx(history["loss"])
+
+
+def test_snapshots_change_nothing(tmp_path):
+    """They may be looked at after a drain: training goes on with the newest weights."""
+    whole, _ = run(tmp_path / "whole")
+    seen, _ = run(tmp_path / "seen", callbacks=[Snapshots(3, lambda step, model: None)])
+    networks.assert_equal(seen.get_weights(), whole.get_weights())
+
+
+def test_checkpoints_after_a_damaged_one_are_kept(tmp_path):
+    run(tmp_path)
+    newest = Store(tmp_path, 3).paths()[-1]
+    newest.write_bytes(b"")
+    run(tmp_path, stop_after=2, every_steps=1)
+    assert [path.name for path in Store(tmp_path, 3).paths()][-1] == "step-00000029.npz"
+
+
+def test_a_list_of_keras_own_is_taken_again_and_again():
+    pm = pipeline()
+    listed = keras.callbacks.CallbackList([keras.callbacks.History()], model=pm, epochs=1, steps=STEPS)
+    for _ in range(2):
+        pm.fit(**arrays(), verbose=0, callbacks=listed)
+    assert int(pm.optimizer.iterations) == 2 * STEPS
+
+
+def test_two_checkpoints_and_places_that_cannot_be_written_are_refused(tmp_path):
+    pm = pipeline()
+    with pytest.raises(ValueError, match="One PipelineCheckpoint can be served"):
+        pm.fit(
+            **arrays(), verbose=0, callbacks=[PipelineCheckpoint(tmp_path / "a"), PipelineCheckpoint(tmp_path / "b")]
+        )
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"cannot be written there.*Try another"):
+        pm.fit(**arrays(), verbose=0, callbacks=[PipelineCheckpoint(tmp_path / "file")])
 
 
 def test_only_the_newest_are_kept_and_nothing_half_written(tmp_path):

@@ -85,10 +85,6 @@ class Stage:
         self._state: list[tf.Tensor] = []
         self._learning_rate: float | None = None
 
-    def adopt(self, other: Stage) -> None:
-        """Take over what another stage's optimizer of the same blocks has gathered."""
-        self._optimizer_step.adopt(other._optimizer_step)
-
     def slots(self) -> Iterator[Slot]:
         """What the stage's optimizer has gathered, by the model's own variables."""
         return self._optimizer_step.slots(self._weights)

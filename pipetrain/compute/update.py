@@ -36,13 +36,6 @@ class Update:
         if type(optimizer) is keras.optimizers.SGD and not self._slot_is_update:
             self._displacement = [tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False) for v in variables]
 
-    def adopt(self, other: Update) -> None:
-        """Take over the slots and the displacement of another's optimizer over the same variables."""
-        for mine, theirs in zip(self._optimizer.variables, other._optimizer.variables, strict=True):
-            mine.assign(theirs.value)
-        for mine, theirs in zip(self._displacement, other._displacement, strict=True):
-            mine.assign(theirs)
-
     def slots(self, weights: Sequence[keras.Variable]) -> Iterator[Slot]:
         """The optimizer's slots and the displacement, each as that of one of as many ``weights``."""
         yield from slots(self._optimizer, weights)
@@ -51,6 +44,9 @@ class Update:
 
     def apply(self, gradients: list[Any]) -> None:
         """One optimizer step; remembers the displacement where no slot holds it."""
+        for gradient, variable in zip(gradients, self._variables, strict=True):
+            if isinstance(gradient, tf.Tensor):
+                gradient.set_shape(variable.shape)  # which some optimizers ask for
         if self._slot_is_update and self._plain(gradients):
             self._momentum_step(gradients)
             return
