@@ -13,8 +13,11 @@ from experiments.records import CHECKPOINTS, Settings, Summary
 
 
 def newest(runs: Path) -> Path:
-    """The run that was begun last. Raises ValueError if there is none."""
-    found = sorted((path.parent.parent for path in runs.glob("*/*/config.json")), key=lambda path: path.stat().st_mtime)
+    """The run without an end that was begun last. Raises ValueError if there is none."""
+    found = sorted(
+        (path.parent.parent for path in runs.glob("*/*/config.json") if summary(path.parent) is None),
+        key=lambda path: path.stat().st_mtime,
+    )
     if not found:
         raise ValueError(f"There is no run to go on with. Received: --resume, nothing in {str(runs)!r}. Try a new one.")
     return found[-1]
@@ -50,14 +53,20 @@ def settings(output: Path, schemes: Sequence[str], changes: Mapping[str, Any]) -
         start = known.get(scheme)
         if start is None:
             others = [name for name in known if is_unfinished(output / name)]
-            if len(others) != 1:
+            if len(others) != 1 or len(schemes) != 1:
                 raise ValueError(
                     f"Another scheme goes on from the one run that is there. Received: --scheme {scheme}, "
                     f"{str(output)!r} with {', '.join(others) or 'no unfinished run'}. Try one of these schemes."
                 )
             start = known[others[0]]
-            shutil.copytree(output / others[0] / CHECKPOINTS, output / scheme / CHECKPOINTS)
+            shutil.copytree(output / others[0] / CHECKPOINTS, output / scheme / CHECKPOINTS, dirs_exist_ok=True)
         chosen.append(replace(start, **{**changes, "scheme": scheme}))
+        done = max((int(path.stem[5:]) for path in (output / scheme / CHECKPOINTS).glob("step-*.npz")), default=0)
+        if done > chosen[-1].steps:
+            raise ValueError(
+                f"More steps are done already. Received: --steps {chosen[-1].steps}, {done} steps of {scheme}. "
+                f"Try at least {done}."
+            )
     return chosen
 
 

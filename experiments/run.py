@@ -35,7 +35,7 @@ from pipetrain.plan.table import table  # noqa: E402
 from pipetrain.run.quiet import start_tensorflow  # noqa: E402
 
 # What may be different when a run goes on, and options that say nothing about the run itself.
-CHANGEABLE = {"stages", "steps", "learning_rate", "momentum", "microbatches", "eval_every", "checkpoint_every"}
+CHANGEABLE = {"stages", "steps", "learning_rate", "momentum", "microbatches", "checkpoint_every"}
 ANYWAY = ("scheme", "resume", "data_dir", "verbose")
 
 
@@ -195,6 +195,10 @@ def go_on(options: argparse.Namespace) -> tuple[Path, list[Summary]]:
             f"A run goes on with the network and the data that it has. Received: --resume with {', '.join(refused)}. "
             f"Try leaving it out; what can change is --{', --'.join(sorted(CHANGEABLE)).replace('_', '-')}, --scheme."
         )
+    if changes.get("checkpoint_every") == 0:
+        raise ValueError(
+            "A run goes on from checkpoints. Received: --resume, --checkpoint-every 0. Try another number."
+        )
     schemes_given = options.scheme if "scheme" in options.given else []
     settings = resuming.settings(output, schemes_given, changes)
     start_tensorflow(max(each.stages for each in settings))
@@ -203,8 +207,11 @@ def go_on(options: argparse.Namespace) -> tuple[Path, list[Summary]]:
 
 def run(settings: Sequence[Settings], options: argparse.Namespace, output: Path) -> list[Summary]:
     """Every run's summary: of those that have ended in this folder, what they came to; the others are trained."""
-    from experiments.training import train
+    from experiments.training import train, write_settings
 
+    for each in settings:  # all of them now, so that a run that is stopped knows what is left
+        if options.resume is None:
+            write_settings(each, output / each.scheme)
     first = settings[0]
     data = datasets.load(first.dataset, options.data_dir, NETWORKS[first.model].reads)
     summaries = []

@@ -104,7 +104,7 @@ def train(settings: Settings, data: Dataset, output: Path, verbose: bool) -> Sum
     output.mkdir(parents=True, exist_ok=True)
     if verbose and settings.scheme not in ("single", "data-parallel"):
         print(f"{pm.explain(settings.batch_size)}\n")
-    _write(output / "config.json", asdict(settings))
+    write_settings(settings, output)
     recorder = Recorder(data, settings, output / "history.jsonl")
     every = settings.checkpoint_every
     checkpoints = [PipelineCheckpoint(output / CHECKPOINTS, every)] if every else []
@@ -146,6 +146,14 @@ def as_read(shape: tuple[int, ...]) -> Callable[[tf.Tensor, tf.Tensor], tuple[tf
         return x, y
 
     return convert
+
+
+def write_settings(settings: Settings, output: Path) -> None:
+    """What a run is to be, into its folder; whole or not at all."""
+    output.mkdir(parents=True, exist_ok=True)
+    part = output / ".config.json.part"
+    _write(part, asdict(settings))
+    part.replace(output / "config.json")
 
 
 def _summary(settings: Settings, recorder: Recorder, diverged_at: int | None) -> Summary:

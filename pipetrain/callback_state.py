@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,7 +29,7 @@ def remembered(callbacks: list[Any]) -> tuple[dict[str, Any], dict[str, np.ndarr
             arrays |= {f"{key}/{n}": _native(np.asarray(each)) for n, each in enumerate(value)}
         else:
             plain[key] = float(value) if isinstance(value, np.generic) else value
-    plain |= {f"callback/{n}": each.get_state() for n, each in enumerate(callbacks) if hasattr(each, "get_state")}
+    plain |= {key: each.get_state() for key, each in _named(callbacks) if hasattr(each, "get_state")}
     return plain, arrays
 
 
@@ -39,17 +40,26 @@ def recall(callbacks: list[Any], found: Checkpoint) -> None:
         listed = [found.arrays[each] for each in found.arrays if each.startswith(f"{key}/")]
         if listed or key in plain:
             setattr(callback, name, listed or plain[key])
-    for n, each in enumerate(callbacks):
-        if hasattr(each, "set_state") and f"callback/{n}" in plain:
-            each.set_state(plain[f"callback/{n}"])
+    for key, each in _named(callbacks):
+        if hasattr(each, "set_state") and key in plain:
+            each.set_state(plain[key])
 
 
 def _attributes(callbacks: list[Any]) -> Iterator[tuple[str, Any, str]]:
     """Key, callback and attribute of what Keras' own callbacks remember."""
-    for n, callback in enumerate(callbacks):
+    for key, callback in _named(callbacks):
         for kind, names in REMEMBERED.items():
             if isinstance(callback, kind):
-                yield from ((f"callback/{n}/{kind.__name__}/{name}", callback, name) for name in names)
+                yield from ((f"{key}/{name}", callback, name) for name in names)
+
+
+def _named(callbacks: list[Any]) -> Iterator[tuple[str, Any]]:
+    """Every callback by its class, and which of the class it is: others may come between."""
+    seen: Counter[str] = Counter()
+    for callback in callbacks:
+        name = type(callback).__name__
+        yield f"callback/{name}/{seen[name]}", callback
+        seen[name] += 1
 
 
 def _native(array: np.ndarray) -> np.ndarray:

@@ -263,6 +263,6 @@ def _differences(now: dict[str, Any], then: dict[str, Any]) -> list[str]:
         different = [
             f"{name} {now[name]} instead of {then[name]}" for name in ("ends", "replicas") if now[name] != then[name]
         ]
-    names = {"scheme": "scheme", "optimizer": "optimizer", "begun_rate": "learning rate"}
+    names = {"scheme": "scheme", "optimizer": "optimizer", "begun_rate": "learning rate", "batch_size": "batch size"}
     more = [f"{name} {now[key]} instead of {then[key]}" for key, name in names.items() if now[key] != then[key]]
     return [*different, *more]

@@ -43,6 +43,7 @@ class PipelineEngine:
         self._scheme = scheme
         self._pieces = microbatches * layout.replicas[-1]  # into which a minibatch's loss falls
         self._feed = Feed(model)
+        self.rows: int | None = None  # of the first minibatch, if they are known before it is there
         self.evaluator = Evaluator(model, layout)
         self._optimizer: keras.optimizers.Optimizer | None = None
         self._stages: list[list[Stage]] = []
@@ -76,7 +77,7 @@ class PipelineEngine:
 
     def prepare(self, rows: int | None) -> None:
         """Before training on minibatches of this many rows: make the stages, if there are none for this compilation."""
-        self._rows = rows
+        self.rows = rows
         checks.check_rows(rows, self.microbatches)
         if is_scheduled(self._optimizer) != (self._rate is None):
             raise ValueError(
@@ -222,7 +223,7 @@ class PipelineEngine:
         self.synchronize()
         if self.layout.adopt(ends):
             self._pipeline, self._stages = None, []
-            self.prepare(self._rows)
+            self.prepare(self.rows)
         missing = assign(self.model, arrays, self._slots(), self._shared())
         self._optimizer.iterations.assign(updates)
         self._pipeline.updates, self._pipeline.first_update = updates, updates - fitted

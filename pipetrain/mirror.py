@@ -33,6 +33,7 @@ class MirroredEngine:
             self.trained = keras.models.clone_model(model)
         self._training = False
         self._snapshot_every = 0
+        self.rows: int | None = None
         self.trace = Trace(())
         self.load()
 
@@ -64,6 +65,7 @@ class MirroredEngine:
 
     def prepare(self, rows: int | None) -> None:
         """Before training: mirror the model's weights."""
+        self.rows = rows
         self.load()
         self._first_update = int(self._optimizer.iterations.numpy())
 

@@ -7,10 +7,11 @@ from contextlib import ExitStack
 from typing import Any
 
 import keras
+import numpy as np
 
 from pipetrain.engine import is_scheduled
 from pipetrain.position import Position, start_at
-from pipetrain.state import Arrays, array_of, check_weights, number_of
+from pipetrain.state import Arrays, array_of, check_weights, numbered
 
 
 class Resumption:
@@ -36,7 +37,8 @@ class Resumption:
         self.rests: Callable[[int], bool] = _never
         self.at_end: Callable[[], None] | None = None
         self.callbacks, self._first_epoch = callbacks, first_epoch
-        self._steps_done, self._metrics = 0, Arrays()
+        self._steps_done = 0
+        self._metrics: list[np.ndarray] = []
         self._logs: dict[str, float] = {}
         self._begun_rate = self._epoch_rate = self._rate()
         self._rate_within: float | None = None
@@ -68,6 +70,7 @@ class Resumption:
             "metrics": self._metric_names(),
             "optimizer": type(optimizer).__name__,
             "scheme": self._model.scheme,
+            "batch_size": self._engine.rows,
             "ends": layout.ends or [],
             "replicas": list(layout.replicas),
         }
@@ -103,6 +106,7 @@ class Resumption:
     def note_epoch(self) -> None:
         """An epoch is about to begin: callbacks may change its learning rate, again if it is resumed."""
         self._epoch_rate = self._rate()
+        self._metrics, self._logs = [], {}  # of an epoch of which nothing was left
 
     def epoch_begun(self) -> None:
         """All callbacks have seen the epoch begin: in the one that is resumed, the rate is that of its middle."""
@@ -111,7 +115,7 @@ class Resumption:
 
     def restore_metrics(self, arrays: Arrays, about: dict[str, Any]) -> None:
         """Let the metrics of an epoch, and its logs, go on from there, as soon as they are built."""
-        self._metrics = {key: arrays[key] for key in sorted(arrays, key=number_of) if key.startswith("metric/")}
+        self._metrics = numbered(arrays, "metric")
         self._names, self._logs = about["metrics"], about["logs"]
         if len(self._metrics) == len(self._model.metrics_variables):
             self.metrics_built()
@@ -120,10 +124,10 @@ class Resumption:
         """The metrics have their variables: a pipeline's when it sees the first results."""
         variables = self._model.metrics_variables
         if self._metrics and len(self._metrics) == len(variables) and self._names == self._metric_names():
-            for variable, value in zip(variables, self._metrics.values(), strict=True):
+            for variable, value in zip(variables, self._metrics, strict=True):
                 variable.assign(value)
             self._logs = {}
-        self._metrics = {}
+        self._metrics = []
 
     @property
     def logs(self) -> dict[str, float]:

@@ -33,7 +33,7 @@ def collected(model: keras.Model, slots: Iterable[Slot], shared: Iterable[Sequen
 def check_weights(model: keras.Model, arrays: Arrays) -> None:
     """Raise ValueError where the arrays are another model's."""
     here = [tuple(variable.shape) for variable in model.variables]
-    there = [arrays[key].shape for key in sorted(arrays, key=number_of) if key.startswith("weight/")]
+    there = [array.shape for array in numbered(arrays, "weight")]
     if here != there:
         different = next((n for n, pair in enumerate(zip(here, there, strict=False)) if pair[0] != pair[1]), None)
         what = f"{len(there)} variables for {len(here)}"
@@ -73,7 +73,7 @@ def _assign(variable: Any, array: np.ndarray | None) -> bool:
     return True
 
 
-def number_of(key: str) -> tuple[str, int]:
-    """By which keys such as ``weight/12`` are in order."""
-    kind, number, *_ = key.split("/")
-    return kind, int(number)
+def numbered(arrays: Arrays, kind: str) -> list[np.ndarray]:
+    """The arrays ``KIND/0``, ``KIND/1``, ... in order."""
+    keys = (key for key in arrays if key.startswith(f"{kind}/"))
+    return [arrays[key] for key in sorted(keys, key=lambda key: int(key.split("/")[1]))]

@@ -53,11 +53,12 @@ class Store:
         self.directory.mkdir(parents=True, exist_ok=True)
         self._sweep()
         text = json.dumps({"format": FORMAT, "step": step, **about})
+        parts: dict[str, Any] = {ABOUT: np.frombuffer(text.encode(), dtype=np.uint8), **arrays}
         path = self.directory / f"step-{step:08}.npz"
         part = self.directory / f".{path.name}.{os.getpid()}.part"
         try:
             with part.open("wb") as file:
-                np.savez(file, **{ABOUT: np.frombuffer(text.encode(), dtype=np.uint8)}, **arrays)
+                np.savez(file, **parts)
                 file.flush()
                 os.fsync(file.fileno())
             part.replace(path)

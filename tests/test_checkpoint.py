@@ -243,7 +243,7 @@ def test_stopped_within_an_epoch_goes_on_within_it(tmp_path):
         def on_train_batch_end(self, batch, logs=None):
             self.model.stop_training = batch == 2
 
-    run(tmp_path, callbacks=[Late()])
+    run(tmp_path, callbacks=[Late()], every_steps=100)
     assert Store(tmp_path, 3).newest()[0].about["position"] == [0, 7]
     again, _ = run(tmp_path)
     assert int(again.optimizer.iterations) == 3 * STEPS
@@ -270,7 +270,7 @@ def test_data_of_unknown_length_may_stop_at_the_end_of_an_epoch(tmp_path):
     run(tmp_path / "cut", data=feed, every_steps=5, stop_after=11)
     again, rest = run(tmp_path / "cut", data=feed, every_steps=5)
     networks.assert_equal(again.get_weights(), whole.get_weights())
-    assert rest["loss"] == pytest.approx(history["loss"])
+    assert rest["loss"] == pytest.approx(history["loss"][1:])  # nothing is left of the first
 
 
 def test_snapshots_change_nothing(tmp_path):

@@ -100,11 +100,14 @@ def test_resume(start, tmp_path):
         heard += line
     training.send_signal(signal.SIGINT)
     heard += output(training, 130)
-    stopped = int(re.search(r"Stopped by SIGINT after (\d+) steps: step \1 is in runs/resume. Run it again", heard)[1])
+    stopped = int(
+        re.search(r"Stopped by SIGINT after (\d+) steps: step \1 is in .*/runs/resume. Run it again", heard)[1]
+    )
     assert 314 <= stopped < 942  # of 157 in each of 6 epochs
 
     said = output(start("resume.py"))
-    assert f"Going on from runs/resume/step-{stopped:08}.npz: {stopped} steps done" in said
+    assert "Going on from" in said
+    assert f"/runs/resume/step-{stopped:08}.npz: {stopped} steps done" in said
     assert "Epoch 2/6" not in said
     assert "Epoch 6/6" in said
     done = re.search(r"After (\d+) steps the validation accuracy is ([0-9.]+)", said)
