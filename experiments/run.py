@@ -212,6 +212,7 @@ def run(settings: Sequence[Settings], options: argparse.Namespace, output: Path)
     for each in settings:  # all of them now, so that a run that is stopped knows what is left
         if options.resume is None:
             write_settings(each, output / each.scheme)
+            (output / each.scheme / "summary.json").unlink(missing_ok=True)  # of an earlier run: this one has not ended
     first = settings[0]
     data = datasets.load(first.dataset, options.data_dir, NETWORKS[first.model].reads)
     summaries = []

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from pipetrain.state import array_of
 from pipetrain.store import Checkpoint
 
 # What Keras' own callbacks remember, by the names of their attributes.
@@ -26,7 +27,7 @@ def remembered(callbacks: list[Any]) -> tuple[dict[str, Any], dict[str, np.ndarr
     for key, callback, name in _attributes(callbacks):
         value = getattr(callback, name)
         if isinstance(value, list):
-            arrays |= {f"{key}/{n}": _native(np.asarray(each)) for n, each in enumerate(value)}
+            arrays |= {f"{key}/{n}": array_of(each) for n, each in enumerate(value)}
         else:
             plain[key] = float(value) if isinstance(value, np.generic) else value
     plain |= {key: each.get_state() for key, each in _named(callbacks) if hasattr(each, "get_state")}
@@ -60,8 +61,3 @@ def _named(callbacks: list[Any]) -> Iterator[tuple[str, Any]]:
         name = type(callback).__name__
         yield f"callback/{name}/{seen[name]}", callback
         seen[name] += 1
-
-
-def _native(array: np.ndarray) -> np.ndarray:
-    """In a type that NumPy can write: bfloat16 as float32, which holds it exactly."""
-    return array.astype(np.float32) if array.dtype.kind == "V" or array.dtype.name == "bfloat16" else array

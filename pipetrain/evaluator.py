@@ -15,7 +15,7 @@ from pipetrain.layout import Layout
 from pipetrain.plan.schemes import INFERENCE
 from pipetrain.run.collector import Result
 from pipetrain.run.pipeline import Pipeline
-from pipetrain.run.readahead import Minibatch, ReadAhead
+from pipetrain.run.readahead import Minibatch, ReadAhead, never
 
 
 class Evaluator:
@@ -99,7 +99,7 @@ class Evaluation:
     def _open(self, feed: Feed, iterator: Iterator[Any]) -> ReadAhead:
         minibatches = feed.open(iterator)
         self.targets, self._pipeline = feed.targets, self._evaluator.pipeline()
-        return ReadAhead(self._pipeline, minibatches, _no_rate, self._steps, _never)
+        return ReadAhead(self._pipeline, minibatches, _no_rate, self._steps, never)
 
     def rest(self) -> None:
         """What is in flight finishes; the next step goes on."""
@@ -114,11 +114,6 @@ class Evaluation:
 
 def _no_rate() -> None:
     """Nothing learns."""
-
-
-def _never(updates: int) -> bool:
-    """No need to rest: nothing is updated."""
-    return False
 
 
 class Predicted:

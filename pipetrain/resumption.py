@@ -11,6 +11,7 @@ import numpy as np
 
 from pipetrain.engine import is_scheduled
 from pipetrain.position import Position, start_at
+from pipetrain.run.readahead import never
 from pipetrain.state import Arrays, array_of, check_weights, numbered
 
 
@@ -34,7 +35,7 @@ class Resumption:
 
     def begin(self, callbacks: list[Any], first_epoch: int) -> None:
         """A new ``fit``."""
-        self.rests: Callable[[int], bool] = _never
+        self.rests: Callable[[int], bool] = never
         self.at_end: Callable[[], None] | None = None
         self.callbacks, self._first_epoch = callbacks, first_epoch
         self._steps_done = 0
@@ -45,7 +46,7 @@ class Resumption:
 
     def end(self) -> None:
         """The end of ``fit``, whichever it is."""
-        self._model._initial_epoch, self.rests, self.at_end = None, _never, None
+        self._model._initial_epoch, self.rests, self.at_end = None, never, None
         self.exits.close()
 
     def steps_left(self, steps: int | None) -> int | None:
@@ -140,7 +141,3 @@ class Resumption:
 
     def _metric_names(self) -> list[str]:
         return [metric.name for metric in self._model.metrics for _ in metric.variables]
-
-
-def _never(updates: int) -> bool:
-    return False

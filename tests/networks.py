@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
+import time
 from functools import cache
 
 import keras
 import numpy as np
 
 import pipetrain
+from pipetrain.compute.stage import Stage
 
 FEATURES, CLASSES = 12, 5
 
@@ -117,3 +120,16 @@ def assert_close(actual, expected, tolerance=1e-5):
 def assert_equal(actual, expected):
     for got, want in zip(actual, expected, strict=True):
         np.testing.assert_array_equal(got, want)
+
+
+def delay(monkeypatch, longest_s, *methods):
+    """Every stage waits before each of these, a time of its own, the same in every run."""
+    pause = random.Random(7)
+    for name in methods:
+        original = getattr(Stage, name)
+
+        def late(self, *args, original=original):
+            time.sleep(pause.uniform(0, longest_s))
+            return original(self, *args)
+
+        monkeypatch.setattr(Stage, name, late)

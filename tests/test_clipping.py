@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 
@@ -181,15 +180,7 @@ def test_an_exception_reaches_stages_that_wait_for_the_norm(monkeypatch):
 def test_delays_change_no_bit(monkeypatch):
     weights = []
     for delay_s in (0.0, 0.01):
-        pause = random.Random(7)
-        for name in ("backward", "squared_norm", "update"):
-            original = getattr(Stage, name)
-
-            def late(self, *args, original=original, longest_s=delay_s, pause=pause):
-                time.sleep(pause.uniform(0, longest_s))
-                return original(self, *args)
-
-            monkeypatch.setattr(Stage, name, late)
+        networks.delay(monkeypatch, delay_s, "backward", "squared_norm", "update")
         settings = {"scheme": "1f1b", "microbatches": 3, "replicas": (2, 1), "cuts": ("embedding",)}
         pm = pipetrain.PipelineModel(reader(), **settings)
         pm.compile(OPTIMIZERS["momentum"](global_clipnorm=0.1), networks.crossentropy())

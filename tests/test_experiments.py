@@ -154,6 +154,9 @@ def test_a_run_goes_on_under_another_scheme_in_other_stages(main, tmp_path, monk
         raise KeyboardInterrupt
 
     options = ["--output", str(tmp_path), *SMALL, "--checkpoint-every", "5", "--eval-every", "10"]
+    done = training.Summary("spectrain", "snn", "", 4, 128, 40, None, None, None, None, 0, None)
+    (tmp_path / "spectrain").mkdir()
+    (tmp_path / "spectrain" / "summary.json").write_text(json.dumps(training.asdict(done)))  # an earlier run's
     with monkeypatch.context() as patched:
         patched.setattr(training.Recorder, "evaluate", stop)
         assert main(options) == 130

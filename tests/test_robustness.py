@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import time
-
 import networks
 import numpy as np
 import pytest
@@ -20,15 +17,7 @@ def test_delays_change_no_bit(scheme, monkeypatch):
     x, y = networks.data(rows=ROWS)
     weights = []
     for delay_s in (0.0, 0.02):
-        pause = random.Random(7)
-        for name in ("forward", "backward", "update"):
-            original = getattr(Stage, name)
-
-            def late(self, *args, original=original, longest_s=delay_s, pause=pause):
-                time.sleep(pause.uniform(0, longest_s))
-                return original(self, *args)
-
-            monkeypatch.setattr(Stage, name, late)
+        networks.delay(monkeypatch, delay_s, "forward", "backward", "update")
         pm = networks.pipeline(scheme=scheme)
         history = pm.fit(x, y, batch_size=BATCH, epochs=2, verbose=0).history
         weights.append((pm.get_weights(), history))

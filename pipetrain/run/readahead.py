@@ -18,6 +18,11 @@ class Minibatch(NamedTuple):
     sample_weight: Any
 
 
+def never(updates: int) -> bool:
+    """For ``ReadAhead``: no need to rest."""
+    return False
+
+
 class ReadAhead:
     """Each ``step`` returns one minibatch with its result, in order, and has posted a window of later ones.
 
