@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import fields
@@ -28,7 +27,8 @@ sys.path.insert(0, str(ROOT))
 
 import models  # noqa: E402
 from experiments import datasets, resuming  # noqa: E402
-from experiments.networks import NETWORKS, sizes  # noqa: E402
+from experiments.networks import NETWORKS, defaults, sizes  # noqa: E402
+from experiments.options import positive, rate, whole, writable  # noqa: E402
 from experiments.records import Settings, Summary  # noqa: E402
 from pipetrain.plan import schemes  # noqa: E402
 from pipetrain.plan.table import table  # noqa: E402
@@ -128,43 +128,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     chosen = options.scheme or ["spectrain"]
     options.scheme = list(schemes.NAMES) if "all" in chosen else list(dict.fromkeys(chosen))
     return options
-
-
-def whole(text: str) -> int:
-    """A whole number of at least 0."""
-    return 0 if text == "0" else positive(text)
-
-
-def rate(text: str) -> float:
-    """A finite number of at least 0."""
-    number = float(text)
-    if not 0 <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f"a finite number of at least 0 is needed, not {text!r}")
-    return number
-
-
-def defaults(field: str) -> str:
-    """For people: every network's default."""
-    return ", ".join(f"{name} {getattr(network, field)}" for name, network in NETWORKS.items())
-
-
-def positive(text: str) -> int:
-    """A whole number of at least 1."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"a whole number of at least 1 is needed, not {text!r}")
-    return int(text)
-
-
-def writable(output: Path) -> Path:
-    """The directory, made if need be; ValueError if nothing can be written there."""
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=output):
-            return output
-    except OSError as error:
-        raise ValueError(
-            f"Cannot write there: {error.strerror}. Received: output={str(output)!r}. Try another directory."
-        ) from error
 
 
 def begin(options: argparse.Namespace) -> tuple[Path, list[Summary]]:
