@@ -11,7 +11,7 @@ from experiments import datasets
 from experiments.networks import NETWORKS
 
 
-def add_training(parser: argparse.ArgumentParser, steps: int) -> None:
+def add_training(parser: argparse.ArgumentParser, steps: int, output: str = "runs/<time>") -> None:
     """The options that say what is trained, on which data, and where the results go."""
     add = parser.add_argument
     add("--model", choices=models.NAMES, default="snn", help="network (default: %(default)s)")
@@ -31,7 +31,7 @@ def add_training(parser: argparse.ArgumentParser, steps: int) -> None:
     add("--depth", type=positive, metavar="N", help="layers of the network (default: as published, 16 for snn)")
     add("--width", type=positive, metavar="N", help="units of its layers (default: as published, 512 for snn)")
     add("--seed", type=int, default=0, metavar="N", help="of weights and shuffling (default: 0)")
-    add("--output", metavar="DIR", help="where to write results (default: runs/<time>)")
+    add("--output", metavar="DIR", help=f"where to write results (default: {output})")
 
 
 def fill_in(options: argparse.Namespace) -> None:
