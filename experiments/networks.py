@@ -34,12 +34,21 @@ NETWORKS = {
 }
 
 
+def defaults(field: str) -> str:
+    """For people: every network's default."""
+    return ", ".join(f"{name} {getattr(network, field)}" for name, network in NETWORKS.items())
+
+
+def parameters(name: str) -> set[str]:
+    """What the size of a network may be given as."""
+    return set(inspect.signature(models.function(name)).parameters)
+
+
 def sizes(name: str, given: Mapping[str, int | None]) -> dict[str, int]:
     """The size arguments for a network, what is given before its defaults. Raises ValueError for one it lacks."""
     chosen = {key: value for key, value in given.items() if value is not None}
-    known = set(inspect.signature(models.function(name)).parameters)
     for key, value in chosen.items():
-        if key not in known:
+        if key not in parameters(name):
             raise ValueError(f"{name} has no {key}. Received: {key}={value}. Try without it.")
     return {**NETWORKS[name].size, **chosen}
 

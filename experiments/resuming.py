@@ -42,7 +42,7 @@ def settings(output: Path, schemes: Sequence[str], changes: Mapping[str, Any]) -
     A scheme that has not been run there goes on from the checkpoint of the one that has. Raises ValueError where that
     is not to be told.
     """
-    known = {path.parent.name: _read(path) for path in sorted(output.glob("*/config.json"))}
+    known = {path.parent.name: recorded(path) for path in sorted(output.glob("*/config.json"))}
     if not known:
         raise ValueError(
             f"There is no run to go on with. Received: --resume {str(output)!r}, which holds none. "
@@ -70,7 +70,8 @@ def settings(output: Path, schemes: Sequence[str], changes: Mapping[str, Any]) -
     return chosen
 
 
-def _read(path: Path) -> Settings:
+def recorded(path: Path) -> Settings:
+    """The settings in a run's ``config.json``. Raises ValueError where they cannot be read."""
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
         return Settings(**{field.name: given[field.name] for field in fields(Settings)})

@@ -33,9 +33,9 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from experiments import datasets, optimizers  # noqa: E402
-from experiments.arguments import add_training, fill_in, positive, writable  # noqa: E402
 from experiments.displacement import Errors, Means, Versions, means  # noqa: E402
 from experiments.networks import NETWORKS, input_shape, sizes  # noqa: E402
+from experiments.options import add_training, fill_in, positive, writable  # noqa: E402
 from pipetrain.plan.schemes import NAMES  # noqa: E402
 from pipetrain.plan.table import table  # noqa: E402
 from pipetrain.run.quiet import start_tensorflow  # noqa: E402

@@ -26,8 +26,8 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from experiments import datasets, resuming  # noqa: E402
-from experiments.arguments import add_training, fill_in, positive, whole, writable  # noqa: E402
 from experiments.networks import NETWORKS, sizes  # noqa: E402
+from experiments.options import add_training, fill_in, positive, whole, writable  # noqa: E402
 from experiments.records import Settings, Summary  # noqa: E402
 from pipetrain.plan import schemes  # noqa: E402
 from pipetrain.plan.table import table  # noqa: E402

@@ -88,8 +88,8 @@ class Recorder(keras.callbacks.Callback):
         return (last - first) * self._settings.batch_size / taken_s
 
 
-def train(settings: Settings, data: Dataset, output: Path, verbose: bool) -> Summary:
-    """Train once, and write config, history, summary, trace and model into ``output``."""
+def train(settings: Settings, data: Dataset, output: Path, verbose: bool, keep: bool = True) -> Summary:
+    """Train once, and write config, history and summary into ``output``; to ``keep`` are trace and model too."""
     keras.utils.set_random_seed(settings.seed)
     shape = input_shape(settings.model, data.x_train.shape[1:])
     model = models.build(settings.model, shape, data.classes, **settings.size)
@@ -119,8 +119,9 @@ def train(settings: Settings, data: Dataset, output: Path, verbose: bool) -> Sum
     except FloatingPointError as error:
         diverged_at = len(recorder.seen_s)
         print(f"\n{error}")
-    pm.trace.save(output / "trace.json")
-    pm.save(output / "model.keras")
+    if keep:
+        pm.trace.save(output / "trace.json")
+        pm.save(output / "model.keras")
     summary = _summary(settings, recorder, diverged_at)
     _write(output / "summary.json", asdict(summary))
     shutil.rmtree(output / CHECKPOINTS, ignore_errors=True)  # the run is over, and its model saved
