@@ -157,7 +157,7 @@ def measure(study: Study, data: datasets.Dataset) -> tuple[list[Errors], int | N
 
     try:
         pm.fit(
-            batches(data, study.model, study.batch_size, study.seed),
+            batches(data, shape, study.batch_size, study.seed),
             steps_per_epoch=study.steps,
             shuffle=False,  # the data set shuffles itself
             callbacks=[Snapshots(1, compare)],

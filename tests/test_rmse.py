@@ -124,7 +124,7 @@ def plain_weights(steps):
     model = models.build("snn", data.x_train.shape[1:], data.classes, depth=3, width=8)
     model.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss=networks.crossentropy())
     kept = [np.concatenate([np.ravel(each) for each in model.get_weights()])]
-    for x, y in training.batches(data, "snn", 32, 0).take(steps):
+    for x, y in training.batches(data, data.x_train.shape[1:], 32, 0).take(steps):
         model.train_on_batch(x, y)
         kept.append(np.concatenate([np.ravel(each) for each in model.get_weights()]))
     return kept
