@@ -38,9 +38,10 @@ def interval(values: Sequence[float]) -> tuple[float, float | None]:
     return mean, quantile(len(values) - 1) * stdev(values) / math.sqrt(len(values))
 
 
-def shown(values: Sequence[float], digits: int) -> str:
+def shown(values: Sequence[float], digits: int, signed: bool = False) -> str:
     """For people: ``0.8123 ± 0.0040``; of a single value the value alone, and ``-`` of none."""
     if not values:
         return "-"
     mean, half = interval(values)
-    return f"{mean:.{digits}f}" if half is None else f"{mean:.{digits}f} ± {half:.{digits}f}"
+    said = f"{mean:{'+' if signed else ''}.{digits}f}"
+    return said if half is None else f"{said} ± {half:.{digits}f}"

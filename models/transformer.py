@@ -22,7 +22,8 @@ def transformer(
     """``depth`` encoder blocks and ``depth`` decoder blocks of ``width`` units; the mean over the words gives logits.
 
     The decoder reads the same sentence, each word seeing those before it, and attends to the encoder's output.
-    Normalization follows every sum and feed-forward layers have ``4 * width`` units, as published.
+    Normalization follows every sum, feed-forward layers have ``4 * width`` units, and the words' vectors are multiplied
+    by the root of the width, as published.
     Source: Vaswani et al. 2017 (arXiv 1706.03762).
 
     Args:
@@ -34,8 +35,9 @@ def transformer(
         vocabulary: number of distinct words.
     """
     words = keras.Input(input_shape, dtype="int32", name="words")
-    x = L.Embedding(vocabulary, width, name="embedding")(words)
-    x = source = x + _positions(input_shape[0], width)
+    initial = keras.initializers.RandomNormal(stddev=width**-0.5)
+    x = L.Embedding(vocabulary, width, initial, name="embedding")(words)
+    x = source = x * width**0.5 + _positions(input_shape[0], width)
     for n in range(depth):
         x = _attention(x, x, heads, f"encoder{n + 1}_self")
         x = _feed_forward(x, f"encoder{n + 1}_feed")

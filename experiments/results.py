@@ -1,0 +1,179 @@
+"""Runs found in a folder, and the paper's Table 1 made of them: as text, and as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from itertools import groupby
+from pathlib import Path
+
+from experiments import resuming
+from experiments.intervals import interval, shown
+from experiments.records import Settings, Summary
+from pipetrain.plan.schemes import DATA_PARALLEL, NAMES
+from pipetrain.plan.table import counted, table
+
+REFERENCES = (DATA_PARALLEL, "single")  # synchronous, the same gradient of each minibatch; the first that was run
+FREE = ("scheme", "seed")  # what may be different between the runs of a network
+# Chen et al. 2018 (arXiv 1809.02839), section 4: validation accuracy against data parallelism, in points.
+PAPER = {"vanilla": "-0.55", "weight-stashing": "-1.1", "spectrain": "0"}
+PAPER_EXCEPTIONS = {("residual_lstm", "spectrain"): "below 0"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run that has ended."""
+
+    settings: Settings
+    summary: Summary
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What a table shows in one place, and whether that is the best of its network."""
+
+    text: str
+    best: bool = False
+
+
+@dataclass(frozen=True)
+class Section:
+    """One network's part of the table."""
+
+    model: str
+    about: str
+    header: tuple[str, ...]
+    rows: list[tuple[Cell, ...]]
+
+
+def folder(output: Path, settings: Settings) -> Path:
+    """Where a run writes its files."""
+    return output / settings.model / settings.scheme / f"seed{settings.seed}"
+
+
+def gather(output: Path) -> list[Run]:
+    """The runs under a folder that have ended: by network, scheme and seed. Raises ValueError for damaged files."""
+    found = []
+    for path in output.glob("*/*/seed*/config.json"):
+        summary = resuming.summary(path.parent)
+        if summary is not None:
+            found.append(Run(resuming.recorded(path), summary))
+    return sorted(found, key=lambda run: (run.settings.model, NAMES.index(run.settings.scheme), run.settings.seed))
+
+
+def check_alike(settings: Iterable[Settings]) -> None:
+    """Raises ValueError where runs of one network differ in more than scheme and seed: they are not to be compared."""
+    first: dict[str, Settings] = {}
+    keys = [field.name for field in fields(Settings) if field.name not in FREE]
+    for each in settings:
+        other = first.setdefault(each.model, each)
+        different = [key for key in keys if getattr(each, key) != getattr(other, key)]
+        if different:
+            received = "; ".join(f"{key} {getattr(other, key)} and {getattr(each, key)}" for key in different)
+            raise ValueError(
+                f"Runs that are compared have equal settings. Received: {each.model} with {received}. "
+                "Try another --output, or delete the runs that are there."
+            )
+
+
+def sections(runs: Sequence[Run]) -> list[Section]:
+    """The table, network by network."""
+    return [_section(model, list(those)) for model, those in groupby(runs, key=lambda run: run.settings.model)]
+
+
+def _section(model: str, runs: Sequence[Run]) -> Section:
+    schemes = {
+        name: list(those) for name, those in groupby(sorted(runs, key=_scheme), key=lambda run: run.settings.scheme)
+    }
+    reference = next((name for name in REFERENCES if name in schemes), None)
+    columns = [
+        _column(schemes, lambda run: run.summary.min_train_loss, min, 4),
+        _column(schemes, lambda run: run.summary.min_val_loss, min, 4),
+        _column(schemes, _percent, max, 2),
+    ]
+    header = ("scheme", "seeds", "min training loss", "min validation loss", "max validation accuracy, %")
+    if reference:
+        columns.append([Cell(_difference(those, schemes[reference])) for those in schemes.values()])
+        columns.append([Cell(PAPER_EXCEPTIONS.get((model, name), PAPER.get(name, ""))) for name in schemes])
+        header = (*header, f"against {reference}, points", "the paper")
+    if any(run.summary.diverged_at for run in runs):
+        columns.append([Cell(_divergence(those)) for those in schemes.values()])
+        header = (*header, "diverged")
+    names = [(Cell(name), Cell(str(len(those)))) for name, those in schemes.items()]
+    rows = [(*first, *cells) for first, cells in zip(names, zip(*columns, strict=True), strict=True)]
+    return Section(model, _about(runs[0].settings), header, rows)
+
+
+def _scheme(run: Run) -> tuple[bool, int]:
+    """A key that sorts: the references first, then as the schemes are listed."""
+    return run.settings.scheme not in REFERENCES, NAMES.index(run.settings.scheme)
+
+
+def _column(
+    schemes: dict[str, list[Run]],
+    value: Callable[[Run], float | None],
+    choose: Callable[[Iterable[float]], float],
+    digits: int,
+) -> list[Cell]:
+    """Means with intervals; the best of them is that of a scheme of which no run diverged."""
+    values = {name: [x for x in map(value, runs) if x is not None] for name, runs in schemes.items()}
+    steady = {
+        name: interval(values[name])[0]
+        for name, runs in schemes.items()
+        if values[name] and not any(run.summary.diverged_at for run in runs)
+    }
+    best = choose(steady.values()) if len(steady) > 1 else None
+    return [Cell(shown(values[name], digits), best is not None and steady.get(name) == best) for name in schemes]
+
+
+def _percent(run: Run) -> float | None:
+    accuracy = run.summary.max_val_accuracy
+    return None if accuracy is None else 100 * accuracy
+
+
+def _difference(runs: Sequence[Run], reference: Sequence[Run]) -> str:
+    """Mean of the differences between runs of the same seed: of the same first weights and the same minibatches."""
+    if runs is reference:
+        return ""
+    accuracy = {run.settings.seed: _percent(run) for run in reference}
+    pairs = [(_percent(run), accuracy.get(run.settings.seed)) for run in runs]
+    return shown([mine - other for mine, other in pairs if mine is not None and other is not None], 2, signed=True)
+
+
+def _divergence(runs: Sequence[Run]) -> str:
+    steps = [run.summary.diverged_at for run in runs if run.summary.diverged_at]
+    if not steps:
+        return ""
+    return f"at step {', '.join(map(str, steps))} in {len(steps)} of {counted(len(runs), 'seed')}"
+
+
+def _about(settings: Settings) -> str:
+    size = ", ".join(f"{key} {value}" for key, value in settings.size.items()) or "as published"
+    return (
+        f"{size}; {settings.dataset}; SGD {settings.learning_rate:g}, momentum {settings.momentum:g}; "
+        f"{settings.steps} steps of {settings.batch_size}, metrics every {settings.eval_every}; "
+        f"{counted(settings.stages, 'stage')}"
+    )
+
+
+def text(parts: Sequence[Section]) -> str:
+    """For the terminal; the best of a network has a star."""
+    return "\n\n".join(
+        f"{part.model}: {part.about}\n"
+        + table(part.header, [[f"{cell.text}{' *' if cell.best else ''}" for cell in row] for row in part.rows])
+        for part in parts
+    )
+
+
+def markdown(parts: Sequence[Section]) -> str:
+    """The same; the best of a network is bold."""
+    return "\n".join(_markdown(part) for part in parts)
+
+
+def _markdown(part: Section) -> str:
+    def line(cells: Iterable[str]) -> str:
+        return f"| {' | '.join(cells)} |"
+
+    rows = [line(f"**{cell.text}**" if cell.best else cell.text for cell in row) for row in part.rows]
+    rule = "|---|" + "---:|" * (len(part.header) - 1)
+    return "\n".join((f"### {part.model}", "", f"{part.about}.", "", line(part.header), rule, *rows, ""))

@@ -1,0 +1,174 @@
+"""The paper's Table 1: how well every network trains under every scheme, over several seeds.
+
+After Chen et al. 2018 (arXiv 1809.02839), section 4: 5,000 minibatches of 128, metrics every 20 of them; of each run
+the least training loss, the least validation loss and the highest validation accuracy. Here they are means over seeds
+with their 95% interval. Runs of one seed start from the same weights and see the same minibatches, so that differences
+in accuracy are taken seed by seed: against data-parallel, or against single where that is run instead (the same
+gradient on one device: cheaper on a machine without GPUs).
+
+Runs go to DIR/<network>/<scheme>/seed<N>/, and a run that has ended there is not repeated: stop the command when you
+like and give it again. The table and the figure show all runs that DIR holds, so that networks which need other sizes,
+data or learning rates have a command each, with the same --output. A run that diverges counts with the best that it
+had by then, and the table says so.
+
+examples:
+  python experiments/table1.py --data-dir ~/tensorflow_datasets          # as in the paper, for GPUs
+  python experiments/table1.py --model snn --width 256 --steps 1000 --output runs/small
+  python experiments/table1.py --model residual_lstm --depth 4 --width 32 --steps 1000 --learning-rate 0.05 \\
+      --data-dir ~/tensorflow_datasets --output runs/small               # another network of the same table
+  python experiments/table1.py --gather --output runs/small              # the table of what there is by now
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from experiments import datasets, results  # noqa: E402
+from experiments.networks import NETWORKS, defaults, parameters, sizes  # noqa: E402
+from experiments.options import positive, rate, writable  # noqa: E402
+from experiments.records import Settings  # noqa: E402
+from pipetrain.plan import schemes  # noqa: E402
+from pipetrain.run.quiet import start_tensorflow  # noqa: E402
+
+SCHEMES = (schemes.DATA_PARALLEL, "vanilla", "weight-stashing", "spectrain")
+MICROBATCHES = 4  # for gpipe and 1f1b
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status: 2 for arguments that cannot be used."""
+    options = parse(arguments)
+    try:
+        output = writable(options.output)
+        if not options.gather:
+            train_all(planned(options), output, options.data_dir)
+        report(output)
+    except ValueError as error:
+        print(f"table1.py: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nTo go on: the same command. The table of the runs that have ended: --gather", file=sys.stderr)
+        return 130
+    return 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line's options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--model", action="append", choices=NETWORKS, help="network; may be given several times (default: all six)"
+    )
+    parser.add_argument(
+        "--scheme",
+        action="append",
+        choices=schemes.NAMES,
+        help=f"how to train; may be given several times (default: {', '.join(SCHEMES)})",
+    )
+    parser.add_argument("--steps", type=positive, default=5000, metavar="N", help="minibatches (default: 5000)")
+    parser.add_argument("--eval-every", type=positive, default=20, metavar="N", help="(default: 20 steps)")
+    parser.add_argument(
+        "--seeds", type=positive, default=3, metavar="N", help="runs of each scheme, with seeds 0 to N-1 (default: 3)"
+    )
+    parser.add_argument("--stages", type=positive, default=4, metavar="N", help="pipeline stages (default: 4)")
+    parser.add_argument("--batch-size", type=positive, default=128, metavar="N", help="(default: 128 rows)")
+    parser.add_argument(
+        "--learning-rate", type=rate, metavar="X", help=f"of SGD (default: the paper's: {defaults('learning_rate')})"
+    )
+    parser.add_argument("--momentum", type=rate, default=0.9, metavar="X", help="of SGD (default: 0.9)")
+    parser.add_argument(
+        "--depth", type=positive, metavar="N", help="layers, of networks that have it (default: as run.py's)"
+    )
+    parser.add_argument("--width", type=positive, metavar="N", help="units of the layers (default: as run.py's)")
+    parser.add_argument(
+        "--dataset", choices=datasets.NAMES, help=f"(default: that of the network: {defaults('dataset')})"
+    )
+    parser.add_argument("--data-dir", metavar="DIR", help="where tensorflow-datasets keeps or downloads its data")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=ROOT / "runs" / "table1",
+        metavar="DIR",
+        help="where runs, table1.md, table1.png and table1.svg go (default: runs/table1)",
+    )
+    parser.add_argument("--gather", action="store_true", help="train nothing: the table of the runs in --output")
+    options = parser.parse_args(arguments)
+    options.model = list(dict.fromkeys(options.model or NETWORKS))
+    options.scheme = list(dict.fromkeys(options.scheme or SCHEMES))
+    return options
+
+
+def planned(options: argparse.Namespace) -> list[Settings]:
+    """The runs that are asked for: all schemes of a seed before the next seed, so that any stop leaves a comparison."""
+    return [
+        Settings(
+            scheme=scheme,
+            model=model,
+            dataset=options.dataset or NETWORKS[model].dataset,
+            stages=options.stages,
+            batch_size=options.batch_size,
+            steps=options.steps,
+            learning_rate=NETWORKS[model].learning_rate if options.learning_rate is None else options.learning_rate,
+            momentum=options.momentum,
+            eval_every=options.eval_every,
+            seed=seed,
+            microbatches=MICROBATCHES,
+            size=_size(model, options),
+        )
+        for model in options.model
+        for seed in range(options.seeds)
+        for scheme in options.scheme
+    ]
+
+
+def _size(model: str, options: argparse.Namespace) -> dict[str, int]:
+    """Among several networks, those without a depth do without; one that is asked for alone refuses it."""
+    given = {"depth": options.depth, "width": options.width}
+    if len(options.model) > 1:
+        given = {key: value for key, value in given.items() if key in parameters(model)}
+    return sizes(model, given)
+
+
+def train_all(wanted: Sequence[Settings], output: Path, data_dir: str | None) -> None:
+    """Train what has not ended yet. Raises ValueError, before any training, for runs that could not be compared."""
+    ended = [run.settings for run in results.gather(output)]
+    results.check_alike([*ended, *wanted])
+    left = [each for each in wanted if each not in ended]
+    print(f"{len(wanted)} runs, {len(wanted) - len(left)} of them ended already")
+    if not left:
+        return
+    start_tensorflow(left[0].stages)
+    import keras
+
+    from experiments.training import train
+
+    for model, those in groupby(left, key=lambda each: each.model):
+        runs = list(those)
+        data = datasets.load(runs[0].dataset, data_dir, NETWORKS[model].reads)
+        for each in runs:
+            print(f"{model}, {each.scheme}, seed {each.seed}", flush=True)
+            train(each, data, results.folder(output, each), verbose=False, keep=False)
+            keras.utils.clear_session()  # or memory grows with every run
+
+
+def report(output: Path) -> None:
+    """Print the table of all runs in the folder, write it there, and draw the figure."""
+    runs = results.gather(output)
+    if not runs:
+        raise ValueError(f"No run has ended there. Received: output={str(output)!r}. Try the --output of a run.")
+    results.check_alike(run.settings for run in runs)
+    parts = results.sections(runs)
+    (output / "table1.md").write_text(results.markdown(parts), encoding="utf-8")
+    from plots.table1 import draw
+
+    picture = draw(output, output / "table1.png")
+    print(f"\n{results.text(parts)}\n\n* the best of its network\n\n{output / 'table1.md'}\n{picture}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""Draw the learning curves of experiments/table1.py: a row for each network, a curve for each scheme.
+
+Curves are means over the seeds: lightly what was measured, and boldly the mean of every point and the 20 about it.
+
+example:
+  python plots/table1.py runs/table1 --output curves.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from plots.learning_curves import PANELS
+from plots.style import COLOURS, STYLES, save
+
+NEIGHBOURS = 20  # of a point, that it is averaged with
+Rows = list[dict[str, float]]
+
+
+def draw(folder: Path, output: Path) -> Path:
+    """One figure from the ``summary.json`` and ``history.jsonl`` of all runs under a folder that have ended.
+
+    Curves are of the seeds that did not diverge, or, where all of them did, of all until the first divergence.
+    """
+    networks = read(folder)
+    figure = Figure(figsize=(14, 3.3 * len(networks) + 0.7), layout="constrained")
+    grid = figure.subplots(len(networks), len(PANELS), squeeze=False)
+    handles: dict[str, Any] = {}
+    for panels, (network, schemes) in zip(grid, networks.items(), strict=True):
+        notes = []
+        for scheme in sorted(schemes, key=list(COLOURS).index):
+            curves, note = chosen(schemes[scheme])
+            notes += [f"{scheme}: {note}"] if note else []
+            for panel, key in zip(panels, PANELS, strict=True):
+                handles[scheme] = _curve(panel, scheme, curves, key)
+        for panel, (key, name) in zip(panels, PANELS.items(), strict=True):
+            panel.set(title=f"{network}: {name}", xlabel="step")
+            panel.grid(alpha=0.3)
+            if key != "val_accuracy":
+                _limit(panel)
+        if notes:
+            panels[0].text(0.98, 0.96, "\n".join(notes), transform=panels[0].transAxes, ha="right", va="top", size=8)
+    figure.legend(handles.values(), handles, loc="outside upper center", ncols=len(handles), frameon=False)
+    return save(figure, output)
+
+
+def read(folder: Path) -> dict[str, dict[str, list[tuple[Rows, int | None]]]]:
+    """By network and scheme, every run's rows of history and the step at which it diverged, if it did."""
+    networks: dict[str, dict[str, list[tuple[Rows, int | None]]]] = {}
+    for path in sorted(folder.glob("*/*/seed*/summary.json")):
+        lines = path.with_name("history.jsonl").read_text(encoding="utf-8").splitlines()
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        run = ([json.loads(line) for line in lines], summary["diverged_at"])
+        networks.setdefault(summary["model"], {}).setdefault(summary["scheme"], []).append(run)
+    return networks
+
+
+def chosen(runs: Sequence[tuple[Rows, int | None]]) -> tuple[list[Rows], str]:
+    """The histories that are drawn, and what is to be said of those that diverged."""
+    diverged = [step for _, step in runs if step is not None]
+    steady = [rows for rows, step in runs if step is None]
+    if not diverged:
+        return steady, ""
+    at = f"diverged at step {', '.join(map(str, diverged))} in {len(diverged)} of {len(runs)} seeds"
+    return (steady, f"{at}, not drawn") if steady else ([rows for rows, _ in runs], at)
+
+
+def means(curves: Sequence[Rows], key: str) -> tuple[list[float], list[float]]:
+    """Steps, and the mean over the curves, as far as the shortest of them goes."""
+    shared = list(zip(*curves, strict=False))
+    return [rows[0]["step"] for rows in shared], [fmean(row[key] for row in rows) for rows in shared]
+
+
+def smoothed(values: Sequence[float], neighbours: int = NEIGHBOURS) -> list[float]:
+    """At every point the mean of it and as many neighbours on both sides: fewer near the ends."""
+    last = len(values) - 1
+    reach = [min(neighbours // 2, n, last - n) for n in range(len(values))]
+    return [fmean(values[n - half : n + half + 1]) for n, half in enumerate(reach)]
+
+
+def _curve(panel: Axes, scheme: str, curves: Sequence[Rows], key: str) -> Any:
+    steps, values = means(curves, key)
+    style = {"color": COLOURS[scheme], "linestyle": STYLES.get(scheme, "-")}
+    panel.plot(steps, values, color=COLOURS[scheme], linewidth=0.7, alpha=0.35)
+    return panel.plot(steps, smoothed(values), linewidth=2, **style)[0]
+
+
+def _limit(panel: Axes) -> None:
+    """From the lowest value to somewhat above the bold lines: single peaks may leave the panel."""
+    light, bold = panel.lines[::2], panel.lines[1::2]
+    low = min((min(line.get_ydata()) for line in light if len(line.get_ydata())), default=0.0)
+    highest = sorted(max(line.get_ydata()) for line in bold if len(line.get_ydata()))
+    if highest:
+        high = highest[(len(highest) - 1) // 2]  # of half of the schemes: one that fails must not flatten the others
+        panel.set_ylim(max(0.0, low - 0.05 * (high - low)), high + 0.15 * (high - low))
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="--output of experiments/table1.py")
+    parser.add_argument("--output", type=Path, help="(default: table1.png in that folder)")
+    options = parser.parse_args()
+    print(draw(options.folder, options.output or options.folder / "table1.png"))
+
+
+if __name__ == "__main__":
+    main()
