@@ -265,4 +265,8 @@ def _differences(now: dict[str, Any], then: dict[str, Any]) -> list[str]:
         ]
     names = {"scheme": "scheme", "optimizer": "optimizer", "begun_rate": "learning rate", "batch_size": "batch size"}
     more = [f"{name} {now[key]} instead of {then[key]}" for key, name in names.items() if now[key] != then[key]]
+    options = then.get("options", now["options"])  # of earlier checkpoints nothing is known
+    more += [
+        f"{key} {now['options'][key]} instead of {was}" for key, was in options.items() if now["options"][key] != was
+    ]
     return [*different, *more]
