@@ -20,7 +20,12 @@ POLICIES: dict[str, Mapping[str, Any]] = {
     "vanilla": {"scheme": "vanilla"},
     "weight-stashing": {"scheme": "weight-stashing"},
     "vertical-sync": {"scheme": "vertical-sync"},
+    "2bw": {"scheme": "2bw"},
+    "spike-compensation": {"scheme": "spike-compensation"},
+    "vanilla + rescaling": {"scheme": "vanilla", "rescale_steps": 100},
     "spectrain": {"scheme": "spectrain"},
+    "spectrain/local": {"scheme": "spectrain", "horizon": "local"},
+    "spectrain/fitted": {"scheme": "spectrain", "horizon": "fitted"},
 }
 GUESSING = math.log(10)  # the loss of ten classes, all equally likely
 

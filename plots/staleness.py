@@ -25,12 +25,12 @@ LOOKS = {
     "vanilla": (COLOURS["vanilla"], "o", "-"),
     "vanilla + rescaling": (COLOURS["vanilla"], "v", ":"),
     "weight-stashing": (COLOURS["weight-stashing"], "s", "-"),
-    "2bw": (COLOURS["weight-stashing"], "P", ":"),
+    "2bw": (COLOURS["2bw"], "P", ":"),
     "vertical-sync": (COLOURS["vertical-sync"], "D", "-"),
     "spectrain": (COLOURS["spectrain"], "o", "-"),
     "spectrain/local": ("#0072B2", "^", "-."),
-    "spectrain/fitted": ("#009E73", "*", "-"),
-    "spike-compensation": ("#56B4E9", "X", "--"),
+    "spectrain/fitted": ("#56B4E9", "*", "-"),
+    "spike-compensation": (COLOURS["spike-compensation"], "X", "--"),
 }
 OTHER = ("#666666", "h", ":")
 
