@@ -25,10 +25,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-import models  # noqa: E402
 from experiments import datasets, resuming  # noqa: E402
-from experiments.networks import NETWORKS, defaults, sizes  # noqa: E402
-from experiments.options import positive, rate, whole, writable  # noqa: E402
+from experiments.networks import NETWORKS, sizes  # noqa: E402
+from experiments.options import add_training, fill_in, positive, whole, writable  # noqa: E402
 from experiments.records import Settings, Summary  # noqa: E402
 from pipetrain.plan import schemes  # noqa: E402
 from pipetrain.plan.table import table  # noqa: E402
@@ -73,35 +72,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         choices=(*schemes.NAMES, "all"),
         help="how to train, see below; may be given several times (default: spectrain)",
     )
-    parser.add_argument("--model", choices=models.NAMES, default="snn", help="network (default: %(default)s)")
-    parser.add_argument(
-        "--dataset",
-        choices=datasets.NAMES,
-        help=f"data set (default: that of the network: {defaults('dataset')}); fashion_mnist_small comes with the "
-        "repository, the others through tensorflow-datasets. Images are resized to what the network reads",
-    )
-    parser.add_argument("--data-dir", metavar="DIR", help="where tensorflow-datasets keeps or downloads its data")
-    parser.add_argument("--stages", type=positive, default=4, metavar="N", help="pipeline stages (default: 4)")
-    parser.add_argument(
-        "--batch-size", type=positive, default=128, metavar="N", help="rows per minibatch (default: 128)"
-    )
+    add_training(parser, steps=1000)
     parser.add_argument("--microbatches", type=positive, default=4, metavar="N", help="for gpipe and 1f1b (default: 4)")
-    parser.add_argument("--steps", type=positive, default=1000, metavar="N", help="minibatches (default: 1000)")
-    parser.add_argument(
-        "--learning-rate", type=rate, metavar="X", help=f"of SGD (default: the paper's: {defaults('learning_rate')})"
-    )
-    parser.add_argument("--momentum", type=float, default=0.9, metavar="X", help="of SGD (default: 0.9)")
-    parser.add_argument(
-        "--depth", type=positive, metavar="N", help="layers of the network (default: as published, 16 for snn)"
-    )
-    parser.add_argument(
-        "--width", type=positive, metavar="N", help="units of its layers (default: as published, 512 for snn)"
-    )
     parser.add_argument(
         "--eval-every", type=positive, default=20, metavar="N", help="steps between validations (default: 20)"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and shuffling (default: 0)")
-    parser.add_argument("--output", metavar="DIR", help="where to write results (default: runs/<time>)")
     parser.add_argument(
         "--checkpoint-every",
         type=whole,
@@ -122,9 +97,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.given = {
         key: value for key, value in vars(parser.parse_args(arguments, unset)).items() if value is not None
     }
-    options.dataset = options.dataset or NETWORKS[options.model].dataset
-    if options.learning_rate is None:
-        options.learning_rate = NETWORKS[options.model].learning_rate
+    fill_in(options)
     chosen = options.scheme or ["spectrain"]
     options.scheme = list(schemes.NAMES) if "all" in chosen else list(dict.fromkeys(chosen))
     return options
