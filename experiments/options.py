@@ -1,10 +1,14 @@
-"""Kinds of command-line values, and the folder that results go to."""
+"""Options that command lines have in common, kinds of their values, and the folder that results go to."""
 
 from __future__ import annotations
 
 import argparse
 import tempfile
 from pathlib import Path
+
+import models
+from experiments import datasets, optimizers
+from experiments.networks import NETWORKS, defaults
 
 
 def positive(text: str) -> int:
@@ -37,3 +41,46 @@ def writable(output: Path) -> Path:
         raise ValueError(
             f"Cannot write there: {error.strerror}. Received: output={str(output)!r}. Try another directory."
         ) from error
+
+
+def add_training(parser: argparse.ArgumentParser, steps: int, output: str = "runs/<time>") -> None:
+    """The options that say what is trained, on which data, and where the results go."""
+    add = parser.add_argument
+    add("--model", choices=models.NAMES, default="snn", help="network (default: %(default)s)")
+    add(
+        "--dataset",
+        choices=datasets.NAMES,
+        help=f"data set (default: that of the network: {defaults('dataset')}); fashion_mnist_small comes with the "
+        "repository, the others through tensorflow-datasets. Images are resized to what the network reads",
+    )
+    add("--data-dir", metavar="DIR", help="where tensorflow-datasets keeps or downloads its data")
+    add("--stages", type=positive, default=4, metavar="N", help="pipeline stages (default: 4)")
+    add("--batch-size", type=positive, default=128, metavar="N", help="rows per minibatch (default: 128)")
+    add("--steps", type=positive, default=steps, metavar="N", help="minibatches (default: %(default)s)")
+    rates = defaults("learning_rate")
+    add(
+        "--optimizer",
+        choices=optimizers.NAMES,
+        default="momentum",
+        help="sgd has no momentum, momentum and nesterov have that of --momentum (default: %(default)s)",
+    )
+    add(
+        "--learning-rate",
+        type=rate,
+        metavar="X",
+        help=f"(default: {optimizers.ADAPTIVE_RATE} for {', '.join(optimizers.ADAPTIVE)}; else the paper's: {rates})",
+    )
+    add("--momentum", type=float, default=0.9, metavar="X", help="of momentum and nesterov (default: 0.9)")
+    add("--depth", type=positive, metavar="N", help="layers of the network (default: as published, 16 for snn)")
+    add("--width", type=positive, metavar="N", help="units of its layers (default: as published, 512 for snn)")
+    add("--seed", type=int, default=0, metavar="N", help="of weights and shuffling (default: 0)")
+    add("--output", metavar="DIR", help=f"where to write results (default: {output})")
+
+
+def fill_in(options: argparse.Namespace) -> None:
+    """Data set and learning rate are the network's own, where none are given."""
+    network = NETWORKS[options.model]
+    options.dataset = options.dataset or network.dataset
+    if options.learning_rate is None:
+        adaptive = options.optimizer in optimizers.ADAPTIVE
+        options.learning_rate = optimizers.ADAPTIVE_RATE if adaptive else network.learning_rate

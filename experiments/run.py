@@ -21,14 +21,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-import models  # noqa: E402
 from experiments import datasets, resuming  # noqa: E402
-from experiments.networks import NETWORKS, defaults, sizes  # noqa: E402
-from experiments.options import positive, rate, whole, writable  # noqa: E402
+from experiments.networks import NETWORKS, sizes  # noqa: E402
+from experiments.options import add_training, fill_in, positive, whole, writable  # noqa: E402
 from experiments.records import Settings, Summary  # noqa: E402
 from pipetrain.plan import schemes  # noqa: E402
 from pipetrain.plan.table import table  # noqa: E402
@@ -37,6 +37,7 @@ from pipetrain.run.quiet import start_tensorflow  # noqa: E402
 # What may be different when a run goes on, and options that say nothing about the run itself.
 CHANGEABLE = {"stages", "steps", "learning_rate", "momentum", "microbatches", "checkpoint_every"}
 ANYWAY = ("scheme", "resume", "data_dir", "verbose")
+POLICY_OPTIONS: dict[str, Any] = {"horizon": schemes.HORIZONS[0], "spike_compensation": False, "rescale_steps": None}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,35 +74,34 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         choices=(*schemes.NAMES, "all"),
         help="how to train, see below; may be given several times (default: spectrain)",
     )
-    parser.add_argument("--model", choices=models.NAMES, default="snn", help="network (default: %(default)s)")
+    add_training(parser, steps=1000)
     parser.add_argument(
-        "--dataset",
-        choices=datasets.NAMES,
-        help=f"data set (default: that of the network: {defaults('dataset')}); fashion_mnist_small comes with the "
-        "repository, the others through tensorflow-datasets. Images are resized to what the network reads",
-    )
-    parser.add_argument("--data-dir", metavar="DIR", help="where tensorflow-datasets keeps or downloads its data")
-    parser.add_argument("--stages", type=positive, default=4, metavar="N", help="pipeline stages (default: 4)")
-    parser.add_argument(
-        "--batch-size", type=positive, default=128, metavar="N", help="rows per minibatch (default: 128)"
-    )
-    parser.add_argument("--microbatches", type=positive, default=4, metavar="N", help="for gpipe and 1f1b (default: 4)")
-    parser.add_argument("--steps", type=positive, default=1000, metavar="N", help="minibatches (default: 1000)")
-    parser.add_argument(
-        "--learning-rate", type=rate, metavar="X", help=f"of SGD (default: the paper's: {defaults('learning_rate')})"
-    )
-    parser.add_argument("--momentum", type=float, default=0.9, metavar="X", help="of SGD (default: 0.9)")
-    parser.add_argument(
-        "--depth", type=positive, metavar="N", help="layers of the network (default: as published, 16 for snn)"
+        "--microbatches",
+        type=positive,
+        metavar="N",
+        help="for gpipe, 1f1b and 2bw (default: 4; for 2bw at least one per stage)",
     )
     parser.add_argument(
-        "--width", type=positive, metavar="N", help="units of its layers (default: as published, 512 for snn)"
+        "--horizon",
+        choices=schemes.HORIZONS,
+        default=schemes.HORIZONS[0],
+        help="how spectrain predicts: as the paper has it; up to the minibatch's own backward, which then reads the "
+        "same predicted weights; or by that multiple of the velocity that came nearest of late (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--spike-compensation",
+        action="store_true",
+        help="asynchronous schemes with momentum: late gradients make up for what momentum would have done by then",
+    )
+    parser.add_argument(
+        "--rescale-steps",
+        type=positive,
+        metavar="N",
+        help="asynchronous schemes: learning rates divided by the staleness, ever less so over N steps",
     )
     parser.add_argument(
         "--eval-every", type=positive, default=20, metavar="N", help="steps between validations (default: 20)"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and shuffling (default: 0)")
-    parser.add_argument("--output", metavar="DIR", help="where to write results (default: runs/<time>)")
     parser.add_argument(
         "--checkpoint-every",
         type=whole,
@@ -122,9 +122,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.given = {
         key: value for key, value in vars(parser.parse_args(arguments, unset)).items() if value is not None
     }
-    options.dataset = options.dataset or NETWORKS[options.model].dataset
-    if options.learning_rate is None:
-        options.learning_rate = NETWORKS[options.model].learning_rate
+    fill_in(options)
     chosen = options.scheme or ["spectrain"]
     options.scheme = list(schemes.NAMES) if "all" in chosen else list(dict.fromkeys(chosen))
     return options
@@ -145,7 +143,17 @@ def begin(options: argparse.Namespace) -> tuple[Path, list[Summary]]:
     same = {
         field.name: getattr(options, field.name) for field in fields(Settings) if field.name not in ("scheme", "size")
     }
-    return output, run([Settings(scheme=scheme, size=size, **same) for scheme in options.scheme], options, output)
+    settings = [Settings(scheme=scheme, size=size, **{**same, **having(scheme, options)}) for scheme in options.scheme]
+    return output, run(settings, options, output)
+
+
+def having(scheme: str, options: argparse.Namespace) -> dict[str, Any]:
+    """The policy's options for this scheme. Raises ValueError for those that none of the run's schemes has."""
+    given = {name: getattr(options, name) for name in POLICY_OPTIONS if name in options.given}
+    for name in given:
+        if not any(schemes.has(each, name) for each in options.scheme):
+            schemes.check_options(scheme, **{**POLICY_OPTIONS, **given})
+    return {**POLICY_OPTIONS, **{name: value for name, value in given.items() if schemes.has(scheme, name)}}
 
 
 def go_on(options: argparse.Namespace) -> tuple[Path, list[Summary]]:

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 import models
 import pipetrain
+from experiments import optimizers
 from experiments.datasets import Dataset
 from experiments.networks import input_shape
 from experiments.records import CHECKPOINTS, Settings, Summary
@@ -95,9 +96,17 @@ def train(settings: Settings, data: Dataset, output: Path, verbose: bool, keep: 
     model = models.build(settings.model, shape, data.classes, **settings.size)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(loss=loss, metrics=["accuracy"])  # for the evaluations
-    pm = pipetrain.PipelineModel(model, settings.stages, settings.scheme, microbatches=settings.microbatches)
+    pm = pipetrain.PipelineModel(
+        model,
+        settings.stages,
+        settings.scheme,
+        microbatches=settings.microbatches,
+        horizon=settings.horizon,
+        spike_compensation=settings.spike_compensation,
+        rescale_steps=settings.rescale_steps,
+    )
     pm.compile(
-        keras.optimizers.SGD(settings.learning_rate, momentum=settings.momentum),
+        optimizers.build(settings.optimizer, settings.learning_rate, settings.momentum),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
     )
@@ -111,7 +120,7 @@ def train(settings: Settings, data: Dataset, output: Path, verbose: bool, keep: 
     diverged_at = None
     try:
         pm.fit(
-            batches(data, settings),
+            batches(data, shape, settings.batch_size, settings.seed),
             steps_per_epoch=settings.steps,
             shuffle=False,  # the data set shuffles itself
             callbacks=[recorder, Snapshots(settings.eval_every, recorder.evaluate), *checkpoints],
@@ -128,13 +137,12 @@ def train(settings: Settings, data: Dataset, output: Path, verbose: bool, keep: 
     return summary
 
 
-def batches(data: Dataset, settings: Settings) -> tf.data.Dataset:
-    """Endless shuffled minibatches, the same for the same seed."""
+def batches(data: Dataset, shape: tuple[int, ...], batch_size: int, seed: int) -> tf.data.Dataset:
+    """Endless shuffled minibatches for a network that reads ``shape``, the same for the same seed."""
     rows = len(data.x_train)
     pairs = tf.data.Dataset.from_tensor_slices((data.x_train, data.y_train))
-    shuffled = pairs.shuffle(rows, seed=settings.seed, reshuffle_each_iteration=True).repeat()
-    resized = as_read(input_shape(settings.model, data.x_train.shape[1:]))
-    return shuffled.batch(settings.batch_size, drop_remainder=True).map(resized).prefetch(4)
+    shuffled = pairs.shuffle(rows, seed=seed, reshuffle_each_iteration=True).repeat()
+    return shuffled.batch(batch_size, drop_remainder=True).map(as_read(shape)).prefetch(4)
 
 
 def as_read(shape: tuple[int, ...]) -> Callable[[tf.Tensor, tf.Tensor], tuple[tf.Tensor, tf.Tensor]]:

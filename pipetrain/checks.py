@@ -11,10 +11,12 @@ import tensorflow as tf
 
 from pipetrain.compute.blocks import Block, in_order
 from pipetrain.compute.segment import adapted
-from pipetrain.compute.update import check_predictable
-from pipetrain.plan.schemes import DATA_PARALLEL, SCHEMES
+from pipetrain.compute.spikes import check_compensable
+from pipetrain.compute.velocity import check_predictable
+from pipetrain.plan.schemes import DATA_PARALLEL, Scheme
 
 DEFAULT_ROWS = 32  # Keras' batch size where none is given
+DEFAULT_MICROBATCHES = 4
 
 
 def check_optimizer_kind(optimizer: Any) -> None:
@@ -26,10 +28,13 @@ def check_optimizer_kind(optimizer: Any) -> None:
         raise ValueError(f"One optimizer trains all layers. Received: optimizer={name}. Try a single one.")
 
 
-def check_optimizer(optimizer: keras.optimizers.Optimizer, scheme: str, stages: int) -> None:
-    """Refuse, by name, the settings that one clone of the optimizer per stage, or per device, would get wrong."""
-    name, pipelined = type(optimizer).__name__, scheme != DATA_PARALLEL
-    apart = pipelined and stages > 1 and SCHEMES[scheme].asynchronous
+def check_optimizer(optimizer: keras.optimizers.Optimizer, scheme: str, chosen: Scheme | None, stages: int) -> None:
+    """Refuse, by name, what one clone of the optimizer per stage, or per device, or the scheme, would get wrong.
+
+    ``chosen`` is the scheme of this name, None for data-parallel.
+    """
+    name, pipelined = type(optimizer).__name__, chosen is not None
+    apart = chosen is not None and stages > 1 and chosen.asynchronous
     refused = {
         "global_clipnorm": (
             apart,
@@ -48,7 +53,9 @@ def check_optimizer(optimizer: keras.optimizers.Optimizer, scheme: str, stages: 
         if applies and getattr(optimizer, setting, None):
             received = f"scheme={scheme!r}, optimizer={name}({setting}={getattr(optimizer, setting)})"
             raise ValueError(f"{setting} is not supported here: {why}. Received: {received}. Try {remedy}.")
-    if pipelined and SCHEMES[scheme].policy.predicts:
+    if chosen is not None and chosen.spikes:
+        check_compensable(optimizer)
+    if chosen is not None and chosen.policy.predicts:
         check_predictable(optimizer, scheme)
 
 
@@ -229,6 +236,19 @@ def check_microbatches(microbatches: Any) -> None:
     """Refuse anything but None or a count."""
     if microbatches is not None and (not isinstance(microbatches, int) or microbatches < 1):
         raise ValueError(f"A batch has at least one microbatch. Received: microbatches={microbatches!r}. Try 4.")
+
+
+def checked_pieces(microbatches: int | None, name: str, scheme: Scheme, stages: int) -> int:
+    """How many microbatches a minibatch is split into. Raises ValueError for too few of them."""
+    if not scheme.splits:
+        return 1
+    least = scheme.least_microbatches(stages)
+    if microbatches is not None and microbatches < least:
+        raise ValueError(
+            f"{name!r} needs at least as many microbatches as there are stages but one: fewer do not give it its "
+            f"weights in time. Received: microbatches={microbatches}, {stages} stages. Try microbatches={stages}."
+        )
+    return microbatches or max(DEFAULT_MICROBATCHES, stages if least > 1 else 1)
 
 
 def _is_array(value: Any) -> bool:

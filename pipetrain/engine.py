@@ -31,17 +31,14 @@ class PipelineEngine:
         model: the model to train.
         layout: its stages.
         scheme: order of actions and choice of weights.
-        microbatches: pieces per minibatch.
-        recompute: whether stages run a forward again instead of keeping its residuals.
     """
 
-    def __init__(self, model: keras.Model, layout: Layout, scheme: Scheme, microbatches: int, recompute: bool) -> None:
+    def __init__(self, model: keras.Model, layout: Layout, scheme: Scheme) -> None:
         self.model = self.trained = model
-        self._recompute = recompute
         self.strategy = tf.distribute.get_strategy()
-        self.layout, self.microbatches = layout, microbatches
+        self.layout, self.microbatches = layout, layout.training.microbatches
         self._scheme = scheme
-        self._pieces = microbatches * layout.replicas[-1]  # into which a minibatch's loss falls
+        self._pieces = self.microbatches * layout.replicas[-1]  # into which a minibatch's loss falls
         self._feed = Feed(model)
         self.rows: int | None = None  # of the first minibatch, if they are known before it is there
         self.evaluator = Evaluator(model, layout)
@@ -92,7 +89,7 @@ class PipelineEngine:
         """Stages for this compilation; compiled again, the same optimizer keeps what it has gathered."""
         gathered = {(id(slot.weight), slot.kind): slot.variable for slot in self._slots()}
         common = next(self._shared(), [])
-        self._stages = self.layout.build(rows, self._optimizer, self._compute_loss, self._recompute)
+        self._stages = self.layout.build(rows, self._optimizer, self._compute_loss, self._scheme)
         for slot in self._slots():
             if (id(slot.weight), slot.kind) in gathered:  # else its layer was frozen
                 slot.variable.assign(gathered[id(slot.weight), slot.kind])

@@ -16,6 +16,7 @@ from pipetrain.plan.advice import advise
 from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import partition, plan
 from pipetrain.plan.profile import Profile
+from pipetrain.plan.schemes import Scheme
 from pipetrain.plan.stages import DEFAULT_TRAINING, Partition
 from pipetrain.run.devices import assign, described
 
@@ -29,7 +30,7 @@ class Layout:
         cuts: the last layer of every stage but the final one, instead of ``stages``.
         devices: full TensorFlow device names.
         replicas: how many devices each stage has; None for those of a ``Partition``, or one.
-        training: how it is trained, which decides on the memory that stages need.
+        training: how it is trained, which decides on the memory that stages need; may be set later.
 
     Raises:
         ValueError, TypeError: for a model whose layers cannot be seen, for more stages than blocks, for cuts or a
@@ -45,7 +46,7 @@ class Layout:
         replicas: Sequence[int] | None = None,
         training: Training = DEFAULT_TRAINING,
     ) -> None:
-        self.chain, self._training = Chain(model), training
+        self.chain, self.training = Chain(model), training
         if not self.chain.blocks:
             raise ValueError(f"There is nothing to cut. Received: model={model.name!r} without layers. Try one with.")
         self._partition = stages if isinstance(stages, Partition) else None
@@ -101,7 +102,7 @@ class Layout:
     def explanation(self, batch_size: int) -> str:
         """For people: the cut of the model, and what other ways to train it on as many devices would come to."""
         measured, devices = self._profile(batch_size, True), sum(self.replicas)
-        advice = advise(measured, devices, described(self._devices), self._training)
+        advice = advise(measured, devices, described(self._devices), self.training)
         return "\n\n".join(filter(None, [f"{self.partition(batch_size)}", advice.comparison(), measured.warning]))
 
     def _profile(self, batch_size: int, verbose: bool) -> Profile:
@@ -115,7 +116,7 @@ class Layout:
 
     def _measured(self, batch_size: int, verbose: bool) -> Partition:
         measured = self._profile(batch_size, verbose)
-        cluster, training = described(self._devices), self._training
+        cluster, training = described(self._devices), self.training
         if self._ends:
             return plan(measured, self._ends, cluster, self.replicas, training)
         return partition(measured, sum(self.replicas), cluster, replicas=self.replicas, training=training)
@@ -147,14 +148,15 @@ class Layout:
                     )
 
     def build(
-        self, batch_size: int, optimizer: keras.optimizers.Optimizer, loss: LossFunction, recompute: bool
+        self, batch_size: int, optimizer: keras.optimizers.Optimizer, loss: LossFunction, scheme: Scheme
     ) -> list[list[Stage]]:
         """Every stage's replicas, each on its device, those of the last with the loss."""
         ends = self.ends or cut_points(self.chain.blocks, self.partition(batch_size, verbose=True).cuts)
-        *others, last = self._placed(ends)
-        stages = [[Stage(segment, device, optimizer, None, recompute) for device in on] for segment, on in others]
-        segment, on = last
-        return [*stages, [Stage(segment, device, optimizer, loss, recompute) for device in on]]
+        losses, recompute = [*[None] * (self.stages - 1), loss], self.training.recompute
+        return [
+            [Stage(segment, device, optimizer, losses[k], recompute, scheme.rule(k, self.stages)) for device in on]
+            for k, (segment, on) in enumerate(self._placed(ends))
+        ]
 
     def inferences(self, ends: Sequence[int]) -> list[list[Inference]]:
         """Every stage's replicas for a pipeline that only runs forwards."""

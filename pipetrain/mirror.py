@@ -9,8 +9,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from pipetrain.compute.clone import clone
 from pipetrain.compute.slots import Slot, shared, slots
-from pipetrain.compute.stage import clone
 from pipetrain.layout import Layout
 from pipetrain.plan.trace import Trace
 from pipetrain.state import Arrays, assign, collected

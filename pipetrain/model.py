@@ -16,7 +16,8 @@ from pipetrain.layout import Layout
 from pipetrain.loop import Loop, as_list, with_last
 from pipetrain.mirror import MirroredEngine
 from pipetrain.plan.memory import Training
-from pipetrain.plan.schemes import DATA_PARALLEL, SCHEMES, check_name
+from pipetrain.plan.schemes import DATA_PARALLEL, HORIZONS, Scheme, check_name, check_options
+from pipetrain.plan.schemes import scheme as chosen_scheme
 from pipetrain.plan.stages import Partition
 from pipetrain.plan.trace import Trace
 from pipetrain.resumption import Resumption
@@ -25,8 +26,6 @@ from pipetrain.run.devices import resolve
 from pipetrain.run.pipeline import Activity
 from pipetrain.run.readahead import Minibatch
 from pipetrain.scores import Score, Scores
-
-DEFAULT_MICROBATCHES = 4
 
 
 def _wrapped(name: str) -> property:
@@ -50,17 +49,26 @@ class PipelineModel(keras.Model):
         stages: how many stages (the model is then profiled and cut at the first ``fit``), or a ``Partition``.
             By default one per device. ``single`` always uses one.
         scheme: ``single``, ``data-parallel``, ``vanilla``, ``weight-stashing``, ``vertical-sync``, ``spectrain``,
-            ``gpipe`` or ``1f1b``.
+            ``spike-compensation``, ``2bw``, ``gpipe`` or ``1f1b``.
         cuts: instead of ``stages``, the name of the last layer of every stage but the final one.
         devices: TensorFlow devices, such as ``("CPU:0", "CPU:1")``; by default all logical CPU devices if there are
             several, else all GPUs. Fewer devices than stages: neighbours share.
         replicas: how many devices each stage has, such as ``(2, 1, 1)``; by default one, or those of the ``Partition``.
             Each replica takes its part of every minibatch's rows, and their gradients are summed: training is that of
             the unreplicated stage, but for BatchNormalization and Dropout, which see or draw for a replica's rows.
-        microbatches: pieces per minibatch for ``gpipe`` and ``1f1b``, 4 by default; the other schemes have one.
+        microbatches: pieces per minibatch for ``gpipe``, ``1f1b`` and ``2bw``, 4 by default (for ``2bw`` at least one
+            per stage, and never fewer than stages - 1); the other schemes have one.
         recompute: keep only the inputs of a stage's forward and run it again before its backward, with the same
             seeds: less memory, more time, equal results. ``vanilla`` and ``spectrain``, whose backward reads newer
             weights, then also keep the forward's.
+        horizon: how ``spectrain`` predicts: ``round-trip`` as the paper has it; ``local``, up to the minibatch's own
+            backward, which reads the same predicted weights (kept until then); ``fitted``, as the paper, but by that
+            multiple of the velocity which, at this stage and of late, came nearest to the weights then reached.
+        spike_compensation: for asynchronous schemes and SGD with momentum: a gradient that comes D updates late makes
+            up for what momentum would have done with it by then. ``spike-compensation`` is ``vanilla`` with it. Source:
+            Kosson et al. 2020 (arXiv 2003.11666).
+        rescale_steps: for asynchronous schemes: learning rates are divided by the staleness of the gradient, fully at
+            first, ever less so over this many steps. Source: PipeMare (arXiv 1910.05124).
         name: the model's name.
 
     Raises:
@@ -80,30 +88,37 @@ class PipelineModel(keras.Model):
         replicas: Sequence[int] | None = None,
         microbatches: int | None = None,
         recompute: bool = False,
+        horizon: str = HORIZONS[0],
+        spike_compensation: bool = False,
+        rescale_steps: int | None = None,
         name: str | None = None,
     ) -> None:
         check_name(scheme)
+        check_options(scheme, horizon, spike_compensation, rescale_steps)
         checks.check_microbatches(microbatches)
         checks.check_replicas(scheme, replicas)
         devices = resolve(devices)
-        pieces = (microbatches or DEFAULT_MICROBATCHES) if scheme in ("gpipe", "1f1b") else 1
-        training = Training("single" if scheme == DATA_PARALLEL else scheme, microbatches=pieces, recompute=recompute)
-        layout = Layout(model, stages, cuts, devices, replicas, training)
-        if scheme != DATA_PARALLEL:
+        layout = Layout(model, stages, cuts, devices, replicas)
+        engine: Any
+        self._chosen: Scheme | None = None
+        if scheme == DATA_PARALLEL:
+            layout.training = Training("single")
+            engine = MirroredEngine(model, layout)
+        else:
             checks.check_model(model)
             checks.check_precision(layout.chain.blocks)
-        engine: Any
-        if scheme == DATA_PARALLEL:
-            engine = MirroredEngine(model, layout)
-        elif scheme == "single":
-            engine = PipelineEngine(model, Layout(model, 1, None, devices), SCHEMES[scheme], 1, recompute)
-        else:
-            engine = PipelineEngine(model, layout, SCHEMES[scheme], pieces, recompute)
+            if scheme == "single":
+                layout = Layout(model, 1, None, devices)
+            self._chosen = chosen_scheme(scheme, horizon, spike_compensation, rescale_steps)
+            pieces = checks.checked_pieces(microbatches, scheme, self._chosen, layout.stages)
+            layout.training = Training(scheme, microbatches=pieces, recompute=recompute, horizon=horizon)
+            engine = PipelineEngine(model, layout, self._chosen)
         with engine.strategy.scope():
             super().__init__(name=name or model.name)
         # Keras searches attributes for layers: ``inner`` is what it finds, the engine is nothing to it.
         self.inner, self._engine = engine.trained, engine
         self.scheme, self.snapshot_every = scheme, 0
+        self.options = {"horizon": horizon, "spike_compensation": spike_compensation, "rescale_steps": rescale_steps}
         self.resumption = Resumption(self, engine)
         self._fitting, self._evaluating, self.rows_done = False, False, 0
         if hasattr(model, "output_names"):  # by which Keras finds each output's loss and metrics
@@ -159,7 +174,7 @@ class PipelineModel(keras.Model):
             raise ValueError("Training needs an optimizer. Received: optimizer=None. Try keras.optimizers.SGD(1e-2).")
         if self.scheme != DATA_PARALLEL:
             checks.check_loop(self.run_eagerly, self.steps_per_execution)
-        checks.check_optimizer(self.optimizer, self.scheme, self._engine.layout.stages)
+        checks.check_optimizer(self.optimizer, self.scheme, self._chosen, self._engine.layout.stages)
         if self.scheme == DATA_PARALLEL:
             self._engine.compiled(self.optimizer)
         else:

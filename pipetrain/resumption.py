@@ -71,6 +71,7 @@ class Resumption:
             "metrics": self._metric_names(),
             "optimizer": type(optimizer).__name__,
             "scheme": self._model.scheme,
+            "options": self._model.options,
             "batch_size": self._engine.rows,
             "ends": layout.ends or [],
             "replicas": list(layout.replicas),

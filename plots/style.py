@@ -18,6 +18,8 @@ COLOURS = {
     "weight-stashing": "#CC79A7",
     "vertical-sync": "#A6761D",
     "spectrain": "#D55E00",
+    "spike-compensation": "#7B3294",
+    "2bw": "#5AAE61",
     "gpipe": "#009E73",
     "1f1b": "#0072B2",
 }

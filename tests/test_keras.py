@@ -68,22 +68,6 @@ def test_optimizers_equal_plain_keras(name):
     assert int(pm.optimizer.iterations.numpy()) == 20
 
 
-@pytest.mark.parametrize("name", ["plain", "nesterov", "decay"])
-def test_spectrain_predicts_by_the_last_step_taken(name):
-    """One stage up, two stages, s = 1: F(i) at stage 0 reads W + (W - the W before it)."""
-    x, y = networks.data(8)
-    model = networks.mlp(2)
-    seen = []
-    pm = networks.pipeline(model, OPTIMIZERS[name](), cuts=("d0",))
-    pm.fit(x, y, batch_size=8, verbose=0)
-    stage = pm._engine._pipeline._stages[0][0]
-    before = [weight.copy() for weight in model.layers[0].get_weights()]
-    pm.fit(x, y, batch_size=8, verbose=0)
-    after = model.layers[0].get_weights()
-    seen = stage._optimizer_step.velocity()
-    networks.assert_close(seen, [b - a for a, b in zip(before, after)], 1e-6)
-
-
 def test_learning_rates_travel_with_the_minibatch():
     def warm(epoch, rate):
         return 0.01 * (epoch + 1)

@@ -55,8 +55,12 @@ def fullest(partition):
 
 numbers = st.integers(0, 9)
 blocks = st.lists(st.tuples(numbers, numbers, st.integers(0, 20), numbers, st.integers(0, 2)), min_size=1, max_size=7)
-schemes = st.sampled_from(["spectrain", "vanilla", "weight-stashing", "vertical-sync", "gpipe", "1f1b"])
-trainings = st.builds(Training, schemes, st.integers(0, 2), st.integers(1, 3), st.booleans())
+schemes = st.sampled_from(["spectrain", "vanilla", "weight-stashing", "vertical-sync", "2bw", "gpipe", "1f1b"])
+settings_of_training = (st.integers(0, 2), st.integers(1, 3), st.booleans())
+trainings = st.one_of(
+    st.builds(Training, schemes, *settings_of_training, st.just("round-trip")),
+    st.builds(Training, st.just("spectrain"), *settings_of_training, st.sampled_from(["local", "fitted"])),
+)
 
 
 @given(
@@ -156,11 +160,14 @@ def test_a_replicated_stage_by_hand():
         ("weight-stashing", [6, 5, 4, 3]),
         ("vertical-sync", [6, 6, 6, 6]),
         ("spectrain", [3, 3, 4, 4]),  # predicted for a forward: no gradients are there
+        ("spectrain/local", [7, 6, 5, 3]),  # predicted for every minibatch in flight
+        ("spectrain/fitted", [6, 6, 6, 6]),  # weights and velocity of the observation under way
     ],
 )
 def test_memory_in_multiples_of_the_weights(scheme, weights):
     """Weights, momentum, gradients; what each scheme keeps besides; activations of every minibatch in flight."""
-    demands = [demand(Training(scheme), stage, 4) for stage in range(4)]
+    name, _, horizon = scheme.partition("/")
+    demands = [demand(Training(name, horizon=horizon or "round-trip"), stage, 4) for stage in range(4)]
     assert [each.weights for each in demands] == weights
     assert [each.activations for each in demands] == [4, 3, 2, 1]
 
@@ -169,6 +176,7 @@ def test_memory_of_microbatches_and_recomputation():
     # with gradients, their sum so far and the new one
     assert demand(Training("gpipe", microbatches=4), 0, 2) == (5, 1, 0, 0.25)
     assert demand(Training("1f1b", microbatches=4), 0, 2) == (5, 0.5, 0, 0.25)
+    assert demand(Training("2bw", microbatches=4), 0, 3) == (6, 0.75, 0, 0.25)  # and an old version
     assert demand(Training("weight-stashing", recompute=True), 0, 4) == (6, 1, 4, 1)
     assert demand(Training("vanilla", recompute=True), 0, 4) == (6, 1, 4, 1)  # forward's weights, to run it again with
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipetrain.plan import replay, schedules, versions
+from pipetrain.plan import corrections, prediction, replay, schedules, versions
 from pipetrain.plan.actions import Action
 from pipetrain.plan.cluster import Cluster, Level, Link
 from pipetrain.plan.partition import partition, plan
 from pipetrain.plan.profile import BlockProfile, Profile
-from pipetrain.plan.schemes import SCHEMES, check_name
+from pipetrain.plan.schemes import SCHEMES, check_name, scheme
 from pipetrain.plan.trace import Span, Trace
 
 ASYNCHRONOUS = """\
@@ -32,6 +32,7 @@ ONE_F_ONE_B = """\
 2: .   .   F0  B0  F1  B1  F2  B2  .   .   .   .   F3  B3  F4  B4  F5  B5  .   ."""
 
 
+@settings(deadline=None)
 @given(st.sampled_from("FB"), st.integers(0, 9999), st.integers(0, 10**9))
 def test_actions_print_and_parse(op, stage, minibatch):
     action = Action(op, stage, minibatch)
@@ -93,21 +94,26 @@ def test_a_backward_before_its_forward_is_refused():
         replay.replay([[Action.parse("0B0"), Action.parse("0F0")]])
 
 
-def walk(policy, stage, stages, minibatches):
-    """Integers as weights (version v is the number 100 v) and a velocity of 1: what each action reads, what is kept."""
+def walk(policy, stage, stages, minibatches, pieces=1):
+    """Integers as weights (version v is the number 100 v) and a velocity of 1: what each action reads, what is kept.
+
+    Every minibatch has so many microbatches; what is read is that of its first one.
+    """
     weights = {"now": 0}
     store = versions.WeightVersions(
         policy,
         stage,
         stages,
-        newest=lambda ahead: versions.predict(weights["now"], 1, ahead),
-        keep=lambda: weights["now"],
+        newest=lambda ahead: prediction.predict(weights["now"], 1, ahead),
+        keep=lambda ahead: prediction.predict(weights["now"], 1, ahead),
     )
     reads, kept = {}, 0
-    for action in schedules.asynchronous(stage, stages, [range(minibatches)]):
+    for action in schedules.asynchronous(stage, stages, [range(minibatches * pieces)]):
         choose = store.forward if action.op == "F" else store.backward
-        reads[action.op, action.minibatch] = choose(action.minibatch)
-        if action.op == "B":
+        minibatch, piece = divmod(action.minibatch, pieces)
+        read = choose(minibatch)
+        assert reads.setdefault((action.op, minibatch), read) == read
+        if action.op == "B" and piece == pieces - 1:
             store.before_update()
             weights["now"] += 100
         kept = max(kept, store.kept)
@@ -118,7 +124,12 @@ def walk(policy, stage, stages, minibatches):
 def test_policies_read_what_the_table_says(stages):
     for stage in range(stages):
         late = stages - 1 - stage
-        reads = {name: walk(SCHEMES[name].policy, stage, stages, 20) for name in SCHEMES if SCHEMES[name].asynchronous}
+        policies = {name: scheme.policy for name, scheme in SCHEMES.items() if scheme.asynchronous}
+        policies["local"] = versions.LocalSpecTrain()
+        reads = {
+            name: walk(policy, stage, stages, 20, max(1, stages - 1) if name == "2bw" else 1)
+            for name, policy in policies.items()
+        }
         for i in range(20):
             newest = max(0, i - late)
             expected = {
@@ -126,7 +137,11 @@ def test_policies_read_what_the_table_says(stages):
                 "weight-stashing": (100 * newest, 100 * newest),
                 "vertical-sync": (100 * max(0, i - (stages - 1)),) * 2,
                 "spectrain": (100 * newest + min(i, late) + stage // 2, 100 * i + stage // 2),
+                "local": (100 * newest + min(i, late),) * 2,
+                "spike-compensation": (100 * newest, 100 * i),
+                "2bw": (100 * max(0, i - 1),) * 2,
             }
+            assert set(expected) == set(policies)
             for name, (forward, backward) in expected.items():
                 assert reads[name][0]["F", i] == forward, (name, stage, i)
                 assert reads[name][0]["B", i] == backward, (name, stage, i)
@@ -134,10 +149,58 @@ def test_policies_read_what_the_table_says(stages):
         assert kept["vanilla"] == kept["spectrain"] == 0
         assert kept["weight-stashing"] == late
         assert kept["vertical-sync"] == stages - 1
+        assert kept["local"] == (late + 1 if late else 0)  # predicted, for every minibatch in flight
+        assert kept["2bw"] == 1
 
 
 def test_prediction_meets_the_future_at_constant_velocity():
-    assert versions.predict(5.0, 0.25, 3) == 5.0 + 0.25 + 0.25 + 0.25
+    assert prediction.predict(5, 2, 3) == 5 + 2 + 2 + 2
+    weight, decay = 5.0, 0.1
+    kept, steps = prediction.decayed(decay, 3)
+    for _ in range(3):
+        weight = (1 - decay) * weight + 2.0
+    assert prediction.predict(5.0, 2.0, steps, kept) == pytest.approx(weight, rel=1e-14)
+
+
+def test_spikes_move_the_weights_as_far_as_gradients_in_time():
+    """A gradient of -1 that comes D steps late: from then on, the sum of updates is that of momentum without delay."""
+    for late in range(6):
+        in_time = [sum(0.9**j for j in range(n + late)) for n in range(1, 5)]
+        a, b = corrections.spike(0.9, late)
+        delayed = [sum(a * 0.9**j for j in range(n)) + b for n in range(1, 5)]
+        assert delayed == pytest.approx(in_time, rel=1e-13)
+
+
+def test_rates_are_rescaled_by_staleness_that_fades():
+    assert [corrections.rescaled(1.0, stale, 0, 10) for stale in range(5)] == [1, 1, 1 / 2, 1 / 3, 1 / 4]
+    assert corrections.rescaled(1.0, 4, 5, 10) == 1 / 2
+    assert corrections.rescaled(1.0, 4, 10, 10) == corrections.rescaled(1.0, 4, 99, 10) == 1
+
+
+def test_the_ratio_is_that_of_least_squares():
+    """Displacements of 3 and 1 times s * v: the second velocity is twice as long."""
+    assert prediction.ratio(0.0, 0.0) == 1
+    first = prediction.observed((0.0, 0.0), 3.0 * 4, 1.0, 4)
+    assert prediction.ratio(*first) == 3
+    second = prediction.observed(first, 1.0 * 4.0 * 4, 4.0, 4)
+    fading = prediction.FADING
+    assert prediction.ratio(*second) == pytest.approx((3 * fading + 4) / (fading + 4))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": "spectrain", "horizon": "far"}, "horizon='far'.*round-trip, local, fitted"),
+        ({"name": "vanilla", "horizon": "local"}, "horizon='local', scheme='vanilla'"),
+        ({"name": "gpipe", "spike_compensation": True}, "spike_compensation=True, scheme='gpipe'"),
+        ({"name": "single", "rescale_steps": 9}, "rescale_steps=9, scheme='single'"),
+        ({"name": "vanilla", "rescale_steps": 0}, "rescale_steps=0"),
+        ({"name": "vanilla", "rescale_steps": True}, "rescale_steps=True"),
+    ],
+)
+def test_options_that_a_scheme_does_not_have(options, message):
+    with pytest.raises(ValueError, match=message):
+        scheme(**options)
 
 
 def test_unknown_scheme_names_the_valid_ones():

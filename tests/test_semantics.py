@@ -7,29 +7,96 @@ import networks
 import numpy as np
 import pytest
 import reference
+from keras import optimizers
 
 ASYNCHRONOUS = ("vanilla", "weight-stashing", "vertical-sync", "spectrain")
+LATER = ("local", "fitted", "spike-compensation", "2bw")  # tried with fewer numbers of stages
 BATCH = 16
+HALVED = keras.optimizers.schedules.PiecewiseConstantDecay([7, 35], [0.05, 0.025, 0.1])
+PREDICTED = {
+    "plain": (lambda rate: optimizers.SGD(rate), reference.Sgd(0.0)),
+    "momentum": (lambda rate: optimizers.SGD(rate, momentum=0.9), reference.Sgd()),
+    "nesterov": (lambda rate: optimizers.SGD(rate, momentum=0.9, nesterov=True), reference.Sgd(nesterov=True)),
+    "decay": (lambda rate: optimizers.SGD(rate, momentum=0.9, weight_decay=0.1), reference.Sgd(decay=0.1)),
+    "adam": (lambda rate: optimizers.Adam(rate), reference.Adam()),
+    "adamw": (lambda rate: optimizers.AdamW(rate, weight_decay=0.1), reference.Adam(decay=0.1)),
+    "rmsprop": (lambda rate: optimizers.RMSprop(rate), reference.RmsProp()),
+    "rmsprop momentum": (lambda rate: optimizers.RMSprop(rate, momentum=0.9), reference.RmsProp(0.9)),
+}
 
 
 def minibatches(x, y):
     return [(x[i : i + BATCH], y[i : i + BATCH]) for i in range(0, len(x), BATCH)]
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3, 4, 6])
-@pytest.mark.parametrize("scheme", ASYNCHRONOUS)
-def test_asynchronous_schemes_equal_the_reference(scheme, stages):
+def compare(settings, stages, optimizer, **options):
+    """Two fits, a drain between them, against the reference."""
     x, y = networks.data(rows=28 * BATCH)
     model = networks.mlp()
-    layers = [tuple(layer.get_weights()) for layer in model.layers]
-    pm = networks.pipeline(model, scheme=scheme, cuts=networks.cuts(6, stages))
-    velocity = None
-    for part in (slice(0, 28 * BATCH), slice(0, 27 * BATCH)):  # two fits, a drain between them
+    state = reference.State([tuple(layer.get_weights()) for layer in model.layers])
+    if settings.scheme in ("local", "fitted"):
+        options |= {"scheme": "spectrain", "horizon": settings.scheme}
+    options = {"scheme": settings.scheme, **options}
+    pm = networks.pipeline(model, optimizer, cuts=networks.cuts(6, stages), **options)
+    for part in (slice(0, 28 * BATCH), slice(0, 27 * BATCH)):
         pm.fit(x[part], y[part], batch_size=BATCH, shuffle=False, verbose=0)
-        layers, velocity = reference.train(
-            scheme, layers, networks.ends(6, stages), minibatches(x[part], y[part]), 0.05, 0.9, velocity
-        )
-        networks.assert_close(model.get_weights(), [array for layer in layers for array in layer])
+        reference.train(settings, state, networks.ends(6, stages), minibatches(x[part], y[part]))
+        networks.assert_close(model.get_weights(), [array for layer in state.layers for array in layer])
+
+
+def constantly(rate):
+    return lambda t: rate
+
+
+@pytest.mark.parametrize(
+    ("scheme", "stages"),
+    [*((name, n) for name in ASYNCHRONOUS for n in (1, 2, 3, 4, 6)), *((name, n) for name in LATER for n in (2, 4, 6))],
+)
+def test_asynchronous_schemes_equal_the_reference(scheme, stages):
+    compare(reference.Settings(scheme, constantly(0.05)), stages, optimizers.SGD(0.05, momentum=0.9))
+
+
+@pytest.mark.parametrize("name", PREDICTED)
+def test_predictions_of_every_optimizer_at_changing_rates(name):
+    """The rate changes between two steps of a fit: predictions go by that of the last step."""
+    optimizer, expected = PREDICTED[name]
+    rates, scale = HALVED, 1.0 if name in ("plain", "momentum", "nesterov", "decay") else 0.05
+    schedule = keras.optimizers.schedules.PiecewiseConstantDecay([7, 35], [scale * each for each in rates.values])
+    settings = reference.Settings("spectrain", lambda t: float(schedule(t)), expected)
+    compare(settings, 4, optimizer(schedule))
+
+
+@pytest.mark.parametrize("scheme", ["local", "fitted"])
+def test_horizons_with_adamw(scheme):
+    settings = reference.Settings(scheme, constantly(2e-3), reference.Adam(decay=0.1))
+    compare(settings, 4, optimizers.AdamW(2e-3, weight_decay=0.1))
+
+
+@pytest.mark.parametrize("scheme", ["weight-stashing", "vertical-sync", "spectrain", "2bw"])
+def test_corrections_equal_the_reference(scheme):
+    """Spike compensation and rescaled rates, both at once."""
+    settings = reference.Settings(scheme, constantly(0.02), reference.Sgd(), True, 40)
+    compare(settings, 4, optimizers.SGD(0.02, momentum=0.9), spike_compensation=True, rescale_steps=40)
+
+
+def test_rescaled_rates_of_a_schedule_and_another_optimizer():
+    schedule = keras.optimizers.schedules.PiecewiseConstantDecay([7, 35], [2e-3, 1e-3, 4e-3])
+    settings = reference.Settings("spectrain", lambda t: float(schedule(t)), reference.Adam(), rescale_steps=40)
+    compare(settings, 4, optimizers.Adam(schedule), rescale_steps=40)
+
+
+@pytest.mark.parametrize("microbatches", [5, 8])
+def test_2bw_of_any_number_of_microbatches(microbatches):
+    """Batches of 16 rows, and a short one in the midst, of fewer rows than microbatches."""
+    x, y = networks.data(rows=12 * BATCH)
+    model = networks.mlp()
+    state = reference.State([tuple(layer.get_weights()) for layer in model.layers])
+    pm = networks.pipeline(model, scheme="2bw", cuts=networks.cuts(6, 6), microbatches=microbatches)
+    batches = minibatches(x, y)
+    batches[4] = (batches[4][0][:3], batches[4][1][:3])
+    pm.fit((batch for batch in batches), steps_per_epoch=len(batches), verbose=0)
+    reference.train(reference.Settings("2bw", constantly(0.05)), state, networks.ends(6, 6), batches)
+    networks.assert_close(model.get_weights(), [array for layer in state.layers for array in layer])
 
 
 @pytest.mark.parametrize("epochs", [3])

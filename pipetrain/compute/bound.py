@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from pipetrain.plan.versions import predict
-
 
 class Newest(NamedTuple):
     """The stage's newest weights, ``horizon`` updates ahead along the velocity: a description, not yet tensors."""
@@ -29,12 +27,14 @@ class BoundFunction:
     Args:
         call: a concrete function whose first argument are the weights.
         variables: the stage's variables.
-        velocity: reads the last velocity update of each.
+        predicted: their values so many updates ahead, for a scalar tensor.
     """
 
-    def __init__(self, call: Any, variables: Sequence[keras.Variable], velocity: Callable[[], list[tf.Tensor]]) -> None:
+    def __init__(
+        self, call: Any, variables: Sequence[keras.Variable], predicted: Callable[[tf.Tensor], list[tf.Tensor]]
+    ) -> None:
         self._given = direct(call)
-        self._call, self._variables, self._velocity = call, variables, velocity
+        self._call, self._variables, self._predicted = call, variables, predicted
         self._others = call.structured_input_signature[0][1:]
         self._newest: Any = None
         self._ahead: Any = None
@@ -49,15 +49,12 @@ class BoundFunction:
                 self._newest = self._trace(lambda *others: self._call(self._read(), *others))
             return self._newest(*others)
         if self._ahead is None:
-            self._ahead = self._trace(self._predicted, tf.TensorSpec([]))
+            self._ahead = self._trace(
+                lambda horizon, *others: self._call(self._predicted(horizon), *others), tf.TensorSpec([])
+            )
         if weights.horizon not in self._horizons:
             self._horizons[weights.horizon] = tf.constant(float(weights.horizon))
         return self._ahead(self._horizons[weights.horizon], *others)
-
-    def _predicted(self, horizon: tf.Tensor, *others: Any) -> Any:
-        weights = self._read()
-        steps = [tf.cast(horizon, weight.dtype) for weight in weights]
-        return self._call([predict(*each) for each in zip(weights, self._velocity(), steps, strict=True)], *others)
 
     def _read(self) -> list[tf.Tensor]:
         return [variable.value.read_value() for variable in self._variables]

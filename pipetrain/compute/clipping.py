@@ -29,3 +29,8 @@ def clipped(gradients: Sequence[Any], squared_norms: tf.Tensor, clipnorm: float)
     norm = tf.sqrt(tf.reduce_sum(squared_norms))
     scale = clipnorm * tf.minimum(1.0 / norm, 1.0 / clipnorm) + (norm - norm)
     return [None if each is None else tf.convert_to_tensor(each) * tf.cast(scale, each.dtype) for each in gradients]
+
+
+def positive(clipnorm: float | None) -> float | None:
+    """The norm to clip to; None for those by which Keras does not clip."""
+    return clipnorm if clipnorm and clipnorm > 0 else None

@@ -10,11 +10,13 @@ import keras
 import tensorflow as tf
 
 from pipetrain.compute.bound import BoundFunction, Newest, Weights, direct
-from pipetrain.compute.clipping import SQUARED_NORM, clipped, squared_norm
+from pipetrain.compute.clipping import SQUARED_NORM, clipped, positive, squared_norm
+from pipetrain.compute.clone import clone
 from pipetrain.compute.segment import Segment, mask_of
 from pipetrain.compute.slots import Slot, shared
 from pipetrain.compute.split import specs, split
 from pipetrain.compute.update import Update
+from pipetrain.plan.schemes import Rule
 
 LossFunction = Callable[[Any, list[tf.Tensor], Any], tf.Tensor]
 
@@ -61,6 +63,7 @@ class Stage:
         optimizer: the compiled optimizer, of which the stage takes a clone over its own variables.
         loss: ``loss(y, outputs, sample_weight)`` for the last stage, None for the others.
         recompute: keep a forward's inputs instead of its residuals, and run it again before its backward.
+        rule: what its updates do beside the optimizer's own step.
     """
 
     def __init__(
@@ -70,16 +73,18 @@ class Stage:
         optimizer: keras.optimizers.Optimizer,
         loss: LossFunction | None,
         recompute: bool = False,
+        rule: Rule = Rule(),  # noqa: B008 - a tuple, never changed
     ) -> None:
         self.segment, self.device, self.recompute, self._loss = segment, device, recompute, loss
+        self._rule = rule
         self._weights, self._model_state = segment.trainable_variables, segment.non_trainable_variables
         with tf.device(device):
             self.variables = [_like(variable) for variable in self._weights]
-            self.optimizer = clone(optimizer, self._weights, self.variables)
+            self.optimizer = clone(optimizer, self._weights, self.variables, rule)
             # The norm of all stages' gradients is not the clone's to know: the stage clips before it updates.
-            self.global_clipnorm, self.optimizer.global_clipnorm = _positive(optimizer.global_clipnorm), None
+            self.global_clipnorm, self.optimizer.global_clipnorm = positive(optimizer.global_clipnorm), None
             self.optimizer.build(self.variables)
-            self._optimizer_step = Update(self.optimizer, self.variables)
+            self._optimizer_step = Update(self.optimizer, self.variables, rule)
             weights = tf.function(list, autograph=False).get_concrete_function(specs(self._weights))
             self._read = self._bound(weights)
         self._state: list[tf.Tensor] = []
@@ -103,6 +108,8 @@ class Stage:
             for mine, original in zip(self.variables, self._weights, strict=True):
                 mine.assign(original.value)
             self._state = [state_of(variable, replica) for variable in self._model_state]
+        if self._optimizer_step.fit:
+            self._optimizer_step.fit.rest()
 
     def store(self, snapshot: Sequence[tf.Tensor] | None = None) -> None:
         """Hand weights and state, as they are or as in a snapshot, to the model."""
@@ -156,12 +163,13 @@ class Stage:
             norm = tf.function(squared_norm, autograph=False)
             self._squared_norm = direct(norm.get_concrete_function(gradients))
         step = tf.function(self._step, autograph=False)
-        self._update = direct(step.get_concrete_function(gradients, *squares))
+        staleness = tf.TensorSpec([]) if self._rule.corrects else None
+        self._update = direct(step.get_concrete_function(gradients, squares or None, staleness))
 
-    def _step(self, gradients: list[Any], squared_norms: tf.Tensor | None = None) -> None:
+    def _step(self, gradients: list[Any], squared_norms: list[tf.Tensor] | None, staleness: tf.Tensor | None) -> None:
         if squared_norms is not None:
-            gradients = clipped(gradients, squared_norms, self.global_clipnorm)
-        self._optimizer_step.apply(gradients)
+            gradients = clipped(gradients, squared_norms[0], self.global_clipnorm)
+        self._optimizer_step.apply(gradients, staleness)
 
     def forward(self, weights: Weights, values: Values, targets: Any = None) -> Forward:
         """Run the blocks with these weights and the stage's current state, which moves on.
@@ -207,19 +215,30 @@ class Stage:
         with tf.device(self.device):
             return self._squared_norm(gradients)
 
-    def update(self, gradients: list[Any], learning_rate: float | None, squared_norms: tf.Tensor | None = None) -> None:
+    def update(
+        self,
+        gradients: list[Any],
+        learning_rate: float | None,
+        squared_norms: tf.Tensor | None = None,
+        staleness: int = 0,
+    ) -> None:
         """One step of the stage's optimizer: one more version. ``learning_rate`` None leaves a schedule to itself.
 
-        With ``global_clipnorm``, by gradients clipped to the norm that ``squared_norms`` of all stages make.
+        With ``global_clipnorm``, by gradients clipped to the norm that ``squared_norms`` of all stages make. Rules that
+        correct go by ``staleness``, that of the gradients.
         """
         with tf.device(self.device):
             if learning_rate is not None and learning_rate != self._learning_rate:
-                self.optimizer.learning_rate = self._learning_rate = learning_rate
+                self.optimizer._learning_rate.assign(learning_rate)
+                self._learning_rate = learning_rate
             if self.variables:
-                self._update(gradients, squared_norms)
+                stale = [tf.constant(float(staleness))] if self._rule.corrects else []
+                self._update(gradients, squared_norms, *stale)
+                if self._optimizer_step.fit:
+                    self._optimizer_step.fit.updated()
 
     def _bound(self, concrete: Any) -> BoundFunction:
-        return BoundFunction(concrete, self.variables, self._optimizer_step.velocity)
+        return BoundFunction(concrete, self.variables, self._optimizer_step.predicted)
 
     def _sorted(self, values: Values, targets: Any) -> tuple[list[Any], Any]:
         """Tensors that want a gradient, and all else that goes in."""
@@ -250,31 +269,6 @@ class Stage:
                 f"The loss cannot be computed: {error} Received: y of shape {labels} for outputs of shape {shapes}. "
                 "Try labels of the shape that the loss takes."
             ) from error
-
-
-def clone(
-    optimizer: keras.optimizers.Optimizer, originals: Sequence[keras.Variable], copies: Sequence[keras.Variable]
-) -> keras.optimizers.Optimizer:
-    """An optimizer with the same settings for copies of variables, and no slots yet.
-
-    A learning-rate schedule, being stateless, is shared.
-    """
-    config = optimizer.get_config()
-    if isinstance(config["learning_rate"], dict):
-        config["learning_rate"] = optimizer._learning_rate
-    copy = type(optimizer).from_config(config)
-    excluded = getattr(optimizer, "_exclude_from_weight_decay", None)
-    if excluded is not None:  # no part of the settings
-        names = optimizer._exclude_from_weight_decay_pattern
-        copy.exclude_from_weight_decay(
-            [mine for mine, theirs in zip(copies, originals, strict=True) if optimizer._var_key(theirs) in excluded],
-            [names.pattern] if names else None,
-        )
-    return copy
-
-
-def _positive(clipnorm: float | None) -> float | None:
-    return clipnorm if clipnorm and clipnorm > 0 else None  # as Keras has it
 
 
 def _like(variable: keras.Variable) -> keras.Variable:

@@ -1,4 +1,4 @@
-"""One step of a stage's optimizer, and the velocity it leaves: what one more step like it would add."""
+"""One step of a stage's optimizer, and what the weights will be some steps like it from now."""
 
 from __future__ import annotations
 
@@ -8,59 +8,98 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from pipetrain.compute.fit import Fit
+from pipetrain.compute.rates import Rescaled
 from pipetrain.compute.slots import Slot, slots
+from pipetrain.compute.spikes import SpikeCompensated
+from pipetrain.compute.velocity import velocity_of
+from pipetrain.plan.prediction import decayed, predict
+from pipetrain.plan.schemes import Rule
 
-
-def check_predictable(optimizer: keras.optimizers.Optimizer, scheme: str) -> None:
-    """Raise ValueError, by name, for an optimizer whose velocity is not known."""
-    if type(optimizer) is not keras.optimizers.SGD:
-        raise ValueError(
-            f"The scheme {scheme!r} predicts weights, which it can for SGD with or without momentum. "
-            f"Received: optimizer={type(optimizer).__name__}. "
-            "Try keras.optimizers.SGD(..., momentum=0.9), or a scheme that does not predict."
-        )
+TINY = 1e-12  # of a decay by nothing, which ``decayed`` cannot divide by
 
 
 class Update:
-    """Applies gradients to variables and knows v of ``W[t+s] ~ W[t] + s * v`` (arXiv 1809.02839, equation 4).
+    """Applies gradients to variables and predicts them: ``W[t+s] ~ W[t] + s * v`` (see ``plan.prediction``).
 
-    SGD with momentum: its slot ``m <- mu*m - lr*g``, learning rate and sign included, is the update itself and
-    costs no memory. Plain and Nesterov SGD (whose update is ``mu*m - lr*g`` with the new m) and decoupled weight
-    decay: the displacement of the last step, measured. Other optimizers have none; ``velocity`` is then not called.
+    Args:
+        optimizer: built for the variables.
+        variables: what it updates.
+        rule: what else there is to do; by default nothing.
     """
 
-    def __init__(self, optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> None:
+    def __init__(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        variables: Sequence[keras.Variable],
+        rule: Rule = Rule(),  # noqa: B008 - a tuple, never changed
+    ) -> None:
         self._optimizer, self._variables = optimizer, list(variables)
-        self._displacement: list[tf.Variable] = []
-        self._slot_is_update = _is_momentum(optimizer)
-        if type(optimizer) is keras.optimizers.SGD and not self._slot_is_update:
-            self._displacement = [tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False) for v in variables]
+        self._rate = self._velocity = self.fit = None
+        if rule.predicts:
+            self._rate = tf.Variable(0.0, trainable=False)  # of the last step
+            self._velocity = velocity_of(optimizer, self._variables, self._rate, self._after_decay)
+        if rule.fit_horizon and self._variables:
+            self.fit = Fit(self._variables, self.velocity, rule.fit_horizon)
 
     def slots(self, weights: Sequence[keras.Variable]) -> Iterator[Slot]:
-        """The optimizer's slots and the displacement, each as that of one of as many ``weights``."""
+        """The optimizer's slots and what predictions need beside them, each as that of one of as many ``weights``."""
         yield from slots(self._optimizer, weights)
-        for weight, variable in zip(weights, self._displacement, strict=False):
+        if self._velocity is None:
+            return
+        for weight, variable in zip(weights, self._velocity.kept, strict=False):
             yield Slot(weight, "displacement", variable)
+        for weight in weights:  # of the stage, but kept with every weight, which another cut may part
+            yield Slot(weight, "rate", self._rate)
+            if self.fit:
+                yield Slot(weight, "fit", self.fit.sums)
 
-    def apply(self, gradients: list[Any]) -> None:
-        """One optimizer step; remembers the displacement where no slot holds it."""
+    def apply(self, gradients: list[Any], staleness: tf.Tensor | None = None) -> None:
+        """One optimizer step; remembers of it what the next prediction needs and no slot holds."""
         for gradient, variable in zip(gradients, self._variables, strict=True):
             if isinstance(gradient, tf.Tensor):
                 gradient.set_shape(variable.shape)  # which some optimizers ask for
-        if self._slot_is_update and self._plain(gradients):
+        for each in (self._optimizer, self._optimizer._learning_rate):
+            if isinstance(each, (SpikeCompensated, Rescaled)):
+                each.staleness = staleness
+        if self._rate is not None:
+            self._rate.assign(tf.cast(self._optimizer.learning_rate, tf.float32))
+        before = self._velocity.before() if self._velocity else []
+        if _is_momentum(self._optimizer) and self._plain(gradients):
             self._momentum_step(gradients)
-            return
-        measured = list(zip(self._displacement, self._variables, strict=False))  # none where a slot holds it
-        before = [tf.identity(variable.value) for _, variable in measured]
-        self._optimizer.apply(gradients, self._variables)
-        for (displacement, variable), old in zip(measured, before, strict=True):
-            displacement.assign(variable.value - old)
+        else:
+            self._optimizer.apply(gradients, self._variables)
+        if self._velocity:
+            self._velocity.after(before)
 
     def velocity(self) -> list[tf.Tensor]:
-        """The last velocity update per variable; zeros before the first step."""
-        if self._displacement:
-            return [variable.read_value() for variable in self._displacement]
-        return [slot.value.read_value() for slot in self._optimizer.momentums]
+        """The last update of each variable, weight decay left out; zeros before the first step."""
+        return self._velocity.read()
+
+    def predicted(self, horizon: tf.Tensor) -> list[tf.Tensor]:
+        """The variables ``horizon`` updates ahead."""
+        steps = horizon * self.fit.ratio() if self.fit else horizon
+        return [
+            predict(variable.value.read_value(), velocity, *self._factors(variable, steps))
+            for variable, velocity in zip(self._variables, self.velocity(), strict=True)
+        ]
+
+    def _factors(self, variable: keras.Variable, steps: tf.Tensor) -> tuple[Any, ...]:
+        if not self._decays(variable):
+            return (tf.cast(steps, variable.dtype),)
+        decay = tf.cast(self._rate, tf.float64) * self._optimizer.weight_decay
+        kept, steps = decayed(tf.maximum(decay, TINY), tf.cast(steps, tf.float64))
+        return tf.cast(steps, variable.dtype), tf.cast(kept, variable.dtype)
+
+    def _decays(self, variable: keras.Variable) -> bool:
+        return bool(self._optimizer.weight_decay) and self._optimizer._use_weight_decay(variable)
+
+    def _after_decay(self, variable: keras.Variable, value: tf.Tensor) -> tf.Tensor:
+        """What weight decay, with which Keras begins a step, leaves of the variable's value."""
+        if not self._decays(variable):
+            return value
+        decay, rate = (tf.cast(each, value.dtype) for each in (self._optimizer.weight_decay, self._rate))
+        return value - value * decay * rate
 
     def _plain(self, gradients: list[Any]) -> bool:
         """Whether the step is nothing but Keras' momentum rule on dense gradients."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pipetrain.plan.cost import Costs, Memory, Place
 from pipetrain.plan.memory import Training, demand
 from pipetrain.plan.profile import Profile, mib
+from pipetrain.plan.schemes import HORIZONS
 from pipetrain.plan.search import CLOSE, HUGE, NEVER, Limit, Problem, Reach, fastest
 from pipetrain.plan.stages import Partition, described
 
@@ -98,10 +99,11 @@ class Capacity:
     def _what_would_fit(self, limit_bytes: int) -> str:
         leanest = self.leanest(limit_bytes)
         stage = max(leanest.stages, key=lambda each: each.memory_bytes)
+        plain = self._training._replace(horizon=HORIZONS[0])
         others = {
             "recompute=True": self._training._replace(recompute=True),
-            "scheme='vanilla', which keeps no old weights": self._training._replace(scheme="vanilla"),
-            "scheme='1f1b' with 8 microbatches": self._training._replace(scheme="1f1b", microbatches=8),
+            "scheme='vanilla', which keeps no old weights": plain._replace(scheme="vanilla"),
+            "scheme='1f1b' with 8 microbatches": plain._replace(scheme="1f1b", microbatches=8),
         }
         helps = [
             what

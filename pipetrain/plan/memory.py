@@ -6,7 +6,7 @@ from functools import cache
 from typing import NamedTuple
 
 from pipetrain.plan.schedules import peak_in_flight
-from pipetrain.plan.schemes import SCHEMES
+from pipetrain.plan.schemes import HORIZONS, scheme
 from pipetrain.plan.versions import WeightVersions
 
 
@@ -20,6 +20,7 @@ class Training(NamedTuple):
     slots: int = 1
     microbatches: int = 1
     recompute: bool = False
+    horizon: str = HORIZONS[0]
 
 
 class Demand(NamedTuple):
@@ -40,30 +41,32 @@ def demand(training: Training, stage: int, stages: int) -> Demand:
 
     Weights: the newest, the optimizer's slots, and the most that an action has beside them: gradients during a
     backward, the sum of those of earlier microbatches, a predicted copy that it reads, and every old version that is
-    still to be read. Activations: of all microbatches in flight; with recomputation of one, and the inputs of the
+    still to be read; where the multiple of the velocity is fitted, the weights and the velocity that the observation
+    under way began with. Activations: of all microbatches in flight; with recomputation of one, and the inputs of the
     others.
     """
-    scheme = SCHEMES[training.scheme]
-    pieces = 1 if scheme.asynchronous else training.microbatches
+    trained = scheme(training.scheme, training.horizon)
+    pieces = max(training.microbatches, trained.least_microbatches(stages)) if trained.splits else 1
     groups = [range(i * pieces, (i + 1) * pieces) for i in range(3 * stages)]
-    order = list(scheme.schedule(stage, stages, groups))
+    order = list(trained.schedule(stage, stages, groups))
     in_flight = peak_in_flight(order) / pieces
-    versions = WeightVersions(scheme.policy, stage, stages, newest=lambda horizon: horizon, keep=lambda: None)
+    versions = WeightVersions(trained.policy, stage, stages, newest=lambda horizon: horizon, keep=lambda horizon: 0)
+    observed = 2 if trained.rule(stage, stages).fit_horizon else 0
     more, gathered = 0, 0
     for action in order:
         minibatch, piece = divmod(action.minibatch, pieces)
-        forward = action.op == "F"
+        forward, before = action.op == "F", versions.kept
         predicted = 1 if (versions.forward if forward else versions.backward)(minibatch) else 0
         gradients = gathered if forward else 1 + 2 * gathered  # this microbatch's, the sum so far, and the new sum
-        more = max(more, versions.kept + predicted + gradients)
+        more = max(more, max(before, versions.kept) + predicted + gradients)  # it may be given what was kept for it
         if not forward:
             gathered = 1 if piece < pieces - 1 else 0
             if not gathered:
                 versions.before_update()
-                more = max(more, versions.kept + 1)
-    weights: float = 1 + training.slots + more
+                more = max(more, versions.kept + (2 if observed else 1))  # gradients, and how far the weights have gone
+    weights: float = 1 + training.slots + observed + more
     if not training.recompute:
         return Demand(weights, in_flight, work=1 / pieces)
     if not versions.lasts(3 * stages):  # every forward's weights are kept for running it again
-        weights += in_flight - (0 if scheme.policy.predicts else 1)
+        weights += in_flight - (0 if trained.policy.predicts else 1)
     return Demand(weights, 1 / pieces, in_flight, work=1 / pieces)

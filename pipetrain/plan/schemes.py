@@ -1,4 +1,4 @@
-"""The table of schemes: each name, its order of actions and its choice of weights."""
+"""The table of schemes: each name, its order of actions, its choice of weights, and what its updates make up for."""
 
 from __future__ import annotations
 
@@ -7,10 +7,30 @@ from typing import NamedTuple
 from pipetrain.plan import schedules, versions
 
 
+class Rule(NamedTuple):
+    """What the updates of one stage do beside the optimizer's own step.
+
+    ``predicts``: the velocity is wanted; ``fit_horizon``: over so many updates its best multiple is learnt (0: not);
+    ``spikes``, ``rescale_steps``: see ``corrections``.
+    """
+
+    predicts: bool = False
+    fit_horizon: int = 0
+    spikes: bool = False
+    rescale_steps: int = 0
+
+    @property
+    def corrects(self) -> bool:
+        """Whether an update goes by the staleness of its gradient."""
+        return self.spikes or self.rescale_steps > 0
+
+
 class Scheme(NamedTuple):
     """A way to train: the order of actions, the weights they read, and a line for people.
 
-    ``trains``: whether every forward is followed by a backward.
+    ``trains``: whether every forward is followed by a backward. ``splits``: whether minibatches are divided into
+    microbatches. ``fits``: whether predictions take the multiple of the velocity that came nearest so far. ``spikes``
+    and ``rescale_steps``: spike compensation, and the steps over which rates are rescaled by staleness (0: not).
     """
 
     schedule: schedules.Schedule
@@ -18,6 +38,19 @@ class Scheme(NamedTuple):
     asynchronous: bool
     about: str
     trains: bool = True
+    splits: bool = False
+    fits: bool = False
+    spikes: bool = False
+    rescale_steps: int = 0
+
+    def rule(self, stage: int, stages: int) -> Rule:
+        """What the updates of stage k of N do."""
+        horizon = self.policy.forward(2 * stages, stage, stages).horizon if self.fits else 0
+        return Rule(self.policy.predicts, horizon, self.spikes, self.rescale_steps)
+
+    def least_microbatches(self, stages: int) -> int:
+        """The fewest microbatches that give every version in time."""
+        return max(1, stages - 1) if self.splits and self.asynchronous else 1
 
 
 SCHEMES: dict[str, Scheme] = {
@@ -29,15 +62,36 @@ SCHEMES: dict[str, Scheme] = {
         schedules.asynchronous, versions.VerticalSync(), True, "asynchronous, one version per minibatch everywhere"
     ),
     "spectrain": Scheme(schedules.asynchronous, versions.SpecTrain(), True, "asynchronous, predicted weights"),
-    "gpipe": Scheme(schedules.gpipe, versions.Flush(), False, "synchronous, all forwards then all backwards"),
+    "spike-compensation": Scheme(
+        schedules.asynchronous,
+        versions.Vanilla(),
+        True,
+        "asynchronous, newest weights, updates make up for late gradients",
+        spikes=True,
+    ),
+    "2bw": Scheme(
+        schedules.asynchronous,
+        versions.TwoVersions(),
+        True,
+        "asynchronous microbatches, the version before the newest",
+        splits=True,
+    ),
+    "gpipe": Scheme(
+        schedules.gpipe, versions.Flush(), False, "synchronous, all forwards then all backwards", splits=True
+    ),
     "1f1b": Scheme(
-        schedules.one_forward_one_backward, versions.Flush(), False, "synchronous, one forward one backward"
+        schedules.one_forward_one_backward,
+        versions.Flush(),
+        False,
+        "synchronous, one forward one backward",
+        splits=True,
     ),
     "single": Scheme(schedules.one_forward_one_backward, versions.Flush(), False, "one device, the unsplit model"),
 }
 INFERENCE = Scheme(schedules.forward_only, versions.Still(), True, "forwards only, for evaluate and predict", False)
 DATA_PARALLEL = "data-parallel"
-NAMES = ("single", DATA_PARALLEL, "vanilla", "weight-stashing", "vertical-sync", "spectrain", "gpipe", "1f1b")
+NAMES = ("single", DATA_PARALLEL, *(name for name in SCHEMES if name != "single"))
+HORIZONS = ("round-trip", "local", "fitted")  # of spectrain; the first is the paper's
 
 
 def check_name(name: object) -> str:
@@ -45,3 +99,54 @@ def check_name(name: object) -> str:
     if name not in NAMES:
         raise ValueError(f"Unknown scheme. Received: scheme={name!r}. Try one of: {', '.join(NAMES)}.")
     return str(name)
+
+
+def scheme(
+    name: str, horizon: str = HORIZONS[0], spike_compensation: bool = False, rescale_steps: int | None = None
+) -> Scheme:
+    """The scheme of the table with these options. Raises ValueError for options that it does not have.
+
+    Args:
+        name: but ``data-parallel``, which is no pipeline.
+        horizon: how far ``spectrain`` predicts: ``round-trip`` as the paper has it; ``local``, to the minibatch's own
+            backward, which reads the same predicted weights; ``fitted``, the paper's with the multiple of the velocity
+            that came nearest to the weights actually reached.
+        spike_compensation: for asynchronous schemes, see ``corrections.spike``.
+        rescale_steps: for asynchronous schemes, the steps over which ``corrections.rescaled`` fades away.
+    """
+    chosen = SCHEMES[name]
+    check_options(name, horizon, spike_compensation, rescale_steps)
+    if horizon == "local":
+        chosen = chosen._replace(policy=versions.LocalSpecTrain())
+    return chosen._replace(
+        fits=horizon == "fitted",
+        spikes=chosen.spikes or spike_compensation,
+        rescale_steps=rescale_steps or 0,
+    )
+
+
+def has(name: str, option: str) -> bool:
+    """Whether the scheme of this name has ``horizon``, ``spike_compensation`` or ``rescale_steps``."""
+    return name == "spectrain" if option == "horizon" else name in SCHEMES and SCHEMES[name].asynchronous
+
+
+def check_options(name: str, horizon: object, spike_compensation: object, rescale_steps: object) -> None:
+    """Raise ValueError for options that the scheme of this name, ``data-parallel`` included, does not have."""
+    if horizon not in HORIZONS:
+        raise ValueError(f"Unknown horizon. Received: horizon={horizon!r}. Try one of: {', '.join(HORIZONS)}.")
+    if horizon != HORIZONS[0] and not has(name, "horizon"):
+        raise ValueError(
+            f"Only spectrain predicts weights. Received: horizon={horizon!r}, scheme={name!r}. "
+            "Try scheme='spectrain', or without horizon."
+        )
+    if rescale_steps is not None and (
+        isinstance(rescale_steps, bool) or not isinstance(rescale_steps, int) or rescale_steps < 1
+    ):
+        raise ValueError(f"Steps are a number from 1 up. Received: rescale_steps={rescale_steps!r}. Try 1000.")
+    given = {"spike_compensation": spike_compensation or None, "rescale_steps": rescale_steps}
+    for option, value in given.items():
+        if value is not None and not has(name, option):
+            raise ValueError(
+                f"Gradients are not stale there. Received: {option}={value!r}, scheme={name!r}. "
+                f"Try an asynchronous scheme, or without {option}."
+            )

@@ -86,6 +86,38 @@ class SpecTrain:
         return Read(minibatch, stage // 2)
 
 
+class LocalSpecTrain:
+    """Predicted weights as of the minibatch's own backward here, which reads the very same.
+
+    ``s = min(i, N-1-k)`` from version ``v_F``, for both. Memory: at stage k < N-1, one predicted copy for each of the
+    N-k minibatches in flight. Sources: the SpecTrain authors' second version; PipeOptim (arXiv 2312.00839).
+    """
+
+    predicts = True
+
+    def forward(self, minibatch: int, stage: int, stages: int) -> Read:
+        return Read(newest(minibatch, stage, stages), min(minibatch, stages - 1 - stage))
+
+    def backward(self, minibatch: int, stage: int, stages: int) -> Read:
+        return self.forward(minibatch, stage, stages)
+
+
+class TwoVersions:
+    """One version per minibatch at every stage, the one before the newest: ``W[max(0, i-1)]`` for both.
+
+    For minibatches of at least N-1 microbatches, whose gradients are summed: the version is then always there, and
+    two are enough. ``W[i+1] = W[i] - lr * grad(W[i-1])``. Source: PipeDream-2BW (arXiv 2006.09503), section 3.1.
+    """
+
+    predicts = False
+
+    def forward(self, minibatch: int, stage: int, stages: int) -> Read:
+        return Read(max(0, minibatch - 1))
+
+    def backward(self, minibatch: int, stage: int, stages: int) -> Read:
+        return self.forward(minibatch, stage, stages)
+
+
 class Flush:
     """One version per minibatch, the current one: what synchronous schedules read."""
 
@@ -110,40 +142,46 @@ class Still:
         return Read(0)
 
 
-def predict(weight: Any, velocity: Any, horizon: Any) -> Any:
-    """``W + s * v``, with v the last velocity update (arXiv 1809.02839, equation 4).
-
-    Keras' momentum slot ``m <- mu*m - lr*g`` is that update already, learning rate and sign included.
-    """
-    return weight + horizon * velocity
+def staleness(policy: Policy, minibatch: int, stage: int, stages: int) -> int:
+    """Updates between the version that F(minibatch) reads and the one that its gradient is applied to."""
+    return minibatch - policy.forward(minibatch, stage, stages).version
 
 
 class WeightVersions:
     """The versions of one stage's weights that some action still has to read.
 
     Weights may be anything: integers, arrays, tensors. ``newest(horizon)`` gives the newest version, moved that many
-    updates ahead, which only the newest can be, for the velocity belongs to it; ``keep()`` gives it in a form that
-    later updates leave alone. Memory: an old version is held only while an action will still read it, so weight
-    stashing holds ``N-k-1`` besides the newest at stage k, and vanilla and SpecTrain none.
+    updates ahead, which only the newest can be, for the velocity belongs to it; ``keep(horizon)`` gives it in a form
+    that later updates leave alone. Memory: an old version is held only while an action will still read it, and a
+    predicted one only if a later version's action reads it again. So weight stashing holds ``N-k-1`` besides the newest
+    at stage k, ``2bw`` one, and vanilla and SpecTrain none.
     """
 
     def __init__(
-        self, policy: Policy, stage: int, stages: int, newest: Callable[[int], Any], keep: Callable[[], Any]
+        self, policy: Policy, stage: int, stages: int, newest: Callable[[int], Any], keep: Callable[[int], Any]
     ) -> None:
         self._policy, self._stage, self._stages = policy, stage, stages
         self._newest, self._keep = newest, keep
         self._kept: dict[int, Any] = {}
+        self._predicted: dict[int, Any] = {}  # by minibatch, for its backward
         self._next_forward = self._next_backward = 0
         self.version = 0
 
     def forward(self, minibatch: int) -> Any:
         """The weights of F(minibatch)."""
         self._next_forward = minibatch + 1
-        return self._resolve(self._policy.forward(minibatch, self._stage, self._stages))
+        place = minibatch, self._stage, self._stages
+        read = self._policy.forward(*place)
+        if read.horizon and read.version < minibatch and read == self._policy.backward(*place):
+            self._predicted[minibatch] = self._keep(read.horizon)
+            return self._predicted[minibatch]
+        return self._resolve(read)
 
     def backward(self, minibatch: int) -> Any:
         """The weights of B(minibatch)."""
         self._next_backward = minibatch + 1
+        if minibatch in self._predicted:
+            return self._predicted.pop(minibatch)
         return self._resolve(self._policy.backward(minibatch, self._stage, self._stages))
 
     def lasts(self, minibatch: int) -> bool:
@@ -151,21 +189,26 @@ class WeightVersions:
         place = minibatch, self._stage, self._stages
         return self._policy.forward(*place) == self._policy.backward(*place)
 
+    def staleness(self, minibatch: int) -> int:
+        """Updates between the version that F(minibatch) reads and the one that its gradient is applied to."""
+        return staleness(self._policy, minibatch, self._stage, self._stages)
+
     def before_update(self) -> None:
         """Call just before the weights change: keeps the newest if an action still reads it, forgets what none will."""
         place = self._stage, self._stages
-        oldest = self._policy.backward(self._next_backward, *place).version
+        read = self._policy.backward(self._next_backward, *place)
+        oldest = self.version + 1 if read.horizon else read.version  # what is predicted comes from the newest then
         if newest(self._next_forward, *place) > self.version:  # else the next forward is overdue: the pipeline drains
             oldest = min(oldest, self._policy.forward(self._next_forward, *place).version)
         if self.version >= oldest:
-            self._kept[self.version] = self._keep()
+            self._kept[self.version] = self._keep(0)
         self._kept = {version: weights for version, weights in self._kept.items() if version >= oldest}
         self.version += 1
 
     @property
     def kept(self) -> int:
         """Versions held besides the newest."""
-        return len(self._kept)
+        return len(self._kept) + len(self._predicted)
 
     def _resolve(self, read: Read) -> Any:
         return self._newest(read.horizon) if read.version == self.version else self._kept[read.version]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -70,10 +71,10 @@ class Pipeline:
     def window(self) -> int:
         """How many minibatches may be posted ahead of the results taken.
 
-        Asynchronous: one per stage, and two that wait at the door so that the caller may be late. Synchronous: one,
-        so that whatever the caller does between two minibatches happens between two updates.
+        Asynchronous: one microbatch per stage, and two minibatches that wait at the door so that the caller may be
+        late. Synchronous: one, so that whatever the caller does between two minibatches happens between two updates.
         """
-        return len(self._stages) + 2 if self._scheme.asynchronous else 1
+        return math.ceil(len(self._stages) / self._microbatches) + 2 if self._scheme.asynchronous else 1
 
     def activity(self) -> Activity:
         """What the stages have done since the pipeline was made; the most in flight, since it was asked last."""
@@ -108,6 +109,8 @@ class Pipeline:
             self._start()
         rows = int(x[0].shape[0])
         parts = max(1, min(self._microbatches, rows))  # a minibatch without rows has a result too
+        if self._scheme.asynchronous and rows:  # whose versions are counted on: some microbatches may be empty
+            parts = self._microbatches
         pieces = [rows_of(rows, part, parts) for part in range(parts)]
         group = range(self._posted_microbatches, self._posted_microbatches + len(pieces))
         for index, piece in zip(group, pieces, strict=True):
@@ -122,7 +125,7 @@ class Pipeline:
                 values=None,
                 targets=take((y, sample_weight), piece, rows),
             )
-            inputs = Values(take(x, piece, rows), [None] * len(x))
+            inputs = Values(take(x, piece, rows), [None] * len(x)) if piece or not rows else None
             self._guarded(
                 lambda sent=microbatch, inputs=inputs: self._entrance.send(sent.with_values, inputs, sent.rows)
             )

@@ -73,7 +73,7 @@ class Worker(threading.Thread):
         self._seat, self._stage = seat, stage
         self._schedule, self._doors, self._control = scheme.schedule, doors, control
         self._synchronous, self._trains = not scheme.asynchronous, scheme.trains
-        self._versions = WeightVersions(scheme.policy, *seat[:2], newest=Newest, keep=stage.weights)
+        self._versions = WeightVersions(scheme.policy, *seat[:2], Newest, lambda ahead: stage.weights(Newest(ahead)))
         self._in_flight: dict[int, tuple[Microbatch, Kept | None]] = {}
         self._gradients: list[Any] | None = None
         self._now: tuple[Action, Microbatch] | None = None
@@ -155,14 +155,15 @@ class Worker(threading.Thread):
         if above:
             above.send(lambda values: values, by_input, microbatch.rows)
         if index == microbatch.group[-1]:
-            self._update(microbatch.learning_rate)
+            self._update(microbatch)
 
-    def _update(self, learning_rate: float | None) -> None:
+    def _update(self, microbatch: Microbatch) -> None:
+        staleness = self._versions.staleness(microbatch.minibatch)
         self._versions.before_update()
         stage, _, replica, _ = self._seat
         gradients, self._gradients = self._doors.reduction.sum(replica, self._gradients), None
         squares = self._doors.norm.squares(stage, replica, gradients) if self._doors.norm else None
-        self._stage.update(gradients, learning_rate, squares)
+        self._stage.update(gradients, microbatch.learning_rate, squares, staleness)
         version = self._versions.version
         wanted = replica == 0 and self._control.wants_snapshot(version)
         snapshot = self._stage.snapshot() if wanted else None

@@ -1,0 +1,26 @@
+"""Optimizers by the names that the command lines use."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import keras
+
+NAMES = ("sgd", "momentum", "nesterov", "adam", "adamw", "rmsprop")
+ADAPTIVE = ("adam", "adamw", "rmsprop")  # steps of about the learning rate's size, whatever the gradients'
+ADAPTIVE_RATE = 1e-3  # Keras' default for them
+
+
+def build(name: str, learning_rate: float, momentum: float) -> keras.optimizers.Optimizer:
+    """A new optimizer; ``momentum`` counts for ``momentum`` and ``nesterov``. ValueError for an unknown name."""
+    import keras
+
+    if name not in NAMES:
+        raise ValueError(f"Unknown optimizer. Received: optimizer={name!r}. Try one of: {', '.join(NAMES)}.")
+    if name == "sgd":
+        return keras.optimizers.SGD(learning_rate)
+    if name in ADAPTIVE:
+        kinds = {"adam": keras.optimizers.Adam, "adamw": keras.optimizers.AdamW, "rmsprop": keras.optimizers.RMSprop}
+        return kinds[name](learning_rate)
+    return keras.optimizers.SGD(learning_rate, momentum, nesterov=name == "nesterov")

@@ -1,0 +1,136 @@
+"""Ways to deal with staleness, and one training of a small network under one of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from experiments.datasets import Dataset
+
+if TYPE_CHECKING:
+    import keras
+
+# Each policy's arguments of PipelineModel.
+POLICIES: dict[str, Mapping[str, Any]] = {
+    "single": {"scheme": "single"},
+    "vanilla": {"scheme": "vanilla"},
+    "weight-stashing": {"scheme": "weight-stashing"},
+    "vertical-sync": {"scheme": "vertical-sync"},
+    "2bw": {"scheme": "2bw"},
+    "spike-compensation": {"scheme": "spike-compensation"},
+    "vanilla + rescaling": {"scheme": "vanilla", "rescale_steps": 100},
+    "spectrain": {"scheme": "spectrain"},
+    "spectrain/local": {"scheme": "spectrain", "horizon": "local"},
+    "spectrain/fitted": {"scheme": "spectrain", "horizon": "fitted"},
+}
+GUESSING = math.log(10)  # the loss of ten classes, all equally likely
+
+
+@dataclass(frozen=True)
+class Run:
+    """What decides the accuracy of one training; ``stages`` is 1 for the policy ``single``."""
+
+    policy: str
+    stages: int
+    learning_rate: float
+    seed: int
+    momentum: float
+    steps: int
+    batch_size: int
+    depth: int
+    width: int
+
+    @property
+    def name(self) -> str:
+        """Of the file that keeps the outcome."""
+        policy = self.policy.replace(" + ", "-").replace("/", "-")
+        return f"{policy}-stages{self.stages}-rate{self.learning_rate:g}-seed{self.seed}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Validation accuracy and loss of the last weights; None if the loss of step ``stopped_at`` was not finite."""
+
+    accuracy: float | None
+    loss: float | None
+    stopped_at: int | None = None
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the last loss is none, or worse than giving every class the same probability."""
+        return self.loss is None or not self.loss <= GUESSING
+
+
+def recorded(run: Run, folder: Path) -> Outcome | None:
+    """What the very same run came to before; None if it has not ended."""
+    try:
+        found = json.loads((folder / f"{run.name}.json").read_text(encoding="utf-8"))
+        return Outcome(**found["outcome"]) if found["run"] == asdict(run) else None
+    except (OSError, KeyError, TypeError, ValueError):
+        return None
+
+
+def record(run: Run, outcome: Outcome, folder: Path) -> None:
+    """Keep what a run came to; whole or not at all."""
+    part = folder / f".{run.name}.part"
+    part.write_text(json.dumps({"run": asdict(run), "outcome": asdict(outcome)}, indent=1) + "\n", encoding="utf-8")
+    part.replace(folder / f"{run.name}.json")
+
+
+def train(run: Run, data: Dataset) -> Outcome:
+    """Train once, from the same weights and on the same minibatches for the same seed."""
+    import keras
+
+    import pipetrain
+    from experiments.training import EVALUATION_ROWS, batches
+
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(run.seed)
+    shape = data.x_train.shape[1:]
+    model = mlp(shape, data.classes, run.depth, run.width)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(loss=loss, metrics=["accuracy"])  # for the evaluation
+    where = {} if run.policy == "single" else {"cuts": cuts(run.depth, run.stages)}
+    pm = pipetrain.PipelineModel(model, **where, **POLICIES[run.policy])
+    pm.compile(keras.optimizers.SGD(run.learning_rate, momentum=run.momentum), loss=loss)
+    steps = _Count()
+    try:
+        minibatches = batches(data, shape, run.batch_size, run.seed)
+        pm.fit(minibatches, steps_per_epoch=run.steps, shuffle=False, verbose=0, callbacks=[steps.callback()])
+    except FloatingPointError:
+        return Outcome(None, None, steps.done)
+    result = model.evaluate(data.x_test, data.y_test, EVALUATION_ROWS, verbose=0, return_dict=True)
+    return Outcome(float(result["accuracy"]), float(result["loss"]))
+
+
+class _Count:
+    """The steps that a training has done."""
+
+    def __init__(self) -> None:
+        self.done = 0
+
+    def callback(self) -> keras.callbacks.Callback:
+        import keras
+
+        def count(batch: int, logs: Any) -> None:
+            self.done += 1
+
+        return keras.callbacks.LambdaCallback(on_train_batch_end=count)
+
+
+def mlp(shape: tuple[int, ...], classes: int, depth: int, width: int) -> keras.Model:
+    """``depth`` dense layers named ``dense_0`` and so on, all tanh but the last, Glorot uniform."""
+    import keras
+
+    hidden = [keras.layers.Dense(width, activation="tanh", name=f"dense_{n}") for n in range(depth - 1)]
+    logits = keras.layers.Dense(classes, name=f"dense_{depth - 1}")
+    return keras.Sequential([keras.Input(shape), keras.layers.Flatten(), *hidden, logits])
+
+
+def cuts(depth: int, stages: int) -> list[str]:
+    """The last layers of all stages but the final one, the layers shared out as evenly as can be."""
+    return [f"dense_{depth * stage // stages - 1}" for stage in range(1, stages)]

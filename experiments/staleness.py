@@ -1,0 +1,273 @@
+"""What staleness costs: validation accuracy under every policy, over stages, learning rates and seeds.
+
+A deep, narrow network (dense layers, tanh but for the last) is trained on the subset of Fashion-MNIST that comes with
+the repository, under momentum SGD, from the same weights and on the same minibatches for every policy. The layers are
+shared out among the stages as evenly as can be; the accuracy is that of the last weights, on the test images. More
+stages mean staler weights, and a higher learning rate makes them matter more. `single` has one stage: it is what the
+others would reach without staleness.
+
+A row of the table is a policy with its stages and learning rate: the mean over the seeds and the 95% interval's half
+width (Student's t). A run has diverged if it ends with a loss worse than that of guessing (the logarithm of 10); one
+whose loss is not even finite stops there, and has no accuracy.
+
+All of it, by default, is {runs} runs: about {minutes} minutes on two CPU cores. Runs that have ended in the output
+folder are not repeated, so that a study can be stopped and go on, or have more seeds or policies later.
+
+examples:
+  python experiments/staleness.py
+  python experiments/staleness.py --policy single --policy vanilla --policy spectrain --stages 4 --seeds 3
+  python experiments/staleness.py --learning-rate 0.005 --learning-rate 0.04 --output runs/rates
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from experiments import datasets  # noqa: E402
+from experiments.intervals import interval, shown  # noqa: E402
+from experiments.options import positive, rate, writable  # noqa: E402
+from experiments.policies import POLICIES, Outcome, Run, record, recorded, train  # noqa: E402
+from pipetrain.plan.table import table  # noqa: E402
+from pipetrain.run.quiet import start_tensorflow  # noqa: E402
+
+STAGES = (2, 4, 8)
+RATES = (0.01, 0.02)
+SEEDS = 5
+RUN_S = 4.0  # of one run, two at a time taken together, on two CPU cores
+
+
+@dataclass(frozen=True)
+class Row:
+    """One policy with its stages and learning rate: the accuracies of those runs that have one, and the runs."""
+
+    policy: str
+    stages: int
+    learning_rate: float
+    accuracies: tuple[float, ...]
+    runs: int
+    diverged: int
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status: 2 for arguments that cannot be used."""
+    options = parse(arguments)
+    try:
+        runs = planned(options)
+        output = writable(Path(options.output or ROOT / "runs" / "staleness"))
+        outcomes = finish(runs, writable(output / "runs"), options.jobs)
+    except ValueError as error:
+        print(f"staleness.py: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("Stopped. The same command goes on with the runs that are left.")
+        return 130
+    rows = gathered(runs, outcomes)
+    write(output, options, rows)
+    from plots.staleness import draw
+
+    print(f"{title(options)}\n\n{report(rows)}\n\n{draw(output, output / 'staleness.png')}")
+    return 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line's options."""
+    runs = len(RATES) * SEEDS * (1 + (len(POLICIES) - 1) * len(STAGES))
+    about = __doc__.format(runs=runs, minutes=round(runs * RUN_S / 60))
+    description, _, examples = about.partition("examples:")
+    parser = argparse.ArgumentParser(
+        description=description,
+        epilog=f"policies:\n{_policies()}\n\nexamples:{examples}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    again = "; may be given several times (default: %(default)s)"
+    add(
+        "--policy",
+        "--scheme",
+        action="append",
+        choices=POLICIES,
+        metavar="NAME",
+        help="how to deal with staleness, see below; may be given several times (default: all)",
+    )
+    add("--stages", type=positive, action="append", metavar="N", help=f"pipeline stages{again % _default(STAGES)}")
+    add("--learning-rate", type=rate, action="append", metavar="X", help=f"of SGD{again % _default(RATES)}")
+    add(
+        "--seeds", type=positive, default=SEEDS, metavar="N", help="runs of each, seeds 0 to N-1 (default: %(default)s)"
+    )
+    add("--momentum", type=float, default=0.9, metavar="X", help="of SGD (default: %(default)s)")
+    add("--steps", type=positive, default=400, metavar="N", help="minibatches (default: %(default)s)")
+    add("--batch-size", type=positive, default=64, metavar="N", help="rows per minibatch (default: %(default)s)")
+    add("--depth", type=positive, default=8, metavar="N", help="layers of the network (default: %(default)s)")
+    add("--width", type=positive, default=64, metavar="N", help="units of its layers (default: %(default)s)")
+    add(
+        "--jobs",
+        type=positive,
+        default=min(2, os.cpu_count() or 1),
+        metavar="N",
+        help="runs at a time, each in a process of its own (default: two, if there are two cores)",
+    )
+    add("--output", metavar="DIR", help="where results are and go (default: runs/staleness)")
+    options = parser.parse_args(arguments)
+    options.policy = list(dict.fromkeys(options.policy or POLICIES))
+    options.stages = sorted(set(options.stages or STAGES))
+    options.learning_rate = sorted(set(options.learning_rate or RATES))
+    return options
+
+
+def _default(values: Sequence[float]) -> dict[str, str]:
+    return {"default": " ".join(map(str, values))}
+
+
+def _policies() -> str:
+    settings = {name: ", ".join(f"{key}={value!r}" for key, value in POLICIES[name].items()) for name in POLICIES}
+    return "\n".join(f"  {name:<22} {text}" for name, text in settings.items())
+
+
+def planned(options: argparse.Namespace) -> list[Run]:
+    """Every run of the study, in the order of the table. Raises ValueError for more stages than layers."""
+    if max(options.stages) > options.depth:
+        raise ValueError(
+            f"Every stage needs a layer. Received: --stages {max(options.stages)}, --depth {options.depth}. "
+            f"Try at most --stages {options.depth}."
+        )
+    same = {key: getattr(options, key) for key in ("momentum", "steps", "batch_size", "depth", "width")}
+    places = [("single", 1)] if "single" in options.policy else []
+    places += product([policy for policy in options.policy if policy != "single"], options.stages)
+    places.sort(key=lambda place: place[1])
+    return [
+        Run(policy, stages, learning_rate, seed, **same)
+        for learning_rate in options.learning_rate
+        for policy, stages in places
+        for seed in range(options.seeds)
+    ]
+
+
+def finish(runs: Sequence[Run], folder: Path, jobs: int) -> dict[Run, Outcome]:
+    """Train whatever has not ended in this folder; every run's outcome."""
+    outcomes = {run: recorded(run, folder) for run in runs}
+    left = [run for run, outcome in outcomes.items() if outcome is None]
+    if not left:
+        return outcomes
+    stages = max(run.stages for run in left)
+    progress = _progress(len(left))
+    for done, (run, outcome) in enumerate(_trained(left, folder, stages, min(jobs, len(left))), start=1):
+        outcomes[run] = outcome
+        progress(done)
+    return outcomes
+
+
+def _progress(runs: int):
+    """A function of the number of runs done: a progress bar on a terminal, nothing elsewhere."""
+    if not sys.stdout.isatty():
+        return lambda done: None
+    start_tensorflow(1)
+    import keras
+
+    bar = keras.utils.Progbar(runs, unit_name="run")
+    bar.update(0)
+    return bar.update
+
+
+def _trained(runs: Sequence[Run], folder: Path, stages: int, jobs: int) -> Iterator[tuple[Run, Outcome]]:
+    if jobs == 1:
+        start_tensorflow(stages)
+        yield from ((run, train_and_record(run, folder)) for run in runs)
+        return
+    with ProcessPoolExecutor(jobs, get_context("spawn"), _start_worker, (stages,)) as workers:
+        try:
+            futures = {workers.submit(partial(train_and_record, run, folder)): run for run in runs}
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+        except BaseException:
+            workers.shutdown(wait=False, cancel_futures=True)  # the runs at work end, and are kept
+            raise
+
+
+def _start_worker(stages: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that waits for this one
+    start_tensorflow(stages)
+
+
+def train_and_record(run: Run, folder: Path) -> Outcome:
+    """One run, and its file."""
+    outcome = train(run, _data())
+    record(run, outcome, folder)
+    return outcome
+
+
+@cache
+def _data() -> datasets.Dataset:
+    return datasets.load("fashion_mnist_small")
+
+
+def gathered(runs: Sequence[Run], outcomes: dict[Run, Outcome]) -> list[Row]:
+    """The rows of the table, in the order of the runs."""
+    groups: dict[tuple[str, int, float], list[Outcome]] = {}
+    for run in runs:
+        groups.setdefault((run.policy, run.stages, run.learning_rate), []).append(outcomes[run])
+    return [
+        Row(
+            *place,
+            accuracies=tuple(each.accuracy for each in some if each.accuracy is not None),
+            runs=len(some),
+            diverged=sum(each.diverged for each in some),
+        )
+        for place, some in groups.items()
+    ]
+
+
+def write(output: Path, options: argparse.Namespace, rows: Sequence[Row]) -> None:
+    """The files of a study: what was asked, and what it came to."""
+    config = {key: value for key, value in vars(options).items() if key not in ("output", "jobs")}
+    contents = {"config": config, "summary": {"rows": [_with_interval(row) for row in rows]}}
+    for name, content in contents.items():
+        (output / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _with_interval(row: Row) -> dict:
+    mean, half_width = interval(row.accuracies) if row.accuracies else (None, None)
+    return {**asdict(row), "mean": mean, "half_width": half_width}
+
+
+def title(options: argparse.Namespace) -> str:
+    """What was trained."""
+    return (
+        f"{options.depth} dense layers of width {options.width}, {options.steps} minibatches of {options.batch_size}, "
+        f"momentum {options.momentum:g}, {options.seeds} seeds: mean and 95% interval"
+    )
+
+
+def report(rows: Sequence[Row]) -> str:
+    """The table."""
+    header = ("policy", "stages", "learning rate", "validation accuracy", "")
+    cells = [
+        (
+            row.policy,
+            str(row.stages),
+            f"{row.learning_rate:g}",
+            shown(row.accuracies, 3),
+            f"{row.diverged} of {row.runs} diverged" if row.diverged else "",
+        )
+        for row in rows
+    ]
+    if not any(row.diverged for row in rows):
+        header, cells = header[:-1], [row[:-1] for row in cells]
+    return table(header, cells)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

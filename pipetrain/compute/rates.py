@@ -1,0 +1,34 @@
+"""A learning rate that is smaller where gradients are stale."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from pipetrain.plan.corrections import rescaled
+
+
+class Rescaled(keras.optimizers.schedules.LearningRateSchedule):
+    """``corrections.rescaled`` of a rate, by ``staleness``.
+
+    Args:
+        rate: a variable, or a schedule.
+        steps: over which it becomes the rate itself.
+    """
+
+    staleness: Any = 0
+
+    def __init__(self, rate: Any, steps: int) -> None:
+        self._rate, self._steps = rate, steps
+
+    def assign(self, rate: Any) -> None:
+        """Another rate, where it is a variable."""
+        self._rate.assign(rate)
+
+    def __call__(self, step: Any) -> tf.Tensor:
+        """The rate of this step."""
+        rate = self._rate(step) if callable(self._rate) else self._rate.value
+        dtype = rate.dtype
+        return rescaled(rate, tf.cast(self.staleness, dtype), tf.cast(step, dtype), tf.cast(self._steps, dtype))

@@ -1,0 +1,70 @@
+"""What weights will be some updates from now, by optimizer: pure formulas for numbers, arrays and tensors.
+
+The assumption of SpecTrain (arXiv 1809.02839, section 3.2): the updates to come will be like the last one. All
+"velocities" here are updates as they were applied, learning rate and sign included, without weight decay; after a
+change of the learning rate a velocity carries the old one until the next update. Shapes are those of one variable,
+units those of weights per update.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+FADING = 0.95  # of what was observed before, with every observation: some twenty count
+TINY = 1e-30
+
+
+def predict(weight: Any, velocity: Any, horizon: Any, kept: Any = 1) -> Any:
+    """``kept * W + s * v``: with ``kept`` 1, the weights s updates ahead (arXiv 1809.02839, equation 4)."""
+    return (weight if isinstance(kept, int) and kept == 1 else kept * weight) + horizon * velocity
+
+
+def decayed(decay: Any, horizon: Any) -> tuple[Any, Any]:
+    """``(kept, s')`` for ``predict`` where every update first takes ``decay * W`` off the weights.
+
+    ``W[t+1] = (1-d) * W[t] + v`` s times over is ``(1-d)^s * W + (1 - (1-d)^s)/d * v``. In Keras' decoupled weight
+    decay (Loshchilov and Hutter 2017, arXiv 1711.05101) d is ``learning_rate * weight_decay``. d is not zero.
+    """
+    kept = (1 - decay) ** horizon
+    return kept, (1 - kept) / decay
+
+
+def momentum(slot: Any) -> Any:
+    """``v = m`` of SGD: Keras' slot ``m <- mu*m - lr*g`` is the update itself (arXiv 1809.02839, equation 1)."""
+    return slot
+
+
+def nesterov(slot: Any, slot_before: Any, mu: Any) -> Any:
+    """``v = mu*m' - lr*g`` of SGD with Nesterov momentum, ``m' = mu*m - lr*g`` (Sutskever et al. 2013)."""
+    return mu * slot + (slot - mu * slot_before)
+
+
+def adam(m: Any, v: Any, rate: Any, beta_1: Any, beta_2: Any, epsilon: Any, step: Any) -> Any:
+    """``-lr * sqrt(1 - beta_2^t) / (1 - beta_1^t) * m / (sqrt(v) + epsilon)`` of Adam and AdamW, after step t >= 1.
+
+    As Keras applies it, with epsilon outside the correction. Sources: Kingma and Ba 2014 (arXiv 1412.6980, section 2);
+    as a prediction, XPipe (arXiv 1911.04610, equation 5). ``rate`` is the rate of the last step.
+    """
+    correction = (1 - beta_2**step) ** 0.5 / (1 - beta_1**step)
+    return -rate * correction * m / (v**0.5 + epsilon)
+
+
+def rmsprop(slot: Any) -> Any:
+    """``v = -m`` of RMSprop with momentum, whose slot ``m <- mu*m + lr*g/sqrt(...)`` Keras subtracts."""
+    return -slot
+
+
+def ratio(along: Any, square: Any) -> Any:
+    """``(along + tiny) / (square + tiny)``: the multiple of ``s * v`` that came nearest to where weights went.
+
+    Least squares of the displacements over s updates on the velocities they began with, the past fading:
+    ``along`` is the sum of ``gamma^age * <W[t+s] - W[t], v[t]> / s``, ``square`` that of ``gamma^age * <v[t], v[t]>``.
+    1, the paper's, as long as both are 0.
+    """
+    return (along + TINY) / (square + TINY)
+
+
+def observed(sums: Any, displacement_by_velocity: Any, velocity_squared: Any, horizon: Any) -> tuple[Any, Any]:
+    """``(along, square)`` of ``ratio`` with one more observation over ``horizon`` updates; gamma is ``FADING``."""
+    along, square = sums
+    return FADING * along + displacement_by_velocity / horizon, FADING * square + velocity_squared

@@ -1,0 +1,170 @@
+"""The study of staleness: what it runs, what it keeps, and what it says."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import keras
+import numpy as np
+import pytest
+import reference
+
+from experiments import datasets, policies, staleness, training
+from experiments.policies import Outcome, Run, record, recorded
+from experiments.staleness import Row
+
+SMALL = {"momentum": 0.9, "steps": 12, "batch_size": 16, "depth": 3, "width": 8}
+RUN = Run("spectrain", 2, 0.02, 0, **SMALL)
+
+
+def options(*arguments):
+    return staleness.parse(arguments)
+
+
+def test_every_policy_at_every_number_of_stages():
+    runs = staleness.planned(options())
+    places = 1 + (len(policies.POLICIES) - 1) * 3
+    assert len(runs) == len(set(runs)) == len({run.name for run in runs}) == places * 2 * 5
+    assert {run.stages for run in runs if run.policy == "single"} == {1}
+    assert {run.stages for run in runs if run.policy == "spectrain"} == {2, 4, 8}
+    assert {(run.steps, run.batch_size, run.depth, run.width, run.momentum) for run in runs} == {(400, 64, 8, 64, 0.9)}
+    assert not [run.name for run in runs if set(run.name) & set("/ +")]
+
+
+def test_the_study_that_is_asked_for():
+    given = ("--scheme", "vanilla", "--policy", "single", "--stages", "3", "--learning-rate", "0.1", "--seeds", "2")
+    runs = staleness.planned(options(*given))
+    assert [(run.policy, run.stages, run.seed) for run in runs] == [
+        ("single", 1, 0),
+        ("single", 1, 1),
+        ("vanilla", 3, 0),
+        ("vanilla", 3, 1),
+    ]
+
+
+def test_layers_are_shared_out_evenly():
+    assert policies.cuts(8, 4) == ["dense_1", "dense_3", "dense_5"]
+    assert policies.cuts(8, 8) == [f"dense_{n}" for n in range(7)]
+    assert policies.cuts(5, 2) == ["dense_1"]
+    assert policies.cuts(8, 1) == []
+
+
+def test_more_stages_than_layers(tmp_path, capsys):
+    assert staleness.main(["--stages", "4", "--depth", "3", "--output", str(tmp_path)]) == 2
+    assert "Try at most --stages 3." in capsys.readouterr().err
+
+
+def test_what_has_ended_is_read_again_if_it_is_the_same(tmp_path):
+    assert recorded(RUN, tmp_path) is None
+    outcome = Outcome(0.75, 0.5)
+    record(RUN, outcome, tmp_path)
+    assert recorded(RUN, tmp_path) == outcome
+    assert recorded(Run(**{**vars(RUN), "depth": 4}), tmp_path) is None
+    (tmp_path / f"{RUN.name}.json").write_text('{"run": 1')
+    assert recorded(RUN, tmp_path) is None
+
+
+def test_rows_by_hand():
+    runs = [Run(policy, 2, 0.02, seed, **SMALL) for policy in ("vanilla", "spectrain") for seed in range(3)]
+    outcomes = [Outcome(0.1, 9.0), Outcome(None, None, 7), Outcome(0.4, 2.0)]
+    outcomes += [Outcome(accuracy, 0.5) for accuracy in (0.7, 0.8, 0.9)]
+    rows = staleness.gathered(runs, dict(zip(runs, outcomes)))
+    assert rows == [
+        Row("vanilla", 2, 0.02, accuracies=(0.1, 0.4), runs=3, diverged=2),
+        Row("spectrain", 2, 0.02, accuracies=(0.7, 0.8, 0.9), runs=3, diverged=0),
+    ]
+    lines = staleness.report([*rows, Row("single", 1, 0.02, (), 1, 1)]).split("\n")
+    assert lines[0].split() == ["policy", "stages", "learning", "rate", "validation", "accuracy"]
+    assert lines[2].endswith("2 of 3 diverged")
+    assert lines[3].split() == ["spectrain", "2", "0.02", "0.800", "±", "0.248"]  # 4.303 * 0.1 / sqrt(3)
+    assert lines[4].split() == ["single", "1", "0.02", "-", "1", "of", "1", "diverged"]
+
+
+def test_worse_than_guessing_is_divergence():
+    assert not Outcome(0.1, math.log(10)).diverged
+    assert Outcome(0.1, 2.31).diverged
+    assert Outcome(0.1, math.nan).diverged
+    assert Outcome(None, None, 3).diverged
+
+
+@pytest.fixture
+def main(monkeypatch):
+    """The command line in this process, whose TensorFlow has started."""
+    monkeypatch.setattr(staleness, "start_tensorflow", lambda devices: None)
+    return staleness.main
+
+
+def test_a_study_trains_what_is_left_and_draws(main, tmp_path, capsys, monkeypatch):
+    arguments = [f"--{key.replace('_', '-')}={value}" for key, value in SMALL.items()]
+    arguments += ["--output", str(tmp_path), "--seeds=1", "--jobs=1", "--learning-rate=0.02", "--stages=2"]
+    arguments += ["--policy=spectrain", "--policy=single"]
+    record(Run("single", 1, 0.02, 0, **SMALL), Outcome(None, None, 5), tmp_path_runs(tmp_path))
+    assert main(arguments) == 0
+    said = capsys.readouterr().out
+    assert "1 of 1 diverged" in said  # the run that had ended
+    config, summary = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("config", "summary"))
+    assert (config["policy"], config["stages"]) == (["spectrain", "single"], [2])
+    single, spectrain = summary["rows"]
+    assert (single["mean"], single["diverged"]) == (None, 1)
+    assert (spectrain["policy"], spectrain["runs"], spectrain["half_width"]) == ("spectrain", 1, None)
+    assert 0 < spectrain["mean"] == spectrain["accuracies"][0] < 1
+    assert (tmp_path / "staleness.png").stat().st_size > 10_000
+    assert (tmp_path / "staleness.svg").exists()
+    monkeypatch.setattr(staleness, "train", None)  # nothing is left to train
+    assert main(arguments) == 0
+    assert capsys.readouterr().out == said
+
+
+def tmp_path_runs(output):
+    (output / "runs").mkdir()
+    return output / "runs"
+
+
+def test_help_teaches(capsys):
+    with pytest.raises(SystemExit):
+        staleness.main(["--help"])
+    said = capsys.readouterr().out
+    assert "python experiments/staleness.py" in said
+    assert "minutes on two CPU cores" in said
+    assert "scheme='spectrain'" in said
+
+
+@pytest.mark.slow
+def test_a_run_that_diverges_says_at_which_step():
+    outcome = policies.train(Run("vanilla", 2, 1e38, 0, **{**SMALL, "steps": 60}), datasets.load("fashion_mnist_small"))
+    assert outcome.accuracy is None
+    assert 1 <= outcome.stopped_at <= 60
+    assert outcome.diverged
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "policy", [name for name in policies.POLICIES if name not in ("single", "vanilla + rescaling")]
+)
+@pytest.mark.parametrize("stages", [2, 8])
+def test_runs_are_those_of_the_reference(policy, stages):
+    """After 100 minibatches; later, rounding grows until two exact trainings are two different ones."""
+    data = datasets.load("fashion_mnist_small")
+    run = Run(policy, stages, 0.02, 3, momentum=0.9, steps=100, batch_size=64, depth=8, width=64)
+    outcome = policies.train(run, data)
+    keras.utils.set_random_seed(3)
+    shape = data.x_train.shape[1:]
+    weights = policies.mlp(shape, 10, 8, 64).get_weights()
+    batches = [(x.numpy().reshape(64, -1), y.numpy()) for x, y in training.batches(data, shape, 64, 3).take(100)]
+    state = reference.State(list(zip(weights[::2], weights[1::2])))
+    settings = reference.Settings(policy.rpartition("/")[2], lambda t: 0.02)
+    reference.train(settings, state, [8 * (k + 1) // stages for k in range(stages)], batches)
+    x = data.x_test.reshape(len(data.x_test), -1)
+    for n, (kernel, bias) in enumerate(state.layers):
+        x = x @ kernel + bias if n == 7 else np.tanh(x @ kernel + bias)
+    assert outcome.accuracy == pytest.approx(np.mean(x.argmax(axis=1) == data.y_test), abs=0.002)
+
+
+@pytest.mark.slow
+def test_two_processes_come_to_what_one_does(tmp_path):
+    runs = [Run(policy, 2, 0.02, 0, **SMALL) for policy in ("spectrain", "vanilla", "single")]
+    outcomes = staleness.finish(runs, tmp_path, 2)
+    data = datasets.load("fashion_mnist_small")
+    for run in runs:
+        assert policies.train(run, data) == outcomes[run] == recorded(run, tmp_path)
