@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 import models
-from experiments import datasets
+from experiments import datasets, optimizers
 from experiments.networks import NETWORKS, defaults
 
 
@@ -58,8 +58,19 @@ def add_training(parser: argparse.ArgumentParser, steps: int, output: str = "run
     add("--batch-size", type=positive, default=128, metavar="N", help="rows per minibatch (default: 128)")
     add("--steps", type=positive, default=steps, metavar="N", help="minibatches (default: %(default)s)")
     rates = defaults("learning_rate")
-    add("--learning-rate", type=rate, metavar="X", help=f"of SGD (default: the paper's: {rates})")
-    add("--momentum", type=float, default=0.9, metavar="X", help="of SGD (default: 0.9)")
+    add(
+        "--optimizer",
+        choices=optimizers.NAMES,
+        default="momentum",
+        help="sgd has no momentum, momentum and nesterov have that of --momentum (default: %(default)s)",
+    )
+    add(
+        "--learning-rate",
+        type=rate,
+        metavar="X",
+        help=f"(default: {optimizers.ADAPTIVE_RATE} for {', '.join(optimizers.ADAPTIVE)}; else the paper's: {rates})",
+    )
+    add("--momentum", type=float, default=0.9, metavar="X", help="of momentum and nesterov (default: 0.9)")
     add("--depth", type=positive, metavar="N", help="layers of the network (default: as published, 16 for snn)")
     add("--width", type=positive, metavar="N", help="units of its layers (default: as published, 512 for snn)")
     add("--seed", type=int, default=0, metavar="N", help="of weights and shuffling (default: 0)")
@@ -71,4 +82,5 @@ def fill_in(options: argparse.Namespace) -> None:
     network = NETWORKS[options.model]
     options.dataset = options.dataset or network.dataset
     if options.learning_rate is None:
-        options.learning_rate = network.learning_rate
+        adaptive = options.optimizer in optimizers.ADAPTIVE
+        options.learning_rate = optimizers.ADAPTIVE_RATE if adaptive else network.learning_rate

@@ -21,9 +21,13 @@ class Settings:
     momentum: float
     eval_every: int
     seed: int
-    microbatches: int
+    microbatches: int | None
     size: dict[str, int]
     checkpoint_every: int = 0
+    optimizer: str = "momentum"
+    horizon: str = "round-trip"
+    spike_compensation: bool = False
+    rescale_steps: int | None = None
 
 
 @dataclass(frozen=True)

@@ -77,14 +77,12 @@ def check_alike(settings: Iterable[Settings]) -> None:
 
 
 def sections(runs: Sequence[Run]) -> list[Section]:
-    """The table, network by network."""
+    """The table, network by network, of runs as ``gather`` sorts them."""
     return [_section(model, list(those)) for model, those in groupby(runs, key=lambda run: run.settings.model)]
 
 
 def _section(model: str, runs: Sequence[Run]) -> Section:
-    schemes = {
-        name: list(those) for name, those in groupby(sorted(runs, key=_scheme), key=lambda run: run.settings.scheme)
-    }
+    schemes = {name: list(those) for name, those in groupby(runs, key=lambda run: run.settings.scheme)}
     reference = next((name for name in REFERENCES if name in schemes), None)
     columns = [
         _column(schemes, lambda run: run.summary.min_train_loss, min, 4),
@@ -102,11 +100,6 @@ def _section(model: str, runs: Sequence[Run]) -> Section:
     names = [(Cell(name), Cell(str(len(those)))) for name, those in schemes.items()]
     rows = [(*first, *cells) for first, cells in zip(names, zip(*columns, strict=True), strict=True)]
     return Section(model, _about(runs[0].settings), header, rows)
-
-
-def _scheme(run: Run) -> tuple[bool, int]:
-    """A key that sorts: the references first, then as the schemes are listed."""
-    return run.settings.scheme not in REFERENCES, NAMES.index(run.settings.scheme)
 
 
 def _column(

@@ -74,6 +74,6 @@ def recorded(path: Path) -> Settings:
     """The settings in a run's ``config.json``. Raises ValueError where they cannot be read."""
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
-        return Settings(**{field.name: given[field.name] for field in fields(Settings)})
-    except (KeyError, TypeError, ValueError) as error:
+        return Settings(**{field.name: given[field.name] for field in fields(Settings) if field.name in given})
+    except (TypeError, ValueError) as error:
         raise ValueError(f"Not a run's settings: {error}. Received: {str(path)!r}. Try another folder.") from error

@@ -105,16 +105,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--scheme", choices=NAMES, default="spectrain", help="the pipeline that trains (default: %(default)s)"
     )
-    parser.add_argument(
-        "--optimizer",
-        choices=optimizers.NAMES,
-        default="momentum",
-        help="sgd has no momentum, momentum and nesterov have that of --momentum (default: %(default)s)",
-    )
     add_training(parser, STEPS, "runs/rmse")
     options = parser.parse_args(arguments)
-    if options.learning_rate is None and options.optimizer in optimizers.ADAPTIVE:
-        options.learning_rate = optimizers.ADAPTIVE_RATE
     fill_in(options)
     return options
 

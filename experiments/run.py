@@ -21,6 +21,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -36,6 +37,7 @@ from pipetrain.run.quiet import start_tensorflow  # noqa: E402
 # What may be different when a run goes on, and options that say nothing about the run itself.
 CHANGEABLE = {"stages", "steps", "learning_rate", "momentum", "microbatches", "checkpoint_every"}
 ANYWAY = ("scheme", "resume", "data_dir", "verbose")
+POLICY_OPTIONS: dict[str, Any] = {"horizon": schemes.HORIZONS[0], "spike_compensation": False, "rescale_steps": None}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,7 +75,30 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="how to train, see below; may be given several times (default: spectrain)",
     )
     add_training(parser, steps=1000)
-    parser.add_argument("--microbatches", type=positive, default=4, metavar="N", help="for gpipe and 1f1b (default: 4)")
+    parser.add_argument(
+        "--microbatches",
+        type=positive,
+        metavar="N",
+        help="for gpipe, 1f1b and 2bw (default: 4; for 2bw at least one per stage)",
+    )
+    parser.add_argument(
+        "--horizon",
+        choices=schemes.HORIZONS,
+        default=schemes.HORIZONS[0],
+        help="how spectrain predicts: as the paper has it; up to the minibatch's own backward, which then reads the "
+        "same predicted weights; or by that multiple of the velocity that came nearest of late (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--spike-compensation",
+        action="store_true",
+        help="asynchronous schemes with momentum: late gradients make up for what momentum would have done by then",
+    )
+    parser.add_argument(
+        "--rescale-steps",
+        type=positive,
+        metavar="N",
+        help="asynchronous schemes: learning rates divided by the staleness, ever less so over N steps",
+    )
     parser.add_argument(
         "--eval-every", type=positive, default=20, metavar="N", help="steps between validations (default: 20)"
     )
@@ -118,7 +143,17 @@ def begin(options: argparse.Namespace) -> tuple[Path, list[Summary]]:
     same = {
         field.name: getattr(options, field.name) for field in fields(Settings) if field.name not in ("scheme", "size")
     }
-    return output, run([Settings(scheme=scheme, size=size, **same) for scheme in options.scheme], options, output)
+    settings = [Settings(scheme=scheme, size=size, **{**same, **having(scheme, options)}) for scheme in options.scheme]
+    return output, run(settings, options, output)
+
+
+def having(scheme: str, options: argparse.Namespace) -> dict[str, Any]:
+    """The policy's options for this scheme. Raises ValueError for those that none of the run's schemes has."""
+    given = {name: getattr(options, name) for name in POLICY_OPTIONS if name in options.given}
+    for name in given:
+        if not any(schemes.has(each, name) for each in options.scheme):
+            schemes.check_options(scheme, **{**POLICY_OPTIONS, **given})
+    return {**POLICY_OPTIONS, **{name: value for name, value in given.items() if schemes.has(scheme, name)}}
 
 
 def go_on(options: argparse.Namespace) -> tuple[Path, list[Summary]]:

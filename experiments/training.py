@@ -17,6 +17,7 @@ import tensorflow as tf
 
 import models
 import pipetrain
+from experiments import optimizers
 from experiments.datasets import Dataset
 from experiments.networks import input_shape
 from experiments.records import CHECKPOINTS, Settings, Summary
@@ -95,9 +96,17 @@ def train(settings: Settings, data: Dataset, output: Path, verbose: bool, keep: 
     model = models.build(settings.model, shape, data.classes, **settings.size)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(loss=loss, metrics=["accuracy"])  # for the evaluations
-    pm = pipetrain.PipelineModel(model, settings.stages, settings.scheme, microbatches=settings.microbatches)
+    pm = pipetrain.PipelineModel(
+        model,
+        settings.stages,
+        settings.scheme,
+        microbatches=settings.microbatches,
+        horizon=settings.horizon,
+        spike_compensation=settings.spike_compensation,
+        rescale_steps=settings.rescale_steps,
+    )
     pm.compile(
-        keras.optimizers.SGD(settings.learning_rate, momentum=settings.momentum),
+        optimizers.build(settings.optimizer, settings.learning_rate, settings.momentum),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
     )

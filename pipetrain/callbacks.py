@@ -265,8 +265,6 @@ def _differences(now: dict[str, Any], then: dict[str, Any]) -> list[str]:
         ]
     names = {"scheme": "scheme", "optimizer": "optimizer", "begun_rate": "learning rate", "batch_size": "batch size"}
     more = [f"{name} {now[key]} instead of {then[key]}" for key, name in names.items() if now[key] != then[key]]
-    options = then.get("options", now["options"])  # of earlier checkpoints nothing is known
-    more += [
-        f"{key} {now['options'][key]} instead of {was}" for key, was in options.items() if now["options"][key] != was
-    ]
+    options, were = now["options"], then.get("options", now["options"])  # of old checkpoints nothing is known
+    more += [f"{name} {options[name]} instead of {was}" for name, was in were.items() if options[name] != was]
     return [*different, *more]

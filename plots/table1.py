@@ -25,6 +25,8 @@ from plots.learning_curves import PANELS
 from plots.style import COLOURS, STYLES, save
 
 NEIGHBOURS = 20  # of a point, that it is averaged with
+START = 20  # the first of as many parts of a curve is its start
+FAILS = 2  # times the next higher loss: such a curve must not flatten the others
 Rows = list[dict[str, float]]
 
 
@@ -47,8 +49,7 @@ def draw(folder: Path, output: Path) -> Path:
         for panel, (key, name) in zip(panels, PANELS.items(), strict=True):
             panel.set(title=f"{network}: {name}", xlabel="step")
             panel.grid(alpha=0.3)
-            if key != "val_accuracy":
-                _limit(panel)
+            _limit(panel, key)
         if notes:
             panels[0].text(0.98, 0.96, "\n".join(notes), transform=panels[0].transAxes, ha="right", va="top", size=8)
     figure.legend(handles.values(), handles, loc="outside upper center", ncols=len(handles), frameon=False)
@@ -96,14 +97,21 @@ def _curve(panel: Axes, scheme: str, curves: Sequence[Rows], key: str) -> Any:
     return panel.plot(steps, smoothed(values), linewidth=2, **style)[0]
 
 
-def _limit(panel: Axes) -> None:
-    """From the lowest value to somewhat above the bold lines: single peaks may leave the panel."""
-    light, bold = panel.lines[::2], panel.lines[1::2]
-    low = min((min(line.get_ydata()) for line in light if len(line.get_ydata())), default=0.0)
-    highest = sorted(max(line.get_ydata()) for line in bold if len(line.get_ydata()))
-    if highest:
-        high = highest[(len(highest) - 1) // 2]  # of half of the schemes: one that fails must not flatten the others
-        panel.set_ylim(max(0.0, low - 0.05 * (high - low)), high + 0.15 * (high - low))
+def _limit(panel: Axes, key: str) -> None:
+    """The steep start may leave the panel, and so may single peaks, and the loss of a scheme that fails."""
+    values = [line.get_ydata()[len(line.get_ydata()) // START :] for line in panel.lines]
+    light, bold = values[::2], [each for each in values[1::2] if len(each)]
+    if not bold:
+        return
+    if key == "val_accuracy":
+        low, high = min(map(min, bold)), max(max(each) for each in light if len(each))
+    else:
+        highest = sorted(map(max, bold))
+        while len(highest) > 1 and highest[-1] > FAILS * highest[-2]:
+            highest.pop()
+        low, high = min(min(each) for each in light if len(each)), highest[-1]
+    margin = 0.1 * (high - low) or 0.1
+    panel.set_ylim(max(0.0, low - margin), high + margin)
 
 
 def main() -> None:

@@ -102,6 +102,12 @@ WAYS = {
     "spectrain": {},
     "spectrain, nesterov": {"optimizer": lambda: keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True)},
     "spectrain, replicas": {"stages": 2, "replicas": (2, 1)},
+    "spectrain, fitted, at rescaled rates": {  # with all that predictions remember: the last rate, the fit
+        "optimizer": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
+        "horizon": "fitted",
+        "rescale_steps": 20,
+    },
+    "2bw": {"microbatches": 3},
     "weight-stashing": {"optimizer": lambda: keras.optimizers.Adam(0.01)},
     "gpipe": {"optimizer": lambda: keras.optimizers.Nadam(0.01), "microbatches": 2},
     "1f1b": {"optimizer": lambda: keras.optimizers.Adafactor(0.01), "microbatches": 2},

@@ -161,7 +161,7 @@ def test_a_replicated_stage_by_hand():
         ("vertical-sync", [6, 6, 6, 6]),
         ("spectrain", [3, 3, 4, 4]),  # predicted for a forward: no gradients are there
         ("spectrain/local", [7, 6, 5, 3]),  # predicted for every minibatch in flight
-        ("spectrain/fitted", [5, 5, 6, 6]),  # weights and velocity of the observation under way
+        ("spectrain/fitted", [6, 6, 6, 6]),  # weights and velocity of the observation under way
     ],
 )
 def test_memory_in_multiples_of_the_weights(scheme, weights):

@@ -17,6 +17,7 @@ import pipetrain
 from pipetrain.compute.stage import Stage
 from pipetrain.plan.cluster import Cluster, Level, Link
 from pipetrain.plan.partition import plan
+from pipetrain.plan.schemes import scheme
 from pipetrain.plan.trace import Trace
 from pipetrain.run.exchange import joined, rows_of
 from pipetrain.run.reduction import shared_out
@@ -166,9 +167,10 @@ def test_a_partition_brings_its_replicas():
     cut = plan(pipetrain.profile(model, 16, verbose=False), [4, 6], replicas=[2, 1])
     pm = pipetrain.PipelineModel(model, stages=cut, scheme="vanilla")
     assert pm.partition().replicas == (2, 1)
+    sgd = keras.optimizers.SGD()
     assert [
         len(stage)
-        for stage in networks.pipeline(model, stages=cut)._engine.layout.build(16, keras.optimizers.SGD(), None, False)
+        for stage in networks.pipeline(model, stages=cut)._engine.layout.build(16, sgd, None, scheme("vanilla"))
     ] == [2, 1]
 
 

@@ -51,6 +51,7 @@ def demand(training: Training, stage: int, stages: int) -> Demand:
     order = list(trained.schedule(stage, stages, groups))
     in_flight = peak_in_flight(order) / pieces
     versions = WeightVersions(trained.policy, stage, stages, newest=lambda horizon: horizon, keep=lambda horizon: 0)
+    observed = 2 if trained.rule(stage, stages).fit_horizon else 0
     more, gathered = 0, 0
     for action in order:
         minibatch, piece = divmod(action.minibatch, pieces)
@@ -62,8 +63,7 @@ def demand(training: Training, stage: int, stages: int) -> Demand:
             gathered = 1 if piece < pieces - 1 else 0
             if not gathered:
                 versions.before_update()
-                more = max(more, versions.kept + 1)
-    observed = 2 if trained.rule(stage, stages).fit_horizon else 0
+                more = max(more, versions.kept + (2 if observed else 1))  # gradients, and how far the weights have gone
     weights: float = 1 + training.slots + observed + more
     if not training.recompute:
         return Demand(weights, in_flight, work=1 / pieces)

@@ -125,11 +125,16 @@ def scheme(
     )
 
 
+def has(name: str, option: str) -> bool:
+    """Whether the scheme of this name has ``horizon``, ``spike_compensation`` or ``rescale_steps``."""
+    return name == "spectrain" if option == "horizon" else name in SCHEMES and SCHEMES[name].asynchronous
+
+
 def check_options(name: str, horizon: object, spike_compensation: object, rescale_steps: object) -> None:
     """Raise ValueError for options that the scheme of this name, ``data-parallel`` included, does not have."""
     if horizon not in HORIZONS:
         raise ValueError(f"Unknown horizon. Received: horizon={horizon!r}. Try one of: {', '.join(HORIZONS)}.")
-    if horizon != HORIZONS[0] and name != "spectrain":
+    if horizon != HORIZONS[0] and not has(name, "horizon"):
         raise ValueError(
             f"Only spectrain predicts weights. Received: horizon={horizon!r}, scheme={name!r}. "
             "Try scheme='spectrain', or without horizon."
@@ -140,7 +145,7 @@ def check_options(name: str, horizon: object, spike_compensation: object, rescal
         raise ValueError(f"Steps are a number from 1 up. Received: rescale_steps={rescale_steps!r}. Try 1000.")
     given = {"spike_compensation": spike_compensation or None, "rescale_steps": rescale_steps}
     for option, value in given.items():
-        if value is not None and not (name in SCHEMES and SCHEMES[name].asynchronous):
+        if value is not None and not has(name, option):
             raise ValueError(
                 f"Gradients are not stale there. Received: {option}={value!r}, scheme={name!r}. "
                 f"Try an asynchronous scheme, or without {option}."
