@@ -53,7 +53,8 @@ def _plan(options: argparse.Namespace, cluster: Cluster | None) -> str:
     if options.memory is not None:
         cluster = replace(cluster, memory_bytes=options.memory)
     model = keras.saving.load_model(options.model, compile=False)
-    training = Training(options.scheme, options.slots, options.microbatches, options.recompute)
+    schemes.check_options(options.scheme, options.horizon, False, None)
+    training = Training(options.scheme, options.slots, options.microbatches, options.recompute, options.horizon)
     measured = profile(model, options.batch_size, device, sys.stdout.isatty())
     advice = advise(measured, options.devices, cluster, training)
     return f"{advice}\n{measured.warning}".rstrip()
@@ -87,7 +88,19 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="N",
         help="optimizer variables a weight: 1 for momentum, 2 for Adam",
     )
-    plan.add_argument("--microbatches", type=_count, default=4, metavar="N", help="for gpipe and 1f1b (default: 4)")
+    plan.add_argument(
+        "--microbatches",
+        type=_count,
+        default=4,
+        metavar="N",
+        help="for gpipe, 1f1b and 2bw, which has stages - 1 at least (default: 4)",
+    )
+    plan.add_argument(
+        "--horizon",
+        choices=schemes.HORIZONS,
+        default=schemes.HORIZONS[0],
+        help="how spectrain predicts, which decides on the memory too (default: %(default)s)",
+    )
     plan.add_argument("--recompute", action="store_true", help="run forwards again instead of keeping activations")
     return parser.parse_args(arguments)
 
