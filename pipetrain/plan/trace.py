@@ -133,6 +133,17 @@ class Trace:
         """Seconds from the first span's start to the last one's end."""
         return float(self.spans.end_s.max(initial=0.0))
 
+    @property
+    def step_s(self) -> float:
+        """Seconds per minibatch while the pipeline is full: between the last stage's updates, in the middle half."""
+        mine = (self.spans.stage == self.stages - 1) & (self.spans.replica == 0) & (self.spans.op == "B")
+        backwards = self.spans[mine]
+        ends_s = backwards.end_s[np.diff(backwards.version, append=-1) != 0]  # of each minibatch's last backward
+        first, last = len(ends_s) // 4, len(ends_s) - 1 - len(ends_s) // 4
+        if first >= last:
+            return self.duration_s / max(1, len(ends_s))
+        return float(ends_s[last] - ends_s[first]) / (last - first)
+
     def busy_s(self, stage: int) -> float:
         """Seconds that a stage spent in its actions."""
         mine = self.spans.stage == stage
