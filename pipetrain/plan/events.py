@@ -6,7 +6,7 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 from heapq import heappop, heappush
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from pipetrain.plan.network import Network, Route
 from pipetrain.plan.replay import ScheduleError
@@ -17,21 +17,38 @@ NOTHING = -1
 Due = list[tuple[float, int]]  # when a station has what it waits for, and which
 
 
-class Station(NamedTuple):
-    """One replica of one stage, at its device.
+class Station:
+    """One replica of one stage, at its device: what it has to do, where it stands, and what it did when.
 
     Its ``order`` are codes, ``2 * microbatch`` for a forward, one more for a backward; ``compute_s`` what each takes,
     the forward and the backward of every piece of a minibatch in turn; ``factors`` by how much longer each action takes
-    than that, if it differs.
+    than that, if it differs. Recorded are, in its order, when each action began and had computed, and of each minibatch
+    when the gradients were reduced, if they were, and the update had ended.
     """
 
-    stage: int
-    replica: int
-    device: int
-    order: array[int]
-    compute_s: list[float]
-    update_s: float
-    factors: array[float] | None = None
+    __slots__ = (
+        "awaits", "compute_s", "computed_s", "device", "factors", "free_s", "inputs", "number", "order", "outputs",
+        "place", "position", "reduced_s", "reduction", "start_s", "update_s", "updated_s", "updating",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        number: int,
+        place: tuple[int, int],
+        device: int,
+        order: array[int],
+        compute_s: list[float],
+        update_s: float,
+        factors: array[float] | None = None,
+    ) -> None:
+        self.number, self.place, self.device = number, place, device
+        self.order, self.compute_s, self.update_s, self.factors = order, compute_s, update_s, factors
+        self.inputs: tuple[list[array[float]], list[array[float]]] = ([], [])  # arrivals, for forwards, for backwards
+        self.outputs: tuple[list[Wire], list[Wire]] = ([], [])
+        self.reduction: Reduction | None = None
+        self.position, self.free_s, self.awaits, self.updating = 0, 0.0, NOTHING, False
+        self.start_s, self.computed_s = array("d"), array("d")
+        self.reduced_s, self.updated_s = array("d"), array("d")
 
 
 class Wire:
@@ -39,13 +56,14 @@ class Wire:
 
     __slots__ = ("_free_at", "_holds_s", "_latency_s", "_media", "_pieces", "arrivals", "kind", "reader")
 
-    def __init__(self, network: Network, route: Route, sizes: Sequence[int | None], reader: int, kind: int) -> None:
+    def __init__(self, network: Network, route: Route, sizes: Sequence[int | None], reader: Station, kind: int) -> None:
         """``sizes`` are the bytes of each piece of a minibatch, None where both stations share none of its rows."""
         self.arrivals = array("d")
         self.reader, self.kind = reader, kind
         self._pieces = len(sizes)
         self._holds_s = [NOTHING if size is None else size / route.bandwidth_bytes_per_s for size in sizes]
         self._latency_s, self._media, self._free_at = route.latency_s, route.media, network.free_at
+        reader.inputs[kind].append(self.arrivals)
 
     def send(self, now: float, microbatch: int) -> None:
         """Begin a transfer as soon as its media are free, see ``Network.send``, which this is in a hurry."""
@@ -109,18 +127,8 @@ class Caller:
         self._posted += 1
 
 
-class Record:
-    """What a station did, in its order: when each action began and had computed, and each minibatch's update ended."""
-
-    __slots__ = ("computed_s", "reduced_s", "start_s", "updated_s")
-
-    def __init__(self) -> None:
-        self.start_s, self.computed_s = array("d"), array("d")
-        self.updated_s, self.reduced_s = array("d"), array("d")
-
-
 class Simulation:
-    """Stations at work, from the first action to the last: ``run``, then read the ``records``.
+    """Stations at work, from the first action to the last: ``run``, then read what they recorded.
 
     An action begins when the one before it in its station's order has ended and its inputs have arrived; what it sends
     leaves when it has computed, before any update, and the station goes on. The event is the end of computing: when
@@ -128,166 +136,144 @@ class Simulation:
     asked for in the order of time, and need no events of their own.
 
     Args:
-        stations: all stages' replicas.
-        outputs: for each station the wires of its forwards and of its backwards.
+        stations: all stages' replicas, by their numbers.
         caller: feeds the stations of the first stage, and takes reports of minibatches: where ``synchronous``, one of
             each station when it has updated; else one of each station that sends no forward on, when it has computed.
-        reductions: for each station that has any, how it sums gradients with its stage's other replicas.
         processors: how many stations work at once; others wait, first come, first served.
     """
 
-    def __init__(
-        self,
-        stations: Sequence[Station],
-        outputs: Sequence[tuple[list[Wire], list[Wire]]],
-        caller: Caller,
-        synchronous: bool,
-        reductions: dict[int, Reduction],
-        processors: float,
-    ) -> None:
-        count = len(stations)
-        self.records = [Record() for _ in stations]
-        self._stations, self._outputs, self._caller = stations, outputs, caller
-        self._synchronous, self._reductions = synchronous, reductions
-        self._limited, self._idle = processors < count, processors
-        self._inputs: list[tuple[list[array[float]], list[array[float]]]] = [([], []) for _ in stations]
-        for wires in outputs:
-            for wire in (*wires[0], *wires[1]):
-                self._inputs[wire.reader][wire.kind].append(wire.arrivals)
-        self._first = [n for n, station in enumerate(stations) if station.stage == 0]
-        for n in self._first:
-            self._inputs[n][0].append(caller.arrivals)
+    def __init__(self, stations: Sequence[Station], caller: Caller, synchronous: bool, processors: float) -> None:
+        self._stations, self._caller, self._synchronous = stations, caller, synchronous
+        self._limited, self._idle = processors < len(stations), processors
+        self._first = [station for station in stations if station.place[0] == 0]
+        for station in self._first:
+            station.inputs[0].append(caller.arrivals)
         self._period = len(stations[0].compute_s)
-        self._position, self._free_s = [0] * count, [0.0] * count
-        self._awaits, self._updating = [NOTHING] * count, [False] * count
         self._heap: list[tuple[float, int]] = []
-        self._queue: deque[int] = deque()
+        self._queue: deque[Station] = deque()
 
     def run(self) -> None:
         """Until all is done. Raises ScheduleError if the stations wait for each other."""
-        heap, count, computed = self._heap, len(self._stations), self._computed
-        for n in range(count):
-            self._begin(n)
+        heap, stations, count, computed = self._heap, self._stations, len(self._stations), self._computed
+        for station in stations:
+            self._begin(station)
         while heap:
             now, event = heappop(heap)
             if event < count:
-                computed(event, now)
+                computed(stations[event], now)
             else:
-                self._other(*divmod(event, count), now)
-        for n, station in enumerate(self._stations):
-            if self._position[n] < len(station.order):
-                raise ScheduleError(f"Deadlock: stage {station.stage} stands at action {self._position[n]} of its own.")
+                kind, number = divmod(event, count)
+                self._other(kind, stations[number], now)
+        for station in stations:
+            if station.position < len(station.order):
+                raise ScheduleError(f"Deadlock: stage {station.place[0]} stands at its action {station.position}.")
 
-    def _begin(self, n: int) -> None:
+    def _begin(self, station: Station) -> None:
         """Begin the station's next action, if the end of all that it waits for is known."""
-        position, order = self._position[n], self._stations[n].order
+        position, order = station.position, station.order
         if position == len(order):
             return
         code = order[position]
-        start_s, microbatch = self._free_s[n], code >> 1
-        for arrivals in self._inputs[n][code & 1]:
+        start_s, microbatch = station.free_s, code >> 1
+        for arrivals in station.inputs[code & 1]:
             if len(arrivals) <= microbatch:
-                self._awaits[n] = code & 1
+                station.awaits = code & 1
                 return
             if arrivals[microbatch] > start_s:
                 start_s = arrivals[microbatch]
-        self._awaits[n] = NOTHING
+        station.awaits = NOTHING
         if self._limited:
-            heappush(self._heap, (start_s, READY * len(self._stations) + n))
-        else:
-            self._start(n, start_s)
+            self._push(READY, station, start_s)
+            return
+        station.start_s.append(start_s)
+        taken_s = station.compute_s[code % self._period]
+        if station.factors is not None:
+            taken_s *= station.factors[position]
+        heappush(self._heap, (start_s + taken_s, station.number))
 
-    def _start(self, n: int, now: float) -> None:
-        _, _, _, order, compute_s, _, factors = self._stations[n]
-        position = self._position[n]
-        taken_s = compute_s[order[position] % self._period]
-        if factors is not None:
-            taken_s *= factors[position]
-        self.records[n].start_s.append(now)
-        heappush(self._heap, (now + taken_s, n))
-
-    def _computed(self, n: int, now: float) -> None:
+    def _computed(self, station: Station, now: float) -> None:
         """Send what is computed, update after the last backward of a minibatch, go on."""
-        code = self._stations[n].order[self._position[n]]
-        self.records[n].computed_s.append(now)
-        wires = self._outputs[n][code & 1]
+        code = station.order[station.position]
+        station.computed_s.append(now)
+        wires = station.outputs[code & 1]
         for wire in wires:
             wire.send(now, code >> 1)
-            if self._awaits[wire.reader] == wire.kind:
-                self._begin(wire.reader)
+            reader = wire.reader
+            if reader.awaits == wire.kind:
+                self._begin(reader)
         place = code % self._period
         if place == self._period - 1:
-            self._gathered(n, now)
+            self._gathered(station, now)
             return
-        if place == self._period - 2 and not wires and not self._synchronous:
+        if not wires and place == self._period - 2 and not self._synchronous:
             self._report(code // self._period, now)
         if self._limited:
             self._release(now)
-        self._free_s[n] = now
-        self._position[n] += 1
-        self._begin(n)
+        station.free_s = now
+        station.position += 1
+        self._begin(station)
 
-    def _gathered(self, n: int, now: float) -> None:
+    def _gathered(self, station: Station, now: float) -> None:
         """All gradients of a minibatch are there."""
-        if n in self._reductions:
-            if self._limited:
-                self._release(now)
-            self._push(REDUCED, self._reductions[n].enter(n, now))
-        else:
-            self._update(n, now)
+        if station.reduction is None:
+            self._update(station, now)
+            return
+        if self._limited:
+            self._release(now)
+        for due_s, number in station.reduction.enter(station.number, now):
+            self._push(REDUCED, self._stations[number], due_s)
 
-    def _update(self, n: int, now: float) -> None:
-        station = self._stations[n]
-        factor = 1.0 if station.factors is None else station.factors[self._position[n]]
-        end_s = now + station.update_s * factor
-        if self._limited or n in self._reductions:
-            heappush(self._heap, (end_s, UPDATED * len(self._stations) + n))
+    def _update(self, station: Station, now: float) -> None:
+        taken_s = station.update_s
+        if station.factors is not None:
+            taken_s *= station.factors[station.position]
+        if self._limited or station.reduction is not None:
+            self._push(UPDATED, station, now + taken_s)
         else:
-            self._updated(n, end_s)
+            self._updated(station, now + taken_s)
 
-    def _updated(self, n: int, now: float) -> None:
-        self.records[n].updated_s.append(now)
-        code = self._stations[n].order[self._position[n]]
-        self._free_s[n] = now
-        self._position[n] += 1
+    def _updated(self, station: Station, now: float) -> None:
+        station.updated_s.append(now)
+        station.free_s = now
         if self._synchronous:
-            self._report(code // self._period, now)
-        self._begin(n)
+            self._report(station.order[station.position] // self._period, now)
+        station.position += 1
+        self._begin(station)
 
     def _report(self, minibatch: int, now: float) -> None:
         if self._caller.report(minibatch, now):
-            for n in self._first:
-                if self._awaits[n] == 0:
-                    self._begin(n)
+            for station in self._first:
+                if station.awaits == 0:
+                    self._begin(station)
 
-    def _other(self, kind: int, n: int, now: float) -> None:
+    def _other(self, kind: int, station: Station, now: float) -> None:
         if kind == READY:
-            self._ask(n, now)
+            self._ask(station, now)
         elif kind == REDUCED:
-            self.records[n].reduced_s.append(now)
+            station.reduced_s.append(now)
             if self._limited:
-                self._updating[n] = True
-                self._ask(n, now)
+                station.updating = True
+                self._ask(station, now)
             else:
-                self._update(n, now)
+                self._update(station, now)
         else:
             if self._limited:
                 self._release(now)
-            if n in self._reductions:
-                self._push(REDUCED, self._reductions[n].updated(n, now))
-            self._updated(n, now)
+            if station.reduction is not None:
+                for due_s, number in station.reduction.updated(station.number, now):
+                    self._push(REDUCED, self._stations[number], due_s)
+            self._updated(station, now)
 
-    def _push(self, kind: int, events: Due) -> None:
-        for now, n in events:
-            heappush(self._heap, (now, kind * len(self._stations) + n))
+    def _push(self, kind: int, station: Station, now: float) -> None:
+        heappush(self._heap, (now, kind * len(self._stations) + station.number))
 
-    def _ask(self, n: int, now: float) -> None:
+    def _ask(self, station: Station, now: float) -> None:
         """Take a processor, or wait for one."""
         if self._idle > 0:
             self._idle -= 1
-            self._go(n, now)
+            self._go(station, now)
         else:
-            self._queue.append(n)
+            self._queue.append(station)
 
     def _release(self, now: float) -> None:
         """Give a processor back, to who has waited longest."""
@@ -296,9 +282,12 @@ class Simulation:
         else:
             self._idle += 1
 
-    def _go(self, n: int, now: float) -> None:
-        if self._updating[n]:
-            self._updating[n] = False
-            self._update(n, now)
-        else:
-            self._start(n, now)
+    def _go(self, station: Station, now: float) -> None:
+        if station.updating:
+            station.updating = False
+            self._update(station, now)
+            return
+        code, position = station.order[station.position], station.position
+        factor = 1.0 if station.factors is None else station.factors[position]
+        station.start_s.append(now)
+        heappush(self._heap, (now + station.compute_s[code % self._period] * factor, station.number))

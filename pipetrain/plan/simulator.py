@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.columns import Names
-from pipetrain.plan.events import Caller, Record, Reduction, Simulation, Station, Wire
+from pipetrain.plan.events import Caller, Simulation, Station, Wire
 from pipetrain.plan.network import Network
 from pipetrain.plan.reduction import REDUCTIONS, Ring, Server
 from pipetrain.plan.replay import ScheduleError
@@ -123,25 +123,18 @@ class _Model:
 
     def run(self, cluster: Cluster) -> Trace:
         """Simulate on this cluster."""
-        network, options = Network(cluster), self._options
-        stations = self._stations()
-        outputs = self._outputs(network)
+        network, options, stations = Network(cluster), self._options, self._stations()
+        self._join(network, stations)
+        sent_bytes = self._replicate(network, stations)
         synchronous = not self._scheme.asynchronous
         reports = len(stations) if synchronous else len(self._devices[-1])
         caller = Caller(options.minibatches, options.pieces, options.window, options.caller_s, reports)
-        reductions, sizes = self._reductions(network)
-        simulation = Simulation(stations, outputs, caller, synchronous, reductions, cluster.processors)
-        simulation.run()
-        places = list(zip(stations, simulation.records, strict=True))
+        Simulation(stations, caller, synchronous, cluster.processors).run()
         names = tuple(f"device:{n}" for n in range(1 + max(station.device for station in stations)))
-        spans = [_spans(station, record, 2 * options.pieces, names) for station, record in places]
-        sent = [
-            self._transfers(station, places[wire.reader][0], record, wire)
-            for (station, record), wires in zip(places, outputs, strict=True)
-            for wire in (*wires[0], *wires[1])
-        ]
-        sent += [_reduced(*places[n], 2 * options.pieces, size) for n, size in sizes.items()]
-        return Trace.of(Spans.joined(spans), Transfers.joined(sent))
+        sent = [self._transfers(station, wire) for station in stations for wires in station.outputs for wire in wires]
+        sent += [_reduced(stations[n], 2 * options.pieces, size) for n, size in sent_bytes.items()]
+        spans = Spans.joined([_spans(station, 2 * options.pieces, names) for station in stations])
+        return Trace.of(spans, Transfers.joined(sent))
 
     def _stations(self) -> list[Station]:
         pieces, options = self._options.pieces, self._options
@@ -160,19 +153,18 @@ class _Model:
                 served = r > 0 and options.reduction == "server"
                 update_s = 0.0 if served else stage.update_s / speed
                 factors = _factors(options, len(stations), len(order))
-                stations.append(Station(k, r, device, order, compute_s, update_s, factors))
+                stations.append(Station(len(stations), (k, r), device, order, compute_s, update_s, factors))
         return stations
 
-    def _outputs(self, network: Network) -> list[tuple[list[Wire], list[Wire]]]:
-        outputs: list[tuple[list[Wire], list[Wire]]] = [([], []) for devices in self._devices for _ in devices]
+    def _join(self, network: Network, stations: Sequence[Station]) -> None:
+        """Wires between every replica and all those of the next stage."""
         for k in range(len(self._stages) - 1):
             for r, n in enumerate(self._numbers[k]):
                 for q, m in enumerate(self._numbers[k + 1]):
-                    sizes = self._sizes(k, r, q)
-                    upper, lower = self._devices[k][r], self._devices[k + 1][q]
-                    outputs[n][0].append(Wire(network, network.route(upper, lower), sizes, m, 0))
-                    outputs[m][1].append(Wire(network, network.route(lower, upper), sizes, n, 1))
-        return outputs
+                    sizes, upper, lower = self._sizes(k, r, q), stations[n], stations[m]
+                    down, up = network.route(upper.device, lower.device), network.route(lower.device, upper.device)
+                    upper.outputs[0].append(Wire(network, down, sizes, lower, 0))
+                    lower.outputs[1].append(Wire(network, up, sizes, upper, 1))
 
     def _sizes(self, k: int, r: int, q: int) -> list[int | None]:
         """Bytes of each piece between replica r of stage k and q of the next one: those of the rows they share."""
@@ -182,63 +174,63 @@ class _Model:
             sizes.append(round(self._stages[k].output_bytes * rows / self._batch_size) if rows > 0 else None)
         return sizes
 
-    def _reductions(self, network: Network) -> tuple[dict[int, Reduction], dict[int, int]]:
-        """For each station whose stage has several: how it sums gradients, and the bytes that it sends."""
-        reductions: dict[int, Reduction] = {}
-        sizes: dict[int, int] = {}
+    def _replicate(self, network: Network, stations: Sequence[Station]) -> dict[int, int]:
+        """Where a stage has several replicas, they sum gradients; gives the bytes that each of these sends."""
+        sent_bytes: dict[int, int] = {}
         kind = Ring if self._options.reduction == "ring" else Server
         for stage, devices, numbers in zip(self._stages, self._devices, self._numbers, strict=True):
             if len(devices) > 1:
                 reduction = kind(network, numbers, devices, stage.weight_bytes)
-                reductions |= dict.fromkeys(numbers, reduction)
-                sizes |= dict(zip(numbers, reduction.sent_bytes, strict=True))
-        return reductions, sizes
+                sent_bytes |= dict(zip(numbers, reduction.sent_bytes, strict=True))
+                for n in numbers:
+                    stations[n].reduction = reduction
+        return sent_bytes
 
-    def _transfers(self, sender: Station, reader: Station, record: Record, wire: Wire) -> Transfers:
+    def _transfers(self, sender: Station, wire: Wire) -> Transfers:
         """What went over a wire, without messages that carry no rows."""
         codes = np.frombuffer(sender.order, dtype=np.int32)
-        upper, lower = (sender, reader) if wire.kind == 0 else (reader, sender)
-        sizes = self._sizes(upper.stage, upper.replica, lower.replica)
+        upper, lower = (sender, wire.reader) if wire.kind == 0 else (wire.reader, sender)
+        sizes = self._sizes(*upper.place, lower.place[1])
         mine = codes % 2 == wire.kind
         microbatch = codes[mine] >> 1
         piece = microbatch % len(sizes)
         table = Transfers(
             op=np.full(len(microbatch), "FB"[wire.kind]),
             minibatch=microbatch,
-            from_stage=_everywhere(sender.stage, microbatch),
-            from_replica=_everywhere(sender.replica, microbatch),
-            to_stage=_everywhere(reader.stage, microbatch),
-            to_replica=_everywhere(reader.replica, microbatch),
+            from_stage=_everywhere(sender.place[0], microbatch),
+            from_replica=_everywhere(sender.place[1], microbatch),
+            to_stage=_everywhere(wire.reader.place[0], microbatch),
+            to_replica=_everywhere(wire.reader.place[1], microbatch),
             size_bytes=np.array([size or 0 for size in sizes], dtype=np.int64)[piece],
-            start_s=np.frombuffer(record.computed_s)[mine],
+            start_s=np.frombuffer(sender.computed_s)[mine],
             end_s=np.frombuffer(wire.arrivals),
         )
         carries = np.array([size is not None for size in sizes])
         return table if carries.all() else table[carries[piece]]
 
 
-def _spans(station: Station, record: Record, period: int, devices: tuple[str, ...]) -> Spans:
+def _spans(station: Station, period: int, devices: tuple[str, ...]) -> Spans:
     codes = np.frombuffer(station.order, dtype=np.int32)
     updates = codes % period == period - 1
-    end_s = np.frombuffer(record.computed_s).copy()
-    end_s[updates] = np.frombuffer(record.updated_s)
+    end_s = np.frombuffer(station.computed_s).copy()
+    end_s[updates] = np.frombuffer(station.updated_s)
     return Spans(
         op=np.array(["F", "B"])[codes % 2],
-        stage=_everywhere(station.stage, codes),
+        stage=_everywhere(station.place[0], codes),
         minibatch=codes >> 1,
         device=Names(_everywhere(station.device, codes), devices),
-        start_s=np.frombuffer(record.start_s),
+        start_s=np.frombuffer(station.start_s),
         end_s=end_s,
         version=(np.cumsum(updates) - updates).astype(np.int32),
-        replica=_everywhere(station.replica, codes),
+        replica=_everywhere(station.place[1], codes),
     )
 
 
-def _reduced(station: Station, record: Record, period: int, size_bytes: int) -> Transfers:
+def _reduced(station: Station, period: int, size_bytes: int) -> Transfers:
     codes = np.frombuffer(station.order, dtype=np.int32)
     updates = codes % period == period - 1
     minibatch = codes[updates] >> 1
-    stage, replica = _everywhere(station.stage, minibatch), _everywhere(station.replica, minibatch)
+    stage, replica = (_everywhere(number, minibatch) for number in station.place)
     return Transfers(
         op=np.full(len(minibatch), "R"),
         minibatch=minibatch,
@@ -247,8 +239,8 @@ def _reduced(station: Station, record: Record, period: int, size_bytes: int) -> 
         to_stage=stage,
         to_replica=replica,
         size_bytes=np.full(len(minibatch), size_bytes),
-        start_s=np.frombuffer(record.computed_s)[updates],
-        end_s=np.frombuffer(record.reduced_s),
+        start_s=np.frombuffer(station.computed_s)[updates],
+        end_s=np.frombuffer(station.reduced_s),
     )
 
 
