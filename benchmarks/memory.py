@@ -39,6 +39,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "spectrain": {"scheme": "spectrain"},
     "spectrain, local": {"scheme": "spectrain", "horizon": "local"},
     "spectrain, fitted": {"scheme": "spectrain", "horizon": "fitted"},
+    "spectrain, Nesterov": {"scheme": "spectrain"},  # whose last update no slot holds
     "spike-compensation": {"scheme": "spike-compensation"},
     "2bw": {"scheme": "2bw", "microbatches": STAGES},
 }
@@ -69,7 +70,7 @@ def measure(policy: str, large: int) -> Held:
     model = keras.Sequential([keras.Input((SMALL,)), *layers])
     cuts = [f"s{stage}_{len(widths[stage]) - 1}" for stage in range(STAGES - 1)]
     pipe = pipetrain.PipelineModel(model, cuts=cuts, **POLICIES[policy])
-    pipe.compile(keras.optimizers.SGD(1e-3, momentum=0.9), "mse")
+    pipe.compile(keras.optimizers.SGD(1e-3, momentum=0.9, nesterov=policy.endswith("Nesterov")), "mse")
     minibatch = tf.ones([ROWS, SMALL])
     minibatches = tf.data.Dataset.from_tensors((minibatch, minibatch)).repeat(STEPS)
     held: list[int] = []

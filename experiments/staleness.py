@@ -29,7 +29,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -187,14 +187,16 @@ def _trained(runs: Sequence[Run], folder: Path, stages: int, jobs: int) -> Itera
         start_tensorflow(stages)
         yield from ((run, train_and_record(run, folder)) for run in runs)
         return
-    with ProcessPoolExecutor(jobs, get_context("spawn"), _start_worker, (stages,)) as workers:
-        try:
-            futures = {workers.submit(partial(train_and_record, run, folder)): run for run in runs}
-            for future in as_completed(futures):
-                yield futures[future], future.result()
-        except BaseException:
-            workers.shutdown(wait=False, cancel_futures=True)  # the runs at work end, and are kept
-            raise
+    workers = ProcessPoolExecutor(jobs, get_context("spawn"), _start_worker, (stages,))
+    try:
+        futures = {workers.submit(train_and_record, run, folder): run for run in runs}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+    except KeyboardInterrupt:
+        print("Stopping when the runs at work have ended.")
+        raise
+    finally:
+        workers.shutdown(cancel_futures=True)
 
 
 def _start_worker(stages: int) -> None:

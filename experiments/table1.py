@@ -38,7 +38,6 @@ from pipetrain.plan import schemes  # noqa: E402
 from pipetrain.run.quiet import start_tensorflow  # noqa: E402
 
 SCHEMES = (schemes.DATA_PARALLEL, "vanilla", "weight-stashing", "spectrain")
-MICROBATCHES = 4  # for gpipe and 1f1b
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -117,7 +116,7 @@ def planned(options: argparse.Namespace) -> list[Settings]:
             momentum=options.momentum,
             eval_every=options.eval_every,
             seed=seed,
-            microbatches=MICROBATCHES,
+            microbatches=None,
             size=_size(model, options),
         )
         for model in options.model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -11,11 +12,16 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+# A tenth of all tests' time went into looking for garbage among the modules, which stay, and among graphs being traced.
+gc.set_threshold(50_000, 10, 10)
+
 import pytest  # noqa: E402
 
 import pipetrain  # noqa: E402
+from pipetrain.compute import walk  # noqa: E402
 
 pipetrain.set_cpu_devices(6)
+gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -28,5 +34,15 @@ def no_thread_left():
 
 @pytest.fixture(autouse=True, scope="session")
 def own_cache(tmp_path_factory):
-    """Profiles of the tests' models stay out of the user's cache."""
-    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+    """Profiles of the tests' models stay out of the user's cache; the suite's processes share them."""
+    folder = tmp_path_factory.getbasetemp()
+    shared = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    os.environ["XDG_CACHE_HOME"] = str(shared / "cache")
+
+
+@pytest.fixture(autouse=True)
+def rough_profiles(request, monkeypatch):
+    """Few walks decide where a test's model is cut, on a machine that the tests keep busy; not where ``measures``."""
+    if request.node.get_closest_marker("measures") is None:
+        monkeypatch.setattr(walk, "MEASURE_S", 0.01)
+        monkeypatch.setattr(walk, "AT_MOST_S", 0.1)

@@ -14,9 +14,10 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
-from pipetrain.run.quiet import start_tensorflow  # noqa: E402
+if __name__ == "__main__":  # else it runs already
+    from pipetrain.run.quiet import start_tensorflow
 
-start_tensorflow(3)
+    start_tensorflow(3)
 
 import keras  # noqa: E402
 import networks  # noqa: E402
@@ -34,8 +35,8 @@ def model():
     layers = [
         keras.Input((networks.FEATURES,)),
         keras.layers.Dense(256, activation="tanh"),
-        keras.layers.Dropout(0.2, seed=1),
-        keras.layers.Dense(256, activation="tanh"),
+        keras.layers.Dropout(0.2, seed=1, name="dropout"),
+        keras.layers.Dense(256, activation="tanh", name="second"),
         keras.layers.BatchNormalization(),
         keras.layers.Dense(networks.CLASSES),
     ]
@@ -59,7 +60,7 @@ def main(directory: str, result: str, scheme: str = "spectrain") -> None:
     """Train, or go on; at most three epochs of 20 steps."""
     if "KILL_AT" in os.environ:
         killed_at(int(os.environ["KILL_AT"]))
-    pm = pipetrain.PipelineModel(model(), cuts=("dropout", "dense_1"), scheme=scheme)
+    pm = pipetrain.PipelineModel(model(), cuts=("dropout", "second"), scheme=scheme)
     pm.compile(keras.optimizers.SGD(0.05, momentum=0.9), loss=networks.crossentropy(), metrics=["accuracy"])
     slow = keras.callbacks.LambdaCallback(
         on_train_begin=lambda logs: print("training", flush=True),

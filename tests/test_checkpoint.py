@@ -6,12 +6,13 @@ import itertools
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
+import interrupted
 import keras
 import networks
 import numpy as np
@@ -23,7 +24,6 @@ from pipetrain.store import Store
 
 BATCH, STEPS = 8, 10
 L = keras.layers
-SCRIPT = Path(__file__).with_name("interrupted.py")
 
 
 class Stop(keras.callbacks.Callback):
@@ -68,6 +68,14 @@ def generator():
     return {"x": ((a, b) for a, b in parts), "steps_per_epoch": STEPS}
 
 
+def default():
+    """That of ``networks.pipeline``."""
+
+
+def adam():
+    return keras.optimizers.Adam(0.01)
+
+
 class Batches(keras.utils.PyDataset):
     """Another order in every epoch."""
 
@@ -98,6 +106,25 @@ def run(directory, stop_after=None, data=arrays, callbacks=(), every_steps=4, **
     return pm, history
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """``run``, each made once: its weights and history, its checkpoints in a folder if one is given."""
+    known = {}
+
+    def once(folder=None, make=default, **settings):
+        key = make, *sorted(settings.items())
+        if key not in known:
+            directory = tmp_path_factory.mktemp("run")
+            pm, history = run(directory, optimizer=make(), **settings)
+            known[key] = directory, pm.get_weights(), history
+        directory, weights, history = known[key]
+        if folder:
+            shutil.copytree(directory, folder, dirs_exist_ok=True)
+        return weights, history
+
+    return once
+
+
 WAYS = {
     "spectrain": {},
     "spectrain, nesterov": {"optimizer": lambda: keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True)},
@@ -117,12 +144,12 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_stopped_twice_and_resumed_is_bitwise_as_never_stopped(way, tmp_path, capsys):
+def test_stopped_twice_and_resumed_is_bitwise_as_never_stopped(way, trained, tmp_path, capsys):
     """Stopped in the second epoch; then (once is enough) again before the next checkpoint."""
     settings = dict(WAYS[way])
-    make = settings.pop("optimizer", lambda: None)
+    make = settings.pop("optimizer", default)
     settings["scheme"] = way.split(",")[0]
-    whole, history = run(tmp_path / "whole", optimizer=make(), **settings)
+    whole, history = trained(make=make, **settings)
     run(tmp_path / "cut", stop_after=15, optimizer=make(), **settings)
     if way == "spectrain":
         run(tmp_path / "cut", stop_after=3, optimizer=make(), **settings)
@@ -130,7 +157,7 @@ def test_stopped_twice_and_resumed_is_bitwise_as_never_stopped(way, tmp_path, ca
     again, rest = run(tmp_path / "cut", optimizer=make(), **settings)
     assert "Going on from" in (said := capsys.readouterr().out)
     assert "12 steps done, 2 of them in epoch 2." in said
-    networks.assert_equal(again.get_weights(), whole.get_weights())
+    networks.assert_equal(again.get_weights(), whole)
     for name, values in history.items():
         np.testing.assert_allclose(rest[name], values[1:], rtol=1e-6)
 
@@ -147,44 +174,44 @@ def test_every_kind_of_data_goes_on_where_it_was(data, tmp_path):
 
 
 @pytest.mark.parametrize("stages", [1, 5])
-def test_another_number_of_stages_goes_on_and_says_so(stages, tmp_path, capsys):
+def test_another_number_of_stages_goes_on_and_says_so(stages, trained, tmp_path, capsys):
     """A synchronous scheme trains as the unsplit model does, however it is cut."""
     settings = {"scheme": "1f1b", "microbatches": 1}
-    whole, _ = run(tmp_path / "whole", optimizer=keras.optimizers.Adam(0.01), **settings)
-    run(tmp_path / "cut", stop_after=15, optimizer=keras.optimizers.Adam(0.01), **settings)
-    again, _ = run(tmp_path / "cut", optimizer=keras.optimizers.Adam(0.01), stages=stages, **settings)
+    whole, _ = trained(make=adam, **settings)
+    trained(tmp_path / "cut", make=adam, stop_after=15, **settings)
+    again, _ = run(tmp_path / "cut", optimizer=adam(), stages=stages, **settings)
     said = capsys.readouterr().out
     assert f"Different now: {stages} stage{'' if stages == 1 else 's'} instead of 3." in said
-    networks.assert_close(again.get_weights(), whole.get_weights())
+    networks.assert_close(again.get_weights(), whole)
 
 
-def test_another_scheme_and_another_optimizer_go_on_and_say_so(tmp_path, capsys):
-    run(tmp_path, stop_after=15)
-    run(tmp_path, scheme="weight-stashing", optimizer=keras.optimizers.Adam(0.01), stop_after=1)
+def test_another_scheme_and_another_optimizer_go_on_and_say_so(trained, tmp_path, capsys):
+    trained(tmp_path, stop_after=15)
+    run(tmp_path, scheme="weight-stashing", optimizer=adam(), stop_after=1)
     said = capsys.readouterr().out
     assert "scheme weight-stashing instead of spectrain; optimizer Adam instead of SGD" in said
     assert "velocities from zero" in said
 
 
-def test_another_model_is_refused(tmp_path):
-    run(tmp_path, stop_after=15)
+def test_another_model_is_refused(trained, tmp_path):
+    trained(tmp_path, stop_after=15)
     pm = networks.pipeline()
     with pytest.raises(ValueError, match=r"another model. Received: .*Try"):
         pm.fit(**arrays(), verbose=0, callbacks=[PipelineCheckpoint(tmp_path)])
 
 
-def test_checkpoints_of_another_run_are_not_overwritten(tmp_path):
-    run(tmp_path, stop_after=15)
+def test_checkpoints_of_another_run_are_not_overwritten(trained, tmp_path):
+    trained(tmp_path, stop_after=15)
     with pytest.raises(ValueError, match=r"checkpoints of another run.*resume=False"):
         pipeline().fit(**arrays(), verbose=0, callbacks=[PipelineCheckpoint(tmp_path, resume=False)])
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_a_finished_run_has_nothing_left_to_do_and_more_epochs_go_on(tmp_path):
-    whole, _ = run(tmp_path)
+def test_a_finished_run_has_nothing_left_to_do_and_more_epochs_go_on(trained, tmp_path):
+    whole, _ = trained(tmp_path)
     again, history = run(tmp_path)
     assert history == {}
-    networks.assert_equal(again.get_weights(), whole.get_weights())
+    networks.assert_equal(again.get_weights(), whole)
     checkpoint = PipelineCheckpoint(tmp_path)
     longer = again.fit(**arrays(), epochs=4, verbose=0, callbacks=[checkpoint])
     assert checkpoint.resumed_at == 3 * STEPS
@@ -210,7 +237,7 @@ def test_a_learning_rate_and_what_callbacks_remember_go_on(tmp_path):
 
 
 @pytest.mark.parametrize("relative", [True, False])
-def test_a_rate_scheduler_goes_on_and_another_rate_is_taken(relative, tmp_path, capsys):
+def test_a_rate_scheduler_goes_on(relative, tmp_path):
     """A schedule that halves the last rate runs once an epoch, in the epoch that is resumed too."""
     rule = (lambda epoch, rate: rate / 2) if relative else (lambda epoch, rate: 0.1 / (epoch + 2))
 
@@ -222,8 +249,11 @@ def test_a_rate_scheduler_goes_on_and_another_rate_is_taken(relative, tmp_path, 
     again, rest = run(tmp_path / "cut", callbacks=callbacks())
     assert rest["learning_rate"] == history["learning_rate"][1:]
     networks.assert_equal(again.get_weights(), whole.get_weights())
-    run(tmp_path / "other", stop_after=15)
-    slower, _ = run(tmp_path / "other", optimizer=keras.optimizers.SGD(0.01, momentum=0.9))
+
+
+def test_another_learning_rate_is_taken(trained, tmp_path, capsys):
+    trained(tmp_path, stop_after=15)
+    slower, _ = run(tmp_path, optimizer=keras.optimizers.SGD(0.01, momentum=0.9))
     assert float(slower.optimizer.learning_rate) == pytest.approx(0.01)
     assert "learning rate 0.00999" in capsys.readouterr().out
 
@@ -279,15 +309,14 @@ def test_data_of_unknown_length_may_stop_at_the_end_of_an_epoch(tmp_path):
     assert rest["loss"] == pytest.approx(history["loss"][1:])  # nothing is left of the first
 
 
-def test_snapshots_change_nothing(tmp_path):
+def test_snapshots_change_nothing(trained, tmp_path):
     """They may be looked at after a drain: training goes on with the newest weights."""
-    whole, _ = run(tmp_path / "whole")
-    seen, _ = run(tmp_path / "seen", callbacks=[Snapshots(3, lambda step, model: None)])
-    networks.assert_equal(seen.get_weights(), whole.get_weights())
+    seen, _ = run(tmp_path, callbacks=[Snapshots(3, lambda step, model: None)])
+    networks.assert_equal(seen.get_weights(), trained()[0])
 
 
-def test_checkpoints_after_a_damaged_one_are_kept(tmp_path):
-    run(tmp_path)
+def test_checkpoints_after_a_damaged_one_are_kept(trained, tmp_path):
+    trained(tmp_path)
     newest = Store(tmp_path, 3).paths()[-1]
     newest.write_bytes(b"")
     run(tmp_path, stop_after=2, every_steps=1)
@@ -319,8 +348,8 @@ def test_only_the_newest_are_kept_and_nothing_half_written(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:08}.npz" for step in (24, 28, 30)]
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_said_so(tmp_path, capsys):
-    whole, _ = run(tmp_path)
+def test_a_damaged_checkpoint_is_passed_over_and_said_so(trained, tmp_path, capsys):
+    whole, _ = trained(tmp_path)
     newest, before = Store(tmp_path, 3).paths()[::-1][:2]
     newest.write_bytes(newest.read_bytes()[:-100])
     capsys.readouterr()
@@ -328,7 +357,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_said_so(tmp_path, capsys):
     said = capsys.readouterr().out
     assert f"{newest.name} is damaged" in said
     assert f"Going on from {before}" in said
-    networks.assert_equal(again.get_weights(), whole.get_weights())
+    networks.assert_equal(again.get_weights(), whole)
 
 
 def test_no_whole_checkpoint_is_an_error(tmp_path):
@@ -362,7 +391,7 @@ def test_flipped_bits_are_found(tmp_path):
     assert found > 250
 
 
-def test_a_full_disk_is_said_and_training_goes_on(tmp_path, capsys):
+def test_a_full_disk_is_said_and_training_goes_on(trained, tmp_path, capsys):
     """Files beyond 3 kB cannot be written for a while: as on a full disk, the file is cut short."""
 
     class Full(keras.callbacks.Callback):
@@ -370,14 +399,14 @@ def test_a_full_disk_is_said_and_training_goes_on(tmp_path, capsys):
             limit = 3000 if epoch == 1 else resource.RLIM_INFINITY
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 
-    whole, _ = run(tmp_path / "whole")
+    whole, _ = trained()
     try:
         pm, _ = run(tmp_path / "full", callbacks=[Full()])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     said = capsys.readouterr().out
     assert "The checkpoint of step 12 could not be written (File too large); the newest is step-00000008.npz." in said
-    networks.assert_equal(pm.get_weights(), whole.get_weights())
+    networks.assert_equal(pm.get_weights(), whole)
     assert [path.name for path in (tmp_path / "full").iterdir() if path.name.startswith(".")] == []
 
 
@@ -417,7 +446,7 @@ def test_other_models_are_refused_by_name(tmp_path):
 
 
 @pytest.mark.parametrize(("number", "ends"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
-def test_a_signal_drains_saves_and_says_so(number, ends, tmp_path, capsys):
+def test_a_signal_drains_saves_and_says_so(number, ends, trained, tmp_path, capsys):
     """1f1b: a drain more or less changes nothing, so that the result is that of a run without signals."""
 
     class Signal(keras.callbacks.Callback):
@@ -429,7 +458,7 @@ def test_a_signal_drains_saves_and_says_so(number, ends, tmp_path, capsys):
             self.epoch = epoch
 
     before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
-    whole, _ = run(tmp_path / "whole", scheme="1f1b")
+    whole, _ = trained(scheme="1f1b")
     with pytest.raises(ends) as raised:
         run(tmp_path / "cut", scheme="1f1b", callbacks=[Signal()], every_steps=100)
     if ends is SystemExit:
@@ -438,7 +467,7 @@ def test_a_signal_drains_saves_and_says_so(number, ends, tmp_path, capsys):
     assert f"Stopped by {number.name} after 15 steps: step 15 is in {tmp_path / 'cut'}" in said
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
     again, _ = run(tmp_path / "cut", scheme="1f1b", every_steps=100)
-    networks.assert_close(again.get_weights(), whole.get_weights(), 1e-6)
+    networks.assert_close(again.get_weights(), whole, 1e-6)
 
 
 @pytest.mark.parametrize("at", [4, 19])
@@ -469,7 +498,7 @@ class Training:
     def __init__(self, directory, **environment):
         self.result = directory / "result.npz"
         self._process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(directory / "checkpoints"), str(self.result)],
+            [sys.executable, interrupted.__file__, str(directory / "checkpoints"), str(self.result)],
             env={**os.environ, **environment},
             stdout=subprocess.PIPE,
             text=True,
@@ -487,15 +516,22 @@ class Training:
         return self._process.returncode, said
 
     def weights(self):
-        with np.load(self.result) as found:
-            return [found[name] for name in found.files]
+        return saved(self.result)
+
+
+def saved(path):
+    with np.load(path) as found:
+        return [found[name] for name in found.files]
 
 
 @pytest.fixture(scope="module")
 def never_stopped(tmp_path_factory):
-    training = Training(tmp_path_factory.mktemp("whole"), STEP_S="0")
-    assert training.ended()[0] == 0
-    return training.weights()
+    """The weights of the same training, in this process."""
+    folder = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(interrupted, "STEP_S", 0.0)
+        interrupted.main(folder / "checkpoints", folder / "result.npz")
+    return saved(folder / "result.npz")
 
 
 def test_a_second_signal_ends_a_process_at_once_and_nothing_is_lost(never_stopped, tmp_path):

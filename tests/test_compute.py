@@ -121,6 +121,7 @@ def test_cutting_leaves_the_model_as_it_was():
     assert model.layers[2].output.shape == (None, 16)
 
 
+@pytest.mark.measures
 def test_a_profile_measures_and_touches_nothing():
     model = keras.Sequential(convolutional())
     before = [variable.numpy().copy() for variable in model.variables]
@@ -160,6 +161,7 @@ class Sleeper(L.Layer):
         return shape
 
 
+@pytest.mark.measures
 def test_the_profile_finds_the_sleepers():
     layers = [Sleeper(), Sleeper(0.02), Sleeper(), Sleeper(0, 0.03), Sleeper()]
     model = keras.Sequential([keras.Input((4,)), L.Dense(4), *layers, L.Dense(2)])
@@ -191,6 +193,7 @@ def test_a_damaged_profile_cache_is_measured_anew(monkeypatch, tmp_path):
     assert len(file.read_text()) > 100
 
 
+@pytest.mark.measures
 def test_a_noisy_machine_is_measured_longer_and_said_so():
     rng = np.random.default_rng(0)
     steady, timing = walk._until_steady(lambda: walk.Walked([0.01], [0.02], 0.03, []))

@@ -129,13 +129,12 @@ MODELS = [
 ]
 
 
-@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("make", MODELS)
-def test_outputs_loss_gradients_and_state_equal_the_whole_model_s(make, recompute):
+def test_outputs_loss_gradients_and_state_equal_the_whole_model_s(make):
     keras.utils.set_random_seed(0)
     model = make()
     counts = range(1, min(4, len(Chain(model).blocks)) + 1)
-    assert transparency.error(model, *counts, rows=4, recompute=recompute) < 1e-6
+    assert transparency.error(model, *counts, rows=4, recompute=(False, True)) < 1e-6
 
 
 @pytest.mark.parametrize("make", MODELS)
@@ -347,4 +346,4 @@ def test_every_keras_application(name):
 
 
 def test_a_keras_application():
-    assert transparency.error_of_application("MobileNetV2", 3) < 1e-4
+    assert transparency.error_of_application("MobileNet", 3) < 1e-4  # of the smaller ones; the others are slow

@@ -29,7 +29,8 @@ def plain(optimizer, seed=0):
 def test_every_scheme_learns(scheme):
     x, y = networks.data(640)
     optimizer = keras.optimizers.SGD(0.02, momentum=0.9)
-    pm = networks.pipeline(optimizer=optimizer, scheme=scheme)
+    devices = ("CPU:0", "CPU:1") if scheme == "data-parallel" else None  # whose every replica is slow
+    pm = networks.pipeline(optimizer=optimizer, scheme=scheme, devices=devices)
     history = pm.fit(x, y, batch_size=BATCH, epochs=4, verbose=0, validation_data=(x, y)).history
     assert history["loss"][-1] < 0.7 * history["loss"][0]
     assert history["val_accuracy"][-1] > 0.6
@@ -126,12 +127,12 @@ def test_generators_and_datasets(steps):
 
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
     results = []
-    for data in (source(), dataset, dataset.repeat() if steps else dataset):
+    for data in (source(), dataset, *([dataset.repeat()] if steps else [])):
         pm = networks.pipeline()
         pm.fit(data, steps_per_epoch=steps, verbose=0, shuffle=False)
         results.append(pm.get_weights())
-    networks.assert_equal(results[0], results[1])
-    networks.assert_equal(results[0], results[2])
+    for other in results[1:]:
+        networks.assert_equal(results[0], other)
 
 
 def test_an_endless_data_set_is_not_read_beyond_the_epoch():

@@ -29,6 +29,14 @@ def trainable(model):
     return sum(int(np.prod(variable.shape)) for variable in model.trainable_variables)
 
 
+@pytest.fixture
+def empty(monkeypatch):
+    """Weights of zeros, for tests of sizes: to draw and to orthogonalize 300 million numbers takes seconds."""
+    for kind in (keras.initializers.VarianceScaling, keras.initializers.Orthogonal, keras.initializers.RandomUniform):
+        monkeypatch.setattr(kind, "__call__", lambda self, shape, dtype=None: keras.ops.zeros(shape, dtype))
+
+
+@pytest.mark.usefixtures("empty")
 @pytest.mark.parametrize(
     ("name", "shape", "classes", "parameters"),
     [
@@ -41,6 +49,7 @@ def test_published_parameter_counts(name, shape, classes, parameters):
     assert trainable(models.build(name, shape, classes)) == parameters
 
 
+@pytest.mark.usefixtures("empty")
 @pytest.mark.parametrize(("depth", "width"), [(6, 512), (1, 16)])
 def test_the_transformer_s_parameter_count(depth, width):
     attention, feed = 4 * (width * width + width), 2 * 4 * width * width + 5 * width
@@ -48,6 +57,7 @@ def test_the_transformer_s_parameter_count(depth, width):
     assert trainable(models.build("transformer", (20,), 2, depth=depth, width=width, vocabulary=1000)) == expected
 
 
+@pytest.mark.usefixtures("empty")
 @pytest.mark.parametrize(("depth", "width"), [(8, 1024), (2, 16)])
 def test_the_residual_lstm_s_parameter_count(depth, width):
     half = width // 2
@@ -56,6 +66,7 @@ def test_the_residual_lstm_s_parameter_count(depth, width):
     assert trainable(models.build("residual_lstm", (20,), 2, depth=depth, width=width, vocabulary=1000)) == expected
 
 
+@pytest.mark.usefixtures("empty")
 @pytest.mark.parametrize(("depth", "width"), [(32, 2048), (3, 10)])
 def test_snn_has_the_published_size(depth, width):
     model = models.build("snn", (28, 28), 10, depth=depth, width=width)

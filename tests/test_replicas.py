@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import cache
 
 import keras
 import networks
@@ -34,12 +35,18 @@ def trained(scheme, replicas, rows=100, **settings):
     return pm.get_weights(), history.history
 
 
+@cache
+def without_replicas(scheme, **settings):
+    """Trained once for all numbers of replicas."""
+    return trained(scheme, None, **settings)
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("replicas", [(2, 1, 1), (1, 3, 2)])
 def test_weights_and_history_are_those_without_replicas(scheme, replicas):
     """Uneven parts and a last batch with fewer rows than some microbatch has replicas."""
     microbatches = {"microbatches": 3} if scheme in ("gpipe", "1f1b") else {}
-    expected, history = trained(scheme, None, **microbatches)
+    expected, history = without_replicas(scheme, **microbatches)
     got, its_history = trained(scheme, replicas, **microbatches)
     networks.assert_close(got, expected)
     for key, values in history.items():
@@ -141,6 +148,7 @@ def test_statistics_are_averaged_and_dropout_differs_between_replicas():
     assert seeds[0][0] != seeds[1][0]
 
 
+@pytest.mark.measures
 def test_vgg16_with_the_replicas_that_the_planner_gives_it():
     """Four devices: convolutions are slow and light, the dense layers fast and heavy (arXiv 1809.02839, section 3)."""
     costs = pipetrain.profile(models.build("vgg16", (32, 32, 3), 10, width=4), batch_size=32, verbose=False)

@@ -16,7 +16,7 @@ ROWS, BATCH = 12 * 16, 16
 def test_delays_change_no_bit(scheme, monkeypatch):
     x, y = networks.data(rows=ROWS)
     weights = []
-    for delay_s in (0.0, 0.02):
+    for delay_s in (0.0, 0.01):
         networks.delay(monkeypatch, delay_s, "forward", "backward", "update")
         pm = networks.pipeline(scheme=scheme)
         history = pm.fit(x, y, batch_size=BATCH, epochs=2, verbose=0).history

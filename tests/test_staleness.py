@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -168,3 +174,20 @@ def test_two_processes_come_to_what_one_does(tmp_path):
     data = datasets.load("fashion_mnist_small")
     for run in runs:
         assert policies.train(run, data) == outcomes[run] == recorded(run, tmp_path)
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_runs_at_work_and_keeps_them(tmp_path):
+    """All processes of a terminal have the signal; no run begins after it, and none is lost."""
+    arguments = ["--jobs=2", "--steps=20", "--stages=2", f"--output={tmp_path}"]
+    command = [sys.executable, str(Path(staleness.__file__)), *arguments]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    while process.poll() is None and not list(tmp_path.glob("runs/*.json")):
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)
+    said, errors = process.communicate(timeout=200)
+    assert (process.returncode, errors) == (130, "")
+    assert said.endswith("The same command goes on with the runs that are left.\n")
+    assert 1 <= len(list((tmp_path / "runs").iterdir())) <= 10

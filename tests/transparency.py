@@ -49,22 +49,26 @@ def whole(model, inputs):
     return step.get_concrete_function(weights, state, any_rows)(weights, state, inputs)
 
 
-def cut(model, inputs, stages, **settings):
-    """The same through ``stages`` stages, each with as many blocks."""
+def cut(model, stages):
+    """``stages`` stages, each with as many blocks, traced."""
     chain = Chain(model)
     blocks = len(chain.blocks)
     ends = [blocks * (n + 1) // stages for n in range(stages)]
-    parts = []
+    parts, masks = [], [None] * len(chain.specs(0))
     for first, end in zip([0, *ends[:-1]], ends, strict=True):
         loss = squares if end == blocks else None
         segment = chain.segment(first, end)
-        parts.append(Stage(segment, "/device:CPU:0", keras.optimizers.SGD(0.1), loss, **settings))
-    masks = [None] * len(inputs)
-    for part in parts:
-        part.load()
-        masks = part.trace(masks, (None, None) if part is parts[-1] else None)
+        parts.append(Stage(segment, "/device:CPU:0", keras.optimizers.SGD(0.1), loss))
+        masks = parts[-1].trace(masks, (None, None) if loss else None)
+    return parts
+
+
+def through(parts, model, inputs, recompute):
+    """What ``whole`` gives, through these stages."""
     values, results = Values(inputs, [None] * len(inputs)), []
     for part in parts:
+        part.recompute = recompute  # asked for when it runs: stages are traced alike
+        part.load()
         results.append(part.forward(Newest(), values, (None, None) if part is parts[-1] else None))
         values = results[-1].output
     gradients, state, returned = {}, {}, [1.0]
@@ -91,16 +95,18 @@ def worst(got, expected):
     return difference / largest if difference else 0.0
 
 
-def error(model, *counts, rows=2, **settings):
+def error(model, *counts, rows=2, recompute=(False,)):
     """The worst difference of outputs, loss, gradients and state between the model cut into stages and whole.
 
-    ``counts`` are the numbers of stages to try.
+    ``counts`` are the numbers of stages to try; each with ``recompute`` as in all of these.
     """
     inputs = sample(model, rows)
     expected, errors = whole(model, inputs), []
     for stages in counts:
-        got = cut(model, inputs, stages, **settings)
-        errors += [worst([got[0]], [expected[0]]), *map(worst, got[1:], expected[1:])]
+        parts = cut(model, stages)
+        for each in recompute:
+            got = through(parts, model, inputs, each)
+            errors += [worst([got[0]], [expected[0]]), *map(worst, got[1:], expected[1:])]
     assert np.isfinite(errors).all()
     return max(errors)
 

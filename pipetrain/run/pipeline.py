@@ -108,17 +108,14 @@ class Pipeline:
         if not self._workers:
             self._start()
         rows = int(x[0].shape[0])
-        parts = max(1, min(self._microbatches, rows))  # a minibatch without rows has a result too
-        if self._scheme.asynchronous and rows:  # whose versions are counted on: some microbatches may be empty
-            parts = self._microbatches
-        pieces = [rows_of(rows, part, parts) for part in range(parts)]
+        pieces = self._pieces(rows)
         group = range(self._posted_microbatches, self._posted_microbatches + len(pieces))
         for index, piece in zip(group, pieces, strict=True):
             microbatch = Microbatch(
                 index=index,
                 minibatch=self._posted,
                 group=group,
-                share=len(piece) / rows if rows else 1.0,
+                share=len(piece) / rows if rows else 1 / len(pieces),  # a minibatch without rows has a result too
                 loss_is_mean=self.loss_is_mean,
                 rows=len(piece),
                 learning_rate=learning_rate,
@@ -131,6 +128,11 @@ class Pipeline:
             )
         self._posted += 1
         self._posted_microbatches += len(group)
+
+    def _pieces(self, rows: int) -> list[range]:
+        """The rows of each microbatch. Asynchronous schemes count on their number, so that some may be empty."""
+        parts = self._microbatches if self._scheme.asynchronous else max(1, min(self._microbatches, rows))
+        return [rows_of(rows, part, parts) for part in range(parts)]
 
     def result(self) -> Result:
         """The next minibatch's loss and predictions, in order; waits for them. Raises what a stage raised."""
