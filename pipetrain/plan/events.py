@@ -8,27 +8,56 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pipetrain.plan.network import Network, Route
 from pipetrain.plan.replay import ScheduleError
 
 # What happens at an event, in the order of (time, kind * stations + station)
 COMPUTED, READY, UPDATED, REDUCED = range(4)
 NOTHING = -1
+Arrivals = deque[float]
+Seconds = NDArray[np.float64]
 Due = list[tuple[float, int]]  # when a station has what it waits for, and which
 
 
+class Journal:
+    """What happened in the order of time: the ``numbers`` of what it happened to, and so many seconds of each event.
+
+    One array for all, and not one for each, is what the processor's caches are made for.
+    """
+
+    def __init__(self, width: int = 1) -> None:
+        self.numbers = array("i")
+        self.seconds = [array("d") for _ in range(width)]
+
+    def note(self, number: int, now: float) -> None:
+        """Write down one event."""
+        self.numbers.append(number)
+        self.seconds[0].append(now)
+
+    def of_each(self, count: int) -> list[list[Seconds]]:
+        """The seconds of each of so many numbers, in the order of time."""
+        numbers = np.frombuffer(self.numbers, dtype=np.int32)
+        small = numbers.astype(np.uint16) if count <= 1 << 16 else numbers  # which are sorted by radix
+        order = np.argsort(small, kind="stable")
+        ends = np.cumsum(np.bincount(numbers, minlength=count))[:-1]
+        columns = [np.split(np.frombuffer(each)[order], ends) for each in self.seconds]
+        return [list(each) for each in zip(*columns, strict=True)]
+
+
 class Station:
-    """One replica of one stage, at its device: what it has to do, where it stands, and what it did when.
+    """One replica of one stage, at its device: what it has to do, and where it stands.
 
     Its ``order`` are codes, ``2 * microbatch`` for a forward, one more for a backward; ``compute_s`` what each takes,
     the forward and the backward of every piece of a minibatch in turn; ``factors`` by how much longer each action takes
-    than that, if it differs. Recorded are, in its order, when each action began and had computed, and of each minibatch
-    when the gradients were reduced, if they were, and the update had ended.
+    than that, if it differs.
     """
 
     __slots__ = (
-        "awaits", "compute_s", "computed_s", "device", "factors", "free_s", "inputs", "number", "order", "outputs",
-        "place", "position", "reduced_s", "reduction", "start_s", "update_s", "updated_s", "updating",
+        "awaits", "compute_s", "device", "factors", "free_s", "inputs", "number", "order", "outputs", "place",
+        "position", "reduction", "start_s", "update_s", "updating",
     )  # fmt: skip
 
     def __init__(
@@ -43,42 +72,42 @@ class Station:
     ) -> None:
         self.number, self.place, self.device = number, place, device
         self.order, self.compute_s, self.update_s, self.factors = order, compute_s, update_s, factors
-        self.inputs: tuple[list[array[float]], list[array[float]]] = ([], [])  # arrivals, for forwards, for backwards
+        self.inputs: tuple[list[Arrivals], list[Arrivals]] = ([], [])  # for forwards, for backwards
         self.outputs: tuple[list[Wire], list[Wire]] = ([], [])
         self.reduction: Reduction | None = None
-        self.position, self.free_s, self.awaits, self.updating = 0, 0.0, NOTHING, False
-        self.start_s, self.computed_s = array("d"), array("d")
-        self.reduced_s, self.updated_s = array("d"), array("d")
+        self.position, self.start_s, self.free_s, self.awaits, self.updating = 0, 0.0, 0.0, NOTHING, False
 
 
 class Wire:
     """What one station sends another for one kind of action (0: forward, 1: backward): first in, first out."""
 
-    __slots__ = ("_free_at", "_holds_s", "_latency_s", "_media", "_pieces", "arrivals", "kind", "reader")
+    __slots__ = ("_free_at", "_holds_s", "_latency_s", "_media", "_pieces", "arrivals", "kind", "number", "reader")
 
-    def __init__(self, network: Network, route: Route, sizes: Sequence[int | None], reader: Station, kind: int) -> None:
+    def __init__(
+        self, number: int, network: Network, route: Route, sizes: Sequence[int | None], reader: Station, kind: int
+    ) -> None:
         """``sizes`` are the bytes of each piece of a minibatch, None where both stations share none of its rows."""
-        self.arrivals = array("d")
-        self.reader, self.kind = reader, kind
+        self.number, self.reader, self.kind = number, reader, kind
+        self.arrivals: Arrivals = deque()
         self._pieces = len(sizes)
         self._holds_s = [NOTHING if size is None else size / route.bandwidth_bytes_per_s for size in sizes]
         self._latency_s, self._media, self._free_at = route.latency_s, route.media, network.free_at
         reader.inputs[kind].append(self.arrivals)
 
-    def send(self, now: float, microbatch: int) -> None:
+    def send(self, now: float, microbatch: int) -> float:
         """Begin a transfer as soon as its media are free, see ``Network.send``, which this is in a hurry."""
         hold_s = self._holds_s[microbatch % self._pieces]
-        if hold_s == NOTHING:
-            self.arrivals.append(now)
-            return
-        free_at = self._free_at
-        for medium in self._media:
-            if free_at[medium] > now:
-                now = free_at[medium]
-        now += hold_s
-        for medium in self._media:
-            free_at[medium] = now
-        self.arrivals.append(now + self._latency_s)
+        if hold_s != NOTHING:
+            free_at = self._free_at
+            for medium in self._media:
+                if free_at[medium] > now:
+                    now = free_at[medium]
+            now += hold_s
+            for medium in self._media:
+                free_at[medium] = now
+            now += self._latency_s
+        self.arrivals.append(now)
+        return now
 
 
 class Reduction(Protocol):
@@ -97,16 +126,19 @@ class Reduction(Protocol):
 class Caller:
     """Posts minibatches, so many ahead of the results it has taken, each ``caller_s`` after a result.
 
-    A result is there after so many ``reports`` of its minibatch. Everything posted has arrived.
+    A result is there after so many ``reports`` of its minibatch. Everything posted arrives at once at all ``doors``.
     """
 
     def __init__(self, minibatches: int, pieces: int, window: int, caller_s: float, reports: int) -> None:
-        self.arrivals = array("d")
-        self._pieces, self._caller_s, self._reports, self._minibatches = pieces, caller_s, reports, minibatches
+        self.doors: list[Arrivals] = []
+        self._pieces, self._caller_s, self._window, self._minibatches = pieces, caller_s, window, minibatches
         self._missing = [reports] * minibatches
         self._latest_s = [0.0] * minibatches
         self._taken, self._posted, self._now = 0, 0, 0.0
-        for _ in range(min(window, minibatches)):
+
+    def begin(self) -> None:
+        """Post the first minibatches."""
+        for _ in range(min(self._window, self._minibatches)):
             self._post()
 
     def report(self, minibatch: int, now: float) -> bool:
@@ -123,12 +155,13 @@ class Caller:
         return self._posted > before
 
     def _post(self) -> None:
-        self.arrivals.extend([self._now] * self._pieces)
+        for door in self.doors:
+            door.extend([self._now] * self._pieces)
         self._posted += 1
 
 
 class Simulation:
-    """Stations at work, from the first action to the last: ``run``, then read what they recorded.
+    """Stations at work, from the first action to the last: ``run``, then read the journals.
 
     An action begins when the one before it in its station's order has ended and its inputs have arrived; what it sends
     leaves when it has computed, before any update, and the station goes on. The event is the end of computing: when
@@ -140,6 +173,9 @@ class Simulation:
         caller: feeds the stations of the first stage, and takes reports of minibatches: where ``synchronous``, one of
             each station when it has updated; else one of each station that sends no forward on, when it has computed.
         processors: how many stations work at once; others wait, first come, first served.
+
+    The journals, by the stations' numbers: ``worked``, the start and the end of computing of each action; ``reduced``,
+    when gradients were summed; ``updated``, when weights were. By the wires': ``arrived``.
     """
 
     def __init__(self, stations: Sequence[Station], caller: Caller, synchronous: bool, processors: float) -> None:
@@ -147,14 +183,20 @@ class Simulation:
         self._limited, self._idle = processors < len(stations), processors
         self._first = [station for station in stations if station.place[0] == 0]
         for station in self._first:
-            station.inputs[0].append(caller.arrivals)
+            caller.doors.append(deque())
+            station.inputs[0].append(caller.doors[-1])
         self._period = len(stations[0].compute_s)
         self._heap: list[tuple[float, int]] = []
         self._queue: deque[Station] = deque()
+        self.worked, self.reduced, self.updated, self.arrived = Journal(2), Journal(), Journal(), Journal()
+        starts_s, ends_s = self.worked.seconds
+        self._note_number, self._note_start, self._note_end = self.worked.numbers.append, starts_s.append, ends_s.append
+        self._note_wire, self._note_arrival = self.arrived.numbers.append, self.arrived.seconds[0].append
 
     def run(self) -> None:
         """Until all is done. Raises ScheduleError if the stations wait for each other."""
         heap, stations, count, computed = self._heap, self._stations, len(self._stations), self._computed
+        self._caller.begin()
         for station in stations:
             self._begin(station)
         while heap:
@@ -174,18 +216,21 @@ class Simulation:
         if position == len(order):
             return
         code = order[position]
-        start_s, microbatch = station.free_s, code >> 1
-        for arrivals in station.inputs[code & 1]:
-            if len(arrivals) <= microbatch:
+        inputs = station.inputs[code & 1]
+        for arrivals in inputs:
+            if not arrivals:
                 station.awaits = code & 1
                 return
-            if arrivals[microbatch] > start_s:
-                start_s = arrivals[microbatch]
+        start_s = station.free_s
+        for arrivals in inputs:
+            arrived_s = arrivals.popleft()
+            if arrived_s > start_s:
+                start_s = arrived_s
         station.awaits = NOTHING
         if self._limited:
             self._push(READY, station, start_s)
             return
-        station.start_s.append(start_s)
+        station.start_s = start_s
         taken_s = station.compute_s[code % self._period]
         if station.factors is not None:
             taken_s *= station.factors[position]
@@ -194,10 +239,13 @@ class Simulation:
     def _computed(self, station: Station, now: float) -> None:
         """Send what is computed, update after the last backward of a minibatch, go on."""
         code = station.order[station.position]
-        station.computed_s.append(now)
+        self._note_number(station.number)
+        self._note_start(station.start_s)
+        self._note_end(now)
         wires = station.outputs[code & 1]
         for wire in wires:
-            wire.send(now, code >> 1)
+            self._note_wire(wire.number)
+            self._note_arrival(wire.send(now, code >> 1))
             reader = wire.reader
             if reader.awaits == wire.kind:
                 self._begin(reader)
@@ -233,7 +281,7 @@ class Simulation:
             self._updated(station, now + taken_s)
 
     def _updated(self, station: Station, now: float) -> None:
-        station.updated_s.append(now)
+        self.updated.note(station.number, now)
         station.free_s = now
         if self._synchronous:
             self._report(station.order[station.position] // self._period, now)
@@ -250,7 +298,7 @@ class Simulation:
         if kind == READY:
             self._ask(station, now)
         elif kind == REDUCED:
-            station.reduced_s.append(now)
+            self.reduced.note(station.number, now)
             if self._limited:
                 station.updating = True
                 self._ask(station, now)
@@ -289,5 +337,5 @@ class Simulation:
             return
         code, position = station.order[station.position], station.position
         factor = 1.0 if station.factors is None else station.factors[position]
-        station.start_s.append(now)
+        station.start_s = now
         heappush(self._heap, (now + station.compute_s[code % self._period] * factor, station.number))

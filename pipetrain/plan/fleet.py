@@ -6,20 +6,20 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, count
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.columns import Names
-from pipetrain.plan.events import Station, Wire
+from pipetrain.plan.events import Simulation, Station, Wire
 from pipetrain.plan.network import Network
 from pipetrain.plan.reduction import Ring, Server
 from pipetrain.plan.replay import ScheduleError
 from pipetrain.plan.schemes import Scheme
 from pipetrain.plan.stages import StagePlan
-from pipetrain.plan.trace import Spans, Trace, Transfers
+from pipetrain.plan.trace import Seconds, Spans, Trace, Transfers
 
 
 @dataclass(frozen=True)
@@ -66,15 +66,23 @@ class Fleet:
         self._join()
         self._sent_bytes = self._replicate()
 
-    def trace(self) -> Trace:
-        """What the stations have recorded."""
+    def trace(self, simulation: Simulation) -> Trace:
+        """What the stations did in this simulation."""
         names = tuple(f"device:{n}" for n in range(1 + max(station.device for station in self.stations)))
-        period = 2 * self._options.pieces
-        spans = [_spans(station, period, names) for station in self.stations]
+        many, period = len(self.stations), 2 * self._options.pieces
+        worked, updated = simulation.worked.of_each(many), simulation.updated.of_each(many)
+        spans = [_spans(station, period, names, *worked[n], *updated[n]) for n, station in enumerate(self.stations)]
+        arrived = simulation.arrived.of_each(self._wires)
         sent = [
-            self._transfers(station, wire) for station in self.stations for wires in station.outputs for wire in wires
+            self._transfers(station, wire, worked[n][1], *arrived[wire.number])
+            for n, station in enumerate(self.stations)
+            for wires in station.outputs
+            for wire in wires
         ]
-        sent += [_reduced(self.stations[n], period, size) for n, size in self._sent_bytes.items()]
+        reduced = simulation.reduced.of_each(many)
+        sent += [
+            _reduced(self.stations[n], period, size, worked[n][1], *reduced[n]) for n, size in self._sent_bytes.items()
+        ]
         return Trace.of(Spans.joined(spans), Transfers.joined(sent))
 
     def _made(self) -> list[Station]:
@@ -99,14 +107,15 @@ class Fleet:
 
     def _join(self) -> None:
         """Wires between every replica and all those of the next stage."""
-        network, stations = self._network, self.stations
+        network, stations, numbers = self._network, self.stations, count()
         for k in range(len(self._stages) - 1):
             for r, n in enumerate(self._numbers[k]):
                 for q, m in enumerate(self._numbers[k + 1]):
                     sizes, upper, lower = self._sizes(k, r, q), stations[n], stations[m]
                     down, up = network.route(upper.device, lower.device), network.route(lower.device, upper.device)
-                    upper.outputs[0].append(Wire(network, down, sizes, lower, 0))
-                    lower.outputs[1].append(Wire(network, up, sizes, upper, 1))
+                    upper.outputs[0].append(Wire(next(numbers), network, down, sizes, lower, 0))
+                    lower.outputs[1].append(Wire(next(numbers), network, up, sizes, upper, 1))
+        self._wires = next(numbers)
 
     def _sizes(self, k: int, r: int, q: int) -> list[int | None]:
         """Bytes of each piece between replica r of stage k and q of the next one: those of the rows they share."""
@@ -128,7 +137,7 @@ class Fleet:
                     self.stations[n].reduction = reduction
         return sent_bytes
 
-    def _transfers(self, sender: Station, wire: Wire) -> Transfers:
+    def _transfers(self, sender: Station, wire: Wire, computed_s: Seconds, arrived_s: Seconds) -> Transfers:
         """What went over a wire, without messages that carry no rows."""
         codes = np.frombuffer(sender.order, dtype=np.int32)
         upper, lower = (sender, wire.reader) if wire.kind == 0 else (wire.reader, sender)
@@ -144,31 +153,38 @@ class Fleet:
             to_stage=_everywhere(wire.reader.place[0], microbatch),
             to_replica=_everywhere(wire.reader.place[1], microbatch),
             size_bytes=np.array([size or 0 for size in sizes], dtype=np.int64)[piece],
-            start_s=np.frombuffer(sender.computed_s)[mine],
-            end_s=np.frombuffer(wire.arrivals),
+            start_s=computed_s[mine],
+            end_s=arrived_s,
         )
         carries = np.array([size is not None for size in sizes])
         return table if carries.all() else table[carries[piece]]
 
 
-def _spans(station: Station, period: int, devices: tuple[str, ...]) -> Spans:
+def _spans(
+    station: Station,
+    period: int,
+    devices: tuple[str, ...],
+    start_s: Seconds,
+    computed_s: Seconds,
+    updated_s: Seconds,
+) -> Spans:
     codes = np.frombuffer(station.order, dtype=np.int32)
     updates = codes % period == period - 1
-    end_s = np.frombuffer(station.computed_s).copy()
-    end_s[updates] = np.frombuffer(station.updated_s)
+    end_s = computed_s.copy()
+    end_s[updates] = updated_s
     return Spans(
         op=np.array(["F", "B"])[codes % 2],
         stage=_everywhere(station.place[0], codes),
         minibatch=codes >> 1,
         device=Names(_everywhere(station.device, codes), devices),
-        start_s=np.frombuffer(station.start_s),
+        start_s=start_s,
         end_s=end_s,
         version=(np.cumsum(updates) - updates).astype(np.int32),
         replica=_everywhere(station.place[1], codes),
     )
 
 
-def _reduced(station: Station, period: int, size_bytes: int) -> Transfers:
+def _reduced(station: Station, period: int, size_bytes: int, computed_s: Seconds, reduced_s: Seconds) -> Transfers:
     codes = np.frombuffer(station.order, dtype=np.int32)
     updates = codes % period == period - 1
     minibatch = codes[updates] >> 1
@@ -181,8 +197,8 @@ def _reduced(station: Station, period: int, size_bytes: int) -> Transfers:
         to_stage=stage,
         to_replica=replica,
         size_bytes=np.full(len(minibatch), size_bytes),
-        start_s=np.frombuffer(station.computed_s)[updates],
-        end_s=np.frombuffer(station.reduced_s),
+        start_s=computed_s[updates],
+        end_s=reduced_s,
     )
 
 

@@ -82,8 +82,9 @@ def simulate(
     fleet = Fleet(stages, devices, partition.batch_size, chosen, options, cluster)
     reports = len(devices[-1]) if chosen.asynchronous else len(fleet.stations)
     caller = Caller(minibatches, options.pieces, options.window, caller_s, reports)
-    Simulation(fleet.stations, caller, not chosen.asynchronous, cluster.processors).run()
-    return fleet.trace()
+    simulation = Simulation(fleet.stations, caller, not chosen.asynchronous, cluster.processors)
+    simulation.run()
+    return fleet.trace(simulation)
 
 
 def _placed(partition: Partition, scheme: str) -> tuple[list[StagePlan], list[list[int]]]:
