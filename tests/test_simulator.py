@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -12,9 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pipetrain
+from pipetrain import __main__ as command_line
 from pipetrain.plan import replay, schedules
 from pipetrain.plan.actions import Action
 from pipetrain.plan.cluster import Cluster, Level, Link
+from pipetrain.plan.comparison import compare
 from pipetrain.plan.idle import idle
 from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import plan
@@ -340,3 +345,72 @@ def test_traces_are_columns_and_sequences(tmp_path):
 def test_idle_of_a_trace_without_transfers_is_imbalance():
     spans = [Span("F", 0, 0, "a", 0, 1, 0), Span("F", 1, 0, "b", 2, 3, 0), Span("B", 1, 0, "b", 5, 6, 0)]
     assert idle(Trace.of(spans)) == {(0, 0): (0, 0, 5), (1, 0): (0, 2, 2)}
+
+
+def test_simulating_imports_no_tensorflow():
+    code = "import sys, pipetrain; pipetrain.simulate; sys.exit('tensorflow' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def chain(blocks):
+    rng = np.random.default_rng(0)
+    made = [BlockProfile(f"b{n}", *rng.uniform(1e-3, 4e-3, 2), 10**6, 10**7, 10**6, 1e-4) for n in range(blocks)]
+    return Profile("made up", 64, tuple(made))
+
+
+def test_schemes_side_by_side():
+    cluster = Cluster((Level(Link(12e9, 1e-5)),), memory_bytes=3 * 10**8)
+    both = compare(chain(8), 4, ["data-parallel", "spectrain"], cluster, minibatches=80)
+    assert [*both.traces] == ["data-parallel", "spectrain"]
+    lines = str(both).splitlines()
+    assert [line.split()[0] for line in lines[2:]] == ["data-parallel", "spectrain"]
+    gain = both.single.step_s / both.traces["spectrain"].step_s
+    assert f"{gain:.2f}x" in lines[3]
+    assert gain > 2.5
+    assert "no cut fits" in str(compare(chain(8), 1, ["gpipe"], cluster, minibatches=4))
+    small = Cluster(cluster.levels, memory_bytes=2 * 10**8)  # too small for all blocks on one device
+    apart = compare(chain(8), 4, ["single", "spectrain"], small, minibatches=4)
+    assert [*apart.traces] == ["spectrain"]
+
+
+def test_devices_that_compute_faster():
+    profile = chain(3)
+    assert profile.faster(2.0).total_s == pytest.approx(profile.total_s / 2)
+    assert profile.faster(2.0).blocks[0].update_s == 5e-5
+
+
+def test_simulate_on_the_command_line(tmp_path, capsys, monkeypatch):
+    def given(options, cluster):
+        return command_line.Given(chain(8), cluster, Training(microbatches=options.microbatches))
+
+    monkeypatch.setattr(command_line, "_given", given)
+    monkeypatch.setattr(command_line, "start_tensorflow", lambda devices: None)
+    levels = [{"devices": 4, "bandwidth": "12GB/s", "contention": "port"}, {"bandwidth": "10Gb/s"}]
+    (tmp_path / "cluster.json").write_text(json.dumps({"levels": levels}))
+    common = [
+        "simulate",
+        "m.keras",
+        "--devices",
+        "4",
+        "--minibatches",
+        "20",
+        "--cluster",
+        str(tmp_path / "cluster.json"),
+    ]
+    assert command_line.main([*common, "--output", str(tmp_path / "all.json")]) == 0
+    out = capsys.readouterr().out
+    assert all(word in out for word in ("single", "data-parallel", "spectrain", "against single", "Recommended"))
+    assert {path.name for path in tmp_path.glob("all*")} == {f"all-{n}.json" for n in out.split() if n in NAMES}
+    one = ["--scheme", "gpipe", "--speed", "4", "--slowdown", "0.1", "--reduction", "server"]
+    assert command_line.main([*common, *one, "--output", str(tmp_path / "one.json")]) == 0
+    assert Trace.load(tmp_path / "one.json").stages == 4
+    for wrong, message in {"--speed": "'0' is not a number above 0", "--slowdown": "'x' is not a number"}.items():
+        with pytest.raises(SystemExit):
+            command_line.main([*common, wrong, message.split("'")[1]])
+        assert message in capsys.readouterr().err
+    (tmp_path / "cluster.json").write_text('{"levels": [{"bandwidth": "1GB/s", "contention": "much"}]}')
+    assert command_line.main(common) == 2
+    assert "pipetrain simulate: Not a cluster file: Unknown contention" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        command_line.main(["simulate", "--help"])
+    assert '"contention": "port"' in capsys.readouterr().out
