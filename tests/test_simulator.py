@@ -8,6 +8,7 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 import pipetrain
 from pipetrain import __main__ as command_line
-from pipetrain.plan import replay, schedules
+from pipetrain.plan import replay, schedules, simulator, wavefront
 from pipetrain.plan.actions import Action
 from pipetrain.plan.cluster import Cluster, Level, Link
 from pipetrain.plan.comparison import compare
@@ -169,6 +170,37 @@ def test_what_holds_for_every_run(stages, scheme, contention, processors, slowdo
     causes = idle(trace)
     assert all(second >= -1e-9 for each in causes.values() for second in each)
     assert all(each.total_s <= trace.duration_s + 1e-9 for each in causes.values())
+
+
+@given(
+    st.lists(st.tuples(*[st.floats(0, 5)] * 3, *[st.integers(0, 9)] * 2), min_size=1, max_size=5),
+    st.sampled_from(PIPELINES),
+    st.integers(1, 12),
+    st.sampled_from([0.0, 0.5]),
+    st.sampled_from([None, 1, 3]),
+    st.sampled_from([0.0, 0.7]),
+)
+@settings(deadline=None, max_examples=80)
+def test_arrays_and_the_heap_give_equal_traces(stages, scheme, minibatches, slowdown, window, caller_s):
+    options = {"slowdown": slowdown, "window": window, "caller_s": caller_s, "overhead_s": 0.1}
+    pieces = pieces_of(scheme, len(stages), 3)
+    traces = []
+    for at_once in (0, math.inf):
+        with mock.patch.object(wavefront, "AT_ONCE", at_once):
+            partition = cut(stages, 10, microbatches=pieces)
+            traces.append(simulate(partition, scheme, joined_by(3.0, 0.3), minibatches, **options))
+    assert traces[0] == traces[1]
+
+
+def test_many_stages_are_simulated_by_arrays():
+    with mock.patch.object(simulator, "Wavefront", wraps=wavefront.Wavefront) as used:
+        trace = simulate(equal(120), "vanilla", AT_ONCE, 120)
+        assert used.call_count == 1
+        simulate(equal(120), "vanilla", Cluster(AT_ONCE.levels, processors=60), 120)
+        simulate(equal(120), "vanilla", joined_by(math.inf, contention="bus"), 120)
+        simulate(equal(120), "gpipe", AT_ONCE, 2)
+        assert used.call_count == 1
+    assert trace.duration_s == 2 * (120 + 119)
 
 
 @given(st.integers(2, 5), *[st.integers(1, 8)] * 3, st.sampled_from(["none", "port"]))

@@ -6,7 +6,7 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 from heapq import heappop, heappush
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,13 +38,26 @@ class Journal:
         self.seconds[0].append(now)
 
     def of_each(self, count: int) -> list[list[Seconds]]:
-        """The seconds of each of so many numbers, in the order of time."""
+        """For each column of seconds: those of each of so many numbers, in the order of time."""
         numbers = np.frombuffer(self.numbers, dtype=np.int32)
         small = numbers.astype(np.uint16) if count <= 1 << 16 else numbers  # which are sorted by radix
         order = np.argsort(small, kind="stable")
         ends = np.cumsum(np.bincount(numbers, minlength=count))[:-1]
-        columns = [np.split(np.frombuffer(each)[order], ends) for each in self.seconds]
-        return [list(each) for each in zip(*columns, strict=True)]
+        return [np.split(np.frombuffer(each)[order], ends) for each in self.seconds]
+
+
+class Record(NamedTuple):
+    """What happened, in the order of time, by the numbers of stations and wires.
+
+    When each action started and had computed; when the gradients of each minibatch were reduced, where they were, and
+    the weights updated; when each message arrived.
+    """
+
+    start_s: list[Seconds]
+    computed_s: list[Seconds]
+    updated_s: list[Seconds]
+    reduced_s: list[Seconds]
+    arrived_s: list[Seconds]
 
 
 class Station:
@@ -81,7 +94,7 @@ class Station:
 class Wire:
     """What one station sends another for one kind of action (0: forward, 1: backward): first in, first out."""
 
-    __slots__ = ("_free_at", "_holds_s", "_latency_s", "_media", "_pieces", "arrivals", "kind", "number", "reader")
+    __slots__ = ("_free_at", "_media", "_pieces", "arrivals", "holds_s", "kind", "latency_s", "number", "reader")
 
     def __init__(
         self, number: int, network: Network, route: Route, sizes: Sequence[int | None], reader: Station, kind: int
@@ -90,13 +103,13 @@ class Wire:
         self.number, self.reader, self.kind = number, reader, kind
         self.arrivals: Arrivals = deque()
         self._pieces = len(sizes)
-        self._holds_s = [NOTHING if size is None else size / route.bandwidth_bytes_per_s for size in sizes]
-        self._latency_s, self._media, self._free_at = route.latency_s, route.media, network.free_at
+        self.holds_s = [NOTHING if size is None else size / route.bandwidth_bytes_per_s for size in sizes]
+        self.latency_s, self._media, self._free_at = route.latency_s, route.media, network.free_at
         reader.inputs[kind].append(self.arrivals)
 
     def send(self, now: float, microbatch: int) -> float:
         """Begin a transfer as soon as its media are free, see ``Network.send``, which this is in a hurry."""
-        hold_s = self._holds_s[microbatch % self._pieces]
+        hold_s = self.holds_s[microbatch % self._pieces]
         if hold_s != NOTHING:
             free_at = self._free_at
             for medium in self._media:
@@ -105,7 +118,7 @@ class Wire:
             now += hold_s
             for medium in self._media:
                 free_at[medium] = now
-            now += self._latency_s
+            now += self.latency_s
         self.arrivals.append(now)
         return now
 
@@ -130,7 +143,7 @@ class Caller:
     """
 
     def __init__(self, minibatches: int, pieces: int, window: int, caller_s: float, reports: int) -> None:
-        self.doors: list[Arrivals] = []
+        self.doors: list[Any] = []  # which times are appended to
         self._pieces, self._caller_s, self._window, self._minibatches = pieces, caller_s, window, minibatches
         self._missing = [reports] * minibatches
         self._latest_s = [0.0] * minibatches
@@ -161,7 +174,7 @@ class Caller:
 
 
 class Simulation:
-    """Stations at work, from the first action to the last: ``run``, then read the journals.
+    """Stations at work, from the first action to the last.
 
     An action begins when the one before it in its station's order has ended and its inputs have arrived; what it sends
     leaves when it has computed, before any update, and the station goes on. The event is the end of computing: when
@@ -173,9 +186,6 @@ class Simulation:
         caller: feeds the stations of the first stage, and takes reports of minibatches: where ``synchronous``, one of
             each station when it has updated; else one of each station that sends no forward on, when it has computed.
         processors: how many stations work at once; others wait, first come, first served.
-
-    The journals, by the stations' numbers: ``worked``, the start and the end of computing of each action; ``reduced``,
-    when gradients were summed; ``updated``, when weights were. By the wires': ``arrived``.
     """
 
     def __init__(self, stations: Sequence[Station], caller: Caller, synchronous: bool, processors: float) -> None:
@@ -183,18 +193,24 @@ class Simulation:
         self._limited, self._idle = processors < len(stations), processors
         self._first = [station for station in stations if station.place[0] == 0]
         for station in self._first:
-            caller.doors.append(deque())
-            station.inputs[0].append(caller.doors[-1])
+            door: Arrivals = deque()
+            caller.doors.append(door)
+            station.inputs[0].append(door)
         self._period = len(stations[0].compute_s)
         self._heap: list[tuple[float, int]] = []
         self._queue: deque[Station] = deque()
-        self.worked, self.reduced, self.updated, self.arrived = Journal(2), Journal(), Journal(), Journal()
-        starts_s, ends_s = self.worked.seconds
-        self._note_number, self._note_start, self._note_end = self.worked.numbers.append, starts_s.append, ends_s.append
-        self._note_wire, self._note_arrival = self.arrived.numbers.append, self.arrived.seconds[0].append
+        self._wires = sum(len(wires) for station in stations for wires in station.outputs)
+        self._worked, self._reduced, self._updated, self._arrived = Journal(2), Journal(), Journal(), Journal()
+        starts_s, ends_s = self._worked.seconds
+        self._note_number, self._note_start, self._note_end = (
+            self._worked.numbers.append,
+            starts_s.append,
+            ends_s.append,
+        )
+        self._note_wire, self._note_arrival = self._arrived.numbers.append, self._arrived.seconds[0].append
 
-    def run(self) -> None:
-        """Until all is done. Raises ScheduleError if the stations wait for each other."""
+    def run(self) -> Record:
+        """Until all is done; gives what happened. Raises ScheduleError if the stations wait for each other."""
         heap, stations, count, computed = self._heap, self._stations, len(self._stations), self._computed
         self._caller.begin()
         for station in stations:
@@ -209,6 +225,10 @@ class Simulation:
         for station in stations:
             if station.position < len(station.order):
                 raise ScheduleError(f"Deadlock: stage {station.place[0]} stands at its action {station.position}.")
+        start_s, computed_s = self._worked.of_each(count)
+        (updated_s,), (reduced_s,) = self._updated.of_each(count), self._reduced.of_each(count)
+        (arrived_s,) = self._arrived.of_each(self._wires)
+        return Record(start_s, computed_s, updated_s, reduced_s, arrived_s)
 
     def _begin(self, station: Station) -> None:
         """Begin the station's next action, if the end of all that it waits for is known."""
@@ -278,10 +298,10 @@ class Simulation:
         if self._limited or station.reduction is not None:
             self._push(UPDATED, station, now + taken_s)
         else:
-            self._updated(station, now + taken_s)
+            self._go_on(station, now + taken_s)
 
-    def _updated(self, station: Station, now: float) -> None:
-        self.updated.note(station.number, now)
+    def _go_on(self, station: Station, now: float) -> None:
+        self._updated.note(station.number, now)
         station.free_s = now
         if self._synchronous:
             self._report(station.order[station.position] // self._period, now)
@@ -298,7 +318,7 @@ class Simulation:
         if kind == READY:
             self._ask(station, now)
         elif kind == REDUCED:
-            self.reduced.note(station.number, now)
+            self._reduced.note(station.number, now)
             if self._limited:
                 station.updating = True
                 self._ask(station, now)
@@ -310,7 +330,7 @@ class Simulation:
             if station.reduction is not None:
                 for due_s, number in station.reduction.updated(station.number, now):
                     self._push(REDUCED, self._stations[number], due_s)
-            self._updated(station, now)
+            self._go_on(station, now)
 
     def _push(self, kind: int, station: Station, now: float) -> None:
         heappush(self._heap, (now, kind * len(self._stations) + station.number))

@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 
 from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.columns import Names
-from pipetrain.plan.events import Simulation, Station, Wire
+from pipetrain.plan.events import Record, Station, Wire
 from pipetrain.plan.network import Network
 from pipetrain.plan.reduction import Ring, Server
 from pipetrain.plan.replay import ScheduleError
 from pipetrain.plan.schemes import Scheme
 from pipetrain.plan.stages import StagePlan
-from pipetrain.plan.trace import Seconds, Spans, Trace, Transfers
+from pipetrain.plan.trace import Spans, Trace, Transfers
 
 
 @dataclass(frozen=True)
@@ -66,23 +66,18 @@ class Fleet:
         self._join()
         self._sent_bytes = self._replicate()
 
-    def trace(self, simulation: Simulation) -> Trace:
-        """What the stations did in this simulation."""
+    def trace(self, record: Record) -> Trace:
+        """What the stations did."""
         names = tuple(f"device:{n}" for n in range(1 + max(station.device for station in self.stations)))
-        many, period = len(self.stations), 2 * self._options.pieces
-        worked, updated = simulation.worked.of_each(many), simulation.updated.of_each(many)
-        spans = [_spans(station, period, names, *worked[n], *updated[n]) for n, station in enumerate(self.stations)]
-        arrived = simulation.arrived.of_each(self._wires)
+        period = 2 * self._options.pieces
+        spans = [_spans(station, period, names, record) for station in self.stations]
         sent = [
-            self._transfers(station, wire, worked[n][1], *arrived[wire.number])
-            for n, station in enumerate(self.stations)
+            self._transfers(station, wire, record)
+            for station in self.stations
             for wires in station.outputs
             for wire in wires
         ]
-        reduced = simulation.reduced.of_each(many)
-        sent += [
-            _reduced(self.stations[n], period, size, worked[n][1], *reduced[n]) for n, size in self._sent_bytes.items()
-        ]
+        sent += [_reduced(self.stations[n], period, size, record) for n, size in self._sent_bytes.items()]
         return Trace.of(Spans.joined(spans), Transfers.joined(sent))
 
     def _made(self) -> list[Station]:
@@ -115,7 +110,6 @@ class Fleet:
                     down, up = network.route(upper.device, lower.device), network.route(lower.device, upper.device)
                     upper.outputs[0].append(Wire(next(numbers), network, down, sizes, lower, 0))
                     lower.outputs[1].append(Wire(next(numbers), network, up, sizes, upper, 1))
-        self._wires = next(numbers)
 
     def _sizes(self, k: int, r: int, q: int) -> list[int | None]:
         """Bytes of each piece between replica r of stage k and q of the next one: those of the rows they share."""
@@ -137,7 +131,7 @@ class Fleet:
                     self.stations[n].reduction = reduction
         return sent_bytes
 
-    def _transfers(self, sender: Station, wire: Wire, computed_s: Seconds, arrived_s: Seconds) -> Transfers:
+    def _transfers(self, sender: Station, wire: Wire, record: Record) -> Transfers:
         """What went over a wire, without messages that carry no rows."""
         codes = np.frombuffer(sender.order, dtype=np.int32)
         upper, lower = (sender, wire.reader) if wire.kind == 0 else (wire.reader, sender)
@@ -153,38 +147,31 @@ class Fleet:
             to_stage=_everywhere(wire.reader.place[0], microbatch),
             to_replica=_everywhere(wire.reader.place[1], microbatch),
             size_bytes=np.array([size or 0 for size in sizes], dtype=np.int64)[piece],
-            start_s=computed_s[mine],
-            end_s=arrived_s,
+            start_s=record.computed_s[sender.number][mine],
+            end_s=record.arrived_s[wire.number],
         )
         carries = np.array([size is not None for size in sizes])
         return table if carries.all() else table[carries[piece]]
 
 
-def _spans(
-    station: Station,
-    period: int,
-    devices: tuple[str, ...],
-    start_s: Seconds,
-    computed_s: Seconds,
-    updated_s: Seconds,
-) -> Spans:
+def _spans(station: Station, period: int, devices: tuple[str, ...], record: Record) -> Spans:
     codes = np.frombuffer(station.order, dtype=np.int32)
     updates = codes % period == period - 1
-    end_s = computed_s.copy()
-    end_s[updates] = updated_s
+    end_s = record.computed_s[station.number].copy()
+    end_s[updates] = record.updated_s[station.number]
     return Spans(
         op=np.array(["F", "B"])[codes % 2],
         stage=_everywhere(station.place[0], codes),
         minibatch=codes >> 1,
         device=Names(_everywhere(station.device, codes), devices),
-        start_s=start_s,
+        start_s=record.start_s[station.number],
         end_s=end_s,
         version=(np.cumsum(updates) - updates).astype(np.int32),
         replica=_everywhere(station.place[1], codes),
     )
 
 
-def _reduced(station: Station, period: int, size_bytes: int, computed_s: Seconds, reduced_s: Seconds) -> Transfers:
+def _reduced(station: Station, period: int, size_bytes: int, record: Record) -> Transfers:
     codes = np.frombuffer(station.order, dtype=np.int32)
     updates = codes % period == period - 1
     minibatch = codes[updates] >> 1
@@ -197,8 +184,8 @@ def _reduced(station: Station, period: int, size_bytes: int, computed_s: Seconds
         to_stage=stage,
         to_replica=replica,
         size_bytes=np.full(len(minibatch), size_bytes),
-        start_s=computed_s[updates],
-        end_s=reduced_s,
+        start_s=record.computed_s[station.number][updates],
+        end_s=record.reduced_s[station.number],
     )
 
 

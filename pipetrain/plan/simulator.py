@@ -14,6 +14,7 @@ from pipetrain.plan.reduction import REDUCTIONS
 from pipetrain.plan.schemes import DATA_PARALLEL, SCHEMES, Scheme, check_name
 from pipetrain.plan.stages import Partition, StagePlan
 from pipetrain.plan.trace import Trace
+from pipetrain.plan.wavefront import Wavefront, suits
 
 SUMMED = ("blocks", "forward_s", "backward_s", "update_s", "weight_bytes")
 
@@ -82,9 +83,10 @@ def simulate(
     fleet = Fleet(stages, devices, partition.batch_size, chosen, options, cluster)
     reports = len(devices[-1]) if chosen.asynchronous else len(fleet.stations)
     caller = Caller(minibatches, options.pieces, options.window, caller_s, reports)
-    simulation = Simulation(fleet.stations, caller, not chosen.asynchronous, cluster.processors)
-    simulation.run()
-    return fleet.trace(simulation)
+    group = options.pieces * (minibatches if chosen.asynchronous else 1)
+    if suits(fleet.stations, cluster, group):
+        return fleet.trace(Wavefront(fleet.stations, caller, not chosen.asynchronous).run())
+    return fleet.trace(Simulation(fleet.stations, caller, not chosen.asynchronous, cluster.processors).run())
 
 
 def _placed(partition: Partition, scheme: str) -> tuple[list[StagePlan], list[list[int]]]:
