@@ -12,7 +12,7 @@ from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.events import Caller, Record, Seconds, Station
 from pipetrain.plan.replay import ScheduleError
 
-AT_ONCE = 50  # stations that have something to do, on average, from which on arrays are faster than a heap
+AT_ONCE = 30  # stations that have something to do, on average, from which on arrays are faster than a heap
 Numbers = NDArray[Any]
 
 
