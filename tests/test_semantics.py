@@ -52,7 +52,11 @@ def constantly(rate):
 
 @pytest.mark.parametrize(
     ("scheme", "stages"),
-    [*((name, n) for name in ASYNCHRONOUS for n in (1, 2, 3, 4, 6)), *((name, n) for name in LATER for n in (2, 4, 6))],
+    [
+        *((name, n) for name in ASYNCHRONOUS for n in (1, 2, 4, 6)),
+        *((name, n) for name in LATER for n in (2, 4, 6)),
+        *(pytest.param(name, 3, marks=pytest.mark.slow) for name in ASYNCHRONOUS),  # even stages, as six are
+    ],
 )
 def test_asynchronous_schemes_equal_the_reference(scheme, stages):
     compare(reference.Settings(scheme, constantly(0.05)), stages, optimizers.SGD(0.05, momentum=0.9))
