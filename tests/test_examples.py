@@ -72,6 +72,7 @@ def test_sequential(start):
     assert max(accuracies(said)) > 0.7  # ten classes
 
 
+@pytest.mark.slow  # 17 s; test_graphs cuts a MobileNet, and test_models trains a convolutional network, by default
 def test_applications(start):
     said = output(start("applications.py"))
     assert "mobilenet_0.25_32: 2 stages, batch 64" in said

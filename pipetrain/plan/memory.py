@@ -52,7 +52,7 @@ def demand(training: Training, stage: int, stages: int) -> Demand:
     in_flight = peak_in_flight(order) / pieces
     versions = WeightVersions(trained.policy, stage, stages, newest=lambda horizon: horizon, keep=lambda horizon: 0)
     observed = 2 if trained.rule(stage, stages).fit_horizon else 0
-    more, gathered = 0, 0
+    more, gathered = 0, 0  # a predicted copy is one that has a horizon and is not kept
     for action in order:
         minibatch, piece = divmod(action.minibatch, pieces)
         forward, before = action.op == "F", versions.kept
