@@ -47,7 +47,7 @@ from pipetrain.run.quiet import start_tensorflow  # noqa: E402
 STAGES = (2, 4, 8)
 RATES = (0.01, 0.02)
 SEEDS = 5
-RUN_S = 4.0  # of one run, two at a time taken together, on two CPU cores
+RUN_S = 3.0  # for each run, two at a time on two CPU cores
 
 
 @dataclass(frozen=True)
