@@ -91,14 +91,13 @@ def _given(options: argparse.Namespace, cluster: Cluster | None) -> Given:
         cluster = replace(cluster, memory_bytes=options.memory)
     model = keras.saving.load_model(options.model, compile=False)
     scheme = options.scheme if isinstance(options.scheme, str) else "spectrain"
-    horizon = options.horizon if scheme == "spectrain" else schemes.HORIZONS[0]
-    training = Training(scheme, options.slots, options.microbatches, options.recompute, horizon)
+    schemes.check_options(scheme, options.horizon, False, None)
+    training = Training(scheme, options.slots, options.microbatches, options.recompute, options.horizon)
     return Given(profile(model, options.batch_size, device, sys.stdout.isatty()), cluster, training)
 
 
 def _plan(options: argparse.Namespace, given: Given) -> str:
-    advice = advise(given.profile, options.devices, given.cluster, given.training)
-    return f"{advice}\n{given.profile.warning}".rstrip()
+    return str(advise(given.profile, options.devices, given.cluster, given.training))
 
 
 def _simulate(options: argparse.Namespace, given: Given) -> str:

@@ -103,8 +103,8 @@ class Capacity:
         others = {} if plain == self._training else {"horizon='round-trip'": plain}
         others |= {
             "recompute=True": self._training._replace(recompute=True),
-            "scheme='vanilla', which keeps no old weights": plain._replace(scheme="vanilla"),
-            "scheme='1f1b' with 8 microbatches": plain._replace(scheme="1f1b", microbatches=8),
+            "scheme='vanilla', which keeps no old weights": self._training.under("vanilla"),
+            "scheme='1f1b' with 8 microbatches": self._training.under("1f1b")._replace(microbatches=8),
         }
         helps = [
             what

@@ -83,7 +83,7 @@ def compare(
     partitions: dict[str, Partition | None] = {}
     for scheme in schemes:
         pipelined = check_name(scheme) != DATA_PARALLEL
-        advice = advise(profile, num_devices, cluster, training._replace(scheme=scheme if pipelined else "single"))
+        advice = advise(profile, num_devices, cluster, training.under(scheme if pipelined else "single"))
         partitions[scheme] = _chosen(advice, scheme)
     one = advise(profile, 1, Cluster(cluster.levels, processors=cluster.processors)).ways["single"]
     assert one is not None  # memory has no limit here
