@@ -440,7 +440,8 @@ def test_data_parallelism_reads_a_shuffled_data_set_from_its_beginning():
     x, y = networks.data(96)
     losses = {}
     for scheme in ("single", "data-parallel"):
-        model = networks.compiled(scheme, optimizer=keras.optimizers.SGD(0.0))  # and the same seed
+        model = pipetrain.PipelineModel(networks.small(), scheme=scheme, devices=("CPU:0", "CPU:1"))  # and a new seed
+        model.compile(keras.optimizers.SGD(0.0), networks.crossentropy())
         data = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(96, seed=3, reshuffle_each_iteration=True)
         losses[scheme] = []
         seen = keras.callbacks.LambdaCallback(
