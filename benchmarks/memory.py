@@ -37,8 +37,8 @@ POLICIES: dict[str, dict[str, Any]] = {
     "weight-stashing": {"scheme": "weight-stashing"},
     "vertical-sync": {"scheme": "vertical-sync"},
     "spectrain": {"scheme": "spectrain"},
-    "spectrain, local": {"scheme": "spectrain", "horizon": "local"},
-    "spectrain, fitted": {"scheme": "spectrain", "horizon": "fitted"},
+    "spectrain/local": {"scheme": "spectrain", "horizon": "local"},
+    "spectrain/fitted": {"scheme": "spectrain", "horizon": "fitted"},
     "spectrain, Nesterov": {"scheme": "spectrain"},  # whose last update no slot holds
     "spike-compensation": {"scheme": "spike-compensation"},
     "2bw": {"scheme": "2bw", "microbatches": STAGES},

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+from pipetrain.plan.schemes import HORIZONS
 
 CHECKPOINTS = "checkpoints"  # the folder, within a run's
+POLICY_OPTIONS: dict[str, Any] = {"horizon": HORIZONS[0], "spike_compensation": False, "rescale_steps": None}
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,7 @@ class Settings:
     size: dict[str, int]
     checkpoint_every: int = 0
     optimizer: str = "momentum"
-    horizon: str = "round-trip"
+    horizon: str = HORIZONS[0]
     spike_compensation: bool = False
     rescale_steps: int | None = None
 

@@ -9,7 +9,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from experiments.records import CHECKPOINTS, Settings, Summary
+from experiments.records import CHECKPOINTS, POLICY_OPTIONS, Settings, Summary
+from pipetrain.plan.schemes import has
 
 
 def newest(runs: Path) -> Path:
@@ -36,8 +37,8 @@ def is_unfinished(folder: Path) -> bool:
     return summary(folder) is None and any((folder / CHECKPOINTS).glob("step-*.npz"))
 
 
-def settings(output: Path, schemes: Sequence[str], changes: Mapping[str, Any]) -> list[Settings]:
-    """Settings of the runs in a folder, or of these schemes, with changes.
+def settings(output: Path, schemes: Sequence[str], changes: Mapping[str, Any]) -> dict[str, Settings]:
+    """Settings of the runs in a folder, or of these schemes, with changes; each by the scheme whose checkpoints it has.
 
     A scheme that has not been run there goes on from the checkpoint of the one that has. Raises ValueError where that
     is not to be told.
@@ -48,26 +49,34 @@ def settings(output: Path, schemes: Sequence[str], changes: Mapping[str, Any]) -
             f"There is no run to go on with. Received: --resume {str(output)!r}, which holds none. "
             "Try the --output of a run."
         )
-    chosen = []
+    chosen = {}
     for scheme in schemes or known:
-        start = known.get(scheme)
-        if start is None:
+        source = scheme
+        if scheme not in known:
             others = [name for name in known if is_unfinished(output / name)]
             if len(others) != 1 or len(schemes) != 1:
                 raise ValueError(
                     f"Another scheme goes on from the one run that is there. Received: --scheme {scheme}, "
                     f"{str(output)!r} with {', '.join(others) or 'no unfinished run'}. Try one of these schemes."
                 )
-            start = known[others[0]]
-            shutil.copytree(output / others[0] / CHECKPOINTS, output / scheme / CHECKPOINTS, dirs_exist_ok=True)
-        chosen.append(replace(start, **{**changes, "scheme": scheme}))
-        done = max((int(path.stem[5:]) for path in (output / scheme / CHECKPOINTS).glob("step-*.npz")), default=0)
-        if done > chosen[-1].steps:
+            source = others[0]
+        changed = replace(known[source], **{**changes, "scheme": scheme})
+        chosen[source] = replace(
+            changed, **{name: default for name, default in POLICY_OPTIONS.items() if not has(scheme, name)}
+        )
+        done = max((int(path.stem[5:]) for path in (output / source / CHECKPOINTS).glob("step-*.npz")), default=0)
+        if done > changed.steps:
             raise ValueError(
-                f"More steps are done already. Received: --steps {chosen[-1].steps}, {done} steps of {scheme}. "
+                f"More steps are done already. Received: --steps {changed.steps}, {done} steps of {scheme}. "
                 f"Try at least {done}."
             )
     return chosen
+
+
+def adopt(output: Path, source: str, scheme: str) -> None:
+    """Let a scheme go on from another one's checkpoints."""
+    if source != scheme:
+        shutil.copytree(output / source / CHECKPOINTS, output / scheme / CHECKPOINTS, dirs_exist_ok=True)
 
 
 def recorded(path: Path) -> Settings:

@@ -29,15 +29,14 @@ sys.path.insert(0, str(ROOT))
 from experiments import datasets, resuming  # noqa: E402
 from experiments.networks import NETWORKS, sizes  # noqa: E402
 from experiments.options import add_training, fill_in, positive, whole, writable  # noqa: E402
-from experiments.records import Settings, Summary  # noqa: E402
+from experiments.records import POLICY_OPTIONS, Settings, Summary  # noqa: E402
 from pipetrain.plan import schemes  # noqa: E402
 from pipetrain.plan.table import table  # noqa: E402
 from pipetrain.run.quiet import start_tensorflow  # noqa: E402
 
 # What may be different when a run goes on, and options that say nothing about the run itself.
-CHANGEABLE = {"stages", "steps", "learning_rate", "momentum", "microbatches", "checkpoint_every"}
+CHANGEABLE = {"stages", "steps", "learning_rate", "momentum", "microbatches", "checkpoint_every", *POLICY_OPTIONS}
 ANYWAY = ("scheme", "resume", "data_dir", "verbose")
-POLICY_OPTIONS: dict[str, Any] = {"horizon": schemes.HORIZONS[0], "spike_compensation": False, "rescale_steps": None}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,7 +61,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     description, _, epilog = __doc__.partition("\n\n")[2].partition("examples:")
     about = {name: scheme.about for name, scheme in schemes.SCHEMES.items()}
     about[schemes.DATA_PARALLEL] = "synchronous, a copy of the model on every device (MirroredStrategy)"
-    schemes_about = "\n".join(f"  {name:<16} {about[name]}" for name in schemes.NAMES)
+    longest = max(map(len, schemes.NAMES))
+    schemes_about = "\n".join(f"  {name:<{longest}} {about[name]}" for name in schemes.NAMES)
     parser = argparse.ArgumentParser(
         description=f"{__doc__.splitlines()[0]}\n\n{description}",
         epilog=f"schemes:\n{schemes_about}\n\nexamples:{epilog}",
@@ -124,7 +124,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     }
     fill_in(options)
     chosen = options.scheme or ["spectrain"]
-    options.scheme = list(schemes.NAMES) if "all" in chosen else list(dict.fromkeys(chosen))
+    options.every = "all" in chosen
+    options.scheme = list(schemes.NAMES) if options.every else list(dict.fromkeys(chosen))
     return options
 
 
@@ -144,7 +145,24 @@ def begin(options: argparse.Namespace) -> tuple[Path, list[Summary]]:
         field.name: getattr(options, field.name) for field in fields(Settings) if field.name not in ("scheme", "size")
     }
     settings = [Settings(scheme=scheme, size=size, **{**same, **having(scheme, options)}) for scheme in options.scheme]
-    return output, run(settings, options, output)
+    return output, run(possible(settings, options.every), options, output)
+
+
+def possible(settings: Sequence[Settings], every: bool) -> list[Settings]:
+    """The runs that can be, before any is trained. Of ``every`` scheme the others are left out; else ValueError."""
+    from experiments.training import check
+
+    left = []
+    for each in settings:
+        try:
+            check(each)
+        except ValueError as error:
+            if not every:
+                raise
+            print(f"{each.scheme} is left out. {error}")
+        else:
+            left.append(each)
+    return left
 
 
 def having(scheme: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -171,8 +189,11 @@ def go_on(options: argparse.Namespace) -> tuple[Path, list[Summary]]:
             "A run goes on from checkpoints. Received: --resume, --checkpoint-every 0. Try another number."
         )
     schemes_given = options.scheme if "scheme" in options.given else []
-    settings = resuming.settings(output, schemes_given, changes)
-    start_tensorflow(max(each.stages for each in settings))
+    by_source = resuming.settings(output, schemes_given, changes)
+    start_tensorflow(max(each.stages for each in by_source.values()))
+    settings = possible([*by_source.values()], every=False)
+    for source, each in by_source.items():
+        resuming.adopt(output, source, each.scheme)
     return output, run(settings, options, output)
 
 
@@ -182,8 +203,9 @@ def run(settings: Sequence[Settings], options: argparse.Namespace, output: Path)
 
     for each in settings:  # all of them now, so that a run that is stopped knows what is left
         if options.resume is None:
-            write_settings(each, output / each.scheme)
             (output / each.scheme / "summary.json").unlink(missing_ok=True)  # of an earlier run: this one has not ended
+        if resuming.summary(output / each.scheme) is None:
+            write_settings(each, output / each.scheme)
     first = settings[0]
     data = datasets.load(first.dataset, options.data_dir, NETWORKS[first.model].reads)
     summaries = []

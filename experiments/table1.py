@@ -144,8 +144,10 @@ def train_all(wanted: Sequence[Settings], output: Path, data_dir: str | None) ->
     start_tensorflow(left[0].stages)
     import keras
 
-    from experiments.training import train
+    from experiments.training import check, train
 
+    for each in left:
+        check(each)
     for model, those in groupby(left, key=lambda each: each.model):
         runs = list(those)
         data = datasets.load(runs[0].dataset, data_dir, NETWORKS[model].reads)

@@ -22,6 +22,7 @@ from experiments.datasets import Dataset
 from experiments.networks import input_shape
 from experiments.records import CHECKPOINTS, Settings, Summary
 from pipetrain.callbacks import PipelineCheckpoint, Snapshots
+from pipetrain.plan.schemes import DATA_PARALLEL
 
 EVALUATION_ROWS = 500  # per batch; evaluation is no part of what is timed
 TIMED_STEPS = (50, 250)  # samples per second are measured between these, or over the second half of a shorter run
@@ -89,13 +90,8 @@ class Recorder(keras.callbacks.Callback):
         return (last - first) * self._settings.batch_size / taken_s
 
 
-def train(settings: Settings, data: Dataset, output: Path, verbose: bool, keep: bool = True) -> Summary:
-    """Train once, and write config, history and summary into ``output``; to ``keep`` are trace and model too."""
-    keras.utils.set_random_seed(settings.seed)
-    shape = input_shape(settings.model, data.x_train.shape[1:])
-    model = models.build(settings.model, shape, data.classes, **settings.size)
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(loss=loss, metrics=["accuracy"])  # for the evaluations
+def pipelined(model: keras.Model, settings: Settings) -> pipetrain.PipelineModel:
+    """The model as a pipeline, compiled. Raises ValueError for what cannot be trained."""
     pm = pipetrain.PipelineModel(
         model,
         settings.stages,
@@ -110,8 +106,26 @@ def train(settings: Settings, data: Dataset, output: Path, verbose: bool, keep: 
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
     )
+    return pm
+
+
+def check(settings: Settings) -> None:
+    """Raise ValueError, before anything is trained, for settings that no network can be trained with."""
+    if settings.scheme != DATA_PARALLEL:
+        layers = [keras.layers.Dense(1) for _ in range(settings.stages)]
+        pipelined(keras.Sequential([keras.Input((1,)), *layers]), settings)
+
+
+def train(settings: Settings, data: Dataset, output: Path, verbose: bool, keep: bool = True) -> Summary:
+    """Train once, and write config, history and summary into ``output``; to ``keep`` are trace and model too."""
+    keras.utils.set_random_seed(settings.seed)
+    shape = input_shape(settings.model, data.x_train.shape[1:])
+    model = models.build(settings.model, shape, data.classes, **settings.size)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(loss=loss, metrics=["accuracy"])  # for the evaluations
+    pm = pipelined(model, settings)
     output.mkdir(parents=True, exist_ok=True)
-    if verbose and settings.scheme not in ("single", "data-parallel"):
+    if verbose and settings.scheme not in ("single", DATA_PARALLEL):
         print(f"{pm.explain(settings.batch_size)}\n")
     write_settings(settings, output)
     recorder = Recorder(data, settings, output / "history.jsonl")

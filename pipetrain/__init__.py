@@ -11,11 +11,22 @@ if TYPE_CHECKING:
     from pipetrain.model import PipelineModel
     from pipetrain.plan.partition import partition
     from pipetrain.plan.profile import Profile
+    from pipetrain.plan.simulator import simulate
     from pipetrain.plan.stages import Partition
     from pipetrain.plan.trace import Trace
     from pipetrain.run.devices import set_cpu_devices
 
-__all__ = ["Partition", "PipelineModel", "Profile", "Trace", "callbacks", "partition", "profile", "set_cpu_devices"]
+__all__ = [
+    "Partition",
+    "PipelineModel",
+    "Profile",
+    "Trace",
+    "callbacks",
+    "partition",
+    "profile",
+    "set_cpu_devices",
+    "simulate",
+]
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -26,6 +37,7 @@ _HOMES = {
     "partition": "pipetrain.plan.partition",
     "profile": "pipetrain.compute.profiler",
     "set_cpu_devices": "pipetrain.run.devices",
+    "simulate": "pipetrain.plan.simulator",
 }
 
 

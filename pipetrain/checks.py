@@ -234,7 +234,9 @@ def _checked(value: Any, expected: Any) -> tf.Tensor:
 
 def check_microbatches(microbatches: Any) -> None:
     """Refuse anything but None or a count."""
-    if microbatches is not None and (not isinstance(microbatches, int) or microbatches < 1):
+    if microbatches is not None and (
+        isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1
+    ):
         raise ValueError(f"A batch has at least one microbatch. Received: microbatches={microbatches!r}. Try 4.")
 
 

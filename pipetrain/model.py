@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from pipetrain import checks
+from pipetrain.compute.update import slots_per_weight
 from pipetrain.engine import PipelineEngine
 from pipetrain.evaluator import Evaluation, Predicted
 from pipetrain.layout import Layout
@@ -67,8 +68,9 @@ class PipelineModel(keras.Model):
         spike_compensation: for asynchronous schemes and SGD with momentum: a gradient that comes D updates late makes
             up for what momentum would have done with it by then. ``spike-compensation`` is ``vanilla`` with it. Source:
             Kosson et al. 2020 (arXiv 2003.11666).
-        rescale_steps: for asynchronous schemes: learning rates are divided by the staleness of the gradient, fully at
-            first, ever less so over this many steps. Source: PipeMare (arXiv 1910.05124).
+        rescale_steps: for asynchronous schemes but ``2bw``: learning rates are divided by the staleness of the
+            gradient, fully at first, ever less so over this many steps; where that is 1 (as it is in two stages),
+            nothing changes. Source: PipeMare (arXiv 1910.05124).
         name: the model's name.
 
     Raises:
@@ -175,9 +177,12 @@ class PipelineModel(keras.Model):
         if self.scheme != DATA_PARALLEL:
             checks.check_loop(self.run_eagerly, self.steps_per_execution)
         checks.check_optimizer(self.optimizer, self.scheme, self._chosen, self._engine.layout.stages)
-        if self.scheme == DATA_PARALLEL:
+        if self._chosen is None:
             self._engine.compiled(self.optimizer)
         else:
+            layout = self._engine.layout
+            slots = slots_per_weight(self.optimizer, self._chosen.rule(0, 2 * layout.stages))
+            layout.training = layout.training._replace(slots=slots)
             self._scores = Scores(self, self.inner.outputs, self._engine.pack, self.resumption.metrics_built)
             self._engine.compiled(self.optimizer, loss, self._scores.loss)
         self.compiled = True

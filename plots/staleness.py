@@ -41,21 +41,28 @@ def draw(study: Path, output: Path) -> Path:
         json.loads((study / f"{name}.json").read_text(encoding="utf-8")) for name in ("config", "summary")
     )
     rates = config["learning_rate"]
-    figure = Figure(figsize=(max(8.0, 5.5 * len(rates)), 5.8), layout="constrained")
+    figure = Figure(figsize=(max(8.0, 6.0 * len(rates)), 7.0), layout="constrained")
     panels = figure.subplots(1, len(rates), sharey=True, squeeze=False)[0]
     for panel, rate in zip(panels, rates, strict=True):
         _fill(panel, [row for row in summary["rows"] if row["learning_rate"] == rate], config)
-        panel.set(title=f"learning rate {rate:g}", xlabel="stages", ylim=(0, 0.9))
+        panel.set(title=f"learning rate {rate:g}", xlabel="stages", ylim=limits(summary["rows"]))
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("validation accuracy")
     figure.suptitle(
         f"{config['depth']} dense layers of width {config['width']}, {config['steps']} minibatches of "
         f"{config['batch_size']}, momentum {config['momentum']:g}\n"
-        f"mean of {config['seeds']} seeds, 95% interval; a cross: no finite loss",
+        f"mean of {config['seeds']} seeds, 95% interval; what leaves the panel below diverged, a cross: no finite loss",
         fontsize="medium",
     )
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5 if len(rates) > 1 else 4)
     return save(figure, output)
+
+
+def limits(rows: Sequence[dict]) -> tuple[float, float]:
+    """Of the axis: all rows fit in but those that diverged, which would flatten the others."""
+    kept = [row for row in rows if row["mean"] is not None and not row["diverged"]]
+    ends = [row["mean"] + sign * (row["half_width"] or 0.0) for row in kept for sign in (-1, 1)]
+    return (max(0.0, min(ends) - 0.03), min(1.0, max(ends) + 0.03)) if ends else (0.0, 1.0)
 
 
 def _fill(panel: Axes, rows: Sequence[dict], config: dict) -> None:
@@ -73,7 +80,7 @@ def _fill(panel: Axes, rows: Sequence[dict], config: dict) -> None:
             continue
         shift = 0.06 * (staged.index(policy) - (len(staged) - 1) / 2)
         lost = [places[row["stages"]] + shift for row in some if row["mean"] is None]
-        panel.plot(lost, [0.02] * len(lost), "x", color=colour)
+        panel.plot(lost, [0.02] * len(lost), "x", color=colour, transform=panel.get_xaxis_transform())
         panel.errorbar(
             [places[row["stages"]] + shift for row in some],
             means,

@@ -113,7 +113,7 @@ class Stage:
         """The weights of F(i) or B(i)."""
         late = self.stages - 1 - self.k
         newest, half = max(0, i - late), self.k // 2
-        stale, ahead = min(i, late), 0.0
+        stale, ahead = min(i, late), 0
         version = newest if op == "F" else i
         match self.settings.scheme:
             case "vanilla" | "spike-compensation":
@@ -124,21 +124,17 @@ class Stage:
                 version = max(0, i - (self.stages - 1))
             case "2bw":
                 version = max(0, i - 1)
-            case "spectrain":
+            case "spectrain" | "fitted":
                 ahead = stale + half if op == "F" else half
             case "local":
                 version, ahead = newest, stale
-            case "fitted":
-                ahead = self.ratios[version] * (stale + half if op == "F" else half)
-        return self.predicted(version, ahead)
+        return self.predicted(version, ahead, self.ratios[version] if self.settings.scheme == "fitted" else 1.0)
 
-    def predicted(self, version, ahead):
-        weights, decay = self.versions[version], self.decays[version]
+    def predicted(self, version, ahead, ratio):
         if not ahead:
-            return weights
-        kept = (1 - decay) ** ahead
-        steps = (1 - kept) / decay if decay else ahead
-        return [kept * w + steps * v for w, v in zip(weights, self.velocities[version])]
+            return self.versions[version]
+        kept, steps = decayed(self.decays[version], ahead)
+        return [kept * w + ratio * steps * v for w, v in zip(self.versions[version], self.velocities[version])]
 
     def update(self, i, gradients, t):
         """Minibatch i's gradients make version i + 1; ``t`` updates were made before, since training began."""
@@ -170,12 +166,20 @@ class Stage:
         horizon = self.stages - 1 - self.k + self.k // 2
         if horizon and version > 1 and (version - 1) % horizon == 0:
             then, velocity = self.versions[version - horizon], self.velocities[version - horizon]
-            gone = [now - before for now, before in zip(self.versions[version], then)]
-            along = sum((a * b).sum() for a, b in zip(gone, velocity)) / horizon
-            self.sums = 0.95 * self.sums[0] + along, 0.95 * self.sums[1] + sum((v * v).sum() for v in velocity)
+            kept, steps = decayed(self.decays[version], horizon)
+            gone = [now - kept * before for now, before in zip(self.versions[version], then)]
+            along = sum((a * b).sum() for a, b in zip(gone, velocity)) / steps
+            square = sum((v * v).sum() for v in velocity)
+            self.sums = 0.95 * self.sums[0] + min(max(along, 0.0), 2 * square), 0.95 * self.sums[1] + square
 
     def ratio(self):
         return self.sums[0] / self.sums[1] if self.sums[1] else 1.0
+
+
+def decayed(decay, updates):
+    """What weight decay leaves of the weights, and how many velocities so many updates then add."""
+    kept = (1 - decay) ** updates
+    return kept, (1 - kept) / decay if decay else updates
 
 
 def forward(weights, x, last_stage):

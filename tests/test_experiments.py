@@ -16,7 +16,8 @@ import networks
 import numpy as np
 import pytest
 
-from experiments import datasets, run, training
+from experiments import datasets, resuming, run, training
+from experiments.records import Settings
 from pipetrain.plan.schemes import NAMES
 from pipetrain.plan.trace import Trace
 
@@ -260,3 +261,41 @@ def test_figures_are_drawn(all_schemes, tmp_path):
     assert picture.with_suffix(".svg").exists()
     with pytest.raises(ValueError, match="first=1000"):
         timeline.draw(trace, tmp_path / "timeline.png", first=1000)
+
+
+def settings_of(scheme, **more):
+    known = {"model": "snn", "dataset": "fashion_mnist_small", "stages": 4, "batch_size": 128, "steps": 60}
+    rates = {"learning_rate": 0.01, "momentum": 0.9, "eval_every": 20, "seed": 0, "microbatches": None, "size": {}}
+    return Settings(scheme=scheme, **{**known, **rates, **more})
+
+
+def test_what_cannot_be_trained_is_said_before_anything_is(main, tmp_path, capsys):
+    assert main(["--scheme", "single", "--scheme", "spike-compensation", "--optimizer", "adam"]) == 2
+    assert "Spike compensation is for SGD with momentum" in capsys.readouterr().err
+    assert main(["--scheme", "gpipe", "--horizon", "local", "--output", str(tmp_path)]) == 2
+    assert "horizon='local', scheme='gpipe'" in capsys.readouterr().err
+    both = [settings_of("spike-compensation", optimizer="adam"), settings_of("vanilla", optimizer="adam")]
+    assert [each.scheme for each in run.possible(both, every=True)] == ["vanilla"]
+    assert "spike-compensation is left out. Spike compensation is for" in capsys.readouterr().out
+
+
+def test_a_policy_s_options_are_for_the_schemes_that_have_them():
+    options = run.parse(["--scheme", "spectrain", "--scheme", "gpipe", "--horizon", "local", "--rescale-steps", "9"])
+    assert run.having("spectrain", options) == {
+        "horizon": "local",
+        "spike_compensation": False,
+        "rescale_steps": 9,
+    }
+    assert run.having("gpipe", options) == {"horizon": "round-trip", "spike_compensation": False, "rescale_steps": None}
+
+
+def test_another_scheme_goes_on_without_the_options_that_it_lacks(tmp_path):
+    training.write_settings(settings_of("spectrain", horizon="local", rescale_steps=9), tmp_path / "spectrain")
+    checkpoints = tmp_path / "spectrain" / "checkpoints"
+    checkpoints.mkdir()
+    (checkpoints / "step-20.npz").touch()
+    assert resuming.settings(tmp_path, ["vanilla"], {}) == {"spectrain": settings_of("vanilla", rescale_steps=9)}
+    assert resuming.settings(tmp_path, ["gpipe"], {"steps": 40}) == {"spectrain": settings_of("gpipe", steps=40)}
+    assert not (tmp_path / "vanilla").exists()
+    resuming.adopt(tmp_path, "spectrain", "vanilla")
+    assert (tmp_path / "vanilla" / "checkpoints" / "step-20.npz").exists()

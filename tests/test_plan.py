@@ -159,7 +159,7 @@ def test_prediction_meets_the_future_at_constant_velocity():
     kept, steps = prediction.decayed(decay, 3)
     for _ in range(3):
         weight = (1 - decay) * weight + 2.0
-    assert prediction.predict(5.0, 2.0, steps, kept) == pytest.approx(weight, rel=1e-14)
+    assert prediction.predict(kept * 5.0, 2.0, steps) == pytest.approx(weight, rel=1e-14)
 
 
 def test_spikes_move_the_weights_as_far_as_gradients_in_time():
@@ -178,13 +178,18 @@ def test_rates_are_rescaled_by_staleness_that_fades():
 
 
 def test_the_ratio_is_that_of_least_squares():
-    """Displacements of 3 and 1 times s * v: the second velocity is twice as long."""
+    """Displacements of 1.5 and 1 times s * v: the second velocity is twice as long."""
     assert prediction.ratio(0.0, 0.0) == 1
-    first = prediction.observed((0.0, 0.0), 3.0 * 4, 1.0, 4)
-    assert prediction.ratio(*first) == 3
-    second = prediction.observed(first, 1.0 * 4.0 * 4, 4.0, 4)
+    first = prediction.observed((0.0, 0.0), 1.5, 1.0)
+    assert prediction.ratio(*first) == 1.5
+    second = prediction.observed(first, 4.0, 4.0)
     fading = prediction.FADING
-    assert prediction.ratio(*second) == pytest.approx((3 * fading + 4) / (fading + 4))
+    assert prediction.ratio(*second) == pytest.approx((1.5 * fading + 4) / (fading + 4))
+
+
+@pytest.mark.parametrize(("along", "ratio"), [(500.0, 2.0), (-3.0, 0.0)])
+def test_an_observation_says_no_more_than_twice_and_no_less_than_nothing(along, ratio):
+    assert prediction.ratio(*prediction.observed((0.0, 0.0), along, 1.0)) == pytest.approx(ratio)
 
 
 @pytest.mark.parametrize(
@@ -194,6 +199,8 @@ def test_the_ratio_is_that_of_least_squares():
         ({"name": "vanilla", "horizon": "local"}, "horizon='local', scheme='vanilla'"),
         ({"name": "gpipe", "spike_compensation": True}, "spike_compensation=True, scheme='gpipe'"),
         ({"name": "single", "rescale_steps": 9}, "rescale_steps=9, scheme='single'"),
+        ({"name": "2bw", "rescale_steps": 9}, "rescale_steps=9, scheme='2bw'"),
+        ({"name": "vanilla", "spike_compensation": "yes"}, "spike_compensation='yes'"),
         ({"name": "vanilla", "rescale_steps": 0}, "rescale_steps=0"),
         ({"name": "vanilla", "rescale_steps": True}, "rescale_steps=True"),
     ],

@@ -80,9 +80,10 @@ def test_horizons_with_adamw(scheme):
 
 @pytest.mark.parametrize("scheme", ["weight-stashing", "vertical-sync", "spectrain", "2bw"])
 def test_corrections_equal_the_reference(scheme):
-    """Spike compensation and rescaled rates, both at once."""
-    settings = reference.Settings(scheme, constantly(0.02), reference.Sgd(), True, 40)
-    compare(settings, 4, optimizers.SGD(0.02, momentum=0.9), spike_compensation=True, rescale_steps=40)
+    """Spike compensation and rescaled rates, both at once where a scheme has both."""
+    steps = None if scheme == "2bw" else 40
+    settings = reference.Settings(scheme, constantly(0.02), reference.Sgd(), True, steps or 0)
+    compare(settings, 4, optimizers.SGD(0.02, momentum=0.9), spike_compensation=True, rescale_steps=steps)
 
 
 def test_rescaled_rates_of_a_schedule_and_another_optimizer():

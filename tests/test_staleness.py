@@ -19,6 +19,7 @@ import reference
 from experiments import datasets, policies, staleness, training
 from experiments.policies import Outcome, Run, record, recorded
 from experiments.staleness import Row
+from plots.staleness import limits
 
 SMALL = {"momentum": 0.9, "steps": 12, "batch_size": 16, "depth": 3, "width": 8}
 RUN = Run("spectrain", 2, 0.02, 0, **SMALL)
@@ -120,6 +121,15 @@ def test_a_study_trains_what_is_left_and_draws(main, tmp_path, capsys, monkeypat
     monkeypatch.setattr(staleness, "train", None)  # nothing is left to train
     assert main(arguments) == 0
     assert capsys.readouterr().out == said
+
+
+def test_what_diverged_does_not_flatten_the_figure():
+    def row(mean, diverged=0):
+        return {"mean": mean, "half_width": 0.1, "diverged": diverged}
+
+    assert limits([row(0.5), row(0.7), row(0.1, diverged=1), row(None, diverged=5)]) == pytest.approx((0.37, 0.83))
+    assert limits([row(0.05), row(0.95)]) == (0, 1)
+    assert limits([row(None, diverged=1)]) == (0, 1)
 
 
 def tmp_path_runs(output):

@@ -21,13 +21,20 @@ class Fit:
     Args:
         variables: the weights.
         velocity: reads the velocity of each.
+        undecayed: of a variable's old value, what so many updates leave; and the updates that move it (see
+            ``prediction.decayed``).
         horizon: updates ahead.
     """
 
     def __init__(
-        self, variables: Sequence[keras.Variable], velocity: Callable[[], list[tf.Tensor]], horizon: int
+        self,
+        variables: Sequence[keras.Variable],
+        velocity: Callable[[], list[tf.Tensor]],
+        undecayed: Callable[[keras.Variable, tf.Tensor, tf.Tensor], tuple[tf.Tensor, tf.Tensor]],
+        horizon: int,
     ) -> None:
-        self._variables, self._velocity, self._horizon = variables, velocity, horizon
+        self._variables, self._velocity, self._undecayed = variables, velocity, undecayed
+        self._horizon = horizon
         self.sums = tf.Variable(tf.zeros([2]), trainable=False)
         self._begin = direct(tf.function(self._now, autograph=False).get_concrete_function())
         specs = [tf.TensorSpec(each.shape, each.dtype) for each in variables]
@@ -57,9 +64,12 @@ class Fit:
         return [variable.value.read_value() for variable in self._variables], self._velocity()
 
     def _observed(self, weights: list[tf.Tensor], velocity: list[tf.Tensor]) -> None:
-        pairs = zip(self._variables, weights, strict=True)
-        gone = [tf.cast(variable.value - old, tf.float32) for variable, old in pairs]
-        by = [tf.cast(each, tf.float32) for each in velocity]
-        along = tf.add_n([tf.reduce_sum(a * b) for a, b in zip(gone, by, strict=True)])
-        square = tf.add_n([tf.reduce_sum(each * each) for each in by])
-        self.sums.assign(tf.stack(prediction.observed(tf.unstack(self.sums), along, square, self._horizon)))
+        horizon = tf.constant(float(self._horizon))
+        along, square = [], []
+        for variable, old, by in zip(self._variables, weights, velocity, strict=True):
+            left, steps = self._undecayed(variable, old, horizon)
+            by = tf.cast(by, tf.float32)
+            along.append(tf.reduce_sum(tf.cast(variable.value - left, tf.float32) * by) / tf.cast(steps, tf.float32))
+            square.append(tf.reduce_sum(by * by))
+        sums = prediction.observed(tf.unstack(self.sums), tf.add_n(along), tf.add_n(square))
+        self.sums.assign(tf.stack(sums))

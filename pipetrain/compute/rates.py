@@ -14,7 +14,7 @@ class Rescaled(keras.optimizers.schedules.LearningRateSchedule):
     """``corrections.rescaled`` of a rate, by ``staleness``.
 
     Args:
-        rate: a variable, or a schedule.
+        rate: what Keras' optimizers take: a variable, a schedule, or a function without arguments.
         steps: over which it becomes the rate itself.
     """
 
@@ -29,6 +29,10 @@ class Rescaled(keras.optimizers.schedules.LearningRateSchedule):
 
     def __call__(self, step: Any) -> tf.Tensor:
         """The rate of this step."""
-        rate = self._rate(step) if callable(self._rate) else self._rate.value
-        dtype = rate.dtype
-        return rescaled(rate, tf.cast(self.staleness, dtype), tf.cast(step, dtype), tf.cast(self._steps, dtype))
+        rate = tf.convert_to_tensor(self._now(step), tf.float32)
+        return rescaled(rate, tf.cast(self.staleness, rate.dtype), tf.cast(step, rate.dtype), float(self._steps))
+
+    def _now(self, step: Any) -> Any:
+        if isinstance(self._rate, keras.optimizers.schedules.LearningRateSchedule):
+            return self._rate(step)
+        return self._rate() if callable(self._rate) else self._rate.value

@@ -30,8 +30,8 @@ class SpikeCompensated(keras.optimizers.SGD):
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         """Keras' SGD, but for what is added to the variable."""
         mu, slot = self.momentum, self.momentums[self._get_variable_index(variable)]
-        decayed = ops.multiply(slot, ops.cast(mu, variable.dtype))
         rate = ops.cast(learning_rate, variable.dtype)
-        self.assign(slot, ops.subtract(decayed, ops.multiply(ops.cast(gradient, variable.dtype), rate)))
+        step = ops.multiply(ops.cast(gradient, variable.dtype), rate)
+        self.assign(slot, ops.subtract(ops.multiply(slot, ops.cast(mu, variable.dtype)), step))
         late, now = (ops.cast(each, variable.dtype) for each in spike(mu, self.staleness))
-        self.assign_add(variable, ops.add(ops.multiply(late, slot), ops.multiply(now, ops.subtract(slot, decayed))))
+        self.assign_add(variable, ops.subtract(ops.multiply(late, slot), ops.multiply(step, now)))

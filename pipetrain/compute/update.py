@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from pipetrain.compute.clone import clone
 from pipetrain.compute.fit import Fit
 from pipetrain.compute.rates import Rescaled
 from pipetrain.compute.slots import Slot, slots
@@ -16,7 +17,7 @@ from pipetrain.compute.velocity import velocity_of
 from pipetrain.plan.prediction import decayed, predict
 from pipetrain.plan.schemes import Rule
 
-TINY = 1e-12  # of a decay by nothing, which ``decayed`` cannot divide by
+LEAST_DECAY = 1e-12  # ``decayed`` divides by it
 
 
 class Update:
@@ -36,11 +37,12 @@ class Update:
     ) -> None:
         self._optimizer, self._variables = optimizer, list(variables)
         self._rate = self._velocity = self.fit = None
+        if rule.predicts and (isinstance(optimizer, keras.optimizers.Adam) or optimizer.weight_decay):
+            self._rate = tf.Variable(0.0, trainable=False)  # of the last step, which slots or decay do not carry
         if rule.predicts:
-            self._rate = tf.Variable(0.0, trainable=False)  # of the last step
             self._velocity = velocity_of(optimizer, self._variables, self._rate, self._after_decay)
         if rule.fit_horizon and self._variables:
-            self.fit = Fit(self._variables, self.velocity, rule.fit_horizon)
+            self.fit = Fit(self._variables, self.velocity, self._ahead, rule.fit_horizon)
 
     def slots(self, weights: Sequence[keras.Variable]) -> Iterator[Slot]:
         """The optimizer's slots and what predictions need beside them, each as that of one of as many ``weights``."""
@@ -50,7 +52,8 @@ class Update:
         for weight, variable in zip(weights, self._velocity.kept, strict=False):
             yield Slot(weight, "displacement", variable)
         for weight in weights:  # of the stage, but kept with every weight, which another cut may part
-            yield Slot(weight, "rate", self._rate)
+            if self._rate is not None:
+                yield Slot(weight, "last_rate", self._rate)
             if self.fit:
                 yield Slot(weight, "fit", self.fit.sums)
 
@@ -59,9 +62,7 @@ class Update:
         for gradient, variable in zip(gradients, self._variables, strict=True):
             if isinstance(gradient, tf.Tensor):
                 gradient.set_shape(variable.shape)  # which some optimizers ask for
-        for each in (self._optimizer, self._optimizer._learning_rate):
-            if isinstance(each, (SpikeCompensated, Rescaled)):
-                each.staleness = staleness
+        self._correct_by(staleness)
         if self._rate is not None:
             self._rate.assign(tf.cast(self._optimizer.learning_rate, tf.float32))
         before = self._velocity.before() if self._velocity else []
@@ -71,6 +72,7 @@ class Update:
             self._optimizer.apply(gradients, self._variables)
         if self._velocity:
             self._velocity.after(before)
+        self._correct_by(None)  # a symbolic tensor is of no use outside its function
 
     def velocity(self) -> list[tf.Tensor]:
         """The last update of each variable, weight decay left out; zeros before the first step."""
@@ -78,18 +80,27 @@ class Update:
 
     def predicted(self, horizon: tf.Tensor) -> list[tf.Tensor]:
         """The variables ``horizon`` updates ahead."""
-        steps = horizon * self.fit.ratio() if self.fit else horizon
-        return [
-            predict(variable.value.read_value(), velocity, *self._factors(variable, steps))
-            for variable, velocity in zip(self._variables, self.velocity(), strict=True)
-        ]
+        ratio = self.fit.ratio() if self.fit else None
+        predicted = []
+        for variable, velocity in zip(self._variables, self.velocity(), strict=True):
+            left, steps = self._ahead(variable, variable.value.read_value(), horizon)
+            if ratio is not None:
+                steps = steps * tf.cast(ratio, steps.dtype)
+            predicted.append(predict(left, velocity, steps))
+        return predicted
 
-    def _factors(self, variable: keras.Variable, steps: tf.Tensor) -> tuple[Any, ...]:
+    def _ahead(self, variable: keras.Variable, value: tf.Tensor, horizon: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """What weight decay leaves of a value after ``horizon`` updates, and how many velocities they add to it."""
         if not self._decays(variable):
-            return (tf.cast(steps, variable.dtype),)
+            return value, tf.cast(horizon, value.dtype)
         decay = tf.cast(self._rate, tf.float64) * self._optimizer.weight_decay
-        kept, steps = decayed(tf.maximum(decay, TINY), tf.cast(steps, tf.float64))
-        return tf.cast(steps, variable.dtype), tf.cast(kept, variable.dtype)
+        kept, steps = decayed(tf.maximum(decay, LEAST_DECAY), tf.cast(horizon, tf.float64))
+        return tf.cast(kept, value.dtype) * value, tf.cast(steps, value.dtype)
+
+    def _correct_by(self, staleness: tf.Tensor | None) -> None:
+        for each in (self._optimizer, self._optimizer._learning_rate):
+            if isinstance(each, (SpikeCompensated, Rescaled)):
+                each.staleness = staleness
 
     def _decays(self, variable: keras.Variable) -> bool:
         return bool(self._optimizer.weight_decay) and self._optimizer._use_weight_decay(variable)
@@ -126,3 +137,12 @@ def _is_momentum(optimizer: keras.optimizers.Optimizer) -> bool:
     if type(optimizer) is not keras.optimizers.SGD or not optimizer.momentum:
         return False
     return not optimizer.nesterov and not optimizer.weight_decay
+
+
+def slots_per_weight(optimizer: keras.optimizers.Optimizer, rule: Rule) -> int:
+    """How many variables an optimizer keeps for each weight, with what predictions need beside them."""
+    weight = keras.Variable(tf.zeros([2, 3]))
+    mine = clone(optimizer, [weight], [weight], rule)
+    mine.build([weight])
+    kept = Update(mine, [weight], rule).slots([weight])
+    return sum(tuple(slot.variable.shape) == tuple(weight.shape) for slot in kept)

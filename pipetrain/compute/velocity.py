@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from pipetrain.plan import prediction
 
+TINY = 1e-30  # before the first step all is zero, an epsilon of 0 too
 PREDICTABLE = (keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.AdamW, keras.optimizers.RMSprop)
 
 
@@ -89,7 +90,7 @@ class Adam(FromSlots):
         optimizer = self._optimizer
         step = tf.cast(tf.maximum(optimizer.iterations.value, 1), m.dtype)
         betas = [tf.cast(beta, m.dtype) for beta in (optimizer.beta_1, optimizer.beta_2)]
-        return prediction.adam(m, v, tf.cast(self._rate, m.dtype), *betas, optimizer.epsilon, step)
+        return prediction.adam(m, v, tf.cast(self._rate, m.dtype), *betas, optimizer.epsilon or TINY, step)
 
 
 class Displacement:

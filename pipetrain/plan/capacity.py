@@ -100,20 +100,22 @@ class Capacity:
         leanest = self.leanest(limit_bytes)
         stage = max(leanest.stages, key=lambda each: each.memory_bytes)
         plain = self._training._replace(horizon=HORIZONS[0])
-        others = {
+        others = {} if plain == self._training else {"horizon='round-trip'": plain}
+        others |= {
             "recompute=True": self._training._replace(recompute=True),
-            "scheme='vanilla', which keeps no old weights": plain._replace(scheme="vanilla"),
-            "scheme='1f1b' with 8 microbatches": plain._replace(scheme="1f1b", microbatches=8),
+            "scheme='vanilla', which keeps no old weights": self._training.under("vanilla"),
+            "scheme='1f1b' with 8 microbatches": self._training.under("1f1b")._replace(microbatches=8),
         }
         helps = [
             what
             for what, training in others.items()
             if Capacity(self._profile, self._costs, self._problem, training).any(limit_bytes)
         ]
+        horizon = "" if plain == self._training else f", horizon={self._training.horizon!r}"
         return (
             f"No cut of {self._profile.model!r} fits the devices' memory: in the leanest one, stage "
             f"{leanest.stages.index(stage)} ({stage.first} - {stage.last}) keeps {mib(stage.memory_bytes)} MiB a "
             f"device, {mib(stage.memory_bytes - limit_bytes)} MiB too much. Received: memory_bytes={limit_bytes} "
-            f"({mib(limit_bytes)} MiB), devices={self._problem.devices}, scheme={self._training.scheme!r}. "
+            f"({mib(limit_bytes)} MiB), devices={self._problem.devices}, scheme={self._training.scheme!r}{horizon}. "
             f"Try {'; '.join([*helps, 'a smaller batch; or more devices'])}."
         )

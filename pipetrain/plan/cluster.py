@@ -39,12 +39,33 @@ PCIE_3 = Link(bandwidth_bytes_per_s=12e9, latency_s=10e-6)
 SHARED_MEMORY = Link(bandwidth_bytes_per_s=math.inf)
 
 
+CONTENTION = ("none", "port", "bus")
+
+
 @dataclass(frozen=True)
 class Level:
-    """Groups of so many devices, joined by one link; the outermost level is one group of any size."""
+    """Groups of so many devices, joined by one link; the outermost level is one group of any size.
+
+    ``contention`` says what transfers within a group have to share, as far as it is simulated; the planner's cost model
+    knows of none:
+
+    - ``none``: nothing. From each device to each other there is a link, with one transfer at a time.
+    - ``port``: a switch. Each member of the group, a device or a whole group of the level before, has one port, of
+      which either direction carries one transfer at a time.
+    - ``bus``: one medium, with one transfer at a time in all the group.
+
+    Raises ValueError for another contention.
+    """
 
     link: Link
     devices: float = math.inf
+    contention: str = CONTENTION[0]
+
+    def __post_init__(self) -> None:
+        if self.contention not in CONTENTION:
+            raise ValueError(
+                f"Unknown contention. Received: contention={self.contention!r}. Try one of: {', '.join(CONTENTION)}."
+            )
 
 
 @dataclass(frozen=True)
@@ -78,10 +99,14 @@ class Cluster:
 
     def link(self, first: int, last: int) -> Link:
         """The link that joins devices ``first`` to ``last``: the innermost level's that has both in one group."""
-        for level in self.levels:
+        return self.levels[self.depth(first, last)].link
+
+    def depth(self, first: int, last: int) -> int:
+        """Which level that is, from 0, the innermost, up."""
+        for depth, level in enumerate(self.levels):
             if level.devices == math.inf or first // level.devices == last // level.devices:
-                return level.link
-        return self.levels[-1].link
+                return depth
+        return len(self.levels) - 1
 
     def starts(self, free: int) -> list[int]:
         """Where a stage may start when devices up to ``free`` are taken: there, or at the next group of a level."""
@@ -113,12 +138,14 @@ class Cluster:
             ) from error
 
 
-def _level(bandwidth: str, devices: float = math.inf, latency_us: float = 0.0) -> Level:
+def _level(
+    bandwidth: str, devices: float = math.inf, latency_us: float = 0.0, contention: str = CONTENTION[0]
+) -> Level:
     if isinstance(devices, bool) or not (devices == math.inf or isinstance(devices, int)):
         raise ValueError(f"devices are counted, not {devices!r}")
     if isinstance(latency_us, bool) or not isinstance(latency_us, (int, float)) or not 0 <= latency_us < math.inf:
         raise ValueError(f"latency_us is a number of microseconds from 0 up, not {latency_us!r}")
-    return Level(Link(bandwidth_bytes_per_s(bandwidth), latency_us * 1e-6), devices)
+    return Level(Link(bandwidth_bytes_per_s(bandwidth), latency_us * 1e-6), devices, contention)
 
 
 def size_bytes(text: str) -> int:

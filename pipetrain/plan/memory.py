@@ -6,7 +6,7 @@ from functools import cache
 from typing import NamedTuple
 
 from pipetrain.plan.schedules import peak_in_flight
-from pipetrain.plan.schemes import HORIZONS, scheme
+from pipetrain.plan.schemes import HORIZONS, has, scheme
 from pipetrain.plan.versions import WeightVersions
 
 
@@ -21,6 +21,10 @@ class Training(NamedTuple):
     microbatches: int = 1
     recompute: bool = False
     horizon: str = HORIZONS[0]
+
+    def under(self, scheme: str) -> Training:
+        """The same with another scheme, which may have no horizon."""
+        return self._replace(scheme=scheme, horizon=self.horizon if has(scheme, "horizon") else HORIZONS[0])
 
 
 class Demand(NamedTuple):
@@ -52,7 +56,7 @@ def demand(training: Training, stage: int, stages: int) -> Demand:
     in_flight = peak_in_flight(order) / pieces
     versions = WeightVersions(trained.policy, stage, stages, newest=lambda horizon: horizon, keep=lambda horizon: 0)
     observed = 2 if trained.rule(stage, stages).fit_horizon else 0
-    more, gathered = 0, 0
+    more, gathered = 0, 0  # a predicted copy is one that has a horizon and is not kept
     for action in order:
         minibatch, piece = divmod(action.minibatch, pieces)
         forward, before = action.op == "F", versions.kept

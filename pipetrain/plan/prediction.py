@@ -1,9 +1,9 @@
 """What weights will be some updates from now, by optimizer: pure formulas for numbers, arrays and tensors.
 
 The assumption of SpecTrain (arXiv 1809.02839, section 3.2): the updates to come will be like the last one. All
-"velocities" here are updates as they were applied, learning rate and sign included, without weight decay; after a
-change of the learning rate a velocity carries the old one until the next update. Shapes are those of one variable,
-units those of weights per update.
+"velocities" here are updates as they were applied, learning rate and sign included, without weight decay and before
+constraints; after a change of the learning rate a velocity carries the old one until the next update. Shapes are those
+of one variable, units those of weights per update.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ from __future__ import annotations
 from typing import Any
 
 FADING = 0.95  # of what was observed before, with every observation: some twenty count
-TINY = 1e-30
+MOST = 2.0  # times the velocity that an observation may say
+TINY = 1e-30  # for a first ratio of 1
 
 
-def predict(weight: Any, velocity: Any, horizon: Any, kept: Any = 1) -> Any:
-    """``kept * W + s * v``: with ``kept`` 1, the weights s updates ahead (arXiv 1809.02839, equation 4)."""
-    return (weight if isinstance(kept, int) and kept == 1 else kept * weight) + horizon * velocity
+def predict(weight: Any, velocity: Any, horizon: Any) -> Any:
+    """``W + s * v``: the weights s updates ahead (arXiv 1809.02839, equation 4)."""
+    return weight + horizon * velocity
 
 
 def decayed(decay: Any, horizon: Any) -> tuple[Any, Any]:
-    """``(kept, s')`` for ``predict`` where every update first takes ``decay * W`` off the weights.
+    """``(kept, s')`` where every update first takes ``decay * W`` off the weights: ``predict(kept * W, v, s')``.
 
     ``W[t+1] = (1-d) * W[t] + v`` s times over is ``(1-d)^s * W + (1 - (1-d)^s)/d * v``. In Keras' decoupled weight
     decay (Loshchilov and Hutter 2017, arXiv 1711.05101) d is ``learning_rate * weight_decay``. d is not zero.
@@ -58,13 +59,22 @@ def ratio(along: Any, square: Any) -> Any:
     """``(along + tiny) / (square + tiny)``: the multiple of ``s * v`` that came nearest to where weights went.
 
     Least squares of the displacements over s updates on the velocities they began with, the past fading:
-    ``along`` is the sum of ``gamma^age * <W[t+s] - W[t], v[t]> / s``, ``square`` that of ``gamma^age * <v[t], v[t]>``.
-    1, the paper's, as long as both are 0.
+    ``along`` is the sum of ``gamma^age * <W[t+s] - W[t], v[t]> / s``, ``square`` that of ``gamma^age * <v[t], v[t]>``;
+    see ``observed``. 1, the paper's, as long as both are 0.
     """
     return (along + TINY) / (square + TINY)
 
 
-def observed(sums: Any, displacement_by_velocity: Any, velocity_squared: Any, horizon: Any) -> tuple[Any, Any]:
-    """``(along, square)`` of ``ratio`` with one more observation over ``horizon`` updates; gamma is ``FADING``."""
-    along, square = sums
-    return FADING * along + displacement_by_velocity / horizon, FADING * square + velocity_squared
+def observed(sums: Any, along: Any, square: Any) -> tuple[Any, Any]:
+    """The sums of ``ratio`` with one more observation; gamma is ``FADING``.
+
+    An observation's own ratio counts as 0 to ``MOST``: where the learning rate jumps, the velocity it began with says
+    nothing of the way from there.
+    """
+    within = _positive(along)
+    return FADING * sums[0] + within - _positive(within - MOST * square), FADING * sums[1] + square
+
+
+def _positive(value: Any) -> Any:
+    """``max(0, value)`` for anything that has an absolute value."""
+    return (value + abs(value)) / 2

@@ -80,6 +80,19 @@ class Profile:
         )
         return replace(self, batch_size=batch_size, blocks=tuple(blocks))
 
+    def faster(self, times: float) -> Profile:
+        """What devices would give that compute so many times as fast."""
+        blocks = (
+            replace(
+                block,
+                forward_s=block.forward_s / times,
+                backward_s=block.backward_s / times,
+                update_s=block.update_s / times,
+            )
+            for block in self.blocks
+        )
+        return replace(self, blocks=tuple(blocks))
+
     def to_json(self) -> str:
         """The profile as JSON text; ``from_json`` reads it back equal."""
         return json.dumps(asdict(self), indent=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import NamedTuple
 
 from pipetrain.plan import schedules, versions
@@ -45,7 +46,8 @@ class Scheme(NamedTuple):
 
     def rule(self, stage: int, stages: int) -> Rule:
         """What the updates of stage k of N do."""
-        horizon = self.policy.forward(2 * stages, stage, stages).horizon if self.fits else 0
+        steady = 2 * stages  # a minibatch that finds the pipeline full
+        horizon = self.policy.forward(steady, stage, stages).horizon if self.fits else 0
         return Rule(self.policy.predicts, horizon, self.spikes, self.rescale_steps)
 
     def least_microbatches(self, stages: int) -> int:
@@ -112,7 +114,7 @@ def scheme(
             backward, which reads the same predicted weights; ``fitted``, the paper's with the multiple of the velocity
             that came nearest to the weights actually reached.
         spike_compensation: for asynchronous schemes, see ``corrections.spike``.
-        rescale_steps: for asynchronous schemes, the steps over which ``corrections.rescaled`` fades away.
+        rescale_steps: for asynchronous schemes but ``2bw``, the steps over which ``corrections.rescaled`` fades away.
     """
     chosen = SCHEMES[name]
     check_options(name, horizon, spike_compensation, rescale_steps)
@@ -121,13 +123,17 @@ def scheme(
     return chosen._replace(
         fits=horizon == "fitted",
         spikes=chosen.spikes or spike_compensation,
-        rescale_steps=rescale_steps or 0,
+        rescale_steps=int(rescale_steps or 0),
     )
 
 
 def has(name: str, option: str) -> bool:
     """Whether the scheme of this name has ``horizon``, ``spike_compensation`` or ``rescale_steps``."""
-    return name == "spectrain" if option == "horizon" else name in SCHEMES and SCHEMES[name].asynchronous
+    if option == "horizon":
+        return name == "spectrain"
+    if option == "rescale_steps" and name == "2bw":
+        return False  # whose staleness of 1 changes no rate
+    return name in SCHEMES and SCHEMES[name].asynchronous
 
 
 def check_options(name: str, horizon: object, spike_compensation: object, rescale_steps: object) -> None:
@@ -139,14 +145,16 @@ def check_options(name: str, horizon: object, spike_compensation: object, rescal
             f"Only spectrain predicts weights. Received: horizon={horizon!r}, scheme={name!r}. "
             "Try scheme='spectrain', or without horizon."
         )
+    if not isinstance(spike_compensation, bool):
+        raise ValueError(f"It is done or not. Received: spike_compensation={spike_compensation!r}. Try True.")
     if rescale_steps is not None and (
-        isinstance(rescale_steps, bool) or not isinstance(rescale_steps, int) or rescale_steps < 1
+        isinstance(rescale_steps, bool) or not isinstance(rescale_steps, Integral) or rescale_steps < 1
     ):
         raise ValueError(f"Steps are a number from 1 up. Received: rescale_steps={rescale_steps!r}. Try 1000.")
     given = {"spike_compensation": spike_compensation or None, "rescale_steps": rescale_steps}
     for option, value in given.items():
         if value is not None and not has(name, option):
             raise ValueError(
-                f"Gradients are not stale there. Received: {option}={value!r}, scheme={name!r}. "
-                f"Try an asynchronous scheme, or without {option}."
+                f"Gradients are not that stale there. Received: {option}={value!r}, scheme={name!r}. "
+                f"Try an asynchronous scheme such as vanilla, or without {option}."
             )

@@ -105,7 +105,7 @@ class LocalSpecTrain:
 class TwoVersions:
     """One version per minibatch at every stage, the one before the newest: ``W[max(0, i-1)]`` for both.
 
-    For minibatches of at least N-1 microbatches, whose gradients are summed: the version is then always there, and
+    For minibatches of at least N-1 microbatches, whose gradients are averaged: the version is then always there, and
     two are enough. ``W[i+1] = W[i] - lr * grad(W[i-1])``. Source: PipeDream-2BW (arXiv 2006.09503), section 3.1.
     """
 
