@@ -29,6 +29,7 @@ class Errors:
     multiple: float
 
 
+@np.errstate(over="ignore", invalid="ignore")  # training that diverges
 def errors(step: int, horizon: int, before: np.ndarray, then: np.ndarray, reached: np.ndarray) -> Errors:
     """Errors at version ``step``, from versions ``step - 1``, ``step`` and ``step + horizon``, as flat vectors."""
     moved, velocity = reached - then, then - before

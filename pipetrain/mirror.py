@@ -37,6 +37,16 @@ class MirroredEngine:
         self.trace = Trace(())
         self.load()
 
+    def batch_like(self, epoch_iterator: Any) -> Any:
+        """One device's part of a batch, or its specs, which do where they say all but the number of rows."""
+        given = epoch_iterator._distributed_dataset.element_spec
+        specs = keras.tree.map_structure(lambda spec: getattr(spec, "_value_specs", (spec,))[0], given)
+        if all(each.shape.rank and each.shape[1:].is_fully_defined() for each in keras.tree.flatten(specs)):
+            return specs
+        _, _, batches = next(iter(epoch_iterator))
+        # of all devices' parts, whose rows may differ in number, the first
+        return keras.tree.map_structure(lambda part: self.strategy.experimental_local_results(part)[0], next(batches))
+
     def load(self) -> None:
         """Mirror the model's weights, other state and seeds."""
         _copy(self.model, self.trained)

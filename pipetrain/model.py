@@ -229,14 +229,11 @@ class PipelineModel(keras.Model):
             self.train_function = self._train_step
 
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
-        """Keras' own, which averages the first batch over the devices: impossible where their rows differ in number."""
+        """Keras' own, without reading the first batch, which would put a shuffled data set out of step."""
         if iterator is not None:
             self.resumption.epoch_iterator = iterator
         if self.scheme == DATA_PARALLEL and iterator is not None:
-            first_of = self._engine.strategy.experimental_local_results
-            _, _, batches = next(iter(iterator))
-            data_batch = keras.tree.map_structure(lambda value: first_of(value)[0], next(batches))
-            iterator = None
+            data_batch, iterator = self._engine.batch_like(iterator), None
         super()._maybe_symbolic_build(iterator, data_batch)
 
     def begin_epoch(self, steps: int | None) -> None:

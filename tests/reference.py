@@ -170,10 +170,10 @@ class Stage:
             gone = [now - kept * before for now, before in zip(self.versions[version], then)]
             along = sum((a * b).sum() for a, b in zip(gone, velocity)) / steps
             square = sum((v * v).sum() for v in velocity)
-            self.sums = 0.95 * self.sums[0] + min(max(along, 0.0), 2 * square), 0.95 * self.sums[1] + square
+            self.sums = 0.95 * self.sums[0] + min(max(along, -4 * square), 4 * square), 0.95 * self.sums[1] + square
 
     def ratio(self):
-        return self.sums[0] / self.sums[1] if self.sums[1] else 1.0
+        return max(0.0, self.sums[0]) / self.sums[1] if self.sums[1] else 1.0
 
 
 def decayed(decay, updates):

@@ -433,3 +433,18 @@ def test_evaluating_within_predict():
     x, y = networks.data(32)
     look = keras.callbacks.LambdaCallback(on_predict_batch_end=lambda step, logs: pm.evaluate(x, y, verbose=0))
     np.testing.assert_allclose(pm.predict(x, verbose=0, callbacks=[look]), pm.model.predict(x, verbose=0), rtol=1e-5)
+
+
+def test_data_parallelism_reads_a_shuffled_data_set_from_its_beginning():
+    """Its first batch was read before training, for its shapes: a data set that shuffles anew then began otherwise."""
+    x, y = networks.data(96)
+    losses = {}
+    for scheme in ("single", "data-parallel"):
+        model = networks.compiled(scheme, optimizer=keras.optimizers.SGD(0.0))  # and the same seed
+        data = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(96, seed=3, reshuffle_each_iteration=True)
+        losses[scheme] = []
+        seen = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs, seen=losses[scheme]: seen.append(float(logs["loss"]))
+        )
+        model.fit(data.batch(16), epochs=2, verbose=0, callbacks=[seen])
+    np.testing.assert_allclose(losses["data-parallel"], losses["single"], rtol=1e-5)

@@ -187,9 +187,12 @@ def test_the_ratio_is_that_of_least_squares():
     assert prediction.ratio(*second) == pytest.approx((1.5 * fading + 4) / (fading + 4))
 
 
-@pytest.mark.parametrize(("along", "ratio"), [(500.0, 2.0), (-3.0, 0.0)])
-def test_an_observation_says_no_more_than_twice_and_no_less_than_nothing(along, ratio):
-    assert prediction.ratio(*prediction.observed((0.0, 0.0), along, 1.0)) == pytest.approx(ratio)
+def test_an_observation_says_four_times_at_most_and_the_ratio_is_not_negative():
+    fading = prediction.FADING
+    for along, counts in ((500.0, 4.0), (-500.0, -4.0), (-1.0, -1.0)):
+        sums = prediction.observed((10.0, 10.0), along, 1.0)
+        assert prediction.ratio(*sums) == pytest.approx((10 * fading + counts) / (10 * fading + 1))
+    assert prediction.ratio(*prediction.observed((0.0, 0.0), -500.0, 1.0)) == 0
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 FADING = 0.95  # of what was observed before, with every observation: some twenty count
-MOST = 2.0  # times the velocity that an observation may say
+MOST = 4.0  # times the velocity that an observation may say: as momentum begins, weights go that much further
 TINY = 1e-30  # for a first ratio of 1
 
 
@@ -56,23 +56,23 @@ def rmsprop(slot: Any) -> Any:
 
 
 def ratio(along: Any, square: Any) -> Any:
-    """``(along + tiny) / (square + tiny)``: the multiple of ``s * v`` that came nearest to where weights went.
+    """``max(0, along + tiny) / (square + tiny)``: the multiple of ``s * v`` that came nearest to where weights went.
 
     Least squares of the displacements over s updates on the velocities they began with, the past fading:
     ``along`` is the sum of ``gamma^age * <W[t+s] - W[t], v[t]> / s``, ``square`` that of ``gamma^age * <v[t], v[t]>``;
     see ``observed``. 1, the paper's, as long as both are 0.
     """
-    return (along + TINY) / (square + TINY)
+    return _positive(along + TINY) / (square + TINY)
 
 
 def observed(sums: Any, along: Any, square: Any) -> tuple[Any, Any]:
     """The sums of ``ratio`` with one more observation; gamma is ``FADING``.
 
-    An observation's own ratio counts as 0 to ``MOST``: where the learning rate jumps, the velocity it began with says
-    nothing of the way from there.
+    An observation's own ratio counts as ``-MOST`` to ``MOST``: where the learning rate jumps, the velocity that it
+    began with says nothing of the way from there.
     """
-    within = _positive(along)
-    return FADING * sums[0] + within - _positive(within - MOST * square), FADING * sums[1] + square
+    within = along - _positive(along - MOST * square) + _positive(-along - MOST * square)
+    return FADING * sums[0] + within, FADING * sums[1] + square
 
 
 def _positive(value: Any) -> Any:
