@@ -84,10 +84,12 @@ def means(curves: Sequence[Rows], key: str) -> tuple[list[float], list[float]]:
 
 
 def smoothed(values: Sequence[float], neighbours: int = NEIGHBOURS) -> list[float]:
-    """At every point the mean of it and as many neighbours on both sides: fewer near the ends."""
-    last = len(values) - 1
-    reach = [min(neighbours // 2, n, last - n) for n in range(len(values))]
-    return [fmean(values[n - half : n + half + 1]) for n, half in enumerate(reach)]
+    """At every point the mean of it and its neighbours, half of them on either side, as far as there are so many.
+
+    At the steep start as few after a point as before it.
+    """
+    half = neighbours // 2
+    return [fmean(values[max(0, n - half) : n + min(half, n) + 1]) for n in range(len(values))]
 
 
 def _curve(panel: Axes, scheme: str, curves: Sequence[Rows], key: str) -> Any:

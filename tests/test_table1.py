@@ -90,7 +90,7 @@ def test_the_figure_says_what_diverged(runs):
     assert (len(steady), note) == (1, "diverged at step 41 in 1 of 2 seeds, not drawn")
     assert plot.chosen([(rows, 41) for rows, _ in histories])[1] == "diverged at step 41, 41 in 2 of 2 seeds"
     assert plot.means([*steady, steady[0][:2]], "train_loss") == ([20, 40], [1, 0.5])
-    assert plot.smoothed([1, 2, 6, 4, 5], 2) == [1, 3, 4, 5, 5]
+    assert plot.smoothed([1, 2, 6, 4, 5], 2) == [1, 3, 4, 5, 4.5]
     assert plot.draw(runs, runs / "table1.png").stat().st_size > 10_000
     assert (runs / "table1.svg").exists()
 
@@ -153,7 +153,20 @@ def test_the_protocol_is_the_papers_unless_told(main, tmp_path, capsys):
 @pytest.mark.slow
 def test_differences_at_the_start_of_training(main, tmp_path):
     """All schemes learn; spectrain stays nearer to one device than vanilla does."""
-    options = ("--model", "snn", "--depth", "6", "--width", "32", "--learning-rate", "0.01", "--steps", "200")
+    options = (
+        "--model",
+        "snn",
+        "--depth",
+        "6",
+        "--width",
+        "32",
+        "--learning-rate",
+        "0.01",
+        "--steps",
+        "200",
+        "--seeds",
+        "1",
+    )
     schemes = [part for name in ("single", *table1.SCHEMES) for part in ("--scheme", name)]
     assert main([*options, *schemes, "--output", str(tmp_path)]) == 0
     (section,) = results.sections(results.gather(tmp_path))
