@@ -47,6 +47,7 @@ class PipelineEngine:
         self._pipeline: Pipeline | None = None
         self._ahead: ReadAhead | None = None
         self._counted = 0  # updates since the last drain that the optimizer's count has already
+        self.waits = False  # for GPUs, so that the trace has their times of completion
 
     def load(self) -> None:
         """Nothing to do: the stages take the model's weights when they start."""
@@ -84,6 +85,7 @@ class PipelineEngine:
         if self._pipeline is None:
             self._pipeline = self._new_pipeline(rows or checks.DEFAULT_ROWS)
         self._pipeline.updates = self._pipeline.first_update = int(self._optimizer.iterations.numpy())
+        self._pipeline.waits = self.waits
 
     def _new_pipeline(self, rows: int) -> Pipeline:
         """Stages for this compilation; compiled again, the same optimizer keeps what it has gathered."""

@@ -34,7 +34,7 @@ class MirroredEngine:
         self._training = False
         self._snapshot_every = 0
         self.rows: int | None = None
-        self.trace = Trace(())
+        self.trace, self.waits = Trace(()), False
         self.load()
 
     def batch_like(self, epoch_iterator: Any) -> Any:

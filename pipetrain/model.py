@@ -137,8 +137,27 @@ class PipelineModel(keras.Model):
 
     @property
     def trace(self) -> Trace:
-        """What every stage did and when, up to the last drain; empty for ``data-parallel``."""
+        """What every stage did and when, and what it sent, up to the last drain; empty for ``data-parallel``.
+
+        ``idle(trace)`` of ``pipetrain.plan.idle`` says why each stage waited. What a CPU device is given is done when
+        the call returns, and so are spans and transfers, both on the sender's thread. A GPU's calls return earlier: see
+        ``exact_trace``.
+        """
         return self._engine.trace
+
+    @property
+    def exact_trace(self) -> bool:
+        """Whether the trace has the times at which GPUs had finished; False by default. Counts from the next ``fit``.
+
+        Each action then waits for its GPU, before it hands anything over and at its end, which takes time. Otherwise a
+        GPU's spans are from call to return of what enqueues its kernels, and a transfer from another device may wait
+        for the kernels that compute what is sent. On CPU devices nothing changes.
+        """
+        return self._engine.waits
+
+    @exact_trace.setter
+    def exact_trace(self, wanted: bool) -> None:
+        self._engine.waits = wanted
 
     def partition(self, batch_size: int = checks.DEFAULT_ROWS) -> Partition:
         """How the model is cut: profiled at this batch size, if nothing has decided it yet."""

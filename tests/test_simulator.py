@@ -21,7 +21,7 @@ from pipetrain.plan import replay, schedules, simulator, wavefront
 from pipetrain.plan.actions import Action
 from pipetrain.plan.cluster import Cluster, Level, Link
 from pipetrain.plan.comparison import compare
-from pipetrain.plan.idle import idle
+from pipetrain.plan.idle import idle, pauses
 from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import plan
 from pipetrain.plan.profile import BlockProfile, Profile
@@ -169,6 +169,9 @@ def test_what_holds_for_every_run(stages, scheme, contention, processors, slowdo
         assert max(itertools.accumulate((change for _, change in changes)), default=0) <= processors
     causes = idle(trace)
     assert all(second >= -1e-9 for each in causes.values() for second in each)
+    found = pauses(trace)
+    for place, each in causes.items():
+        assert sum(pause.end_s - pause.start_s for pause in found if pause[:2] == place) == pytest.approx(each.total_s)
     waited = dict.fromkeys(rows, 0.0)  # for other replicas and for sums, within spans
     for transfer in trace.transfers:
         if transfer.op == "R":

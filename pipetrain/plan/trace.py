@@ -36,6 +36,10 @@ class Span(NamedTuple):
 class Transfer(NamedTuple):
     """What one replica of a stage sent to another, from when it was handed over to when it had arrived.
 
+    In a run's trace the sender's thread copies: a transfer lies within the span of the action that it comes from, the
+    first stage's inputs are none, and of stages that share a device it takes next to no time. In a simulated trace it
+    goes on beside what the sender does next.
+
     ``op`` says for which action: ``F``, activations on their way down; ``B``, their gradients on the way up; ``R``,
     the reduction of weights' gradients among a stage's replicas, a transfer of each of them to its own stage, from its
     gradients being ready to the sums being there.
@@ -88,7 +92,9 @@ class Transfers(Columns[Transfer]):
 
 
 class Trace:
-    """The spans of one run, in order of their start, and its transfers where they are known.
+    """The spans and transfers of one run, in order of their start.
+
+    Minibatches, or microbatches, and versions are numbered from the last drain on.
 
     Both are sequences of named tuples, and have an array for each field: ``trace.spans.start_s``.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import tensorflow as tf
 
@@ -75,3 +75,15 @@ def transfer(tensor: tf.Tensor, device: str) -> tf.Tensor:
         return tensor
     with tf.device(device):
         return tf.identity(tensor)
+
+
+def size_bytes(tensors: Iterable[tf.Tensor | None]) -> int:
+    """What the elements of all tensors take."""
+    return sum(each.shape.num_elements() * each.dtype.size for each in tensors if each is not None)
+
+
+def finish(device: str) -> None:
+    """Wait until a GPU has done all that it was given; what a CPU is given, it has done when the call returns."""
+    if "CPU" not in device:
+        with tf.device(device):
+            (tf.zeros([]) + 1.0).numpy()

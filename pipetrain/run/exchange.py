@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import tensorflow as tf
 
 from pipetrain.compute.stage import Values
-from pipetrain.run.devices import transfer
+from pipetrain.plan.trace import Transfer, What
+from pipetrain.run.devices import size_bytes, transfer
 from pipetrain.run.mailbox import Mailbox
 
 Rows = Values | list[tf.Tensor] | None
@@ -32,13 +34,29 @@ class Outlet:
 
     def __init__(self, doors: Sequence[Door], replica: int = 0, replicas: int = 1) -> None:
         self._doors, self._replica, self._replicas = list(doors), replica, replicas
+        self._sent: list[tuple[int, int, int, float, float]] = []
 
-    def send(self, message: Callable[[Rows], Any], values: Rows, rows: int) -> None:
-        """``values`` are this replica's rows of a microbatch of ``rows``; None if it has none."""
+    def send(self, message: Callable[[Rows], Any], values: Rows, rows: int, microbatch: int | None = None) -> None:
+        """``values`` are this replica's rows of a microbatch of ``rows``; None if it has none.
+
+        What is sent of a ``microbatch`` that is named is recorded.
+        """
         mine = rows_of(rows, self._replica, self._replicas)
         for replica, door in enumerate(self._doors):
-            theirs = rows_of(rows, replica, len(self._doors))
-            door.mailbox.put(message(_moved(_part(values, mine, theirs), door.device)))
+            theirs = _part(values, mine, rows_of(rows, replica, len(self._doors)))
+            if theirs is None or microbatch is None:
+                door.mailbox.put(message(_moved(theirs, door.device)))
+                continue
+            start_s = time.perf_counter()
+            moved = _moved(theirs, door.device)
+            end_s = time.perf_counter()
+            door.mailbox.put(message(moved))  # before the bookkeeping: somebody may wait for it
+            self._sent.append((microbatch, replica, _size_bytes(moved), start_s, end_s))
+
+    def transfers(self, op: What, stage: int, to_stage: int) -> Iterator[Transfer]:
+        """What was sent and recorded, for this action, from the one stage to the other."""
+        for microbatch, replica, size, start_s, end_s in self._sent:
+            yield Transfer(op, microbatch, stage, self._replica, to_stage, replica, size, start_s, end_s)
 
     def close(self) -> None:
         """Say that nothing more will come."""
@@ -98,6 +116,12 @@ def _part(values: Rows, mine: range, theirs: range) -> Rows:
         return tensor[(first - mine.start) * per_row : (end - mine.start) * per_row]
 
     return tf.nest.map_structure(cut, values)
+
+
+def _size_bytes(values: Rows) -> int:
+    if isinstance(values, Values):
+        return size_bytes(values.tensors) + size_bytes(values.masks)
+    return size_bytes(values or ())
 
 
 def _moved(values: Rows, device: str) -> Rows:

@@ -7,6 +7,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
@@ -14,7 +15,7 @@ import tensorflow as tf
 from pipetrain.compute.inference import Replica
 from pipetrain.compute.stage import Values
 from pipetrain.plan.schemes import Scheme
-from pipetrain.plan.trace import Span, Trace
+from pipetrain.plan.trace import Span, Trace, Transfer
 from pipetrain.run.collector import Collector, Result, Snapshot
 from pipetrain.run.exchange import Door, Inlet, Outlet, joined, rows_of, take
 from pipetrain.run.mailbox import Closed, Mailbox
@@ -23,7 +24,7 @@ from pipetrain.run.norm import GlobalNorm
 from pipetrain.run.reduction import Reduction
 from pipetrain.run.worker import Control, Doors, Seat, Worker
 
-KEPT_SPANS = 200_000  # the newest spans that are kept, so that no run is too long for memory
+KEPT_SPANS = 200_000  # the newest spans, and transfers, that are kept, so that no run is too long for memory
 SWITCH_INTERVAL_S = 5e-4  # a stage whose inputs are there must not wait Python's usual 5 ms for its turn
 Value = TypeVar("Value")
 
@@ -48,7 +49,8 @@ class Pipeline:
         microbatches: pieces that a minibatch is split into.
 
     ``loss_is_mean`` says whether a minibatch's loss is the mean (else the sum) over its rows. Set ``snapshot_every`` to
-    keep in ``snapshots`` the weights of every so many updates after ``first_update``.
+    keep in ``snapshots`` the weights of every so many updates after ``first_update``; ``waits``, before the first
+    ``post``, to have GPUs' times of completion in the trace.
     """
 
     def __init__(self, stages: Sequence[Sequence[Replica]], scheme: Scheme, microbatches: int) -> None:
@@ -58,6 +60,8 @@ class Pipeline:
         self._workers: list[Worker] = []
         self._boxes: list[Mailbox[Any]] = []
         self._spans: deque[Span] = deque(maxlen=KEPT_SPANS)
+        self._transfers: deque[Transfer] = deque(maxlen=KEPT_SPANS)
+        self.waits = False
         self.updates = self.first_update = 0  # of the optimizer up to the last drain; where snapshots count from
         self._results: deque[Result] = deque()
         self._error: BaseException | None = None
@@ -87,7 +91,8 @@ class Pipeline:
     @property
     def trace(self) -> Trace:
         """What happened up to the last drain."""
-        return Trace.of(self._spans)
+        since_s = self._spans[0].start_s if self._spans else 0.0
+        return Trace.of(self._spans, (each for each in self._transfers if each.start_s >= since_s))
 
     def trace_for(self, targets: Any) -> None:
         """Trace every stage, the last one for labels and sample weights of these specs; once for each structure."""
@@ -193,7 +198,7 @@ class Pipeline:
         self._error, self._closed = None, False
         self._posted = self._posted_microbatches = 0
         self._reports: Mailbox[Output | Updated] = Mailbox()
-        self._control = Control(self._reports.put, self._fail, self._wants_snapshot)
+        self._control = Control(self._reports.put, self._fail, self._wants_snapshot, self.waits)
         replicas = [len(stage) for stage in self._stages]
         self._collector = Collector(replicas, not self._scheme.asynchronous, self.updates - self.first_update)
         for stage in self._stages:
@@ -235,9 +240,9 @@ class Pipeline:
 
     def _end(self, store: bool) -> None:
         sys.setswitchinterval(self._switch_interval_s)
-        for worker in self._workers:
-            self._spans.extend(worker.spans)
-            self._busy_s += worker.busy_s
+        self._spans.extend(sorted(chain(*(worker.spans for worker in self._workers)), key=_start_s))
+        self._transfers.extend(sorted(chain(*(worker.transfers() for worker in self._workers)), key=_start_s))
+        self._busy_s += sum(worker.busy_s for worker in self._workers)
         self.updates += min(worker.updates for worker in self._workers)
         self._workers, self._boxes = [], []
         if store:
@@ -276,6 +281,10 @@ class Pipeline:
             if self._error is not None:
                 raise self._error from None
             raise
+
+
+def _start_s(record: Span | Transfer) -> float:
+    return record.start_s
 
 
 def _mailboxes(readers: int, writers: int, capacity: float) -> list[list[Mailbox[Any]]]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
 import tensorflow as tf
 
 from pipetrain.compute.inference import Replica
-from pipetrain.run.devices import transfer
+from pipetrain.plan.trace import Transfer
+from pipetrain.run.devices import size_bytes, transfer
 from pipetrain.run.mailbox import Mailbox
 
 
@@ -27,23 +29,37 @@ class Reduction:
         self._stages, count = list(stages), len(stages)
         self._owned = shared_out([variable.shape.num_elements() for variable in stages[0].variables], count)
         self._to: list[list[Mailbox[Any]]] = [[Mailbox() for _ in range(count)] for _ in range(count)]
+        self._done: list[list[tuple[int, int, float, float]]] = [[] for _ in range(count)]
 
     @property
     def mailboxes(self) -> list[Mailbox[Any]]:
         """All that replicas may wait at."""
         return [box for boxes in self._to for box in boxes]
 
-    def sum(self, replica: int, gradients: list[Any] | None) -> list[Any]:
-        """This replica's gradients in, the sum of all replicas' out; None for a replica that had no rows."""
+    def sum(self, replica: int, gradients: list[Any] | None, microbatch: int) -> list[Any]:
+        """This replica's gradients in, the sum of all replicas' out; None for a replica that had no rows.
+
+        ``microbatch`` is the number under which it is recorded.
+        """
         if len(self._stages) == 1:
             return gradients or []
+        start_s = time.perf_counter()
         shares = [None if gradients is None else [gradients[n] for n in owned] for owned in self._owned]
         total = None
         for share in self._exchanged(replica, shares):
             total = total if share is None else self._stages[replica].accumulate(total, share)
         sums = self._exchanged(replica, [total] * len(self._stages))
+        end_s = time.perf_counter()
+        sent = [*shares[:replica], *shares[replica + 1 :], *[total] * (len(shares) - 1)]
+        size = size_bytes(tf.nest.flatten(sent, expand_composites=True))
+        self._done[replica].append((microbatch, size, start_s, end_s))
         of = dict(zip(chain(*self._owned), chain(*sums), strict=True))
         return [of[n] for n in range(len(of))]
+
+    def transfers(self, stage: int, replica: int) -> Iterator[Transfer]:
+        """What this replica's sums took, as those of this stage."""
+        for microbatch, size, start_s, end_s in self._done[replica]:
+            yield Transfer("R", microbatch, stage, replica, stage, replica, size, start_s, end_s)
 
     def _exchanged(self, replica: int, shares: list[Any]) -> list[Any]:
         """Give every replica its share; get what each of them gives this one, in their order."""

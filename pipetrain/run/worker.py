@@ -15,8 +15,9 @@ from pipetrain.compute.inference import Replica
 from pipetrain.compute.stage import Kept
 from pipetrain.plan.actions import Action
 from pipetrain.plan.schemes import Scheme
-from pipetrain.plan.trace import Span
+from pipetrain.plan.trace import Span, Transfer
 from pipetrain.plan.versions import WeightVersions
+from pipetrain.run.devices import finish
 from pipetrain.run.exchange import Inlet, Outlet, rows_of, take
 from pipetrain.run.mailbox import Closed
 from pipetrain.run.messages import Microbatch, Output, Updated
@@ -49,15 +50,19 @@ class Doors(NamedTuple):
 
 
 class Control:
-    """What the workers share: where they report, and the switch that pauses them."""
+    """What the workers share: where they report, and the switch that pauses them.
+
+    ``waits`` says whether they wait for GPUs, so that spans and transfers have the times of completion.
+    """
 
     def __init__(
         self,
         report: Callable[[Output | Updated], None],
         fail: Callable[[BaseException, str], None],
         wants_snapshot: Callable[[int], bool],
+        waits: bool = False,
     ) -> None:
-        self.report, self.fail, self.wants_snapshot = report, fail, wants_snapshot
+        self.report, self.fail, self.wants_snapshot, self.waits = report, fail, wants_snapshot, waits
         self.running = threading.Event()
         self.running.set()
 
@@ -82,6 +87,15 @@ class Worker(threading.Thread):
     def updates(self) -> int:
         """Updates made since the start."""
         return self._versions.version
+
+    def transfers(self) -> Iterator[Transfer]:
+        """What this worker sent, and the sums that it shared in."""
+        stage, _, replica, _ = self._seat
+        if self._doors.below:
+            yield from self._doors.below.transfers("F", stage, stage + 1)
+        if self._doors.above:
+            yield from self._doors.above.transfers("B", stage, stage - 1)
+        yield from self._doors.reduction.transfers(stage, replica)
 
     def run(self) -> None:
         """The thread's body. An exception stops the pipeline and is kept for its caller."""
@@ -112,6 +126,7 @@ class Worker(threading.Thread):
         else:
             self._backward(action.minibatch, received)
         stage, _, replica, _ = self._seat
+        self._finish()
         end_s = time.perf_counter()
         self.busy_s += end_s - start_s
         self.spans.append(
@@ -137,7 +152,8 @@ class Worker(threading.Thread):
             self.most_in_flight = max(self.most_in_flight, len(self._in_flight))
         if below:
             sent = microbatch._replace(penalty=self._part_of(microbatch.penalty, microbatch))
-            below.send(sent.with_values, output, microbatch.rows)
+            self._finish()
+            below.send(sent.with_values, output, microbatch.rows, microbatch.index)
         else:
             self._control.report(Output(self._shared(microbatch), self._seat.replica, loss, output))
 
@@ -152,8 +168,9 @@ class Worker(threading.Thread):
             gradients, by_input = self._stage.backward(weights, kept, starts, mine.share)
             self._gradients = self._stage.accumulate(self._gradients, gradients)
         del weights, kept  # held by nobody, the variables' buffers are updated in place
+        self._finish()
         if above:
-            above.send(lambda values: values, by_input, microbatch.rows)
+            above.send(lambda values: values, by_input, microbatch.rows, index)
         if index == microbatch.group[-1]:
             self._update(microbatch)
 
@@ -161,7 +178,7 @@ class Worker(threading.Thread):
         staleness = self._versions.staleness(microbatch.minibatch)
         self._versions.before_update()
         stage, _, replica, _ = self._seat
-        gradients, self._gradients = self._doors.reduction.sum(replica, self._gradients), None
+        gradients, self._gradients = self._doors.reduction.sum(replica, self._gradients, microbatch.index), None
         squares = self._doors.norm.squares(stage, replica, gradients) if self._doors.norm else None
         self._stage.update(gradients, microbatch.learning_rate, squares, staleness)
         version = self._versions.version
@@ -169,6 +186,11 @@ class Worker(threading.Thread):
         snapshot = self._stage.snapshot() if wanted else None
         if self._synchronous or wanted:  # else nobody waits for it, and waking the caller costs
             self._control.report(Updated(stage, replica, version, snapshot))
+
+    def _finish(self) -> None:
+        """Before the clock is read, and before anything is handed over, which so is there."""
+        if self._control.waits:
+            finish(self._stage.device)
 
     def _mine(self, microbatch: Microbatch) -> range:
         return rows_of(microbatch.rows, self._seat.replica, self._seat.replicas)

@@ -1,0 +1,148 @@
+"""What a run records: spans, transfers and sums of gradients; and why its stages waited."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+
+import keras
+import networks
+import pytest
+
+from pipetrain.compute.stage import Stage
+from pipetrain.plan.idle import Idle, idle, pauses
+from pipetrain.plan.trace import Trace
+from pipetrain.run import exchange, pipeline, worker
+
+ROWS, BATCH, WIDTH = 10 * 16, 16, 16
+
+
+def traced(scheme, replicas=(1, 1), epochs=2, **settings):
+    x, y = networks.data(ROWS)
+    pm = networks.pipeline(cuts=networks.cuts(6, len(replicas)), scheme=scheme, replicas=replicas, **settings)
+    pm.fit(x, y, batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0)
+    return pm
+
+
+def check(trace):
+    """Each replica computes or has a reason not to, at any time."""
+    found, waited = pauses(trace), dict.fromkeys(trace.rows, 0.0)
+    for each in trace.transfers:
+        assert each.start_s <= each.end_s
+        if each.op == "R":
+            waited[each.from_stage, each.from_replica] += each.end_s - each.start_s
+    for (stage, replica), causes in idle(trace).items():
+        mine = trace.spans[(trace.spans.stage == stage) & (trace.spans.replica == replica)]
+        busy_s = float((mine.end_s - mine.start_s).sum()) - waited[stage, replica]
+        assert busy_s + causes.total_s == pytest.approx(trace.duration_s, abs=1e-9)
+        assert min(causes) >= 0
+        own = [each for each in found if (each.stage, each.replica) == (stage, replica)]
+        assert all(a.end_s <= b.start_s + 1e-9 for a, b in itertools.pairwise(own))
+        for cause, seconds in zip(("transfer", "imbalance", "fill"), causes, strict=True):
+            assert sum(each.end_s - each.start_s for each in own if each.cause == cause) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("scheme", ["spectrain", "1f1b"])
+def test_a_run_records_what_it_sends(scheme, tmp_path):
+    pieces = 2 if scheme == "1f1b" else 1
+    pm = traced(scheme, (1, 2), microbatches=pieces if pieces > 1 else None)
+    trace = pm.trace
+    down, up, sums = (trace.transfers[trace.transfers.op == op] for op in "FBR")
+    assert len(down) == len(up) == 2 * 10 * pieces * 2
+    assert len(sums) == 2 * 10 * 2
+    assert set(down.size_bytes.tolist()) == set(up.size_bytes.tolist()) == {BATCH // pieces // 2 * WIDTH * 4}
+    gradients = sum(layer.count_params() for layer in pm.model.layers[3:]) * 4
+    assert all(sum(pair) == 2 * gradients for pair in zip(*[iter(sums.size_bytes.tolist())] * 2, strict=True))
+    assert {(each.from_stage, each.to_stage, each.from_replica) for each in down} == {(0, 1, 0)}
+    assert {(each.from_stage, each.to_stage, each.to_replica) for each in up} == {(1, 0, 0)}
+    spans = {each.replica: [span for span in trace.spans if span.replica == each.replica] for each in trace.spans}
+    for each in trace.transfers:  # within the span of the action that it comes from
+        op = "B" if each.op == "R" else each.op
+        assert any(
+            span[:3] == (op, each.from_stage, each.minibatch)
+            and span.start_s <= each.start_s <= each.end_s <= span.end_s
+            for span in spans[each.from_replica]
+        )
+    check(trace)
+    trace.save(tmp_path / "trace.json")
+    assert list(Trace.load(tmp_path / "trace.json").transfers) == list(trace.transfers)
+
+
+def test_a_late_stage_is_imbalance(monkeypatch):
+    original = Stage.forward
+
+    def late(self, weights, values, targets):
+        if targets is not None:
+            time.sleep(0.02)
+        return original(self, weights, values, targets)
+
+    monkeypatch.setattr(Stage, "forward", late)
+    trace = traced("vanilla").trace
+    check(trace)
+    first, last = idle(trace).values()
+    assert first.imbalance_s > 8 * 2 * 0.02 * 0.6
+    assert first.imbalance_s > 2 * max(first.transfer_s, last.transfer_s, last.imbalance_s)
+
+
+def test_a_late_transfer_is_transfer(monkeypatch):
+    original = exchange.transfer
+
+    def late(tensor, device):
+        if threading.current_thread().name.startswith("pipetrain stage"):  # not what the caller posts
+            time.sleep(0.02)
+        return original(tensor, device)
+
+    monkeypatch.setattr(exchange, "transfer", late)
+    trace = traced("gpipe", microbatches=1).trace
+    check(trace)
+    for each in idle(trace).values():
+        assert each.transfer_s > 9 * 2 * 0.02 * 0.9
+        assert each.transfer_s > each.imbalance_s  # the other stage's computing, and Keras between two minibatches
+
+
+def test_what_an_evaluation_takes_between_two_epochs_is_no_imbalance():
+    x, y = networks.data(ROWS)
+    pm = networks.pipeline(cuts=networks.cuts(6, 2), scheme="vanilla")
+    rest = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: time.sleep(0.4))
+    pm.fit(x, y, batch_size=BATCH, epochs=2, verbose=0, callbacks=[rest])
+    check(pm.trace)
+    for each in idle(pm.trace).values():
+        assert each.fill_s > 0.4 > each.imbalance_s
+
+
+def test_the_newest_are_kept(monkeypatch):
+    monkeypatch.setattr(pipeline, "KEPT_SPANS", 30)
+    trace = traced("vanilla").trace
+    assert len(trace.spans) == 30
+    assert {span.stage for span in trace.spans} == {0, 1}
+    assert 0 < len(trace.transfers) <= 30
+    assert trace.transfers.start_s.min() >= 0
+    check(trace)
+
+
+def test_a_run_that_fails_has_a_trace(monkeypatch):
+    def broken(self, *args):
+        raise KeyError("boom")
+
+    monkeypatch.setattr(Stage, "backward", broken)
+    pm = networks.pipeline(cuts=networks.cuts(6, 3), scheme="vanilla")
+    x, y = networks.data(ROWS)
+    with pytest.raises(KeyError):
+        pm.fit(x, y, batch_size=BATCH, verbose=0)
+    check(pm.trace)
+    assert idle(Trace()) == {}
+    assert Idle(1, 2, 3).total_s == 6
+
+
+def test_devices_are_waited_for_if_the_trace_shall_be_exact(monkeypatch):
+    waited = []
+    monkeypatch.setattr(worker, "finish", waited.append)
+    pm = traced("vanilla", epochs=1)
+    assert not pm.exact_trace
+    assert not waited
+    pm.exact_trace = True
+    x, y = networks.data(ROWS)
+    pm.fit(x, y, batch_size=BATCH, verbose=0)
+    assert len({*waited}) == 2
+    assert len(waited) == 10 * (2 + 1 + 2 + 2)  # at each action's end, before F of stage 0 sends, and after gradients
