@@ -1,7 +1,8 @@
-"""Draw what every stage did and when: forward and backward boxes numbered by minibatch, idle time left white.
+"""Draw what every stage did and when: forward and backward boxes numbered by minibatch, and why it was idle.
 
-example:
+examples:
   python plots/timeline.py runs/all/spectrain --first 60 --minibatches 12
+  python plots/timeline.py trace.json --output timeline.png
 """
 
 from __future__ import annotations
@@ -9,54 +10,123 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from pipetrain.plan.trace import Trace
+from pipetrain.plan.idle import Pause, pauses
+from pipetrain.plan.trace import Span, Spans, Trace
 from plots.style import save
 
 FILL = {"F": "#56B4E9", "B": "#E69F00"}
+IDLE: dict[str, dict[str, Any]] = {
+    "transfer": {"facecolor": "#F3D9E7", "edgecolor": "#CC79A7", "hatch": "//////"},
+    "imbalance": {"facecolor": "#E3E3E3", "edgecolor": "#E3E3E3"},
+    "fill": {"facecolor": "#F6F6F6", "edgecolor": "#C4C4C4", "hatch": ".."},
+}
+LABELS = {
+    "transfer": "idle: input, or sum, on its way",
+    "imbalance": "idle: input not yet computed",
+    "fill": "idle: filling, draining",
+}
+CAPTION = (
+    "Large: the minibatch{pieces}. Small, below it: the weight version, that is how many updates the stage had made "
+    "when the action began."
+)
+WIDTH, MARGIN = 14.0, 1.3  # inches: of the figure, and of what is not a row
+NUMBER, VERSION = 8.5, 6.0  # points
+PER_POINT = 0.66 / 72  # inches that a character takes at most, for each point of its size
 
 
 def draw(trace: Trace, output: Path, first: int = 0, minibatches: int = 12, title: str = "") -> Path:
     """The span of time from the first to the last action of these minibatches, a row per stage and replica."""
-    chosen = [span for span in trace.spans if first <= span.minibatch < first + minibatches]
-    if not chosen:
-        raise ValueError(f"The trace has no such minibatches. Received: first={first}. Try 0.")
-    start_s = min(span.start_s for span in chosen)
-    end_s = max(span.end_s for span in chosen)
-    shown = [span for span in trace.spans if span.start_s < end_s and span.end_s > start_s]
+    chosen = _chosen(trace.spans, first, first + minibatches)
+    start_s, end_s = float(chosen.start_s.min()), float(chosen.end_s.max())
+    shown = trace.spans[(trace.spans.start_s < end_s) & (trace.spans.end_s > start_s)]
     rows = {place: row for row, place in enumerate(trace.rows)}
-    figure = Figure(figsize=(14, 0.9 + 0.62 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 1.3 + 0.62 * len(rows)), layout="constrained")
     axes = figure.subplots()
+    idle = [each for each in pauses(trace) if each.start_s < end_s and each.end_s > start_s]
     for span in shown:
-        left_ms, width_ms = (span.start_s - start_s) * 1e3, (span.end_s - span.start_s) * 1e3
-        alpha = 1.0 if first <= span.minibatch < first + minibatches else 0.35
-        row = rows[span.stage, span.replica]
-        axes.barh(row, width_ms, left=left_ms, height=0.86, color=FILL[span.op], edgecolor="white", alpha=alpha)
-        if width_ms > 0.009 * (end_s - start_s) * 1e3:
-            middle_ms = left_ms + width_ms / 2
-            axes.text(middle_ms, row, span.minibatch, ha="center", va="center", fontsize=8, clip_on=True)
-    axes.set(xlim=(0, (end_s - start_s) * 1e3), ylim=(len(rows) - 0.5, -0.5), xlabel="milliseconds", title=title)
+        alpha = 1.0 if first <= span.minibatch < first + minibatches else 0.4
+        _bar(
+            axes, rows, span, start_s, facecolor=FILL[span.op], edgecolor="white", linewidth=0.8, alpha=alpha, zorder=2
+        )
+        clear_s = min([each.start_s for each in idle if _within(each, span)], default=span.end_s)
+        clear = span._replace(end_s=clear_s)
+        _write(axes, rows[span.stage, span.replica], clear, start_s, (WIDTH - MARGIN) / (end_s - start_s))
+    for each in idle:
+        _bar(axes, rows, each, start_s, **IDLE[each.cause], linewidth=0, zorder=3)
+    axes.set(xlim=(0, (end_s - start_s) * 1e3), ylim=(len(rows) - 0.5, -0.5))
+    axes.set_title(title, loc="left")
+    pieces = " or microbatch" if _has_pieces(trace.spans) else ""
+    axes.set_xlabel(f"milliseconds\n{CAPTION.format(pieces=pieces)}")
     axes.set_yticks(range(len(rows)), trace.row_names())
     handles = [Patch(color=FILL["F"], label="forward"), Patch(color=FILL["B"], label="backward and update")]
-    figure.legend(handles=handles, loc="outside upper right", ncols=2, frameon=False)
+    causes = {each.cause for each in idle}
+    handles += [Patch(**IDLE[cause], linewidth=0, label=LABELS[cause]) for cause in IDLE if cause in causes]
+    figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), frameon=False)
     return save(figure, output)
+
+
+def _chosen(spans: Spans, first: int, end: int) -> Spans:
+    """The spans of these minibatches, up to the first drain after them: numbers begin anew then."""
+    wanted = spans[(spans.minibatch >= first) & (spans.minibatch < end)]
+    if not len(wanted):
+        raise ValueError(f"The trace has no such minibatches. Received: first={first}. Try 0.")
+    begins_s = spans.start_s[(spans.op == "F") & (spans.stage == 0) & (spans.replica == 0) & (spans.minibatch == 0)]
+    passes = np.searchsorted(begins_s, wanted.start_s, side="right")
+    return wanted[passes == passes.min()]
+
+
+def _has_pieces(spans: Spans) -> bool:
+    """Whether several backwards make an update."""
+    backwards = spans[(spans.op == "B") & (spans.stage == 0) & (spans.replica == 0)]
+    return bool((np.diff(backwards.version) == 0).any())
+
+
+def _within(pause: Pause, span: Span) -> bool:
+    """Whether a replica waited for others in the midst of an action."""
+    same = (pause.stage, pause.replica) == (span.stage, span.replica)
+    return same and span.start_s < pause.start_s and pause.end_s < span.end_s
+
+
+def _bar(axes: Any, rows: dict[tuple[int, int], int], what: Span | Pause, start_s: float, **style: Any) -> None:
+    left_ms, width_ms = (what.start_s - start_s) * 1e3, (what.end_s - what.start_s) * 1e3
+    axes.barh(rows[what.stage, what.replica], width_ms, left=left_ms, height=0.86, **style)
+
+
+def _write(axes: Any, row: int, span: Span, start_s: float, inches_per_s: float) -> None:
+    """The minibatch and the weight version, where there is room for them."""
+    room = (span.end_s - span.start_s) * inches_per_s / PER_POINT
+    middle_ms = ((span.start_s + span.end_s) / 2 - start_s) * 1e3
+    number, version = str(span.minibatch), f"v{span.version}"
+    at = {"ha": "center", "va": "center", "clip_on": True, "zorder": 4}
+    if room < len(number) * NUMBER:
+        return
+    fits = room >= len(version) * VERSION
+    axes.text(middle_ms, row - 0.13 * fits, number, fontsize=NUMBER, **at)
+    if fits:
+        axes.text(middle_ms, row + 0.23, version, fontsize=VERSION, color="#333333", **at)
 
 
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="a run directory with trace.json")
+    parser.add_argument("run", type=Path, help="a run's directory, or a trace file such as simulate writes")
     parser.add_argument("--first", type=int, default=0, help="first minibatch to show (default: 0)")
     parser.add_argument("--minibatches", type=int, default=12, help="how many (default: 12)")
-    parser.add_argument("--output", type=Path, help="(default: timeline.png in the run directory)")
+    parser.add_argument("--output", type=Path, help="(default: timeline.png in the run's directory; FILE.png)")
     options = parser.parse_args()
-    output = options.output or options.run / "timeline.png"
-    print(draw(Trace.load(options.run / "trace.json"), output, options.first, options.minibatches, options.run.name))
+    of_run = options.run.is_dir()
+    file = options.run / "trace.json" if of_run else options.run
+    output = options.output or (options.run / "timeline.png" if of_run else file.with_suffix(".png"))
+    title = options.run.resolve().name if of_run else file.stem
+    print(draw(Trace.load(file), output, options.first, options.minibatches, title))
 
 
 if __name__ == "__main__":
