@@ -57,7 +57,7 @@ def draw(trace: Trace, output: Path, first: int = 0, minibatches: int = 12, titl
             axes, rows, span, start_s, facecolor=FILL[span.op], edgecolor="white", linewidth=0.8, alpha=alpha, zorder=2
         )
         clear_s = min([each.start_s for each in idle if _within(each, span)], default=span.end_s)
-        clear = span._replace(end_s=clear_s)
+        clear = span._replace(start_s=max(span.start_s, start_s), end_s=min(clear_s, end_s))
         _write(axes, rows[span.stage, span.replica], clear, start_s, (WIDTH - MARGIN) / (end_s - start_s))
     for each in idle:
         _bar(axes, rows, each, start_s, **IDLE[each.cause], linewidth=0, zorder=3)
