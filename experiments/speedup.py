@@ -339,16 +339,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status: 2 for arguments that cannot be used."""
-    options = parse(arguments)
-    try:
-        cluster = Cluster.load(options.cluster)
-        output = writable(options.output or ROOT / "runs" / "speedup")
-    except (OSError, ValueError) as error:
-        print(f"speedup.py: {error}", file=sys.stderr)
-        return 2
-    device = TESLA_P40._replace(tile=options.tile)
+def simulated(options: argparse.Namespace, cluster: Cluster, device: Device) -> list[Outcome]:
+    """All that is asked for. Raises ValueError for more devices than a network has blocks."""
     start_tensorflow(1)
     results: list[Outcome] = []
     for name in options.model or INPUTS:
@@ -356,6 +348,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         profiled = profiles(name, device)
         for devices in options.devices or (2, 4):
             results += outcomes(name, profiled, devices, options.batch_size, cluster, device, options.minibatches)
+    return results
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status: 2 for arguments that cannot be used."""
+    options = parse(arguments)
+    try:
+        cluster = Cluster.load(options.cluster)
+        output = writable(options.output or ROOT / "runs" / "speedup")
+        device = TESLA_P40._replace(tile=options.tile)
+        results = simulated(options, cluster, device)
+    except (OSError, ValueError) as error:
+        print(f"speedup.py: {error}", file=sys.stderr)
+        return 2
     path = write(output, options, device, results)
     print(report(sorted(results, key=lambda each: each.devices), cluster.memory_bytes))
     from plots.speedup import draw
