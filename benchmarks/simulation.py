@@ -103,7 +103,7 @@ def work(job: Job) -> Iterator[Rates | None]:
     model, rows = prediction.build(network), network.batch_size
     cuts = partition(pipetrain.profile(model, rows, verbose=False), 2, cluster).cuts
     ends = cut_points(Chain(model).blocks, cuts)
-    side = pipeline(keras.Sequential([keras.Input((1,)), keras.layers.Dense(2)]), 4, SIDE_STEPS, "single")
+    side = pipeline(keras.Sequential([keras.Input((1,)), keras.layers.Dense(10)]), 4, SIDE_STEPS, "single")
     trained = {
         each: pipeline(model, rows, job.steps, each, **({} if each == "single" else {"cuts": cuts})) for each in SCHEMES
     }
