@@ -23,6 +23,7 @@ from experiments.networks import input_shape
 from experiments.records import CHECKPOINTS, Settings, Summary
 from pipetrain.callbacks import PipelineCheckpoint, Snapshots
 from pipetrain.plan.schemes import DATA_PARALLEL
+from pipetrain.plan.stages import Partition
 
 EVALUATION_ROWS = 500  # per batch; evaluation is no part of what is timed
 TIMED_STEPS = (50, 250)  # samples per second are measured between these, or over the second half of a shorter run
@@ -117,7 +118,7 @@ def check(settings: Settings) -> None:
 
 
 def train(settings: Settings, data: Dataset, output: Path, verbose: bool, keep: bool = True) -> Summary:
-    """Train once, and write config, history and summary into ``output``; to ``keep`` are trace and model too."""
+    """Train once, and write config, history and summary into ``output``; to ``keep`` are trace, cut and model too."""
     keras.utils.set_random_seed(settings.seed)
     shape = input_shape(settings.model, data.x_train.shape[1:])
     model = models.build(settings.model, shape, data.classes, **settings.size)
@@ -146,6 +147,8 @@ def train(settings: Settings, data: Dataset, output: Path, verbose: bool, keep: 
         pm.trace.save(output / "trace.json")
         pm.save(output / "model.keras")
     summary = _summary(settings, recorder, diverged_at)
+    if keep and settings.scheme != DATA_PARALLEL:
+        write_partition(pm.partition(settings.batch_size), output)
     _write(output / "summary.json", asdict(summary))
     shutil.rmtree(output / CHECKPOINTS, ignore_errors=True)  # the run is over, and its model saved
     return summary
@@ -177,6 +180,13 @@ def write_settings(settings: Settings, output: Path) -> None:
     part = output / ".config.json.part"
     _write(part, asdict(settings))
     part.replace(output / "config.json")
+
+
+def write_partition(partition: Partition, output: Path) -> None:
+    """How the model was cut, and what the planner says that each stage costs, into a run's folder."""
+    predicted = {"samples_per_second": partition.samples_per_second}
+    about = {"model": partition.model, "batch_size": partition.batch_size, **predicted}
+    _write(output / "partition.json", {**about, "stages": [asdict(stage) for stage in partition.stages]})
 
 
 def _summary(settings: Settings, recorder: Recorder, diverged_at: int | None) -> Summary:
