@@ -22,6 +22,7 @@ h3 { font-size: 1.1rem; margin: 2rem 0 0.5rem; }
 .scroll { overflow-x: auto; max-width: 100%; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
 th, td { padding: 0.3rem 0.7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
+th { white-space: normal; vertical-align: bottom; min-width: 5rem; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 0.15rem 1rem; margin: 0; }
 dt { color: var(--faint); }
@@ -29,11 +30,16 @@ dd { margin: 0; }
 .figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 27rem), 1fr)); gap: 1rem 2rem; }
 .figures > .wide { grid-column: 1 / -1; }
 figure { margin: 1rem 0; min-width: 0; }
-figure img { display: block; max-width: 100%; height: auto; background: white; border-radius: 4px; padding: 4px; }
-figure .large { max-width: none; width: 100%; min-width: 46rem; }
+figure img { display: block; width: 100%; max-width: 32rem; height: auto; background: white; border-radius: 4px;
+             padding: 4px; }
+.wide img { max-width: 100%; }
+figure .large { min-width: 46rem; }
 figcaption { margin-top: 0.5rem; max-width: 46rem; }
 .sideways { display: none; }
-@media (max-width: 46rem) { .sideways { display: block; font-size: 0.85rem; } }
+@media (max-width: 46rem) {
+  .sideways { display: block; font-size: 0.85rem; }
+  dl { grid-template-columns: minmax(0, 2fr) 3fr; }
+}
 """
 
 

@@ -150,7 +150,7 @@ def comparison(those: Sequence[runs.Run], scratch: Path) -> list[str]:
             aside=True,
         ),
         page.figures(figures),
-        *([page.heading("What the stages did", 3), *timelines] if timelines else []),
+        *([page.heading("What the stages did", 3), page.paragraph(TIMELINES), *timelines] if timelines else []),
         *([page.heading("What is missing", 3), page.bullets(missing)] if missing else []),
     ]
 
@@ -234,6 +234,11 @@ CURVES = (
     "about each point (of short runs as measured); lower losses and higher accuracy are better.",
 )
 
+TIMELINES = (
+    "From the middle of each run. Every row is a stage; every box is the forward or the backward of one minibatch, or "
+    "of one of its parts, and has its number; where there is no box, the stage waits."
+)
+
 
 def _figures(those: Sequence[runs.Run], scratch: Path, missing: list[str]) -> Iterator[str]:
     """The figures that these runs have files for; for the others a line more in ``missing``."""
@@ -261,14 +266,12 @@ def _timelines(those: Sequence[runs.Run], scratch: Path, missing: list[str]) -> 
         drawn = _attempt(
             f"The timeline of {run.scheme}", missing, timeline.draw, trace, path, first=first, minibatches=BOXES
         )
-        about = SCHEMES[run.scheme].about if run.scheme in SCHEMES else ""
+        about = f" ({SCHEMES[run.scheme].about})" if run.scheme in SCHEMES else ""
         if drawn:
             yield page.picture(
                 drawn,
                 f"Timeline: forward and backward boxes of every stage under {run.scheme}",
-                f"{run.scheme} ({about}): every row is a stage, every box the forward or the backward of the minibatch "
-                f"(or part of one) whose number it has, from number {first} on; where there is no box, the stage "
-                "waits.",
+                f"{run.scheme}{about}: from number {first} on.",
                 wide=True,
             )
 
