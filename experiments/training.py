@@ -23,7 +23,6 @@ from experiments.networks import input_shape
 from experiments.records import CHECKPOINTS, Settings, Summary
 from pipetrain.callbacks import PipelineCheckpoint, Snapshots
 from pipetrain.plan.schemes import DATA_PARALLEL
-from pipetrain.plan.stages import Partition
 
 EVALUATION_ROWS = 500  # per batch; evaluation is no part of what is timed
 TIMED_STEPS = (50, 250)  # samples per second are measured between these, or over the second half of a shorter run
@@ -147,10 +146,10 @@ def train(settings: Settings, data: Dataset, output: Path, verbose: bool, keep: 
         pm.trace.save(output / "trace.json")
         pm.save(output / "model.keras")
     summary = _summary(settings, recorder, diverged_at)
-    if keep and settings.scheme != DATA_PARALLEL:
-        write_partition(pm.partition(settings.batch_size), output)
     _write(output / "summary.json", asdict(summary))
     shutil.rmtree(output / CHECKPOINTS, ignore_errors=True)  # the run is over, and its model saved
+    if keep and settings.scheme != DATA_PARALLEL:
+        write_partition(pm, settings.batch_size, output)
     return summary
 
 
@@ -182,11 +181,15 @@ def write_settings(settings: Settings, output: Path) -> None:
     part.replace(output / "config.json")
 
 
-def write_partition(partition: Partition, output: Path) -> None:
+def write_partition(pm: pipetrain.PipelineModel, batch_size: int, output: Path) -> None:
     """How the model was cut, and what the planner says that each stage costs, into a run's folder."""
-    predicted = {"samples_per_second": partition.samples_per_second}
-    about = {"model": partition.model, "batch_size": partition.batch_size, **predicted}
-    _write(output / "partition.json", {**about, "stages": [asdict(stage) for stage in partition.stages]})
+    try:
+        cut = pm.partition(batch_size)  # of one stage, which nothing had to cut, this is the first profile
+    except ValueError as error:  # by its estimate, what has just been trained cannot be
+        print(f"There is no partition.json. {error}")
+        return
+    about = {"model": cut.model, "batch_size": cut.batch_size, "samples_per_second": cut.samples_per_second}
+    _write(output / "partition.json", {**about, "stages": [asdict(stage) for stage in cut.stages]})
 
 
 def _summary(settings: Settings, recorder: Recorder, diverged_at: int | None) -> Summary:

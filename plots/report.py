@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from pipetrain.plan.schemes import SCHEMES
+from pipetrain.plan.trace import Trace
 from plots import breakdown, learning_curves, memory, page, rmse, runs, staleness, table1, throughput, timeline, traffic
 
 BOXES = 10  # minibatches in a timeline
@@ -261,7 +262,11 @@ def _timelines(those: Sequence[runs.Run], scratch: Path, missing: list[str]) -> 
             if not (run.folder / "trace.json").exists():
                 missing.append(f"The timeline of {run.scheme}: it kept no trace.")
             continue
-        first = max(0, (1 + int(trace.spans.minibatch.max())) // 2 - BOXES // 2)
+        if trace.stages > 1 and not len(trace.transfers):
+            missing.append(
+                f"Transfers of {run.scheme}: its trace has none, so that waiting for them counts as imbalance."
+            )
+        first = middle(run, trace)
         path = scratch / f"timeline-{run.scheme}.png"
         drawn = _attempt(
             f"The timeline of {run.scheme}", missing, timeline.draw, trace, path, first=first, minibatches=BOXES
@@ -274,6 +279,14 @@ def _timelines(those: Sequence[runs.Run], scratch: Path, missing: list[str]) -> 
                 f"{run.scheme}{about}: from number {first} on.",
                 wide=True,
             )
+
+
+def middle(run: runs.Run, trace: Trace) -> int:
+    """A minibatch, or the first part of one, about the middle of the run, some steps after an evaluation."""
+    every = run.config.get("eval_every") or 1
+    steps = run.summary.get("steps") or 1
+    pieces = max(1, (1 + int(trace.spans.minibatch.max())) // steps)
+    return pieces * (every * (steps // 2 // every) + every // 4)
 
 
 def _attempt(what: str, missing: list[str], make: Callable[..., Any], *given: Any, **more: Any) -> Any:
