@@ -15,11 +15,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 from plots import command, runs
 from plots.style import COLOURS, OTHER, bars_for, name_rows, save
-
-WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
 
 
 def draw(folders: Sequence[Path], output: Path) -> Path:
@@ -38,17 +37,17 @@ def _fill(panel: Axes, those: Sequence[runs.Run]) -> None:
     """Bars of the throughput divided by single's; where single was not run, of the throughput itself."""
     measured = runs.throughput(those)
     base = measured.get("single", 1.0)
+    longest = max(measured.values()) / base
     for row, run in enumerate(those):
         value = measured.get(run.scheme, 0.0)
         times = f"{value / base:.2f}x   " if "single" in measured else ""
         label = f"{times}{value:,.0f}/s" if value else "not measured"
         panel.barh(row, value / base, 0.72, color=COLOURS.get(run.scheme, OTHER))
-        panel.annotate(
-            label, (value / base, row), (4, 0), textcoords="offset points", va="center", fontsize=9, bbox=WHITE
-        )
+        panel.text(1.04 * longest, row, label, va="center", fontsize=9)
     if "single" in measured:
         panel.axvline(1, color="black", linewidth=0.8, linestyle="--")
-    panel.set_xlim(0, 1.55 * max(measured.values()) / base)  # room for what is written beside the bars
+    panel.set_xlim(0, 1.6 * longest)  # room for what is written beside the bars
+    panel.xaxis.set_major_locator(MaxNLocator(6))
     panel.set_xlabel("samples/s, single = 1" if "single" in measured else "samples/s", fontsize=9)
     name_rows(panel, [run.scheme for run in those], those[0].title)
 
