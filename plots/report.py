@@ -138,8 +138,9 @@ def _sections(studies: Studies, scratch: Path) -> Iterator[list[str]]:
 def comparison(those: Sequence[runs.Run], scratch: Path) -> list[str]:
     """The runs of several schemes that lie side by side: settings, table, figures, timelines, what is missing."""
     missing = [f"{run.scheme} has not ended: it has no summary." for run in those if not run.summary]
-    figures = [*_figures(those, scratch, missing)]
-    timelines = [*_timelines(those, scratch, missing)]
+    traces = _traces(those, missing)
+    figures = [*_figures(those, [run for run, _ in traces], scratch, missing)]
+    timelines = [part for run, trace in traces for part in _timeline(run, trace, scratch, missing)]
     return [
         page.heading(those[0].title),
         page.definitions(settings(those)),
@@ -241,11 +242,13 @@ TIMELINES = (
 )
 
 
-def _figures(those: Sequence[runs.Run], scratch: Path, missing: list[str]) -> Iterator[str]:
+def _figures(those: Sequence[runs.Run], traced: Sequence[runs.Run], scratch: Path, missing: list[str]) -> Iterator[str]:
     """The figures that these runs have files for; for the others a line more in ``missing``."""
     folders = [run.folder for run in those]
     for name, figure in FIGURES.items():
-        drawn = _attempt(f"The figure {name!r}", missing, figure.draw, folders, scratch / f"{name}.png")
+        given = [run.folder for run in traced] if figure.draw is breakdown.draw else folders
+        what = f"The figure {name!r}"
+        drawn = _attempt(what, missing, figure.draw, given, scratch / f"{name}.png") if given else None
         if drawn:
             yield page.picture(drawn, figure.alt, figure.caption)
     curves = _attempt("The figure 'learning curves'", missing, learning_curves.draw, folders, scratch / "curves.png")
@@ -254,31 +257,31 @@ def _figures(those: Sequence[runs.Run], scratch: Path, missing: list[str]) -> It
         yield page.picture(curves, *CURVES, narrow=narrow)
 
 
-def _timelines(those: Sequence[runs.Run], scratch: Path, missing: list[str]) -> Iterator[str]:
-    """What every scheme's stages did in the middle of the run."""
-    for run in those:
-        trace = _attempt(f"The timeline of {run.scheme}", missing, run.trace)
-        if trace is None:
-            if not (run.folder / "trace.json").exists():
-                missing.append(f"The timeline of {run.scheme}: it kept no trace.")
-            continue
-        if trace.stages > 1 and not len(trace.transfers):
-            missing.append(
-                f"Transfers of {run.scheme}: its trace has none, so that waiting for them counts as imbalance."
-            )
-        first = middle(run, trace)
-        path = scratch / f"timeline-{run.scheme}.png"
-        drawn = _attempt(
-            f"The timeline of {run.scheme}", missing, timeline.draw, trace, path, first=first, minibatches=BOXES
+def _traces(those: Sequence[runs.Run], missing: list[str]) -> list[tuple[runs.Run, Trace]]:
+    """The runs that kept a trace with something in it."""
+    found = [(run, _attempt(f"The trace of {run.scheme}", missing, run.trace)) for run in those]
+    without = [run.scheme for run in those if not (run.folder / "trace.json").exists()]
+    kept = [(run, trace) for run, trace in found if trace is not None]
+    silent = [run.scheme for run, trace in kept if trace.stages > 1 and not len(trace.transfers)]
+    if without:
+        missing.append(f"The timelines of {', '.join(without)}: no trace was kept.")
+    if silent:
+        missing.append(
+            f"The transfers of {', '.join(silent)}: they were not recorded, so that waiting for one counts as waiting "
+            "for other stages."
         )
+    return kept
+
+
+def _timeline(run: runs.Run, trace: Trace, scratch: Path, missing: list[str]) -> Iterator[str]:
+    """What the stages did in the middle of a run."""
+    first, path = middle(run, trace), scratch / f"timeline-{run.scheme}.png"
+    what = f"The timeline of {run.scheme}"
+    drawn = _attempt(what, missing, timeline.draw, trace, path, first=first, minibatches=BOXES)
+    if drawn:
         about = f" ({SCHEMES[run.scheme].about})" if run.scheme in SCHEMES else ""
-        if drawn:
-            yield page.picture(
-                drawn,
-                f"Timeline: forward and backward boxes of every stage under {run.scheme}",
-                f"{run.scheme}{about}: from number {first} on.",
-                wide=True,
-            )
+        alt = f"Timeline: forward and backward boxes of every stage under {run.scheme}"
+        yield page.picture(drawn, alt, f"{run.scheme}{about}: from number {first} on.", wide=True)
 
 
 def middle(run: runs.Run, trace: Trace) -> int:

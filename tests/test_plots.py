@@ -194,8 +194,8 @@ def test_the_page_says_what_is_missing(tmp_path, capsys):
     page = Page((folder / "report.html").read_text(encoding="utf-8"))
     for said in (
         "vanilla has not ended",
-        "The timeline of single: it kept no trace.",
-        "The timeline of gpipe: A run's file cannot be read",
+        "The timelines of single, vanilla: no trace was kept.",
+        "The trace of gpipe: A run's file cannot be read",
         "The figure 'memory': No run says how the model was cut.",
         "empty: there is no run in it.",
         "2bw/config.json",
