@@ -39,6 +39,7 @@ figcaption { margin-top: 0.5rem; max-width: 46rem; }
 @media (max-width: 46rem) {
   .sideways { display: block; font-size: 0.85rem; }
   dl { grid-template-columns: minmax(0, 2fr) 3fr; }
+  th, td { padding: 0.3rem 0.45rem; }
 }
 """
 
