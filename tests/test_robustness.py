@@ -10,6 +10,8 @@ from pipetrain.compute.stage import Stage
 from pipetrain.plan.schemes import SCHEMES
 
 ROWS, BATCH = 12 * 16, 16
+LIKE_OTHERS = ("vertical-sync", "spike-compensation")  # whose actions and mailboxes are those of vanilla
+SCHEMES = [pytest.param(name, marks=pytest.mark.slow) if name in LIKE_OTHERS else name for name in SCHEMES]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -54,7 +54,8 @@ def constantly(rate):
     ("scheme", "stages"),
     [
         *((name, n) for name in ASYNCHRONOUS for n in (1, 2, 4, 6)),
-        *((name, n) for name in LATER for n in (2, 4, 6)),
+        *((name, 4) for name in LATER),
+        *(pytest.param(name, n, marks=pytest.mark.slow) for name in LATER for n in (2, 6)),
         *(pytest.param(name, 3, marks=pytest.mark.slow) for name in ASYNCHRONOUS),  # even stages, as six are
     ],
 )
