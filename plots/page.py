@@ -42,6 +42,8 @@ figcaption { margin-top: 0.5rem; max-width: 46rem; }
   th, td { padding: 0.3rem 0.45rem; }
 }
 """
+FITTING = 3  # columns: as many fit on a phone
+SIDEWAYS = '<div class="aside sideways">Scroll it sideways.</div>'
 
 
 def page(title: str, parts: Iterable[str]) -> str:
@@ -88,7 +90,7 @@ def picture(path: Path, alt: str, caption: str, narrow: Path | None = None, wide
     if narrow is not None:
         image = f'<picture><source media="(max-width: 46rem)" srcset="{inline(narrow)}">{image}</picture>'
     if wide:
-        image = f'<div class="scroll" tabindex="0">{image}</div><div class="aside sideways">Scroll it sideways.</div>'
+        image = f'<div class="scroll" tabindex="0">{image}</div>{SIDEWAYS}'
     kind = ' class="wide"' if wide or narrow is not None else ""
     return f"<figure{kind}>{image}<figcaption>{escape(caption)}</figcaption></figure>"
 
