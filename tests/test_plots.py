@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from experiments import run
 from pipetrain.plan.cluster import Cluster, Level, Link
 from pipetrain.plan.partition import plan
 from pipetrain.plan.profile import BlockProfile, Profile
@@ -214,3 +216,11 @@ def test_a_figure_without_anything_to_draw_is_refused(tmp_path, capsys):
     assert command.main(throughput.__doc__, throughput.draw, [str(folder)]) == 2
     assert "long enough to measure" in capsys.readouterr().err
     assert not (tmp_path / "throughput.png").exists()
+
+
+def test_a_run_too_short_to_be_validated_has_no_curves(tmp_path):
+    folder = compared(tmp_path, {"gpipe": None})
+    summaries = [SimpleNamespace(scheme="gpipe")]
+    assert run.pictures(folder, summaries).endswith(f"report.py {folder}\n{folder / 'learning_curves.png'}")
+    (folder / "gpipe" / "history.jsonl").write_text("")
+    assert run.pictures(folder, summaries) == f"All figures on one page: python plots/report.py {folder}"
