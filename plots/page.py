@@ -81,7 +81,8 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table that scrolls sideways where the page is too narrow for it. Cells ``**so**`` are bold."""
     body = "".join(f"<tr>{''.join(f'<td>{_bold(cell)}</td>' for cell in row)}</tr>" for row in rows)
     head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in header)
-    return f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    inside = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<div class="scroll" tabindex="0">{inside}</div>{SIDEWAYS if len(header) > FITTING else ""}'
 
 
 def picture(path: Path, alt: str, caption: str, narrow: Path | None = None, wide: bool = False) -> str:
