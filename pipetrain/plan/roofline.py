@@ -1,0 +1,150 @@
+"""What blocks would cost on a device that is not there: seconds from counted work, by a roofline."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pipetrain.plan.profile import BlockProfile, Profile
+
+FLOAT_BYTES = 4
+MOST_SPLITS, LEAST_INNER = 32, 128  # parts that the sum within a product is cut into, and how long each is at least
+UPDATE_PASSES = 5  # SGD with momentum reads weights, velocity and gradients, and writes weights and velocity
+PREDICTION_PASSES = 3  # W + s*v reads weights and velocity, and writes a copy
+
+
+class Device(NamedTuple):
+    """One device, as its maker describes it, and what of that is reached.
+
+    ``flops_per_s`` and ``bandwidth_bytes_per_s`` are the peaks; ``compute_part`` and ``bandwidth_part`` what the best
+    kernels reach of each. A matrix product is computed in square tiles of ``tile`` numbers a side, each by one of
+    ``processors`` multiprocessors. ``launch_s`` is what every kernel takes beside its work.
+    """
+
+    name: str
+    flops_per_s: float
+    bandwidth_bytes_per_s: float
+    processors: int
+    tile: int = 64
+    compute_part: float = 0.9
+    bandwidth_part: float = 0.8
+    launch_s: float = 5e-6
+
+    def moving_s(self, size_bytes: float) -> float:
+        """Seconds to read or write so many bytes: ``bytes / (bandwidth * part)``."""
+        return size_bytes / (self.bandwidth_bytes_per_s * self.bandwidth_part)
+
+
+# 3840 cores in 30 multiprocessors at 1531 MHz, two operations a cycle; NVIDIA's data sheet of the Tesla P40.
+TESLA_P40 = Device("Tesla P40", 11.76e12, 346e9, 30)
+
+
+class Product(NamedTuple):
+    """Matrix products (rows x inner) by (inner x columns): ``together`` of them at once, ``times`` one after another.
+
+    ``moved_bytes`` is what each of the ``times`` reads and writes: both factors and the result.
+    """
+
+    rows: int
+    inner: int
+    columns: int
+    moved_bytes: int
+    together: int = 1
+    times: int = 1
+
+    @property
+    def flops(self) -> int:
+        """``2 * rows * inner * columns`` for each: multiplications and additions."""
+        return 2 * self.rows * self.inner * self.columns * self.together * self.times
+
+    def backward(self) -> tuple[Product, Product]:
+        """The gradients of the left and of the right factor, as many operations each as forward.
+
+        The left ones (of activations) go step by step, as forward does; the right ones (of weights) are summed over all
+        steps in one product.
+        """
+        rows, inner, columns, moved, together, times = self
+        return Product(rows, columns, inner, moved, together, times), Product(
+            inner, rows * times, columns, moved, together
+        )
+
+
+class Work(NamedTuple):
+    """What one block has to do for one minibatch forward: products, and bytes that all else reads and writes.
+
+    ``kernels`` is how many launches that takes beside the products'. The other fields are those of ``BlockProfile``.
+    """
+
+    name: str
+    products: tuple[Product, ...] = ()
+    moved_bytes: int = 0
+    kernels: int = 1
+    weight_bytes: int = 0
+    output_bytes: int = 0
+    activation_bytes: int = 0
+
+    @property
+    def flops(self) -> int:
+        """Operations of the products; what else is computed hides behind its bytes."""
+        return sum(product.flops for product in self.products)
+
+
+def efficiency(product: Product, device: Device, splits: int = 1) -> float:
+    """The part of a device's multiprocessors' time that gives numbers of the result, from 0 to 1.
+
+    ``rows * inner * columns * together / (waves * processors * tile^2 * ceil(inner / splits))`` with
+    ``waves = ceil(ceil(rows/tile) * ceil(columns/tile) * together * splits / processors)``: tiles at the edges are
+    partly empty, and in the last wave of tiles some multiprocessors have none. With ``splits`` the sum over ``inner``
+    is cut into parts that are tiles of their own. After "Matrix Multiplication Background" of NVIDIA's deep learning
+    performance guide, tile and wave quantization.
+    """
+    tiles = math.ceil(product.rows / device.tile) * math.ceil(product.columns / device.tile) * product.together * splits
+    waves = math.ceil(tiles / device.processors)
+    useful = product.rows * product.inner * product.columns * product.together
+    return useful / (waves * device.processors * device.tile**2 * math.ceil(product.inner / splits))
+
+
+def product_seconds(product: Product, device: Device) -> float:
+    """``times * (max(flops / (peak * part * efficiency), bytes / bandwidth) + launch)`` with the splits that suit best.
+
+    Every split writes a result of its own, which is read again to be summed.
+    """
+    peak, flops = device.flops_per_s * device.compute_part, product.flops / product.times
+    result_bytes = FLOAT_BYTES * product.rows * product.columns * product.together
+    best_s, splits = math.inf, 1
+    while splits == 1 or (splits <= MOST_SPLITS and product.inner >= splits * LEAST_INNER):
+        moved = product.moved_bytes + (2 * splits * result_bytes if splits > 1 else 0)
+        best_s = min(best_s, max(flops / (peak * efficiency(product, device, splits)), device.moving_s(moved)))
+        splits *= 2
+    return product.times * (best_s + device.launch_s)
+
+
+def block_profile(work: Work, device: Device) -> BlockProfile:
+    """The seconds of one block: its products, what else it moves, and its launches, one after another.
+
+    Backward is twice forward: both gradients of each product by their own shapes, and twice the other bytes. The update
+    is that of SGD with momentum, ``5 * weights / bandwidth``.
+    """
+    rest_s = device.moving_s(work.moved_bytes)
+    launches_s = work.kernels * device.launch_s
+    gradients = [each for product in work.products for each in product.backward()]
+    return BlockProfile(
+        name=work.name,
+        forward_s=sum(product_seconds(each, device) for each in work.products) + rest_s + launches_s,
+        backward_s=sum(product_seconds(each, device) for each in gradients) + 2 * rest_s + 2 * launches_s,
+        output_bytes=work.output_bytes,
+        weight_bytes=work.weight_bytes,
+        activation_bytes=work.activation_bytes,
+        update_s=device.moving_s(UPDATE_PASSES * work.weight_bytes) + (device.launch_s if work.weight_bytes else 0.0),
+    )
+
+
+def roofline(model: str, batch_size: int, works: Sequence[Work], device: Device) -> Profile:
+    """The profile that the device would give for work counted at this batch size, without any measuring."""
+    return Profile(model, batch_size, tuple(block_profile(work, device) for work in works))
+
+
+def prediction_s(weight_bytes: int, device: Device) -> float:
+    """Seconds to predict weights, ``W + s*v``: ``3 * weights / bandwidth``."""
+    return device.moving_s(PREDICTION_PASSES * weight_bytes)
