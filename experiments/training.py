@@ -148,7 +148,7 @@ def train(settings: Settings, data: Dataset, output: Path, verbose: bool, keep: 
     summary = _summary(settings, recorder, diverged_at)
     _write(output / "summary.json", asdict(summary))
     shutil.rmtree(output / CHECKPOINTS, ignore_errors=True)  # the run is over, and its model saved
-    if keep and settings.scheme != DATA_PARALLEL:
+    if keep and settings.scheme not in ("single", DATA_PARALLEL):  # which nothing had to cut
         write_partition(pm, settings.batch_size, output)
     return summary
 
@@ -184,7 +184,7 @@ def write_settings(settings: Settings, output: Path) -> None:
 def write_partition(pm: pipetrain.PipelineModel, batch_size: int, output: Path) -> None:
     """How the model was cut, and what the planner says that each stage costs, into a run's folder."""
     try:
-        cut = pm.partition(batch_size)  # of one stage, which nothing had to cut, this is the first profile
+        cut = pm.partition(batch_size)
     except ValueError as error:  # by its estimate, what has just been trained cannot be
         print(f"There is no partition.json. {error}")
         return
