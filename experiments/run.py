@@ -49,10 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    from plots.learning_curves import draw
-
-    picture = draw([output / summary.scheme for summary in summaries], output / "learning_curves.png")
-    print(f"\n{closing_table(summaries)}\n\n{picture}")
+    print(f"\n{closing_table(summaries)}\n\n{pictures(output, summaries)}")
     return 1 if any(summary.diverged_at for summary in summaries) else 0
 
 
@@ -221,6 +218,16 @@ def run(settings: Sequence[Settings], options: argparse.Namespace, output: Path)
                 print(f"To go on: python experiments/run.py --resume {output}")
             raise
     return summaries
+
+
+def pictures(output: Path, summaries: Sequence[Summary]) -> str:
+    """Draw the learning curves; for people, where they are and how to see more."""
+    from plots.learning_curves import draw
+
+    more = f"All figures on one page: python plots/report.py {output}"
+    if not any((output / summary.scheme / "history.jsonl").stat().st_size for summary in summaries):
+        return more  # too short for a validation
+    return f"{more}\n{draw([output / summary.scheme for summary in summaries], output / 'learning_curves.png')}"
 
 
 def closing_table(summaries: Sequence) -> str:

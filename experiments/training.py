@@ -117,7 +117,7 @@ def check(settings: Settings) -> None:
 
 
 def train(settings: Settings, data: Dataset, output: Path, verbose: bool, keep: bool = True) -> Summary:
-    """Train once, and write config, history and summary into ``output``; to ``keep`` are trace and model too."""
+    """Train once, and write config, history and summary into ``output``; to ``keep`` are trace, cut and model too."""
     keras.utils.set_random_seed(settings.seed)
     shape = input_shape(settings.model, data.x_train.shape[1:])
     model = models.build(settings.model, shape, data.classes, **settings.size)
@@ -148,6 +148,8 @@ def train(settings: Settings, data: Dataset, output: Path, verbose: bool, keep: 
     summary = _summary(settings, recorder, diverged_at)
     _write(output / "summary.json", asdict(summary))
     shutil.rmtree(output / CHECKPOINTS, ignore_errors=True)  # the run is over, and its model saved
+    if keep and settings.scheme not in ("single", DATA_PARALLEL):  # which nothing had to cut
+        write_partition(pm, settings.batch_size, output)
     return summary
 
 
@@ -177,6 +179,17 @@ def write_settings(settings: Settings, output: Path) -> None:
     part = output / ".config.json.part"
     _write(part, asdict(settings))
     part.replace(output / "config.json")
+
+
+def write_partition(pm: pipetrain.PipelineModel, batch_size: int, output: Path) -> None:
+    """How the model was cut, and what the planner says that each stage costs, into a run's folder."""
+    try:
+        cut = pm.partition(batch_size)
+    except ValueError as error:  # by its estimate, what has just been trained cannot be
+        print(f"There is no partition.json. {error}")
+        return
+    about = {"model": cut.model, "batch_size": cut.batch_size, "samples_per_second": cut.samples_per_second}
+    _write(output / "partition.json", {**about, "stages": [asdict(stage) for stage in cut.stages]})
 
 
 def _summary(settings: Settings, recorder: Recorder, diverged_at: int | None) -> Summary:

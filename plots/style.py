@@ -1,13 +1,16 @@
-"""What all figures share: colours that colour-blind readers can tell apart, and one way to save."""
+"""What all figures share: colours that colour-blind readers can tell apart, moving averages, one way to save."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
 import matplotlib
 
 matplotlib.use("Agg")
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 # Okabe and Ito's palette: one colour per scheme, the same in every figure.
@@ -24,6 +27,39 @@ COLOURS = {
     "1f1b": "#0072B2",
 }
 STYLES = {"single": "--", "data-parallel": "--", "gpipe": ":", "1f1b": "-."}
+OTHER = "#666666"
+NEIGHBOURS = 20  # of a point, that it is averaged with
+NARROW = 4.8  # inches: as wide as a figure can be whose letters are to be read on a phone
+ROW = 0.3  # inches of height of a bar
+
+
+def smoothed(values: Sequence[float], neighbours: int = NEIGHBOURS) -> list[float]:
+    """At every point the mean of it and its neighbours, half of them on either side, as far as there are so many.
+
+    At the steep start as few after a point as before it.
+    """
+    half = neighbours // 2
+    return [fmean(values[max(0, n - half) : n + min(half, n) + 1]) for n in range(len(values))]
+
+
+def bars_for(rows: Sequence[int], extra: float) -> tuple[Figure, list[Axes]]:
+    """A narrow figure of panels one below the other, each with room for so many horizontal bars."""
+    heights = [ROW * each + 0.7 for each in rows]
+    figure = Figure(figsize=(NARROW, sum(heights) + extra), layout="constrained")
+    panels = figure.subplots(len(rows), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for panel in panels:
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(axis="x", alpha=0.3)
+        panel.set_axisbelow(True)
+        panel.tick_params(labelsize=9)
+    return figure, list(panels)
+
+
+def name_rows(panel: Axes, names: Sequence[str], title: str) -> None:
+    """Name the bars of a panel, the first of them on top."""
+    panel.set_yticks(range(len(names)), names)
+    panel.set_ylim(len(names) - 0.5, -0.5)
+    panel.set_title(title, fontsize=9, loc="left")
 
 
 def save(figure: Figure, path: Path) -> Path:

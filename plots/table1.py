@@ -18,15 +18,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from plots.learning_curves import PANELS
-from plots.style import COLOURS, STYLES, save
+from plots.learning_curves import PANELS, curve, limit
+from plots.style import COLOURS, save
 
-NEIGHBOURS = 20  # of a point, that it is averaged with
-START = 20  # the first of as many parts of a curve is its start
-FAILS = 2  # times the next higher loss: such a curve must not flatten the others
 Rows = list[dict[str, float]]
 
 
@@ -45,11 +41,11 @@ def draw(folder: Path, output: Path) -> Path:
             curves, note = chosen(schemes[scheme])
             notes += [f"{scheme}: {note}"] if note else []
             for panel, key in zip(panels, PANELS, strict=True):
-                handles[scheme] = _curve(panel, scheme, curves, key)
+                handles[scheme] = curve(panel, scheme, *means(curves, key))
         for panel, (key, name) in zip(panels, PANELS.items(), strict=True):
             panel.set(title=f"{network}: {name}", xlabel="step")
             panel.grid(alpha=0.3)
-            _limit(panel, key)
+            limit(panel, key)
         if notes:
             panels[0].text(0.98, 0.96, "\n".join(notes), transform=panels[0].transAxes, ha="right", va="top", size=8)
     figure.legend(handles.values(), handles, loc="outside upper center", ncols=len(handles), frameon=False)
@@ -81,39 +77,6 @@ def means(curves: Sequence[Rows], key: str) -> tuple[list[float], list[float]]:
     """Steps, and the mean over the curves, as far as the shortest of them goes."""
     shared = list(zip(*curves, strict=False))
     return [rows[0]["step"] for rows in shared], [fmean(row[key] for row in rows) for rows in shared]
-
-
-def smoothed(values: Sequence[float], neighbours: int = NEIGHBOURS) -> list[float]:
-    """At every point the mean of it and its neighbours, half of them on either side, as far as there are so many.
-
-    At the steep start as few after a point as before it.
-    """
-    half = neighbours // 2
-    return [fmean(values[max(0, n - half) : n + min(half, n) + 1]) for n in range(len(values))]
-
-
-def _curve(panel: Axes, scheme: str, curves: Sequence[Rows], key: str) -> Any:
-    steps, values = means(curves, key)
-    style = {"color": COLOURS[scheme], "linestyle": STYLES.get(scheme, "-")}
-    panel.plot(steps, values, color=COLOURS[scheme], linewidth=0.7, alpha=0.35)
-    return panel.plot(steps, smoothed(values), linewidth=2, **style)[0]
-
-
-def _limit(panel: Axes, key: str) -> None:
-    """The steep start may leave the panel, and so may single peaks, and the loss of a scheme that fails."""
-    values = [line.get_ydata()[len(line.get_ydata()) // START :] for line in panel.lines]
-    light, bold = values[::2], [each for each in values[1::2] if len(each)]
-    if not bold:
-        return
-    if key == "val_accuracy":
-        low, high = min(map(min, bold)), max(max(each) for each in light if len(each))
-    else:
-        highest = sorted(map(max, bold))
-        while len(highest) > 1 and highest[-1] > FAILS * highest[-2]:
-            highest.pop()
-        low, high = min(min(each) for each in light if len(each)), highest[-1]
-    margin = 0.1 * (high - low) or 0.1
-    panel.set_ylim(max(0.0, low - margin), high + margin)
 
 
 def main() -> None:

@@ -56,7 +56,7 @@ def test_all_schemes_train_and_say_so(all_schemes):
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     lines = done.stdout.strip().split("\n")
-    table = lines[-len(NAMES) - 4 : -2]
+    table = lines[-len(NAMES) - 5 : -3]
     assert table[0].split() == ["scheme", "samples/s", "best", "validation", "accuracy"]
     assert [line.split()[0] for line in table[2:]] == list(NAMES)
     best = {line.split()[0]: float(line.split()[2]) for line in table[2:]}
@@ -65,7 +65,10 @@ def test_all_schemes_train_and_say_so(all_schemes):
     assert best["single"] == best["gpipe"] == best["1f1b"]
     assert "accuracy:" in done.stdout
     assert (output / "learning_curves.png").stat().st_size > 10_000
-    assert lines[-1] == str(output / "learning_curves.png")
+    assert lines[-2:] == [
+        f"All figures on one page: python plots/report.py {output}",
+        f"{output / 'learning_curves.png'}",
+    ]
 
 
 @pytest.mark.parametrize("scheme", NAMES)
@@ -84,6 +87,7 @@ def test_every_run_leaves_its_files(all_schemes, scheme):
     assert (summary["steps"], summary["stages"], summary["batch_size"], summary["diverged_at"]) == (40, 4, 128, None)
     spans = Trace.load(folder / "trace.json").spans
     assert len(spans) == {"data-parallel": 0, "single": 80, "gpipe": 1280, "1f1b": 1280, "2bw": 1280}.get(scheme, 320)
+    assert (folder / "partition.json").exists() == (scheme not in ("single", "data-parallel"))
     model = keras.models.load_model(folder / "model.keras")
     data = datasets.load("fashion_mnist_small")
     model.compile(metrics=["accuracy"], loss=networks.crossentropy())
@@ -261,6 +265,23 @@ def test_figures_are_drawn(all_schemes, tmp_path):
     assert picture.with_suffix(".svg").exists()
     with pytest.raises(ValueError, match="first=1000"):
         timeline.draw(trace, tmp_path / "timeline.png", first=1000)
+
+
+def test_the_report_shows_every_scheme(all_schemes, tmp_path):
+    from plots import memory, report, runs
+
+    (found,) = runs.find([all_schemes[0]])
+    assert [run.scheme for run in found] == list(NAMES)
+    assert {run.scheme: len((run.partition() or {"stages": ()})["stages"]) for run in found} == {
+        **dict.fromkeys(NAMES, 4),
+        "single": 1,
+        "data-parallel": 0,
+    }
+    assert memory.draw([all_schemes[0]], tmp_path / "memory.png").stat().st_size > 10_000
+    text = report.write([all_schemes[0]], tmp_path / "report.html").read_text(encoding="utf-8")
+    assert text.count("<figure") == 4 + len(NAMES) - 1  # data-parallel has no timeline
+    for scheme in NAMES:
+        assert f"<td>{scheme}</td>" in text
 
 
 def settings_of(scheme, **more):

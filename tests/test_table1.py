@@ -11,6 +11,7 @@ import pytest
 from experiments import intervals, results, table1, training
 from experiments.records import Settings, Summary
 from plots import table1 as plot
+from plots.style import smoothed
 
 
 def test_intervals_are_students():
@@ -90,7 +91,7 @@ def test_the_figure_says_what_diverged(runs):
     assert (len(steady), note) == (1, "diverged at step 41 in 1 of 2 seeds, not drawn")
     assert plot.chosen([(rows, 41) for rows, _ in histories])[1] == "diverged at step 41, 41 in 2 of 2 seeds"
     assert plot.means([*steady, steady[0][:2]], "train_loss") == ([20, 40], [1, 0.5])
-    assert plot.smoothed([1, 2, 6, 4, 5], 2) == [1, 3, 4, 5, 4.5]
+    assert smoothed([1, 2, 6, 4, 5], 2) == [1, 3, 4, 5, 4.5]
     assert plot.draw(runs, runs / "table1.png").stat().st_size > 10_000
     assert (runs / "table1.svg").exists()
 

@@ -1,0 +1,226 @@
+"""Every figure from run files made by hand, and the page that gathers them."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from experiments import run
+from pipetrain.plan.cluster import Cluster, Level, Link
+from pipetrain.plan.partition import plan
+from pipetrain.plan.profile import BlockProfile, Profile
+from pipetrain.plan.simulator import simulate
+from pipetrain.plan.trace import Span, Trace, Transfer
+from plots import breakdown, command, learning_curves, memory, report, rmse, runs, staleness, throughput, traffic
+
+SLOW_LINK = Cluster((Level(Link(2e8)),))
+BLOCKS = tuple(BlockProfile(f"b{n}", 1e-3, 2e-3, 10**5, 10**6, 10**6) for n in range(3))
+CUT = plan(Profile("made up", 32, BLOCKS), [1, 2, 3], SLOW_LINK)
+SCHEMES = {"single": 100.0, "vanilla": 180.0, "gpipe": None}
+
+
+def write(path, content):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content))
+
+
+def compared(folder, schemes=SCHEMES, rows=45):
+    """What experiments/run.py leaves, by hand."""
+    for scheme, speed in schemes.items():
+        config = {"scheme": scheme, "model": "snn", "dataset": "made up", "stages": 3, "batch_size": 32}
+        results = {"max_val_accuracy": 0.5, "min_train_loss": 1.5, "min_val_loss": None, "peak_memory_bytes": 2**28}
+        diverged = 7 if speed is None else None
+        write(folder / scheme / "config.json", {**config, "learning_rate": 0.01, "size": {"width": 8}})
+        write(folder / scheme / "summary.json", {**results, "samples_per_second": speed, "diverged_at": diverged})
+        history = [{"step": n, "train_loss": 1 / n, "val_loss": 2 / n, "val_accuracy": 0.5} for n in range(1, rows)]
+        history.append({"step": rows, "train_loss": float("nan"), "val_loss": float("inf"), "val_accuracy": 0.1})
+        (folder / scheme / "history.jsonl").write_text("".join(json.dumps(row) + "\n" for row in history))
+        stages = [{"memory_bytes": each.memory_bytes} for each in CUT.stages]
+        write(folder / scheme / "partition.json", {"stages": stages[:1] if scheme == "single" else stages})
+        alone = plan(Profile("made up", 32, BLOCKS), [3])
+        simulate(alone if scheme == "single" else CUT, scheme, SLOW_LINK, 12).save(folder / scheme / "trace.json")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A folder of each kind of experiment."""
+    folder = tmp_path_factory.mktemp("made")
+    compared(folder / "all")
+    rows = [{"step": n, "horizon": s, "stale": 2e-3, "predicted": 1e-3, "best": 9e-4} for n in (1, 2) for s in (1, 2)]
+    about = {"model": "snn", "dataset": "made up", "stages": 2, "scheme": "spectrain", "optimizer": "adam"}
+    write(folder / "rmse" / "config.json", {**about, "learning_rate": 0.1, "horizons": [1, 2]})
+    (folder / "rmse" / "history.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sizes = {"depth": 2, "width": 8, "steps": 9, "batch_size": 8, "momentum": 0.9, "seeds": 2}
+    write(
+        folder / "staleness" / "config.json",
+        {**sizes, "policy": ["vanilla"], "stages": [2, 4], "learning_rate": [0.1]},
+    )
+    means = [{"policy": "vanilla", "stages": n, "learning_rate": 0.1, "mean": 0.5, "half_width": 0.1} for n in (2, 4)]
+    write(folder / "staleness" / "summary.json", {"rows": [{**row, "diverged": 0} for row in means]})
+    sent = {"model": "snn", "data_parallel_bytes": 10**8, "pipeline_bytes": 10**6, "ratio": 100}
+    write(folder / "traffic" / "traffic.json", {"batch_size": 32, "devices": 3, "networks": [sent]})
+    seed = folder / "table1" / "snn" / "vanilla" / "seed0"
+    write(seed / "summary.json", {"scheme": "vanilla", "model": "snn", "diverged_at": None})
+    (seed / "history.jsonl").write_text((folder / "all" / "vanilla" / "history.jsonl").read_text())
+    (folder / "table1" / "table1.md").write_text("### snn\n\nwidth 8.\n\n| scheme | x |\n|---|---:|\n| one | **2** |\n")
+    return folder
+
+
+class Page(HTMLParser):
+    """What a page shows; refuses tags that do not match, and whatever would be loaded from elsewhere."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.images, self.seen = [], [], []
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag, attributes):
+        if tag not in ("meta", "img", "source", "br"):
+            self.open.append(tag)
+        assert tag not in ("script", "link", "iframe", "object")
+        for key, value in attributes:
+            assert key not in ("src", "srcset", "href") or value.startswith("data:image/")
+        if tag == "img":
+            self.images.append(dict(attributes)["alt"])
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.seen.append(data)
+
+    @property
+    def text(self):
+        return " ".join(self.seen)
+
+
+@pytest.mark.parametrize(
+    ("draw", "where"),
+    [
+        (throughput.draw, "all"),
+        (breakdown.draw, "all"),
+        (memory.draw, "all"),
+        (learning_curves.draw, "all"),
+        (rmse.draw, "rmse"),
+        (staleness.draw, "staleness"),
+        (traffic.draw, "traffic/traffic.json"),
+    ],
+)
+def test_every_figure_is_drawn_twice(made, tmp_path, draw, where):
+    of_runs = where == "all"
+    picture = draw([made / where] if of_runs else made / where, tmp_path / "figure.png")
+    assert picture.stat().st_size > 10_000
+    assert "<svg" in (tmp_path / "figure.svg").read_text()
+
+
+def test_runs_are_found_wherever_they_lie(made):
+    names = [[run.scheme for run in those] for those in runs.find([made / "all"])]
+    assert names == [["single", "vanilla", "gpipe"]]
+    (those,) = runs.find([made / "all" / "vanilla", made / "all" / "single"])
+    assert [run.scheme for run in those] == ["single", "vanilla"]
+    assert runs.throughput(those) == {"single": 100, "vanilla": 180}
+    assert those[0].values("val_accuracy")[1][-1] == 0.1
+    with pytest.raises(ValueError, match="There is no run"):
+        runs.find([made / "traffic"])
+
+
+def spans(*each):
+    """Stage, minibatch, start and end of forwards."""
+    return [Span("F", stage, i, f"d{stage}", start, end, i) for stage, i, start, end in each]
+
+
+def test_time_is_shared_out_by_hand():
+    """Stage 1 waits 1 s for stage 0 and 2 s for the transfer, then 1 s for stage 0 alone."""
+    sent = [Transfer("F", 1, 0, 0, 1, 0, 8, 3.0, 5.0)]
+    trace = Trace.of(spans((0, 0, 0, 1), (1, 0, 1, 2), (0, 1, 2, 3), (1, 1, 5, 6)), sent)
+    shares = breakdown.shares(trace)
+    assert shares == pytest.approx((4 / 8, 2 / 8, 2 / 8, 2 / 8))
+    assert sum(shares[:3]) == pytest.approx(1)
+
+
+def test_pauses_are_left_out():
+    """In ten steps of 1 s, 100 s in which nothing is under way."""
+    late = [100.0 * (n >= 5) for n in range(10)]
+    actions = [(("F", "B")[half], n, n + half / 2 + late[n]) for n in range(10) for half in (0, 1)]
+    trace = Trace.of(Span(op, 0, n, "d", start, start + 0.5, n) for op, n, start in actions)
+    assert breakdown.without_pauses(trace).duration_s == pytest.approx(10)
+    assert breakdown.shares(trace) == pytest.approx((1, 0, 0, 0))
+    assert len(breakdown.middle(trace).spans) == 12
+
+
+@pytest.mark.parametrize("scheme", ["single", "vanilla", "gpipe"])
+def test_shares_of_simulated_runs_sum_to_the_whole(made, scheme):
+    (run,) = runs.find([made / "all" / scheme])[0]
+    shares = breakdown.shares(run.trace())
+    assert sum(shares[:3]) == pytest.approx(1)
+    assert np.all(np.array(shares) >= -1e-9)
+    assert (shares.for_transfers > 0.01) == (scheme == "gpipe") or scheme == "vanilla"
+
+
+def test_the_page_has_everything_and_needs_nothing(made):
+    folders = [made / name for name in ("all", "rmse", "staleness", "traffic", "table1")]
+    output = report.write(folders, made / "report.html")
+    text = output.read_text(encoding="utf-8")
+    page = Page(text)
+    assert not re.search(r"https?://|url\(|@import", re.sub(r"base64,[\w+/=]+", "", text))
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in text
+    assert len(page.images) == 4 + 3 + 4  # of the comparison, its timelines, the studies
+    assert len(set(page.images)) == len(page.images)
+    assert all(page.images)
+    for said in ("1.80x", "at step 7", "256 MiB", "width 8", "snn on made up, 3 stages, batch 32"):
+        assert said in page.text
+    assert "<strong>2</strong>" in text
+    assert "missing" not in page.text
+    assert text.count("<figcaption>") == len(page.images)
+
+
+def test_the_page_says_what_is_missing(tmp_path, capsys):
+    folder = compared(tmp_path / "all", {"single": 100.0, "vanilla": 180.0, "gpipe": 90.0})
+    for name in ("trace.json", "partition.json"):
+        (folder / "single" / name).unlink()
+        (folder / "vanilla" / name).unlink()
+    (folder / "gpipe" / "trace.json").write_text("{")
+    (folder / "gpipe" / "partition.json").unlink()
+    (folder / "vanilla" / "summary.json").unlink()
+    (folder / "vanilla" / "history.jsonl").unlink()
+    write(folder / "2bw" / "config.json", ["not settings"])
+    (tmp_path / "empty").mkdir()
+    assert report.main([str(folder), str(tmp_path / "empty")]) == 0
+    page = Page((folder / "report.html").read_text(encoding="utf-8"))
+    for said in (
+        "vanilla has not ended",
+        "The timelines of single, vanilla: no trace was kept.",
+        "The trace of gpipe: A run's file cannot be read",
+        "The figure 'memory': No run says how the model was cut.",
+        "empty: there is no run in it.",
+        "2bw/config.json",
+    ):
+        assert said in page.text
+    assert len(page.images) == 2
+    assert report.main([str(tmp_path / "empty")]) == 2
+    assert "There is nothing to show. Received" in capsys.readouterr().err
+
+
+def test_a_figure_without_anything_to_draw_is_refused(tmp_path, capsys):
+    folder = compared(tmp_path, {"gpipe": None}, rows=1)
+    (folder / "gpipe" / "history.jsonl").write_text("")
+    with pytest.raises(ValueError, match="No run has a history"):
+        learning_curves.draw([folder], tmp_path / "figure.png")
+    assert command.main(throughput.__doc__, throughput.draw, [str(folder)]) == 2
+    assert "long enough to measure" in capsys.readouterr().err
+    assert not (tmp_path / "throughput.png").exists()
+
+
+def test_a_run_too_short_to_be_validated_has_no_curves(tmp_path):
+    folder = compared(tmp_path, {"gpipe": None})
+    summaries = [SimpleNamespace(scheme="gpipe")]
+    assert run.pictures(folder, summaries).endswith(f"report.py {folder}\n{folder / 'learning_curves.png'}")
+    (folder / "gpipe" / "history.jsonl").write_text("")
+    assert run.pictures(folder, summaries) == f"All figures on one page: python plots/report.py {folder}"
