@@ -341,53 +341,49 @@ def markdown(text: str) -> list[str]:
 
 def errors(folder: Path, scratch: Path) -> list[str]:
     """A folder of experiments/rmse.py."""
-    return [
-        page.heading("How near predicted weights come"),
-        *_study(
-            folder,
-            scratch,
-            rmse.draw,
-            "Curves of the error of stale and of predicted weights over the steps, a panel for each s",
-            "How far (root of the mean square) the weights that a minibatch finds are from those that training has s "
-            "updates later, and how far the predicted ones: the lower curve is nearer.",
-        ),
-    ]
+    return _study(
+        "How near predicted weights come",
+        folder,
+        scratch,
+        rmse.draw,
+        "Curves of the error of stale and of predicted weights over the steps, a panel for each s",
+        "How far (root of the mean square) the weights that a minibatch finds are from those that training has s "
+        "updates later, and how far the predicted ones: the lower curve is nearer.",
+    )
 
 
 def stale(folder: Path, scratch: Path) -> list[str]:
     """A folder of experiments/staleness.py."""
-    return [
-        page.heading("What staleness costs"),
-        *_study(
-            folder,
-            scratch,
-            staleness.draw,
-            "Validation accuracy over the number of stages, a line for each policy",
-            "The more stages, the older the weights that a minibatch reads: what accuracy each way to deal with that "
-            "still reaches, beside training on one device.",
-        ),
-    ]
+    return _study(
+        "What staleness costs",
+        folder,
+        scratch,
+        staleness.draw,
+        "Validation accuracy over the number of stages, a line for each policy",
+        "The more stages, the older the weights that a minibatch reads: what accuracy each way to deal with that "
+        "still reaches, beside training on one device.",
+    )
 
 
 def volume(folder: Path, scratch: Path) -> list[str]:
     """A folder of experiments/traffic.py."""
-    return [
-        page.heading("What devices send each other"),
-        *_study(
-            folder / "traffic.json",
-            scratch,
-            traffic.draw,
-            "Bars: megabytes sent per minibatch by data parallelism and by a pipeline, for each network",
-            "Data parallelism sends every weight's gradient, a pipeline only what crosses its cuts: megabytes per "
-            "minibatch, and how many times less the pipeline sends.",
-        ),
-    ]
+    return _study(
+        "What devices send each other",
+        folder / "traffic.json",
+        scratch,
+        traffic.draw,
+        "Bars: megabytes sent per minibatch by data parallelism and by a pipeline, for each network",
+        "Data parallelism sends every weight's gradient, a pipeline only what crosses its cuts: megabytes per "
+        "minibatch, and how many times less the pipeline sends.",
+    )
 
 
-def _study(path: Path, scratch: Path, draw: Callable[[Path, Path], Path], alt: str, caption: str) -> list[str]:
+def _study(
+    title: str, path: Path, scratch: Path, draw: Callable[[Path, Path], Path], alt: str, caption: str
+) -> list[str]:
     missing: list[str] = []
     parts = _wide(path, scratch, missing, draw, alt, caption)
-    return [*parts, *([page.bullets(missing)] if missing else [])]
+    return [page.heading(title), *parts, *([page.bullets(missing)] if missing else [])]
 
 
 def _wide(

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from pipetrain.plan.prediction import positive
+
 
 def spike(mu: float, staleness: Any) -> tuple[Any, Any]:
     """``(a, b)`` of ``w <- w + a*m + b*(-lr*g)`` after ``m <- mu*m - lr*g``: ``a = mu^D, b = (1 - mu^D)/(1 - mu)``.
@@ -26,9 +28,4 @@ def rescaled(rate: Any, staleness: Any, step: Any, steps: Any) -> Any:
     Source: PipeMare (Yang et al. 2019, arXiv 1910.05124), learning rate rescheduling (T1). ``step`` counts updates.
     """
     left = 1 - step / steps
-    return rate / (_positive(staleness - 1) + 1) ** _positive(left)
-
-
-def _positive(value: Any) -> Any:
-    """``max(0, value)`` for anything that has an absolute value."""
-    return (value + abs(value)) / 2
+    return rate / (positive(staleness - 1) + 1) ** positive(left)

@@ -62,7 +62,7 @@ def ratio(along: Any, square: Any) -> Any:
     ``along`` is the sum of ``gamma^age * <W[t+s] - W[t], v[t]> / s``, ``square`` that of ``gamma^age * <v[t], v[t]>``;
     see ``observed``. 1, the paper's, as long as both are 0.
     """
-    return _positive(along + TINY) / (square + TINY)
+    return positive(along + TINY) / (square + TINY)
 
 
 def observed(sums: Any, along: Any, square: Any) -> tuple[Any, Any]:
@@ -71,10 +71,10 @@ def observed(sums: Any, along: Any, square: Any) -> tuple[Any, Any]:
     An observation's own ratio counts as ``-MOST`` to ``MOST``: where the learning rate jumps, the velocity that it
     began with says nothing of the way from there.
     """
-    within = along - _positive(along - MOST * square) + _positive(-along - MOST * square)
+    within = along - positive(along - MOST * square) + positive(-along - MOST * square)
     return FADING * sums[0] + within, FADING * sums[1] + square
 
 
-def _positive(value: Any) -> Any:
+def positive(value: Any) -> Any:
     """``max(0, value)`` for anything that has an absolute value."""
     return (value + abs(value)) / 2
