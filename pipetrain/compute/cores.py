@@ -22,6 +22,11 @@ def full_name(name: str) -> str:
     )
 
 
+def is_remote(device: str) -> bool:
+    """Whether a device, by its full name, is another process's: TensorFlow names the cluster's job for these alone."""
+    return device.startswith("/job:") and not device.startswith("/job:localhost/")
+
+
 def cores() -> list[int]:
     """The processor cores this process may use."""
     known = hasattr(os, "sched_getaffinity")  # on Linux
@@ -31,7 +36,7 @@ def cores() -> list[int]:
 def pin(device: str) -> None:
     """Keep this thread on its CPU device's core, where each device has one: threads that wander disturb others."""
     known = cores()
-    cpus = [cpu.name for cpu in tf.config.list_logical_devices("CPU")]
+    cpus = [cpu.name for cpu in tf.config.list_logical_devices("CPU") if not is_remote(cpu.name)]
     if device in cpus and 1 < len(cpus) <= len(known) and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, [known[cpus.index(device)]])
 

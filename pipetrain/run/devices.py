@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import tensorflow as tf
 
-from pipetrain.compute.cores import cores, full_name
+from pipetrain.compute.cores import cores, full_name, is_remote
 from pipetrain.plan.cluster import PCIE_3, SHARED_MEMORY, Cluster, Level
 
 
@@ -71,7 +71,7 @@ def described(devices: Sequence[str]) -> Cluster:
 
 def transfer(tensor: tf.Tensor, device: str) -> tf.Tensor:
     """The tensor on another device; TensorFlow does the copy."""
-    if tensor.device.endswith(device):
+    if tensor.device.endswith(device) and is_remote(tensor.device) == is_remote(device):
         return tensor
     with tf.device(device):
         return tf.identity(tensor)
@@ -83,7 +83,10 @@ def size_bytes(tensors: Iterable[tf.Tensor | None]) -> int:
 
 
 def finish(device: str) -> None:
-    """Wait until a GPU has done all that it was given; what a CPU is given, it has done when the call returns."""
-    if "CPU" not in device:
+    """Wait until a GPU or another process has done all that it was given.
+
+    What a CPU of this process is given, it has done when the call returns.
+    """
+    if "CPU" not in device or is_remote(device):
         with tf.device(device):
             (tf.zeros([]) + 1.0).numpy()

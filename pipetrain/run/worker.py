@@ -101,8 +101,9 @@ class Worker(threading.Thread):
         """The thread's body. An exception stops the pipeline and is kept for its caller."""
         try:
             pin(self._stage.device)
-            for action in self._schedule(*self._seat[:2], self._arrivals()):
-                self._act(action)
+            with tf.device(self._stage.device):
+                for action in self._schedule(*self._seat[:2], self._arrivals()):
+                    self._act(action)
         except Closed:
             pass
         except BaseException as error:
