@@ -14,14 +14,18 @@ if TYPE_CHECKING:
     from pipetrain.plan.simulator import simulate
     from pipetrain.plan.stages import Partition
     from pipetrain.plan.trace import Trace
+    from pipetrain.run.connection import connect
     from pipetrain.run.devices import set_cpu_devices
+    from pipetrain.run.local import LocalWorkers
 
 __all__ = [
+    "LocalWorkers",
     "Partition",
     "PipelineModel",
     "Profile",
     "Trace",
     "callbacks",
+    "connect",
     "partition",
     "profile",
     "set_cpu_devices",
@@ -30,10 +34,12 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
+    "LocalWorkers": "pipetrain.run.local",
     "Partition": "pipetrain.plan.stages",
     "PipelineModel": "pipetrain.model",
     "Profile": "pipetrain.plan.profile",
     "Trace": "pipetrain.plan.trace",
+    "connect": "pipetrain.run.connection",
     "partition": "pipetrain.plan.partition",
     "profile": "pipetrain.compute.profiler",
     "set_cpu_devices": "pipetrain.run.devices",

@@ -1,4 +1,4 @@
-"""Plan how to train a saved Keras model on several devices, or simulate it, without training it."""
+"""Plan or simulate training a saved Keras model on several devices, without training it; serve as a worker."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from pipetrain import worker
+from pipetrain.options import count, positive, share, size, slots
 from pipetrain.plan import schemes
 from pipetrain.plan.advice import advise
-from pipetrain.plan.cluster import Cluster, size_bytes
+from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.comparison import Comparison, compare
 from pipetrain.plan.memory import Training
 from pipetrain.plan.profile import Profile
@@ -66,9 +68,12 @@ class Given(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status: 2 for what cannot be planned or simulated."""
+    """Run the command line; returns the exit status: 2 for what cannot be planned, simulated or served."""
     options = _parse(arguments)
     try:
+        if options.command == "worker":
+            worker.run(options)
+            return 0
         cluster = Cluster.load(options.cluster) if options.cluster else None
         start_tensorflow(options.devices)
         given = _given(options, cluster)
@@ -158,29 +163,30 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     _add_common(simulate)
     _add_simulated(simulate)
     simulate.set_defaults(run=_simulate)
+    worker.add(commands)
     return parser.parse_args(arguments)
 
 
 def _add_common(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", type=Path, metavar="MODEL.keras", help="a model that Keras saved")
-    command.add_argument("--devices", type=_count, required=True, metavar="N", help="how many devices there are")
+    command.add_argument("--devices", type=count, required=True, metavar="N", help="how many devices there are")
     command.add_argument(
         "--cluster", type=Path, metavar="FILE", help="how they are joined (default: as here), see below"
     )
     command.add_argument(
-        "--batch-size", type=_count, default=128, metavar="N", help="rows of a minibatch (default: 128)"
+        "--batch-size", type=count, default=128, metavar="N", help="rows of a minibatch (default: 128)"
     )
-    command.add_argument("--memory", type=_size, metavar="SIZE", help="what a device holds, such as 16GiB")
+    command.add_argument("--memory", type=size, metavar="SIZE", help="what a device holds, such as 16GiB")
     command.add_argument(
         "--slots",
-        type=_slots,
+        type=slots,
         default=1,
         metavar="N",
         help="optimizer variables a weight: 1 for momentum, 2 for Adam",
     )
     command.add_argument(
         "--microbatches",
-        type=_count,
+        type=count,
         default=4,
         metavar="N",
         help="for gpipe, 1f1b and 2bw, which has stages - 1 at least (default: 4)",
@@ -202,50 +208,19 @@ def _add_simulated(command: argparse.ArgumentParser) -> None:
         help="may be given several times (default: single, data-parallel and spectrain)",
     )
     command.add_argument(
-        "--minibatches", type=_count, default=200, metavar="N", help="how many are trained (default: 200)"
+        "--minibatches", type=count, default=200, metavar="N", help="how many are trained (default: 200)"
     )
     command.add_argument(
-        "--speed", type=_positive, default=1.0, metavar="X", help="of the devices, this machine's being 1 (default: 1)"
+        "--speed", type=positive, default=1.0, metavar="X", help="of the devices, this machine's being 1 (default: 1)"
     )
     command.add_argument(
         "--reduction", choices=REDUCTIONS, default=REDUCTIONS[0], help="how devices sum gradients (default: ring)"
     )
     command.add_argument(
-        "--slowdown", type=_share, default=0.0, metavar="X", help="how much actions' times vary, such as 0.1"
+        "--slowdown", type=share, default=0.0, metavar="X", help="how much actions' times vary, such as 0.1"
     )
     command.add_argument("--seed", type=int, default=0, metavar="N", help="of that variation (default: 0)")
     command.add_argument("--output", type=Path, metavar="FILE", help="write the trace, or one for each scheme")
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return value
-
-
-def _share(text: str) -> float:
-    return 0.0 if text == "0" else _positive(text)
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 up")
-    return int(text)
-
-
-def _slots(text: str) -> int:
-    return 0 if text == "0" else _count(text)
-
-
-def _size(text: str) -> int:
-    try:
-        return size_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 if __name__ == "__main__":

@@ -12,8 +12,9 @@ import tensorflow as tf
 def full_name(name: str) -> str:
     """TensorFlow's own name of a device such as ``CPU:0``; ValueError, with those it has, for one it has not."""
     present = [device.name for device in tf.config.list_logical_devices()]
+    wanted = _of_a_task(name).upper()
     for full in present:
-        if name.upper() in (full.upper(), full.upper().removeprefix("/DEVICE:")):
+        if wanted in (full.upper(), full.upper().removeprefix("/DEVICE:")):
             return full
     raise ValueError(
         f"TensorFlow has no such device. Received: devices=... {name!r}. "
@@ -25,6 +26,15 @@ def full_name(name: str) -> str:
 def is_remote(device: str) -> bool:
     """Whether a device, by its full name, is another process's: TensorFlow names the cluster's job for these alone."""
     return device.startswith("/job:") and not device.startswith("/job:localhost/")
+
+
+def _of_a_task(name: str) -> str:
+    """A worker's device as TensorFlow writes it, which has replica 0; other names as they are."""
+    try:
+        spec = tf.DeviceSpec.from_string(name)
+    except ValueError:
+        return name
+    return name if spec.job is None else spec.replace(replica=0, task=spec.task or 0).to_string()
 
 
 def cores() -> list[int]:

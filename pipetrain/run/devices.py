@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from pipetrain.compute.cores import cores, full_name, is_remote
 from pipetrain.plan.cluster import PCIE_3, SHARED_MEMORY, Cluster, Level
+from pipetrain.run.connection import remote_devices
 
 
 def set_cpu_devices(count: int) -> None:
@@ -38,7 +39,12 @@ def set_cpu_devices(count: int) -> None:
 
 
 def available() -> list[str]:
-    """The devices that stages go to by default: logical CPU devices if there are several, else GPUs, else the CPU."""
+    """The devices that stages go to by default: workers', if this process has joined a cluster, else its own.
+
+    Of its own: logical CPU devices if there are several, else GPUs, else the CPU.
+    """
+    if workers := remote_devices():
+        return workers
     cpus, gpus = tf.config.list_logical_devices("CPU"), tf.config.list_logical_devices("GPU")
     chosen = cpus if len(cpus) > 1 or not gpus else gpus
     return [device.name for device in chosen]

@@ -1,0 +1,107 @@
+"""The workers of a cluster by their addresses: what a hosts file, TF_CONFIG or a program says of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+EXAMPLE = '{"workers": ["10.0.0.1:2222", "10.0.0.2:2222"]}'
+LOOPBACK = ("localhost", "127.", "[::1]")
+
+
+def split(address: str) -> tuple[str, int]:
+    """Host and port of ``host:port``; ValueError for anything else."""
+    match = re.fullmatch(r"([\w.-]+|\[[0-9a-fA-F:.]+\]):(\d{1,5})", address) if isinstance(address, str) else None
+    if match is None or not 0 < int(match[2]) < 2**16:
+        raise ValueError(f"{address!r} is not an address such as 10.0.0.1:2222")
+    return match[1], int(match[2])
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine has such an address."""
+    return address.startswith(LOOPBACK)
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Addresses of the workers, ``host:port``, in the order of their tasks.
+
+    Raises ValueError, with what is wrong, for none, for one given twice, and for what is no address.
+    """
+
+    workers: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        for n, address in enumerate(self.workers):
+            try:
+                split(address)
+            except ValueError as error:
+                raise ValueError(f"workers[{n}]: {error}") from error
+        twice = [address for address in dict.fromkeys(self.workers) if self.workers.count(address) > 1]
+        if twice or not self.workers:
+            raise ValueError(f"workers: {twice[0]} is there twice" if twice else "workers: there are none")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Hosts:
+        """Read a hosts file: JSON such as ``{"workers": ["10.0.0.1:2222", "10.0.0.2:2222"]}``.
+
+        Raises ValueError with the file and the key that is wrong; OSError when it cannot be read.
+        """
+        try:
+            return cls._of(json.loads(Path(path).read_text(encoding="utf-8")))
+        except ValueError as error:
+            raise ValueError(f"Not a hosts file: {error}. Received: {str(path)!r}. Try {EXAMPLE}.") from error
+
+    @classmethod
+    def given(cls, cluster: Mapping[str, Any] | Sequence[str]) -> Hosts:
+        """Addresses, or what a hosts file holds. Raises ValueError for anything else."""
+        try:
+            return cls._of(cluster if isinstance(cluster, Mapping) else {"workers": cluster})
+        except ValueError as error:
+            raise ValueError(f"Not a cluster: {error}. Received: {cluster!r}. Try {EXAMPLE}.") from error
+
+    @classmethod
+    def of_tf_config(cls, text: str) -> Hosts:
+        """The job ``worker`` of what the environment variable TF_CONFIG holds. Raises ValueError for anything else."""
+        try:
+            return cls._of(_tf_config(text)["cluster"])
+        except ValueError as error:
+            raise ValueError(
+                f"Not a cluster in TF_CONFIG: {error}. Received: TF_CONFIG={text!r}. "
+                'Try {"cluster": {"worker": ["10.0.0.1:2222"]}, "task": {"type": "worker", "index": 0}}.'
+            ) from error
+
+    @classmethod
+    def _of(cls, data: Any) -> Hosts:
+        """``workers``, or TensorFlow's own name of the job."""
+        if not isinstance(data, Mapping):
+            raise ValueError(f"it is {data!r}, not an object with workers")
+        named = [key for key in ("workers", "worker") if key in data]
+        others = [str(key) for key in data if key not in ("workers", "worker", "chief", "evaluator", "ps")]
+        if len(named) != 1 or others:
+            raise ValueError(f"it has workers, not {', '.join(others)}" if others else "no workers")
+        addresses = data[named[0]]
+        if isinstance(addresses, Mapping):  # TensorFlow's form where tasks are left out
+            addresses = list(addresses.values())
+        if isinstance(addresses, str) or not isinstance(addresses, Sequence):
+            raise ValueError(f"{named[0]}: {addresses!r} is not a list of addresses")
+        return cls(tuple(addresses))
+
+
+def task_of_tf_config(text: str) -> int | None:
+    """Which worker a process is by its TF_CONFIG; None where that does not say. Raises ValueError for a wrong one."""
+    task = _tf_config(text).get("task", {})
+    if not isinstance(task, Mapping) or not isinstance(task.get("index", 0), int):
+        raise ValueError(f"task: {task!r} is not a type and an index. Received: TF_CONFIG={text!r}. Try index: 0.")
+    return task.get("index") if task.get("type") == "worker" else None
+
+
+def _tf_config(text: str) -> dict[str, Any]:
+    data = json.loads(text)
+    if not isinstance(data, dict) or "cluster" not in data:
+        raise ValueError("no cluster")
+    return data
