@@ -12,6 +12,8 @@ import tensorflow as tf
 from pipetrain.compute.bound import BoundFunction, Newest, Weights, direct
 from pipetrain.compute.clipping import SQUARED_NORM, clipped, positive, squared_norm
 from pipetrain.compute.clone import clone
+from pipetrain.compute.cores import is_remote
+from pipetrain.compute.packed import packed
 from pipetrain.compute.segment import Segment, mask_of
 from pipetrain.compute.slots import Slot, shared
 from pipetrain.compute.split import specs, split
@@ -150,6 +152,8 @@ class Stage:
         flows, constants = self._sorted(Values(inputs, list(masks)), targets)
         with tf.device(self.device):
             halves = split(self._run, specs(self._weights), specs(self._model_state), flows, constants)
+            if is_remote(self.device):
+                halves = packed(halves)
             self._forward, self._backward = self._bound(halves.forward), self._bound(halves.backward)
             self._starts = halves.outputs
             self._halves, self._fused = halves, None
