@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partialmethod
+
 import networks
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ def test_delays_change_no_bit(scheme, monkeypatch):
     x, y = networks.data(rows=ROWS)
     weights = []
     for delay_s in (0.0, 0.01):
-        networks.delay(monkeypatch, delay_s, "forward", "backward", "update")
+        networks.delay(monkeypatch, delay_s, "forward", "backward", "step", "update")
         pm = networks.pipeline(scheme=scheme)
         history = pm.fit(x, y, batch_size=BATCH, epochs=2, verbose=0).history
         weights.append((pm.get_weights(), history))
@@ -34,11 +36,10 @@ def test_an_exception_in_any_stage_reaches_the_caller(scheme, monkeypatch):
     pm.fit(x, y, batch_size=BATCH, verbose=0)
     stages = pm._engine.layout.stages
     for k in range(stages):
-        for method, op in (("forward", "F"), ("backward", "B")):
-            original = getattr(Stage, method)
+        for methods, op in ((["forward"], "F"), (["backward", "step"], "B")):
             calls = []
 
-            def broken(self, *args, k=k, original=original, calls=calls, op=op):
+            def broken(self, *args, original, k=k, calls=calls, op=op):
                 if self is pm._engine._pipeline._stages[k][0]:
                     calls.append(op)
                     if len(calls) == 6:
@@ -46,7 +47,8 @@ def test_an_exception_in_any_stage_reaches_the_caller(scheme, monkeypatch):
                 return original(self, *args)
 
             with monkeypatch.context() as patch:
-                patch.setattr(Stage, method, broken)
+                for method in methods:
+                    patch.setattr(Stage, method, partialmethod(broken, original=getattr(Stage, method)))
                 with pytest.raises(KeyError, match="boom") as caught:
                     pm.fit(x, y, batch_size=BATCH, verbose=0)
             note = "\n".join(caught.value.__notes__)

@@ -125,7 +125,7 @@ def test_a_run_that_fails_has_a_trace(monkeypatch):
     def broken(self, *args):
         raise KeyError("boom")
 
-    monkeypatch.setattr(Stage, "backward", broken)
+    monkeypatch.setattr(Stage, "step", broken)
     pm = networks.pipeline(cuts=networks.cuts(6, 3), scheme="vanilla")
     x, y = networks.data(ROWS)
     with pytest.raises(KeyError):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from pipetrain.compute.backward import Backward, added
 from pipetrain.compute.bound import BoundFunction, Newest, Weights, direct
 from pipetrain.compute.clipping import SQUARED_NORM, clipped, positive, squared_norm
 from pipetrain.compute.clone import clone
@@ -154,39 +155,21 @@ class Stage:
             halves = split(self._run, specs(self._weights), specs(self._model_state), flows, constants)
             if is_remote(self.device):
                 halves = packed(halves)
-            self._forward, self._backward = self._bound(halves.forward), self._bound(halves.backward)
-            self._starts = halves.outputs
-            self._halves, self._fused = halves, None
-            self._trace_update(halves.backward.structured_outputs[0])
+            self._forward, self._starts = self._bound(halves.forward), halves.outputs
+            self._backward = Backward(halves.backward, self._bound, self._step, self._staleness)
+            self._gradients = halves.backward.structured_outputs[0]
+            self._update = self._squared_norm = None  # traced when they are needed
         output = halves.forward.structured_outputs[0][0]
         return [mask if mask is None else tf.TensorSpec(mask.shape, mask.dtype) for mask in output.masks]
 
-    def _trace_update(self, gradients: list[Any]) -> None:
-        squares = []
-        if self.global_clipnorm:
-            squares = [tf.TensorSpec([None], SQUARED_NORM.dtype)]
-            norm = tf.function(squared_norm, autograph=False)
-            self._squared_norm = direct(norm.get_concrete_function(gradients))
+    def _trace_update(self) -> Any:
+        squares = tf.TensorSpec([None], SQUARED_NORM.dtype) if self.global_clipnorm else None
         step = tf.function(self._step, autograph=False)
-        staleness = tf.TensorSpec([]) if self._rule.corrects else None
-        self._update = direct(step.get_concrete_function(gradients, squares or None, staleness))
+        return direct(step.get_concrete_function(self._gradients, squares, self._staleness))
 
-    def _trace_fused(self) -> Any:
-        backward = self._halves.backward
-
-        def fused(weights: Any, residuals: Any, starts: Any, staleness: Any) -> list[tf.Tensor]:
-            gradients, by_input = backward(weights, residuals, starts)
-            with tf.control_dependencies(tf.nest.flatten([gradients, by_input], expand_composites=True)):
-                self._step(gradients, None, staleness)  # when nobody reads the weights any more: in place
-            return by_input
-
-        staleness = tf.TensorSpec([]) if self._rule.corrects else None
-        given = backward.structured_input_signature[0]
-        return tf.function(fused, autograph=False).get_concrete_function(*given, staleness)
-
-    def _step(self, gradients: list[Any], squared_norms: list[tf.Tensor] | None, staleness: tf.Tensor | None) -> None:
+    def _step(self, gradients: list[Any], squared_norms: tf.Tensor | None, staleness: tf.Tensor | None) -> None:
         if squared_norms is not None:
-            gradients = clipped(gradients, squared_norms[0], self.global_clipnorm)
+            gradients = clipped(gradients, squared_norms, self.global_clipnorm)
         self._optimizer_step.apply(gradients, staleness)
 
     def forward(self, weights: Weights, values: Values, targets: Any = None) -> Forward:
@@ -203,15 +186,34 @@ class Stage:
         return Forward(output, loss, penalty, Kept(None, given, state, inputs))
 
     def backward(
-        self, weights: Weights, kept: Kept, gradients: Sequence[Any], share: float
+        self, weights: Weights, kept: Kept, gradients: Sequence[Any], share: float, total: list[Any] | None = None
     ) -> tuple[list[Any], list[tf.Tensor]]:
         """Gradients of the weights, and of those inputs that want one, with these weights and what forward kept.
 
         ``gradients`` are those of the outputs that want one (of the loss, for the last stage), ``share`` that of
-        the penalty.
+        the penalty. Those of the weights are added to a ``total``, if there is one.
         """
         with tf.device(self.device):
-            return self._backward(weights, *self._pull(weights, kept, gradients, share))
+            return self._backward.gradients(weights, *self._pull(weights, kept, gradients, share), total)
+
+    def step(
+        self,
+        weights: Weights,
+        kept: Kept,
+        gradients: Sequence[Any],
+        share: float,
+        learning_rate: float | None,
+        staleness: int = 0,
+        total: list[Any] | None = None,
+    ) -> list[tf.Tensor]:
+        """``backward`` and ``update`` as one call, where nothing else needs the weights' gradients."""
+        with tf.device(self.device):
+            self._set_rate(learning_rate)
+            given = self._pull(weights, kept, gradients, share)
+            by_input = self._backward.step(weights, *given, total, self._stale(staleness))
+            if self._optimizer_step.fit:
+                self._optimizer_step.fit.updated()
+        return by_input
 
     def _pull(self, weights: Weights, kept: Kept, gradients: Sequence[Any], share: float) -> tuple[Any, list[Any]]:
         """What backward takes beside the weights: the residuals, and the gradients to begin with."""
@@ -222,36 +224,19 @@ class Stage:
         pairs = zip([*gradients, share], self._starts, strict=False)
         return residuals, [tf.convert_to_tensor(start, spec.dtype) for start, spec in pairs]
 
-    def step(
-        self,
-        weights: Weights,
-        kept: Kept,
-        gradients: Sequence[Any],
-        share: float,
-        learning_rate: float | None,
-        staleness: int = 0,
-    ) -> list[tf.Tensor]:
-        """``backward`` and ``update`` as one call, where nothing else needs the weights' gradients."""
-        with tf.device(self.device):
-            self._set_rate(learning_rate)
-            if self._fused is None:
-                self._fused = self._bound(self._trace_fused())
-            residuals, starts = self._pull(weights, kept, gradients, share)
-            by_input = self._fused(weights, residuals, starts, self._stale(staleness))
-            if self._optimizer_step.fit:
-                self._optimizer_step.fit.updated()
-        return by_input
-
     def accumulate(self, total: list[Any] | None, gradients: list[Any]) -> list[Any]:
         """The sum of two lists of gradients."""
         if total is None:
             return gradients
         with tf.device(self.device):
-            return [_add(a, b) for a, b in zip(total, gradients, strict=True)]
+            return added(total, gradients)
 
     def squared_norm(self, gradients: list[Any]) -> tf.Tensor:
         """What the stage's gradients add to the square of all stages' norm; with ``global_clipnorm`` only."""
         with tf.device(self.device):
+            if self._squared_norm is None:
+                norm = tf.function(squared_norm, autograph=False)
+                self._squared_norm = direct(norm.get_concrete_function(self._gradients))
             return self._squared_norm(gradients)
 
     def update(
@@ -269,6 +254,7 @@ class Stage:
         with tf.device(self.device):
             self._set_rate(learning_rate)
             if self.variables:
+                self._update = self._update or self._trace_update()
                 self._update(gradients, squared_norms, self._stale(staleness))
                 if self._optimizer_step.fit:
                     self._optimizer_step.fit.updated()
@@ -277,6 +263,10 @@ class Stage:
         if learning_rate is not None and learning_rate != self._learning_rate:
             self.optimizer._learning_rate.assign(learning_rate)
             self._learning_rate = learning_rate
+
+    @property
+    def _staleness(self) -> tf.TensorSpec | None:
+        return tf.TensorSpec([]) if self._rule.corrects else None
 
     def _stale(self, staleness: int) -> tf.Tensor | None:
         return tf.constant(float(staleness)) if self._rule.corrects else None
@@ -337,13 +327,3 @@ def state_of(variable: keras.Variable, replica: int) -> tf.Tensor:
 def _any_rows(spec: tf.TensorSpec) -> tf.TensorSpec:
     """Microbatches and the last minibatch are smaller than a model with a fixed batch size says."""
     return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype) if spec.shape.rank else spec
-
-
-def _add(a: Any, b: Any) -> Any:
-    """The sum of two gradients of one weight: both None, both tensors, or both rows of an embedding."""
-    if a is None:
-        return None
-    if isinstance(a, tf.IndexedSlices):
-        values, indices = tf.concat([a.values, b.values], 0), tf.concat([a.indices, b.indices], 0)
-        return tf.IndexedSlices(values, indices, a.dense_shape)
-    return a + b

@@ -76,11 +76,17 @@ def described(devices: Sequence[str]) -> Cluster:
 
 
 def transfer(tensor: tf.Tensor, device: str) -> tf.Tensor:
-    """The tensor on another device; TensorFlow does the copy."""
+    """The tensor for a reader on another device; TensorFlow does the copy. CPU devices of one process need none."""
     if tensor.device.endswith(device) and is_remote(tensor.device) == is_remote(device):
+        return tensor
+    if _shares_memory(tensor.device) and _shares_memory(device):
         return tensor
     with tf.device(device):
         return tf.identity(tensor)
+
+
+def _shares_memory(device: str) -> bool:
+    return "device:CPU:" in device and not is_remote(device)
 
 
 def size_bytes(tensors: Iterable[tf.Tensor | None]) -> int:

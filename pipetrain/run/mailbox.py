@@ -1,13 +1,12 @@
-"""A bounded queue between two threads that can be closed from outside."""
+"""A queue between two threads that can be closed from outside."""
 
 from __future__ import annotations
 
-import math
-import threading
-from collections import deque
-from typing import Generic, TypeVar
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
 
 Item = TypeVar("Item")
+_NOTHING: Any = object()
 
 
 class Closed(Exception):
@@ -15,47 +14,36 @@ class Closed(Exception):
 
 
 class Mailbox(Generic[Item]):
-    """First in, first out. ``close`` wakes every waiting thread with ``Closed``, so nobody waits for ever."""
+    """First in, first out, for one reader. ``close`` wakes it with ``Closed``, so that nobody waits for ever."""
 
-    def __init__(self, capacity: float = math.inf) -> None:
-        self._capacity = capacity
-        self._items: deque[Item] = deque()
-        self._changed = threading.Condition()
+    def __init__(self) -> None:
+        self._items: SimpleQueue[Item] = SimpleQueue()
+        self._next: Item = _NOTHING
         self._closed = False
 
     def put(self, item: Item) -> None:
-        """Add an item; waits while the mailbox is full. Raises Closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or len(self._items) < self._capacity)
-            self._check_open()
-            self._items.append(item)
-            self._changed.notify_all()
+        """Add an item. Raises Closed."""
+        if self._closed:
+            raise Closed
+        self._items.put(item)
 
     def peek(self) -> Item:
         """The oldest item, left in place; waits while the mailbox is empty. Raises Closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._items)
-            self._check_open()
-            return self._items[0]
+        if self._next is _NOTHING and not self._closed:
+            self._next = self._items.get()
+        if self._closed:
+            raise Closed
+        return self._next
 
     def get(self) -> Item:
         """Take the oldest item; waits while the mailbox is empty. Raises Closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._items)
-            self._check_open()
-            item = self._items.popleft()
-            self._changed.notify_all()
-            return item
+        item, self._next = self.peek(), _NOTHING
+        return item
 
     def close(self) -> None:
-        """Wake everyone; from now on every call raises Closed."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        """Wake the reader; from now on every call raises Closed."""
+        self._closed = True
+        self._items.put(_NOTHING)
 
     def __len__(self) -> int:
-        return len(self._items)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise Closed
+        return self._items.qsize() + (self._next is not _NOTHING)

@@ -212,11 +212,10 @@ class Pipeline:
             worker.start()
 
     def _make_workers(self) -> list[Worker]:
-        capacity = self.window * self._microbatches + 1
         # Microbatches come from the replicas above (into stage 0 from the caller), gradients from those below.
         sizes = [len(stage) for stage in self._stages]
-        down = [_mailboxes(*pair, capacity) for pair in zip(sizes, [1, *sizes[:-1]], strict=True)]
-        up = [_mailboxes(*pair, capacity) for pair in zip(sizes, [*sizes[1:], 0], strict=True)]
+        down = [_mailboxes(*pair) for pair in zip(sizes, [1, *sizes[:-1]], strict=True)]
+        up = [_mailboxes(*pair) for pair in zip(sizes, [*sizes[1:], 0], strict=True)]
         reductions = [Reduction(stage) for stage in self._stages]
         self._boxes = [box for way in (down, up) for stage in way for boxes in stage for box in boxes]
         self._boxes += [box for reduction in reductions for box in reduction.mailboxes]
@@ -288,9 +287,9 @@ def _start_s(record: Span | Transfer) -> float:
     return record.start_s
 
 
-def _mailboxes(readers: int, writers: int, capacity: float) -> list[list[Mailbox[Any]]]:
+def _mailboxes(readers: int, writers: int) -> list[list[Mailbox[Any]]]:
     """For every reader, one of each writer."""
-    return [[Mailbox(capacity) for _ in range(writers)] for _ in range(readers)]
+    return [[Mailbox() for _ in range(writers)] for _ in range(readers)]
 
 
 def _outlet(boxes: list[list[Mailbox[Any]]], readers: Sequence[Replica], replica: int, replicas: int) -> Outlet:

@@ -168,10 +168,11 @@ class Worker(threading.Thread):
             starts = [mine.loss_share] if returned is None else returned
             if fused:
                 staleness = self._begin_update(microbatch)
-                by_input = self._stage.step(weights, kept, starts, mine.share, microbatch.learning_rate, staleness)
+                rate, total, self._gradients = microbatch.learning_rate, self._gradients, None
+                by_input = self._stage.step(weights, kept, starts, mine.share, rate, staleness, total)
             else:
-                gradients, by_input = self._stage.backward(weights, kept, starts, mine.share)
-                self._gradients = self._stage.accumulate(self._gradients, gradients)
+                total, self._gradients = self._gradients, None
+                self._gradients, by_input = self._stage.backward(weights, kept, starts, mine.share, total)
         del weights, kept  # held by nobody, the variables' buffers are updated in place
         self._finish()
         if above:
@@ -182,9 +183,9 @@ class Worker(threading.Thread):
             self._update(microbatch)
 
     def _updates_by(self, microbatch: Microbatch) -> bool:
-        """Whether this microbatch's gradients are a whole update's, and no other stage or replica has to know them."""
-        alone = len(microbatch.group) == 1 and self._seat.replicas == 1 and self._doors.norm is None
-        return alone and bool(self._stage.variables)
+        """Whether the minibatch's gradients are complete with this one's, and no other stage or replica needs them."""
+        alone = self._seat.replicas == 1 and self._doors.norm is None
+        return alone and microbatch.index == microbatch.group[-1] and bool(self._stage.variables)
 
     def _begin_update(self, microbatch: Microbatch) -> int:
         """Keeps the weights that are still read; gives the gradients' staleness."""

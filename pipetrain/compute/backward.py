@@ -1,0 +1,95 @@
+"""A stage's backward, alone or in one call with what follows it: adding up gradients, the update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from pipetrain.compute.bound import BoundFunction, Weights
+
+Gradients = list[Any]
+
+
+class Backward:
+    """``gradients(...)`` of one microbatch, and ``step(...)``, which also updates; both add them to a ``total``.
+
+    One call each, traced when it is first needed. A call of its own for every part would cost as much as a small
+    stage's computing, and gradients that are used at once are still in the processor's caches.
+
+    Args:
+        half: the concrete function ``(weights, residuals, output_gradients) -> (gradients, input_gradients)``.
+        bound: binds such a function to the stage's variables.
+        apply: ``apply(gradients, None, staleness)`` updates these.
+        staleness: the spec of what ``apply`` takes as staleness, None if nothing.
+    """
+
+    def __init__(
+        self,
+        half: Any,
+        bound: Callable[[Any], BoundFunction],
+        apply: Callable[[Gradients, None, tf.Tensor | None], None],
+        staleness: tf.TensorSpec | None,
+    ) -> None:
+        self._half, self._bound, self._apply, self._staleness = half, bound, apply, staleness
+        self._specs: Gradients = half.structured_outputs[0]
+        self._calls: dict[tuple[bool, bool], BoundFunction] = {(False, False): bound(half)}
+
+    def gradients(
+        self, weights: Weights, residuals: Any, starts: Sequence[Any], total: Gradients | None
+    ) -> tuple[Gradients, list[tf.Tensor]]:
+        """The sum of ``total`` and the weights' gradients, and the inputs' gradients."""
+        if total is None:
+            return self._call(False, False)(weights, residuals, starts)
+        return self._call(True, False)(weights, residuals, starts, total)
+
+    def step(
+        self,
+        weights: Weights,
+        residuals: Any,
+        starts: Sequence[Any],
+        total: Gradients | None,
+        staleness: tf.Tensor | None,
+    ) -> list[tf.Tensor]:
+        """The inputs' gradients; the variables are updated by the sum of ``total`` and the weights' gradients."""
+        if total is None:
+            return self._call(False, True)(weights, residuals, starts, staleness)
+        return self._call(True, True)(weights, residuals, starts, staleness, total)
+
+    def _call(self, adds: bool, updates: bool) -> BoundFunction:
+        if (adds, updates) not in self._calls:
+            self._calls[adds, updates] = self._bound(self._traced(adds, updates))
+        return self._calls[adds, updates]
+
+    def _traced(self, adds: bool, updates: bool) -> Any:
+        given = [*self._half.structured_input_signature[0]]
+        total = [self._specs] if adds else []
+
+        def more(weights: Any, residuals: Any, starts: Any, *total: Gradients) -> Any:
+            gradients, by_input = self._half(weights, residuals, starts)
+            return (added(*total, gradients) if total else gradients), by_input
+
+        def step(weights: Any, residuals: Any, starts: Any, staleness: Any, *total: Gradients) -> Any:
+            gradients, by_input = more(weights, residuals, starts, *total)
+            with tf.control_dependencies(tf.nest.flatten([gradients, by_input], expand_composites=True)):
+                self._apply(gradients, None, staleness)  # when nobody reads the weights any more: in place
+            return by_input
+
+        function, arguments = (step, [*given, self._staleness, *total]) if updates else (more, [*given, *total])
+        return tf.function(function, autograph=False).get_concrete_function(*arguments)
+
+
+def added(total: Gradients, gradients: Gradients) -> Gradients:
+    """The sums of two lists of gradients."""
+    return [_add(a, b) for a, b in zip(total, gradients, strict=True)]
+
+
+def _add(a: Any, b: Any) -> Any:
+    """The sum of two gradients of one weight: both None, both tensors, or both rows of an embedding."""
+    if a is None:
+        return None
+    if isinstance(a, tf.IndexedSlices):
+        values, indices = tf.concat([a.values, b.values], 0), tf.concat([a.indices, b.indices], 0)
+        return tf.IndexedSlices(values, indices, a.dense_shape)
+    return a + b
