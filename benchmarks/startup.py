@@ -22,8 +22,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from pipetrain.plan.table import table
 
