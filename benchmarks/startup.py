@@ -22,11 +22,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from pipetrain.plan.table import table
 
+ROOT = Path(__file__).parents[1]
 CACHES = ("cold", "warm")
 PARTS = {
     "import": "Python, TensorFlow, Keras, this project; the devices",
@@ -39,6 +39,14 @@ PARTS = {
     "first minibatch": "from the threads' start to the first result",
 }
 LIMIT_S = 300.0
+IMPORTS = {  # each in a process of its own, the last statement timed
+    "all of pipetrain.plan, alone": "import pkgutil, importlib; "
+    "[importlib.import_module(m.name) for m in pkgutil.walk_packages(['pipetrain/plan'], 'pipetrain.plan.')]",
+    "tensorflow": "import tensorflow",
+    "pipetrain, after tensorflow": "import tensorflow\nimport pipetrain",
+    "all its public names, after tensorflow": "import tensorflow, pipetrain\n"
+    "[getattr(pipetrain, name) for name in pipetrain.__all__]",
+}
 
 
 class Stopwatch:
@@ -124,6 +132,22 @@ def measure(arguments: Sequence[str], rounds: int) -> dict[str, list[dict[str, f
     return found
 
 
+def import_s(statements: str) -> float:
+    """Seconds that the last line of ``statements`` takes in a process of its own."""
+    before, _, last = statements.rpartition("\n")
+    code = f"{before}\nimport time\nstart_s = time.perf_counter()\n{last}\nprint(time.perf_counter() - start_s)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    return float(done.stdout.splitlines()[-1])
+
+
+def imports(rounds: int) -> str:
+    """The table of what is imported: medians of the rounds, the lowest and the highest."""
+    seconds = {name: [import_s(statements) for _ in range(rounds)] for name, statements in IMPORTS.items()}
+    rows = [(name, f"{median(each):.3f}", f"{min(each):.3f} - {max(each):.3f}") for name, each in seconds.items()]
+    return table(("import of", "seconds", "lowest - highest"), rows)
+
+
 def report(found: dict[str, list[dict[str, float]]]) -> str:
     """The table: medians of every part, and of their sum with the lowest and the highest."""
     rows = []
@@ -151,8 +175,9 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--rounds", type=int, default=3, help="(default: 3)")
+    parser.add_argument("--imports", action="store_true", help="only the seconds that imports take")
     options, arguments = parser.parse_known_args()
-    print(report(measure(arguments, options.rounds)))
+    print(imports(options.rounds) if options.imports else report(measure(arguments, options.rounds)))
 
 
 if __name__ == "__main__":
