@@ -5,9 +5,13 @@ The tables say what a step costs today. Whoever makes it cheaper lowers them her
 
 from __future__ import annotations
 
+import gc
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import networks
@@ -145,11 +149,14 @@ def test_eager_operations_and_bytes_of_a_minibatch(scheme, monkeypatch):
 @pytest.mark.parametrize("scheme", BOTH_WAYS)
 def test_each_function_of_a_stage_is_traced_once(scheme, monkeypatch):
     traced: Counter = Counter()
+    collected: list[bool] = []
     trace = func_graph.func_graph_from_py_func
 
     def counted(name, function, *arguments, **settings):
         if function.__module__.startswith("pipetrain.compute") or function.__name__ == "list":
             traced[function.__name__] += 1
+            if threading.current_thread() is threading.main_thread():  # stages' threads may end one another's rest
+                collected.append(gc.isenabled())
         return trace(name, function, *arguments, **settings)
 
     monkeypatch.setattr(func_graph, "func_graph_from_py_func", counted)
@@ -163,8 +170,21 @@ def test_each_function_of_a_stage_is_traced_once(scheme, monkeypatch):
     x, y = networks.data(ROWS + 3)
     pm.fit(x, y, batch_size=ROWS // 2, verbose=0)
     assert not traced
+    assert gc.isenabled()
+    assert not any(collected)  # else Python looks for garbage among the new graph's nodes, again and again
     pm.evaluate(x, y, verbose=0)
     assert traced == {"_run": STAGES}
     pm.evaluate(x, y, batch_size=5, verbose=0)
     train(pm, 1)
     assert traced == {"_run": STAGES}
+
+
+def test_planning_imports_neither_tensorflow_nor_keras():
+    code = (
+        "import sys, pkgutil, importlib, pipetrain, pipetrain.plan as plan\n"
+        "for each in pkgutil.iter_modules(plan.__path__, 'pipetrain.plan.'): importlib.import_module(each.name)\n"
+        "assert {*pipetrain.__all__} <= {*dir(pipetrain)}\n"
+        "pipetrain.simulate, pipetrain.partition, pipetrain.Profile, pipetrain.Partition, pipetrain.Trace\n"
+        "sys.exit(', '.join({'tensorflow', 'keras', 'pipetrain.compute'} & {*sys.modules}))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=Path(__file__).parents[1])
