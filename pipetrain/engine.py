@@ -13,6 +13,7 @@ import tensorflow as tf
 from pipetrain import checks
 from pipetrain.compute.slots import Slot
 from pipetrain.compute.stage import LossFunction, Stage
+from pipetrain.compute.uncollected import uncollected
 from pipetrain.evaluator import Evaluator
 from pipetrain.feed import Feed
 from pipetrain.layout import Layout
@@ -83,7 +84,8 @@ class PipelineEngine:
                 f"learning_rate={self._optimizer._learning_rate!r}. Try compile again."
             )
         if self._pipeline is None:
-            self._pipeline = self._new_pipeline(rows or checks.DEFAULT_ROWS)
+            with uncollected():
+                self._pipeline = self._new_pipeline(rows or checks.DEFAULT_ROWS)
         self._pipeline.updates = self._pipeline.first_update = int(self._optimizer.iterations.numpy())
         self._pipeline.waits = self.waits
 
@@ -108,7 +110,8 @@ class PipelineEngine:
     def step(self, iterator: Iterator[Any]) -> tuple[Minibatch, Result]:
         """The next minibatch and its result; later ones are in flight. Raises StopIteration at the data's end."""
         if self._ahead is None:
-            self._ahead = self._read_ahead(iterator)
+            with uncollected():  # the stages are traced, if this is the first epoch
+                self._ahead = self._read_ahead(iterator)
         step = self._ahead.step()
         self._counted += 1
         tf.raw_ops.AssignAddVariableOp(resource=self._optimizer.iterations.value.handle, value=self._one)

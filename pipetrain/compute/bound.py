@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from pipetrain.compute.uncollected import uncollected
+
 
 class Newest(NamedTuple):
     """The stage's newest weights, ``horizon`` updates ahead along the velocity: a description, not yet tensors."""
@@ -60,7 +62,8 @@ class BoundFunction:
         return [variable.value.read_value() for variable in self._variables]
 
     def _trace(self, function: Callable[..., Any], *first: tf.TensorSpec) -> Any:
-        return direct(tf.function(function, autograph=False).get_concrete_function(*first, *self._others))
+        with uncollected():
+            return direct(tf.function(function, autograph=False).get_concrete_function(*first, *self._others))
 
 
 def direct(concrete: Any) -> Callable[..., Any]:

@@ -1,0 +1,19 @@
+"""Work that makes many objects which stay: Python need not look for garbage among them meanwhile."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Without Python's collector, if it is on: it would walk a graph again and again while that is traced."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,190 @@
+"""Work that is counted, never timed: eager operations, bytes between devices, traced functions.
+
+The tables say what a step costs today. Whoever makes it cheaper lowers them here.
+"""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import networks
+import pytest
+import tensorflow as tf
+from tensorflow.python import pywrap_tfe
+from tensorflow.python.eager import context
+from tensorflow.python.framework import func_graph
+
+STAGES, ROWS, WIDTH, FLOAT_BYTES, LABEL_BYTES = 3, 16, 16, 4, 4
+CUT_BYTES = ROWS * WIDTH * FLOAT_BYTES
+CALL, COPY = "StatefulPartitionedCall", "Identity"
+
+
+class Calls(NamedTuple):
+    """Eager operations of one minibatch by thread: of each stage, of the last one, and of the caller.
+
+    One copy to each neighbour, for each microbatch, comes on top.
+    """
+
+    stage: dict[str, int]
+    last: dict[str, int]
+    caller: dict[str, int]
+
+
+# Forward, backward, update. The caller reads data and the learning rate, updates the metrics and the optimizer's count.
+THREE, CALLER = {CALL: 3}, {CALL: 2, "ReadVariableOp": 1, "AssignAddVariableOp": 1}
+# Of two microbatches: gradients of two kernels and two biases added; rows taken, losses and predictions joined.
+TWICE, PIECES = {CALL: 5, "AddV2": 4}, {"StridedSlice": 4, "Mul": 2, "AddN": 1, "ConcatV2": 1}
+CALLS = {
+    "vanilla": Calls(THREE, THREE, CALLER),
+    "spectrain": Calls(THREE, THREE, CALLER),  # predicting is part of forward and backward
+    "weight-stashing": Calls({CALL: 4}, THREE, CALLER),  # weights are read where they are kept
+    "1f1b": Calls(TWICE, TWICE, {**CALLER, **PIECES}),
+}
+
+# Functions traced for each stage in its life: the two halves and the backward nested in the first, the update, and
+# what reads the newest weights: alone, in forward and in backward.
+STAGE_TRACES = {"forward": 1, "pull": 1, "backward": 1, "_step": 1, "list": 1, "<lambda>": 3}
+# A forward that predicts once the pipeline is full has nothing to predict before: traced both ways.
+BOTH_WAYS = {"vanilla": 0, "spectrain": STAGES - 1}
+
+
+class Work:
+    """Eager operations by (thread, operation) and, of these, the bytes of inputs that were on other devices."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: Counter = Counter()
+        self.bytes: Counter = Counter()
+        self._default = tf.zeros([]).device
+        # All eager operations go through one of these, tf.raw_ops and called functions included.
+        fast, slow = pywrap_tfe.TFE_Py_FastPathExecute, pywrap_tfe.TFE_Py_Execute
+
+        def fast_path(handle, name, op, *arguments):
+            outputs = fast(handle, name, op, *arguments)  # raises for what the slow one is then asked
+            self._add(name, arguments, outputs)
+            return outputs
+
+        def slow_path(handle, device, name, inputs, *others):
+            outputs = slow(handle, device, name, inputs, *others)
+            self._add(name, inputs, outputs)
+            return outputs
+
+        monkeypatch.setattr(pywrap_tfe, "TFE_Py_FastPathExecute", fast_path)
+        monkeypatch.setattr(pywrap_tfe, "TFE_Py_Execute", slow_path)
+
+    def _add(self, name: str, inputs: Iterable, outputs: object) -> None:
+        key = threading.current_thread().name, name
+        self.calls[key] += 1
+        on = context.context().device_name or next((each.device for each in _tensors([outputs])), self._default)
+        for each in _tensors(inputs):
+            if each.device != on and each.dtype != tf.resource:
+                self.bytes[key] += each.shape.num_elements() * each.dtype.size
+
+    def per_minibatch(self, pm) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]:
+        """Calls and bytes of a minibatch, by thread: what eight more of them take than eight do."""
+        found = []
+        for count in (8, 16):
+            self.calls.clear()
+            self.bytes.clear()
+            train(pm, count)
+            found.append((Counter(self.calls), Counter(self.bytes)))
+        return tuple(map(_by_thread, *found))
+
+
+def _tensors(values: Iterable) -> Iterator[tf.Tensor]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+        elif isinstance(value, tf.Tensor):
+            yield value
+
+
+def _by_thread(few: Counter, many: Counter) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = {}
+    for thread, name in many:
+        each = (many[thread, name] - few[thread, name]) / 8
+        if each:
+            found.setdefault(thread, {})[name] = each
+    return found
+
+
+def train(pm, minibatches, epochs=1):
+    x, y = networks.data(ROWS * minibatches)
+    pm.fit(x, y, batch_size=ROWS, epochs=epochs, shuffle=False, verbose=0)
+
+
+def pipeline(scheme):
+    pieces = 2 if scheme == "1f1b" else None
+    return networks.pipeline(cuts=networks.cuts(6, STAGES), scheme=scheme, microbatches=pieces)
+
+
+@pytest.mark.parametrize("scheme", CALLS)
+def test_eager_operations_and_bytes_of_a_minibatch(scheme, monkeypatch):
+    pm = pipeline(scheme)
+    train(pm, 8)  # traces
+    calls, moved = Work(monkeypatch).per_minibatch(pm)
+    expected, pieces = CALLS[scheme], 2 if scheme == "1f1b" else 1
+    caller = threading.current_thread().name
+    stages = [f"pipetrain stage {stage}" for stage in range(STAGES)]
+    assert {*calls} == {caller, *stages}
+    for stage, thread in enumerate(stages):
+        neighbours = (stage > 0) + (stage < STAGES - 1)
+        assert calls[thread].pop(COPY) == neighbours * pieces
+        assert calls[thread] == (expected.last if thread == stages[-1] else expected.stage)
+        assert moved[thread].pop(COPY) == neighbours * CUT_BYTES
+    assert calls[caller] == expected.caller
+    # Beside what crosses the cuts, labels go to the last stage; its predictions and its loss come back.
+    assert sum(moved.pop(stages[-1]).values()) == ROWS * LABEL_BYTES
+    assert sum(moved.pop(caller).values()) == (ROWS * networks.CLASSES + pieces) * FLOAT_BYTES
+    assert not any(moved.values())
+    assert sum(pm.trace.transfers.size_bytes.tolist()) == (8 + 8 + 16) * 2 * (STAGES - 1) * CUT_BYTES
+
+
+@pytest.mark.parametrize("scheme", BOTH_WAYS)
+def test_each_function_of_a_stage_is_traced_once(scheme, monkeypatch):
+    traced: Counter = Counter()
+    collected: list[bool] = []
+    trace = func_graph.func_graph_from_py_func
+
+    def counted(name, function, *arguments, **settings):
+        if function.__module__.startswith("pipetrain.compute") or function.__name__ == "list":
+            traced[function.__name__] += 1
+            if threading.current_thread() is threading.main_thread():  # stages' threads may end one another's rest
+                collected.append(gc.isenabled())
+        return trace(name, function, *arguments, **settings)
+
+    monkeypatch.setattr(func_graph, "func_graph_from_py_func", counted)
+    pm = pipeline(scheme)
+    train(pm, 8)
+    expected = {name: STAGES * count for name, count in STAGE_TRACES.items()}
+    expected["<lambda>"] += BOTH_WAYS[scheme]
+    assert traced == expected
+    traced.clear()
+    train(pm, 8, epochs=2)  # the same functions, for whatever number of rows
+    x, y = networks.data(ROWS + 3)
+    pm.fit(x, y, batch_size=ROWS // 2, verbose=0)
+    assert not traced
+    assert gc.isenabled()
+    assert not any(collected)  # else Python looks for garbage among the new graph's nodes, again and again
+    pm.evaluate(x, y, verbose=0)
+    assert traced == {"_run": STAGES}
+    pm.evaluate(x, y, batch_size=5, verbose=0)
+    train(pm, 1)
+    assert traced == {"_run": STAGES}
+
+
+def test_planning_imports_neither_tensorflow_nor_keras():
+    code = (
+        "import sys, pkgutil, importlib, pipetrain, pipetrain.plan as plan\n"
+        "for each in pkgutil.iter_modules(plan.__path__, 'pipetrain.plan.'): importlib.import_module(each.name)\n"
+        "assert {*pipetrain.__all__} <= {*dir(pipetrain)}\n"
+        "pipetrain.simulate, pipetrain.partition, pipetrain.Profile, pipetrain.Partition, pipetrain.Trace\n"
+        "assert not {'tensorflow', 'keras', 'pipetrain.compute'} & {*sys.modules}"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=Path(__file__).parents[1])
