@@ -68,14 +68,17 @@ class Outlet:
 class Inlet(Generic[Message]):
     """Where one replica receives the messages of all replicas of a neighbouring stage, joined to one.
 
-    What is sent to a device of another process is fetched by its reader: ``move`` does it for one message. The sender
+    What is sent to a device of another process is fetched by its reader: ``fetch`` does it for one message. The sender
     could only wait until the reader's process has done all that it was given before.
     """
 
     def __init__(
-        self, boxes: Sequence[Mailbox[Any]], move: Callable[[Any], Any], join: Callable[[list[Any]], Message]
+        self,
+        boxes: Sequence[Mailbox[Any]],
+        join: Callable[[list[Any]], Message],
+        fetch: Callable[[Any], Any] | None = None,
     ) -> None:
-        self._boxes, self._move, self._join = list(boxes), move, join
+        self._boxes, self._join, self._fetch = list(boxes), join, fetch
 
     def peek(self) -> Any:
         """The first replica's next message, left in place; None at the end."""
@@ -84,8 +87,11 @@ class Inlet(Generic[Message]):
     def get(self) -> Message:
         """The next message, in the order of rows."""
         if len(self._boxes) == 1:
-            return self._move(self._boxes[0].get())
-        return self._join([self._move(box.get()) for box in self._boxes])
+            return self._fetched(self._boxes[0].get())
+        return self._join([self._fetched(box.get()) for box in self._boxes])
+
+    def _fetched(self, message: Any) -> Any:
+        return self._fetch(message) if self._fetch else message
 
 
 def take(data: Any, part: range, rows: int) -> Any:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
 
+from pipetrain.compute.cores import is_remote
 from pipetrain.compute.inference import Replica
 from pipetrain.compute.stage import Values
 from pipetrain.plan.schemes import Scheme
@@ -228,8 +229,8 @@ class Pipeline:
             for number, replica in enumerate(stage):
                 seat = Seat(k, len(self._stages), number, len(stage))
                 doors = Doors(
-                    inbox=Inlet(down[k][number], partial(_moved, replica.device), _joined_microbatches),
-                    returns=Inlet(up[k][number], partial(moved_to, replica.device), joined),
+                    inbox=Inlet(down[k][number], _joined_microbatches, _fetch(_moved, replica.device)),
+                    returns=Inlet(up[k][number], joined, _fetch(moved_to, replica.device)),
                     above=_outlet(up[k - 1], self._stages[k - 1], number, len(stage)) if k > 0 else None,
                     below=_outlet(down[k + 1], self._stages[k + 1], number, len(stage)) if k < last else None,
                     reduction=reductions[k],
@@ -296,6 +297,11 @@ def _outlet(boxes: list[list[Mailbox[Any]]], readers: Sequence[Replica], replica
     """From one replica to every reader: the mailbox that is the replica's among each reader's."""
     doors = [Door(mine[replica], reader.device) for mine, reader in zip(boxes, readers, strict=True)]
     return Outlet(doors, replica, replicas)
+
+
+def _fetch(move: Callable[[str, Any], Any], device: str) -> Callable[[Any], Any] | None:
+    """What a reader does with what it receives: nothing, unless it works in another process (see ``Inlet``)."""
+    return partial(move, device) if is_remote(device) else None
 
 
 def _moved(device: str, microbatch: Microbatch | None) -> Microbatch | None:
