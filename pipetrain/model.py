@@ -147,7 +147,9 @@ class PipelineModel(keras.Model):
 
     @property
     def exact_trace(self) -> bool:
-        """Whether the trace has the times at which GPUs and workers had finished; False by default. Counts from the next ``fit``.
+        """Whether the trace has the times at which GPUs and workers had finished; False by default.
+
+        Counts from the next ``fit``.
 
         Each action then waits for its GPU or its worker process, before it hands anything over and at its end, which
         takes time. Otherwise their spans are from call to return of what enqueues the work, and a transfer from another

@@ -1,6 +1,6 @@
 """Trains the same networks on worker processes and in this process; prints what came out, one line of JSON a case.
 
-``python on_workers.py WORKERS CASE ...``; a process of its own, for TensorFlow joins a cluster once and before all else.
+``python on_workers.py WORKERS CASE ...``: a process of its own, for TensorFlow joins one cluster, before all else.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
-import pipetrain
+import pipetrain  # noqa: E402
 
 ROWS, BATCH = 96, 16
-REPLICAS = (2, 1)
 
 
 def settings(case: str, workers: int) -> dict:

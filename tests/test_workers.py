@@ -1,4 +1,4 @@
-"""Stages on worker processes: real ones, on this machine. A controller's process joins a cluster once: each is its own."""
+"""Stages on real worker processes of this machine. Controllers are processes too: each joins one cluster."""
 
 from __future__ import annotations
 
