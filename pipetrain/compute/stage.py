@@ -91,6 +91,7 @@ class Stage:
             weights = tf.function(list, autograph=False).get_concrete_function(specs(self._weights))
             self._read = self._bound(weights)
         self._state: list[tf.Tensor] = []
+        self._constants: dict[Any, tf.Tensor] = {}
         self._learning_rate: float | None = None
 
     def slots(self) -> Iterator[Slot]:
@@ -106,6 +107,7 @@ class Stage:
 
         Every replica of a stage draws other random numbers: they are for other rows.
         """
+        self._constants.clear()
         with tf.device(self.device):
             self.optimizer.iterations.assign(iterations)
             for mine, original in zip(self.variables, self._weights, strict=True):
@@ -222,7 +224,7 @@ class Stage:
             given = weights if kept.weights is None else kept.weights
             _, residuals = self._forward(given, kept.state, *kept.inputs)
         pairs = zip([*gradients, share], self._starts, strict=False)
-        return residuals, [tf.convert_to_tensor(start, spec.dtype) for start, spec in pairs]
+        return residuals, [self._constant(start, spec.dtype) for start, spec in pairs]
 
     def accumulate(self, total: list[Any] | None, gradients: list[Any]) -> list[Any]:
         """The sum of two lists of gradients."""
@@ -269,7 +271,15 @@ class Stage:
         return tf.TensorSpec([]) if self._rule.corrects else None
 
     def _stale(self, staleness: int) -> tf.Tensor | None:
-        return tf.constant(float(staleness)) if self._rule.corrects else None
+        return self._constant(float(staleness), tf.float32) if self._rule.corrects else None
+
+    def _constant(self, value: Any, dtype: tf.DType) -> tf.Tensor:
+        """A number as a tensor on the stage's device, where it stays for the next time; a tensor as it is."""
+        if isinstance(value, tf.Tensor):
+            return value
+        if (value, dtype) not in self._constants:
+            self._constants[value, dtype] = tf.constant(value, dtype)
+        return self._constants[value, dtype]
 
     def _bound(self, concrete: Any) -> BoundFunction:
         return BoundFunction(concrete, self.variables, self._optimizer_step.predicted)

@@ -9,6 +9,7 @@ import tensorflow as tf
 from pipetrain.compute.cores import cores, full_name, is_remote
 from pipetrain.plan.cluster import PCIE_3, SHARED_MEMORY, Cluster, Level
 from pipetrain.run.connection import remote_devices
+from pipetrain.run.links import joined
 
 
 def set_cpu_devices(count: int) -> None:
@@ -69,7 +70,12 @@ def assign(devices: Sequence[str], stages: int) -> list[str]:
 
 
 def described(devices: Sequence[str]) -> Cluster:
-    """What the planner should know of these devices: those of one processor share its memory, others PCIe."""
+    """What the planner should know of these devices: those of one processor share its memory, others PCIe.
+
+    Links between processes and hosts are measured.
+    """
+    if any(map(is_remote, devices)):
+        return joined(devices)
     if all("CPU" in device for device in devices):
         return Cluster((Level(SHARED_MEMORY),), processors=len(cores()))
     return Cluster((Level(PCIE_3),))
