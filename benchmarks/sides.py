@@ -43,7 +43,9 @@ def work(job: KerasJob) -> Iterator[dict[str, Figures]]:
     else:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
         with quiet_stderr():
-            import tensorflow  # noqa: F401 - with its own choice of threads
+            import tensorflow as tf
+
+            tf.config.list_logical_devices()  # starts it, with its own choice of threads
     import keras
 
     keras.utils.set_random_seed(0)
