@@ -5,6 +5,7 @@ Every block takes one tensor, or the two of which the second goes past it, and g
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -50,7 +51,7 @@ def snn(input_shape: tuple[int, ...], depth: int, width: int) -> list[nn.Module]
 
 def _dense(given: int, depth: int, width: int, activation: Callable[[], nn.Module]) -> list[nn.Module]:
     sizes = [given, *[width] * depth]
-    hidden = [nn.Sequential(nn.Linear(a, b), activation()) for a, b in zip(sizes[:-1], sizes[1:], strict=True)]
+    hidden = [nn.Sequential(nn.Linear(a, b), activation()) for a, b in itertools.pairwise(sizes)]
     return [*hidden, nn.Linear(width, CLASSES)]
 
 
