@@ -80,9 +80,10 @@ def pipelines(job: KerasJob) -> dict[str, Any]:
     from pipetrain.plan.partition import partition
     from pipetrain.run.devices import available, described
 
-    profile = pipetrain.profile(build(job.network), job.network.batch_size, verbose=False)
+    model = build(job.network)
+    profile = pipetrain.profile(model, job.network.batch_size, verbose=False)
     chosen = partition(profile, job.cores, described(available()))
-    return {name: compiled(pipetrain.PipelineModel(build(job.network), chosen, name)) for name in job.schemes}
+    return {name: compiled(pipetrain.PipelineModel(model, chosen, name)) for name in job.schemes}
 
 
 def compiled(model: keras.Model, **settings: Any) -> keras.Model:
