@@ -34,6 +34,26 @@ class Chain(nn.Module):
         return values if len(values) > 1 else values[0]
 
 
+class _ContiguousGradient(torch.autograd.Function):
+    """The same tensor; its gradient in one piece."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.contiguous()
+
+
+class Received(nn.Module):
+    """What another process sent and wants gradients of: gloo sends none that are transposed, as attention's are."""
+
+    def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The same values."""
+        return tuple(_ContiguousGradient.apply(value) for value in values)
+
+
 def blocks(network: Network) -> list[nn.Module]:
     """The network's blocks, 10 classes."""
     return BUILDERS[network.name](network.input_shape, **network.size)

@@ -162,10 +162,10 @@ def pipeline_step(schedule_name: str) -> Callable[[int, nn.Module, int], Step]:
 
 def part(model: nn.Module, rank: int, cut: int) -> nn.Module:
     """One of the two stages, in the mode of the whole."""
-    from benchmarks.torch_networks import Chain
+    from benchmarks.torch_networks import Chain, Received
 
     blocks = list(model.blocks)
-    return Chain(blocks[:cut] if rank == 0 else blocks[cut:]).train(model.training)
+    return Chain(blocks[:cut] if rank == 0 else [Received(), *blocks[cut:]]).train(model.training)
 
 
 TOGETHER: dict[str, Callable[[int, nn.Module, int], Step]] = {
