@@ -17,41 +17,17 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.networks import NETWORKS, Network, build, data
 from benchmarks.turns import taking_turns
 from pipetrain.plan.schemes import NAMES
 from pipetrain.plan.table import table
 from pipetrain.run.quiet import start_tensorflow
 
-if TYPE_CHECKING:
-    import keras
-    import numpy as np
-
-
 FIRST = 10  # minibatches that fill the pipeline and warm up
-
-
-class Network(NamedTuple):
-    """A network of ``models``, or a stack of dense layers where it has no such name, and what it reads."""
-
-    name: str
-    input_shape: tuple[int, ...]
-    batch_size: int
-    size: dict[str, int]
-
-
-NETWORKS = {
-    "dense": Network("dense", (1024,), 128, {"depth": 8, "width": 1024}),
-    "snn": Network("snn", (784,), 128, {"depth": 32, "width": 512}),
-    "vgg16": Network("vgg16", (32, 32, 3), 64, {"width": 16}),
-    "resnet": Network("resnet152", (32, 32, 3), 64, {"depth": 50, "width": 16}),
-    "inception_v4": Network("inception_v4", (75, 75, 3), 16, {"width": 8}),
-    "transformer": Network("transformer", (20,), 64, {"depth": 3, "width": 128}),
-    "residual_lstm": Network("residual_lstm", (20,), 64, {"depth": 4, "width": 256}),
-}
 
 
 class Job(NamedTuple):
@@ -74,18 +50,6 @@ class Figures(NamedTuple):
         return self.predicted / self.measured - 1
 
 
-def build(network: Network) -> keras.Model:
-    """The network, 10 classes."""
-    import keras
-
-    import models
-
-    if network.name != "dense":
-        return models.build(network.name, network.input_shape, 10, **network.size)
-    layers = [keras.layers.Dense(network.size["width"], activation="relu") for _ in range(network.size["depth"])]
-    return keras.Sequential([keras.Input(network.input_shape), *layers, keras.layers.Dense(10)])
-
-
 def work(job: Job) -> Iterator[Figures | None]:
     """Profile and train once a round, always with the cut of the first profile."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
@@ -101,7 +65,7 @@ def work(job: Job) -> Iterator[Figures | None]:
     keras.utils.set_random_seed(0)
     network, cluster = job.network, described(available())
     model = build(network)
-    x, y = data(model, job.steps * network.batch_size)
+    x, y = data(network, job.steps * network.batch_size)
     chosen = partition(pipetrain.profile(model, network.batch_size, verbose=False), 2, cluster)
     ends = cut_points(Chain(model).blocks, chosen.cuts)
     pipe = pipetrain.PipelineModel(model, chosen, job.scheme)
@@ -118,17 +82,6 @@ def work(job: Job) -> Iterator[Figures | None]:
         pipe.fit(x, y, batch_size=network.batch_size, verbose=0, callbacks=[clock])
         step_s = (times[-1] - times[FIRST - 1]) / (len(times) - FIRST)
         yield Figures(expected.samples_per_second, network.batch_size / step_s)
-
-
-def data(model: keras.Model, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Random rows of what the network reads, and labels."""
-    import numpy as np
-
-    rng = np.random.default_rng(0)
-    shape = (rows, *model.inputs[0].shape[1:])
-    words = "int" in model.inputs[0].dtype
-    x = rng.integers(0, 1000, shape).astype("int32") if words else rng.normal(size=shape).astype("float32")
-    return x, rng.integers(0, 10, rows).astype("int32")
 
 
 def row(name: str, rounds: list[Figures]) -> tuple[str, ...]:

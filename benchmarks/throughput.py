@@ -1,117 +1,114 @@
-"""Samples/s of a 2-stage pipeline on two cores, against plain Keras on one core.
+"""Samples/s of every scheme with two stages on two cores, beside what a user would pick instead.
 
-Both train the same dense network on the same data. Each side lives in a process of its own, the plain one pinned
-to one core, the pipeline to two, and only one of them works at a time: A, B, A, B, ... so that a machine whose
-speed drifts is fair to both. The bound is 2.0x.
+That is plain Keras on one core and on both, with XLA and without; MirroredStrategy on two devices (data-parallel); and
+PyTorch, where it is installed (pip install "pipetrain[benchmarks]"): on one core, DDP and two of its pipeline schedules
+on two pinned processes. All train the same layers at the same batch size with SGD and momentum.
+
+Only one side works at a time: A, B, C, A, B, C, ... so that a machine whose speed drifts is fair to all. Ratios are of
+the same round, Keras' and pipetrain's against plain Keras on one core (with XLA or without, whichever is faster),
+PyTorch's against PyTorch on one core. The bound is what the cut could reach if no stage ever waited: the sum of the
+stages' times over the slowest's, measured while they train (PyTorch's: before).
 
 examples:
   python benchmarks/throughput.py
-  python benchmarks/throughput.py --scheme vanilla --scheme 1f1b --layers 8 --width 1024
+  python benchmarks/throughput.py --network vgg16 --network transformer --scheme spectrain --scheme 1f1b
+  python benchmarks/throughput.py --network dense --scheme all --rounds 9 --without-torch
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.turns import taking_turns
+from benchmarks import sides, torch_peer
+from benchmarks.networks import COMPARED, Network
+from benchmarks.sides import FIRST, Figures, KerasJob
+from benchmarks.turns import teams_taking_turns
 from pipetrain.plan.schemes import NAMES
 from pipetrain.plan.table import table
-from pipetrain.run.quiet import start_tensorflow
+
+CORES = 2
+DEFAULT = ("spectrain", "vanilla", "weight-stashing", "1f1b", "gpipe", "data-parallel")
+HEADER = ("samples/s", "against 1 core", "lowest - highest", "bound", "of the bound")
 
 
-class Job(NamedTuple):
-    """What one process trains: plain Keras where the scheme is None, on ``cores`` cores."""
+class Options(NamedTuple):
+    """What is compared, and for how long."""
 
-    scheme: str | None
-    layers: int
-    width: int
-    batch_size: int
+    schemes: Sequence[str]
     steps: int
-    jit: bool
-    cores: int
-
-    @property
-    def label(self) -> str:
-        """For people."""
-        if self.scheme is None:
-            return f"plain Keras, 1 core{', XLA' if self.jit else ''}"
-        return f"{self.scheme}, 2 stages, 2 cores"
+    rounds: int
+    with_torch: bool
 
 
-def work(job: Job) -> Iterator[float | None]:
-    """Samples/s of one epoch of ``steps`` minibatches a round."""
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: job.cores])
-    start_tensorflow(job.cores)
-    import keras
-    import numpy as np
-
-    import pipetrain
-
-    keras.utils.set_random_seed(0)
-    layers = [keras.layers.Dense(job.width, activation="relu") for _ in range(job.layers)]
-    model = keras.Sequential([keras.Input((job.width,)), *layers, keras.layers.Dense(10)])
-    settings = {"jit_compile": job.jit}
-    if job.scheme:
-        cuts = (layers[job.layers // 2 - 1].name,)
-        model = pipetrain.PipelineModel(model, scheme=job.scheme, cuts=cuts)
-        settings = {}
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.SGD(1e-3, momentum=0.9), loss=loss, metrics=["accuracy"], **settings)
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(job.steps * job.batch_size, job.width)).astype("float32")
-    y = rng.integers(0, 10, len(x)).astype("int32")
-
-    clock: dict[str, float] = {}
-    timer = keras.callbacks.LambdaCallback(
-        on_epoch_begin=lambda epoch, logs: clock.update(start=time.perf_counter()),
-        on_epoch_end=lambda epoch, logs: clock.update(end=time.perf_counter()),  # after the drain
-    )
-
-    model.fit(x, y, batch_size=job.batch_size, verbose=0)
-    yield None
-    while True:
-        model.fit(x, y, batch_size=job.batch_size, verbose=0, callbacks=[timer])
-        yield len(x) / (clock["end"] - clock["start"])
+def work(job: KerasJob | torch_peer.TorchJob) -> Iterator[dict[str, Figures]]:
+    """The rounds of one process."""
+    return sides.work(job) if isinstance(job, KerasJob) else torch_peer.work(job)
 
 
-def main() -> None:
+def measured(network: Network, options: Options) -> list[dict[str, Figures]]:
+    """Every side's figures, round by round."""
+    teams: list[list[Any]] = [[KerasJob(network, options.steps, cores)] for cores in range(1, CORES + 1)]
+    teams.append([KerasJob(network, options.steps, CORES, tuple(options.schemes))])
+    if options.with_torch:
+        teams += torch_peer.teams(network, options.steps)
+    results = teams_taking_turns(work, teams, options.rounds)
+    return [{name: each for side in number for name, each in side.items()} for number in zip(*results, strict=True)]
+
+
+def rows(rounds: list[dict[str, Figures]]) -> Iterator[tuple[str, ...]]:
+    """A line for every side."""
+    middle = partial(_middle, rounds)
+    one_core = max((name for name in rounds[0] if name.startswith("Keras, 1 core")), key=middle)
+    for name, first in rounds[0].items():
+        base = torch_peer.ALONE if name.startswith("PyTorch") else one_core
+        ratios = [number[name].samples_per_second / number[base].samples_per_second for number in rounds]
+        ratio = statistics.median(ratios)
+        cells = (name, f"{middle(name):.0f}", f"{ratio:.2f}", f"{min(ratios):.2f} - {max(ratios):.2f}")
+        if first.bound is None:
+            yield *cells, "", ""
+        else:
+            bound = statistics.median(number[name].bound or 0.0 for number in rounds)
+            yield *cells, f"{bound:.2f}", f"{ratio / bound:.0%}"
+
+
+def _middle(rounds: list[dict[str, Figures]], name: str) -> float:
+    return statistics.median(number[name].samples_per_second for number in rounds)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scheme", action="append", choices=NAMES, help="(default: spectrain and vanilla)")
-    parser.add_argument("--layers", type=int, default=8, help="dense layers (default: 8)")
-    parser.add_argument("--width", type=int, default=1024, help="units of each (default: 1024)")
-    parser.add_argument("--batch-size", type=int, default=128, help="(default: 128)")
-    parser.add_argument("--steps", type=int, default=100, help="minibatches per round (default: 100)")
-    parser.add_argument("--rounds", type=int, default=5, help="(default: 5)")
-    options = parser.parse_args()
-    size = (options.layers, options.width, options.batch_size, options.steps)
-    schemes = options.scheme or ["spectrain", "vanilla"]
-    jobs = [Job(None, *size, jit, 1) for jit in (False, True)] + [Job(scheme, *size, False, 2) for scheme in schemes]
-    results = taking_turns(work, jobs, options.rounds)
-    # Keras compiles with XLA by default; whichever plain Keras is faster is the one to beat.
-    best = max(results[:2], key=statistics.median)
-    rows = []
-    for job, result in zip(jobs, results, strict=True):
-        ratios = [ours / plain for ours, plain in zip(result, best, strict=True)]
-        rows.append(
-            (
-                job.label,
-                f"{statistics.median(result):.0f}",
-                f"{statistics.median(ratios):.2f}",
-                f"{min(ratios):.2f} - {max(ratios):.2f}",
-            )
-        )
-    print(f"{options.layers} x {options.width} dense, batch {options.batch_size}; medians of {options.rounds} rounds")
-    print(table(("", "samples/s", "against plain Keras", "lowest - highest"), rows))
+    parser.add_argument("--network", action="append", choices=COMPARED, help="several times if wanted (default: all)")
+    parser.add_argument(
+        "--scheme",
+        action="append",
+        choices=["all", *NAMES],
+        help=f"several times if wanted (default: {', '.join(DEFAULT)})",
+    )
+    parser.add_argument("--steps", type=int, default=30, help="minibatches of each side a round (default: 30)")
+    parser.add_argument("--rounds", type=int, default=5, help="medians are of these (default: 5)")
+    parser.add_argument("--without-torch", action="store_true", help="leave PyTorch out, though it is installed")
+    given = parser.parse_args(arguments)
+    if given.steps <= FIRST:
+        parser.error(f"--steps must be more than {FIRST}, which fill the pipeline and are not timed")
+    if not torch_peer.installed():
+        print('PyTorch is not installed and left out: pip install "pipetrain[benchmarks]"', file=sys.stderr)
+    schemes = NAMES if "all" in (given.scheme or []) else given.scheme or DEFAULT
+    options = Options(schemes, given.steps, given.rounds, torch_peer.installed() and not given.without_torch)
+    for name in given.network or COMPARED:
+        network = COMPARED[name]
+        found = measured(network, options)
+        size = ", ".join(f"{key} {value}" for key, value in network.size.items())
+        print(f"{name} ({size}), batch {network.batch_size}; medians of {given.rounds} rounds")
+        print(table(("", *HEADER), list(rows(found))), end="\n\n", flush=True)
 
 
 if __name__ == "__main__":

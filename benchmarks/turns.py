@@ -27,21 +27,35 @@ def taking_turns(work: Work[Job], jobs: Sequence[Job], rounds: int) -> list[list
     ``work(job)`` is a generator, run in a process of its own: it yields once when it is ready (having traced, warmed
     up, ...), then one figure a round.
     """
+    return teams_taking_turns(work, [[job] for job in jobs], rounds)
+
+
+def teams_taking_turns(work: Work[Job], teams: Sequence[Sequence[Job]], rounds: int) -> list[list[Any]]:
+    """The same for teams of jobs: those of a team work at once, and what the first one gives counts."""
     context = multiprocessing.get_context("spawn")
-    pipes = []
-    for job in jobs:
-        here, there = context.Pipe()
-        context.Process(target=_serve, args=(work, job, there), daemon=True).start()
-        there.close()  # if the process fails, nobody holds its end, and recv says so
-        here.recv()
-        pipes.append(here)
-    results: list[list[Any]] = [[] for _ in jobs]
+    started: list[list[Connection]] = []
+    for team in teams:
+        pipes = []
+        for job in team:
+            here, there = context.Pipe()
+            context.Process(target=_serve, args=(work, job, there), daemon=True).start()
+            there.close()  # if the process fails, nobody holds its end, and recv says so
+            pipes.append(here)
+        _replies(pipes)  # ready
+        started.append(pipes)
+    results: list[list[Any]] = [[] for _ in teams]
     for number in range(rounds):
-        for pipe, result in zip(pipes, results, strict=True):
-            pipe.send(True)
-            result.append(pipe.recv())
+        for pipes, result in zip(started, results, strict=True):
+            for pipe in pipes:
+                pipe.send(True)
+            result.append(_replies(pipes)[0])
         print(f"\rround {number + 1} of {rounds}", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
-    for pipe in pipes:
-        pipe.send(False)
+    for pipes in started:
+        for pipe in pipes:
+            pipe.send(False)
     return results
+
+
+def _replies(pipes: Sequence[Connection]) -> list[Any]:
+    return [pipe.recv() for pipe in pipes]

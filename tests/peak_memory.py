@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.prediction import NETWORKS, build, data
+from benchmarks.networks import NETWORKS, build, data
 from pipetrain.run.quiet import start_tensorflow
 
 STEPS = 8
@@ -27,7 +27,7 @@ def measure(name, scheme):
 
     network = NETWORKS[name]
     model = build(network)
-    x, y = data(model, network.batch_size)
+    x, y = data(network, network.batch_size)
     minibatches = tf.data.Dataset.from_tensors((x, y)).repeat(STEPS)
     pipe = pipetrain.PipelineModel(model, 2, scheme)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)

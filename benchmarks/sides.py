@@ -1,0 +1,107 @@
+"""What is compared: figures of one way to train a network, and Keras' own ways and pipetrain's."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from benchmarks.networks import Network, build, data
+from pipetrain.plan.schemes import DATA_PARALLEL
+from pipetrain.run.quiet import quiet_stderr, start_tensorflow
+
+if TYPE_CHECKING:
+    import keras
+
+    from pipetrain.plan.trace import Trace
+
+FIRST = 5  # minibatches that fill the pipeline and warm up
+
+
+class Figures(NamedTuple):
+    """One round: samples/s, and how many times one core's that could be if no stage ever waited."""
+
+    samples_per_second: float
+    bound: float | None = None
+
+
+class KerasJob(NamedTuple):
+    """One process with so many cores: plain Keras without schemes, or pipetrain's schemes on a core each."""
+
+    network: Network
+    steps: int
+    cores: int
+    schemes: Sequence[str] = ()
+
+
+def work(job: KerasJob) -> Iterator[dict[str, Figures]]:
+    """Samples/s of every side that lives in this process, once a round."""
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: job.cores])
+    if job.schemes:
+        start_tensorflow(job.cores)  # as many devices
+    else:
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+        with quiet_stderr():
+            import tensorflow as tf
+
+            tf.config.list_logical_devices()  # starts it, with its own choice of threads
+    import keras
+
+    keras.utils.set_random_seed(0)
+    sides = pipelines(job) if job.schemes else plain(job)
+    x, y = data(job.network, job.steps * job.network.batch_size)
+    times: list[float] = []
+    clock = keras.callbacks.LambdaCallback(on_train_batch_end=lambda step, logs: times.append(time.perf_counter()))
+
+    def figures(model: keras.Model) -> Figures:
+        times.clear()
+        model.fit(x, y, batch_size=job.network.batch_size, verbose=0, callbacks=[clock])
+        step_s = (times[-1] - times[FIRST - 1]) / (len(times) - FIRST)
+        return Figures(job.network.batch_size / step_s, bound(model))
+
+    for model in sides.values():
+        figures(model)
+    yield {}
+    while True:
+        yield {name: figures(model) for name, model in sides.items()}
+
+
+def plain(job: KerasJob) -> dict[str, keras.Model]:
+    """Plain Keras, with XLA (which is what it takes by default) and without."""
+    cores = f"{job.cores} core{'s' if job.cores > 1 else ''}"
+    names = {f"Keras, {cores}": False, f"Keras, {cores}, XLA": True}
+    return {name: compiled(build(job.network), jit_compile=xla) for name, xla in names.items()}
+
+
+def pipelines(job: KerasJob) -> dict[str, Any]:
+    """Every scheme, all cut alike: as the planner says."""
+    import pipetrain
+    from pipetrain.plan.partition import partition
+    from pipetrain.run.devices import available, described
+
+    model = build(job.network)
+    profile = pipetrain.profile(model, job.network.batch_size, verbose=False)
+    chosen = partition(profile, job.cores, described(available()))
+    return {name: compiled(pipetrain.PipelineModel(model, chosen, name)) for name in job.schemes}
+
+
+def compiled(model: keras.Model, **settings: Any) -> keras.Model:
+    """The same optimizer, loss and metric for all."""
+    import keras
+
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(1e-3, momentum=0.9), loss=loss, metrics=["accuracy"], **settings)
+    return model
+
+
+def bound(model: Any) -> float | None:
+    """The sum of all stages' times over the slowest's, in the run just done; with data parallelism, the devices."""
+    scheme = getattr(model, "scheme", None)
+    if scheme is None:
+        return None
+    if scheme == DATA_PARALLEL:
+        return 2.0
+    trace: Trace = model.trace
+    busy_s = [trace.busy_s(stage) for stage in range(trace.stages)]
+    return sum(busy_s) / max(busy_s)
