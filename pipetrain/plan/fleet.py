@@ -22,6 +22,9 @@ from pipetrain.plan.stages import StagePlan
 from pipetrain.plan.trace import Spans, Trace, Transfers
 
 
+ADDING = 0.6  # of an update: adding gradients reads two and writes one where SGD with momentum reads three, writes two
+
+
 @dataclass(frozen=True)
 class Options:
     """How to simulate, see ``simulate``."""
@@ -94,6 +97,8 @@ class Fleet:
                     options.overhead_s + seconds[code] * rows[code // 2] / self._batch_size / speed
                     for code in range(2 * pieces)
                 ]
+                for code in range(3, 2 * pieces, 2):  # the backwards after the first
+                    compute_s[code] += ADDING * stage.update_s / speed
                 served = r > 0 and options.reduction == "server"
                 update_s = 0.0 if served else stage.update_s / speed
                 factors = _factors(options, len(stations), len(order))
