@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
 HOSTS = ("pipetrain0", "pipetrain1")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
-RATES_MBIT = (1000, 200, 50)
+RATES_MBIT = (10_000, 200, 50)
 
 
 def ip(*arguments: str) -> None:
