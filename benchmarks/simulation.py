@@ -1,8 +1,8 @@
 """Samples/s that a simulation of training gives, against those that training on two cores then reaches.
 
 Each network in a process of its own, one after another. In every round it is profiled, with a minibatch's rows and
-with a microbatch's, and trained for an epoch under each scheme; so is a network of next to no work, whose seconds are
-what an action costs beside its computing, and what Keras takes between two minibatches.
+with a microbatch's, and trained for an epoch under each scheme; so is a network of next to no work, of as many stages,
+whose seconds are what an action costs beside its computing, and what Keras takes between two minibatches.
 
 examples:
   python benchmarks/simulation.py
@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks import prediction
-from benchmarks.prediction import FIRST, Network
+from benchmarks import networks
+from benchmarks.networks import Network
+from benchmarks.prediction import FIRST
 from benchmarks.turns import taking_turns
 from pipetrain.plan.table import table
 from pipetrain.run.quiet import start_tensorflow
@@ -35,10 +36,10 @@ if TYPE_CHECKING:
 
     from pipetrain.plan.profile import Profile
 
-NETWORKS = {**prediction.NETWORKS, "narrow": Network("dense", (256,), 256, {"depth": 16, "width": 256})}
+NETWORKS = {**networks.NETWORKS, "narrow": Network("dense", (256,), 256, {"depth": 16, "width": 256})}
 SCHEMES = ("single", "vanilla", "gpipe", "1f1b")
 MICROBATCHES = 4
-SIDE_STEPS = 100  # minibatches of the network of next to no work
+SIDE, SIDE_STEPS = Network("dense", (1,), 4, {"depth": 1, "width": 1}), 100  # of next to no work, and its minibatches
 Rates = dict[str, tuple[float, float]]  # by scheme: simulated and measured samples/s
 
 
@@ -69,8 +70,8 @@ class Trained(NamedTuple):
         return (self.times[-1] - self.times[FIRST - 1]) / (len(self.times) - FIRST)
 
 
-def pipeline(model: keras.Model, batch_size: int, steps: int, scheme: str, **settings: Any) -> Trained:
-    """The model under a scheme, after one epoch."""
+def pipeline(model: keras.Model, network: Network, steps: int, scheme: str, **settings: Any) -> Trained:
+    """The network's model under a scheme, after one epoch."""
     import keras
 
     import pipetrain
@@ -79,7 +80,7 @@ def pipeline(model: keras.Model, batch_size: int, steps: int, scheme: str, **set
     pipe = pipetrain.PipelineModel(model, scheme=scheme, microbatches=pieces, **settings)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     pipe.compile(keras.optimizers.SGD(1e-3, momentum=0.9), loss=loss, metrics=["accuracy"])
-    trained = Trained(pipe, prediction.data(model, steps * batch_size), batch_size, [])
+    trained = Trained(pipe, networks.data(network, steps * network.batch_size), network.batch_size, [])
     trained.step_s()
     return trained
 
@@ -100,16 +101,18 @@ def work(job: Job) -> Iterator[Rates | None]:
 
     keras.utils.set_random_seed(0)
     network, cluster = job.network, described(available())
-    model, rows = prediction.build(network), network.batch_size
+    model, rows = networks.build(network), network.batch_size
     cuts = partition(pipetrain.profile(model, rows, verbose=False), 2, cluster).cuts
     ends = cut_points(Chain(model).blocks, cuts)
-    side = pipeline(keras.Sequential([keras.Input((1,)), keras.layers.Dense(10)]), 4, SIDE_STEPS, "single")
-    trained = {
-        each: pipeline(model, rows, job.steps, each, **({} if each == "single" else {"cuts": cuts})) for each in SCHEMES
-    }
+    empty = networks.build(SIDE)
+    sides, trained = {}, {}
+    for scheme in SCHEMES:
+        two = {} if scheme == "single" else {"stages": 2}
+        sides[scheme] = pipeline(empty, SIDE, SIDE_STEPS, scheme, **two)
+        trained[scheme] = pipeline(model, network, job.steps, scheme, **({"cuts": cuts} if two else {}))
     yield None
     while True:
-        overhead_s, caller_s = _beside(side)
+        beside = {scheme: _beside(side) for scheme, side in sides.items()}
         whole = pipetrain.profile(model, rows, verbose=False)
         pieces = _times(pipetrain.profile(model, rows // MICROBATCHES, verbose=False), MICROBATCHES)
         rates = {}
@@ -117,6 +120,8 @@ def work(job: Job) -> Iterator[Rates | None]:
             count = MICROBATCHES if scheme in ("gpipe", "1f1b") else 1
             profile = whole if count == 1 else pieces
             planned = plan(profile, ends, cluster, training=Training(scheme, microbatches=count))
+            overhead_s, caller_s = beside[scheme]
+            caller_s = beside["single"][1] if scheme == "vanilla" else caller_s  # which nothing waits for
             trace = simulate(
                 planned, scheme, cluster, job.steps, microbatches=count, overhead_s=overhead_s, caller_s=caller_s
             )
@@ -125,11 +130,12 @@ def work(job: Job) -> Iterator[Rates | None]:
 
 
 def _beside(side: Trained) -> tuple[float, float]:
-    """What an action costs beside its computing, and what passes between two minibatches of one device."""
-    step_s = side.step_s()
-    spans = side.pipe.trace.spans[-2 * SIDE_STEPS :]  # of the newest epoch
-    seconds = [statistics.median((spans.end_s - spans.start_s)[spans.op == op].tolist()) for op in "FB"]
-    return sum(seconds) / 2, max(0.0, step_s - sum(seconds))
+    """What an action costs beside its computing, and what passes between two minibatches that are not in flight."""
+    step_s, stages = side.step_s(), 1 if side.pipe.scheme == "single" else 2
+    pieces = MICROBATCHES if side.pipe.scheme in ("gpipe", "1f1b") else 1
+    spans = side.pipe.trace.spans[-2 * pieces * stages * SIDE_STEPS :]  # of the newest epoch
+    overhead_s = statistics.median((spans.end_s - spans.start_s).tolist())
+    return overhead_s, max(0.0, step_s - 2 * (pieces + stages - 1) * overhead_s)
 
 
 def _times(profile: Profile, pieces: int) -> Profile:
