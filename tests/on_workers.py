@@ -66,15 +66,15 @@ def resumed(pipeline: Callable[[], pipetrain.PipelineModel], x: np.ndarray, y: n
         for more in (keras.callbacks.LambdaCallback(on_train_batch_end=interrupt), None):
             kept.clear()  # how many were complete when it was interrupted depends on timing
             pm = pipeline()
-            callbacks = [
-                pipetrain.PipelineCheckpoint(directory, every_steps=3),
-                pipetrain.Snapshots(5, lambda step, model: kept.extend(model.get_weights())),
+            used = [
+                callbacks.PipelineCheckpoint(directory, every_steps=3),
+                callbacks.Snapshots(5, lambda step, model: kept.extend(model.get_weights())),
                 keras.callbacks.ModelCheckpoint(f"{directory}/model.keras"),
                 *filter(None, [more]),
             ]
-            with contextlib.suppress(InterruptedError):
-                history = networks.fit(pm, x, y, batch_size=BATCH, epochs=2, callbacks=callbacks)
-        assert callbacks[0].resumed_at == 3 and kept
+            with contextlib.suppress(InterruptedError), contextlib.redirect_stdout(sys.stderr):
+                history = networks.fit(pm, x, y, batch_size=BATCH, epochs=2, callbacks=used)
+        assert used[0].resumed_at == 3 and kept
         saved = keras.models.load_model(f"{directory}/model.keras")
     return [*pm.get_weights(), *saved.get_weights(), *kept], history.history
 
@@ -93,6 +93,8 @@ if __name__ == "__main__":
         import networks
         import numpy as np
         import tensorflow as tf
+
+        from pipetrain import callbacks
 
         for each in cases:
             here, said_here = trained(each, count, ["CPU:0"])
