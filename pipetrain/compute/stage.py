@@ -14,7 +14,6 @@ from pipetrain.compute.bound import BoundFunction, Newest, Weights, direct
 from pipetrain.compute.clipping import SQUARED_NORM, clipped, positive, squared_norm
 from pipetrain.compute.clone import clone
 from pipetrain.compute.cores import is_remote
-from pipetrain.compute.outcome import Packed, pack, packs
 from pipetrain.compute.packed import packed
 from pipetrain.compute.segment import Segment, mask_of
 from pipetrain.compute.slots import Slot, shared
@@ -35,24 +34,13 @@ class Values(NamedTuple):
 class Forward(NamedTuple):
     """What a stage's forward gives: its outputs, the loss (last stage), its regularization penalty, and ``kept``.
 
-    ``kept`` is for its backward, None where none will come. Another process's loss may be packed with the outputs.
+    ``kept`` is for its backward, None where none will come.
     """
 
-    output: Values | Packed
+    output: Values
     loss: tf.Tensor | None
     penalty: tf.Tensor | None
     kept: Kept | None
-
-    def unkept(self) -> Forward:
-        """The same, with nothing for a backward."""
-        return self._replace(kept=None)
-
-    def outcome(self) -> tuple[tf.Tensor, Values]:
-        """The loss and the outputs; waits for those that are fetched."""
-        if isinstance(self.output, Packed):
-            loss, tensors = self.output.unpacked()
-            return loss, Values(tensors, [None] * len(tensors))
-        return self.loss, self.output
 
 
 class Kept(NamedTuple):
@@ -92,7 +80,6 @@ class Stage:
     ) -> None:
         self.segment, self.device, self.recompute, self._loss = segment, device, recompute, loss
         self._rule = rule
-        self._rows: list[tuple[int, ...]] | None = None  # of what is packed
         self._weights, self._model_state = segment.trainable_variables, segment.non_trainable_variables
         with tf.device(device):
             self.variables = [_like(variable) for variable in self._weights]
@@ -175,8 +162,6 @@ class Stage:
             self._gradients = halves.backward.structured_outputs[0]
             self._update = self._squared_norm = None  # traced when they are needed
         output = halves.forward.structured_outputs[0][0]
-        if self._rows is not None:
-            return [None] * len(self.segment.outputs)
         return [mask if mask is None else tf.TensorSpec(mask.shape, mask.dtype) for mask in output.masks]
 
     def _trace_update(self) -> Any:
@@ -197,8 +182,6 @@ class Stage:
         state, inputs = self._state, self._sorted(values, targets)
         with tf.device(self.device):
             (output, loss, penalty, self._state), residuals = self._forward(weights, state, *inputs)
-        if self._rows is not None:
-            output = Packed(output, self._rows)
         if not self.recompute:
             return Forward(output, loss, penalty, Kept(residuals))
         given = None if isinstance(weights, Newest) else weights
@@ -317,11 +300,6 @@ class Stage:
             starts = [loss]
         penalty = tf.add_n(penalties) if penalties else None
         values = Values(outputs, [mask_of(output) for output in outputs])
-        masked = any(mask is not None for mask in values.masks)
-        self._rows = None
-        if self._loss and is_remote(self.device) and not masked and packs(outputs, loss):
-            self._rows = [tuple(tensor.shape[1:]) for tensor in outputs]
-            values, loss = pack(outputs, loss), None
         return starts if penalty is None else [*starts, penalty], (values, loss, penalty, state)
 
     def _loss_of(self, outputs: list[tf.Tensor], targets: Any) -> tf.Tensor:

@@ -56,7 +56,7 @@ class Collector:
             outputs.append(report)
             if len(outputs) == self._last_replicas * len(report.microbatch.group):
                 in_order = sorted(outputs, key=lambda output: (output.microbatch.index, output.replica))
-                self._waiting.append(_joined([output for output in in_order if output.result is not None]))
+                self._waiting.append(_joined([output for output in in_order if output.loss is not None]))
                 del self._outputs[report.microbatch.minibatch]
         else:
             self._versions[report.stage, report.replica] = report.version
@@ -77,11 +77,11 @@ class Collector:
 
 def _joined(outputs: list[Output]) -> Result:
     """A minibatch's result from its microbatches': ``sum(loss_share * loss + share * penalty)``."""
-    losses, predictions = zip(*(output.result.outcome() for output in outputs), strict=True)
-    terms = [_scaled(loss, output.microbatch.loss_share) for loss, output in zip(losses, outputs, strict=True)]
+    terms = [_scaled(output.loss, output.microbatch.loss_share) for output in outputs]
     penalties = [each for each in (output.microbatch for output in outputs) if each.penalty is not None]
     terms += [_scaled(each.penalty, each.share) for each in penalties]
     loss = terms[0] if len(terms) == 1 else tf.add_n(terms)
+    predictions = [output.predictions for output in outputs]
     return Result(loss, predictions[0] if len(predictions) == 1 else _stacked(predictions))
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from pipetrain.compute.stage import Forward, Values
+from pipetrain.compute.stage import Values
 
 
 class Microbatch(NamedTuple):
@@ -46,11 +46,12 @@ class Microbatch(NamedTuple):
 
 
 class Output(NamedTuple):
-    """The report of one forward by a replica of the last stage; without a result where it had no rows."""
+    """The report of one forward by a replica of the last stage; without loss and predictions where it had no rows."""
 
     microbatch: Microbatch
     replica: int
-    result: Forward | None
+    loss: tf.Tensor | None
+    predictions: Values | None
 
 
 class Updated(NamedTuple):

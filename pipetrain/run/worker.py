@@ -142,10 +142,11 @@ class Worker(threading.Thread):
         weights = self._versions.forward(microbatch.minibatch)
         if self._stage.recompute and not self._versions.lasts(microbatch.minibatch):
             weights = self._stage.weights(weights)
-        result = None
+        result, output, loss = None, None, None
         if microbatch.values is not None:
             targets = None if below else take(microbatch.targets, self._mine(microbatch), microbatch.rows)
             result = self._stage.forward(weights, microbatch.values, targets)
+            output, loss = result.output, result.loss
         microbatch = microbatch.passed(result and result.penalty)
         if self._trains:
             self._in_flight[microbatch.index] = (microbatch, result and result.kept)
@@ -153,9 +154,9 @@ class Worker(threading.Thread):
         if below:
             sent = microbatch._replace(penalty=self._part_of(microbatch.penalty, microbatch))
             self._finish()
-            below.send(sent.with_values, result and result.output, microbatch.rows, microbatch.index)
+            below.send(sent.with_values, output, microbatch.rows, microbatch.index)
         else:
-            self._control.report(Output(self._shared(microbatch), self._seat.replica, result and result.unkept()))
+            self._control.report(Output(self._shared(microbatch), self._seat.replica, loss, output))
 
     def _backward(self, index: int, returned: list[tf.Tensor] | None) -> None:
         microbatch, kept = self._in_flight.pop(index)
