@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
-HOSTS = ("pipetrain0", "pipetrain1")
+HOSTS = (f"pipetrain{os.getpid()}-0", f"pipetrain{os.getpid()}-1")  # another run's may be there too
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 RATES_MBIT = (10_000, 200, 50)
 
