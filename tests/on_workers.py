@@ -5,26 +5,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 import pipetrain  # noqa: E402
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+
 ROWS, BATCH = 96, 16
 
 
 def settings(case: str, workers: int) -> dict:
-    """Of the PipelineModel: ``SCHEME``, ``SCHEME/horizon``, ``SCHEME+spikes`` or ``SCHEME*replicas``."""
+    """Of the PipelineModel: ``SCHEME`` or ``SCHEME/OPTION``."""
     name, _, option = case.partition("/")
     given = {"scheme": name}
     if option in ("local", "fitted"):
         given["horizon"] = option
     if option == "recompute":
         given["recompute"] = True
-    if option == "replicas":
+    if option.startswith("replicas"):
         return given | {"stages": None, "cuts": networks.cuts(6, 2), "replicas": (workers - 1, 1)}
     return given if name == "single" else given | {"cuts": networks.cuts(6, workers)}
 
@@ -32,12 +40,43 @@ def settings(case: str, workers: int) -> dict:
 def trained(case: str, workers: int, devices: list[str]) -> tuple[list, dict]:
     """Weights, and what fit, evaluate and predict gave: two epochs, so one drain in the midst, the last batch short."""
     x, y = networks.data(rows=ROWS + 5)
-    pm = networks.pipeline(devices=devices, **settings(case, workers))
-    history = networks.fit(pm, x, y, batch_size=BATCH, epochs=2).history
-    said = {name: values for name, values in history.items()}
+
+    def pipeline() -> pipetrain.PipelineModel:
+        optimizer = keras.optimizers.SGD(0.05, momentum=0.9, global_clipnorm=0.1 if case.endswith("/norm") else None)
+        return networks.pipeline(optimizer=optimizer, devices=devices, **settings(case, workers))
+
+    if case.endswith("/resumed"):
+        return resumed(pipeline, x, y)
+    pm = pipeline()
+    said = dict(networks.fit(pm, x, y, batch_size=BATCH, epochs=2).history)
     said["evaluate"] = pm.evaluate(x, y, batch_size=40, verbose=0)
     said["predict"] = pm.predict(x, batch_size=40, verbose=0).tolist()
     return pm.get_weights(), said
+
+
+def resumed(pipeline: Callable[[], pipetrain.PipelineModel], x: np.ndarray, y: np.ndarray) -> tuple[list, dict]:
+    """Likewise, interrupted in the first epoch; the weights that were kept on the way are among the weights."""
+    kept: list[np.ndarray] = []
+
+    def interrupt(batch: int, logs: object) -> None:
+        if batch == 4:
+            raise InterruptedError
+
+    with tempfile.TemporaryDirectory() as directory:
+        for more in (keras.callbacks.LambdaCallback(on_train_batch_end=interrupt), None):
+            kept.clear()  # how many were complete when it was interrupted depends on timing
+            pm = pipeline()
+            callbacks = [
+                pipetrain.PipelineCheckpoint(directory, every_steps=3),
+                pipetrain.Snapshots(5, lambda step, model: kept.extend(model.get_weights())),
+                keras.callbacks.ModelCheckpoint(f"{directory}/model.keras"),
+                *filter(None, [more]),
+            ]
+            with contextlib.suppress(InterruptedError):
+                history = networks.fit(pm, x, y, batch_size=BATCH, epochs=2, callbacks=callbacks)
+        assert callbacks[0].resumed_at == 3 and kept
+        saved = keras.models.load_model(f"{directory}/model.keras")
+    return [*pm.get_weights(), *saved.get_weights(), *kept], history.history
 
 
 def difference(a: object, b: object) -> float:
@@ -50,6 +89,7 @@ if __name__ == "__main__":
     count, cases = int(sys.argv[1]), sys.argv[2:]
     with pipetrain.LocalWorkers(count) as running:
         remote = pipetrain.connect(running.addresses)
+        import keras
         import networks
         import numpy as np
         import tensorflow as tf

@@ -25,6 +25,9 @@ SCHEMES = (
     "1f1b",
     "single",
     "vanilla/recompute",
+    "gpipe/norm",
+    "spectrain/resumed",
+    "gpipe/resumed",
 )
 
 
@@ -38,7 +41,7 @@ def compare(workers, *cases):
 
 
 def test_two_workers_train_as_one_process_does():
-    compare(2, "spectrain", "gpipe")
+    compare(2, "spectrain", "gpipe/norm")
 
 
 @pytest.mark.slow
@@ -49,4 +52,4 @@ def test_every_scheme_on_workers_trains_as_in_one_process(workers):
 
 @pytest.mark.slow
 def test_replicas_on_workers_train_as_in_one_process():
-    compare(3, "vanilla/replicas", "gpipe/replicas")
+    compare(3, "vanilla/replicas", "gpipe/replicas", "gpipe/replicas/norm")

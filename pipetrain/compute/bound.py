@@ -30,17 +30,21 @@ class BoundFunction:
         call: a concrete function whose first argument are the weights.
         variables: the stage's variables.
         predicted: their values so many updates ahead, for a scalar tensor.
+        constant: a number as a tensor of a type, on the stage's device.
     """
 
     def __init__(
-        self, call: Any, variables: Sequence[keras.Variable], predicted: Callable[[tf.Tensor], list[tf.Tensor]]
+        self,
+        call: Any,
+        variables: Sequence[keras.Variable],
+        predicted: Callable[[tf.Tensor], list[tf.Tensor]],
+        constant: Callable[[float, tf.DType], tf.Tensor],
     ) -> None:
         self._given = direct(call)
-        self._call, self._variables, self._predicted = call, variables, predicted
+        self._call, self._variables, self._predicted, self._constant = call, variables, predicted, constant
         self._others = call.structured_input_signature[0][1:]
         self._newest: Any = None
         self._ahead: Any = None
-        self._horizons: dict[int, tf.Tensor] = {}
 
     def __call__(self, weights: Weights, *others: Any) -> Any:
         """Call with these weights."""
@@ -54,9 +58,7 @@ class BoundFunction:
             self._ahead = self._trace(
                 lambda horizon, *others: self._call(self._predicted(horizon), *others), tf.TensorSpec([])
             )
-        if weights.horizon not in self._horizons:
-            self._horizons[weights.horizon] = tf.constant(float(weights.horizon))
-        return self._ahead(self._horizons[weights.horizon], *others)
+        return self._ahead(self._constant(float(weights.horizon), tf.float32), *others)
 
     def _read(self) -> list[tf.Tensor]:
         return [variable.value.read_value() for variable in self._variables]

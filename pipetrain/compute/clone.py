@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import keras
+import tensorflow as tf
 
 from pipetrain.compute.rates import Rescaled
 from pipetrain.compute.spikes import SpikeCompensated
@@ -22,7 +23,8 @@ def clone(
     A learning-rate schedule, being stateless, is shared. The ``rule`` may make it one that compensates spikes, with a
     rate that is rescaled.
     """
-    config = optimizer.get_config()
+    with tf.device(None):  # where its variables are: a remote device would have to send back what was sent to it
+        config = optimizer.get_config()
     if isinstance(config["learning_rate"], dict):
         config["learning_rate"] = optimizer._learning_rate
     copy = (SpikeCompensated if rule.spikes else type(optimizer)).from_config(config)

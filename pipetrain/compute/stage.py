@@ -282,7 +282,7 @@ class Stage:
         return self._constants[value, dtype]
 
     def _bound(self, concrete: Any) -> BoundFunction:
-        return BoundFunction(concrete, self.variables, self._optimizer_step.predicted)
+        return BoundFunction(concrete, self.variables, self._optimizer_step.predicted, self._constant)
 
     def _sorted(self, values: Values, targets: Any) -> tuple[list[Any], Any]:
         """Tensors that want a gradient, and all else that goes in."""

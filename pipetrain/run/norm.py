@@ -42,9 +42,9 @@ class GlobalNorm:
         mine = self._stages[stage][replica]
         if replica == 0:
             square = mine.squared_norm(gradients)
-            for others, boxes in zip(self._stages, self._to, strict=True):
-                for other, box in zip(others, boxes, strict=True):
-                    box[stage].put(transfer(square, other.device))
-        squares = [box.get() for box in self._to[stage][replica]]
+            for boxes in self._to:
+                for box in boxes:
+                    box[stage].put(square)
+        squares = [transfer(box.get(), mine.device) for box in self._to[stage][replica]]
         with tf.device(mine.device):
             return tf.stack(squares)
