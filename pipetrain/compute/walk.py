@@ -15,7 +15,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from pipetrain.compute.bound import direct
-from pipetrain.compute.cores import is_remote, pinned
+from pipetrain.compute.cores import finish, is_remote, pinned
 from pipetrain.compute.segment import Segment
 from pipetrain.compute.solo import Solo, either, values
 from pipetrain.compute.split import specs
@@ -173,6 +173,7 @@ def _whole(blocks: Sequence[Placed], device: str) -> Callable[[], None]:
         with tf.device(device):
             gradients, _ = call()
             update(gradients)
+        finish(device)  # calls of another process would queue up there, and keep it busy long after
 
     return once
 
