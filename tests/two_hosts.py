@@ -5,7 +5,6 @@ Usage: two_hosts.py ADDRESS ADDRESS
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import sys
 import time
@@ -16,7 +15,6 @@ import numpy as np
 import pipetrain
 from pipetrain.run.devices import described
 
-faulthandler.dump_traceback_later(45, exit=True)
 BATCH, STEPS, INPUTS, WIDTH, NARROW = 512, 40, 64, 1024, 32
 
 
@@ -51,6 +49,7 @@ def main(addresses: list[str]) -> None:
             {
                 "bandwidth": link.bandwidth_bytes_per_s,
                 "latency_s": link.latency_s,
+                "overhead_s": described(devices).overhead_s,
                 "cuts": partition.cuts,
                 "predicted": partition.samples_per_second,
                 "measured": BATCH * (STEPS - half) / (clock.ends_s[-1] - clock.ends_s[half - 1]),

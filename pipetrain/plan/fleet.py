@@ -21,7 +21,6 @@ from pipetrain.plan.schemes import Scheme
 from pipetrain.plan.stages import StagePlan
 from pipetrain.plan.trace import Spans, Trace, Transfers
 
-
 ADDING = 0.6  # of an update: adding gradients reads two and writes one where SGD with momentum reads three, writes two
 
 
