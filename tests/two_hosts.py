@@ -32,7 +32,7 @@ class Clock(keras.callbacks.Callback):
 def main(addresses: list[str]) -> None:
     devices = pipetrain.connect(addresses)
     keras.utils.set_random_seed(0)
-    # The even cut, after the third of six wide layers, sends much; the one after the narrow layer little.
+    # An even cut, between wide layers, sends much; the one after the narrow layer little. Computing takes most.
     layers = [keras.layers.Dense(WIDTH, "relu", name=f"wide_{n}") for n in range(7)]
     layers.insert(1, keras.layers.Dense(NARROW, "relu", name="narrow"))
     model = keras.Sequential([keras.Input((INPUTS,)), *layers, keras.layers.Dense(10, name="logits")])
