@@ -154,6 +154,13 @@ def start(options: argparse.Namespace, stages: int, ends: ExitStack) -> None:
     pipetrain.connect(cluster)
 
 
+def _place(options: argparse.Namespace) -> str:
+    """The options that say where the stages are: a run does not remember them."""
+    if options.cluster is not None:
+        return f" --cluster {options.cluster}"
+    return "" if options.local_workers is None else f" --local-workers {options.local_workers}"
+
+
 def begin(options: argparse.Namespace, ends: ExitStack) -> tuple[Path, list[Summary]]:
     """Train under every scheme asked for, one after another, from the same weights on the same minibatches."""
     output = writable(Path(options.output or ROOT / "runs" / time.strftime("%Y%m%d-%H%M%S")))
@@ -243,7 +250,7 @@ def run(settings: Sequence[Settings], options: argparse.Namespace, output: Path)
             summaries.append(ended or train(each, data, output / each.scheme, options.verbose))
         except (KeyboardInterrupt, SystemExit):
             if resuming.is_unfinished(output / each.scheme):
-                print(f"To go on: python experiments/run.py --resume {output}")
+                print(f"To go on: python experiments/run.py --resume {output}{_place(options)}")
             raise
     return summaries
 

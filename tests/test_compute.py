@@ -11,8 +11,9 @@ import pytest
 import tensorflow as tf
 
 import pipetrain
-from pipetrain.compute import walk
+from pipetrain.compute import profiler, walk
 from pipetrain.compute.blocks import Chain
+from pipetrain.compute.progress import Progress
 from pipetrain.compute.split import specs, split
 from pipetrain.plan.profile import BlockProfile, Profile
 
@@ -206,3 +207,14 @@ def test_a_noisy_machine_is_measured_longer_and_said_so():
     assert "(within 20%)" in str(profile)
     assert "too busy" in str(profile)
     assert Profile.from_json(profile.to_json()) == profile
+
+
+def test_a_backward_timed_on_a_worker_has_both_its_products():
+    model = keras.Sequential([keras.Input((768,)), *(keras.layers.Dense(768) for _ in range(3))])
+    chain = Chain(model)
+    placed, _ = profiler._placed(chain, 256, Progress("", 0))
+    once = walk._timed_there(placed, "/device:CPU:0")
+    once()
+    taken = [once() for _ in range(5)]
+    forward_s, backward_s = (min(each[n][1] for each in taken) for n in range(2))
+    assert backward_s > 1.5 * forward_s  # gradients of weights and of inputs; the latter nothing reads there

@@ -16,7 +16,11 @@ import pytest
 from pipetrain.__main__ import main
 from pipetrain.plan.cluster import Cluster, Level, Link
 from pipetrain.plan.hosts import Hosts, is_loopback, task_of_tf_config
+from pipetrain.plan.memory import Training
 from pipetrain.plan.network import Network
+from pipetrain.plan.partition import partition
+from pipetrain.plan.profile import BlockProfile, Profile
+from pipetrain.plan.simulator import simulate
 from pipetrain.run.connection import connect, described_by
 
 ROOT = Path(__file__).parents[1]
@@ -256,3 +260,13 @@ def test_connect_wants_a_cluster(monkeypatch):
         connect()
     with pytest.raises(ValueError, match=r"cannot be read.*none\.json"):
         connect("none.json")
+
+
+def test_overhead_of_actions_is_planned_and_simulated():
+    profile = Profile("chain", 8, tuple(BlockProfile(name, 1.0, 2.0, 0, 0) for name in "ab"))
+    cluster = Cluster((Level(Link(float("inf"))),), overhead_s=0.25)
+    cut = partition(profile, 2, cluster)
+    assert [stage.total_s for stage in cut.stages] == [3.5, 3.5] and cut.step_s == 3.5
+    assert partition(profile, 2, cluster, training=Training("gpipe", microbatches=4)).slowest_s == 3.0 + 8 * 0.25
+    assert simulate(cut, "single", cluster, minibatches=2).duration_s == 2 * 6.5
+    assert simulate(cut, "single", cluster, minibatches=2, overhead_s=0.0).duration_s == 12.0

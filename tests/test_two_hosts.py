@@ -12,9 +12,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
-HOSTS = ("pipetrain0", "pipetrain1")
+HOSTS = (f"pipetrain{os.getpid()}-0", f"pipetrain{os.getpid()}-1")  # another run's may be there too
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
-RATES_MBIT = (10_000, 200, 50)
+RATES_MBIT = (1000, 200, 50)
 
 
 def ip(*arguments: str) -> None:
@@ -67,19 +67,8 @@ def hosts():
 def limit(rate_mbit: int) -> None:
     """Either direction of the link carries so much."""
     for n, host in enumerate(HOSTS):
-        kind = [
-            "class",
-            "replace",
-            "dev",
-            f"pipe{n}",
-            "parent",
-            "1:",
-            "classid",
-            "1:1",
-            "htb",
-            "rate",
-            f"{rate_mbit}mbit",
-        ]
+        kind = ["class", "replace", "dev", f"pipe{n}", "parent", "1:", "classid", "1:1", "htb", "rate"]
+        kind += [f"{rate_mbit}mbit"]
         subprocess.run(on(host, "tc", *kind), check=True, capture_output=True, text=True)
 
 
@@ -103,7 +92,6 @@ def test_predictions_come_true_and_a_slow_link_moves_the_cut(hosts, tmp_path):
     told = "\n".join(f"{rate} Mb/s: {each}" for rate, each in found.items())
     print(told)
     for rate_mbit, each in found.items():
-        if rate_mbit < RATES_MBIT[0]:  # above, the processor limits what TensorFlow carries
-            assert each["bandwidth"] == pytest.approx(rate_mbit * 1e6 / 8, rel=0.15), told
+        assert each["bandwidth"] == pytest.approx(rate_mbit * 1e6 / 8, rel=0.15), told
         assert each["measured"] == pytest.approx(each["predicted"], rel=0.15), told
     assert found[RATES_MBIT[0]]["cuts"] != found[RATES_MBIT[-1]]["cuts"] == ["narrow"], told

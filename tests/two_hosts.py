@@ -15,7 +15,7 @@ import numpy as np
 import pipetrain
 from pipetrain.run.devices import described
 
-BATCH, STEPS, WIDTH, NARROW = 128, 40, 1024, 32
+BATCH, STEPS, INPUTS, WIDTH, NARROW = 512, 40, 64, 1024, 32
 
 
 class Clock(keras.callbacks.Callback):
@@ -32,14 +32,14 @@ class Clock(keras.callbacks.Callback):
 def main(addresses: list[str]) -> None:
     devices = pipetrain.connect(addresses)
     keras.utils.set_random_seed(0)
-    # The even cut, after the third of six wide layers, sends much; the one after the narrow layer little.
-    layers = [keras.layers.Dense(WIDTH, "relu", name=f"wide_{n}") for n in range(6)]
+    # An even cut, between wide layers, sends much; the one after the narrow layer little. Computing takes most.
+    layers = [keras.layers.Dense(WIDTH, "relu", name=f"wide_{n}") for n in range(7)]
     layers.insert(1, keras.layers.Dense(NARROW, "relu", name="narrow"))
-    model = keras.Sequential([keras.Input((WIDTH,)), *layers, keras.layers.Dense(10, name="logits")])
+    model = keras.Sequential([keras.Input((INPUTS,)), *layers, keras.layers.Dense(10, name="logits")])
     pm = pipetrain.PipelineModel(model, stages=2, scheme="vanilla", devices=devices)
     pm.compile(keras.optimizers.SGD(1e-3, 0.9), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     partition = pm.partition(BATCH)
-    x = np.random.default_rng(0).normal(size=(BATCH * STEPS, WIDTH)).astype("float32")
+    x = np.random.default_rng(0).normal(size=(BATCH * STEPS, INPUTS)).astype("float32")
     clock = Clock()
     pm.fit(x, np.zeros(len(x), "int32"), batch_size=BATCH, verbose=0, callbacks=[clock])
     link = described(devices).link(0, 1)
@@ -49,6 +49,7 @@ def main(addresses: list[str]) -> None:
             {
                 "bandwidth": link.bandwidth_bytes_per_s,
                 "latency_s": link.latency_s,
+                "overhead_s": described(devices).overhead_s,
                 "cuts": partition.cuts,
                 "predicted": partition.samples_per_second,
                 "measured": BATCH * (STEPS - half) / (clock.ends_s[-1] - clock.ends_s[half - 1]),

@@ -28,6 +28,16 @@ def is_remote(device: str) -> bool:
     return device.startswith("/job:") and not device.startswith("/job:localhost/")
 
 
+def finish(device: str) -> None:
+    """Wait until a GPU or another process has done all that it was given.
+
+    What a CPU of this process is given, it has done when the call returns.
+    """
+    if "CPU" not in device or is_remote(device):
+        with tf.device(device):
+            (tf.zeros([]) + 1.0).numpy()
+
+
 def _of_a_task(name: str) -> str:
     """A worker's device as TensorFlow writes it, which has replica 0; other names as they are."""
     try:

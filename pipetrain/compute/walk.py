@@ -15,7 +15,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from pipetrain.compute.bound import direct
-from pipetrain.compute.cores import is_remote, pinned
+from pipetrain.compute.cores import finish, is_remote, pinned
 from pipetrain.compute.segment import Segment
 from pipetrain.compute.solo import Solo, either, values
 from pipetrain.compute.split import specs
@@ -173,6 +173,7 @@ def _whole(blocks: Sequence[Placed], device: str) -> Callable[[], None]:
         with tf.device(device):
             gradients, _ = call()
             update(gradients)
+        finish(device)  # calls of another process would queue up there, and keep it busy long after
 
     return once
 
@@ -217,21 +218,23 @@ def _timed_there(blocks: Sequence[Placed], device: str) -> Callable[[], Walked]:
     Seen from here, each would have the way there and back in it.
     """
     given, weights, state, starts, copies, update = _Ready.on(device, blocks)
+    with tf.device(device):
+        seen = tf.Variable(0.0)
 
     def run() -> tf.Tensor:
         known, kept, by_weight, times = dict(given), [], [], [tf.timestamp()]
         for n, block in enumerate(blocks):
             inputs = [known[value] for value in block.segment.reads]
             outputs, residuals = block.solo.forward(*_from(times[-1], (weights[n], state[n], inputs)))
-            times.append(_after([*outputs, *residuals]))
+            times.append(_after([*outputs, *residuals], seen))
             known.update(zip(block.segment.writes, outputs, strict=True))
             kept.append(residuals)
         for n in range(len(blocks) - 1, -1, -1):
             gradients, others = blocks[n].solo.backward(*_from(times[-1], (weights[n], kept.pop(), starts[n])))
-            times.append(_after([*gradients, *others]))
+            times.append(_after([*gradients, *others], seen))
             by_weight[:0] = gradients
         update(_from(times[-1], by_weight))
-        return tf.stack([*times, _after([copy.value.read_value() for copy in copies])])
+        return tf.stack([*times, _after([copy.value.read_value() for copy in copies], seen)])
 
     with tf.device(device):
         call = direct(tf.function(run, autograph=False).get_concrete_function())
@@ -251,9 +254,15 @@ def _from(when: tf.Tensor, tensors: Any) -> Any:
         return tf.nest.map_structure(tf.identity, tensors)
 
 
-def _after(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """The time when all these are there; to wait for a call alone is to wait for its side effects."""
-    with tf.control_dependencies([tf.identity(each) for each in tensors if each is not None]):
+def _after(tensors: Sequence[tf.Tensor], seen: tf.Variable) -> tf.Tensor:
+    """The time when all these are there; to wait for a call alone is to wait for its side effects.
+
+    A number of each goes into a variable: what nothing reads but for its order, TensorFlow would not compute.
+    """
+    present = [each for each in tensors if each is not None]
+    numbers = [each for each in present if each.dtype.is_floating or each.dtype.is_integer]
+    read = [tf.reduce_sum(tf.cast(tf.reshape(each, [-1])[:1], tf.float32)) for each in numbers]
+    with tf.control_dependencies([*map(tf.identity, present), seen.assign(tf.add_n([tf.zeros([]), *read]))]):
         return tf.timestamp()
 
 

@@ -78,6 +78,8 @@ class Cluster:
         processors: how many devices work at once: logical CPU devices share the processor's cores.
         between: the link between each two devices by their numbers, where they were measured; None where the levels
             say it.
+        overhead_s: seconds that every action, a forward or a backward, takes on a device beside its computing: such as
+            for a call to another process.
 
     Raises ValueError for groups that do not nest.
     """
@@ -86,6 +88,7 @@ class Cluster:
     memory_bytes: int | None = None
     processors: float = math.inf
     between: tuple[tuple[Link, ...], ...] | None = None
+    overhead_s: float = 0.0
 
     def __post_init__(self) -> None:
         sizes = [level.devices for level in self.levels]

@@ -77,12 +77,12 @@ class Costs:
     A stage of blocks i to j-1 on r devices takes, per minibatch of b rows,
 
     ``ceil(b/r)/b * (sum(forward + backward) + transfer(activations out of j-1) + transfer(gradients out of i))
-    + sum(update) + reduce(weights)``
+    + sum(update) + reduce(weights) + 2 * microbatches * overhead``
 
-    : what one of its devices computes and sends.
+    : what one of its devices computes and sends, and what its actions take beside.
     """
 
-    def __init__(self, profile: Profile, cluster: Cluster) -> None:
+    def __init__(self, profile: Profile, cluster: Cluster, microbatches: int = 1) -> None:
         blocks = profile.blocks
         self.blocks, self.cluster, self._batch_size = len(blocks), cluster, profile.batch_size
         self._compute_s = _sums([block.forward_s + block.backward_s for block in blocks])
@@ -90,6 +90,7 @@ class Costs:
         self._weights = _sums([block.weight_bytes for block in blocks])
         self._kept = _sums([block.activation_bytes for block in blocks])
         self._memory: dict[tuple[int, Demand], Memory] = {}
+        self._overhead_s = 2 * microbatches * cluster.overhead_s
         # nothing is sent before the first block and after the last one
         self._crossing = np.array([0.0, *(float(block.output_bytes) for block in blocks[:-1]), 0.0])
 
@@ -104,7 +105,7 @@ class Costs:
         # the widest way that rows may have to go; how far the next stage reaches, its own gradients' way says
         gradients = self._transfer(cluster.link(max(device - 1, 0), device + replicas - 1), share)
         activations = self._transfer(cluster.link(device, after), share)
-        return Affine(running + activations + latency_s, running - gradients)
+        return Affine(running + activations + latency_s + self._overhead_s, running - gradients)
 
     def memory(self, replicas: int, demand: Demand) -> Memory:
         """What one device of any blocks keeps.

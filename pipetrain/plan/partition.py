@@ -67,7 +67,7 @@ def partition(
             f"The replicas of all stages are the devices. Received: replicas={replicas!r}, num_devices={num_devices}. "
             f"Try num_devices={sum(counts)}."
         )
-    costs = Costs(profile, cluster)
+    costs = Costs(profile, cluster, training.microbatches)
     if replicate and cluster.memory_bytes is None:  # more than work at once would only repeat the updates
         num_devices = int(min(num_devices, cluster.processors))
     problem = _problem(costs, num_devices, counts)
@@ -88,13 +88,14 @@ def plan(
     training: Training | None = None,
 ) -> Partition:
     """The partition whose stage n ends before block ``ends[n]`` and has ``replicas[n]`` devices, one after another."""
-    costs = Costs(profile, cluster or Cluster())
+    training = training or DEFAULT_TRAINING
+    costs = Costs(profile, cluster or Cluster(), training.microbatches)
     counts = replicas or [1] * len(ends)
     choices, first, device = [], 0, 0
     for end, count in zip(ends, counts, strict=True):
         choices.append(Choice(first, end, Place(device, count, device + count)))
         first, device = end, device + count
-    return described(profile, costs, choices, training or DEFAULT_TRAINING)
+    return described(profile, costs, choices, training)
 
 
 def _problem(costs: Costs, devices: int, replicas: Sequence[int] | None) -> Problem:

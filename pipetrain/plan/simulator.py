@@ -26,7 +26,7 @@ def simulate(
     minibatches: int = 200,
     *,
     microbatches: int | None = None,
-    overhead_s: float = 0.0,
+    overhead_s: float | None = None,
     caller_s: float = 0.0,
     speeds: Sequence[float] | None = None,
     slowdown: float = 0.0,
@@ -50,7 +50,7 @@ def simulate(
             processors.
         minibatches: how many are trained before the pipeline drains.
         microbatches: pieces of a minibatch, for schemes that have any; by default as the partition was made for.
-        overhead_s: seconds that every action takes beside its computing.
+        overhead_s: seconds that every action takes beside its computing; by default the cluster's.
         caller_s: seconds that the caller takes between a minibatch's result and posting the next one.
         speeds: of the devices, 1 being that of the profile; by default all 1.
         slowdown: how much the seconds of actions vary: the standard deviation, as a part of the mean, of random factors
@@ -65,12 +65,13 @@ def simulate(
     """
     chosen = SCHEMES["single" if check_name(scheme) == DATA_PARALLEL else scheme]
     stages, devices = _placed(partition, scheme)
+    cluster = cluster or Cluster(processors=partition.processors)
     options = Options(
         minibatches=_count("minibatches", minibatches),
         pieces=_pieces(chosen, len(stages), partition, microbatches),
         window=0 if window is None else _count("window", window),
         caller_s=_seconds("caller_s", caller_s),
-        overhead_s=_seconds("overhead_s", overhead_s),
+        overhead_s=_seconds("overhead_s", cluster.overhead_s if overhead_s is None else overhead_s),
         speeds=_speeds(speeds, devices),
         slowdown=_seconds("slowdown", slowdown),
         seed=seed,
@@ -79,7 +80,6 @@ def simulate(
     if not options.window:
         ahead = math.ceil(len(stages) / options.pieces) + 2 if chosen.asynchronous else 1  # as run.Pipeline.window
         options = replace(options, window=ahead)
-    cluster = cluster or Cluster(processors=partition.processors)
     fleet = Fleet(stages, devices, partition.batch_size, chosen, options, cluster)
     reports = len(devices[-1]) if chosen.asynchronous else len(fleet.stations)
     caller = Caller(minibatches, options.pieces, options.window, caller_s, reports)

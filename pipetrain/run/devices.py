@@ -98,13 +98,3 @@ def _shares_memory(device: str) -> bool:
 def size_bytes(tensors: Iterable[tf.Tensor | None]) -> int:
     """What the elements of all tensors take."""
     return sum(each.shape.num_elements() * each.dtype.size for each in tensors if each is not None)
-
-
-def finish(device: str) -> None:
-    """Wait until a GPU or another process has done all that it was given.
-
-    What a CPU of this process is given, it has done when the call returns.
-    """
-    if "CPU" not in device or is_remote(device):
-        with tf.device(device):
-            (tf.zeros([]) + 1.0).numpy()

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import combinations
 
 import numpy as np
 import tensorflow as tf
 
-from pipetrain.compute.cores import cores, is_remote
+from pipetrain.compute.cores import cores, finish, is_remote
 from pipetrain.plan.cluster import PCIE_3, SHARED_MEMORY, Cluster, Level, Link
 from pipetrain.run.connection import about, task_of
 
 REPEATS = 7
+ACTIONS = 10  # one after another, by which an action's overhead is measured
 LONG_S = 0.1  # a copy that takes so much longer than an empty one tells the bandwidth
 SMALLEST_BYTES, LARGEST_BYTES = 2**16, 2**25
 
@@ -30,7 +32,8 @@ def joined(devices: Sequence[str]) -> Cluster:
     for (i, first), (j, last) in combinations(enumerate(devices), 2):
         between[i][j] = between[j][i] = _link(first, last)
     slowest = max((link for row in between for link in row), key=lambda link: link.seconds(LARGEST_BYTES))
-    return Cluster((Level(slowest),), processors=_processors(devices), between=tuple(map(tuple, between)))
+    overhead_s = _overhead_s(tuple(filter(is_remote, devices)))
+    return Cluster((Level(slowest),), None, _processors(devices), tuple(map(tuple, between)), overhead_s)
 
 
 def _link(first: str, last: str) -> Link:
@@ -79,6 +82,26 @@ def _seconds(size_bytes: int, sender: str, receiver: str, repeats: int = REPEATS
         with tf.device(receiver):
             _first(tf.identity(sent)).numpy()
         taken.append(time.perf_counter() - start_s)
+    return float(np.median(taken[1:]))
+
+
+@cache
+def _overhead_s(devices: tuple[str, ...]) -> float:
+    """What an action takes beside its computing, all devices being at it as in training: few bytes sent, and a call."""
+
+    def act(device: str) -> None:
+        for n in range(ACTIONS):
+            given = tf.fill([1], float(n))  # here
+            with tf.device(device):
+                _first(tf.identity(given))
+        finish(device)
+
+    taken = []
+    with ThreadPoolExecutor(len(devices), "pipetrain overhead") as threads:
+        for _ in range(REPEATS + 1):  # the first makes connections
+            start_s = time.perf_counter()
+            list(threads.map(act, devices))
+            taken.append((time.perf_counter() - start_s) / ACTIONS)
     return float(np.median(taken[1:]))
 
 

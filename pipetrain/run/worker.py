@@ -10,14 +10,13 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from pipetrain.compute.bound import Newest
-from pipetrain.compute.cores import pin
+from pipetrain.compute.cores import finish, pin
 from pipetrain.compute.inference import Replica
 from pipetrain.compute.stage import Kept
 from pipetrain.plan.actions import Action
 from pipetrain.plan.schemes import Scheme
 from pipetrain.plan.trace import Span, Transfer
 from pipetrain.plan.versions import WeightVersions
-from pipetrain.run.devices import finish
 from pipetrain.run.exchange import Inlet, Outlet, rows_of, take
 from pipetrain.run.mailbox import Closed
 from pipetrain.run.messages import Microbatch, Output, Updated
