@@ -81,9 +81,7 @@ class Watch:
         if error is None or not self._stages:
             return False
         if self.lost is None and isinstance(error, tf.errors.OpError):
-            with ThreadPoolExecutor(len(self._stages)) as pool:
-                answers = dict(zip(self._stages, pool.map(_why_not, self._stages), strict=True))
-            why = {address: each for address, each in answers.items() if each}
+            why = missing(self._stages)
             if not why and any(each in str(error) for each in _FORGOT):
                 why = {address: "it was started anew" for address in self._named(error) or self._stages}
             if not why and isinstance(error, tf.errors.UnavailableError):
@@ -132,15 +130,20 @@ def _place(stages: Sequence[int]) -> str:
     return f"{'stage' if len(stages) == 1 else 'stages'} {', '.join(map(str, stages))}"
 
 
+def missing(addresses: Iterable[str]) -> dict[str, str]:
+    """Those of the workers that do not answer, though asked more than once, and why."""
+    asked = list(addresses)
+    with ThreadPoolExecutor(max(len(asked), 1)) as pool:
+        return {address: why for address, why in zip(asked, pool.map(_why_not, asked), strict=True) if why}
+
+
 def _why_not(address: str) -> str:
-    """Why a worker is lost; empty if it answers one of the questions."""
-    why = ""
-    for _ in range(MISSED):
+    for left in reversed(range(MISSED)):
         why = greeted(address, ANSWER_S)
-        if not why:
-            break
+        if not why or not left:
+            return why
         time.sleep(SEVER_S)
-    return why
+    return ""
 
 
 def sever(addresses: Iterable[str]) -> None:
