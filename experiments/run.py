@@ -9,6 +9,8 @@ examples:
   python experiments/run.py --scheme all --output runs/all
   python experiments/run.py --scheme spectrain --model vgg16 --data-dir ~/tensorflow_datasets
   python experiments/run.py --scheme spectrain --model transformer --depth 2 --width 64
+  python experiments/run.py --scheme 1f1b --stages 2 --local-workers 2
+  python experiments/run.py --scheme spectrain --cluster hosts.json
   python experiments/run.py --resume                     # go on with the newest run that was stopped
   python experiments/run.py --resume runs/all --stages 2 # go on with that one, in another way
 """
@@ -19,6 +21,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -36,15 +39,16 @@ from pipetrain.run.quiet import start_tensorflow  # noqa: E402
 
 # What may be different when a run goes on, and options that say nothing about the run itself.
 CHANGEABLE = {"stages", "steps", "learning_rate", "momentum", "microbatches", "checkpoint_every", *POLICY_OPTIONS}
-ANYWAY = ("scheme", "resume", "data_dir", "verbose")
+ANYWAY = ("scheme", "resume", "data_dir", "verbose", "cluster", "local_workers")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status: 1 if a scheme diverged, 2 for arguments that cannot be used."""
     options = parse(arguments)
     try:
-        output, summaries = go_on(options) if options.resume is not None else begin(options)
-    except ValueError as error:
+        with ExitStack() as ends:
+            output, summaries = (go_on if options.resume is not None else begin)(options, ends)
+    except (ValueError, ConnectionError, ChildProcessError) as error:
         print(f"run.py: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -113,6 +117,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="DIR",
         help="go on with the run in DIR (default: the newest under runs/), as it was but for the options given here",
     )
+    workers = parser.add_mutually_exclusive_group()
+    workers.add_argument(
+        "--cluster", metavar="FILE", help="a hosts file: stages go to the workers that run there, see README"
+    )
+    workers.add_argument(
+        "--local-workers",
+        type=positive,
+        metavar="N",
+        help="stages go to N processes on this machine, each on cores of its own, which end with the run",
+    )
     parser.add_argument("--verbose", action="store_true", help="show how the model is cut, and why")
     options = parser.parse_args(arguments)
     unset = argparse.Namespace(**dict.fromkeys(vars(options)))
@@ -126,10 +140,24 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def begin(options: argparse.Namespace) -> tuple[Path, list[Summary]]:
+def start(options: argparse.Namespace, stages: int, ends: ExitStack) -> None:
+    """Start TensorFlow, with a device for each stage here, or with those of workers, which end with ``ends``."""
+    if options.cluster is None and options.local_workers is None:
+        start_tensorflow(stages)
+        return
+    start_tensorflow(1)
+    import pipetrain
+
+    cluster = options.cluster
+    if cluster is None:
+        cluster = ends.enter_context(pipetrain.LocalWorkers(options.local_workers)).addresses
+    pipetrain.connect(cluster)
+
+
+def begin(options: argparse.Namespace, ends: ExitStack) -> tuple[Path, list[Summary]]:
     """Train under every scheme asked for, one after another, from the same weights on the same minibatches."""
     output = writable(Path(options.output or ROOT / "runs" / time.strftime("%Y%m%d-%H%M%S")))
-    start_tensorflow(options.stages)
+    start(options, options.stages, ends)
 
     stopped = [scheme for scheme in options.scheme if resuming.is_unfinished(output / scheme)]
     if stopped:
@@ -171,7 +199,7 @@ def having(scheme: str, options: argparse.Namespace) -> dict[str, Any]:
     return {**POLICY_OPTIONS, **{name: value for name, value in given.items() if schemes.has(scheme, name)}}
 
 
-def go_on(options: argparse.Namespace) -> tuple[Path, list[Summary]]:
+def go_on(options: argparse.Namespace, ends: ExitStack) -> tuple[Path, list[Summary]]:
     """Go on with a run that was stopped."""
     output = writable(Path(options.resume) if options.resume else resuming.newest(ROOT / "runs"))
     changes = {key: value for key, value in options.given.items() if key in CHANGEABLE}
@@ -187,7 +215,7 @@ def go_on(options: argparse.Namespace) -> tuple[Path, list[Summary]]:
         )
     schemes_given = options.scheme if "scheme" in options.given else []
     by_source = resuming.settings(output, schemes_given, changes)
-    start_tensorflow(max(each.stages for each in by_source.values()))
+    start(options, max(each.stages for each in by_source.values()), ends)
     settings = possible([*by_source.values()], every=False)
     for source, each in by_source.items():
         resuming.adopt(output, source, each.scheme)

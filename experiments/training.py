@@ -22,7 +22,9 @@ from experiments.datasets import Dataset
 from experiments.networks import input_shape
 from experiments.records import CHECKPOINTS, Settings, Summary
 from pipetrain.callbacks import PipelineCheckpoint, Snapshots
+from pipetrain.mirror import check_own
 from pipetrain.plan.schemes import DATA_PARALLEL
+from pipetrain.run.devices import available
 
 EVALUATION_ROWS = 500  # per batch; evaluation is no part of what is timed
 TIMED_STEPS = (50, 250)  # samples per second are measured between these, or over the second half of a shorter run
@@ -114,6 +116,8 @@ def check(settings: Settings) -> None:
     if settings.scheme != DATA_PARALLEL:
         layers = [keras.layers.Dense(1) for _ in range(settings.stages)]
         pipelined(keras.Sequential([keras.Input((1,)), *layers]), settings)
+    else:
+        check_own(available())
 
 
 def train(settings: Settings, data: Dataset, output: Path, verbose: bool, keep: bool = True) -> Summary:

@@ -18,6 +18,7 @@ from pipetrain.plan.partition import partition, plan
 from pipetrain.plan.profile import Profile
 from pipetrain.plan.schemes import Scheme
 from pipetrain.plan.stages import DEFAULT_TRAINING, Partition
+from pipetrain.run.connection import place
 from pipetrain.run.devices import assign, described
 
 
@@ -115,7 +116,7 @@ class Layout:
         return "\n\n".join(filter(None, [f"{self.partition(batch_size)}", advice.comparison(), measured.warning]))
 
     def _profile(self, batch_size: int, verbose: bool) -> Profile:
-        return cached_profile(self.chain, batch_size, self._devices[0], verbose)
+        return cached_profile(self.chain, batch_size, self._devices[0], verbose, place(self._devices[0]))
 
     def partition(self, batch_size: int, verbose: bool = False) -> Partition:
         """The cut of the model; profiles it at this batch size if nothing has decided the cut yet."""

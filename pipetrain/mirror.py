@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -10,10 +10,20 @@ import keras
 import tensorflow as tf
 
 from pipetrain.compute.clone import clone
+from pipetrain.compute.cores import is_remote
 from pipetrain.compute.slots import Slot, shared, slots
 from pipetrain.layout import Layout
 from pipetrain.plan.trace import Trace
 from pipetrain.state import Arrays, assign, collected
+
+
+def check_own(devices: Sequence[str]) -> None:
+    """ValueError for devices of other processes, which MirroredStrategy does not reach."""
+    if any(map(is_remote, devices)):
+        raise ValueError(
+            f"data-parallel has its copies on this process's devices. Received: devices={[*devices]}. "
+            "Try a pipeline with replicas, or TensorFlow's MultiWorkerMirroredStrategy."
+        )
 
 
 class MirroredEngine:
@@ -28,6 +38,7 @@ class MirroredEngine:
 
     def __init__(self, model: keras.Model, layout: Layout) -> None:
         self.model, self.layout = model, layout
+        check_own(layout.distinct_devices)
         self.strategy = _strategy(tuple(layout.distinct_devices))
         with self.strategy.scope():
             self.trained = keras.models.clone_model(model)

@@ -23,6 +23,11 @@ def full_name(name: str) -> str:
     )
 
 
+def is_remote(device: str) -> bool:
+    """Whether a device, by its full name, is another process's: TensorFlow names the cluster's job for these alone."""
+    return device.startswith("/job:") and not device.startswith("/job:localhost/")
+
+
 def _of_a_task(name: str) -> str:
     """A worker's device as TensorFlow writes it, which has replica 0; other names as they are."""
     try:
@@ -41,7 +46,7 @@ def cores() -> list[int]:
 def pin(device: str) -> None:
     """Keep this thread on its CPU device's core, where each device has one: threads that wander disturb others."""
     known = cores()
-    cpus = [cpu.name for cpu in tf.config.list_logical_devices("CPU")]
+    cpus = [cpu.name for cpu in tf.config.list_logical_devices("CPU") if not is_remote(cpu.name)]
     if device in cpus and 1 < len(cpus) <= len(known) and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, [known[cpus.index(device)]])
 

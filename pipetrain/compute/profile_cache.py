@@ -17,9 +17,10 @@ from pipetrain.plan.profile import Profile
 FORMAT = 4  # of what is kept; profiles of other formats are measured anew
 
 
-def cached_profile(chain: Chain, batch_size: int, device: str, verbose: bool = True) -> Profile:
+def cached_profile(chain: Chain, batch_size: int, device: str, verbose: bool = True, place: str = "") -> Profile:
     """The profile of a chain of such layers at this batch size, measured at the first call.
 
+    ``place`` says where the device is, if it is another process's.
     Kept under ``$XDG_CACHE_HOME/pipetrain`` (``~/.cache/pipetrain``); deleting the folder forgets all. Models with a
     layer whose settings Keras cannot tell are measured every time.
     """
@@ -27,8 +28,9 @@ def cached_profile(chain: Chain, batch_size: int, device: str, verbose: bool = T
     keys = [cost_key(block) for block in blocks]
     if None in keys:
         return profile_chain(chain, batch_size, device, verbose)
-    place = (
+    conditions = (
         device,
+        place,
         platform.machine(),
         platform.node(),
         os.cpu_count(),
@@ -37,7 +39,7 @@ def cached_profile(chain: Chain, batch_size: int, device: str, verbose: bool = T
         tf.__version__,
     )
     crossing = [[(tensor.shape, tensor.dtype) for tensor in chain.specs(end + 1)] for end in range(len(blocks))]
-    digest = hashlib.sha256(repr((FORMAT, keys, crossing, batch_size, place)).encode()).hexdigest()[:32]
+    digest = hashlib.sha256(repr((FORMAT, keys, crossing, batch_size, conditions)).encode()).hexdigest()[:32]
     path = _folder() / f"{digest}.json"
     try:
         known = Profile.load(path)

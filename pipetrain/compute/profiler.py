@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from pipetrain.compute.blocks import Block, Chain
-from pipetrain.compute.cores import cores, full_name
+from pipetrain.compute.cores import cores, full_name, is_remote
 from pipetrain.compute.progress import Progress
 from pipetrain.compute.solo import Keeps, Solo, size_bytes, values
 from pipetrain.compute.split import specs
@@ -47,8 +47,7 @@ def profile(model: keras.Model, batch_size: int, device: str = "CPU:0", verbose:
 def profile_chain(chain: Chain, batch_size: int, device: str, verbose: bool) -> Profile:
     """``profile`` of a model whose blocks are known."""
     progress = Progress("Profiling the model's layers", 2 * len(chain.blocks) if verbose else 0)
-    cpus = [cpu.name for cpu in tf.config.list_logical_devices("CPU")]
-    others = [cpu for cpu in cpus if device in cpus and cpu != device][: len(cores()) - 1]  # each on a core of its own
+    others = _others(device)
     with tf.device(device):
         placed, costs = _placed(chain, batch_size, progress)
         errors_s = 0.0
@@ -67,6 +66,13 @@ def profile_chain(chain: Chain, batch_size: int, device: str, verbose: bool) -> 
     profile = Profile(model=chain.model.name, batch_size=int(batch_size), blocks=tuple(costs))
     whole_s = profile.total_s + sum(block.update_s for block in profile.blocks)
     return replace(profile, spread=errors_s / whole_s if whole_s else 0.0)
+
+
+def _others(device: str) -> list[str]:
+    """Devices that are at work meanwhile: CPU devices beside one, of this process, or of a cluster's workers."""
+    cpus = [cpu.name for cpu in tf.config.list_logical_devices("CPU") if is_remote(cpu.name) == is_remote(device)]
+    others = [cpu for cpu in cpus if device in cpus and cpu != device]
+    return others if is_remote(device) else others[: len(cores()) - 1]  # each on a core of its own
 
 
 def _placed(chain: Chain, batch_size: int, progress: Progress) -> tuple[list[Placed], list[BlockProfile]]:

@@ -39,7 +39,7 @@ class Solo:
         weights, state = specs(segment.trainable_variables), specs(segment.non_trainable_variables)
         with tf.device(None):  # it runs wherever it is called
             self._halves = split(self._run, weights, state, *self._sorted(like))
-        self._forward, self._backward = _either(self._halves.forward), _either(self._halves.backward)
+        self._forward, self._backward = either(self._halves.forward), either(self._halves.backward)
         self.gradients = self._halves.backward.structured_outputs[0]
         self.forward_tensors, self.backward_tensors = _tensors(self._halves.forward), _tensors(self._halves.backward)
 
@@ -106,7 +106,7 @@ def values(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
     return [tf.identity(variable.value) for variable in variables]
 
 
-def _either(concrete: Any) -> Callable[..., Any]:
+def either(concrete: Any) -> Callable[..., Any]:
     """The function as one op; inside another function, called as such."""
     call = direct(concrete)
     return lambda *arguments: (call if tf.executing_eagerly() else concrete)(*arguments)

@@ -152,6 +152,7 @@ class Stage:
             halves = split(self._run, specs(self._weights), specs(self._model_state), flows, constants)
             self._forward, self._backward = self._bound(halves.forward), self._bound(halves.backward)
             self._starts = halves.outputs
+            self._halves, self._fused = halves, None
             self._trace_update(halves.backward.structured_outputs[0])
         output = halves.forward.structured_outputs[0][0]
         return [mask if mask is None else tf.TensorSpec(mask.shape, mask.dtype) for mask in output.masks]
@@ -165,6 +166,19 @@ class Stage:
         step = tf.function(self._step, autograph=False)
         staleness = tf.TensorSpec([]) if self._rule.corrects else None
         self._update = direct(step.get_concrete_function(gradients, squares or None, staleness))
+
+    def _trace_fused(self) -> Any:
+        backward = self._halves.backward
+
+        def fused(weights: Any, residuals: Any, starts: Any, staleness: Any) -> list[tf.Tensor]:
+            gradients, by_input = backward(weights, residuals, starts)
+            with tf.control_dependencies(tf.nest.flatten([gradients, by_input], expand_composites=True)):
+                self._step(gradients, None, staleness)  # when nobody reads the weights any more: in place
+            return by_input
+
+        staleness = tf.TensorSpec([]) if self._rule.corrects else None
+        given = backward.structured_input_signature[0]
+        return tf.function(fused, autograph=False).get_concrete_function(*given, staleness)
 
     def _step(self, gradients: list[Any], squared_norms: list[tf.Tensor] | None, staleness: tf.Tensor | None) -> None:
         if squared_norms is not None:
@@ -193,15 +207,36 @@ class Stage:
         the penalty.
         """
         with tf.device(self.device):
-            residuals = kept.residuals
-            if residuals is None:
-                given = weights if kept.weights is None else kept.weights
-                _, residuals = self._forward(given, kept.state, *kept.inputs)
-            starts = [
-                tf.convert_to_tensor(start, spec.dtype)
-                for start, spec in zip([*gradients, share], self._starts, strict=False)
-            ]
-            return self._backward(weights, residuals, starts)
+            return self._backward(weights, *self._pull(weights, kept, gradients, share))
+
+    def _pull(self, weights: Weights, kept: Kept, gradients: Sequence[Any], share: float) -> tuple[Any, list[Any]]:
+        """What backward takes beside the weights: the residuals, and the gradients to begin with."""
+        residuals = kept.residuals
+        if residuals is None:
+            given = weights if kept.weights is None else kept.weights
+            _, residuals = self._forward(given, kept.state, *kept.inputs)
+        pairs = zip([*gradients, share], self._starts, strict=False)
+        return residuals, [tf.convert_to_tensor(start, spec.dtype) for start, spec in pairs]
+
+    def step(
+        self,
+        weights: Weights,
+        kept: Kept,
+        gradients: Sequence[Any],
+        share: float,
+        learning_rate: float | None,
+        staleness: int = 0,
+    ) -> list[tf.Tensor]:
+        """``backward`` and ``update`` as one call, where nothing else needs the weights' gradients."""
+        with tf.device(self.device):
+            self._set_rate(learning_rate)
+            if self._fused is None:
+                self._fused = self._bound(self._trace_fused())
+            residuals, starts = self._pull(weights, kept, gradients, share)
+            by_input = self._fused(weights, residuals, starts, self._stale(staleness))
+            if self._optimizer_step.fit:
+                self._optimizer_step.fit.updated()
+        return by_input
 
     def accumulate(self, total: list[Any] | None, gradients: list[Any]) -> list[Any]:
         """The sum of two lists of gradients."""
@@ -228,14 +263,19 @@ class Stage:
         correct go by ``staleness``, that of the gradients.
         """
         with tf.device(self.device):
-            if learning_rate is not None and learning_rate != self._learning_rate:
-                self.optimizer._learning_rate.assign(learning_rate)
-                self._learning_rate = learning_rate
+            self._set_rate(learning_rate)
             if self.variables:
-                stale = [tf.constant(float(staleness))] if self._rule.corrects else []
-                self._update(gradients, squared_norms, *stale)
+                self._update(gradients, squared_norms, self._stale(staleness))
                 if self._optimizer_step.fit:
                     self._optimizer_step.fit.updated()
+
+    def _set_rate(self, learning_rate: float | None) -> None:
+        if learning_rate is not None and learning_rate != self._learning_rate:
+            self.optimizer._learning_rate.assign(learning_rate)
+            self._learning_rate = learning_rate
+
+    def _stale(self, staleness: int) -> tf.Tensor | None:
+        return tf.constant(float(staleness)) if self._rule.corrects else None
 
     def _bound(self, concrete: Any) -> BoundFunction:
         return BoundFunction(concrete, self.variables, self._optimizer_step.predicted)

@@ -15,9 +15,9 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from pipetrain.compute.bound import direct
-from pipetrain.compute.cores import pinned
+from pipetrain.compute.cores import is_remote, pinned
 from pipetrain.compute.segment import Segment
-from pipetrain.compute.solo import Solo, values
+from pipetrain.compute.solo import Solo, either, values
 from pipetrain.compute.split import specs
 from pipetrain.compute.update import Update
 
@@ -73,7 +73,7 @@ def walk(blocks: Sequence[Placed], device: str, others: Sequence[str]) -> Second
         for other in others:
             company.enter_context(_walking(blocks, other))
         company.enter_context(pinned(device))  # last: a new thread would stay on this one's core
-        once = _walker(blocks, device)
+        once = (_timed_there if is_remote(device) else _walker)(blocks, device)
         once()
         taken, timing = _until_steady(once)
     empty_s = _empty_call([call for each in taken for call in each.calls])
@@ -130,6 +130,7 @@ class _Ready(NamedTuple):
     weights: list[list[tf.Tensor]]
     state: list[list[tf.Tensor]]
     starts: list[list[tf.Tensor]]
+    copies: list[keras.Variable]
     update: Callable[[list[Any]], Any]
 
     @classmethod
@@ -137,18 +138,20 @@ class _Ready(NamedTuple):
         made = {value for block in blocks for value in block.segment.writes}
         inputs = [pair for block in blocks for pair in zip(block.segment.reads, block.inputs, strict=True)]
         with tf.device(device):
+            copies = [keras.Variable(tf.zeros(each.shape, each.dtype)) for each in _variables(blocks)]
             return cls(
                 {value: sample(spec) for value, spec in inputs if value not in made},
                 [values(block.segment.trainable_variables) for block in blocks],
                 [values(block.segment.non_trainable_variables) for block in blocks],
                 [block.solo.ones(block.outputs) for block in blocks],
-                _update(blocks),
+                copies,
+                _update(blocks, copies),
             )
 
 
 def _whole(blocks: Sequence[Placed], device: str) -> Callable[[], None]:
     """A function that walks once, in one call: Python would hold up the one whose blocks are timed."""
-    given, weights, state, starts, update = _Ready.on(device, blocks)
+    given, weights, state, starts, _, update = _Ready.on(device, blocks)
 
     def run() -> tuple[list[Any], list[Any]]:
         known, kept, by_weight, by_flow = dict(given), [], [], []
@@ -177,7 +180,7 @@ def _whole(blocks: Sequence[Placed], device: str) -> Callable[[], None]:
 def _walker(blocks: Sequence[Placed], device: str) -> Callable[[], Walked]:
     """A function that walks once and times every call."""
     last = {value: n for n, block in enumerate(blocks) for value in block.segment.reads}
-    given, weights, state, starts, update = _Ready.on(device, blocks)
+    given, weights, state, starts, _, update = _Ready.on(device, blocks)
     with tf.device(device):
         nothing = [_nothing(count) for count in (1, MANY)]
 
@@ -208,16 +211,63 @@ def _walker(blocks: Sequence[Placed], device: str) -> Callable[[], Walked]:
     return once
 
 
-def _update(blocks: Sequence[Placed]) -> Callable[[list[Any]], Any]:
-    """One step of SGD with momentum on variables like the blocks', from their gradients."""
-    variables = [variable for block in blocks for variable in block.segment.trainable_variables]
-    if not variables:
+def _timed_there(blocks: Sequence[Placed], device: str) -> Callable[[], Walked]:
+    """A function that walks once, in one call, and has the times taken by the process whose device it is.
+
+    Seen from here, each would have the way there and back in it.
+    """
+    given, weights, state, starts, copies, update = _Ready.on(device, blocks)
+
+    def run() -> tf.Tensor:
+        known, kept, by_weight, times = dict(given), [], [], [tf.timestamp()]
+        for n, block in enumerate(blocks):
+            inputs = [known[value] for value in block.segment.reads]
+            with tf.control_dependencies(times[-1:]):
+                outputs, residuals = block.solo.forward(weights[n], state[n], inputs)
+            times.append(_after([*outputs, *residuals]))
+            known.update(zip(block.segment.writes, outputs, strict=True))
+            kept.append(residuals)
+        for n in range(len(blocks) - 1, -1, -1):
+            with tf.control_dependencies(times[-1:]):
+                gradients, others = blocks[n].solo.backward(weights[n], kept.pop(), starts[n])
+            times.append(_after([*gradients, *others]))
+            by_weight[:0] = gradients
+        with tf.control_dependencies(times[-1:]):
+            update(by_weight)
+        return tf.stack([*times, _after([copy.value.read_value() for copy in copies])])
+
+    with tf.device(device):
+        call = direct(tf.function(run, autograph=False).get_concrete_function())
+
+    def once() -> Walked:
+        with tf.device(device):
+            taken = np.diff(tf.nest.flatten(call())[0].numpy()).tolist()
+        count = len(blocks)
+        return Walked(taken[:count], taken[count : 2 * count][::-1], taken[-1], [(0.0, 0.0)])
+
+    return once
+
+
+def _after(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """The time when all these are there."""
+    with tf.control_dependencies([each for each in tensors if each is not None]):
+        return tf.timestamp()
+
+
+def _variables(blocks: Sequence[Placed]) -> list[keras.Variable]:
+    return [variable for block in blocks for variable in block.segment.trainable_variables]
+
+
+def _update(blocks: Sequence[Placed], copies: list[keras.Variable]) -> Callable[[list[Any]], Any]:
+    """One step of SGD with momentum on copies of the blocks' variables, from their gradients."""
+    if not copies:
         return lambda gradients: None
-    copies = [keras.Variable(tf.zeros(variable.shape, variable.dtype)) for variable in variables]
     optimizer = keras.optimizers.SGD(1e-3, momentum=0.9)
     optimizer.build(copies)
-    apply = tf.function(Update(optimizer, copies).apply, autograph=False)
-    return direct(apply.get_concrete_function([each for block in blocks for each in block.solo.gradients]))
+    step = Update(optimizer, copies)
+    apply = tf.function(lambda gradients: step.apply(gradients), autograph=False)
+    call = either(apply.get_concrete_function([each for block in blocks for each in block.solo.gradients]))
+    return lambda gradients, kept=step: call(gradients)  # a function alone would not keep the optimizer's variables
 
 
 class Timing(NamedTuple):

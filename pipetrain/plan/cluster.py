@@ -76,6 +76,8 @@ class Cluster:
         levels: innermost first. Each one's groups hold whole groups of the one before.
         memory_bytes: what every device holds at most; None where it does not matter.
         processors: how many devices work at once: logical CPU devices share the processor's cores.
+        between: the link between each two devices by their numbers, where they were measured; None where the levels
+            say it.
 
     Raises ValueError for groups that do not nest.
     """
@@ -83,6 +85,7 @@ class Cluster:
     levels: tuple[Level, ...] = (Level(PCIE_3),)
     memory_bytes: int | None = None
     processors: float = math.inf
+    between: tuple[tuple[Link, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         sizes = [level.devices for level in self.levels]
@@ -99,6 +102,8 @@ class Cluster:
 
     def link(self, first: int, last: int) -> Link:
         """The link that joins devices ``first`` to ``last``: the innermost level's that has both in one group."""
+        if self.between is not None and max(first, last) < len(self.between):
+            return self.between[first][last]
         return self.levels[self.depth(first, last)].link
 
     def depth(self, first: int, last: int) -> int:

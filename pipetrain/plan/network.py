@@ -34,7 +34,8 @@ class Network:
         """The way between two devices: a link of their own, two ports, or a bus, as their level says."""
         levels = self._cluster.levels
         depth = self._cluster.depth(min(sender, receiver), max(sender, receiver))
-        link, devices, contention = levels[depth].link, levels[depth].devices, levels[depth].contention
+        link = self._cluster.link(min(sender, receiver), max(sender, receiver))
+        devices, contention = levels[depth].devices, levels[depth].contention
         if contention == "bus":
             media = [self.medium("bus", depth, 0 if devices == math.inf else sender // devices)]
         elif contention == "port":

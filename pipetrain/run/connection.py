@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -15,7 +16,8 @@ from typing import Any
 import tensorflow as tf
 
 from pipetrain.plan.hosts import Hosts, split
-from pipetrain.run.server import ABOUT
+from pipetrain.run.heartbeat import Heartbeat
+from pipetrain.run.server import ABOUT, keep_to_loopback, listening
 
 JOB = "worker"
 # HTTP/2's greeting: the preface and empty settings, which a gRPC server answers with its own settings.
@@ -48,13 +50,32 @@ def connect(cluster: Given | None = None, timeout_s: float = 20.0) -> list[str]:
     spec = tf.train.ClusterSpec({JOB: list(hosts.workers)})
     _check_time(spec)
     _check_answers(hosts, timeout_s)
-    tf.config.experimental_connect_to_cluster(spec)
+    before = set(listening())
+    try:
+        tf.config.experimental_connect_to_cluster(spec)
+        devices = remote_devices()
+    except tf.errors.OpError as error:
+        raise ConnectionError(
+            f"TensorFlow cannot join the workers: {error.message.splitlines()[0]}. Received: "
+            f"{', '.join(hosts.workers)}. Try python -m pipetrain worker there, and then a new process."
+        ) from error
     _JOINED.append(spec)
+    with contextlib.suppress(OSError):  # workers never call the controller: nobody else needs to reach it
+        keep_to_loopback(set(listening()) - before)
     _check_versions(hosts)
-    return remote_devices()
+    for task in range(len(hosts.workers)):
+        _beat(task)
+    return devices
 
 
 _JOINED: list[tf.train.ClusterSpec] = []  # TensorFlow's runtime is one for the process, and does not tell
+_HEARTBEATS: dict[int, Heartbeat] = {}  # by the worker's task
+
+
+def _beat(task: int) -> None:
+    if task not in _HEARTBEATS:
+        _HEARTBEATS[task] = Heartbeat(_cpu(task))
+        _HEARTBEATS[task].start()
 
 
 def described_by(cluster: Given | None) -> Hosts:
@@ -93,13 +114,29 @@ def remote_devices() -> list[str]:
     return [spec.to_string() for spec in chosen]
 
 
+def task_of(device: str) -> int | None:
+    """Which worker's device this is; None for one of this process."""
+    spec = tf.DeviceSpec.from_string(device)
+    return spec.task if spec.job == JOB else None
+
+
+def _cpu(task: int) -> str:
+    return f"/job:{JOB}/replica:0/task:{task}/device:CPU:0"
+
+
 def about(task: int) -> dict[str, Any]:
     """What a worker says of itself: versions, host, cores; empty for a server that is not this package's."""
-    with tf.device(f"/job:{JOB}/replica:0/task:{task}/device:CPU:0"):
+    with tf.device(_cpu(task)):
         try:
             return dict(json.loads(tf.io.read_file(ABOUT).numpy()))
         except tf.errors.NotFoundError:
             return {}
+
+
+def place(device: str) -> str:
+    """On which host and cores a worker's device is, and with which devices beside it; empty for one of this process."""
+    task = task_of(device)
+    return "" if task is None else f"{sorted(about(task).items())}, {len(remote_devices())} devices"
 
 
 def _check_time(spec: tf.train.ClusterSpec) -> None:

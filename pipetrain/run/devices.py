@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 
 import tensorflow as tf
 
-from pipetrain.compute.cores import cores, full_name
+from pipetrain.compute.cores import cores, full_name, is_remote
 from pipetrain.plan.cluster import PCIE_3, SHARED_MEMORY, Cluster, Level
 from pipetrain.run.connection import remote_devices
+from pipetrain.run.links import joined
 
 
 def set_cpu_devices(count: int) -> None:
@@ -69,7 +70,12 @@ def assign(devices: Sequence[str], stages: int) -> list[str]:
 
 
 def described(devices: Sequence[str]) -> Cluster:
-    """What the planner should know of these devices: those of one processor share its memory, others PCIe."""
+    """What the planner should know of these devices: those of one processor share its memory, others PCIe.
+
+    Links between processes and hosts are measured.
+    """
+    if any(map(is_remote, devices)):
+        return joined(devices)
     if all("CPU" in device for device in devices):
         return Cluster((Level(SHARED_MEMORY),), processors=len(cores()))
     return Cluster((Level(PCIE_3),))
@@ -77,7 +83,7 @@ def described(devices: Sequence[str]) -> Cluster:
 
 def transfer(tensor: tf.Tensor, device: str) -> tf.Tensor:
     """The tensor on another device; TensorFlow does the copy."""
-    if tensor.device.endswith(device):
+    if tensor.device.endswith(device) and is_remote(tensor.device) == is_remote(device):
         return tensor
     with tf.device(device):
         return tf.identity(tensor)
@@ -89,7 +95,10 @@ def size_bytes(tensors: Iterable[tf.Tensor | None]) -> int:
 
 
 def finish(device: str) -> None:
-    """Wait until a GPU has done all that it was given; what a CPU is given, it has done when the call returns."""
-    if "CPU" not in device:
+    """Wait until a GPU or another process has done all that it was given.
+
+    What a CPU of this process is given, it has done when the call returns.
+    """
+    if "CPU" not in device or is_remote(device):
         with tf.device(device):
             (tf.zeros([]) + 1.0).numpy()

@@ -8,6 +8,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import tensorflow as tf
 
+from pipetrain.compute.cores import is_remote
 from pipetrain.compute.stage import Values
 from pipetrain.plan.trace import Transfer, What
 from pipetrain.run.devices import size_bytes, transfer
@@ -44,11 +45,11 @@ class Outlet:
         mine = rows_of(rows, self._replica, self._replicas)
         for replica, door in enumerate(self._doors):
             theirs = _part(values, mine, rows_of(rows, replica, len(self._doors)))
-            if theirs is None or microbatch is None:
-                door.mailbox.put(message(_moved(theirs, door.device)))
+            if theirs is None or microbatch is None or is_remote(door.device):
+                door.mailbox.put(message(theirs if is_remote(door.device) else moved_to(door.device, theirs)))
                 continue
             start_s = time.perf_counter()
-            moved = _moved(theirs, door.device)
+            moved = moved_to(door.device, theirs)
             end_s = time.perf_counter()
             door.mailbox.put(message(moved))  # before the bookkeeping: somebody may wait for it
             self._sent.append((microbatch, replica, _size_bytes(moved), start_s, end_s))
@@ -65,10 +66,16 @@ class Outlet:
 
 
 class Inlet(Generic[Message]):
-    """Where one replica receives the messages of all replicas of a neighbouring stage, joined to one."""
+    """Where one replica receives the messages of all replicas of a neighbouring stage, joined to one.
 
-    def __init__(self, boxes: Sequence[Mailbox[Any]], join: Callable[[list[Any]], Message]) -> None:
-        self._boxes, self._join = list(boxes), join
+    What is sent to a device of another process is fetched by its reader: ``move`` does it for one message. The sender
+    could only wait until the reader's process has done all that it was given before.
+    """
+
+    def __init__(
+        self, boxes: Sequence[Mailbox[Any]], move: Callable[[Any], Any], join: Callable[[list[Any]], Message]
+    ) -> None:
+        self._boxes, self._move, self._join = list(boxes), move, join
 
     def peek(self) -> Any:
         """The first replica's next message, left in place; None at the end."""
@@ -77,8 +84,8 @@ class Inlet(Generic[Message]):
     def get(self) -> Message:
         """The next message, in the order of rows."""
         if len(self._boxes) == 1:
-            return self._boxes[0].get()
-        return self._join([box.get() for box in self._boxes])
+            return self._move(self._boxes[0].get())
+        return self._join([self._move(box.get()) for box in self._boxes])
 
 
 def take(data: Any, part: range, rows: int) -> Any:
@@ -124,7 +131,8 @@ def _size_bytes(values: Rows) -> int:
     return size_bytes(values or ())
 
 
-def _moved(values: Rows, device: str) -> Rows:
+def moved_to(device: str, values: Rows) -> Rows:
+    """The values on this device."""
     if isinstance(values, Values):
         masks = [None if mask is None else transfer(mask, device) for mask in values.masks]
         return Values([transfer(tensor, device) for tensor in values.tensors], masks)

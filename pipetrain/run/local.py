@@ -28,7 +28,7 @@ class LocalWorkers:
         cpu_devices: logical CPU devices of each.
         ports: of each; by default any that are free.
 
-    Raises ValueError for a count below 1; RuntimeError for a worker that does not start.
+    Raises ValueError for a count below 1; ChildProcessError for a worker that does not start.
     """
 
     def __init__(self, count: int, cpu_devices: int = 1, ports: Sequence[int] | None = None) -> None:
@@ -95,7 +95,7 @@ def _address(process: subprocess.Popen[str], until_s: float) -> str:
     line = process.stdout.readline() if ready and process.stdout else ""
     match = re.match(r"Worker at (\S+),", line)
     if match is None:
-        raise RuntimeError(
+        raise ChildProcessError(
             f"A worker did not start within {START_S:.0f} s. Received: {' '.join(process.args)!r}, exit status "  # type: ignore[arg-type]
             f"{process.poll()}. Try that command by itself."
         )

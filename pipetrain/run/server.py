@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -9,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,7 +74,6 @@ def _start(serving: Serving) -> str:
     """Start TensorFlow's server, which so far knows of no other task; its address."""
     import tensorflow as tf
 
-    from pipetrain import __version__
     from pipetrain.compute.cores import cores
 
     config = tf.compat.v1.ConfigProto(
@@ -90,8 +90,14 @@ def _start(serving: Serving) -> str:
         ) from error
     port = int(server.target.rsplit(":", 1)[1])
     if is_loopback(serving.address):
-        keep_to_loopback(port)
-    about = {"tensorflow": tf.__version__, "pipetrain": __version__, "host": _host(), "cores": len(cores())}
+        try:
+            keep_to_loopback(listening(port))
+        except OSError as error:
+            raise ValueError(
+                f"This system cannot keep TensorFlow's server to this machine: {error}. Received: {serving.address}. "
+                "Try an address of this machine, within a network that you trust."
+            ) from error
+    about = {"tensorflow": tf.__version__, "host": _host(), "cores": cores()}
     tf.io.gfile.makedirs(os.path.dirname(ABOUT))
     with tf.io.gfile.GFile(ABOUT, "w") as file:
         file.write(json.dumps(about))
@@ -99,36 +105,31 @@ def _start(serving: Serving) -> str:
     return f"{serving.address}:{port}"
 
 
-def keep_to_loopback(port: int) -> None:
-    """Let no other machine reach what this process listens on: TensorFlow's server listens on all addresses.
+def keep_to_loopback(descriptors: Iterable[int]) -> None:
+    """Let no other machine reach these sockets: TensorFlow's servers listen on all addresses.
 
-    Raises ValueError where the system cannot (other than Linux).
+    Raises OSError where the system cannot.
     """
-    try:
-        for descriptor in _listening(port):
-            with socket.socket(fileno=os.dup(descriptor)) as each:
-                each.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, LOOPBACK_INTERFACE)
-    except (AttributeError, OSError) as error:
-        raise ValueError(
-            f"This system cannot keep TensorFlow's server to this machine: {error}. Received: a loopback address. "
-            "Try an address of this machine, within a network that you trust."
-        ) from error
+    for descriptor in descriptors:
+        with socket.socket(fileno=os.dup(descriptor)) as each:
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, LOOPBACK_INTERFACE)
 
 
-def _listening(port: int) -> Iterator[int]:
-    """This process' descriptors that listen on a port, by Linux' own tables."""
+def listening(port: int | None = None) -> list[int]:
+    """This process' descriptors that listen, on this port or any, by Linux' own tables."""
     sockets = set()
     for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/self/net/{table}").read_text(encoding="ascii").splitlines()[1:]:
+        path = Path(f"/proc/self/net/{table}")
+        for line in path.read_text(encoding="ascii").splitlines()[1:] if path.exists() else ():
             fields = line.split()
-            if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
+            if fields[3] == "0A" and port in (None, int(fields[1].rpartition(":")[2], 16)):
                 sockets.add(f"socket:[{fields[9]}]")
+    found = []
     for descriptor in os.listdir("/proc/self/fd"):
-        try:
+        with contextlib.suppress(OSError):  # the one that lists them
             if os.readlink(f"/proc/self/fd/{descriptor}") in sockets:
-                yield int(descriptor)
-        except OSError:  # the one that lists them
-            pass
+                found.append(int(descriptor))
+    return found
 
 
 def _host() -> str:

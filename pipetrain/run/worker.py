@@ -101,8 +101,9 @@ class Worker(threading.Thread):
         """The thread's body. An exception stops the pipeline and is kept for its caller."""
         try:
             pin(self._stage.device)
-            for action in self._schedule(*self._seat[:2], self._arrivals()):
-                self._act(action)
+            with tf.device(self._stage.device):
+                for action in self._schedule(*self._seat[:2], self._arrivals()):
+                    self._act(action)
         except Closed:
             pass
         except BaseException as error:
@@ -161,26 +162,46 @@ class Worker(threading.Thread):
         microbatch, kept = self._in_flight.pop(index)
         above = self._doors.above
         weights = self._versions.backward(microbatch.minibatch)
-        by_input = None
+        by_input, fused = None, kept is not None and self._updates_by(microbatch)
         if kept is not None:
             mine = self._shared(microbatch)
             starts = [mine.loss_share] if returned is None else returned
-            gradients, by_input = self._stage.backward(weights, kept, starts, mine.share)
-            self._gradients = self._stage.accumulate(self._gradients, gradients)
+            if fused:
+                staleness = self._begin_update(microbatch)
+                by_input = self._stage.step(weights, kept, starts, mine.share, microbatch.learning_rate, staleness)
+            else:
+                gradients, by_input = self._stage.backward(weights, kept, starts, mine.share)
+                self._gradients = self._stage.accumulate(self._gradients, gradients)
         del weights, kept  # held by nobody, the variables' buffers are updated in place
         self._finish()
         if above:
             above.send(lambda values: values, by_input, microbatch.rows, index)
-        if index == microbatch.group[-1]:
+        if fused:
+            self._updated()
+        elif index == microbatch.group[-1]:
             self._update(microbatch)
 
-    def _update(self, microbatch: Microbatch) -> None:
+    def _updates_by(self, microbatch: Microbatch) -> bool:
+        """Whether this microbatch's gradients are a whole update's, and no other stage or replica has to know them."""
+        alone = len(microbatch.group) == 1 and self._seat.replicas == 1 and self._doors.norm is None
+        return alone and bool(self._stage.variables)
+
+    def _begin_update(self, microbatch: Microbatch) -> int:
+        """Keeps the weights that are still read; gives the gradients' staleness."""
         staleness = self._versions.staleness(microbatch.minibatch)
         self._versions.before_update()
+        return staleness
+
+    def _update(self, microbatch: Microbatch) -> None:
+        staleness = self._begin_update(microbatch)
         stage, _, replica, _ = self._seat
         gradients, self._gradients = self._doors.reduction.sum(replica, self._gradients, microbatch.index), None
         squares = self._doors.norm.squares(stage, replica, gradients) if self._doors.norm else None
         self._stage.update(gradients, microbatch.learning_rate, squares, staleness)
+        self._updated()
+
+    def _updated(self) -> None:
+        stage, _, replica, _ = self._seat
         version = self._versions.version
         wanted = replica == 0 and self._control.wants_snapshot(version)
         snapshot = self._stage.snapshot() if wanted else None

@@ -1,0 +1,237 @@
+"""Clusters: hosts files, the command line of a worker, joining, and what measured links mean to the planner."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pipetrain.__main__ import main
+from pipetrain.plan.cluster import Cluster, Level, Link
+from pipetrain.plan.hosts import Hosts, is_loopback, task_of_tf_config
+from pipetrain.plan.network import Network
+from pipetrain.run.connection import connect, described_by
+
+ROOT = Path(__file__).parents[1]
+TWO = {"workers": ["10.0.0.1:2222", "10.0.0.2:2222"]}
+
+
+def run(script: str, *arguments: str, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
+    """The script in a process of its own: TensorFlow's runtime joins a cluster for as long as it lasts."""
+    return subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"},
+    )
+
+
+@pytest.fixture
+def in_use():
+    """The address of somebody who listens and says nothing."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        yield f"127.0.0.1:{taken.getsockname()[1]}"
+
+
+def test_a_hosts_file_tf_config_and_addresses_say_the_same(tmp_path, monkeypatch):
+    (tmp_path / "hosts.json").write_text(json.dumps(TWO))
+    told = json.dumps({"cluster": {"worker": TWO["workers"]}, "task": {"type": "worker", "index": 1}})
+    expected = Hosts(("10.0.0.1:2222", "10.0.0.2:2222"))
+    assert Hosts.load(tmp_path / "hosts.json") == Hosts.of_tf_config(told) == expected
+    assert task_of_tf_config(told) == 1
+    monkeypatch.setenv("TF_CONFIG", told)
+    given = (
+        None,
+        TWO,
+        TWO["workers"],
+        str(tmp_path / "hosts.json"),
+        {"worker": {0: "10.0.0.1:2222", 1: "10.0.0.2:2222"}},
+    )
+    assert all(described_by(each) == expected for each in given)
+    import tensorflow as tf
+
+    assert described_by(tf.distribute.cluster_resolver.TFConfigClusterResolver()) == expected
+
+
+@pytest.mark.parametrize(
+    "content, wrong",
+    [
+        ('{"workers": ["a:1", ', "Expecting value"),
+        ('["a:1"]', "not an object"),
+        ('{"hosts": ["a:1"]}', "it has workers, not hosts"),
+        ("{}", "no workers"),
+        ('{"workers": []}', "workers: there are none"),
+        ('{"workers": "a:1"}', "workers: 'a:1' is not a list"),
+        ('{"workers": ["a:1", "b"]}', r"workers\[1\]: 'b' is not an address"),
+        ('{"workers": ["a:1", 7]}', r"workers\[1\]: 7 is not an address"),
+        ('{"workers": ["a:70000"]}', r"workers\[0\]"),
+        ('{"workers": ["a:1", "a:1"]}', "workers: a:1 is there twice"),
+    ],
+)
+def test_a_wrong_hosts_file_is_named_with_its_key(tmp_path, content, wrong, capsys):
+    path = tmp_path / "hosts.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=f"Not a hosts file: .*{wrong}.*hosts.json"):
+        Hosts.load(path)
+    assert main(["worker", "--cluster", str(path), "--task", "0"]) == 2
+    assert "hosts.json" in capsys.readouterr().err
+
+
+def test_a_worker_that_cannot_serve_says_why(in_use, tmp_path, capsys, monkeypatch):
+    path = tmp_path / "hosts.json"
+    path.write_text(json.dumps(TWO))
+    port = in_use.split(":")[1]
+    for arguments, wrong in [
+        (["--port", port], f"Address already in use. Received: 127.0.0.1:{port}"),
+        (["--address", "203.0.113.7"], "Received: 203.0.113.7:2222"),  # of nobody: RFC 5737
+        (["--cores", "4095", "--port", "0"], "cores=[4095]"),
+        (["--cluster", str(path), "--task", "2"], "task 2 of 2"),
+        (["--cluster", str(path)], "no --task"),
+        (["--cluster", str(path), "--task", "0", "--port", "1"], "--address or --port"),
+        (["--cluster", str(tmp_path / "none.json"), "--task", "0"], "none.json"),
+    ]:
+        assert main(["worker", *arguments]) == 2
+        assert wrong in capsys.readouterr().err
+    monkeypatch.setenv("TF_CONFIG", '{"cluster": {"worker": ["10.0.0.1:2222"]}, "task": {"type": "chief", "index": 0}}')
+    assert main(["worker"]) == 2
+    assert "TF_CONFIG names no worker" in capsys.readouterr().err
+
+
+def test_only_loopback_addresses_keep_others_out():
+    assert all(map(is_loopback, ["127.0.0.1", "localhost", "127.0.0.1:2222", "[::1]:2222"]))
+    assert not any(map(is_loopback, ["10.0.0.1", "0.0.0.0:2222", "worker-0"]))
+
+
+def test_workers_that_do_not_answer_are_told_in_time(in_use):
+    script = f"""
+import json, time
+import pipetrain
+said = []
+for addresses in (["127.0.0.1:1"], ["{in_use}"], ["nowhere.invalid:2222"]):
+    start_s = time.monotonic()
+    try:
+        pipetrain.connect(addresses, timeout_s=1.0)
+    except ConnectionError as error:
+        said.append((str(error), time.monotonic() - start_s))
+import keras
+model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+try:
+    pipetrain.connect(["{in_use}"])
+except RuntimeError as error:
+    said.append((str(error), 0.0))
+print(json.dumps(said))
+"""
+    done = run(script)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    for (message, took_s), part in zip(said, ["refused", "no answer", "no such host", "too late"]):
+        assert part in message and took_s < 5
+
+
+JOIN = """
+import json, os, sys, time
+import pipetrain
+from pipetrain.run.connection import about
+from pipetrain.run.devices import available, described
+
+with pipetrain.LocalWorkers(2) as workers:
+    devices = pipetrain.connect(workers.addresses)
+    cluster = described(devices)
+    result = {
+        "devices": devices,
+        "again": pipetrain.connect(workers.addresses),
+        "available": available(),
+        "cores": [about(task)["cores"] for task in range(2)],
+        "bandwidth": cluster.link(0, 1).bandwidth_bytes_per_s,
+        "latency_s": cluster.link(0, 1).latency_s,
+        "processors": cluster.processors,
+        "pids": [process.pid for process in workers.processes],
+    }
+    try:
+        pipetrain.connect(workers.addresses[:1])
+    except RuntimeError as error:
+        result["other"] = str(error)
+    if sys.argv[1:] == ["die"]:
+        print(json.dumps(result), flush=True)
+        os.kill(os.getpid(), 9)
+result["statuses"] = [process.returncode for process in workers.processes]
+print(json.dumps(result))
+"""
+
+
+def test_local_workers_are_joined_measured_and_ended():
+    done = run(JOIN)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    names = [f"/job:worker/replica:0/task:{task}/device:CPU:0" for task in range(2)]
+    assert result["devices"] == result["again"] == result["available"] == names
+    first, second = map(set, result["cores"])
+    if len(os.sched_getaffinity(0)) > 1:
+        assert not first & second and result["processors"] == 2
+    assert 1e6 < result["bandwidth"] < 1e12 and 0 < result["latency_s"] < 1
+    assert "joined another cluster already" in result["other"]
+    assert result["statuses"] == [0, 0]
+
+
+@pytest.mark.slow
+def test_workers_end_with_a_controller_that_is_killed():
+    done = run(JOIN, "die")
+    assert done.returncode == -signal.SIGKILL
+    pids, until_s = json.loads(done.stdout.splitlines()[-1])["pids"], time.monotonic() + 20
+    while any(map(_runs, pids)) and time.monotonic() < until_s:
+        time.sleep(0.1)
+    assert not any(map(_runs, pids))
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+def test_a_worker_with_another_tensorflow_is_refused():
+    script = """
+import subprocess, sys
+import pipetrain
+code = 'import tensorflow as tf; tf.__version__ = "1.2.3"; from pipetrain.__main__ import main; '
+code += 'main(["worker", "--port", "0", "--attended"])'
+with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as worker:
+    address = worker.stdout.readline().split()[2].rstrip(",")
+    try:
+        pipetrain.connect([address])
+    except ValueError as error:
+        print(error)
+    worker.stdin.close()
+"""
+    done = run(script)
+    assert "1.2.3; the controller has 2." in done.stdout, done.stderr
+
+
+def test_a_cluster_with_measured_links():
+    own, fast, slow = Link(float("inf")), Link(1e9, 1e-3), Link(1e6, 2e-3)
+    cluster = Cluster((Level(slow),), between=((own, fast, slow), (fast, own, slow), (slow, slow, own)))
+    assert cluster.link(0, 1) == fast and cluster.link(1, 2) == cluster.link(2, 1) == slow
+    assert cluster.link(2, 7) == slow  # which was not measured
+    network = Network(cluster)
+    assert network.route(1, 0).bandwidth_bytes_per_s == 1e9 and network.route(2, 0).latency_s == 2e-3
+
+
+def test_connect_wants_a_cluster(monkeypatch):
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    with pytest.raises(ValueError, match="There is no cluster"):
+        connect()
+    with pytest.raises(ValueError, match=r"cannot be read.*none\.json"):
+        connect("none.json")
