@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -12,14 +13,17 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
-from experiments.records import CHECKPOINTS
+from experiments.records import CHECKPOINTS, LOST
 from pipetrain.plan.hosts import Hosts
 from pipetrain.plan.table import counted
-from pipetrain.run.faults import ASK_S, missing
-from pipetrain.run.local import LocalWorkers
+from pipetrain.run.greeting import ASK_S, missing
+from pipetrain.run.quiet import quiet_stderr
 
-LOST = 75  # exit status of a training process that has lost a worker; EX_TEMPFAIL of sysexits.h
+if TYPE_CHECKING:
+    from pipetrain.run.local import LocalWorkers
+
 LEAVE_S = 30.0  # a training process that cannot end within, after a worker was lost, is killed
 TRIES = 5  # losses without a checkpoint between them
 KILLED = (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGABRT)  # statuses of a training process that died by itself
@@ -48,7 +52,7 @@ class Supervision:
         with ExitStack() as ends:
             self._local: LocalWorkers | None = None
             if self._options.cluster is None:
-                self._local = ends.enter_context(LocalWorkers(self._options.local_workers))
+                self._local = ends.enter_context(_local_workers(self._options.local_workers))
                 self._workers = list(self._local.addresses)
             else:
                 self._workers = list(Hosts.load(self._options.cluster).workers)
@@ -168,6 +172,13 @@ class Supervision:
         self._signalled = True
         if self._child is not None and self._child.poll() is None:
             self._child.send_signal(number)
+
+
+def _local_workers(count: int) -> LocalWorkers:
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    with quiet_stderr():
+        from pipetrain.run.local import LocalWorkers
+    return LocalWorkers(count)
 
 
 def _say(what: str) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import json
 import os
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,16 +14,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipetrain.plan.hosts import Hosts, split
+from pipetrain.plan.hosts import Hosts
+from pipetrain.run.greeting import NO_HOST, greeted
 from pipetrain.run.heartbeat import Heartbeat
 from pipetrain.run.server import ABOUT, keep_to_loopback, listening
 
 JOB = "worker"
-# HTTP/2's greeting: the preface and empty settings, which a gRPC server answers with its own settings.
-GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-SETTINGS_FRAME = 4
 RETRY_S = 0.2
-NO_HOST = "no such host"
 
 Given = Mapping[str, Any] | Sequence[str] | str | os.PathLike[str] | tf.distribute.cluster_resolver.ClusterResolver
 
@@ -173,23 +169,6 @@ def _unreachable(address: str, until_s: float) -> str:
         if why in ("", NO_HOST) or time.monotonic() + RETRY_S > until_s:
             return why
         time.sleep(RETRY_S)
-
-
-def greeted(address: str, timeout_s: float) -> str:
-    """Greet what listens there once: why no gRPC server answers, empty if one does."""
-    host, port = split(address)
-    try:
-        with socket.create_connection((host.strip("[]"), port), timeout_s) as each:
-            each.settimeout(timeout_s)
-            each.sendall(GREETING)
-            answer = each.recv(9)
-        return "" if len(answer) > 3 and answer[3] == SETTINGS_FRAME else "something else listens there"
-    except socket.gaierror:
-        return NO_HOST
-    except TimeoutError:
-        return "no answer"
-    except OSError as error:
-        return (error.strerror or str(error)).lower()
 
 
 def _check_versions(hosts: Hosts) -> None:

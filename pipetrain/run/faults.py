@@ -7,20 +7,16 @@ import os
 import re
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
 import tensorflow as tf
 
 from pipetrain.plan.hosts import split
-from pipetrain.run.connection import JOB, greeted, worker_of
+from pipetrain.run.connection import JOB, worker_of
+from pipetrain.run.greeting import ANSWER_S, ASK_S, MISSED, greeted, missing
 
-ASK_S = 1.0  # between two questions to a worker
-ANSWER_S = 2.0  # how long it has to answer one
-MISSED = 4  # so many without an answer one after another: it is lost
-NOTICED_S = MISSED * (ASK_S + ANSWER_S)  # within so long
+NOTICED_S = MISSED * (ASK_S + ANSWER_S)  # a worker that is lost is noticed within so long
 SEVER_S = 0.2  # between two times: TensorFlow connects anew
 
 # What TensorFlow says of a worker that ended and was started anew: it knows nothing of what it was given.
@@ -128,22 +124,6 @@ class Watch:
 
 def _place(stages: Sequence[int]) -> str:
     return f"{'stage' if len(stages) == 1 else 'stages'} {', '.join(map(str, stages))}"
-
-
-def missing(addresses: Iterable[str]) -> dict[str, str]:
-    """Those of the workers that do not answer, though asked more than once, and why."""
-    asked = list(addresses)
-    with ThreadPoolExecutor(max(len(asked), 1)) as pool:
-        return {address: why for address, why in zip(asked, pool.map(_why_not, asked), strict=True) if why}
-
-
-def _why_not(address: str) -> str:
-    for left in reversed(range(MISSED)):
-        why = greeted(address, ANSWER_S)
-        if not why or not left:
-            return why
-        time.sleep(SEVER_S)
-    return ""
 
 
 def sever(addresses: Iterable[str]) -> None:
