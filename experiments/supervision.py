@@ -43,12 +43,14 @@ class Supervision:
     def __init__(self, options: argparse.Namespace, arguments: Sequence[str], output: Path) -> None:
         self._options, self._arguments, self._output = options, list(arguments), output
         self._begun_s = time.time()
-        self._stages: int | None = None  # where others than at first
+        self._planned: int | None = None  # stages, before anything was lost
+        self._stages: int | None = None  # since then
         self._child: subprocess.Popen[bytes] | None = None
         self._signalled = False
 
     def run(self) -> int:
         """Train until the end; the exit status of the last training process, or 1 where workers do not come back."""
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # what is lost, this process says
         with ExitStack() as ends:
             self._local: LocalWorkers | None = None
             if self._options.cluster is None:
@@ -68,7 +70,7 @@ class Supervision:
                 before, done = done, self._done()
                 tries = tries + 1 if done == before else 1
                 if tries == TRIES:
-                    return self._given_up(f"Lost workers {TRIES} times without a checkpoint in between.")
+                    return self._given_up(f"Workers were lost {TRIES} times without a checkpoint in between.")
                 if not self._recovered(lost, status):
                     return 1
 
@@ -132,7 +134,7 @@ class Supervision:
             self._given_up(f"{what}.")
             return False
         self._workers = survivors
-        self._stages = max(1, self._first_stages() * len(survivors) // self._at_first)
+        self._stages = self._fewer(len(survivors))
         _say(
             f"{what}: {self._going_on()} with {counted(self._stages, 'stage')} on "
             f"{counted(len(survivors), 'worker')} that {'is' if len(survivors) == 1 else 'are'} left."
@@ -147,13 +149,15 @@ class Supervision:
             left = missing(left)
         return left
 
-    def _first_stages(self) -> int:
-        """How many stages the run was to have."""
-        if not hasattr(self, "_planned"):
-            configs = sorted(self._output.glob("*/config.json"))
-            known = max((json.loads(path.read_text(encoding="utf-8"))["stages"] for path in configs), default=None)
-            self._planned: int = known or self._options.stages
-        return self._planned
+    def _fewer(self, workers: int) -> int:
+        """How many stages for so many workers: those of the run, if it does not have more than that; else their share.
+
+        A worker may have several devices.
+        """
+        if self._planned is None:
+            known = (json.loads(path.read_text(encoding="utf-8")) for path in self._output.glob("*/config.json"))
+            self._planned = max((each["stages"] for each in known), default=self._options.stages)
+        return self._planned if self._planned <= workers else max(1, self._planned * workers // self._at_first)
 
     def _done(self) -> str | None:
         """The newest checkpoint of the scheme that is being trained; None if there is none yet."""
@@ -175,7 +179,6 @@ class Supervision:
 
 
 def _local_workers(count: int) -> LocalWorkers:
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     with quiet_stderr():
         from pipetrain.run.local import LocalWorkers
     return LocalWorkers(count)
