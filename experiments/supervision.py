@@ -57,7 +57,7 @@ class Supervision:
                 self._local = ends.enter_context(_local_workers(self._options.local_workers))
                 self._workers = list(self._local.addresses)
             else:
-                self._workers = list(Hosts.load(self._options.cluster).workers)
+                self._workers = _hosts(self._options.cluster)
             self._at_first = len(self._workers)
             for number in (signal.SIGINT, signal.SIGTERM):
                 ends.callback(signal.signal, number, signal.signal(number, self._heard))
@@ -65,6 +65,8 @@ class Supervision:
             while True:
                 status = self._train()
                 lost = missing(self._workers) if status else {}
+                if self._signalled and status:
+                    self._given_up("Stopped.")
                 if self._signalled or not (lost or status == LOST or status in KILLED):
                     return status if status >= 0 else 128 - status
                 before, done = done, self._done()
@@ -176,6 +178,15 @@ class Supervision:
         self._signalled = True
         if self._child is not None and self._child.poll() is None:
             self._child.send_signal(number)
+
+
+def _hosts(path: str) -> list[str]:
+    try:
+        return list(Hosts.load(path).workers)
+    except OSError as error:
+        raise ValueError(
+            f"The hosts file cannot be read: {error.strerror}. Received: --cluster {path}. Try the path of one."
+        ) from error
 
 
 def _local_workers(count: int) -> LocalWorkers:

@@ -84,7 +84,7 @@ class Watch:
                 why = {address: "its connection broke" for address in self._named(error) or self._stages}
             if why:
                 self._lose(why)
-        return self.lost is not None and isinstance(error, (tf.errors.OpError, WorkerLost))
+        return self.lost is not None and isinstance(error, Exception)  # else somebody wants the program to end
 
     def _named(self, error: tf.errors.OpError) -> list[str]:
         tasks = {int(each) for each in _TASK.findall(str(error))}
@@ -118,8 +118,9 @@ class Watch:
             self._left.wait(SEVER_S)
 
     def _begin(self, body: Callable[[], None], name: str) -> None:
-        self._threads.append(threading.Thread(target=body, name=f"pipetrain {name}", daemon=True))
-        self._threads[-1].start()
+        thread = threading.Thread(target=body, name=f"pipetrain {name}", daemon=True)
+        thread.start()
+        self._threads.append(thread)
 
 
 def _place(stages: Sequence[int]) -> str:
