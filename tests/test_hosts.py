@@ -202,6 +202,27 @@ def _runs(pid: int) -> bool:
 
 
 @pytest.mark.slow
+def test_a_worker_whose_controller_has_gone_ends_or_waits():
+    script = """
+import subprocess, sys, time
+code = 'from pipetrain.run import server; server.GONE_S = 8.0; from pipetrain.__main__ import main; '
+code += 'main(["worker", "--port", "0", "--attended", "--on-controller-gone", sys.argv[1]])'.replace("sys", "__import__('sys')")
+workers = [
+    subprocess.Popen([sys.executable, "-c", code, what], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    for what in ("end", "wait")
+]
+addresses = [worker.stdout.readline().split()[2].rstrip(",") for worker in workers]
+subprocess.run([sys.executable, "-c", f"import pipetrain, time; pipetrain.connect({addresses}); time.sleep(20)"])
+alive = [worker.poll() is None for worker in workers]
+print(workers[0].wait(30), alive, workers[1].poll(), workers[0].stdout.read())
+workers[1].communicate()
+"""
+    done = run(script)
+    assert done.stdout.startswith("0 [True, True] None"), done.stderr
+    assert "no sign of life" in done.stdout
+
+
+@pytest.mark.slow
 def test_a_worker_with_another_tensorflow_is_refused():
     script = """
 import subprocess, sys

@@ -222,18 +222,15 @@ def _timed_there(blocks: Sequence[Placed], device: str) -> Callable[[], Walked]:
         known, kept, by_weight, times = dict(given), [], [], [tf.timestamp()]
         for n, block in enumerate(blocks):
             inputs = [known[value] for value in block.segment.reads]
-            with tf.control_dependencies(times[-1:]):
-                outputs, residuals = block.solo.forward(weights[n], state[n], inputs)
+            outputs, residuals = block.solo.forward(*_from(times[-1], (weights[n], state[n], inputs)))
             times.append(_after([*outputs, *residuals]))
             known.update(zip(block.segment.writes, outputs, strict=True))
             kept.append(residuals)
         for n in range(len(blocks) - 1, -1, -1):
-            with tf.control_dependencies(times[-1:]):
-                gradients, others = blocks[n].solo.backward(weights[n], kept.pop(), starts[n])
+            gradients, others = blocks[n].solo.backward(*_from(times[-1], (weights[n], kept.pop(), starts[n])))
             times.append(_after([*gradients, *others]))
             by_weight[:0] = gradients
-        with tf.control_dependencies(times[-1:]):
-            update(by_weight)
+        update(_from(times[-1], by_weight))
         return tf.stack([*times, _after([copy.value.read_value() for copy in copies])])
 
     with tf.device(device):
@@ -248,9 +245,15 @@ def _timed_there(blocks: Sequence[Placed], device: str) -> Callable[[], Walked]:
     return once
 
 
+def _from(when: tf.Tensor, tensors: Any) -> Any:
+    """The same tensors, but not before this time: so what reads them, inlined or not, cannot begin earlier."""
+    with tf.control_dependencies([when]):
+        return tf.nest.map_structure(tf.identity, tensors)
+
+
 def _after(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """The time when all these are there."""
-    with tf.control_dependencies([each for each in tensors if each is not None]):
+    """The time when all these are there; to wait for a call alone is to wait for its side effects."""
+    with tf.control_dependencies([tf.identity(each) for each in tensors if each is not None]):
         return tf.timestamp()
 
 

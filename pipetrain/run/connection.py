@@ -141,7 +141,7 @@ def _check_time(spec: tf.train.ClusterSpec) -> None:
             "TensorFlow has joined another cluster already, and cannot change it without losing variables. "
             f"Received: cluster={spec.as_dict()}, joined {_JOINED[-1].as_dict()}. Try a new process."
         )
-    made = 0 if _JOINED else sum(isinstance(each, tf.Variable) for each in gc.get_objects())
+    made = 0 if _JOINED else sum(issubclass(type(each), tf.Variable) for each in gc.get_objects())
     if made:
         raise RuntimeError(
             f"It is too late to join a cluster: TensorFlow would no longer write the {made} variables that there are. "

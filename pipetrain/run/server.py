@@ -169,7 +169,8 @@ def _check_port(serving: Serving) -> None:
     except OSError as error:
         raise ValueError(
             f"Nothing can listen there: {error.strerror}. Received: {where}. "
-            "Try another port, an address of this machine, or ending what listens there."
+            "Try another port, an address of this machine (0.0.0.0 where others know it by another), or ending what "
+            "listens there."
         ) from error
 
 
