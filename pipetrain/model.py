@@ -149,11 +149,14 @@ class PipelineModel(keras.Model):
 
     @property
     def exact_trace(self) -> bool:
-        """Whether the trace has the times at which GPUs had finished; False by default. Counts from the next ``fit``.
+        """Whether the trace has the times at which GPUs and workers had finished; False by default.
 
-        Each action then waits for its GPU, before it hands anything over and at its end, which takes time. Otherwise a
-        GPU's spans are from call to return of what enqueues its kernels, and a transfer from another device may wait
-        for the kernels that compute what is sent. On CPU devices nothing changes.
+        Counts from the next ``fit``.
+
+        Each action then waits for its GPU or its worker process, before it hands anything over and at its end, which
+        takes time. Otherwise their spans are from call to return of what enqueues the work, and a transfer from another
+        device may wait for the kernels that compute what is sent. Transfers to workers are not recorded. On CPU devices
+        of this process nothing changes.
         """
         return self._engine.waits
 

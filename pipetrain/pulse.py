@@ -23,7 +23,7 @@ class Pulse:
 
     def figures(self, rows: int, activity: Activity | None) -> dict[str, float]:
         """What to show after so many rows in all; empty after an epoch's first step."""
-        now_s, busy_s = time.perf_counter(), activity.busy_s if activity else 0.0
+        now_s, busy_s = time.perf_counter(), (activity.busy_s or 0.0) if activity else 0.0
         if self._since_s is None:
             self._since_s, self._rows, self._busy_s, self._most = now_s, rows, busy_s, 0
             return {}
@@ -31,6 +31,8 @@ class Pulse:
         shown: dict[str, float] = {"samples_per_s": round((rows - self._rows) / passed_s)}
         if activity is not None:
             self._most = max(self._most, activity.most_in_flight)
+            shown["in_flight"] = self._most
+        if activity is not None and activity.busy_s is not None:
             busy = (busy_s - self._busy_s) / (passed_s * activity.workers)
-            shown |= {"in_flight": self._most, "bubble": round(min(max(1 - busy, 0.0), 1.0), 2)}
+            shown["bubble"] = round(min(max(1 - busy, 0.0), 1.0), 2)
         return shown

@@ -12,6 +12,8 @@ import tensorflow as tf
 from pipetrain.compute.bound import BoundFunction, Newest, Weights, direct
 from pipetrain.compute.clipping import SQUARED_NORM, clipped, positive, squared_norm
 from pipetrain.compute.clone import clone
+from pipetrain.compute.cores import is_remote
+from pipetrain.compute.packed import packed
 from pipetrain.compute.segment import Segment, mask_of
 from pipetrain.compute.slots import Slot, shared
 from pipetrain.compute.split import specs, split
@@ -88,6 +90,7 @@ class Stage:
             weights = tf.function(list, autograph=False).get_concrete_function(specs(self._weights))
             self._read = self._bound(weights)
         self._state: list[tf.Tensor] = []
+        self._constants: dict[Any, tf.Tensor] = {}
         self._learning_rate: float | None = None
 
     def slots(self) -> Iterator[Slot]:
@@ -103,6 +106,7 @@ class Stage:
 
         Every replica of a stage draws other random numbers: they are for other rows.
         """
+        self._constants.clear()
         with tf.device(self.device):
             self.optimizer.iterations.assign(iterations)
             for mine, original in zip(self.variables, self._weights, strict=True):
@@ -150,6 +154,8 @@ class Stage:
         flows, constants = self._sorted(Values(inputs, list(masks)), targets)
         with tf.device(self.device):
             halves = split(self._run, specs(self._weights), specs(self._model_state), flows, constants)
+            if is_remote(self.device):
+                halves = packed(halves)
             self._forward, self._backward = self._bound(halves.forward), self._bound(halves.backward)
             self._starts = halves.outputs
             self._halves, self._fused = halves, None
@@ -216,7 +222,7 @@ class Stage:
             given = weights if kept.weights is None else kept.weights
             _, residuals = self._forward(given, kept.state, *kept.inputs)
         pairs = zip([*gradients, share], self._starts, strict=False)
-        return residuals, [tf.convert_to_tensor(start, spec.dtype) for start, spec in pairs]
+        return residuals, [self._constant(start, spec.dtype) for start, spec in pairs]
 
     def step(
         self,
@@ -275,7 +281,15 @@ class Stage:
             self._learning_rate = learning_rate
 
     def _stale(self, staleness: int) -> tf.Tensor | None:
-        return tf.constant(float(staleness)) if self._rule.corrects else None
+        return self._constant(float(staleness), tf.float32) if self._rule.corrects else None
+
+    def _constant(self, value: Any, dtype: tf.DType) -> tf.Tensor:
+        """A number as a tensor on the stage's device, where it stays for the next time; a tensor as it is."""
+        if isinstance(value, tf.Tensor):
+            return value
+        if (value, dtype) not in self._constants:
+            self._constants[value, dtype] = tf.constant(value, dtype)
+        return self._constants[value, dtype]
 
     def _bound(self, concrete: Any) -> BoundFunction:
         return BoundFunction(concrete, self.variables, self._optimizer_step.predicted)

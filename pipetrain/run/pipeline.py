@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
 
+from pipetrain.compute.cores import is_remote
 from pipetrain.compute.inference import Replica
 from pipetrain.compute.stage import Values
 from pipetrain.plan.schemes import Scheme
@@ -31,9 +32,12 @@ Value = TypeVar("Value")
 
 
 class Activity(NamedTuple):
-    """Seconds that all workers spent in actions, how many workers there are, and how many microbatches one held."""
+    """Seconds that all workers spent in actions, how many workers there are, and how many microbatches one held.
 
-    busy_s: float
+    The seconds are not known of stages on other processes' devices, whose calls return before the work is done.
+    """
+
+    busy_s: float | None
     workers: int
     most_in_flight: int
 
@@ -87,7 +91,8 @@ class Pipeline:
         for worker in self._workers:
             worker.most_in_flight = 0
         busy_s = self._busy_s + sum(worker.busy_s for worker in self._workers)
-        return Activity(busy_s, sum(map(len, self._stages)), most)
+        known = self.waits or not any(is_remote(replica.device) for stage in self._stages for replica in stage)
+        return Activity(busy_s if known else None, sum(map(len, self._stages)), most)
 
     @property
     def trace(self) -> Trace:
