@@ -184,7 +184,7 @@ class Run:
 
 @pytest.mark.slow
 def test_ten_kills_with_wait_leave_the_weights_of_a_run_without(tmp_path):
-    steps, chance = 6000, random.Random(0)
+    steps, chance = 4500, random.Random(0)
     whole = Run(tmp_path / "whole", 2, "--steps", steps)
     whole.end()
     run = Run(tmp_path / "killed", 2, "--steps", steps, "--wait", 60)
@@ -204,7 +204,7 @@ def test_ten_kills_with_wait_leave_the_weights_of_a_run_without(tmp_path):
 def test_ten_kills_with_elastic_are_survived(tmp_path):
     chance = random.Random(1)
     for trial in range(5):
-        run = Run(tmp_path / str(trial), 3, "--steps", 2500, "--elastic")
+        run = Run(tmp_path / str(trial), 3, "--steps", 1500, "--elastic")
         newest = []
         for count in range(2):
             newest.append(run.kill_one(chance))
@@ -213,14 +213,14 @@ def test_ten_kills_with_elastic_are_survived(tmp_path):
         assert all(went >= kept for went, kept in zip(run.went_on_at(), newest, strict=True)), said
         assert "with 2 stages on 2 workers that are left" in said
         assert "with 1 stage on 1 worker that is left" in said
-        assert json.loads((run.output / "spectrain" / "summary.json").read_text())["steps"] == 2500
+        assert json.loads((run.output / "spectrain" / "summary.json").read_text())["steps"] == 1500
         assert all(np.isfinite(each).all() for each in run.weights())
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_without_its_stopped_worker_and_after_its_controller_was_killed(tmp_path):
     chance = random.Random(2)
-    run = Run(tmp_path / "run", 2, "--steps", 2500, "--wait", 60)
+    run = Run(tmp_path / "run", 2, "--steps", 1500, "--wait", 60)
     run.kill_one(chance, number=signal.SIGSTOP)
     run.wait_for_losses(1)
     newest = run.kill_one(chance, kind="--supervised")
@@ -228,7 +228,7 @@ def test_a_run_goes_on_without_its_stopped_worker_and_after_its_controller_was_k
     assert "(no answer): started anew" in said
     died = re.search(r"The training process died: going on from step (\d+)", said)
     assert died and int(died[1]) >= newest
-    whole = Run(tmp_path / "whole", 2, "--steps", 2500)
+    whole = Run(tmp_path / "whole", 2, "--steps", 1500)
     whole.end()
     for mine, other in zip(run.weights(), whole.weights(), strict=True):
         np.testing.assert_array_equal(mine, other)
