@@ -316,7 +316,7 @@ class PipelineModel(keras.Model):
                     yield
                     self._engine.finish()
                 except BaseException as error:
-                    lost = watch.caused(error)
+                    lost = watch.caused(error) or watch.lost is not None
                     self._engine.abort(store=not lost and not isinstance(error, FloatingPointError))
                     raise
         finally:

@@ -1,6 +1,6 @@
-"""A training process that loses a worker: ``losing.py SIGNAL`` sends it to the second of two in the midst of ``fit``.
+"""A process that loses a worker: ``losing.py SIGNAL [evaluate]`` sends it to the second of two in the midst of ``fit``.
 
-Prints, as JSON, what ``fit`` raised and after how many seconds, and what is left.
+Prints, as JSON, what that raised and after how many seconds, and what is left.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import pipetrain  # noqa: E402
 from pipetrain.run.faults import WorkerLost  # noqa: E402
 
 
-def main(number: int) -> None:
-    """Train on two workers, send the signal to one of them at the tenth step of the second epoch."""
+def main(number: int, method: str = "fit") -> None:
+    """Train on two workers, send the signal to one of them at the tenth step of the second epoch, or evaluation."""
     with pipetrain.LocalWorkers(2) as workers:
         pipetrain.connect(workers.addresses)
         keras.utils.set_random_seed(0)
@@ -43,11 +43,14 @@ def main(number: int) -> None:
                 os.kill(workers.processes[1].pid, number)
 
         hurt = keras.callbacks.LambdaCallback(
-            on_train_batch_end=send, on_epoch_end=lambda epoch, logs: drained.extend(pm.get_weights())
+            on_train_batch_end=send,
+            on_epoch_end=lambda epoch, logs: drained.extend(pm.get_weights()),
+            on_test_batch_end=send,
         )
         x, y = networks.data(320)
         try:
-            pm.fit(x, y, batch_size=16, epochs=100, verbose=0, callbacks=[hurt])
+            pm.fit(x, y, batch_size=16, epochs=100 if method == "fit" else 1, verbose=0, callbacks=[hurt])
+            pm.evaluate(x, y, batch_size=16, verbose=0, callbacks=[hurt])
         except WorkerLost as error:
             found = {
                 "message": str(error),
@@ -60,4 +63,4 @@ def main(number: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), *sys.argv[2:])

@@ -90,10 +90,10 @@ def test_a_worker_that_was_started_anew_is_lost_too(impatient, monkeypatch):
         raise tf.errors.InvalidArgumentError(None, None, "of another kind")
 
 
-def lost(number: int) -> dict:
+def lost(number: int, method: str = "fit") -> dict:
     """What a process says that lost a worker by this signal."""
     done = subprocess.run(
-        [sys.executable, losing.__file__, str(number)], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, losing.__file__, str(number), method], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -108,8 +108,9 @@ def test_fit_says_which_worker_was_killed():
 
 
 @pytest.mark.slow
-def test_fit_says_which_worker_hangs():
-    found = lost(signal.SIGSTOP)
+@pytest.mark.parametrize("method", ["fit", "evaluate"])
+def test_a_call_says_which_worker_hangs(method):
+    found = lost(signal.SIGSTOP, method)
     assert found["workers"] == [1]
     assert "stage 1: no answer" in found["message"]
     assert found["after_s"] < NOTICED_S + 5
