@@ -47,6 +47,7 @@ class Supervision:
         self._stages: int | None = None  # since then
         self._child: subprocess.Popen[bytes] | None = None
         self._signalled = False
+        self._missing: dict[str, str] = {}  # when they were asked last
 
     def run(self) -> int:
         """Train until the end; the exit status of the last training process, or 1 where workers do not come back."""
@@ -64,7 +65,7 @@ class Supervision:
             tries, done = 0, self._done()
             while True:
                 status = self._train()
-                lost = missing(self._workers) if status else {}
+                lost = (self._missing or missing(self._workers)) if status else {}
                 if self._signalled and status:
                     self._given_up("Stopped.")
                 if self._signalled or not (lost or status == LOST or status in KILLED):
@@ -86,13 +87,14 @@ class Supervision:
         with subprocess.Popen(
             [*command, "--supervised", "--cluster", str(hosts)], stdin=subprocess.PIPE, start_new_session=True
         ) as self._child:
-            leave_by_s: float | None = None
+            leave_by_s, self._missing = None, {}
             while True:
                 try:
                     return self._child.wait(ASK_S)
                 except subprocess.TimeoutExpired:
                     pass
-                if not missing(self._workers):
+                self._missing = missing(self._workers)
+                if not self._missing:
                     leave_by_s = None
                     continue
                 leave_by_s = leave_by_s or time.monotonic() + LEAVE_S
