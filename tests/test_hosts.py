@@ -205,8 +205,8 @@ def _runs(pid: int) -> bool:
 def test_a_worker_whose_controller_has_gone_ends_or_waits():
     script = """
 import subprocess, sys, time
-code = 'from pipetrain.run import server; server.GONE_S = 8.0; from pipetrain.__main__ import main; '
-code += 'main(["worker", "--port", "0", "--attended", "--on-controller-gone", sys.argv[1]])'.replace("sys", "__import__('sys')")
+code = 'import sys; from pipetrain.run import server; server.GONE_S = 8.0; from pipetrain.__main__ import main; '
+code += 'main(["worker", "--port", "0", "--attended", "--on-controller-gone", sys.argv[1]])'
 workers = [
     subprocess.Popen([sys.executable, "-c", code, what], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     for what in ("end", "wait")

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
 HOSTS = ("pipetrain0", "pipetrain1")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
-RATES_MBIT = (1000, 200, 50)
+RATES_MBIT = (10_000, 200, 50)
 
 
 def ip(*arguments: str) -> None:
@@ -40,6 +40,8 @@ def hosts():
                 ip("-n", host, "addr", "add", f"{address}/24", "dev", f"pipe{n}")
                 ip("-n", host, "link", "set", f"pipe{n}", "up")
                 ip("-n", host, "link", "set", "lo", "up")
+                queue = ["qdisc", "add", "dev", f"pipe{n}", "root", "handle", "1:", "htb", "default", "1"]
+                subprocess.run(on(host, "tc", *queue), check=True, capture_output=True, text=True)
             limit(RATES_MBIT[0])
         except (OSError, subprocess.CalledProcessError) as error:
             pytest.skip(f"Network namespaces are not permitted here: {getattr(error, 'stderr', None) or error}")
@@ -65,23 +67,20 @@ def hosts():
 def limit(rate_mbit: int) -> None:
     """Either direction of the link carries so much."""
     for n, host in enumerate(HOSTS):
-        for kind in (
-            ["qdisc", "replace", "dev", f"pipe{n}", "root", "handle", "1:", "htb", "default", "1"],
-            [
-                "class",
-                "replace",
-                "dev",
-                f"pipe{n}",
-                "parent",
-                "1:",
-                "classid",
-                "1:1",
-                "htb",
-                "rate",
-                f"{rate_mbit}mbit",
-            ],
-        ):
-            subprocess.run(on(host, "tc", *kind), check=True, capture_output=True, text=True)
+        kind = [
+            "class",
+            "replace",
+            "dev",
+            f"pipe{n}",
+            "parent",
+            "1:",
+            "classid",
+            "1:1",
+            "htb",
+            "rate",
+            f"{rate_mbit}mbit",
+        ]
+        subprocess.run(on(host, "tc", *kind), check=True, capture_output=True, text=True)
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ def main(addresses: list[str]) -> None:
     keras.utils.set_random_seed(0)
     # The even cut, after the third of six wide layers, sends much; the one after the narrow layer little.
     layers = [keras.layers.Dense(WIDTH, "relu", name=f"wide_{n}") for n in range(6)]
-    layers.insert(2, keras.layers.Dense(NARROW, "relu", name="narrow"))
+    layers.insert(1, keras.layers.Dense(NARROW, "relu", name="narrow"))
     model = keras.Sequential([keras.Input((WIDTH,)), *layers, keras.layers.Dense(10, name="logits")])
     pm = pipetrain.PipelineModel(model, stages=2, scheme="vanilla", devices=devices)
     pm.compile(keras.optimizers.SGD(1e-3, 0.9), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
