@@ -21,7 +21,8 @@ import pytest
 import tensorflow as tf
 
 from pipetrain.run import faults, greeting
-from pipetrain.run.faults import NOTICED_S, Watch, WorkerLost, sever
+from pipetrain.run.faults import NOTICED_S, Watch, WorkerLost
+from pipetrain.run.peers import peers, sever
 
 ROOT = Path(__file__).parents[1]
 RUN_S = 900  # no run here takes nearly so long; one that hangs is ended
@@ -69,6 +70,8 @@ def test_a_call_that_waits_for_a_hanging_worker_is_set_free(impatient, hanging):
 def test_other_connections_stay_open(hanging):
     with socket.create_server(("127.0.0.1", 0)) as other, socket.create_connection(other.getsockname()) as call:
         accepted, _ = other.accept()
+        there = f"127.0.0.1:{other.getsockname()[1]}"
+        assert there in peers(1) and there not in peers(call.getsockname()[1])
         sever([hanging])
         accepted.sendall(b"x")
         assert call.recv(1) == b"x"

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-import socket
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
 import tensorflow as tf
 
-from pipetrain.plan.hosts import split
 from pipetrain.run.connection import JOB, worker_of
 from pipetrain.run.greeting import ANSWER_S, ASK_S, MISSED, greeted, missing
+from pipetrain.run.peers import SEVER_S, sever
 
 NOTICED_S = MISSED * (ASK_S + ANSWER_S)  # a worker that is lost is noticed within so long
-SEVER_S = 0.2  # between two times: TensorFlow connects anew
 
 # What TensorFlow says of a worker that ended and was started anew: it knows nothing of what it was given.
 _FORGOT = ("context_id", "remote_handle", "remote workers have been restarted")
@@ -125,20 +121,3 @@ class Watch:
 
 def _place(stages: Sequence[int]) -> str:
     return f"{'stage' if len(stages) == 1 else 'stages'} {', '.join(map(str, stages))}"
-
-
-def sever(addresses: Iterable[str]) -> None:
-    """Close every connection of this process to these addresses, as if the other side had (on Linux)."""
-    peers = set()
-    for address in addresses:
-        host, port = split(address)
-        with contextlib.suppress(OSError):
-            peers |= {each[4][:2] for each in socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)}
-    for descriptor in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
-        with contextlib.suppress(OSError):  # it may be closed by now
-            if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(descriptor))) as each:
-                host, port = each.getpeername()[:2]
-                if (host.removeprefix("::ffff:"), port) in peers:
-                    each.shutdown(socket.SHUT_RDWR)

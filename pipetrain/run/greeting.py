@@ -12,7 +12,7 @@ from pipetrain.plan.hosts import split
 # HTTP/2's greeting: the preface and empty settings, which a gRPC server answers with its own settings.
 GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 SETTINGS_FRAME = 4
-NO_HOST = "no such host"
+NO_HOST, SILENT = "no such host", "no answer"
 ASK_S = 1.0  # between two questions to a worker
 ANSWER_S = 2.0  # how long it has to answer one
 MISSED = 4  # so many without an answer, one after another: it is lost. One alone may be this process', held up itself
@@ -30,7 +30,7 @@ def greeted(address: str, timeout_s: float) -> str:
     except socket.gaierror:
         return NO_HOST
     except TimeoutError:
-        return "no answer"
+        return SILENT
     except OSError as error:
         return (error.strerror or str(error)).lower()
 
