@@ -8,6 +8,7 @@ from typing import Any
 from pipetrain.plan.schemes import HORIZONS
 
 CHECKPOINTS = "checkpoints"  # the folder, within a run's
+LOST = 75  # exit status of a run that has lost a worker; EX_TEMPFAIL of sysexits.h
 POLICY_OPTIONS: dict[str, Any] = {"horizon": HORIZONS[0], "spike_compensation": False, "rescale_steps": None}
 
 

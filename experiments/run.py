@@ -10,7 +10,7 @@ examples:
   python experiments/run.py --scheme spectrain --model vgg16 --data-dir ~/tensorflow_datasets
   python experiments/run.py --scheme spectrain --model transformer --depth 2 --width 64
   python experiments/run.py --scheme 1f1b --stages 2 --local-workers 2
-  python experiments/run.py --scheme spectrain --cluster hosts.json
+  python experiments/run.py --scheme spectrain --cluster hosts.json --wait 300
   python experiments/run.py --resume                     # go on with the newest run that was stopped
   python experiments/run.py --resume runs/all --stages 2 # go on with that one, in another way
 """
@@ -18,7 +18,10 @@ examples:
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -31,30 +34,65 @@ sys.path.insert(0, str(ROOT))
 
 from experiments import datasets, resuming  # noqa: E402
 from experiments.networks import NETWORKS, sizes  # noqa: E402
-from experiments.options import add_training, fill_in, positive, whole, writable  # noqa: E402
-from experiments.records import POLICY_OPTIONS, Settings, Summary  # noqa: E402
+from experiments.options import add_training, fill_in, positive, rate, whole, writable  # noqa: E402
+from experiments.records import LOST, POLICY_OPTIONS, Settings, Summary  # noqa: E402
 from pipetrain.plan import schemes  # noqa: E402
 from pipetrain.plan.table import table  # noqa: E402
 from pipetrain.run.quiet import start_tensorflow  # noqa: E402
 
 # What may be different when a run goes on, and options that say nothing about the run itself.
 CHANGEABLE = {"stages", "steps", "learning_rate", "momentum", "microbatches", "checkpoint_every", *POLICY_OPTIONS}
-ANYWAY = ("scheme", "resume", "data_dir", "verbose", "cluster", "local_workers")
+ANYWAY = ("scheme", "resume", "data_dir", "verbose", "cluster", "local_workers", "supervised")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status: 1 if a scheme diverged, 2 for arguments that cannot be used."""
     options = parse(arguments)
+    if options.supervised:
+        threading.Thread(target=end_with_supervisor, daemon=True).start()
     try:
+        if options.wait is not None or options.elastic:
+            return supervise(options, sys.argv[1:] if arguments is None else arguments)
         with ExitStack() as ends:
             output, summaries = (go_on if options.resume is not None else begin)(options, ends)
     except (ValueError, ConnectionError, ChildProcessError) as error:
+        if options.supervised and isinstance(error, ConnectionError):  # the supervisor says so, and what it does
+            return LOST
         print(f"run.py: {error}", file=sys.stderr)
-        return 2
+        return LOST if type(error).__name__ == "WorkerLost" else 2
     except KeyboardInterrupt:
         return 130
     print(f"\n{closing_table(summaries)}\n\n{pictures(output, summaries)}")
     return 1 if any(summary.diverged_at for summary in summaries) else 0
+
+
+def supervise(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Train in processes that come and go with the workers; the exit status. Raises ValueError for what cannot be."""
+    from experiments.supervision import Supervision
+
+    if options.cluster is None and options.local_workers is None:
+        raise ValueError("Only workers can be lost. Received: --wait or --elastic. Try --cluster or --local-workers.")
+    if options.checkpoint_every == 0:
+        raise ValueError(
+            "Training goes on from checkpoints. Received: --wait or --elastic, --checkpoint-every 0. Try 100."
+        )
+    own = argparse.ArgumentParser(add_help=False)
+    for name in ("--wait", "--cluster", "--local-workers", "--output"):
+        own.add_argument(name)
+    own.add_argument("--elastic", action="store_true")
+    own.add_argument("--resume", nargs="?")
+    if options.resume is not None:
+        output = Path(options.resume) if options.resume else resuming.newest(ROOT / "runs")
+    else:
+        output = Path(options.output or ROOT / "runs" / time.strftime("%Y%m%d-%H%M%S"))
+    return Supervision(options, own.parse_known_args(arguments)[1], writable(output)).run()
+
+
+def end_with_supervisor() -> None:
+    """The end of standard input says that the supervisor has gone: save, and end."""
+    while os.read(0, 1024):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -127,6 +165,20 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="N",
         help="stages go to N processes on this machine, each on cores of its own, which end with the run",
     )
+    parser.add_argument(
+        "--wait",
+        type=rate,
+        metavar="SECONDS",
+        help="when a worker is lost, wait so long for it to come back, and go on from the newest checkpoint; those of "
+        "--local-workers are started anew",
+    )
+    parser.add_argument(
+        "--elastic",
+        action="store_true",
+        help="when a worker is lost (and, with --wait, not back in time) go on from the newest checkpoint without it: "
+        "with fewer stages, planned anew",
+    )
+    parser.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)  # a process of such a run
     parser.add_argument("--verbose", action="store_true", help="show how the model is cut, and why")
     options = parser.parse_args(arguments)
     unset = argparse.Namespace(**dict.fromkeys(vars(options)))
@@ -248,8 +300,8 @@ def run(settings: Sequence[Settings], options: argparse.Namespace, output: Path)
             print("It has ended already.")
         try:
             summaries.append(ended or train(each, data, output / each.scheme, options.verbose))
-        except (KeyboardInterrupt, SystemExit):
-            if resuming.is_unfinished(output / each.scheme):
+        except (KeyboardInterrupt, SystemExit, ConnectionError):
+            if not options.supervised and resuming.is_unfinished(output / each.scheme):
                 print(f"To go on: python experiments/run.py --resume {output}{_place(options)}")
             raise
     return summaries
@@ -283,4 +335,8 @@ def closing_table(summaries: Sequence) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    if status == LOST:  # at the interpreter's end TensorFlow may wait for workers that are lost
+        sys.stdout.flush()
+        os._exit(status)
+    sys.exit(status)

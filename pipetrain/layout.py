@@ -90,6 +90,15 @@ class Layout:
         """The devices in use, each once."""
         return list(dict.fromkeys(self._devices))
 
+    @property
+    def stages_on(self) -> dict[str, list[int]]:
+        """The stages on every device in use."""
+        found: dict[str, list[int]] = {device: [] for device in self._devices}
+        numbers = (stage for stage, count in enumerate(self.replicas) for _ in range(count))
+        for stage, device in zip(numbers, self._devices, strict=True):
+            found[device].append(stage)
+        return found
+
     def _checked_count(self, stages: object, devices: int) -> int:
         blocks = len(self.chain.blocks)
         count = min(devices, blocks) if stages is None else stages

@@ -24,6 +24,7 @@ from pipetrain.plan.trace import Trace
 from pipetrain.resumption import Resumption
 from pipetrain.run.collector import Result
 from pipetrain.run.devices import resolve
+from pipetrain.run.faults import Watch
 from pipetrain.run.pipeline import Activity
 from pipetrain.run.readahead import Minibatch
 from pipetrain.scores import Score, Scores
@@ -78,6 +79,7 @@ class PipelineModel(keras.Model):
     """
 
     _reader: Any = None
+    _watch: Watch | None = None
 
     def __init__(
         self,
@@ -227,13 +229,17 @@ class PipelineModel(keras.Model):
             ValueError: before training, for data or settings that cannot be trained on.
             FloatingPointError: at the first loss that is not finite, naming the step; the model keeps the weights of
                 its last drain or snapshot and momentum starts anew. ``keras.callbacks.TerminateOnNaN`` stops quietly.
+            WorkerLost: a worker that stages are on ended, hangs or cannot be reached; the model keeps the weights of
+                its last drain.
             Exception: whatever a stage raised, with a note on the stage, the action and the minibatch.
         """
         users = as_list(callbacks)
         checks.check_callbacks(users)
-        self._prepare("fit", x, y, batch_size)
-        self.resumption.begin(users, settings.get("initial_epoch", 0))
-        with self._training(), self._with("_fitting", True):
+        with self._watched(), ExitStack() as stack:
+            self._prepare("fit", x, y, batch_size)
+            self.resumption.begin(users, settings.get("initial_epoch", 0))
+            stack.enter_context(self._training())
+            stack.enter_context(self._with("_fitting", True))
             return super().fit(x, y, batch_size, epochs, verbose, with_last(callbacks, Loop(users)), **settings)
 
     def _prepare(self, method: str, x: Any, y: Any, batch_size: int | None) -> None:
@@ -303,19 +309,28 @@ class PipelineModel(keras.Model):
 
     @contextmanager
     def _training(self) -> Iterator[None]:
-        """Whatever ends the loop, no thread is left and the weights are in the model."""
+        """Whatever ends the loop, no thread is left and the weights are in the model, unless a worker has them."""
         try:
-            yield
-            self._engine.finish()
-        except FloatingPointError:
-            self._engine.abort(store=False)
-            raise
-        except BaseException:
-            self._engine.abort(store=True)
-            raise
+            with self._watched() as watch:
+                try:
+                    yield
+                    self._engine.finish()
+                except BaseException as error:
+                    lost = watch.caused(error) or watch.lost is not None
+                    self._engine.abort(store=not lost and not isinstance(error, FloatingPointError))
+                    raise
         finally:
             self.snapshot_every = 0
             self.resumption.end()
+
+    @contextmanager
+    def _watched(self) -> Iterator[Watch]:
+        """Meanwhile workers that are lost are noticed; within itself it is the one that there is."""
+        if self._watch is not None:
+            yield self._watch
+            return
+        with Watch(self._engine.layout.stages_on) as watch, self._with("_watch", watch):
+            yield watch
 
     def train_on_batch(self, x: Any, y: Any = None, *args: Any, **settings: Any) -> Any:
         """Keras' ``train_on_batch``: one minibatch through the pipeline, which then drains."""
@@ -354,8 +369,9 @@ class PipelineModel(keras.Model):
     @contextmanager
     def _evaluation(self, steps: int | None) -> Iterator[None]:
         """Meanwhile Keras' test function takes its results from a pipeline that only runs forwards."""
-        self._engine.synchronize()
         with ExitStack() as stack:
+            stack.enter_context(self._watched())
+            self._engine.synchronize()
             stack.enter_context(self._with("_evaluating", True))
             if self.scheme != DATA_PARALLEL:
                 evaluation = stack.enter_context(self._engine.evaluator.running(steps))
@@ -403,8 +419,9 @@ class PipelineModel(keras.Model):
     @contextmanager
     def _prediction(self, steps: int | None) -> Iterator[None]:
         """Meanwhile Keras reads predictions instead of data, and has nothing left to compute."""
-        self._engine.synchronize()
         with ExitStack() as stack:
+            stack.enter_context(self._watched())
+            self._engine.synchronize()
             if self.scheme != DATA_PARALLEL:
                 evaluation = stack.enter_context(self._engine.evaluator.running(steps))
                 stack.enter_context(self._with("_reader", Predicted(evaluation)))

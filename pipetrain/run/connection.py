@@ -6,7 +6,6 @@ import contextlib
 import gc
 import json
 import os
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,14 +14,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipetrain.plan.hosts import Hosts, split
+from pipetrain.plan.hosts import Hosts
+from pipetrain.run.greeting import NO_HOST, greeted
 from pipetrain.run.heartbeat import Heartbeat
 from pipetrain.run.server import ABOUT, keep_to_loopback, listening
 
 JOB = "worker"
-# HTTP/2's greeting: the preface and empty settings, which a gRPC server answers with its own settings.
-GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-SETTINGS_FRAME = 4
 RETRY_S = 0.2
 
 Given = Mapping[str, Any] | Sequence[str] | str | os.PathLike[str] | tf.distribute.cluster_resolver.ClusterResolver
@@ -167,24 +164,9 @@ def _check_answers(hosts: Hosts, timeout_s: float) -> None:
 
 def _unreachable(address: str, until_s: float) -> str:
     """Why no gRPC server answers there; empty if one does."""
-    host, port = split(address)
     while True:
-        left_s = max(until_s - time.monotonic(), RETRY_S)
-        try:
-            with socket.create_connection((host.strip("[]"), port), left_s) as each:
-                each.settimeout(left_s)
-                each.sendall(GREETING)
-                answer = each.recv(9)
-            if len(answer) > 3 and answer[3] == SETTINGS_FRAME:
-                return ""
-            why = "something else listens there"
-        except socket.gaierror:
-            return "no such host"
-        except TimeoutError:
-            why = "no answer"
-        except OSError as error:
-            why = (error.strerror or str(error)).lower()
-        if time.monotonic() + RETRY_S > until_s:
+        why = greeted(address, max(until_s - time.monotonic(), RETRY_S))
+        if why in ("", NO_HOST) or time.monotonic() + RETRY_S > until_s:
             return why
         time.sleep(RETRY_S)
 
@@ -200,3 +182,9 @@ def _check_versions(hosts: Hosts) -> None:
             f"Workers have another TensorFlow. Received: {', '.join(others)}; the controller has {tf.__version__}. "
             "Try the same version everywhere, and then a new process."
         )
+
+
+def worker_of(device: str) -> str | None:
+    """The address of the worker whose device this is; None for one of this process."""
+    spec = tf.DeviceSpec.from_string(device)
+    return _JOINED[-1].task_address(JOB, spec.task) if spec.job == JOB and _JOINED else None

@@ -8,11 +8,12 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 
 from pipetrain.compute.cores import cores
+from pipetrain.plan.hosts import split
 
 START_S = 60.0  # TensorFlow is imported within
 END_S = 5.0
@@ -37,12 +38,14 @@ class LocalWorkers:
                 f"There is at least one worker, each with a port. Received: count={count!r}, ports={ports!r}. "
                 "Try local_workers(2)."
             )
-        known = cores()
+        known, self._cpu_devices = cores(), cpu_devices
+        self._cores: list[list[int]] = []
         self.processes: list[subprocess.Popen[str]] = []
         self.addresses: list[str] = []
         try:
             for n in range(count):
                 own = known[n * len(known) // count : (n + 1) * len(known) // count] or [known[n % len(known)]]
+                self._cores.append(own)
                 self.processes.append(_started(own, cpu_devices, ports[n] if ports else 0))
             until_s = time.monotonic() + START_S
             self.addresses = [_address(process, until_s) for process in self.processes]
@@ -50,19 +53,26 @@ class LocalWorkers:
             self.end()
             raise
 
+    def renew(self, addresses: Iterable[str]) -> None:
+        """End these workers, should they not have ended, and start others in their places.
+
+        Raises ChildProcessError for one that does not start.
+        """
+        lost = [self.addresses.index(address) for address in addresses]
+        for n in lost:
+            self.processes[n].kill()
+            _reap(self.processes[n])
+            self.processes[n] = _started(self._cores[n], self._cpu_devices, split(self.addresses[n])[1])
+        until_s = time.monotonic() + START_S
+        for n in lost:
+            _address(self.processes[n], until_s)
+
     def end(self) -> None:
         """End the workers."""
         for process in self.processes:
             process.terminate()
         for process in self.processes:
-            try:
-                process.wait(END_S)
-            except subprocess.TimeoutExpired:  # stopped, or busy in a kernel
-                process.kill()
-                process.wait()
-            for pipe in (process.stdin, process.stdout):
-                if pipe:
-                    pipe.close()
+            _reap(process)
 
     def __enter__(self) -> LocalWorkers:
         return self
@@ -71,6 +81,18 @@ class LocalWorkers:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.end()
+
+
+def _reap(process: subprocess.Popen[str]) -> None:
+    """Wait for its end, and kill it if that does not come."""
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:  # stopped, or busy in a kernel
+        process.kill()
+        process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe:
+            pipe.close()
 
 
 def _started(own: Sequence[int], cpu_devices: int, port: int) -> subprocess.Popen[str]:

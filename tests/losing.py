@@ -1,0 +1,66 @@
+"""A process that loses a worker: ``losing.py SIGNAL [evaluate]`` sends it to the second of two in the midst of ``fit``.
+
+Prints, as JSON, what that raised and after how many seconds, and what is left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+
+from pipetrain.run.quiet import start_tensorflow  # noqa: E402
+
+start_tensorflow(1)
+
+import keras  # noqa: E402
+import networks  # noqa: E402
+import numpy as np  # noqa: E402
+
+import pipetrain  # noqa: E402
+from pipetrain.run.faults import WorkerLost  # noqa: E402
+
+
+def main(number: int, method: str = "fit") -> None:
+    """Train on two workers, send the signal to one of them at the tenth step of the second epoch, or evaluation."""
+    with pipetrain.LocalWorkers(2) as workers:
+        pipetrain.connect(workers.addresses)
+        keras.utils.set_random_seed(0)
+        layers = [keras.Input((networks.FEATURES,)), keras.layers.Dense(32), keras.layers.Dense(networks.CLASSES)]
+        pm = pipetrain.PipelineModel(keras.Sequential(layers), cuts=(layers[1].name,), scheme="vanilla")
+        pm.compile(keras.optimizers.SGD(0.05, momentum=0.9), loss=networks.crossentropy())
+        sent_s, drained = 0.0, []
+
+        def send(step: int, logs: object) -> None:
+            nonlocal sent_s
+            if drained and step == 10:
+                sent_s = time.monotonic()
+                os.kill(workers.processes[1].pid, number)
+
+        hurt = keras.callbacks.LambdaCallback(
+            on_train_batch_end=send,
+            on_epoch_end=lambda epoch, logs: drained.extend(pm.get_weights()),
+            on_test_batch_end=send,
+        )
+        x, y = networks.data(320)
+        try:
+            pm.fit(x, y, batch_size=16, epochs=100 if method == "fit" else 1, verbose=0, callbacks=[hurt])
+            pm.evaluate(x, y, batch_size=16, verbose=0, callbacks=[hurt])
+        except WorkerLost as error:
+            found = {
+                "message": str(error),
+                "workers": [workers.addresses.index(address) for address in error.workers],
+                "after_s": time.monotonic() - sent_s,
+                "threads": [each.name for each in threading.enumerate() if each.name.startswith("pipetrain")],
+                "kept": all(map(np.array_equal, drained, pm.get_weights())),
+            }
+            print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), *sys.argv[2:])

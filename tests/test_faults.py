@@ -1,0 +1,272 @@
+"""Workers that die, hang or come back: what was lost is said, and training goes on from its checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import keras
+import losing
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from pipetrain.run import faults, greeting
+from pipetrain.run.faults import NOTICED_S, Watch, WorkerLost
+from pipetrain.run.peers import peers, sever
+
+ROOT = Path(__file__).parents[1]
+RUN_S = 900  # no run here takes nearly so long; one that hangs is ended
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """Questions come fast, and answers have to."""
+    for module in (greeting, faults):
+        monkeypatch.setattr(module, "ASK_S", 0.05)
+        monkeypatch.setattr(module, "ANSWER_S", 0.1)
+
+
+@pytest.fixture
+def hanging(monkeypatch):
+    """The address of something that takes connections and says nothing, in the place of the only worker."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setattr(faults, "worker_of", lambda device: address)
+        yield address
+
+
+def test_missing_workers_are_named_with_the_reason(impatient, hanging):
+    with socket.create_server(("127.0.0.1", 0)) as once:
+        closed = f"127.0.0.1:{once.getsockname()[1]}"
+    assert greeting.missing([closed, hanging]) == {closed: "connection refused", hanging: "no answer"}
+    assert greeting.missing([]) == {}
+
+
+def test_a_call_that_waits_for_a_hanging_worker_is_set_free(impatient, hanging):
+    host, port = hanging.split(":")
+    with (
+        pytest.raises(WorkerLost, match=rf"{hanging}, stages 0, 2: no answer.*PipelineCheckpoint") as caught,
+        Watch({"/job:worker/replica:0/task:0/device:CPU:0": [2, 0]}),
+        socket.socket() as call,
+    ):
+        call.settimeout(20)
+        call.connect((host, int(port)))
+        assert call.recv(1) == b""  # the other side's end, as far as this one can tell
+        raise tf.errors.UnavailableError(None, None, "Socket closed")
+    assert caught.value.workers == (hanging,)
+    assert isinstance(caught.value.__cause__, tf.errors.UnavailableError)
+
+
+def test_other_connections_stay_open(hanging):
+    with socket.create_server(("127.0.0.1", 0)) as other, socket.create_connection(other.getsockname()) as call:
+        accepted, _ = other.accept()
+        there = f"127.0.0.1:{other.getsockname()[1]}"
+        assert there in peers(1) and there not in peers(call.getsockname()[1])
+        sever([hanging])
+        accepted.sendall(b"x")
+        assert call.recv(1) == b"x"
+        accepted.close()
+
+
+def test_a_worker_that_was_started_anew_is_lost_too(impatient, monkeypatch):
+    """It answers, but knows nothing of what it was given."""
+    addresses = {f"/job:worker/replica:0/task:{n}/device:CPU:0": f"127.0.0.1:{n + 1}" for n in range(2)}
+    monkeypatch.setattr(faults, "worker_of", addresses.get)
+    for module in (faults, greeting):
+        monkeypatch.setattr(module, "greeted", lambda address, timeout_s: "")
+    says = "Unable to find a context_id matching the specified one. From /job:worker/replica:0/task:1"
+    stages = {device: [n] for n, device in enumerate(addresses)}
+    anew = r"127\.0\.0\.1:2, stage 1: it was started anew"
+    with pytest.raises(WorkerLost, match=anew), Watch(stages):
+        raise tf.errors.InvalidArgumentError(None, None, says)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="of another kind"), Watch(stages):
+        raise tf.errors.InvalidArgumentError(None, None, "of another kind")
+
+
+def lost(number: int, method: str = "fit") -> dict:
+    """What a process says that lost a worker by this signal."""
+    done = subprocess.run(
+        [sys.executable, losing.__file__, str(number), method], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_fit_says_which_worker_was_killed():
+    found = lost(signal.SIGKILL)
+    assert found["workers"] == [1]
+    assert re.search(r"127\.0\.0\.1:\d+, stage 1: connection refused\. .*goes on from the newest", found["message"])
+    assert found["after_s"] < NOTICED_S
+    assert found["threads"] == [] and found["kept"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fit", "evaluate"])
+def test_a_call_says_which_worker_hangs(method):
+    found = lost(signal.SIGSTOP, method)
+    assert found["workers"] == [1]
+    assert "stage 1: no answer" in found["message"]
+    assert found["after_s"] < NOTICED_S + 5
+    assert found["threads"] == [] and found["kept"]
+
+
+class Run:
+    """``run.py`` with workers on this machine, from outside."""
+
+    def __init__(self, output: Path, workers: int, *options: object) -> None:
+        self.output, self.said = output, ""
+        what = ["--scheme", "spectrain", "--stages", workers, "--depth", 4, "--width", 32, "--batch-size", 16]
+        what += ["--local-workers", workers, "--checkpoint-every", 50, "--eval-every", 1000, "--output", output]
+        self.process = subprocess.Popen(
+            [sys.executable, str(ROOT / "experiments" / "run.py"), *map(str, [*what, *options])],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+        self._limit = threading.Timer(RUN_S, self.process.kill)
+        self._limit.start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            self.said += line
+
+    def step(self) -> int:
+        """That of the newest checkpoint."""
+        return max((int(path.stem[5:]) for path in self.output.glob("*/checkpoints/step-*.npz")), default=0)
+
+    def children(self, kind: str) -> list[int]:
+        """Processes of that kind that the run has started."""
+        path = Path(f"/proc/{self.process.pid}/task")
+        listed = " ".join(each.read_text() for each in path.glob("*/children"))
+        return [pid for pid in map(int, listed.split()) if kind in Path(f"/proc/{pid}/cmdline").read_text()]
+
+    def kill_one(self, chance: random.Random, kind: str = "worker", number: int = signal.SIGKILL) -> int:
+        """Some time after the next checkpoint, one process; the step of the newest checkpoint just before."""
+        before = self.step()
+        while self.step() == before:
+            assert self.process.poll() is None, f"The run ended before its time: {self.said}"
+            time.sleep(0.02)
+        time.sleep(chance.uniform(0, 1.5))
+        newest = self.step()
+        os.kill(chance.choice(self.children(kind)), number)
+        return newest
+
+    def wait_for_losses(self, count: int) -> None:
+        """Until the run has said so often that something was lost."""
+        while len(self.went_on_at()) < count:
+            assert self.process.poll() is None, f"The run ended before its time: {self.said}"
+            time.sleep(0.05)
+
+    def went_on_at(self) -> list[int]:
+        """The steps that it went on from, as it says."""
+        return [int(step) for step in re.findall(r"^Lost .*going on from step (\d+)", self.said, re.M)]
+
+    def end(self) -> str:
+        """Wait for its end; what it said."""
+        status = self.process.wait()
+        self._limit.cancel()
+        self._reader.join()
+        assert status == 0, self.said
+        return self.said
+
+    def weights(self) -> list[np.ndarray]:
+        """Those at its end."""
+        return keras.models.load_model(self.output / "spectrain" / "model.keras").get_weights()
+
+
+@pytest.mark.slow
+def test_ten_kills_with_wait_leave_the_weights_of_a_run_without(tmp_path):
+    steps, chance = 4500, random.Random(0)
+    whole = Run(tmp_path / "whole", 2, "--steps", steps)
+    whole.end()
+    run = Run(tmp_path / "killed", 2, "--steps", steps, "--wait", 60)
+    newest = []
+    for count in range(10):
+        newest.append(run.kill_one(chance))
+        run.wait_for_losses(count + 1)
+    said = run.end()
+    at = run.went_on_at()
+    assert len(at) == 10
+    assert all(went >= kept for went, kept in zip(at, newest, strict=True)), said
+    for mine, other in zip(run.weights(), whole.weights(), strict=True):
+        np.testing.assert_array_equal(mine, other)
+
+
+@pytest.mark.slow
+def test_ten_kills_with_elastic_are_survived(tmp_path):
+    chance = random.Random(1)
+    for trial in range(5):
+        run = Run(tmp_path / str(trial), 3, "--steps", 1500, "--elastic")
+        newest = []
+        for count in range(2):
+            newest.append(run.kill_one(chance))
+            run.wait_for_losses(count + 1)
+        said = run.end()
+        assert all(went >= kept for went, kept in zip(run.went_on_at(), newest, strict=True)), said
+        assert "with 2 stages on 2 workers that are left" in said
+        assert "with 1 stage on 1 worker that is left" in said
+        assert json.loads((run.output / "spectrain" / "summary.json").read_text())["steps"] == 1500
+        assert all(np.isfinite(each).all() for each in run.weights())
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_without_its_stopped_worker_and_after_its_controller_was_killed(tmp_path):
+    chance = random.Random(2)
+    run = Run(tmp_path / "run", 2, "--steps", 1500, "--wait", 60)
+    run.kill_one(chance, number=signal.SIGSTOP)
+    run.wait_for_losses(1)
+    newest = run.kill_one(chance, kind="--supervised")
+    said = run.end()
+    assert "(no answer): started anew" in said
+    died = re.search(r"The training process died: going on from step (\d+)", said)
+    assert died and int(died[1]) >= newest
+    whole = Run(tmp_path / "whole", 2, "--steps", 1500)
+    whole.end()
+    for mine, other in zip(run.weights(), whole.weights(), strict=True):
+        np.testing.assert_array_equal(mine, other)
+
+
+def runs(pid: int) -> bool:
+    """Whether there is such a process; one that only waits to be counted as ended does not run."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+def test_workers_end_with_a_supervisor_that_is_killed(tmp_path):
+    run = Run(tmp_path / "run", 2, "--steps", 100000, "--wait", 60)
+    while not run.step():
+        assert run.process.poll() is None, run.said
+        time.sleep(0.05)
+    left = [*run.children("worker"), *run.children("--supervised")]
+    assert len(left) == 3
+    run.process.kill()
+    until_s = time.monotonic() + 120
+    while any(map(runs, left)):
+        assert time.monotonic() < until_s, "processes are left"
+        time.sleep(0.2)
+    run._limit.cancel()
+    run._reader.join()
+
+
+def test_only_workers_can_be_lost(capsys):
+    from experiments.run import main
+
+    assert main(["--wait", "5"]) == 2
+    assert "Try --cluster or --local-workers" in capsys.readouterr().err
+    assert main(["--elastic", "--local-workers", "2", "--checkpoint-every", "0"]) == 2
+    assert "Training goes on from checkpoints" in capsys.readouterr().err
