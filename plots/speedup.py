@@ -28,10 +28,11 @@ LOOKS = {
     "pipeline": (COLOURS["vanilla"], ""),
     "spectrain": (COLOURS["spectrain"], ""),
 }
+# As in breakdown.py.
 PARTS = {
-    "computing": ("compute_s", "#009E73", ""),
-    "waiting for transfers": ("transfer_s", "#D55E00", "///"),
-    "waiting for other devices": ("imbalance_s", "#F0E442", ""),
+    "computing": ("compute_s", "#0072B2", ""),
+    "waiting for transfers": ("transfer_s", "#D55E00", "xx"),
+    "waiting for other devices": ("imbalance_s", "#F0E442", ".."),
     "filling and draining": ("fill_s", "#BBBBBB", ""),
 }
 SHORT = {

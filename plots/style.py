@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import matplotlib
 
@@ -26,7 +27,15 @@ COLOURS = {
     "gpipe": "#009E73",
     "1f1b": "#0072B2",
 }
-STYLES = {"single": "--", "data-parallel": "--", "gpipe": ":", "1f1b": "-."}
+STYLES: dict[str, Any] = {
+    "single": "--",
+    "data-parallel": "--",
+    "vertical-sync": (0, (3, 1, 1, 1, 1, 1)),
+    "spike-compensation": (0, (5, 1)),
+    "2bw": (0, (4, 1, 1, 1)),
+    "gpipe": ":",
+    "1f1b": "-.",
+}
 OTHER = "#666666"
 NEIGHBOURS = 20  # of a point, that it is averaged with
 NARROW = 4.8  # inches: as wide as a figure can be whose letters are to be read on a phone

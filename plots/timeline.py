@@ -30,7 +30,7 @@ IDLE: dict[str, dict[str, Any]] = {
 }
 LABELS = {
     "transfer": "idle: input, or sum, on its way",
-    "imbalance": "idle: input not yet computed",
+    "imbalance": "idle: input, or next minibatch, not ready",
     "fill": "idle: filling, draining",
 }
 CAPTION = (

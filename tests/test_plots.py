@@ -16,7 +16,20 @@ from pipetrain.plan.partition import plan
 from pipetrain.plan.profile import BlockProfile, Profile
 from pipetrain.plan.simulator import simulate
 from pipetrain.plan.trace import Span, Trace, Transfer
-from plots import breakdown, command, learning_curves, memory, report, rmse, runs, staleness, throughput, traffic
+from plots import (
+    breakdown,
+    command,
+    learning_curves,
+    memory,
+    report,
+    rmse,
+    runs,
+    speedup,
+    staleness,
+    throughput,
+    traffic,
+    transfers,
+)
 
 SLOW_LINK = Cluster((Level(Link(2e8)),))
 BLOCKS = tuple(BlockProfile(f"b{n}", 1e-3, 2e-3, 10**5, 10**6, 10**6) for n in range(3))
@@ -65,6 +78,12 @@ def made(tmp_path_factory):
     write(folder / "staleness" / "summary.json", {"rows": [{**row, "diverged": 0} for row in means]})
     sent = {"model": "snn", "data_parallel_bytes": 10**8, "pipeline_bytes": 10**6, "ratio": 100}
     write(folder / "traffic" / "traffic.json", {"batch_size": 32, "devices": 3, "networks": [sent]})
+    parts = {"compute_s": 2.0, "transfer_s": 1.0, "imbalance_s": 0.0, "fill_s": 0.5, "against_single": 1.5}
+    ways = [{"model": "snn", "devices": 2, "way": way, **parts} for way in ("single", *speedup.LOOKS)]
+    said = {"says": "a gain", "paper": 0.985, "ours": {"ring": 1.1, "server": 3.0}}
+    said["agrees"] = {"ring": True, "server": False}
+    platform = {"batch_size": 32, "device": {"name": "P40"}, "outcomes": ways, "statements": [said]}
+    write(folder / "speedup" / "speedup.json", platform)
     seed = folder / "table1" / "snn" / "vanilla" / "seed0"
     write(seed / "summary.json", {"scheme": "vanilla", "model": "snn", "diverged_at": None})
     (seed / "history.jsonl").write_text((folder / "all" / "vanilla" / "history.jsonl").read_text())
@@ -106,6 +125,7 @@ class Page(HTMLParser):
     [
         (throughput.draw, "all"),
         (breakdown.draw, "all"),
+        (transfers.draw, "all"),
         (memory.draw, "all"),
         (learning_curves.draw, "all"),
         (rmse.draw, "rmse"),
@@ -164,19 +184,28 @@ def test_shares_of_simulated_runs_sum_to_the_whole(made, scheme):
     assert (shares.for_transfers > 0.01) == (scheme == "gpipe") or scheme == "vanilla"
 
 
+def test_what_is_sent_is_counted_for_each_update(made):
+    """What crosses the two cuts goes down, and comes back up."""
+    (run,) = runs.find([made / "all" / "vanilla"])[0]
+    crossing = sum(stage.output_bytes for stage in CUT.stages[:-1])
+    assert transfers.sent_bytes(run.trace()) == {"F": crossing, "B": crossing, "R": 0}
+
+
 def test_the_page_has_everything_and_needs_nothing(made):
-    folders = [made / name for name in ("all", "rmse", "staleness", "traffic", "table1")]
+    folders = [made / name for name in ("all", "rmse", "staleness", "traffic", "speedup", "table1")]
     output = report.write(folders, made / "report.html")
     text = output.read_text(encoding="utf-8")
     page = Page(text)
     assert not re.search(r"https?://|url\(|@import", re.sub(r"base64,[\w+/=]+", "", text))
     assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in text
-    assert len(page.images) == 4 + 3 + 4  # of the comparison, its timelines, the studies
+    assert len(page.images) == 5 + 3 + 6  # of the comparison, its timelines, the studies
     assert len(set(page.images)) == len(page.images)
     assert all(page.images)
     for said in ("1.80x", "at step 7", "256 MiB", "width 8", "snn on made up, 3 stages, batch 32"):
         assert said in page.text
     assert "<strong>2</strong>" in text
+    assert "<strong>110.0%</strong>" in text
+    assert "<strong>300.0%</strong>" not in text
     assert "missing" not in page.text
     assert text.count("<figcaption>") == len(page.images)
 
