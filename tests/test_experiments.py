@@ -279,7 +279,7 @@ def test_the_report_shows_every_scheme(all_schemes, tmp_path):
     }
     assert memory.draw([all_schemes[0]], tmp_path / "memory.png").stat().st_size > 10_000
     text = report.write([all_schemes[0]], tmp_path / "report.html").read_text(encoding="utf-8")
-    assert text.count("<figure") == 4 + len(NAMES) - 1  # data-parallel has no timeline
+    assert text.count("<figure") == 5 + len(NAMES) - 1  # data-parallel has no timeline
     for scheme in NAMES:
         assert f"<td>{scheme}</td>" in text
 

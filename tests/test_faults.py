@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 
 import keras
-import losing
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -25,6 +24,7 @@ from pipetrain.run.faults import NOTICED_S, Watch, WorkerLost
 from pipetrain.run.peers import peers, sever
 
 ROOT = Path(__file__).parents[1]
+LOSING = Path(__file__).with_name("losing.py")
 RUN_S = 900  # no run here takes nearly so long; one that hangs is ended
 
 
@@ -96,7 +96,11 @@ def test_a_worker_that_was_started_anew_is_lost_too(impatient, monkeypatch):
 def lost(number: int, method: str = "fit") -> dict:
     """What a process says that lost a worker by this signal."""
     done = subprocess.run(
-        [sys.executable, losing.__file__, str(number), method], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, LOSING, str(number), method],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

@@ -72,12 +72,17 @@ class Backward:
 
         def step(weights: Any, residuals: Any, starts: Any, staleness: Any, *total: Gradients) -> Any:
             gradients, by_input = more(weights, residuals, starts, *total)
-            with tf.control_dependencies(tf.nest.flatten([gradients, by_input], expand_composites=True)):
+            with tf.control_dependencies(_tensors([gradients, by_input])):
                 self._apply(gradients, None, staleness)  # when nobody reads the weights any more: in place
             return by_input
 
         function, arguments = (step, [*given, self._staleness, *total]) if updates else (more, [*given, *total])
         return tf.function(function, autograph=False).get_concrete_function(*arguments)
+
+
+def _tensors(values: Any) -> list[tf.Tensor]:
+    """All tensors, without the None of weights that have no gradient."""
+    return [each for each in tf.nest.flatten(values, expand_composites=True) if each is not None]
 
 
 def added(total: Gradients, gradients: Gradients) -> Gradients:
