@@ -81,6 +81,7 @@ def test_applications(start):
     assert max(accuracies(said)) > 0.5
 
 
+@pytest.mark.slow  # 17 s; test_graphs trains skips and several outputs by default
 def test_skips(start):
     said = output(start("skips.py"))
     epochs = accuracies(said, "val_label_accuracy")

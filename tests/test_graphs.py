@@ -202,7 +202,10 @@ def compiled(model):
     return model
 
 
-@pytest.mark.parametrize(("weighted", "recompute"), [(False, False), (True, True)])
+@pytest.mark.parametrize(
+    ("weighted", "recompute"),
+    [(False, False), pytest.param(True, True, marks=pytest.mark.slow)],  # 30 s; each by itself in other tests
+)
 def test_dictionaries_masks_and_several_losses_train_as_in_plain_keras(weighted, recompute):
     x, y = tokens_and_numbers()  # 150 rows: a short last batch
     weights = {"kind": np.linspace(0, 1, 150), "size": np.linspace(1, 0, 150)} if weighted else None
