@@ -66,6 +66,7 @@ def test_all_examples_are_in_the_readme():
         assert f"\n    python examples/{name}\n" in (EXAMPLES / name).read_text(encoding="utf-8")
 
 
+@pytest.mark.slow  # 17 s; test_resume trains a Sequential model by default
 def test_sequential(start):
     said = output(start("sequential.py"))
     assert len(accuracies(said)) == 5
