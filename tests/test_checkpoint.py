@@ -143,10 +143,10 @@ WAYS = {
 }
 
 
-SLOW_WAYS = ("2bw", "spectrain, replicas")
+LONG = ("2bw", "spectrain, replicas")
 
 
-@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.slow) if way in SLOW_WAYS else way for way in WAYS])
+@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.slow) if way in LONG else way for way in WAYS])
 def test_stopped_twice_and_resumed_is_bitwise_as_never_stopped(way, trained, tmp_path, capsys):
     """Stopped in the second epoch; then (once is enough) again before the next checkpoint."""
     settings = dict(WAYS[way])
