@@ -33,16 +33,13 @@ class Backward:
         staleness: tf.TensorSpec | None,
     ) -> None:
         self._half, self._bound, self._apply, self._staleness = half, bound, apply, staleness
-        self._specs: Gradients = half.structured_outputs[0]
         self._calls: dict[tuple[bool, bool], BoundFunction] = {(False, False): bound(half)}
 
     def gradients(
         self, weights: Weights, residuals: Any, starts: Sequence[Any], total: Gradients | None
     ) -> tuple[Gradients, list[tf.Tensor]]:
         """The sum of ``total`` and the weights' gradients, and the inputs' gradients."""
-        if total is None:
-            return self._call(False, False)(weights, residuals, starts)
-        return self._call(True, False)(weights, residuals, starts, total)
+        return self._call(total is not None, False)(weights, residuals, starts, total)
 
     def step(
         self,
@@ -53,9 +50,7 @@ class Backward:
         staleness: tf.Tensor | None,
     ) -> list[tf.Tensor]:
         """The inputs' gradients; the variables are updated by the sum of ``total`` and the weights' gradients."""
-        if total is None:
-            return self._call(False, True)(weights, residuals, starts, staleness)
-        return self._call(True, True)(weights, residuals, starts, staleness, total)
+        return self._call(total is not None, True)(weights, residuals, starts, staleness, total)
 
     def _call(self, adds: bool, updates: bool) -> BoundFunction:
         if (adds, updates) not in self._calls:
@@ -63,20 +58,19 @@ class Backward:
         return self._calls[adds, updates]
 
     def _traced(self, adds: bool, updates: bool) -> Any:
-        given = [*self._half.structured_input_signature[0]]
-        total = [self._specs] if adds else []
+        given, total = self._half.structured_input_signature[0], self._half.structured_outputs[0] if adds else None
 
-        def more(weights: Any, residuals: Any, starts: Any, *total: Gradients) -> Any:
+        def more(weights: Any, residuals: Any, starts: Any, total: Gradients | None) -> Any:
             gradients, by_input = self._half(weights, residuals, starts)
-            return (added(*total, gradients) if total else gradients), by_input
+            return (gradients if total is None else added(total, gradients)), by_input
 
-        def step(weights: Any, residuals: Any, starts: Any, staleness: Any, *total: Gradients) -> Any:
-            gradients, by_input = more(weights, residuals, starts, *total)
+        def step(weights: Any, residuals: Any, starts: Any, staleness: Any, total: Gradients | None) -> Any:
+            gradients, by_input = more(weights, residuals, starts, total)
             with tf.control_dependencies(_tensors([gradients, by_input])):
                 self._apply(gradients, None, staleness)  # when nobody reads the weights any more: in place
             return by_input
 
-        function, arguments = (step, [*given, self._staleness, *total]) if updates else (more, [*given, *total])
+        function, arguments = (step, (*given, self._staleness, total)) if updates else (more, (*given, total))
         return tf.function(function, autograph=False).get_concrete_function(*arguments)
 
 
