@@ -95,7 +95,7 @@ def cut_network(count: int) -> list[Stage]:
 def train(stages: list[Stage], x: tf.Tensor, y: tf.Tensor) -> None:
     """One minibatch through all stages and back."""
     from pipetrain.compute.bound import Newest
-    from pipetrain.compute.stage import Values
+    from pipetrain.compute.stage import Step, Values
 
     values, kept, gradients = Values([x], [None]), [], [1.0]
     for stage in stages:
@@ -103,8 +103,7 @@ def train(stages: list[Stage], x: tf.Tensor, y: tf.Tensor) -> None:
         values = result.output
         kept.append(result.kept)
     for stage in reversed(stages):
-        by_weight, gradients = stage.backward(Newest(), kept.pop(), gradients, 1.0)
-        stage.update(by_weight, 1e-3)
+        gradients = stage.backward(Newest(), kept.pop(), gradients, 1.0, step=Step(1e-3)).by_input
 
 
 def stages_step(x: Any, y: Any, batch_size: int, count: int) -> Callable[[], float]:

@@ -52,9 +52,10 @@ class Case(NamedTuple):
 
 
 class Seconds(NamedTuple):
-    """Of a step, and of the time that an action's thread spends in it."""
+    """Of a step: the clock's and the processors', and of the time that an action's thread spends in it."""
 
     step_s: float
+    processor_s: float
     action_s: float = 0.0
 
 
@@ -98,17 +99,17 @@ def trainer(case: Case, steps: int) -> Callable[[], Seconds]:
     units, rows = case.size
     minibatch = tf.ones([rows, units])
     minibatches = tf.data.Dataset.from_tensors((minibatch, minibatch)).repeat(steps)
-    times: list[float] = []
-    clock = keras.callbacks.LambdaCallback(on_train_batch_end=lambda step, logs: times.append(time.perf_counter()))
+    times: list[tuple[float, float]] = []
+    clock = keras.callbacks.LambdaCallback(on_train_batch_end=lambda step, logs: times.append(clocks()))
 
     def seconds() -> Seconds:
         times.clear()
         model.fit(minibatches, verbose=0, shuffle=False, callbacks=[clock])
-        step_s = (times[-1] - times[FIRST - 1]) / (len(times) - FIRST)
+        step = [(end - start) / (len(times) - FIRST) for start, end in zip(times[FIRST - 1], times[-1], strict=True)]
         if case.way == KERAS:
-            return Seconds(step_s)
+            return Seconds(*step)
         spans = model.trace.spans
-        return Seconds(step_s, float(statistics.median(spans.end_s - spans.start_s)))
+        return Seconds(*step, float(statistics.median(spans.end_s - spans.start_s)))
 
     return seconds
 
@@ -133,12 +134,17 @@ def function_trainer(case: Case, steps: int) -> Callable[[], Seconds]:
         return by_input
 
     def seconds() -> Seconds:
-        start_s = time.perf_counter()
+        before = clocks()
         for _ in range(steps):
             step(x)
-        return Seconds((time.perf_counter() - start_s) / steps)
+        return Seconds(*((end - start) / steps for start, end in zip(before, clocks(), strict=True)))
 
     return seconds
+
+
+def clocks() -> tuple[float, float]:
+    """Seconds of the clock, and of all processors in this process."""
+    return time.perf_counter(), time.process_time()
 
 
 def rows(cases: Sequence[Case], rounds: Sequence[Sequence[Seconds]]) -> list[tuple[str, ...]]:
@@ -155,6 +161,7 @@ def rows(cases: Sequence[Case], rounds: Sequence[Sequence[Seconds]]) -> list[tup
             str(case.microbatches or 1),
             f"{a_step_s * 1e3:.2f}",
             f"{min(steps) * 1e3:.2f} - {max(steps) * 1e3:.2f}",
+            f"{statistics.median(one.processor_s for one in each) * 1e3:.2f}",
             f"{a_step_s / case.actions * 1e6:.0f}" if pipeline else "",
             f"{action_s * 1e6:.0f}" if pipeline else "",
         ]
@@ -180,7 +187,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         cases = TABLES[name]
         trainers = [trainer(case, options.steps) for case in cases]
         rounds = [[train() for train in trainers] for _ in range(1 + options.rounds)][1:]  # the first one traces
-        header = ("stages", "layers each", "microbatches", "ms a step", "lowest - highest", "us an action", "within it")
+        header = ("stages", "layers each", "microbatches", "ms a step", "lowest - highest", "processors' ms")
+        header += ("us an action", "within it")
         reached = ("reached",) if cases[0].way == FUNCTION else ()
         print(f"{name}; medians of {options.rounds} rounds")
         print(table(("", *header, *reached), rows(cases, rounds)), end="\n\n", flush=True)

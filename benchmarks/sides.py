@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from pipetrain.plan.trace import Trace
 
+ONE_CORE = ("Keras, 1 core", "Keras, 1 core, XLA")
+TOGETHER = 2  # processes that train at once, each by itself
 FIRST = 5  # minibatches that fill the pipeline and warm up
 
 
@@ -27,17 +29,22 @@ class Figures(NamedTuple):
 
 
 class KerasJob(NamedTuple):
-    """One process with so many cores: plain Keras without schemes, or pipetrain's schemes on a core each."""
+    """One process with so many cores: plain Keras without schemes, or pipetrain's schemes on a core each.
+
+    With a ``rank`` it has the core of this number, and others like it work at once.
+    """
 
     network: Network
     steps: int
     cores: int
     schemes: Sequence[str] = ()
+    rank: int | None = None
 
 
 def work(job: KerasJob) -> Iterator[dict[str, Figures]]:
     """Samples/s of every side that lives in this process, once a round."""
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: job.cores])
+    first = job.rank or 0
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[first : first + job.cores])
     if job.schemes:
         start_tensorflow(job.cores)  # as many devices
     else:
@@ -58,7 +65,8 @@ def work(job: KerasJob) -> Iterator[dict[str, Figures]]:
         times.clear()
         model.fit(x, y, batch_size=job.network.batch_size, verbose=0, callbacks=[clock])
         step_s = (times[-1] - times[FIRST - 1]) / (len(times) - FIRST)
-        return Figures(job.network.batch_size / step_s, bound(model))
+        rows = job.network.batch_size * (1 if job.rank is None else TOGETHER)
+        return Figures(rows / step_s, bound(model))
 
     for model in sides.values():
         figures(model)
@@ -69,7 +77,7 @@ def work(job: KerasJob) -> Iterator[dict[str, Figures]]:
 
 def plain(job: KerasJob) -> dict[str, keras.Model]:
     """Plain Keras, with XLA (which is what it takes by default) and without."""
-    cores = f"{job.cores} core{'s' if job.cores > 1 else ''}"
+    cores = f"{job.cores} core{'s' if job.cores > 1 else ''}" + ("" if job.rank is None else f", {TOGETHER} at once")
     names = {f"Keras, {cores}": False, f"Keras, {cores}, XLA": True}
     return {name: compiled(build(job.network), jit_compile=xla) for name, xla in names.items()}
 

@@ -56,6 +56,7 @@ def work(job: KerasJob | torch_peer.TorchJob) -> Iterator[dict[str, Figures]]:
 def measured(network: Network, options: Options) -> list[dict[str, Figures]]:
     """Every side's figures, round by round."""
     teams: list[list[Any]] = [[KerasJob(network, options.steps, cores)] for cores in range(1, CORES + 1)]
+    teams.append([KerasJob(network, options.steps, 1, rank=rank) for rank in range(CORES)])
     teams.append([KerasJob(network, options.steps, CORES, tuple(options.schemes))])
     if options.with_torch:
         teams += torch_peer.teams(network, options.steps)
@@ -66,7 +67,7 @@ def measured(network: Network, options: Options) -> list[dict[str, Figures]]:
 def rows(rounds: list[dict[str, Figures]]) -> Iterator[tuple[str, ...]]:
     """A line for every side."""
     middle = partial(_middle, rounds)
-    one_core = max((name for name in rounds[0] if name.startswith("Keras, 1 core")), key=middle)
+    one_core = max(sides.ONE_CORE, key=middle)
     for name, first in rounds[0].items():
         base = torch_peer.ALONE if name.startswith("PyTorch") else one_core
         ratios = [number[name].samples_per_second / number[base].samples_per_second for number in rounds]

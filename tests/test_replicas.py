@@ -89,7 +89,7 @@ def test_equal_seeds_give_equal_weights_whatever_the_timing(scheme, monkeypatch)
     weights, rng = [], np.random.default_rng(0)
     for delayed in (False, True):
         if delayed:
-            for name in ("forward", "backward", "step", "update"):
+            for name in ("forward", "backward", "update"):
                 original = getattr(Stage, name)
 
                 def late(self, *args, original=original):

@@ -73,8 +73,9 @@ def through(parts, model, inputs, recompute):
         values = results[-1].output
     gradients, state, returned = {}, {}, [1.0]
     for part, result in zip(reversed(parts), reversed(results), strict=True):
-        by_weight, returned = part.backward(Newest(), result.kept, returned, 1.0)
-        for variable, gradient in zip(part.segment.trainable_variables, by_weight, strict=True):
+        pulled = part.backward(Newest(), result.kept, returned, 1.0)
+        returned = pulled.by_input
+        for variable, gradient in zip(part.segment.trainable_variables, pulled.gradients, strict=True):
             assert id(variable) not in gradients
             gradients[id(variable)] = gradient
         after = part.snapshot()[len(part.variables) :]

@@ -1,77 +1,114 @@
-"""A stage's backward, alone or in one call with what follows it: adding up gradients, the update."""
+"""A stage's backward, alone or in one call with what goes before it and what follows: forward, sum, update."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from pipetrain.compute.bound import BoundFunction, Weights
+from pipetrain.compute.split import SplitFunction
 
 Gradients = list[Any]
 
 
-class Backward:
-    """``gradients(...)`` of one microbatch, and ``step(...)``, which also updates; both add them to a ``total``.
+class Parts(NamedTuple):
+    """What one call does beside the backward: the forward before it, a sum with other gradients, an update."""
 
-    One call each, traced when it is first needed. A call of its own for every part would cost as much as a small
-    stage's computing, and gradients that are used at once are still in the processor's caches.
+    runs: bool
+    adds: bool
+    updates: bool
+
+
+class Results(NamedTuple):
+    """What one call gives.
+
+    ``ran`` is what a forward in the call gave beside residuals, ``ran_at_s`` the time of day when it was done; the
+    weights' gradients are None where the call updated by them.
+    """
+
+    ran: Any
+    ran_at_s: tf.Tensor | None
+    gradients: Gradients | None
+    by_input: list[tf.Tensor]
+
+
+class Backward:
+    """The backward of one microbatch, in one call with whatever the moment allows.
+
+    Traced when it is first needed. A call of its own for every part would cost as much as a small stage's computing;
+    gradients that are used at once are still in the processor's caches, and residuals that leave no call need not be
+    handed from one to the next.
 
     Args:
-        half: the concrete function ``(weights, residuals, output_gradients) -> (gradients, input_gradients)``.
-        bound: binds such a function to the stage's variables.
+        halves: forward and backward.
+        bound: binds a function to the stage's variables.
         apply: ``apply(gradients, None, staleness)`` updates these.
         staleness: the spec of what ``apply`` takes as staleness, None if nothing.
+        timed: tell when a forward in the call was done.
     """
 
     def __init__(
         self,
-        half: Any,
+        halves: SplitFunction,
         bound: Callable[[Any], BoundFunction],
         apply: Callable[[Gradients, None, tf.Tensor | None], None],
         staleness: tf.TensorSpec | None,
+        timed: bool,
     ) -> None:
-        self._half, self._bound, self._apply, self._staleness = half, bound, apply, staleness
-        self._calls: dict[tuple[bool, bool], BoundFunction] = {(False, False): bound(half)}
+        self._halves, self._bound, self._apply = halves, bound, apply
+        self._staleness, self._timed = staleness, timed
+        self._calls: dict[Parts, BoundFunction] = {}
+        self._begun, self._ran = 0, tf.Variable(tf.zeros([], tf.int64), trainable=False)  # calls with a forward
 
-    def gradients(
-        self, weights: Weights, residuals: Any, starts: Sequence[Any], total: Gradients | None
-    ) -> tuple[Gradients, list[tf.Tensor]]:
-        """The sum of ``total`` and the weights' gradients, and the inputs' gradients."""
-        return self._call(total is not None, False)(weights, residuals, starts, total)
-
-    def step(
+    def __call__(
         self,
+        parts: Parts,
         weights: Weights,
-        residuals: Any,
+        given: Any,
         starts: Sequence[Any],
-        total: Gradients | None,
         staleness: tf.Tensor | None,
-    ) -> list[tf.Tensor]:
-        """The inputs' gradients; the variables are updated by the sum of ``total`` and the weights' gradients."""
-        return self._call(total is not None, True)(weights, residuals, starts, staleness, total)
+        total: Gradients | None,
+    ) -> Results:
+        """One call. ``given`` are the residuals, or what the forward takes: state, flows and constants."""
+        if parts not in self._calls:
+            self._calls[parts] = self._bound(self._traced(parts))
+        self._begun += parts.runs
+        results: Results = self._calls[parts](weights, given, starts, staleness, total)
+        return results
 
-    def _call(self, adds: bool, updates: bool) -> BoundFunction:
-        if (adds, updates) not in self._calls:
-            self._calls[adds, updates] = self._bound(self._traced(adds, updates))
-        return self._calls[adds, updates]
+    def had_run(self) -> bool:
+        """Whether a call that failed had done its forward."""
+        done = int(self._ran.numpy())
+        had_run, self._begun = done == self._begun, done
+        return had_run
 
-    def _traced(self, adds: bool, updates: bool) -> Any:
-        given, total = self._half.structured_input_signature[0], self._half.structured_outputs[0] if adds else None
+    def _traced(self, parts: Parts) -> Any:
+        forward, backward = self._halves.forward, self._halves.backward
+        weights, given, starts = backward.structured_input_signature[0]
+        if parts.runs:
+            weights, *given = forward.structured_input_signature[0]
 
-        def more(weights: Any, residuals: Any, starts: Any, total: Gradients | None) -> Any:
-            gradients, by_input = self._half(weights, residuals, starts)
-            return (gradients if total is None else added(total, gradients)), by_input
+        def call(weights: Any, given: Any, starts: Any, staleness: Any, total: Gradients | None) -> Results:
+            ran = ran_at_s = None
+            first: list[Any] = []
+            if parts.runs:
+                ran, given = forward(weights, *given)
+                with tf.control_dependencies(_tensors(ran)):
+                    first = [self._ran.assign_add(1).op]
+                    ran_at_s = tf.timestamp() if self._timed else None
+            with tf.control_dependencies(first):
+                gradients, by_input = backward(weights, given, starts)
+            if total is not None:
+                gradients = added(total, gradients)
+            if parts.updates:
+                with tf.control_dependencies(_tensors([ran, gradients, by_input])):
+                    self._apply(gradients, None, staleness)  # when nobody reads the weights any more: in place
+            return Results(ran, ran_at_s, None if parts.updates else gradients, by_input)
 
-        def step(weights: Any, residuals: Any, starts: Any, staleness: Any, total: Gradients | None) -> Any:
-            gradients, by_input = more(weights, residuals, starts, total)
-            with tf.control_dependencies(_tensors([gradients, by_input])):
-                self._apply(gradients, None, staleness)  # when nobody reads the weights any more: in place
-            return by_input
-
-        function, arguments = (step, (*given, self._staleness, total)) if updates else (more, (*given, total))
-        return tf.function(function, autograph=False).get_concrete_function(*arguments)
+        others = self._staleness if parts.updates else None, backward.structured_outputs[0] if parts.adds else None
+        return tf.function(call, autograph=False).get_concrete_function(weights, given, starts, *others)
 
 
 def _tensors(values: Any) -> list[tf.Tensor]:

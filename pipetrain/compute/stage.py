@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from pipetrain.compute.backward import Backward, added
+from pipetrain.compute.backward import Backward, Parts, added
 from pipetrain.compute.bound import BoundFunction, Newest, Weights, direct
 from pipetrain.compute.clipping import SQUARED_NORM, clipped, positive, squared_norm
 from pipetrain.compute.clone import clone
@@ -53,6 +54,32 @@ class Kept(NamedTuple):
     weights: list[tf.Tensor] | None = None
     state: Sequence[tf.Tensor] = ()
     inputs: Any = None
+
+
+class Inputs(NamedTuple):
+    """What a forward takes beside weights: what crosses the cut and, for the last stage, labels and sample weights."""
+
+    values: Values
+    targets: Any = None
+
+
+class Step(NamedTuple):
+    """What an update takes beside gradients, whose staleness it is; a rate of None leaves a schedule to itself."""
+
+    learning_rate: float | None
+    staleness: int = 0
+
+
+class Pulled(NamedTuple):
+    """What a backward gives: gradients of the weights, None where it updated by them, and of inputs that want one.
+
+    Of a forward in the same call what that gives, and when it was done (``time.perf_counter``), where that is known.
+    """
+
+    gradients: list[Any] | None
+    by_input: list[tf.Tensor]
+    forward: Forward | None = None
+    forward_end_s: float | None = None
 
 
 class Stage:
@@ -158,7 +185,8 @@ class Stage:
             if is_remote(self.device):
                 halves = packed(halves)
             self._forward, self._starts = self._bound(halves.forward), halves.outputs
-            self._backward = Backward(halves.backward, self._bound, self._step, self._staleness)
+            timed = "CPU" in self.device and not is_remote(self.device)  # others are not done when the call returns
+            self._backward = Backward(halves, self._bound, self._step, self._staleness, timed)
             self._gradients = halves.backward.structured_outputs[0]
             self._update = self._squared_norm = None  # traced when they are needed
         output = halves.forward.structured_outputs[0][0]
@@ -188,43 +216,48 @@ class Stage:
         return Forward(output, loss, penalty, Kept(None, given, state, inputs))
 
     def backward(
-        self, weights: Weights, kept: Kept, gradients: Sequence[Any], share: float, total: list[Any] | None = None
-    ) -> tuple[list[Any], list[tf.Tensor]]:
-        """Gradients of the weights, and of those inputs that want one, with these weights and what forward kept.
-
-        ``gradients`` are those of the outputs that want one (of the loss, for the last stage), ``share`` that of
-        the penalty. Those of the weights are added to a ``total``, if there is one.
-        """
-        with tf.device(self.device):
-            return self._backward.gradients(weights, *self._pull(weights, kept, gradients, share), total)
-
-    def step(
         self,
         weights: Weights,
-        kept: Kept,
+        given: Kept | Inputs,
         gradients: Sequence[Any],
         share: float,
-        learning_rate: float | None,
-        staleness: int = 0,
         total: list[Any] | None = None,
-    ) -> list[tf.Tensor]:
-        """``backward`` and ``update`` as one call, where nothing else needs the weights' gradients."""
-        with tf.device(self.device):
-            self._set_rate(learning_rate)
-            given = self._pull(weights, kept, gradients, share)
-            by_input = self._backward.step(weights, *given, total, self._stale(staleness))
-            if self._optimizer_step.fit:
-                self._optimizer_step.fit.updated()
-        return by_input
+        step: Step | None = None,
+    ) -> Pulled:
+        """Gradients of the weights, and of those inputs that want one, with these weights and what forward kept.
 
-    def _pull(self, weights: Weights, kept: Kept, gradients: Sequence[Any], share: float) -> tuple[Any, list[Any]]:
-        """What backward takes beside the weights: the residuals, and the gradients to begin with."""
-        residuals = kept.residuals
-        if residuals is None:
-            given = weights if kept.weights is None else kept.weights
-            _, residuals = self._forward(given, kept.state, *kept.inputs)
-        pairs = zip([*gradients, share], self._starts, strict=False)
-        return residuals, [self._constant(start, spec.dtype) for start, spec in pairs]
+        Given a forward's inputs, it is run in the same call, with the same weights. ``gradients`` are those of the
+        outputs that want one (of the loss, for the last stage), ``share`` that of the penalty. Those of the weights are
+        added to a ``total``, if there is one; with a ``step`` they are used for an update in the same call.
+        """
+        runs = isinstance(given, Inputs)
+        parts, staleness = Parts(runs, total is not None, step is not None), None
+        with tf.device(self.device):
+            pairs = zip([*gradients, share], self._starts, strict=False)
+            starts = [self._constant(start, spec.dtype) for start, spec in pairs]
+            if step is not None:
+                self._set_rate(step.learning_rate)
+                staleness = self._stale(step.staleness)
+            taken = [self._state, *self._sorted(*given)] if runs else self._residuals(weights, given)
+            results = self._backward(parts, weights, taken, starts, staleness, total)
+            if step is not None and self._optimizer_step.fit:
+                self._optimizer_step.fit.updated()
+        if not runs:
+            return Pulled(results.gradients, results.by_input)
+        output, loss, penalty, self._state = results.ran
+        forward = Forward(output, loss, penalty, None)
+        return Pulled(results.gradients, results.by_input, forward, _time_s(results.ran_at_s))
+
+    def had_run(self) -> bool:
+        """Whether a ``backward`` that raised, given a forward's inputs, had done the forward."""
+        return self._backward.had_run()
+
+    def _residuals(self, weights: Weights, kept: Kept) -> list[tf.Tensor]:
+        """What forward computed for backward; with recomputation, now."""
+        if kept.residuals is not None:
+            return kept.residuals
+        _, residuals = self._forward(weights if kept.weights is None else kept.weights, kept.state, *kept.inputs)
+        return residuals
 
     def accumulate(self, total: list[Any] | None, gradients: list[Any]) -> list[Any]:
         """The sum of two lists of gradients."""
@@ -241,23 +274,17 @@ class Stage:
                 self._squared_norm = direct(norm.get_concrete_function(self._gradients))
             return self._squared_norm(gradients)
 
-    def update(
-        self,
-        gradients: list[Any],
-        learning_rate: float | None,
-        squared_norms: tf.Tensor | None = None,
-        staleness: int = 0,
-    ) -> None:
-        """One step of the stage's optimizer: one more version. ``learning_rate`` None leaves a schedule to itself.
+    def update(self, gradients: list[Any], step: Step, squared_norms: tf.Tensor | None = None) -> None:
+        """One step of the stage's optimizer: one more version.
 
         With ``global_clipnorm``, by gradients clipped to the norm that ``squared_norms`` of all stages make. Rules that
-        correct go by ``staleness``, that of the gradients.
+        correct go by the gradients' staleness.
         """
         with tf.device(self.device):
-            self._set_rate(learning_rate)
+            self._set_rate(step.learning_rate)
             if self.variables:
                 self._update = self._update or self._trace_update()
-                self._update(gradients, squared_norms, self._stale(staleness))
+                self._update(gradients, squared_norms, self._stale(step.staleness))
                 if self._optimizer_step.fit:
                     self._optimizer_step.fit.updated()
 
@@ -313,6 +340,11 @@ class Stage:
                 f"The loss cannot be computed: {error} Received: y of shape {labels} for outputs of shape {shapes}. "
                 "Try labels of the shape that the loss takes."
             ) from error
+
+
+def _time_s(of_day_s: tf.Tensor | None) -> float | None:
+    """A time of day on the clock of ``time.perf_counter``."""
+    return None if of_day_s is None else time.perf_counter() - (time.time() - float(of_day_s))
 
 
 def _like(variable: keras.Variable) -> keras.Variable:

@@ -12,7 +12,7 @@ import tensorflow as tf
 from pipetrain.compute.bound import Newest
 from pipetrain.compute.cores import finish, pin
 from pipetrain.compute.inference import Replica
-from pipetrain.compute.stage import Kept
+from pipetrain.compute.stage import Inputs, Kept, Pulled, Step
 from pipetrain.plan.actions import Action
 from pipetrain.plan.schemes import Scheme
 from pipetrain.plan.trace import Span, Transfer
@@ -80,7 +80,7 @@ class Worker(threading.Thread):
         self._versions = WeightVersions(scheme.policy, *seat[:2], Newest, lambda ahead: stage.weights(Newest(ahead)))
         self._in_flight: dict[int, tuple[Microbatch, Kept | None]] = {}
         self._gradients: list[Any] | None = None
-        self._now: tuple[Action, Microbatch] | None = None
+        self._now: tuple[Microbatch, tuple[Action, ...]] | None = None
 
     @property
     def updates(self) -> int:
@@ -101,8 +101,14 @@ class Worker(threading.Thread):
         try:
             pin(self._stage.device)
             with tf.device(self._stage.device):
-                for action in self._schedule(*self._seat[:2], self._arrivals()):
-                    self._act(action)
+                actions = self._schedule(*self._seat[:2], self._arrivals())
+                for action in actions:
+                    following = next(actions) if self._turns and action.op == "F" else None
+                    if following is not None and following.op == "B" and following.minibatch == action.minibatch:
+                        self._turn(action, following)
+                    else:
+                        for each in filter(None, (action, following)):
+                            self._act(each)
         except Closed:
             pass
         except BaseException as error:
@@ -115,23 +121,52 @@ class Worker(threading.Thread):
         if self._doors.below:
             self._doors.below.close()
 
+    @property
+    def _turns(self) -> bool:
+        """Whether a microbatch's backward may follow its forward in the same call.
+
+        At the last stage, whose forwards are followed by something that needs no arrival, and where nobody waits to
+        have the times of either.
+        """
+        return self._trains and self._doors.below is None and not self._control.waits
+
     def _act(self, action: Action) -> None:
         forward = action.op == "F"
         received = self._doors.inbox.get() if forward else self._returned()
         self._control.running.wait()
         start_s, version = time.perf_counter(), self._versions.version
-        self._now = action, received if forward else self._in_flight[action.minibatch][0]
+        self._now = received if forward else self._in_flight[action.minibatch][0], (action,)
         if forward:
             self._forward(received)
         else:
             self._backward(action.minibatch, received)
-        stage, _, replica, _ = self._seat
         self._finish()
+        self._record(version, start_s, (action, time.perf_counter()))
+
+    def _turn(self, forward: Action, backward: Action) -> None:
+        """Both actions, as one call of the stage where there is something to compute, with the same weights."""
+        received = self._doors.inbox.get()
+        self._control.running.wait()
+        start_s, version = time.perf_counter(), self._versions.version
+        self._now = received, (forward,)
+        if received.values is None or not self._versions.lasts(received.minibatch):
+            self._forward(received)
+            middle_s, self._now = time.perf_counter(), (received, (backward,))
+            self._backward(backward.minibatch, None)
+        else:
+            middle_s = self._forward_backward(received, forward, backward)
         end_s = time.perf_counter()
-        self.busy_s += end_s - start_s
-        self.spans.append(
-            Span(action.op, stage, action.minibatch, self._stage.device, start_s, end_s, version, replica)
-        )
+        self._record(version, start_s, (forward, end_s if middle_s is None else middle_s), (backward, end_s))
+
+    def _record(self, version: int, start_s: float, *done: tuple[Action, float]) -> None:
+        """Actions one after another, each with its end."""
+        stage, _, replica, _ = self._seat
+        for action, end_s in done:
+            self.busy_s += end_s - start_s
+            self.spans.append(
+                Span(action.op, stage, action.minibatch, self._stage.device, start_s, end_s, version, replica)
+            )
+            start_s = end_s
 
     def _returned(self) -> list[tf.Tensor] | None:
         return self._doors.returns.get() if self._doors.below else None
@@ -143,8 +178,7 @@ class Worker(threading.Thread):
             weights = self._stage.weights(weights)
         result, output, loss = None, None, None
         if microbatch.values is not None:
-            targets = None if below else take(microbatch.targets, self._mine(microbatch), microbatch.rows)
-            result = self._stage.forward(weights, microbatch.values, targets)
+            result = self._stage.forward(weights, *self._inputs(microbatch))
             output, loss = result.output, result.loss
         microbatch = microbatch.passed(result and result.penalty)
         if self._trains:
@@ -159,26 +193,53 @@ class Worker(threading.Thread):
 
     def _backward(self, index: int, returned: list[tf.Tensor] | None) -> None:
         microbatch, kept = self._in_flight.pop(index)
-        above = self._doors.above
         weights = self._versions.backward(microbatch.minibatch)
-        by_input, fused = None, kept is not None and self._updates_by(microbatch)
-        if kept is not None:
-            mine = self._shared(microbatch)
-            starts = [mine.loss_share] if returned is None else returned
-            if fused:
-                staleness = self._begin_update(microbatch)
-                rate, total, self._gradients = microbatch.learning_rate, self._gradients, None
-                by_input = self._stage.step(weights, kept, starts, mine.share, rate, staleness, total)
-            else:
-                total, self._gradients = self._gradients, None
-                self._gradients, by_input = self._stage.backward(weights, kept, starts, mine.share, total)
+        pulled = None if kept is None else self._pull(microbatch, weights, kept, returned)
         del weights, kept  # held by nobody, the variables' buffers are updated in place
+        self._pass_on(microbatch, pulled)
+
+    def _forward_backward(self, microbatch: Microbatch, forward: Action, backward: Action) -> float | None:
+        """The two as one call, which reads the weights once; gives when the forward was done, if that is known."""
+        weights = self._versions.forward(microbatch.minibatch)
+        self._versions.backward(microbatch.minibatch)  # the same
+        self.most_in_flight = max(self.most_in_flight, len(self._in_flight) + 1)
+        inputs = self._inputs(microbatch)
+        self._now = microbatch, (forward, backward)
+        pulled = self._pull(microbatch, weights, inputs, None)
+        del weights, inputs
+        self._now = microbatch, (backward,)
+        result = pulled.forward
+        done = self._shared(microbatch.passed(result.penalty))
+        self._control.report(Output(done, self._seat.replica, result.loss, result.output))
+        self._pass_on(microbatch, pulled)
+        return pulled.forward_end_s
+
+    def _inputs(self, microbatch: Microbatch) -> Inputs:
+        last = self._doors.below is None
+        targets = take(microbatch.targets, self._mine(microbatch), microbatch.rows) if last else None
+        return Inputs(microbatch.values, targets)
+
+    def _pull(
+        self, microbatch: Microbatch, weights: Any, given: Kept | Inputs, returned: list[tf.Tensor] | None
+    ) -> Pulled:
+        """The stage's backward, with what goes into the same call; what gradients it leaves are kept for the next."""
+        mine = self._shared(microbatch)
+        starts = [mine.loss_share] if returned is None else returned
+        step = self._begin_update(microbatch) if self._updates_by(microbatch) else None
+        total, self._gradients = self._gradients, None
+        pulled = self._stage.backward(weights, given, starts, mine.share, total, step)
+        self._gradients = pulled.gradients
+        return pulled
+
+    def _pass_on(self, microbatch: Microbatch, pulled: Pulled | None) -> None:
+        """The inputs' gradients go up, and with its last microbatch's a minibatch's are used."""
         self._finish()
-        if above:
-            above.send(lambda values: values, by_input, microbatch.rows, index)
-        if fused:
+        if self._doors.above:
+            by_input = None if pulled is None else pulled.by_input
+            self._doors.above.send(lambda values: values, by_input, microbatch.rows, microbatch.index)
+        if pulled is not None and pulled.gradients is None:
             self._updated()
-        elif index == microbatch.group[-1]:
+        elif microbatch.index == microbatch.group[-1]:
             self._update(microbatch)
 
     def _updates_by(self, microbatch: Microbatch) -> bool:
@@ -186,18 +247,18 @@ class Worker(threading.Thread):
         alone = self._seat.replicas == 1 and self._doors.norm is None
         return alone and microbatch.index == microbatch.group[-1] and bool(self._stage.variables)
 
-    def _begin_update(self, microbatch: Microbatch) -> int:
-        """Keeps the weights that are still read; gives the gradients' staleness."""
-        staleness = self._versions.staleness(microbatch.minibatch)
+    def _begin_update(self, microbatch: Microbatch) -> Step:
+        """Keeps the weights that are still read."""
+        step = Step(microbatch.learning_rate, self._versions.staleness(microbatch.minibatch))
         self._versions.before_update()
-        return staleness
+        return step
 
     def _update(self, microbatch: Microbatch) -> None:
-        staleness = self._begin_update(microbatch)
+        step = self._begin_update(microbatch)
         stage, _, replica, _ = self._seat
         gradients, self._gradients = self._doors.reduction.sum(replica, self._gradients, microbatch.index), None
         squares = self._doors.norm.squares(stage, replica, gradients) if self._doors.norm else None
-        self._stage.update(gradients, microbatch.learning_rate, squares, staleness)
+        self._stage.update(gradients, step, squares)
         self._updated()
 
     def _updated(self) -> None:
@@ -234,7 +295,8 @@ class Worker(threading.Thread):
         """For people: what this stage was doing."""
         if self._now is None:
             return f"Raised in {self.name.removeprefix('pipetrain ')} before its first action."
-        action, microbatch = self._now
+        microbatch, actions = self._now
+        action = actions[0] if len(actions) == 1 else actions[self._stage.had_run()]
         kind = "forward" if action.op == "F" else "backward"
         which = f"minibatch {microbatch.minibatch}"
         if len(microbatch.group) > 1:
