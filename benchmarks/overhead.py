@@ -19,7 +19,8 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -134,12 +135,26 @@ def function_trainer(case: Case, steps: int) -> Callable[[], Seconds]:
         return by_input
 
     def seconds() -> Seconds:
-        before = clocks()
-        for _ in range(steps):
-            step(x)
-        return Seconds(*((end - start) / steps for start, end in zip(before, clocks(), strict=True)))
+        with one_core():
+            before = clocks()
+            for _ in range(steps):
+                step(x)
+            return Seconds(*((end - start) / steps for start, end in zip(before, clocks(), strict=True)))
 
     return seconds
+
+
+@contextmanager
+def one_core() -> Iterator[None]:
+    """All of this process's threads on its first core, TensorFlow's own ones too, which else would take the second."""
+    before = {int(thread): os.sched_getaffinity(int(thread)) for thread in os.listdir("/proc/self/task")}
+    for thread, cores in before.items():
+        os.sched_setaffinity(thread, {min(cores)})
+    try:
+        yield
+    finally:
+        for thread, cores in before.items():
+            os.sched_setaffinity(thread, cores)
 
 
 def clocks() -> tuple[float, float]:
