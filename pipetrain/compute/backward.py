@@ -58,11 +58,12 @@ class Backward:
         return self._calls[adds, updates]
 
     def _traced(self, adds: bool, updates: bool) -> Any:
-        given, total = self._half.structured_input_signature[0], self._half.structured_outputs[0] if adds else None
+        given, like = self._half.structured_input_signature[0], self._half.structured_outputs[0]
+        total = like if adds else None
 
         def more(weights: Any, residuals: Any, starts: Any, total: Gradients | None) -> Any:
             gradients, by_input = self._half(weights, residuals, starts)
-            return (gradients if total is None else added(total, gradients)), by_input
+            return (gradients if total is None else added(total, gradients, like)), by_input
 
         def step(weights: Any, residuals: Any, starts: Any, staleness: Any, total: Gradients | None) -> Any:
             gradients, by_input = more(weights, residuals, starts, total)
@@ -79,16 +80,22 @@ def _tensors(values: Any) -> list[tf.Tensor]:
     return [each for each in tf.nest.flatten(values, expand_composites=True) if each is not None]
 
 
-def added(total: Gradients, gradients: Gradients) -> Gradients:
-    """The sums of two lists of gradients."""
-    return [_add(a, b) for a, b in zip(total, gradients, strict=True)]
+def added(total: Gradients, gradients: Gradients, like: Gradients) -> Gradients:
+    """The sums of two lists of gradients, as those that were traced are ``like``."""
+    return [_add(*each) for each in zip(total, gradients, like, strict=True)]
 
 
-def _add(a: Any, b: Any) -> Any:
-    """The sum of two gradients of one weight: both None, both tensors, or both rows of an embedding."""
+def _add(a: Any, b: Any, like: Any) -> Any:
+    """The sum of two gradients of one weight: both None, both tensors, or both rows of an embedding.
+
+    Rows are what a whole minibatch would have: more of them, unless their number does not depend on that of examples.
+    Then they are the same ones (such as positions), and optimizers that square them want their sums.
+    """
     if a is None:
         return None
     if isinstance(a, tf.IndexedSlices):
+        if like.values.shape[0] is not None:
+            return tf.IndexedSlices(a.values + b.values, a.indices, a.dense_shape)
         values, indices = tf.concat([a.values, b.values], 0), tf.concat([a.indices, b.indices], 0)
         return tf.IndexedSlices(values, indices, a.dense_shape)
     return a + b
