@@ -116,7 +116,7 @@ def test_fit_says_which_worker_was_killed():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["fit", "evaluate"])
+@pytest.mark.parametrize("method", ["fit", "evaluate", "explain", "train_on_batch"])
 def test_a_call_says_which_worker_hangs(method):
     found = lost(signal.SIGSTOP, method)
     assert found["workers"] == [1]
