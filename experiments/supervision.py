@@ -46,7 +46,7 @@ class Supervision:
         self._planned: int | None = None  # stages, before anything was lost
         self._stages: int | None = None  # since then
         self._child: subprocess.Popen[bytes] | None = None
-        self._signalled = False
+        self._signalled = 0  # the first signal, if there was one
         self._missing: dict[str, str] = {}  # when they were asked last
 
     def run(self) -> int:
@@ -58,7 +58,7 @@ class Supervision:
                 self._local = ends.enter_context(_local_workers(self._options.local_workers))
                 self._workers = list(self._local.addresses)
             else:
-                self._workers = _hosts(self._options.cluster)
+                self._workers = list(Hosts.load(self._options.cluster).workers)
             self._at_first = len(self._workers)
             for number in (signal.SIGINT, signal.SIGTERM):
                 ends.callback(signal.signal, number, signal.signal(number, self._heard))
@@ -74,7 +74,11 @@ class Supervision:
                 tries = tries + 1 if done == before else 1
                 if tries == TRIES:
                     return self._given_up(f"Workers were lost {TRIES} times without a checkpoint in between.")
-                if not self._recovered(lost, status):
+                recovered = self._recovered(lost, status)
+                if self._signalled:
+                    self._given_up("Stopped.")
+                    return 128 + self._signalled
+                if not recovered:
                     return 1
 
     def _train(self) -> int:
@@ -87,6 +91,8 @@ class Supervision:
         with subprocess.Popen(
             [*command, "--supervised", "--cluster", str(hosts)], stdin=subprocess.PIPE, start_new_session=True
         ) as self._child:
+            if self._signalled:  # before there was a process to hand it on to
+                self._child.send_signal(self._signalled)
             leave_by_s, self._missing = None, {}
             while True:
                 try:
@@ -130,7 +136,7 @@ class Supervision:
             _say(f"{what}: waiting up to {self._options.wait:g} s, then {self._going_on()}.")
             left = self._waited(lost)
             if self._signalled or not left:
-                return not self._signalled
+                return True
             what = f"{', '.join(left)} did not come back"
             lost = left
         survivors = [address for address in self._workers if address not in lost]
@@ -165,7 +171,8 @@ class Supervision:
 
     def _done(self) -> str | None:
         """The newest checkpoint of the scheme that is being trained; None if there is none yet."""
-        return max((str(path) for path in self._output.glob(f"*/{CHECKPOINTS}/step-*.npz")), default=None)
+        paths = self._output.glob(f"*/{CHECKPOINTS}/step-*.npz")  # another scheme's may be there, which it went on from
+        return max(map(str, paths), key=lambda path: os.stat(path).st_mtime_ns, default=None)
 
     def _going_on(self) -> str:
         done = self._done()
@@ -177,18 +184,9 @@ class Supervision:
         return 1
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
-        self._signalled = True
+        self._signalled = self._signalled or number
         if self._child is not None and self._child.poll() is None:
             self._child.send_signal(number)
-
-
-def _hosts(path: str) -> list[str]:
-    try:
-        return list(Hosts.load(path).workers)
-    except OSError as error:
-        raise ValueError(
-            f"The hosts file cannot be read: {error.strerror}. Received: --cluster {path}. Try the path of one."
-        ) from error
 
 
 def _local_workers(count: int) -> LocalWorkers:

@@ -53,8 +53,9 @@ class PipelineModel(keras.Model):
         scheme: ``single``, ``data-parallel``, ``vanilla``, ``weight-stashing``, ``vertical-sync``, ``spectrain``,
             ``spike-compensation``, ``2bw``, ``gpipe`` or ``1f1b``.
         cuts: instead of ``stages``, the name of the last layer of every stage but the final one.
-        devices: TensorFlow devices, such as ``("CPU:0", "CPU:1")``; by default all logical CPU devices if there are
-            several, else all GPUs. Fewer devices than stages: neighbours share.
+        devices: TensorFlow devices, such as ``("CPU:0", "CPU:1")``; by default those of the workers that the program
+            has joined, else all logical CPU devices if there are several, else all GPUs. Fewer devices than stages:
+            neighbours share.
         replicas: how many devices each stage has, such as ``(2, 1, 1)``; by default one, or those of the ``Partition``.
             Each replica takes its part of every minibatch's rows, and their gradients are summed: training is that of
             the unreplicated stage, but for BatchNormalization and Dropout, which see or draw for a replica's rows.
@@ -166,11 +167,13 @@ class PipelineModel(keras.Model):
 
     def partition(self, batch_size: int = checks.DEFAULT_ROWS) -> Partition:
         """How the model is cut: profiled at this batch size, if nothing has decided it yet."""
-        return self._engine.layout.partition(batch_size, verbose=True)
+        with self._watched():
+            return self._engine.layout.partition(batch_size, verbose=True)
 
     def explain(self, batch_size: int = checks.DEFAULT_ROWS) -> str:
         """For people: how the model is cut, and what other ways to train it on these devices would come to."""
-        return self._engine.layout.explanation(batch_size)
+        with self._watched():
+            return self._engine.layout.explanation(batch_size)
 
     def call(self, inputs: Any, training: bool | None = None) -> Any:
         """The wrapped model's forward."""
@@ -338,10 +341,11 @@ class PipelineModel(keras.Model):
             raise RuntimeError(
                 "The pipeline is full of other minibatches. Received: train_on_batch within fit. Try it after fit."
             )
-        self._prepare("train_on_batch", x, y, None)
-        self.begin_epoch(1)
-        with self._training():
-            return super().train_on_batch(x, y, *args, **settings)
+        with self._watched():
+            self._prepare("train_on_batch", x, y, None)
+            self.begin_epoch(1)
+            with self._training():
+                return super().train_on_batch(x, y, *args, **settings)
 
     def evaluate(
         self,

@@ -89,6 +89,11 @@ def _place(options: argparse.Namespace) -> tuple[str, int]:
         task = found if options.task is None else options.task
         if task is None:
             raise ValueError(f"TF_CONFIG names no worker. Received: TF_CONFIG={text!r}. Try --task N.")
+    elif options.task is not None:
+        raise ValueError(
+            f"There are no workers to choose from. Received: --task {options.task} without --cluster. "
+            "Try --cluster FILE, or --address and --port alone."
+        )
     else:
         return options.address or "127.0.0.1", 2222 if options.port is None else options.port
     if not 0 <= task < len(hosts.workers):

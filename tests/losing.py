@@ -1,4 +1,6 @@
-"""A process that loses a worker: ``losing.py SIGNAL [evaluate]`` sends it to the second of two in the midst of ``fit``.
+"""A process that loses a worker: ``losing.py SIGNAL [METHOD]`` sends it to the second of two in the midst of ``fit``.
+
+Or in the midst of ``evaluate``, or before any other method.
 
 Prints, as JSON, what that raised and after how many seconds, and what is left.
 """
@@ -48,7 +50,12 @@ def main(number: int, method: str = "fit") -> None:
             on_test_batch_end=send,
         )
         x, y = networks.data(320)
+        others = {"explain": lambda: pm.explain(16), "train_on_batch": lambda: pm.train_on_batch(x, y)}
         try:
+            if method in others:
+                drained = pm.get_weights()
+                send(10, None)
+                others[method]()
             pm.fit(x, y, batch_size=16, epochs=100 if method == "fit" else 1, verbose=0, callbacks=[hurt])
             pm.evaluate(x, y, batch_size=16, verbose=0, callbacks=[hurt])
         except WorkerLost as error:

@@ -12,6 +12,7 @@ from networks import fit
 import pipetrain
 from experiments import run
 from pipetrain.callbacks import Snapshots
+from pipetrain.compute.stage import Stage
 
 L = keras.layers
 
@@ -449,3 +450,51 @@ def test_data_parallelism_reads_a_shuffled_data_set_from_its_beginning():
         )
         model.fit(data.batch(16), epochs=2, verbose=0, callbacks=[seen])
     np.testing.assert_allclose(losses["data-parallel"], losses["single"], rtol=1e-5)
+
+
+def test_a_failed_hand_back_leaves_the_model_as_it_was(monkeypatch):
+    """A worker that died then left some stages' weights newer than the others'."""
+    x, y = networks.data(80)
+    pm = networks.pipeline(scheme="vanilla")
+    fit(pm, x, y)
+    before, original = pm.get_weights(), Stage.outcome
+
+    def broken(self, others):
+        if self is pm._engine._stages[-1][0]:
+            raise InterruptedError
+        return original(self, others)
+
+    with monkeypatch.context() as patch, pytest.raises(InterruptedError):
+        patch.setattr(Stage, "outcome", broken)
+        fit(pm, x, y)
+    networks.assert_equal(pm.get_weights(), before)
+    assert int(pm.optimizer.iterations) == 4
+    fit(pm, x, y)
+    assert int(pm.optimizer.iterations) == 8
+
+
+class Positions(L.Layer):
+    """Adds to each word's vector one that is learnt for its place."""
+
+    def build(self, shape):
+        self.table = self.add_weight(shape=shape[1:], initializer="uniform", name="table")
+
+    def call(self, x):
+        return x + keras.ops.take(self.table, keras.ops.arange(x.shape[1]), axis=0)
+
+
+@pytest.mark.parametrize("settings", [{"microbatches": 4}, {"microbatches": 2, "replicas": (3, 1)}])
+def test_rows_that_all_microbatches_share_are_summed(settings):
+    """Adam squared the gradient of each microbatch, and each replica, for itself."""
+
+    def model():
+        keras.utils.set_random_seed(0)
+        layers = [L.Embedding(7, 4), Positions(name="positions"), L.Flatten(), L.Dense(3)]
+        return keras.Sequential([keras.Input((5,), dtype="int32"), *layers])
+
+    x, y = np.random.default_rng(0).integers(0, 7, (40, 5)), np.arange(40) % 3
+    plain, pm = model(), pipetrain.PipelineModel(model(), cuts=("positions",), scheme="gpipe", **settings)
+    for each in (plain, pm):
+        each.compile(keras.optimizers.Adam(0.01), networks.crossentropy())
+        fit(each, x, y)
+    networks.assert_close(pm.get_weights(), plain.get_weights())

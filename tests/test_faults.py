@@ -50,6 +50,7 @@ def test_missing_workers_are_named_with_the_reason(impatient, hanging):
         closed = f"127.0.0.1:{once.getsockname()[1]}"
     assert greeting.missing([closed, hanging]) == {closed: "connection refused", hanging: "no answer"}
     assert greeting.missing([]) == {}
+    assert greeting.missing(["no..host:1"]) == {"no..host:1": greeting.NO_HOST}
 
 
 def test_a_call_that_waits_for_a_hanging_worker_is_set_free(impatient, hanging):
@@ -115,7 +116,7 @@ def test_fit_says_which_worker_was_killed():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["fit", "evaluate"])
+@pytest.mark.parametrize("method", ["fit", "evaluate", "explain", "train_on_batch"])
 def test_a_call_says_which_worker_hangs(method):
     found = lost(signal.SIGSTOP, method)
     assert found["workers"] == [1]
@@ -274,3 +275,38 @@ def test_only_workers_can_be_lost(capsys):
     assert "Try --cluster or --local-workers" in capsys.readouterr().err
     assert main(["--elastic", "--local-workers", "2", "--checkpoint-every", "0"]) == 2
     assert "Training goes on from checkpoints" in capsys.readouterr().err
+
+
+@pytest.fixture
+def supervised(monkeypatch, tmp_path):
+    """A supervision of two workers whose training process has just lost one, which ``missing`` is asked about."""
+    import argparse
+
+    from experiments import supervision
+    from experiments.records import LOST
+
+    (tmp_path / "hosts.json").write_text('{"workers": ["a:1", "b:1"]}')
+    options = argparse.Namespace(cluster=str(tmp_path / "hosts.json"), wait=60.0, elastic=False, resume=None)
+    run = supervision.Supervision(options, [], tmp_path)
+    monkeypatch.setattr(supervision.Supervision, "_train", lambda self: LOST)
+    monkeypatch.setattr(supervision, "ASK_S", 0.01)
+    monkeypatch.setattr(supervision, "missing", lambda addresses: {"b:1": "no answer"})
+    return run
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_between_two_training_processes_is_heard(supervised, number, monkeypatch, capsys):
+    """While workers were started anew it was not, and while one was waited for nothing was said."""
+    monkeypatch.setattr(supervised, "_waited", lambda lost: os.kill(os.getpid(), number) or {})
+    assert supervised.run() == 128 + number
+    assert "Stopped. To go on: python experiments/run.py --resume" in capsys.readouterr().out
+
+
+def test_the_newest_checkpoint_is_not_the_last_by_name(supervised, tmp_path):
+    """A scheme that went on from another one's has that one's beside its own."""
+    for n, name in enumerate(("vanilla/checkpoints/step-00000900.npz", "spectrain/checkpoints/step-00001000.npz")):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True)
+        path.touch()
+        os.utime(path, (n, n))
+    assert supervised._going_on() == "going on from step 1000"

@@ -60,6 +60,7 @@ def test_a_hosts_file_tf_config_and_addresses_say_the_same(tmp_path, monkeypatch
         TWO,
         TWO["workers"],
         str(tmp_path / "hosts.json"),
+        tmp_path / "hosts.json",
         {"worker": {0: "10.0.0.1:2222", 1: "10.0.0.2:2222"}},
     )
     assert all(described_by(each) == expected for each in given)
@@ -102,6 +103,7 @@ def test_a_worker_that_cannot_serve_says_why(in_use, tmp_path, capsys, monkeypat
         (["--cores", "4095", "--port", "0"], "cores=[4095]"),
         (["--cluster", str(path), "--task", "2"], "task 2 of 2"),
         (["--cluster", str(path)], "no --task"),
+        (["--task", "1"], "--task 1 without --cluster"),
         (["--cluster", str(path), "--task", "0", "--port", "1"], "--address or --port"),
         (["--cluster", str(tmp_path / "none.json"), "--task", "0"], "none.json"),
     ]:

@@ -87,6 +87,7 @@ class Backward:
     def _traced(self, parts: Parts) -> Any:
         forward, backward = self._halves.forward, self._halves.backward
         weights, given, starts = backward.structured_input_signature[0]
+        like = backward.structured_outputs[0]
         if parts.runs:
             weights, *given = forward.structured_input_signature[0]
 
@@ -101,13 +102,13 @@ class Backward:
             with tf.control_dependencies(first):
                 gradients, by_input = backward(weights, given, starts)
             if total is not None:
-                gradients = added(total, gradients)
+                gradients = added(total, gradients, like)
             if parts.updates:
                 with tf.control_dependencies(_tensors([ran, gradients, by_input])):
                     self._apply(gradients, None, staleness)  # when nobody reads the weights any more: in place
             return Results(ran, ran_at_s, None if parts.updates else gradients, by_input)
 
-        others = self._staleness if parts.updates else None, backward.structured_outputs[0] if parts.adds else None
+        others = self._staleness if parts.updates else None, like if parts.adds else None
         return tf.function(call, autograph=False).get_concrete_function(weights, given, starts, *others)
 
 
@@ -116,16 +117,22 @@ def _tensors(values: Any) -> list[tf.Tensor]:
     return [each for each in tf.nest.flatten(values, expand_composites=True) if each is not None]
 
 
-def added(total: Gradients, gradients: Gradients) -> Gradients:
-    """The sums of two lists of gradients."""
-    return [_add(a, b) for a, b in zip(total, gradients, strict=True)]
+def added(total: Gradients, gradients: Gradients, like: Gradients) -> Gradients:
+    """The sums of two lists of gradients, as those that were traced are ``like``."""
+    return [_add(*each) for each in zip(total, gradients, like, strict=True)]
 
 
-def _add(a: Any, b: Any) -> Any:
-    """The sum of two gradients of one weight: both None, both tensors, or both rows of an embedding."""
+def _add(a: Any, b: Any, like: Any) -> Any:
+    """The sum of two gradients of one weight: both None, both tensors, or both rows of an embedding.
+
+    Rows are what a whole minibatch would have: more of them, unless their number does not depend on that of examples.
+    Then they are the same ones (such as positions), and optimizers that square them want their sums.
+    """
     if a is None:
         return None
     if isinstance(a, tf.IndexedSlices):
+        if like.values.shape[0] is not None:
+            return tf.IndexedSlices(a.values + b.values, a.indices, a.dense_shape)
         values, indices = tf.concat([a.values, b.values], 0), tf.concat([a.indices, b.indices], 0)
         return tf.IndexedSlices(values, indices, a.dense_shape)
     return a + b

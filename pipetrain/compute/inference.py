@@ -15,7 +15,7 @@ from pipetrain.compute.stage import Forward, Stage, Values, state_of
 
 
 class Inference:
-    """A run of blocks on one device, forwards only; the weights are on the device between ``load`` and ``hand_back``.
+    """A run of blocks on one device, forwards only; the weights are on the device between ``load`` and ``outcome``.
 
     What a layer assigns in inference mode (the seed of one that samples) moves on from minibatch to minibatch, and into
     the model at the end, as it does in plain Keras.
@@ -69,12 +69,17 @@ class Inference:
             self._state[index] = value
         return Forward(output, self._no_loss, penalty, None)
 
-    def hand_back(self, others: Sequence[Inference]) -> None:
-        """The end of the work: what was assigned goes to the model, and the replicas let go of all tensors."""
-        for index in self._assigned:
-            self._others[index].assign(self._state[index])
+    def outcome(self, others: Sequence[Inference]) -> list[tf.Tensor]:
+        """The end of the work: what was assigned; the replicas let go of all tensors."""
+        assigned = [self._state[index] for index in self._assigned]
         for each in (self, *others):
             each._weights, each._state = [], []
+        return assigned
+
+    def store(self, values: Sequence[tf.Tensor]) -> None:
+        """Hand what was assigned, as ``outcome`` gave it, to the model."""
+        for index, value in zip(self._assigned, values, strict=True):
+            self._others[index].assign(value)
 
     def _run(self, weights: Any, state: Any, tensors: Any, masks: Any) -> Any:
         outputs, after, penalties = self.segment.infer(weights, state, tensors, masks)

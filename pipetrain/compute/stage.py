@@ -143,18 +143,13 @@ class Stage:
         if self._optimizer_step.fit:
             self._optimizer_step.fit.rest()
 
-    def store(self, snapshot: Sequence[tf.Tensor] | None = None) -> None:
-        """Hand weights and state, as they are or as in a snapshot, to the model."""
-        values = self.snapshot() if snapshot is None else snapshot
+    def store(self, values: Sequence[tf.Tensor]) -> None:
+        """Hand weights and state, as ``outcome`` or ``snapshot`` gave them, to the model."""
         for variable, value in zip([*self._weights, *self._model_state], values, strict=True):
             variable.assign(value)
 
-    def hand_back(self, others: Sequence[Stage]) -> None:
-        """The end of the work: weights and state, averaged over the stage's replicas, go to the model."""
-        self.store(self.averaged(others))
-
-    def averaged(self, others: Sequence[Stage]) -> list[tf.Tensor]:
-        """The weights, and the state averaged over replicas where it is no count and no seed."""
+    def outcome(self, others: Sequence[Stage]) -> list[tf.Tensor]:
+        """The end of the work: the weights, and the state averaged over replicas where it is no count and no seed."""
         if not others:
             return self.snapshot()
         everyone = zip(self._state, *(other._state for other in others), strict=True)
@@ -259,12 +254,12 @@ class Stage:
         _, residuals = self._forward(weights if kept.weights is None else kept.weights, kept.state, *kept.inputs)
         return residuals
 
-    def accumulate(self, total: list[Any] | None, gradients: list[Any]) -> list[Any]:
-        """The sum of two lists of gradients."""
+    def accumulate(self, total: list[Any] | None, gradients: list[Any], of: Sequence[int]) -> list[Any]:
+        """The sum of two lists of gradients, which are those ``of`` the variables with these numbers."""
         if total is None:
             return gradients
         with tf.device(self.device):
-            return added(total, gradients)
+            return added(total, gradients, [self._gradients[n] for n in of])
 
     def squared_norm(self, gradients: list[Any]) -> tf.Tensor:
         """What the stage's gradients add to the square of all stages' norm; with ``global_clipnorm`` only."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -46,13 +47,18 @@ class Hosts:
             raise ValueError(f"workers: {twice[0]} is there twice" if twice else "workers: there are none")
 
     @classmethod
-    def load(cls, path: str | Path) -> Hosts:
+    def load(cls, path: str | os.PathLike[str]) -> Hosts:
         """Read a hosts file: JSON such as ``{"workers": ["10.0.0.1:2222", "10.0.0.2:2222"]}``.
 
-        Raises ValueError with the file and the key that is wrong; OSError when it cannot be read.
+        Raises ValueError with the file and the key that is wrong.
         """
         try:
             return cls._of(json.loads(Path(path).read_text(encoding="utf-8")))
+        except OSError as error:
+            raise ValueError(
+                f"The hosts file cannot be read: {error.strerror}. Received: {str(path)!r}. "
+                "Try the path of one; a program may give addresses."
+            ) from error
         except ValueError as error:
             raise ValueError(f"Not a hosts file: {error}. Received: {str(path)!r}. Try {EXAMPLE}.") from error
 

@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
@@ -81,14 +80,8 @@ def described_by(cluster: Given | None) -> Hosts:
         if not text:
             raise ValueError("There is no cluster. Received: cluster=None, no TF_CONFIG. Try a hosts file.")
         return Hosts.of_tf_config(text)
-    if isinstance(cluster, (str, Path)):
-        try:
-            return Hosts.load(cluster)
-        except OSError as error:
-            raise ValueError(
-                f"The hosts file cannot be read: {error.strerror}. Received: cluster={str(cluster)!r}. "
-                "Try the path of one, or a list of addresses."
-            ) from error
+    if isinstance(cluster, (str, os.PathLike)):
+        return Hosts.load(cluster)
     if hasattr(cluster, "cluster_spec"):
         cluster = cluster.cluster_spec()
     if isinstance(cluster, tf.train.ClusterSpec):

@@ -91,6 +91,11 @@ def transfer(tensor: tf.Tensor, device: str) -> tf.Tensor:
         return tf.identity(tensor)
 
 
+def here(tensors: Iterable[tf.Tensor]) -> list[tf.Tensor]:
+    """The tensors, those on devices of other processes copied to this one."""
+    return [transfer(each, "/device:CPU:0") if is_remote(each.device) else each for each in tensors]
+
+
 def _shares_memory(device: str) -> bool:
     return "device:CPU:" in device and not is_remote(device)
 

@@ -27,7 +27,7 @@ def greeted(address: str, timeout_s: float) -> str:
             each.sendall(GREETING)
             answer = each.recv(9)
         return "" if len(answer) > 3 and answer[3] == SETTINGS_FRAME else "something else listens there"
-    except socket.gaierror:
+    except (socket.gaierror, UnicodeError):  # the latter of names that cannot be any host's
         return NO_HOST
     except TimeoutError:
         return SILENT

@@ -15,15 +15,11 @@ BEAT_S = 5.0
 
 
 class Heartbeat(threading.Thread):
-    """Writes to one worker every so many seconds, for as long as the process lasts.
-
-    ``answered_s``, on the clock of ``time.monotonic``, is when the worker last took one.
-    """
+    """Writes to one worker every so many seconds, for as long as the process lasts."""
 
     def __init__(self, device: str) -> None:
         super().__init__(name=f"heartbeat to {device}", daemon=True)
         self._device, self._ended = device, threading.Event()
-        self.answered_s = time.monotonic()
         atexit.register(self.end)
 
     def run(self) -> None:
@@ -32,7 +28,6 @@ class Heartbeat(threading.Thread):
             try:
                 with tf.device(self._device):
                     tf.io.write_file(ALIVE, f"{os.getpid()} {time.time()}")
-                self.answered_s = time.monotonic()
             except tf.errors.OpError:  # it has died; one that is started anew, and joined, gets them again
                 pass
             self._ended.wait(BEAT_S)

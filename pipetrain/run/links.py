@@ -40,7 +40,7 @@ def _link(first: str, last: str) -> Link:
     if first == last:
         return SHARED_MEMORY
     if task_of(first) == task_of(last):
-        return SHARED_MEMORY if "CPU" in first + last else PCIE_3
+        return PCIE_3 if "GPU" in first + last else SHARED_MEMORY
     hosts = frozenset((_host(first), _host(last)))
     return _measured(hosts, *_ONE_OF.setdefault(hosts, (first, last)))
 

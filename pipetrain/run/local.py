@@ -36,7 +36,7 @@ class LocalWorkers:
         if not isinstance(count, int) or count < 1 or (ports is not None and len(ports) != count):
             raise ValueError(
                 f"There is at least one worker, each with a port. Received: count={count!r}, ports={ports!r}. "
-                "Try local_workers(2)."
+                "Try LocalWorkers(2)."
             )
         known, self._cpu_devices = cores(), cpu_devices
         self._cores: list[list[int]] = []

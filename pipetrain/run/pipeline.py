@@ -19,6 +19,7 @@ from pipetrain.compute.stage import Values
 from pipetrain.plan.schemes import Scheme
 from pipetrain.plan.trace import Span, Trace, Transfer
 from pipetrain.run.collector import Collector, Result, Snapshot
+from pipetrain.run.devices import here
 from pipetrain.run.exchange import Door, Inlet, Outlet, joined, moved_to, rows_of, take
 from pipetrain.run.mailbox import Closed, Mailbox
 from pipetrain.run.messages import Microbatch, Output, Updated
@@ -248,11 +249,20 @@ class Pipeline:
         self._spans.extend(sorted(chain(*(worker.spans for worker in self._workers)), key=_start_s))
         self._transfers.extend(sorted(chain(*(worker.transfers() for worker in self._workers)), key=_start_s))
         self._busy_s += sum(worker.busy_s for worker in self._workers)
-        self.updates += min(worker.updates for worker in self._workers)
+        updates = min(worker.updates for worker in self._workers)
         self._workers, self._boxes = [], []
         if store:
-            for stage, *others in self._stages:
-                stage.hand_back(others)
+            self._hand_back()
+        self.updates += updates
+
+    def _hand_back(self) -> None:
+        """What the stages have come to goes to the model, when all of it is here.
+
+        A worker that is lost meanwhile so leaves the model as it was, and not with some stages of another version.
+        """
+        outcomes = [here(stage.outcome(others)) for stage, *others in self._stages]
+        for (stage, *_), values in zip(self._stages, outcomes, strict=True):
+            stage.store(values)
 
     def _wants_snapshot(self, version: int) -> bool:
         step = self.updates - self.first_update + version

@@ -45,9 +45,9 @@ class Reduction:
             return gradients or []
         start_s = time.perf_counter()
         shares = [None if gradients is None else [gradients[n] for n in owned] for owned in self._owned]
-        total = None
+        total, owned = None, self._owned[replica]
         for share in self._exchanged(replica, shares):
-            total = total if share is None else self._stages[replica].accumulate(total, share)
+            total = total if share is None else self._stages[replica].accumulate(total, share, owned)
         sums = self._exchanged(replica, [total] * len(self._stages))
         end_s = time.perf_counter()
         sent = [*shares[:replica], *shares[replica + 1 :], *[total] * (len(shares) - 1)]
