@@ -82,8 +82,13 @@ def described(devices: Sequence[str]) -> Cluster:
 
 
 def transfer(tensor: tf.Tensor, device: str) -> tf.Tensor:
-    """The tensor for a reader on another device; TensorFlow does the copy. CPU devices of one process need none."""
-    if tensor.device.endswith(device) and is_remote(tensor.device) == is_remote(device):
+    """The tensor for a reader on another device; TensorFlow does the copy. CPU devices of one process need none.
+
+    Nor do another process' devices: the call that reads a tensor there copies it, once. Asked for by itself a copy
+    would cost two messages more, a call and a tensor to let go, and the sender would wait for whatever the reader's
+    process was given before.
+    """
+    if is_remote(device) or (tensor.device.endswith(device) and not is_remote(tensor.device)):
         return tensor
     if _shares_memory(tensor.device) and _shares_memory(device):
         return tensor

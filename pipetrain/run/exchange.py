@@ -45,8 +45,8 @@ class Outlet:
         mine = rows_of(rows, self._replica, self._replicas)
         for replica, door in enumerate(self._doors):
             theirs = _part(values, mine, rows_of(rows, replica, len(self._doors)))
-            if theirs is None or microbatch is None or is_remote(door.device):
-                door.mailbox.put(message(theirs if is_remote(door.device) else moved_to(door.device, theirs)))
+            if theirs is None or microbatch is None or is_remote(door.device):  # sent by the call that reads it
+                door.mailbox.put(message(moved_to(door.device, theirs)))
                 continue
             start_s = time.perf_counter()
             moved = moved_to(door.device, theirs)
@@ -66,19 +66,10 @@ class Outlet:
 
 
 class Inlet(Generic[Message]):
-    """Where one replica receives the messages of all replicas of a neighbouring stage, joined to one.
+    """Where one replica receives the messages of all replicas of a neighbouring stage, joined to one."""
 
-    What is sent to a device of another process is fetched by its reader: ``fetch`` does it for one message. The sender
-    could only wait until the reader's process has done all that it was given before.
-    """
-
-    def __init__(
-        self,
-        boxes: Sequence[Mailbox[Any]],
-        join: Callable[[list[Any]], Message],
-        fetch: Callable[[Any], Any] | None = None,
-    ) -> None:
-        self._boxes, self._join, self._fetch = list(boxes), join, fetch
+    def __init__(self, boxes: Sequence[Mailbox[Any]], join: Callable[[list[Any]], Message]) -> None:
+        self._boxes, self._join = list(boxes), join
 
     def peek(self) -> Any:
         """The first replica's next message, left in place; None at the end."""
@@ -87,11 +78,8 @@ class Inlet(Generic[Message]):
     def get(self) -> Message:
         """The next message, in the order of rows."""
         if len(self._boxes) == 1:
-            return self._fetched(self._boxes[0].get())
-        return self._join([self._fetched(box.get()) for box in self._boxes])
-
-    def _fetched(self, message: Any) -> Any:
-        return self._fetch(message) if self._fetch else message
+            return self._boxes[0].get()
+        return self._join([box.get() for box in self._boxes])
 
 
 def take(data: Any, part: range, rows: int) -> Any:
@@ -138,7 +126,7 @@ def _size_bytes(values: Rows) -> int:
 
 
 def moved_to(device: str, values: Rows) -> Rows:
-    """The values on this device."""
+    """The values for a reader on this device."""
     if isinstance(values, Values):
         masks = [None if mask is None else transfer(mask, device) for mask in values.masks]
         return Values([transfer(tensor, device) for tensor in values.tensors], masks)

@@ -7,7 +7,6 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,7 +19,7 @@ from pipetrain.plan.schemes import Scheme
 from pipetrain.plan.trace import Span, Trace, Transfer
 from pipetrain.run.collector import Collector, Result, Snapshot
 from pipetrain.run.devices import here
-from pipetrain.run.exchange import Door, Inlet, Outlet, joined, moved_to, rows_of, take
+from pipetrain.run.exchange import Door, Inlet, Outlet, joined, rows_of, take
 from pipetrain.run.mailbox import Closed, Mailbox
 from pipetrain.run.messages import Microbatch, Output, Updated
 from pipetrain.run.norm import GlobalNorm
@@ -234,8 +233,8 @@ class Pipeline:
             for number, replica in enumerate(stage):
                 seat = Seat(k, len(self._stages), number, len(stage))
                 doors = Doors(
-                    inbox=Inlet(down[k][number], _joined_microbatches, _fetch(_moved, replica.device)),
-                    returns=Inlet(up[k][number], joined, _fetch(moved_to, replica.device)),
+                    inbox=Inlet(down[k][number], _joined_microbatches),
+                    returns=Inlet(up[k][number], joined),
                     above=_outlet(up[k - 1], self._stages[k - 1], number, len(stage)) if k > 0 else None,
                     below=_outlet(down[k + 1], self._stages[k + 1], number, len(stage)) if k < last else None,
                     reduction=reductions[k],
@@ -311,16 +310,6 @@ def _outlet(boxes: list[list[Mailbox[Any]]], readers: Sequence[Replica], replica
     """From one replica to every reader: the mailbox that is the replica's among each reader's."""
     doors = [Door(mine[replica], reader.device) for mine, reader in zip(boxes, readers, strict=True)]
     return Outlet(doors, replica, replicas)
-
-
-def _fetch(move: Callable[[str, Any], Any], device: str) -> Callable[[Any], Any] | None:
-    """What a reader does with what it receives: nothing, unless it works in another process (see ``Inlet``)."""
-    return partial(move, device) if is_remote(device) else None
-
-
-def _moved(device: str, microbatch: Microbatch | None) -> Microbatch | None:
-    """A microbatch with its values on this device."""
-    return microbatch and microbatch._replace(values=moved_to(device, microbatch.values))
 
 
 def _joined_microbatches(parts: Sequence[Microbatch | None]) -> Microbatch:

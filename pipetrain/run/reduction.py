@@ -63,7 +63,7 @@ class Reduction:
 
     def _exchanged(self, replica: int, shares: list[Any]) -> list[Any]:
         """Give every replica its share; get what each of them gives this one, in their order."""
-        for other, share in enumerate(shares):  # each reader fetches its own: see ``Inlet``
+        for other, share in enumerate(shares):
             self._to[other][replica].put(share)
         return [_moved(box.get(), self._stages[replica].device) for box in self._to[replica]]
 
