@@ -93,7 +93,7 @@ def _overhead_s(devices: tuple[str, ...]) -> float:
         for n in range(ACTIONS):
             given = tf.fill([1], float(n))  # here
             with tf.device(device):
-                _first(tf.identity(given))
+                _first(given)
         finish(device)
 
     taken = []
