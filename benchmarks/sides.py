@@ -39,6 +39,7 @@ class KerasJob(NamedTuple):
     cores: int
     schemes: Sequence[str] = ()
     rank: int | None = None
+    xla: bool = True
 
 
 def work(job: KerasJob) -> Iterator[dict[str, Figures]]:
@@ -76,10 +77,10 @@ def work(job: KerasJob) -> Iterator[dict[str, Figures]]:
 
 
 def plain(job: KerasJob) -> dict[str, keras.Model]:
-    """Plain Keras, with XLA (which is what it takes by default) and without."""
+    """Plain Keras without XLA and, unless it is left out, with it (which is what Keras takes by default)."""
     cores = f"{job.cores} core{'s' if job.cores > 1 else ''}" + ("" if job.rank is None else f", {TOGETHER} at once")
     names = {f"Keras, {cores}": False, f"Keras, {cores}, XLA": True}
-    return {name: compiled(build(job.network), jit_compile=xla) for name, xla in names.items()}
+    return {name: compiled(build(job.network), jit_compile=xla) for name, xla in names.items() if job.xla or not xla}
 
 
 def pipelines(job: KerasJob) -> dict[str, Any]:

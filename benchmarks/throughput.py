@@ -1,6 +1,7 @@
 """Samples/s of every scheme with two stages on two cores, beside what a user would pick instead.
 
-That is plain Keras on one core and on both, with XLA and without; MirroredStrategy on two devices (data-parallel); and
+That is plain Keras on one core, on both, and by itself on either at once (which is what the two cores can give), with
+XLA and without; MirroredStrategy on two devices (data-parallel); and
 PyTorch, where it is installed (pip install "pipetrain[benchmarks]"): on one core, DDP and two of its pipeline schedules
 on two pinned processes. All train the same layers at the same batch size with SGD and momentum.
 
@@ -46,6 +47,7 @@ class Options(NamedTuple):
     steps: int
     rounds: int
     with_torch: bool
+    brief: bool = False
 
 
 def work(job: KerasJob | torch_peer.TorchJob) -> Iterator[dict[str, Figures]]:
@@ -55,8 +57,9 @@ def work(job: KerasJob | torch_peer.TorchJob) -> Iterator[dict[str, Figures]]:
 
 def measured(network: Network, options: Options) -> list[dict[str, Figures]]:
     """Every side's figures, round by round."""
-    teams: list[list[Any]] = [[KerasJob(network, options.steps, cores)] for cores in range(1, CORES + 1)]
-    teams.append([KerasJob(network, options.steps, 1, rank=rank) for rank in range(CORES)])
+    keras = partial(KerasJob, network, options.steps, xla=not options.brief)
+    teams: list[list[Any]] = [[keras(cores)] for cores in ((1,) if options.brief else range(1, CORES + 1))]
+    teams.append([keras(1, rank=rank) for rank in range(CORES)])
     teams.append([KerasJob(network, options.steps, CORES, tuple(options.schemes))])
     if options.with_torch:
         teams += torch_peer.teams(network, options.steps)
@@ -67,7 +70,7 @@ def measured(network: Network, options: Options) -> list[dict[str, Figures]]:
 def rows(rounds: list[dict[str, Figures]]) -> Iterator[tuple[str, ...]]:
     """A line for every side."""
     middle = partial(_middle, rounds)
-    one_core = max(sides.ONE_CORE, key=middle)
+    one_core = max((name for name in sides.ONE_CORE if name in rounds[0]), key=middle)
     for name, first in rounds[0].items():
         base = torch_peer.ALONE if name.startswith("PyTorch") else one_core
         ratios = [number[name].samples_per_second / number[base].samples_per_second for number in rounds]
@@ -97,13 +100,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=30, help="minibatches of each side a round (default: 30)")
     parser.add_argument("--rounds", type=int, default=5, help="medians are of these (default: 5)")
     parser.add_argument("--without-torch", action="store_true", help="leave PyTorch out, though it is installed")
+    parser.add_argument("--brief", action="store_true", help="beside the schemes only Keras on one core, without XLA")
     given = parser.parse_args(arguments)
     if given.steps <= FIRST:
         parser.error(f"--steps must be more than {FIRST}, which fill the pipeline and are not timed")
-    if not torch_peer.installed():
+    with_torch = not (given.without_torch or given.brief)
+    if with_torch and not torch_peer.installed():
         print('PyTorch is not installed and left out: pip install "pipetrain[benchmarks]"', file=sys.stderr)
     schemes = NAMES if "all" in (given.scheme or []) else given.scheme or DEFAULT
-    options = Options(schemes, given.steps, given.rounds, torch_peer.installed() and not given.without_torch)
+    options = Options(schemes, given.steps, given.rounds, with_torch and torch_peer.installed(), given.brief)
     for name in given.network or COMPARED:
         network = COMPARED[name]
         found = measured(network, options)
