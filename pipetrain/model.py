@@ -156,8 +156,9 @@ class PipelineModel(keras.Model):
 
         Each action then waits for its GPU or its worker process, before it hands anything over and at its end, which
         takes time. Otherwise their spans are from call to return of what enqueues the work, and a transfer from another
-        device may wait for the kernels that compute what is sent. Transfers to workers are not recorded. On CPU devices
-        of this process nothing changes.
+        device may wait for the kernels that compute what is sent; the last stage goes forward and back in one call, all
+        of it recorded as forward. Transfers to workers are not recorded. On CPU devices of this process the times are
+        exact anyway.
         """
         return self._engine.waits
 
