@@ -10,7 +10,7 @@ import keras
 
 from pipetrain import checks
 from pipetrain.compute.inference import Inference
-from pipetrain.feed import Feed, InputFeed
+from pipetrain.feed import Feed, InputFeed, untuned
 from pipetrain.layout import Layout
 from pipetrain.plan.schemes import INFERENCE
 from pipetrain.run.collector import Result
@@ -132,7 +132,7 @@ class Predicted:
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Predicted:
         """Keras' data set in, predictions out."""
-        self._dataset = dataset
+        self._dataset = untuned(dataset)
         return self
 
     def __iter__(self) -> Iterator[Any]:

@@ -27,13 +27,13 @@ class Feed:
     def __init__(self, model: keras.Model) -> None:
         self.rows, self.targets = 0, None
         self._model = model
-        self._read = tf.function(lambda iterator: self._prepared(next(iterator)), autograph=False)
+        self._read = tf.function(lambda optional: self._prepared(optional.get_value()), autograph=False)
 
     def open(self, iterator: Iterator[Any]) -> Iterator[Minibatch]:
         """The iterator's minibatches. Raises ValueError if they do not fit the model, StopIteration without data."""
         concrete = None
         if isinstance(iterator, tf.data.Iterator):
-            concrete = self._read.get_concrete_function(iterator)
+            concrete = self._read.get_concrete_function(tf.OptionalSpec(iterator.element_spec))
         minibatches = _read_all(concrete, iterator) if concrete else map(self._prepared, iterator)
         first = next(minibatches)
         self.rows = int(first.x[0].shape[0])
@@ -55,13 +55,42 @@ class InputFeed(Feed):
         return Minibatch(checks.checked_inputs(x, self._model), None, None)
 
 
+class Untuned:
+    """A distribution strategy whose data sets TensorFlow does not tune while they are read, unless they ask for it.
+
+    The thread that tunes looks up at ever longer intervals, up to a minute, and whoever lets go of an iterator waits
+    for it (TensorFlow 2.21): at an epoch's end, for up to as long again as the epoch took. What would be tuned then
+    takes the number of cores.
+
+    Args:
+        strategy: all else is left to it.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy) -> None:
+        self._strategy = strategy
+
+    def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
+        """The data set, for Keras to read."""
+        return self._strategy.experimental_distribute_dataset(untuned(dataset), options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._strategy, name)
+
+
+def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """The same data set; see ``Untuned``."""
+    if dataset.options().autotune.enabled is not None:
+        return dataset
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return dataset.with_options(options)
+
+
 def _read_all(concrete: Any, iterator: tf.data.Iterator) -> Iterator[Minibatch]:
+    """Every minibatch. Data that end with an error in one thread can break what another does at that moment."""
     read = direct(concrete)
-    try:
-        while True:
-            yield read(iterator)
-    except tf.errors.OutOfRangeError:
-        return
+    while (optional := iterator.get_next_as_optional()).has_value():
+        yield read(optional)
 
 
 def _tensor(value: Any) -> Any:

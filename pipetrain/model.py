@@ -13,6 +13,7 @@ from pipetrain import checks
 from pipetrain.compute.update import slots_per_weight
 from pipetrain.engine import PipelineEngine
 from pipetrain.evaluator import Evaluation, Predicted
+from pipetrain.feed import Untuned
 from pipetrain.layout import Layout
 from pipetrain.loop import Loop, as_list, with_last
 from pipetrain.mirror import MirroredEngine
@@ -435,9 +436,10 @@ class PipelineModel(keras.Model):
 
     @property
     def distribute_strategy(self) -> Any:
-        """Keras' own; while ``predict`` makes its data set, what turns that into predictions."""
+        """Keras' own, or what reads data in its place: while ``predict`` makes its data set, predictions of it."""
         reader, self._reader = self._reader, None  # for one data set: a callback may evaluate on another
-        return reader or super().distribute_strategy
+        strategy = super().distribute_strategy
+        return reader or (strategy if self.scheme == DATA_PARALLEL else Untuned(strategy))
 
     def get_weights(self) -> Any:
         """The wrapped model's weights, all minibatches so far applied."""

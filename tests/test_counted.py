@@ -36,7 +36,8 @@ class Calls(NamedTuple):
 
 # Forward; backward and update; the last stage's all in one. The caller reads data and the rate, updates the metrics and
 # the optimizer's count.
-ONE, TWO, CALLER = {CALL: 1}, {CALL: 2}, {CALL: 2, "ReadVariableOp": 1, "AssignAddVariableOp": 1}
+ONE, TWO = {CALL: 1}, {CALL: 2}
+CALLER = {CALL: 2, "IteratorGetNextAsOptional": 1, "OptionalHasValue": 1, "ReadVariableOp": 1, "AssignAddVariableOp": 1}
 # Of two microbatches: gradients are added within backward; rows taken, losses and predictions joined.
 TWICE, PIECES = {CALL: 4}, {"StridedSlice": 4, "Mul": 2, "AddN": 1, "ConcatV2": 1}
 CALLS = {

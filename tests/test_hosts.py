@@ -142,7 +142,7 @@ print(json.dumps(said))
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout.splitlines()[-1])
     for (message, took_s), part in zip(said, ["refused", "no answer", "no such host", "too late"]):
-        assert part in message and took_s < 5
+        assert part in message and took_s < 20  # the first time TensorFlow is imported, too
 
 
 JOIN = """

@@ -266,6 +266,17 @@ def test_jit_compile_changes_nothing():
     assert_alike(train, lambda: {"metrics": ["accuracy"], "jit_compile": True})
 
 
+@pytest.mark.parametrize("wanted", [None, False, True])
+def test_tensorflow_tunes_no_data_set_that_does_not_ask_for_it(wanted):
+    """Else the end of an epoch may wait as long again as the epoch took for the thread that tunes."""
+    options = tf.data.Options()
+    if wanted is not None:
+        options.autotune.enabled = wanted
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8).with_options(options)
+    given = compiled("spectrain").distribute_strategy.experimental_distribute_dataset(data)
+    assert given.options().autotune.enabled is (wanted or False)
+
+
 @pytest.mark.parametrize("scheme", ["keras", "data-parallel", "1f1b", "spectrain"])
 def test_layers_frozen_before_compile_stay_as_they_were(scheme):
     model = compiled(scheme)

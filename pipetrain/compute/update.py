@@ -113,16 +113,20 @@ class Update:
         return value - value * decay * rate
 
     def _plain(self, gradients: list[Any]) -> bool:
-        """Whether the step is nothing but Keras' momentum rule on dense gradients."""
+        """Whether the step is nothing but Keras' momentum rule."""
         optimizer = self._optimizer
         clips = optimizer.clipnorm or optimizer.clipvalue or optimizer.global_clipnorm
-        dense = all(isinstance(gradient, tf.Tensor) for gradient in gradients)
-        return dense and not clips and not any(variable.constraint for variable in self._variables)
+        present = all(gradient is not None for gradient in gradients)
+        return present and not clips and not any(variable.constraint for variable in self._variables)
 
     def _momentum_step(self, gradients: list[Any]) -> None:
-        """TensorFlow's kernel of Keras' rule: one pass over memory where the optimizer's own ops make several."""
+        """TensorFlow's kernel of Keras' rule: one pass over memory where the optimizer's own ops make several.
+
+        An embedding's momentum is dense, so that all its rows are read and written whatever its gradient is made of.
+        """
         optimizer = self._optimizer
-        for variable, slot, gradient in zip(self._variables, optimizer.momentums, gradients, strict=True):
+        dense = map(tf.convert_to_tensor, gradients)
+        for variable, slot, gradient in zip(self._variables, optimizer.momentums, dense, strict=True):
             tf.raw_ops.ResourceApplyKerasMomentum(
                 var=variable.value.handle,
                 accum=slot.value.handle,
