@@ -156,7 +156,8 @@ class Worker(threading.Thread):
         else:
             middle_s = self._forward_backward(received, forward, backward)
         end_s = time.perf_counter()
-        self._record(version, start_s, (forward, end_s if middle_s is None else middle_s), (backward, end_s))
+        middle_s = end_s if middle_s is None else min(max(start_s, middle_s), end_s)  # the time of day may be set anew
+        self._record(version, start_s, (forward, middle_s), (backward, end_s))
 
     def _record(self, version: int, start_s: float, *done: tuple[Action, float]) -> None:
         """Actions one after another, each with its end."""
