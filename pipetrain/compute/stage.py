@@ -243,9 +243,17 @@ class Stage:
         forward = Forward(output, loss, penalty, None)
         return Pulled(results.gradients, results.by_input, forward, _time_s(results.ran_at_s))
 
-    def had_run(self) -> bool:
-        """Whether a ``backward`` that raised, given a forward's inputs, had done the forward."""
-        return self._backward.had_run()
+    def had_run(self) -> bool | None:
+        """Whether a ``backward`` that raised, given a forward's inputs, had done the forward.
+
+        None where the device cannot be asked: it may be what has failed.
+        """
+        if is_remote(self.device):
+            return None
+        try:
+            return self._backward.had_run()
+        except tf.errors.OpError:
+            return None
 
     def _residuals(self, weights: Weights, kept: Kept) -> list[tf.Tensor]:
         """What forward computed for backward; with recomputation, now."""

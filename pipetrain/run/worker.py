@@ -297,9 +297,11 @@ class Worker(threading.Thread):
         if self._now is None:
             return f"Raised in {self.name.removeprefix('pipetrain ')} before its first action."
         microbatch, actions = self._now
-        action = actions[0] if len(actions) == 1 else actions[self._stage.had_run()]
-        kind = "forward" if action.op == "F" else "backward"
+        if len(actions) > 1 and (had_run := self._stage.had_run()) is not None:
+            actions = (actions[had_run],)
+        kind = " or ".join("forward" if action.op == "F" else "backward" for action in actions)
         which = f"minibatch {microbatch.minibatch}"
         if len(microbatch.group) > 1:
-            which += f", microbatch {action.minibatch - microbatch.group[0]}"
-        return f"Raised in {self.name.removeprefix('pipetrain ')}, {kind} of {which} (action {action})."
+            which += f", microbatch {microbatch.index - microbatch.group[0]}"
+        names = " or ".join(map(str, actions))
+        return f"Raised in {self.name.removeprefix('pipetrain ')}, {kind} of {which} (action {names})."
