@@ -28,12 +28,14 @@ def is_remote(device: str) -> bool:
     return device.startswith("/job:") and not device.startswith("/job:localhost/")
 
 
-def finish(device: str) -> None:
-    """Wait until a GPU or another process has done all that it was given.
+def is_prompt(device: str) -> bool:
+    """Whether a device has done what it is given when the call returns: a CPU of this process has."""
+    return "CPU" in device and not is_remote(device)
 
-    What a CPU of this process is given, it has done when the call returns.
-    """
-    if "CPU" not in device or is_remote(device):
+
+def finish(device: str) -> None:
+    """Wait until a GPU or another process has done all that it was given."""
+    if not is_prompt(device):
         with tf.device(device):
             (tf.zeros([]) + 1.0).numpy()
 

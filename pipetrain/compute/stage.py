@@ -14,7 +14,7 @@ from pipetrain.compute.backward import Backward, Parts, added
 from pipetrain.compute.bound import BoundFunction, Newest, Weights, direct
 from pipetrain.compute.clipping import SQUARED_NORM, clipped, positive, squared_norm
 from pipetrain.compute.clone import clone
-from pipetrain.compute.cores import is_remote
+from pipetrain.compute.cores import is_prompt, is_remote
 from pipetrain.compute.packed import packed
 from pipetrain.compute.segment import Segment, mask_of
 from pipetrain.compute.slots import Slot, shared
@@ -180,8 +180,7 @@ class Stage:
             if is_remote(self.device):
                 halves = packed(halves)
             self._forward, self._starts = self._bound(halves.forward), halves.outputs
-            timed = "CPU" in self.device and not is_remote(self.device)  # others are not done when the call returns
-            self._backward = Backward(halves, self._bound, self._step, self._staleness, timed)
+            self._backward = Backward(halves, self._bound, self._step, self._staleness, is_prompt(self.device))
             self._gradients = halves.backward.structured_outputs[0]
             self._update = self._squared_norm = None  # traced when they are needed
         output = halves.forward.structured_outputs[0][0]
