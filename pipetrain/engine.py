@@ -40,8 +40,8 @@ class PipelineEngine:
         self.layout, self.microbatches = layout, layout.training.microbatches
         self._scheme = scheme
         self._pieces = self.microbatches * layout.replicas[-1]  # into which a minibatch's loss falls
-        self._feed = Feed(model)
         self.rows: int | None = None  # of the first minibatch, if they are known before it is there
+        self.rows_done = 0  # of all minibatches whose results some step has taken
         self.evaluator = Evaluator(model, layout)
         self._optimizer: keras.optimizers.Optimizer | None = None
         self._stages: list[list[Stage]] = []
@@ -66,8 +66,8 @@ class PipelineEngine:
         if self._pieces > 1 and any(inspect.isfunction(each) for each in keras.tree.flatten(loss)):
             self._loss_is_mean = None  # seen when the first minibatch is there
         self._optimizer, self._compute_loss = optimizer, compute_loss
-        self._one = tf.ones([], optimizer.iterations.dtype)
-        self._rate = None if is_scheduled(optimizer) else optimizer.learning_rate.value
+        self._scheduled = is_scheduled(optimizer)  # then each stage's own copy knows the rate
+        self._feed = Feed(self.model, None if self._scheduled else optimizer.learning_rate.value)
         self._pipeline = None
 
     def pack(self, outputs: list[tf.Tensor]) -> Any:
@@ -78,7 +78,7 @@ class PipelineEngine:
         """Before training on minibatches of this many rows: make the stages, if there are none for this compilation."""
         self.rows = rows
         checks.check_rows(rows, self.microbatches)
-        if is_scheduled(self._optimizer) != (self._rate is None):
+        if is_scheduled(self._optimizer) != self._scheduled:
             raise ValueError(
                 "The learning rate became a schedule, or ceased to be one, after compile. Received: "
                 f"learning_rate={self._optimizer._learning_rate!r}. Try compile again."
@@ -108,14 +108,17 @@ class PipelineEngine:
         self._steps, self._ahead, self._rests = steps, None, rests
 
     def step(self, iterator: Iterator[Any]) -> tuple[Minibatch, Result]:
-        """The next minibatch and its result; later ones are in flight. Raises StopIteration at the data's end."""
+        """The next minibatch and its result; later ones are in flight. Raises StopIteration at the data's end.
+
+        Whoever asks counts it in the optimizer's ``iterations``.
+        """
         if self._ahead is None:
             with uncollected():  # the stages are traced, if this is the first epoch
                 self._ahead = self._read_ahead(iterator)
-        step = self._ahead.step()
+        minibatch, result = self._ahead.step()
         self._counted += 1
-        tf.raw_ops.AssignAddVariableOp(resource=self._optimizer.iterations.value.handle, value=self._one)
-        return step
+        self.rows_done += minibatch.x[0].shape[0]
+        return minibatch, result
 
     def leftovers(self) -> Iterator[tuple[Minibatch, Result]]:
         """The results of this epoch's minibatches that no step has taken."""
@@ -184,14 +187,8 @@ class PipelineEngine:
                 self._optimizer.iterations.assign_add(ahead)
             self._counted = 0
 
-    def _learning_rate(self) -> float | None:
-        """The rate a minibatch takes along; None where each stage's own copy of a schedule knows it."""
-        if self._rate is None:
-            return None
-        return float(tf.raw_ops.ReadVariableOp(resource=self._rate.handle, dtype=self._rate.dtype))
-
     def _read_ahead(self, iterator: Iterator[Any]) -> ReadAhead:
-        minibatches = self._feed.open(iterator)
+        minibatches = self._feed.open(iterator, self._steps)
         checks.check_rows(self._feed.rows, self.microbatches)
         if self._loss_is_mean is None:
             outputs = self.layout.chain.specs(len(self.layout.chain.blocks))
@@ -199,7 +196,7 @@ class PipelineEngine:
         self._pipeline.loss_is_mean = self._loss_is_mean
         self._pipeline.trace_for(self._feed.targets)
         checks.check_masks(self._pipeline.output_masks, self._loss_is_mean, self._pieces)
-        return ReadAhead(self._pipeline, minibatches, self._learning_rate, self._steps, self._rests)
+        return ReadAhead(self._pipeline, minibatches, self._steps, self._rests)
 
     def activity(self) -> Activity | None:
         """What the stages have done so far."""

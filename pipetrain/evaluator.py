@@ -97,9 +97,9 @@ class Evaluation:
             return
 
     def _open(self, feed: Feed, iterator: Iterator[Any]) -> ReadAhead:
-        minibatches = feed.open(iterator)
+        minibatches = feed.open(iterator, self._steps)
         self.targets, self._pipeline = feed.targets, self._evaluator.pipeline()
-        return ReadAhead(self._pipeline, minibatches, _no_rate, self._steps, never)
+        return ReadAhead(self._pipeline, minibatches, self._steps, never)
 
     def rest(self) -> None:
         """What is in flight finishes; the next step goes on."""
@@ -110,10 +110,6 @@ class Evaluation:
         """Stop at once."""
         if self._pipeline is not None:
             self._pipeline.abort(store=True)
-
-
-def _no_rate() -> None:
-    """Nothing learns."""
 
 
 class Predicted:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, count
 from typing import Any
 
 import keras
@@ -22,24 +22,64 @@ class Feed:
 
     Args:
         model: the model to feed.
+        rate: a learning rate, which every minibatch takes along as it is when the minibatch is read.
     """
 
-    def __init__(self, model: keras.Model) -> None:
+    def __init__(self, model: keras.Model, rate: tf.Variable | None = None) -> None:
         self.rows, self.targets = 0, None
-        self._model = model
-        self._read = tf.function(lambda optional: self._prepared(optional.get_value()), autograph=False)
+        self._model, self._rate = model, rate
+        self._last = tf.function(self._taken, autograph=False)
+        self._next = tf.function(self._taken_of, autograph=False)
 
-    def open(self, iterator: Iterator[Any]) -> Iterator[Minibatch]:
-        """The iterator's minibatches. Raises ValueError if they do not fit the model, StopIteration without data."""
-        concrete = None
+    def open(self, iterator: Iterator[Any], steps: int | None = None) -> Iterator[Minibatch]:
+        """The iterator's minibatches; of TensorFlow's ones no more than ``steps`` are read.
+
+        Raises ValueError if they do not fit the model, StopIteration without data.
+        """
         if isinstance(iterator, tf.data.Iterator):
-            concrete = self._read.get_concrete_function(tf.OptionalSpec(iterator.element_spec))
-        minibatches = _read_all(concrete, iterator) if concrete else map(self._prepared, iterator)
-        first = next(minibatches)
+            spec = tf.OptionalSpec(iterator.element_spec)
+            taken = self._last.get_concrete_function(spec)
+            minibatches = self._read(taken, iterator, spec, steps)
+            first, targets = next(minibatches), taken.structured_outputs
+        else:
+            minibatches = map(self._with_rate, map(self._prepared, iterator))
+            first = targets = next(minibatches)
         self.rows = int(first.x[0].shape[0])
-        _, *targets = concrete.structured_outputs if concrete else first
-        self.targets = any_rows(tuple(targets))
+        self.targets = any_rows((targets.y, targets.sample_weight))
         return chain([first], minibatches)
+
+    def _read(
+        self, taken: Any, iterator: tf.data.Iterator, spec: tf.OptionalSpec, steps: int | None
+    ) -> Iterator[Minibatch]:
+        """Every minibatch, by a call that reads the next one too, which so is known to be there.
+
+        Data that end with an error in one thread can break what another does at that moment.
+        """
+        last, following = direct(taken), None
+        optional = iterator.get_next_as_optional()
+        more = bool(optional.has_value())
+        for number in count(1):
+            if not more:
+                return
+            if number == steps:
+                minibatch, more = last(optional), False
+            else:
+                if following is None:
+                    following = direct(self._next.get_concrete_function(spec, iterator._type_spec))
+                minibatch, optional, more = following(optional, iterator)
+            rate = minibatch.learning_rate
+            yield minibatch if rate is None else minibatch._replace(learning_rate=float(rate))
+
+    def _taken_of(self, optional: Any, iterator: Any) -> tuple[Minibatch, Any, tf.Tensor]:
+        following = iterator.get_next_as_optional()
+        return self._taken(optional), following, following.has_value()
+
+    def _taken(self, optional: Any) -> Minibatch:
+        minibatch = self._prepared(optional.get_value())
+        return minibatch if self._rate is None else minibatch._replace(learning_rate=self._rate.read_value())
+
+    def _with_rate(self, minibatch: Minibatch) -> Minibatch:
+        return minibatch if self._rate is None else minibatch._replace(learning_rate=float(self._rate.read_value()))
 
     def _prepared(self, data: Any) -> Minibatch:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
@@ -84,13 +124,6 @@ def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
     options = tf.data.Options()
     options.autotune.enabled = False
     return dataset.with_options(options)
-
-
-def _read_all(concrete: Any, iterator: tf.data.Iterator) -> Iterator[Minibatch]:
-    """Every minibatch. Data that end with an error in one thread can break what another does at that moment."""
-    read = direct(concrete)
-    while (optional := iterator.get_next_as_optional()).has_value():
-        yield read(optional)
 
 
 def _tensor(value: Any) -> Any:

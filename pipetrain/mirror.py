@@ -45,6 +45,7 @@ class MirroredEngine:
         self._training = False
         self._snapshot_every = 0
         self.rows: int | None = None
+        self.rows_done = 0  # not counted
         self.trace, self.waits = Trace(()), False
         self.load()
 

@@ -126,7 +126,7 @@ class PipelineModel(keras.Model):
         self.scheme, self.snapshot_every = scheme, 0
         self.options = {"horizon": horizon, "spike_compensation": spike_compensation, "rescale_steps": rescale_steps}
         self.resumption = Resumption(self, engine)
-        self._fitting, self._evaluating, self.rows_done = False, False, 0
+        self._fitting, self._evaluating = False, False
         if hasattr(model, "output_names"):  # by which Keras finds each output's loss and metrics
             self.output_names = model.output_names
         self.built = True
@@ -287,7 +287,7 @@ class PipelineModel(keras.Model):
             self._engine.synchronize()
             if self.stop_training and not self._evaluating:  # else every result has been or will be some step's
                 for minibatch, result in self._engine.leftovers():
-                    self._logged(minibatch, result)
+                    self._logged(minibatch, result, counts=False)  # the optimizer has, since they are done
             if self.resumption.logs and not self._evaluating:
                 return self.resumption.logs
         return super().get_metrics_result()
@@ -299,6 +299,11 @@ class PipelineModel(keras.Model):
         """
         yield from self._engine.snapshots()
 
+    @property
+    def rows_done(self) -> int:
+        """Rows of all minibatches that have been trained on, for people; 0 for ``data-parallel``."""
+        return self._engine.rows_done
+
     def activity(self) -> Activity | None:
         """What the stages have done so far; None for ``data-parallel``."""
         return self._engine.activity()
@@ -306,11 +311,10 @@ class PipelineModel(keras.Model):
     def _train_step(self, iterator: Iterator[Any]) -> Any:
         return self._logged(*self._engine.step(iterator))
 
-    def _logged(self, minibatch: Minibatch, result: Result) -> Any:
+    def _logged(self, minibatch: Minibatch, result: Result, counts: bool = True) -> Any:
         if self._score is None:
             self._score = self._scores.of_training(self._engine.targets)
-        self.rows_done += minibatch.x[0].shape[0]
-        return self._score(minibatch, result)
+        return self._score(minibatch, result, counts)
 
     @contextmanager
     def _training(self) -> Iterator[None]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import cache
+from typing import Any, Protocol
 
 import keras
 import tensorflow as tf
@@ -14,11 +15,16 @@ from pipetrain.compute.stage import Values
 from pipetrain.run.collector import Result
 from pipetrain.run.readahead import Minibatch
 
-Score = Callable[[Minibatch, Result], Any]  # updates the metrics and gives Keras' logs
+
+class Score(Protocol):
+    """What becomes of a minibatch's result."""
+
+    def __call__(self, minibatch: Minibatch, result: Result, counts: bool = False) -> Any:
+        """Updates the metrics and gives Keras' logs; if it ``counts``, the optimizer has made one more update."""
 
 
 class Scores:
-    """Updates a compiled model's trackers with results; one TensorFlow op a minibatch, traced at the first.
+    """Updates a compiled model's trackers and its optimizer's count; one TensorFlow op a minibatch, traced at the first.
 
     Args:
         model: the compiled model.
@@ -52,29 +58,35 @@ class Scores:
 
     def _score(self, function: Any, targets: Any) -> Score:
         update: Any = None
+        number = cache(tf.constant)  # which would take a moment of every minibatch
 
-        def score(minibatch: Minibatch, result: Result) -> Any:
+        def score(minibatch: Minibatch, result: Result, counts: bool = False) -> Any:
             nonlocal update
-            x, *given = minibatch
-            rows = tf.constant(int(x[0].shape[0]))
+            rows, updates = number(int(minibatch.x[0].shape[0])), number(int(counts))
             if update is None:
                 predictions = any_rows(Values(self._outputs, result.predictions.masks))
-                loss = tf.TensorSpec([], result.loss.dtype)
-                concrete = function.get_concrete_function(targets, predictions, loss, tf.TensorSpec([], rows.dtype))
-                update = direct(concrete)
+                others = [tf.TensorSpec([], each.dtype) for each in (result.loss, rows, updates)]
+                update = direct(function.get_concrete_function(targets, predictions, *others))
                 self._built()
-            return update(given, result.predictions, result.loss, rows)
+            targets_now = minibatch.y, minibatch.sample_weight
+            return update(targets_now, result.predictions, result.loss, rows, updates)
 
         return score
 
-    def _update_train(self, targets: Any, predictions: Values, loss: tf.Tensor, rows: tf.Tensor) -> Any:
+    def _update_train(
+        self, targets: Any, predictions: Values, loss: tf.Tensor, rows: tf.Tensor, updates: tf.Tensor
+    ) -> Any:
+        iterations = self._model.optimizer.iterations
+        iterations.assign_add(tf.cast(updates, iterations.dtype))
         self._set_masks(predictions)
         if self._model._compile_loss.metrics:  # each output's own loss, beside their sum
             y, sample_weight = targets
             self.loss(y, predictions.tensors, sample_weight)
         return self._update(targets, predictions, loss, rows)
 
-    def _update_test(self, targets: Any, predictions: Values, penalty: tf.Tensor, rows: tf.Tensor) -> Any:
+    def _update_test(
+        self, targets: Any, predictions: Values, penalty: tf.Tensor, rows: tf.Tensor, updates: tf.Tensor
+    ) -> Any:
         self._set_masks(predictions)
         loss = penalty
         if self._model._compile_loss is not None:

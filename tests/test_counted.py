@@ -34,10 +34,10 @@ class Calls(NamedTuple):
     caller: dict[str, int]
 
 
-# Forward; backward and update; the last stage's all in one. The caller reads data and the rate, updates the metrics and
-# the optimizer's count.
+# Forward; backward and update; the last stage's all in one. The caller reads data and the rate; and updates the metrics
+# and the optimizer's count.
 ONE, TWO = {CALL: 1}, {CALL: 2}
-CALLER = {CALL: 2, "IteratorGetNextAsOptional": 1, "OptionalHasValue": 1, "ReadVariableOp": 1, "AssignAddVariableOp": 1}
+CALLER = TWO
 # Of two microbatches: gradients are added within backward; rows taken, losses and predictions joined.
 TWICE, PIECES = {CALL: 4}, {"StridedSlice": 4, "Mul": 2, "AddN": 1, "ConcatV2": 1}
 CALLS = {

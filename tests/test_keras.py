@@ -153,6 +153,19 @@ def test_an_endless_data_set_is_not_read_beyond_the_epoch():
     assert sum(span.op == "F" and span.stage == 0 for span in pm.trace.spans) == 18
 
 
+def test_an_epoch_of_so_many_steps_leaves_the_next_one_its_data():
+    x, y = networks.data(6 * BATCH)
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+    results = []
+    for settings in ({}, {"steps_per_epoch": 3, "epochs": 2}, {"steps_per_epoch": 1, "epochs": 6}):
+        pm = networks.pipeline(scheme="1f1b", microbatches=2)
+        pm.fit(dataset, verbose=0, shuffle=False, **settings)
+        assert int(pm.optimizer.iterations.numpy()) == 6
+        results.append(pm.get_weights())
+    for other in results[1:]:
+        networks.assert_equal(results[0], other)
+
+
 def test_sample_and_class_weights():
     x, y = networks.data(6 * BATCH)
     weights = np.linspace(0.1, 2, len(x)).astype("float32")

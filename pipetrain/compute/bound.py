@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import keras
@@ -74,14 +75,44 @@ def direct(concrete: Any) -> Callable[..., Any]:
     A concrete function's own call checks every argument against its spec and hands the work to another thread, which
     costs as much as a small stage. What is called here has been traced for exactly these arguments.
     """
-    captured, types = concrete.captured_inputs, [tensor.dtype for tensor in concrete.outputs]
-    pack = packer(concrete.structured_outputs)
+    captured = concrete.captured_inputs
+    types = [tensor.dtype.as_datatype_enum for tensor in concrete.outputs]  # what TensorFlow would look up in each call
+    unpack, pack = unpacker(concrete.structured_input_signature[0]), packer(concrete.structured_outputs)
 
     def call(*arguments: Any) -> Any:
-        tensors = [each for each in tf.nest.flatten(arguments, expand_composites=True) if each is not None]
-        return pack(iter(tf.raw_ops.StatefulPartitionedCall(args=[*tensors, *captured], Tout=types, f=concrete)))
+        tensors: list[Any] = []
+        unpack(arguments, tensors)
+        tensors += captured
+        return pack(iter(tf.raw_ops.StatefulPartitionedCall(args=tensors, Tout=types, f=concrete)))
 
     return call
+
+
+def unpacker(structure: Any) -> Callable[[Any, list[Any]], None]:
+    """Appends the tensors of values like this structure of specs to a list, in the order of ``tf.nest``."""
+    if structure is None:
+        return lambda value, flat: None
+    if isinstance(structure, tf.TensorSpec):
+        return lambda value, flat: flat.append(value)
+    if isinstance(structure, dict):
+        by_key = [(key, unpacker(structure[key])) for key in sorted(structure)]
+
+        def unpack_dict(value: Any, flat: list[Any]) -> None:
+            for key, unpack in by_key:
+                unpack(value[key], flat)
+
+        return unpack_dict
+    if isinstance(structure, (list, tuple)):
+        if all(isinstance(each, tf.TensorSpec) for each in structure):
+            return lambda value, flat: flat.extend(value)
+        parts = [unpacker(each) for each in structure]
+
+        def unpack_all(value: Any, flat: list[Any]) -> None:
+            for unpack, each in zip(parts, value):  # noqa: B905 - a moment of every call
+                unpack(each, flat)
+
+        return unpack_all
+    return lambda value, flat: flat.extend(tf.nest.flatten(value, expand_composites=True))
 
 
 def packer(structure: Any) -> Callable[[Iterator[tf.Tensor]], Any]:
@@ -93,6 +124,8 @@ def packer(structure: Any) -> Callable[[Iterator[tf.Tensor]], Any]:
         return lambda flat: {key: pack(flat) for key, pack in packers.items()}
     if isinstance(structure, (list, tuple)):
         parts, make = [packer(each) for each in structure], getattr(structure, "_make", type(structure))
+        if all(part is next for part in parts):
+            return lambda flat: make(islice(flat, len(parts)))
         return lambda flat: make([pack(flat) for pack in parts])
     if isinstance(structure, tf.IndexedSlices):
         shaped = structure.dense_shape is not None

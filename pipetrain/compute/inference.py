@@ -63,8 +63,7 @@ class Inference:
 
     def forward(self, weights: Weights, values: Values, targets: Any = None) -> Forward:
         """Run the blocks with the weights that are here; the loss is left to whoever gets the predictions, and zero."""
-        with tf.device(self.device):
-            output, penalty, assigned = self._forward(self._weights, self._state, *values)
+        output, penalty, assigned = self._forward(self._weights, self._state, *values)
         for index, value in zip(self._assigned, assigned, strict=True):
             self._state[index] = value
         return Forward(output, self._no_loss, penalty, None)

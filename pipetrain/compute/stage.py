@@ -85,7 +85,9 @@ class Pulled(NamedTuple):
 class Stage:
     """A run of blocks on one device, its weights in variables that only this stage updates.
 
-    Between ``load`` and ``store`` the weights and state of these blocks live here; outside, in the model.
+    Between ``load`` and ``store`` the weights and state of these blocks live here; outside, in the model. What works
+    on minibatches (``forward``, ``backward``, ``accumulate``, ``squared_norm``, ``update``) is called in the scope of
+    the stage's ``device``: entering it anew for every call would take longer than some.
 
     Args:
         segment: the blocks.
@@ -202,8 +204,7 @@ class Stage:
         With recomputation, ``Newest`` stands for the very weights that the backward will be given.
         """
         state, inputs = self._state, self._sorted(values, targets)
-        with tf.device(self.device):
-            (output, loss, penalty, self._state), residuals = self._forward(weights, state, *inputs)
+        (output, loss, penalty, self._state), residuals = self._forward(weights, state, *inputs)
         if not self.recompute:
             return Forward(output, loss, penalty, Kept(residuals))
         given = None if isinstance(weights, Newest) else weights
@@ -226,16 +227,15 @@ class Stage:
         """
         runs = isinstance(given, Inputs)
         parts, staleness = Parts(runs, total is not None, step is not None), None
-        with tf.device(self.device):
-            pairs = zip([*gradients, share], self._starts, strict=False)
-            starts = [self._constant(start, spec.dtype) for start, spec in pairs]
-            if step is not None:
-                self._set_rate(step.learning_rate)
-                staleness = self._stale(step.staleness)
-            taken = [self._state, *self._sorted(*given)] if runs else self._residuals(weights, given)
-            results = self._backward(parts, weights, taken, starts, staleness, total)
-            if step is not None and self._optimizer_step.fit:
-                self._optimizer_step.fit.updated()
+        pairs = zip([*gradients, share], self._starts, strict=False)
+        starts = [self._constant(start, spec.dtype) for start, spec in pairs]
+        if step is not None:
+            self._set_rate(step.learning_rate)
+            staleness = self._stale(step.staleness)
+        taken = [self._state, *self._sorted(*given)] if runs else self._residuals(weights, given)
+        results = self._backward(parts, weights, taken, starts, staleness, total)
+        if step is not None and self._optimizer_step.fit:
+            self._optimizer_step.fit.updated()
         if not runs:
             return Pulled(results.gradients, results.by_input)
         output, loss, penalty, self._state = results.ran
@@ -265,16 +265,14 @@ class Stage:
         """The sum of two lists of gradients, which are those ``of`` the variables with these numbers."""
         if total is None:
             return gradients
-        with tf.device(self.device):
-            return added(total, gradients, [self._gradients[n] for n in of])
+        return added(total, gradients, [self._gradients[n] for n in of])
 
     def squared_norm(self, gradients: list[Any]) -> tf.Tensor:
         """What the stage's gradients add to the square of all stages' norm; with ``global_clipnorm`` only."""
-        with tf.device(self.device):
-            if self._squared_norm is None:
-                norm = tf.function(squared_norm, autograph=False)
-                self._squared_norm = direct(norm.get_concrete_function(self._gradients))
-            return self._squared_norm(gradients)
+        if self._squared_norm is None:
+            norm = tf.function(squared_norm, autograph=False)
+            self._squared_norm = direct(norm.get_concrete_function(self._gradients))
+        return self._squared_norm(gradients)
 
     def update(self, gradients: list[Any], step: Step, squared_norms: tf.Tensor | None = None) -> None:
         """One step of the stage's optimizer: one more version.
@@ -282,13 +280,12 @@ class Stage:
         With ``global_clipnorm``, by gradients clipped to the norm that ``squared_norms`` of all stages make. Rules that
         correct go by the gradients' staleness.
         """
-        with tf.device(self.device):
-            self._set_rate(step.learning_rate)
-            if self.variables:
-                self._update = self._update or self._trace_update()
-                self._update(gradients, squared_norms, self._stale(step.staleness))
-                if self._optimizer_step.fit:
-                    self._optimizer_step.fit.updated()
+        self._set_rate(step.learning_rate)
+        if self.variables:
+            self._update = self._update or self._trace_update()
+            self._update(gradients, squared_norms, self._stale(step.staleness))
+            if self._optimizer_step.fit:
+                self._optimizer_step.fit.updated()
 
     def _set_rate(self, learning_rate: float | None) -> None:
         if learning_rate is not None and learning_rate != self._learning_rate:

@@ -11,11 +11,12 @@ from pipetrain.run.pipeline import Pipeline
 
 
 class Minibatch(NamedTuple):
-    """Inputs, labels and sample weights of one step."""
+    """Inputs, labels and sample weights of one step, and the learning rate it takes along, if it does."""
 
     x: list[Any]
     y: Any
     sample_weight: Any
+    learning_rate: float | None = None
 
 
 def never(updates: int) -> bool:
@@ -37,13 +38,11 @@ class ReadAhead:
         self,
         pipeline: Pipeline,
         minibatches: Iterator[Minibatch],
-        learning_rate: Callable[[], float | None],
         steps: int | None,
         rests: Callable[[int], bool],
     ) -> None:
         self._pipeline, self._minibatches = pipeline, minibatches
-        self._learning_rate, self._left = learning_rate, steps
-        self._rests, self._updates = rests, pipeline.updates
+        self._left, self._rests, self._updates = steps, rests, pipeline.updates
         self._posted: deque[Minibatch] = deque()
 
     @property
@@ -60,7 +59,7 @@ class ReadAhead:
             if minibatch is None:
                 self._left = 0
                 break
-            self._pipeline.post(*minibatch, self._learning_rate())
+            self._pipeline.post(*minibatch)
             self._posted.append(minibatch)
             self._updates += 1
             self._left = None if self._left is None else self._left - 1
