@@ -24,7 +24,7 @@ class Score(Protocol):
 
 
 class Scores:
-    """Updates a compiled model's trackers and its optimizer's count; one TensorFlow op a minibatch, traced at the first.
+    """Updates a compiled model's trackers and its optimizer's count: one TensorFlow op a minibatch, traced at first.
 
     Args:
         model: the compiled model.
