@@ -3,7 +3,9 @@
 Both train the same dense network on the same data, in turns: A, B, A, B, ... so that a machine whose speed drifts is
 fair to both. The controller, which reads the data, sends them, and computes the metrics, runs on the same two cores as
 the workers: its processor time is printed beside theirs. The overhead of an action is what one takes where there is
-next to nothing to compute: with 8 units a layer, the time of a step divided by its four actions.
+next to nothing to compute: with 8 units a layer, the time of a step divided by its four actions. Steps are timed from
+the fifth result of an epoch to its last; what an epoch takes beside (the data set, the weights' way to the workers and
+back, filling and draining the pipeline) is printed by itself.
 
 examples:
   python benchmarks/workers.py
@@ -23,6 +25,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.sides import FIRST
 from benchmarks.turns import taking_turns
 from pipetrain.plan.schemes import NAMES
 from pipetrain.plan.table import table
@@ -49,8 +52,9 @@ class Job(NamedTuple):
 
 
 class Round(NamedTuple):
-    """Seconds a step, and of these the processor's: the trainer's own and each worker's."""
+    """Seconds of a ``fit`` beside its steps, of a step, and of these the processor's: its own and workers'."""
 
+    beside_s: float
     step_s: float
     own_s: float
     workers_s: list[float]
@@ -96,17 +100,18 @@ def _rounds(job: Job, devices: list[str], workers: list[int]) -> Iterator[Round 
     def read() -> None:
         clocks.append([time.perf_counter(), time.process_time(), *map(_processor_s, workers)])
 
-    timer = keras.callbacks.LambdaCallback(
-        on_epoch_begin=lambda epoch, logs: read(),
-        on_epoch_end=lambda epoch, logs: read(),  # after the drain
-    )
+    ends = (FIRST - 1, job.steps - 1)
+    timer = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: batch in ends and read())
     model.fit(x, y, batch_size=job.batch_size, verbose=0)
     yield None
     while True:
         clocks.clear()
+        start_s = time.perf_counter()
         model.fit(x, y, batch_size=job.batch_size, verbose=0, callbacks=[timer])
-        step_s, own_s, *others = ((end - start) / job.steps for start, end in zip(*clocks, strict=True))
-        yield Round(step_s, own_s, others)
+        fit_s = time.perf_counter() - start_s
+        timed = job.steps - FIRST
+        step_s, own_s, *others = ((end - start) / timed for start, end in zip(*clocks, strict=True))
+        yield Round(fit_s - job.steps * step_s, step_s, own_s, others)
 
 
 def _processor_s(process: int) -> float:
@@ -143,10 +148,11 @@ def main() -> None:
                 f"{statistics.median(ratios):.2f}",
                 f"{min(ratios):.2f} - {max(ratios):.2f}",
                 " + ".join(f"{statistics.median(column):.1f}" for column in zip(*used, strict=True)),
+                f"{1e3 * statistics.median(each.beside_s for each in result):.0f}",
             )
         )
     print(f"{options.layers} x {options.width} dense, batch {options.batch_size}; medians of {options.rounds} rounds")
-    print(table(("", "samples/s", "against plain Keras", "lowest - highest", "processor ms a step"), rows))
+    print(table(("", "samples/s", "against plain Keras", "lowest - highest", "processor ms a step", "ms beside"), rows))
     overheads_ms = [1e3 * each.step_s / (2 * STAGES) for each in small]
     print(
         f"overhead per action: {statistics.median(overheads_ms):.2f} ms "

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, Protocol
 
 
@@ -142,9 +143,9 @@ class Still:
         return Read(0)
 
 
-def staleness(policy: Policy, minibatch: int, stage: int, stages: int) -> int:
-    """Updates between the version that F(minibatch) reads and the one that its gradient is applied to."""
-    return minibatch - policy.forward(minibatch, stage, stages).version
+def _reads(policy: Policy, stage: int, stages: int, minibatch: int) -> tuple[Read, Read]:
+    """Of F(minibatch) and of B(minibatch)."""
+    return policy.forward(minibatch, stage, stages), policy.backward(minibatch, stage, stages)
 
 
 class WeightVersions:
@@ -160,7 +161,8 @@ class WeightVersions:
     def __init__(
         self, policy: Policy, stage: int, stages: int, newest: Callable[[int], Any], keep: Callable[[int], Any]
     ) -> None:
-        self._policy, self._stage, self._stages = policy, stage, stages
+        self._place = stage, stages
+        self._reads = lru_cache(maxsize=4 * stages)(partial(_reads, policy, stage, stages))  # they are asked for often
         self._newest, self._keep = newest, keep
         self._kept: dict[int, Any] = {}
         self._predicted: dict[int, Any] = {}  # by minibatch, for its backward
@@ -170,9 +172,8 @@ class WeightVersions:
     def forward(self, minibatch: int) -> Any:
         """The weights of F(minibatch)."""
         self._next_forward = minibatch + 1
-        place = minibatch, self._stage, self._stages
-        read = self._policy.forward(*place)
-        if read.horizon and read.version < minibatch and read == self._policy.backward(*place):
+        read, again = self._reads(minibatch)
+        if read.horizon and read.version < minibatch and read == again:
             self._predicted[minibatch] = self._keep(read.horizon)
             return self._predicted[minibatch]
         return self._resolve(read)
@@ -182,27 +183,27 @@ class WeightVersions:
         self._next_backward = minibatch + 1
         if minibatch in self._predicted:
             return self._predicted.pop(minibatch)
-        return self._resolve(self._policy.backward(minibatch, self._stage, self._stages))
+        return self._resolve(self._reads(minibatch)[1])
 
     def lasts(self, minibatch: int) -> bool:
         """Whether B(minibatch) reads the same weights as F(minibatch), the newest both times."""
-        place = minibatch, self._stage, self._stages
-        return self._policy.forward(*place) == self._policy.backward(*place)
+        forward, backward = self._reads(minibatch)
+        return forward == backward
 
     def staleness(self, minibatch: int) -> int:
         """Updates between the version that F(minibatch) reads and the one that its gradient is applied to."""
-        return staleness(self._policy, minibatch, self._stage, self._stages)
+        return minibatch - self._reads(minibatch)[0].version
 
     def before_update(self) -> None:
         """Call just before the weights change: keeps the newest if an action still reads it, forgets what none will."""
-        place = self._stage, self._stages
-        read = self._policy.backward(self._next_backward, *place)
+        read = self._reads(self._next_backward)[1]
         oldest = self.version + 1 if read.horizon else read.version  # what is predicted comes from the newest then
-        if newest(self._next_forward, *place) > self.version:  # else the next forward is overdue: the pipeline drains
-            oldest = min(oldest, self._policy.forward(self._next_forward, *place).version)
+        if newest(self._next_forward, *self._place) > self.version:  # else the next forward is overdue: it drains
+            oldest = min(oldest, self._reads(self._next_forward)[0].version)
         if self.version >= oldest:
             self._kept[self.version] = self._keep(0)
-        self._kept = {version: weights for version, weights in self._kept.items() if version >= oldest}
+        if self._kept:
+            self._kept = {version: weights for version, weights in self._kept.items() if version >= oldest}
         self.version += 1
 
     @property

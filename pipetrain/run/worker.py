@@ -280,6 +280,8 @@ class Worker(threading.Thread):
 
     def _shared(self, microbatch: Microbatch) -> Microbatch:
         """The microbatch with the share of the minibatch that this replica's rows are."""
+        if self._seat.replicas == 1:
+            return microbatch
         return microbatch._replace(share=microbatch.share * self._fraction(microbatch))
 
     def _fraction(self, microbatch: Microbatch) -> float:
