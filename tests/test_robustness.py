@@ -82,6 +82,26 @@ def test_an_exception_in_any_stage_reaches_the_caller(scheme):
     assert np.isfinite(history["loss"][-1])
 
 
+class Looks(keras.layers.Layer):
+    """Adds what it looks up in a table that ends before what great numbers ask for."""
+
+    def call(self, x):
+        return x + tf.gather(tf.ones([4]), 9 * tf.cast(tf.reduce_max(x) > 100, tf.int32))
+
+
+def test_an_operation_without_side_effects_fails_in_the_action_that_it_belongs_to():
+    values = inputs = keras.Input((4,))
+    for name in ("first", "second", "third", "fourth"):
+        values = keras.layers.Dense(4, kernel_initializer="ones", name=name)(values)
+    pm = pipetrain.PipelineModel(keras.Model(inputs, Looks()(values)), cuts=("first",), scheme="vanilla")
+    pm.compile(keras.optimizers.SGD(0.0), "mse")
+    x = np.full((40, 4), 0.01, "float32")
+    x[16:24] = 1000
+    with pytest.raises(tf.errors.InvalidArgumentError) as caught:  # within the call that is both actions
+        pm.fit(x, x, batch_size=8, shuffle=False, verbose=0)
+    assert "stage 1, forward of minibatch 2 (action 1F2)" in "\n".join(caught.value.__notes__)
+
+
 def test_an_interrupt_ends_the_threads_and_keeps_the_weights():
     x, y = networks.data(rows=ROWS)
     pm = networks.pipeline()

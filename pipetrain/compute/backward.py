@@ -96,7 +96,7 @@ class Backward:
             first: list[Any] = []
             if parts.runs:
                 ran, given = forward(weights, *given)
-                with tf.control_dependencies(_tensors(ran)):
+                with tf.control_dependencies(_there(ran)):
                     first = [self._ran.assign_add(1).op]
                     ran_at_s = tf.timestamp() if self._timed else None
             with tf.control_dependencies(first):
@@ -104,7 +104,7 @@ class Backward:
             if total is not None:
                 gradients = added(total, gradients, like)
             if parts.updates:
-                with tf.control_dependencies(_tensors([ran, gradients, by_input])):
+                with tf.control_dependencies(_there([ran, gradients, by_input])):
                     self._apply(gradients, None, staleness)  # when nobody reads the weights any more: in place
             return Results(ran, ran_at_s, None if parts.updates else gradients, by_input)
 
@@ -112,9 +112,13 @@ class Backward:
         return tf.function(call, autograph=False).get_concrete_function(weights, given, starts, *others)
 
 
-def _tensors(values: Any) -> list[tf.Tensor]:
-    """All tensors, without the None of weights that have no gradient."""
-    return [each for each in tf.nest.flatten(values, expand_composites=True) if each is not None]
+def _there(values: Any) -> list[tf.Tensor]:
+    """All tensors, for what may happen only when they are there: copies, of which TensorFlow makes none.
+
+    Calls are inlined, and what waits for a call itself then waits for its side effects alone.
+    """
+    present = [each for each in tf.nest.flatten(values, expand_composites=True) if each is not None]
+    return [tf.identity(each) for each in present]
 
 
 def added(total: Gradients, gradients: Gradients, like: Gradients) -> Gradients:
