@@ -110,15 +110,18 @@ class PipelineEngine:
     def step(self, iterator: Iterator[Any]) -> tuple[Minibatch, Result]:
         """The next minibatch and its result; later ones are in flight. Raises StopIteration at the data's end.
 
-        Whoever asks counts it in the optimizer's ``iterations``.
+        Whoever asks counts it in the optimizer's ``iterations``, and says so (``counted``).
         """
         if self._ahead is None:
             with uncollected():  # the stages are traced, if this is the first epoch
                 self._ahead = self._read_ahead(iterator)
         minibatch, result = self._ahead.step()
-        self._counted += 1
         self.rows_done += minibatch.x[0].shape[0]
         return minibatch, result
+
+    def counted(self) -> None:
+        """The optimizer has counted the last step's minibatch."""
+        self._counted += 1
 
     def leftovers(self) -> Iterator[tuple[Minibatch, Result]]:
         """The results of this epoch's minibatches that no step has taken."""
@@ -188,7 +191,7 @@ class PipelineEngine:
             self._counted = 0
 
     def _read_ahead(self, iterator: Iterator[Any]) -> ReadAhead:
-        minibatches = self._feed.open(iterator, self._steps)
+        minibatches = self._feed.open(iterator, self._steps, self._scheme.asynchronous)
         checks.check_rows(self._feed.rows, self.microbatches)
         if self._loss_is_mean is None:
             outputs = self.layout.chain.specs(len(self.layout.chain.blocks))

@@ -31,15 +31,15 @@ class Feed:
         self._last = tf.function(self._taken, autograph=False)
         self._next = tf.function(self._taken_of, autograph=False)
 
-    def open(self, iterator: Iterator[Any], steps: int | None = None) -> Iterator[Minibatch]:
-        """The iterator's minibatches; of TensorFlow's ones no more than ``steps`` are read.
+    def open(self, iterator: Iterator[Any], steps: int | None = None, ahead: bool = True) -> Iterator[Minibatch]:
+        """The iterator's minibatches; of TensorFlow's ones no more than ``steps`` are read, each ``ahead`` of its turn.
 
         Raises ValueError if they do not fit the model, StopIteration without data.
         """
         if isinstance(iterator, tf.data.Iterator):
             spec = tf.OptionalSpec(iterator.element_spec)
             taken = self._last.get_concrete_function(spec)
-            minibatches = self._read(taken, iterator, spec, steps)
+            minibatches = map(_with_number, self._read(taken, iterator, spec, steps, ahead))
             first, targets = next(minibatches), taken.structured_outputs
         else:
             minibatches = map(self._with_rate, map(self._prepared, iterator))
@@ -49,26 +49,32 @@ class Feed:
         return chain([first], minibatches)
 
     def _read(
-        self, taken: Any, iterator: tf.data.Iterator, spec: tf.OptionalSpec, steps: int | None
+        self, taken: Any, iterator: tf.data.Iterator, spec: tf.OptionalSpec, steps: int | None, ahead: bool
     ) -> Iterator[Minibatch]:
-        """Every minibatch, by a call that reads the next one too, which so is known to be there.
+        """Every minibatch; ``ahead``, by a call that reads the next one too, which so is known to be there.
 
         Data that end with an error in one thread can break what another does at that moment.
         """
-        last, following = direct(taken), None
-        optional = iterator.get_next_as_optional()
-        more = bool(optional.has_value())
+        last, following, optional = direct(taken), None, None
         for number in count(1):
-            if not more:
-                return
-            if number == steps:
-                minibatch, more = last(optional), False
+            if optional is None:
+                optional = iterator.get_next_as_optional()
+                if not optional.has_value():
+                    return
+            if not ahead or number == steps:
+                yield last(optional)
+                optional, more = None, number != steps
             else:
                 if following is None:
                     following = direct(self._next.get_concrete_function(spec, iterator._type_spec))
-                minibatch, optional, more = following(optional, iterator)
-            rate = minibatch.learning_rate
-            yield minibatch if rate is None else minibatch._replace(learning_rate=float(rate))
+                try:
+                    minibatch, optional, more = following(optional, iterator)
+                except tf.errors.OpError:  # in reading the next one, which is nothing to this one
+                    yield last(optional)
+                    raise
+                yield minibatch
+            if not more:
+                return
 
     def _taken_of(self, optional: Any, iterator: Any) -> tuple[Minibatch, Any, tf.Tensor]:
         following = iterator.get_next_as_optional()
@@ -124,6 +130,12 @@ def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
     options = tf.data.Options()
     options.autotune.enabled = False
     return dataset.with_options(options)
+
+
+def _with_number(minibatch: Minibatch) -> Minibatch:
+    """With its learning rate, if it has one, as a number."""
+    rate = minibatch.learning_rate
+    return minibatch if rate is None else minibatch._replace(learning_rate=float(rate))
 
 
 def _tensor(value: Any) -> Any:

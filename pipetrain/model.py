@@ -301,7 +301,7 @@ class PipelineModel(keras.Model):
 
     @property
     def rows_done(self) -> int:
-        """Rows of all minibatches that have been trained on, for people; 0 for ``data-parallel``."""
+        """Rows of all minibatches whose results steps have taken, for people; 0 for ``data-parallel``."""
         return self._engine.rows_done
 
     def activity(self) -> Activity | None:
@@ -309,7 +309,9 @@ class PipelineModel(keras.Model):
         return self._engine.activity()
 
     def _train_step(self, iterator: Iterator[Any]) -> Any:
-        return self._logged(*self._engine.step(iterator))
+        logs = self._logged(*self._engine.step(iterator))
+        self._engine.counted()
+        return logs
 
     def _logged(self, minibatch: Minibatch, result: Result, counts: bool = True) -> Any:
         if self._score is None:

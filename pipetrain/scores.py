@@ -76,13 +76,15 @@ class Scores:
     def _update_train(
         self, targets: Any, predictions: Values, loss: tf.Tensor, rows: tf.Tensor, updates: tf.Tensor
     ) -> Any:
-        iterations = self._model.optimizer.iterations
-        iterations.assign_add(tf.cast(updates, iterations.dtype))
         self._set_masks(predictions)
         if self._model._compile_loss.metrics:  # each output's own loss, beside their sum
             y, sample_weight = targets
             self.loss(y, predictions.tensors, sample_weight)
-        return self._update(targets, predictions, loss, rows)
+        logs = self._update(targets, predictions, loss, rows)
+        iterations = self._model.optimizer.iterations
+        with tf.control_dependencies(keras.tree.flatten(logs)):  # counted only if the metrics could be updated
+            iterations.assign_add(tf.cast(updates, iterations.dtype))
+        return logs
 
     def _update_test(
         self, targets: Any, predictions: Values, penalty: tf.Tensor, rows: tf.Tensor, updates: tf.Tensor

@@ -34,8 +34,8 @@ class Calls(NamedTuple):
     caller: dict[str, int]
 
 
-# Forward; backward and update; the last stage's all in one. The caller reads data and the rate; and updates the metrics
-# and the optimizer's count.
+# Forward; backward and update; the last stage's all in one. The caller reads data and the rate, and updates the metrics
+# and the optimizer's count. Where it reads nothing ahead, whether there is more is asked apart.
 ONE, TWO = {CALL: 1}, {CALL: 2}
 CALLER = TWO
 # Of two microbatches: gradients are added within backward; rows taken, losses and predictions joined.
@@ -44,7 +44,7 @@ CALLS = {
     "vanilla": Calls(TWO, ONE, CALLER),
     "spectrain": Calls(TWO, ONE, CALLER),  # predicting is part of forward and backward
     "weight-stashing": Calls({CALL: 3}, ONE, CALLER),  # weights are read where they are kept
-    "1f1b": Calls(TWICE, TWO, {**CALLER, **PIECES}),
+    "1f1b": Calls(TWICE, TWO, {**CALLER, **PIECES, "IteratorGetNextAsOptional": 1, "OptionalHasValue": 1}),
 }
 
 # Functions traced for each stage in its life: the two halves and the backward nested in the first, the backward with

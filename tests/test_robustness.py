@@ -82,6 +82,22 @@ def test_an_exception_in_any_stage_reaches_the_caller(scheme):
     assert np.isfinite(history["loss"][-1])
 
 
+@pytest.mark.parametrize("scheme", ["1f1b", "single"])
+def test_data_that_fail_take_no_earlier_minibatch_along(scheme):
+    x, y = networks.data(rows=BATCH)
+
+    def source():
+        for _ in range(3):
+            yield x, y
+        raise RuntimeError("no more")
+
+    specs = tf.TensorSpec(x.shape), tf.TensorSpec(y.shape, tf.int32)
+    pm = networks.pipeline(scheme=scheme)
+    with pytest.raises(tf.errors.OpError, match="no more"):
+        pm.fit(tf.data.Dataset.from_generator(source, output_signature=specs), verbose=0)
+    assert int(pm.optimizer.iterations.numpy()) == 3
+
+
 class Looks(keras.layers.Layer):
     """Adds what it looks up in a table that ends before what great numbers ask for."""
 
