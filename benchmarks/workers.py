@@ -130,6 +130,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="minibatches per round (default: 100)")
     parser.add_argument("--rounds", type=int, default=5, help="(default: 5)")
     options = parser.parse_args()
+    if options.steps <= FIRST:
+        parser.error(f"--steps must be more than {FIRST}, which fill the pipeline and are not timed")
     size = (options.batch_size, options.steps)
     jobs = [
         Job(None, options.layers, options.width, *size),

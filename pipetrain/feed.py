@@ -15,7 +15,7 @@ from pipetrain.run.readahead import Minibatch
 
 
 class Feed:
-    """Reads minibatches and prepares them for the model; one TensorFlow op each where the data come from TensorFlow.
+    """Reads minibatches and prepares them for the model; data from TensorFlow, read ahead, take one op each.
 
     After ``open``, ``rows`` are those of the first minibatch, and ``targets`` the specs of the labels and the sample
     weights of every minibatch to come.
@@ -42,7 +42,7 @@ class Feed:
             minibatches = map(_with_number, self._read(taken, iterator, spec, steps, ahead))
             first, targets = next(minibatches), taken.structured_outputs
         else:
-            minibatches = map(self._with_rate, map(self._prepared, iterator))
+            minibatches = map(_with_number, map(self._prepared, iterator))
             first = targets = next(minibatches)
         self.rows = int(first.x[0].shape[0])
         self.targets = any_rows((targets.y, targets.sample_weight))
@@ -81,16 +81,13 @@ class Feed:
         return self._taken(optional), following, following.has_value()
 
     def _taken(self, optional: Any) -> Minibatch:
-        minibatch = self._prepared(optional.get_value())
-        return minibatch if self._rate is None else minibatch._replace(learning_rate=self._rate.read_value())
-
-    def _with_rate(self, minibatch: Minibatch) -> Minibatch:
-        return minibatch if self._rate is None else minibatch._replace(learning_rate=float(self._rate.read_value()))
+        return self._prepared(optional.get_value())
 
     def _prepared(self, data: Any) -> Minibatch:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        targets = keras.tree.map_structure(_tensor, (y, sample_weight))
-        return Minibatch(checks.checked_inputs(x, self._model), *targets)
+        y, sample_weight = keras.tree.map_structure(_tensor, (y, sample_weight))
+        rate = None if self._rate is None else self._rate.read_value()
+        return Minibatch(checks.checked_inputs(x, self._model), y, sample_weight, rate)
 
 
 class InputFeed(Feed):
