@@ -97,7 +97,10 @@ def _given(options: argparse.Namespace, cluster: Cluster | None) -> Given:
     model = keras.saving.load_model(options.model, compile=False)
     scheme = options.scheme if isinstance(options.scheme, str) else "spectrain"
     schemes.check_options(scheme, options.horizon, False, None)
-    training = Training(scheme, options.slots, options.microbatches, options.recompute, options.horizon)
+    momentum = options.slots == 1
+    training = Training(
+        scheme, options.slots, options.microbatches, options.recompute, options.horizon, gathers=not momentum
+    )
     return Given(profile(model, options.batch_size, device, sys.stdout.isatty()), cluster, training)
 
 

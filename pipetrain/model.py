@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from pipetrain import checks
-from pipetrain.compute.update import slots_per_weight
+from pipetrain.compute.update import gathers, slots_per_weight
 from pipetrain.engine import PipelineEngine
 from pipetrain.evaluator import Evaluation, Predicted
 from pipetrain.feed import Untuned
@@ -211,7 +211,7 @@ class PipelineModel(keras.Model):
         else:
             layout = self._engine.layout
             slots = slots_per_weight(self.optimizer, self._chosen.rule(0, 2 * layout.stages))
-            layout.training = layout.training._replace(slots=slots)
+            layout.training = layout.training._replace(slots=slots, gathers=gathers(self.optimizer))
             self._scores = Scores(self, self.inner.outputs, self._engine.pack, self.resumption.metrics_built)
             self._engine.compiled(self.optimizer, loss, self._scores.loss)
         self.compiled = True

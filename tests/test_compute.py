@@ -13,8 +13,10 @@ import tensorflow as tf
 import pipetrain
 from pipetrain.compute import profiler, walk
 from pipetrain.compute.blocks import Chain
+from pipetrain.compute.inlined import inlined, made_when_needed, updated_one_by_one
 from pipetrain.compute.progress import Progress
 from pipetrain.compute.split import specs, split
+from pipetrain.compute.update import Update
 from pipetrain.plan.profile import BlockProfile, Profile
 
 L = keras.layers
@@ -218,3 +220,75 @@ def test_a_backward_timed_on_a_worker_has_both_its_products():
     taken = [once() for _ in range(5)]
     forward_s, backward_s = (min(each[n][1] for each in taken) for n in range(2))
     assert backward_s > 1.5 * forward_s  # gradients of weights and of inputs; the latter nothing reads there
+
+
+def layers_of(weights, x):
+    for weight in weights:
+        x = tf.tanh(x @ weight)
+    return x
+
+
+SPEC = tf.TensorSpec([4, 4])
+WEIGHTS = [tf.random.stateless_normal([4, 4], (1, n)) for n in range(3)]
+
+
+def waited_for(operation):
+    return [each.type for each in operation.control_inputs]
+
+
+def test_what_a_layer_reads_is_made_when_the_layers_before_it_are_done():
+    chain = tf.function(layers_of, autograph=False).get_concrete_function([SPEC] * 3, SPEC)
+
+    @tf.function(autograph=False)
+    def ahead(weights, x):
+        made = [2.0 * tf.sin(weight) for weight in weights]
+        outputs = inlined(chain, made, x)
+        made_when_needed(made)
+        return outputs
+
+    concrete = ahead.get_concrete_function([SPEC] * 3, SPEC)
+    for kind in ("Sin", "Mul"):
+        made = [each for each in concrete.graph.get_operations() if each.type == kind]
+        assert [waited_for(each) for each in made] == [[], ["Tanh"], ["Tanh"]]
+    x = tf.ones([4, 4])
+    np.testing.assert_array_equal(ahead(WEIGHTS, x), layers_of([2.0 * tf.sin(each) for each in WEIGHTS], x))
+
+
+@pytest.mark.parametrize("make", [lambda: keras.optimizers.SGD(0.1, momentum=0.9), lambda: keras.optimizers.Adam(0.1)])
+@pytest.mark.parametrize("by_all", [False, True])
+def test_a_gradient_is_made_when_the_one_before_it_is_used(make, by_all):
+    """Unless the updates want all of them, as clipping by their common norm does, and Keras' own operations do."""
+
+    def pulled(weights, x):
+        with tf.GradientTape() as tape:
+            tape.watch(weights)
+            y = layers_of(weights, x)
+        return tape.gradient(y, weights)
+
+    def used(gradients):
+        return tf.clip_by_global_norm(gradients, 0.1)[0] if by_all else gradients
+
+    pull = tf.function(pulled, autograph=False).get_concrete_function([SPEC] * 3, SPEC)
+    variables, expected = ([keras.Variable(each) for each in WEIGHTS] for _ in range(2))
+    optimizer, same = make(), make()
+    optimizer.build(variables)
+
+    @tf.function(autograph=False)
+    def step(weights, x):
+        gradients = inlined(pull, weights, x)
+        Update(optimizer, variables).apply(used(gradients))
+        handles = [tf.compat.v1.get_default_graph().capture(each.value.handle) for each in variables]
+        updated_one_by_one(gradients, weights, handles)
+
+    x = tf.ones([4, 4])
+    operations = step.get_concrete_function([SPEC] * 3, SPEC).graph.get_operations()
+    waits = [waited_for(each) for each in operations if each.type == "MatMul"]
+    in_turn = isinstance(optimizer, keras.optimizers.SGD) and not by_all
+    assert sum("ResourceApplyKerasMomentum" in each for each in waits) == (2 if in_turn else 0)
+    writes = ("ResourceApplyKerasMomentum", "AssignSubVariableOp")
+    updates = [waited_for(each) for each in operations if each.type in writes]
+    assert sum("MatMul" in each for each in updates) == len(WEIGHTS)  # which read the weights that they write
+    step(WEIGHTS, x)
+    same.apply(used(pulled(WEIGHTS, x)), expected)
+    for got, want in zip(variables, expected, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6)

@@ -48,11 +48,14 @@ CALLS = {
 }
 
 # Functions traced for each stage in its life: the two halves and the backward nested in the first, the backward with
-# the update (the last stage's with the forward, too), and what reads the newest weights: alone, in forward and in
-# backward, which are one at the last stage.
-STAGE_TRACES = {"forward": 1, "pull": 1, "backward": 1, "call": 1, "list": 1, "<lambda>": 3}
-# A forward that predicts once the pipeline is full has nothing to predict before: traced both ways.
-BOTH_WAYS = {"vanilla": 0, "spectrain": STAGES - 1}
+# the update (the last stage's with the forward, too), and what gives the weights.
+STAGE_TRACES = {"forward": 1, "pull": 1, "backward": 1, "call": 1, "list": 1}
+# Each reads or predicts them in its own call: forward and backward, which are one at the last stage, and what gives
+# them alone. A forward that predicts once the pipeline is full has nothing to predict before: traced both ways.
+WITH_WEIGHTS = {
+    "vanilla": {"_with_newest": 3 * STAGES - 1},
+    "spectrain": {"_with_newest": 3 * STAGES - 2, "_with_predicted": STAGES},
+}
 
 
 class Work:
@@ -145,7 +148,7 @@ def test_eager_operations_and_bytes_of_a_minibatch(scheme, monkeypatch):
     assert sum(pm.trace.transfers.size_bytes.tolist()) == (8 + 8 + 16) * 2 * (STAGES - 1) * CUT_BYTES
 
 
-@pytest.mark.parametrize("scheme", BOTH_WAYS)
+@pytest.mark.parametrize("scheme", WITH_WEIGHTS)
 def test_each_function_of_a_stage_is_traced_once(scheme, monkeypatch):
     traced: Counter = Counter()
     collected: list[bool] = []
@@ -162,8 +165,7 @@ def test_each_function_of_a_stage_is_traced_once(scheme, monkeypatch):
     pm = pipeline(scheme)
     train(pm, 8)
     expected = {name: STAGES * count for name, count in STAGE_TRACES.items()}
-    expected["<lambda>"] += BOTH_WAYS[scheme] - 1
-    assert traced == expected
+    assert traced == {**expected, **WITH_WEIGHTS[scheme]}
     traced.clear()
     train(pm, 8, epochs=2)  # the same functions, for whatever number of rows
     x, y = networks.data(ROWS + 3)

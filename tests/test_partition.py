@@ -154,31 +154,44 @@ def test_a_replicated_stage_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("scheme", "weights"),
+    ("scheme", "weights", "passing"),
     [
-        ("vanilla", [3, 3, 3, 3]),
-        ("weight-stashing", [6, 5, 4, 3]),
-        ("vertical-sync", [6, 6, 6, 6]),
-        ("spectrain", [3, 3, 4, 4]),  # predicted for a forward: no gradients are there
-        ("spectrain/local", [7, 6, 5, 3]),  # predicted for every minibatch in flight
-        ("spectrain/fitted", [6, 6, 6, 6]),  # weights and velocity of the observation under way
+        ("vanilla", [2, 2, 2, 2], [1, 1, 1, 1]),
+        # besides the versions that are still to be read, the one that an update's own backward has read
+        ("weight-stashing", [6, 5, 4, 2], [1, 1, 1, 1]),
+        ("vertical-sync", [6, 6, 6, 6], [1, 1, 1, 1]),
+        ("spectrain", [2, 2, 2, 3], [1, 1, 2, 1]),  # the last stage predicts once for forward and backward
+        ("spectrain/local", [6, 5, 4, 2], [1, 1, 1, 1]),  # predicted for every minibatch in flight
+        ("spectrain/fitted", [5, 5, 5, 5], [1, 1, 2, 1]),  # weights and velocity of the observation under way
     ],
 )
-def test_memory_in_multiples_of_the_weights(scheme, weights):
-    """Weights, momentum, gradients; what each scheme keeps besides; activations of every minibatch in flight."""
+def test_memory_in_multiples_of_the_weights(scheme, weights, passing):
+    """Weights, momentum; what each scheme keeps besides; gradients and predicted weights, of a block at a time."""
     name, _, horizon = scheme.partition("/")
     demands = [demand(Training(name, horizon=horizon or "round-trip"), stage, 4) for stage in range(4)]
     assert [each.weights for each in demands] == weights
+    assert [each.passing for each in demands] == passing
     assert [each.activations for each in demands] == [4, 3, 2, 1]
 
 
-def test_memory_of_microbatches_and_recomputation():
+def test_memory_of_microbatches_recomputation_and_gathered_gradients():
     # with gradients, their sum so far and the new one
-    assert demand(Training("gpipe", microbatches=4), 0, 2) == (5, 1, 0, 0.25)
-    assert demand(Training("1f1b", microbatches=4), 0, 2) == (5, 0.5, 0, 0.25)
-    assert demand(Training("2bw", microbatches=4), 0, 3) == (6, 0.75, 0, 0.25)  # and an old version
-    assert demand(Training("weight-stashing", recompute=True), 0, 4) == (6, 1, 4, 1)
-    assert demand(Training("vanilla", recompute=True), 0, 4) == (6, 1, 4, 1)  # forward's weights, to run it again with
+    assert demand(Training("gpipe", microbatches=4), 0, 2) == (5, 1, 0, 0.25, 0)
+    assert demand(Training("1f1b", microbatches=4), 0, 2) == (5, 0.5, 0, 0.25, 0)
+    assert demand(Training("2bw", microbatches=4), 0, 3) == (6, 0.75, 0, 0.25, 0)  # and an old version
+    assert demand(Training("weight-stashing", recompute=True), 0, 4) == (6, 1, 4, 1, 1)
+    assert demand(Training("vanilla", recompute=True), 0, 4) == (5, 1, 4, 1, 1)  # forward's weights, to run it again
+    assert demand(Training("vanilla", gathers=True), 0, 4) == (3, 4, 0, 1, 0)  # all gradients
+
+
+def test_the_memory_of_a_stage_by_hand():
+    """A block's gradients are there while it is at work; those of replicas, which are summed, all at once."""
+    profile = chain([(1, 2, 30, 4, 0), (1, 2, 50, 8, 0)])
+    training = Training("single")
+    (whole,) = plan(profile, [2], training=training).stages
+    assert whole.memory_bytes == 2 * 80 + 12 + max(2 * 2 + 30, 2 * 2 + 50)
+    (replicated,) = plan(profile, [2], replicas=[2], training=training).stages
+    assert replicated.memory_bytes == 3 * 80 + 6 + 2
 
 
 @pytest.mark.parametrize(

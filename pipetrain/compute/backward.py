@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from pipetrain.compute.bound import BoundFunction, Weights
+from pipetrain.compute.inlined import inlined, updated_one_by_one
 from pipetrain.compute.split import SplitFunction
 
 Gradients = list[Any]
@@ -44,7 +45,8 @@ class Backward:
     Args:
         halves: forward and backward.
         bound: binds a function to the stage's variables.
-        apply: ``apply(gradients, None, staleness)`` updates these.
+        apply: ``apply(gradients, None, staleness)`` updates the weights.
+        handles: of their variables.
         staleness: the spec of what ``apply`` takes as staleness, None if nothing.
         timed: tell when a forward in the call was done.
     """
@@ -54,10 +56,11 @@ class Backward:
         halves: SplitFunction,
         bound: Callable[[Any], BoundFunction],
         apply: Callable[[Gradients, None, tf.Tensor | None], None],
+        handles: Sequence[tf.Tensor],
         staleness: tf.TensorSpec | None,
         timed: bool,
     ) -> None:
-        self._halves, self._bound, self._apply = halves, bound, apply
+        self._halves, self._bound, self._apply, self._handles = halves, bound, apply, handles
         self._staleness, self._timed = staleness, timed
         self._calls: dict[Parts, BoundFunction] = {}
         self._begun, self._ran = 0, tf.Variable(tf.zeros([], tf.int64), trainable=False)  # calls with a forward
@@ -93,19 +96,21 @@ class Backward:
 
         def call(weights: Any, given: Any, starts: Any, staleness: Any, total: Gradients | None) -> Results:
             ran = ran_at_s = None
-            first: list[Any] = []
             if parts.runs:
-                ran, given = forward(weights, *given)
+                ran, given = inlined(forward, weights, *given)
                 with tf.control_dependencies(_there(ran)):
-                    first = [self._ran.assign_add(1).op]
+                    counted = self._ran.assign_add(1).op
                     ran_at_s = tf.timestamp() if self._timed else None
-            with tf.control_dependencies(first):
-                gradients, by_input = backward(weights, given, starts)
+                with tf.control_dependencies([counted]):
+                    starts = [tf.identity(start) for start in starts]
+            gradients, by_input = inlined(backward, weights, given, starts)
             if total is not None:
                 gradients = added(total, gradients, like)
             if parts.updates:
-                with tf.control_dependencies(_there([ran, gradients, by_input])):
-                    self._apply(gradients, None, staleness)  # when nobody reads the weights any more: in place
+                with tf.control_dependencies(_there(ran)):
+                    self._apply(gradients, None, staleness)
+                graph = tf.compat.v1.get_default_graph()
+                updated_one_by_one(gradients, weights, [graph.capture(handle) for handle in self._handles])
             return Results(ran, ran_at_s, None if parts.updates else gradients, by_input)
 
         others = self._staleness if parts.updates else None, like if parts.adds else None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
+from pipetrain.compute.inlined import inlined, made_when_needed
+from pipetrain.compute.structure import packer, unpacker
 from pipetrain.compute.uncollected import uncollected
 
 
@@ -53,16 +54,20 @@ class BoundFunction:
             return self._given(weights, *others)
         if not weights.horizon:
             if self._newest is None:
-                self._newest = self._trace(lambda *others: self._call(self._read(), *others))
+                self._newest = self._trace(self._with_newest)
             return self._newest(*others)
         if self._ahead is None:
-            self._ahead = self._trace(
-                lambda horizon, *others: self._call(self._predicted(horizon), *others), tf.TensorSpec([])
-            )
+            self._ahead = self._trace(self._with_predicted, tf.TensorSpec([]))
         return self._ahead(self._constant(float(weights.horizon), tf.float32), *others)
 
-    def _read(self) -> list[tf.Tensor]:
-        return [variable.value.read_value() for variable in self._variables]
+    def _with_newest(self, *others: Any) -> Any:
+        return inlined(self._call, [variable.value.read_value() for variable in self._variables], *others)
+
+    def _with_predicted(self, horizon: tf.Tensor, *others: Any) -> Any:
+        predicted = self._predicted(horizon)
+        result = inlined(self._call, predicted, *others)
+        made_when_needed(predicted)
+        return result
 
     def _trace(self, function: Callable[..., Any], *first: tf.TensorSpec) -> Any:
         with uncollected():
@@ -86,51 +91,6 @@ def direct(concrete: Any) -> Callable[..., Any]:
         return pack(iter(tf.raw_ops.StatefulPartitionedCall(args=tensors, Tout=types, f=concrete)))
 
     return call
-
-
-def unpacker(structure: Any) -> Callable[[Any, list[Any]], None]:
-    """Appends the tensors of values like this structure of specs to a list, in the order of ``tf.nest``."""
-    if structure is None:
-        return lambda value, flat: None
-    if isinstance(structure, tf.TensorSpec):
-        return lambda value, flat: flat.append(value)
-    if isinstance(structure, dict):
-        by_key = [(key, unpacker(structure[key])) for key in sorted(structure)]
-
-        def unpack_dict(value: Any, flat: list[Any]) -> None:
-            for key, unpack in by_key:
-                unpack(value[key], flat)
-
-        return unpack_dict
-    if isinstance(structure, (list, tuple)):
-        if all(isinstance(each, tf.TensorSpec) for each in structure):
-            return lambda value, flat: flat.extend(value)
-        parts = [unpacker(each) for each in structure]
-
-        def unpack_all(value: Any, flat: list[Any]) -> None:
-            for unpack, each in zip(parts, value):  # noqa: B905 - a moment of every call
-                unpack(each, flat)
-
-        return unpack_all
-    return lambda value, flat: flat.extend(tf.nest.flatten(value, expand_composites=True))
-
-
-def packer(structure: Any) -> Callable[[Iterator[tf.Tensor]], Any]:
-    """Puts flat tensors back into the structure they were flattened from; ``tf.nest`` would take longer than the op."""
-    if structure is None:
-        return lambda flat: None
-    if isinstance(structure, dict):
-        packers = {key: packer(structure[key]) for key in sorted(structure)}  # flattening goes by sorted keys
-        return lambda flat: {key: pack(flat) for key, pack in packers.items()}
-    if isinstance(structure, (list, tuple)):
-        parts, make = [packer(each) for each in structure], getattr(structure, "_make", type(structure))
-        if all(part is next for part in parts):
-            return lambda flat: make(islice(flat, len(parts)))
-        return lambda flat: make([pack(flat) for pack in parts])
-    if isinstance(structure, tf.IndexedSlices):
-        shaped = structure.dense_shape is not None
-        return lambda flat: tf.IndexedSlices(next(flat), next(flat), next(flat) if shaped else None)
-    return next
 
 
 def any_rows(values: Any) -> Any:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from pipetrain.compute.bound import packer
+from pipetrain.compute.inlined import operations
 
 Run = Callable[[Sequence[tf.Tensor], Sequence[tf.Tensor], Sequence[tf.Tensor], Any], tuple[Sequence[tf.Tensor], Any]]
 
@@ -71,10 +71,7 @@ def split(run: Run, weights: Any, state: Any, flows: Any, constants: Any) -> Spl
 
     def backward(weights: list[tf.Tensor], residuals: list[tf.Tensor], output_gradients: list[tf.Tensor]) -> Any:
         values, shapes = captures.fill_in(weights, residuals)
-        if shapes:
-            return _with_shapes(nested, [*output_gradients, *values], shapes)
-        nested.set_external_captures(values)
-        return nested(output_gradients)
+        return operations(nested, [*output_gradients, *values], shapes)
 
     residuals = specs(captures.residuals)
     pulled = tf.function(backward, autograph=False).get_concrete_function(weights, residuals, halves["gradients"])
@@ -151,25 +148,6 @@ def _only_shape(inner: tf.Tensor, nested: Any) -> bool:
     """Whether a function reads nothing but the shape of a tensor that it captured."""
     types = {op.type for op in inner.consumers()}
     return types == {"Shape"} and all(inner is not output for output in nested.graph.outputs)
-
-
-def _with_shapes(nested: Any, inputs: Sequence[tf.Tensor | None], shapes: dict[str, tf.Tensor]) -> Any:
-    """The nested function's operations anew, with shapes given instead of the tensors that they are of."""
-    graph = nested.graph
-    given = {inner.name: value for inner, value in zip(graph.inputs, inputs, strict=True) if value is not None}
-    given.update(shapes)
-    gone = {inner.op.name for inner in graph.inputs} | {name.partition(":")[0] for name in shapes}
-    whole = graph.as_graph_def()
-    part = tf.compat.v1.GraphDef(versions=whole.versions, library=whole.library)
-    part.node.extend(node for node in whole.node if node.name not in gone)
-    for node in part.node:
-        node.input[:] = [name for name in node.input if name.removeprefix("^") not in gone or not name.startswith("^")]
-        node.attr.pop("_class", None)  # wishes to be where another node is, which may be gone
-    used = {name if ":" in name else f"{name}:0" for node in part.node for name in node.input}
-    wanted = [tensor.name for tensor in graph.outputs if tensor.name not in given]
-    feeds = {name: value for name, value in given.items() if name in used}
-    made = dict(zip(wanted, tf.graph_util.import_graph_def(part, feeds, return_elements=wanted), strict=True))
-    return packer(nested.structured_outputs)(iter([{**given, **made}[tensor.name] for tensor in graph.outputs]))
 
 
 def _origin(tensor: tf.Tensor) -> tf.Tensor:

@@ -182,7 +182,9 @@ class Stage:
             if is_remote(self.device):
                 halves = packed(halves)
             self._forward, self._starts = self._bound(halves.forward), halves.outputs
-            self._backward = Backward(halves, self._bound, self._step, self._staleness, is_prompt(self.device))
+            handles = [variable.value.handle for variable in self.variables]
+            timed = is_prompt(self.device)
+            self._backward = Backward(halves, self._bound, self._step, handles, self._staleness, timed)
             self._gradients = halves.backward.structured_outputs[0]
             self._update = self._squared_norm = None  # traced when they are needed
         output = halves.forward.structured_outputs[0][0]

@@ -35,7 +35,7 @@ class Update:
         variables: Sequence[keras.Variable],
         rule: Rule = Rule(),  # noqa: B008 - a tuple, never changed
     ) -> None:
-        self._optimizer, self._variables = optimizer, list(variables)
+        self._optimizer, self._variables, self._furthest = optimizer, list(variables), rule.furthest
         self._rate = self._velocity = self.fit = None
         if rule.predicts and (isinstance(optimizer, keras.optimizers.Adam) or optimizer.weight_decay):
             self._rate = tf.Variable(0.0, trainable=False)  # of the last step, which slots or decay do not carry
@@ -83,7 +83,11 @@ class Update:
         ratio = self.fit.ratio() if self.fit else None
         predicted = []
         for variable, velocity in zip(self._variables, self.velocity(), strict=True):
-            left, steps = self._ahead(variable, variable.value.read_value(), horizon)
+            value = variable.value.read_value()
+            if self._furthest == 1 and ratio is None and not self._decays(variable):
+                predicted.append(value + velocity)  # what ``predict`` says of one update, in one pass over memory
+                continue
+            left, steps = self._ahead(variable, value, horizon)
             if ratio is not None:
                 steps = steps * tf.cast(ratio, steps.dtype)
             predicted.append(predict(left, velocity, steps))
@@ -114,10 +118,9 @@ class Update:
 
     def _plain(self, gradients: list[Any]) -> bool:
         """Whether the step is nothing but Keras' momentum rule."""
-        optimizer = self._optimizer
-        clips = optimizer.clipnorm or optimizer.clipvalue or optimizer.global_clipnorm
         present = all(gradient is not None for gradient in gradients)
-        return present and not clips and not any(variable.constraint for variable in self._variables)
+        constrained = any(variable.constraint for variable in self._variables)
+        return present and not _clips(self._optimizer) and not constrained
 
     def _momentum_step(self, gradients: list[Any]) -> None:
         """TensorFlow's kernel of Keras' rule: one pass over memory where the optimizer's own ops make several.
@@ -137,10 +140,19 @@ class Update:
         optimizer.iterations.assign_add(1)
 
 
+def _clips(optimizer: keras.optimizers.Optimizer) -> bool:
+    return bool(optimizer.clipnorm or optimizer.clipvalue or optimizer.global_clipnorm)
+
+
 def _is_momentum(optimizer: keras.optimizers.Optimizer) -> bool:
     if type(optimizer) is not keras.optimizers.SGD or not optimizer.momentum:
         return False
     return not optimizer.nesterov and not optimizer.weight_decay
+
+
+def gathers(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether all gradients of a stage are there before the first is used."""
+    return not _is_momentum(optimizer) or _clips(optimizer)
 
 
 def slots_per_weight(optimizer: keras.optimizers.Optimizer, rule: Rule) -> int:

@@ -110,13 +110,16 @@ class Costs:
     def memory(self, replicas: int, demand: Demand) -> Memory:
         """What one device of any blocks keeps.
 
-        While a block runs backward, its inputs and outputs and the gradients of both are there too.
+        While a block runs backward, its inputs and outputs and the gradients of both are there too, and those of its
+        weights; where replicas sum these, those of all blocks.
         """
         if (replicas, demand) not in self._memory:
             share = self._share(replicas)
-            running = demand.weights * self._weights + share * demand.activations * self._kept
+            stays, passes = (0.0, demand.passing) if replicas == 1 else (demand.passing, 0.0)
+            running = (demand.weights + stays) * self._weights + share * demand.activations * self._kept
             start = running - share * (demand.activations + demand.inputs) * self._crossing
             work = 2 * share * demand.work * (self._crossing[:-1] + self._crossing[1:])
+            work = work + passes * np.diff(self._weights)
             self._memory[replicas, demand] = Memory(Affine(running, start), work)
         return self._memory[replicas, demand]
 

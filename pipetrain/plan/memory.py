@@ -13,7 +13,9 @@ from pipetrain.plan.versions import WeightVersions
 class Training(NamedTuple):
     """How a model is trained, as far as its memory goes.
 
-    ``slots`` are the optimizer's variables per weight: 1 for SGD with momentum, 2 for Adam.
+    ``slots`` are the optimizer's variables per weight: 1 for SGD with momentum, 2 for Adam; ``gathers``: whether all
+    gradients of a stage are there before the first is used, as it is where they are clipped by the norm of all, and
+    with all optimizers but SGD with plain momentum.
     """
 
     scheme: str = "spectrain"
@@ -21,6 +23,7 @@ class Training(NamedTuple):
     microbatches: int = 1
     recompute: bool = False
     horizon: str = HORIZONS[0]
+    gathers: bool = False
 
     def under(self, scheme: str) -> Training:
         """The same with another scheme, which may have no horizon."""
@@ -31,23 +34,27 @@ class Demand(NamedTuple):
     """What a stage keeps at its fullest, in multiples of its weights' bytes and of one minibatch's activations.
 
     ``inputs`` counts minibatches of which only the stage's inputs are kept, ``work`` those a block works on at once.
+    ``passing`` are what a block needs beside in multiples of its own weights, while it is at work: gradients and
+    predicted weights; all blocks at once where replicas sum their gradients.
     """
 
     weights: float
     activations: float
     inputs: float = 0.0
     work: float = 1.0
+    passing: float = 0.0
 
 
 @cache
 def demand(training: Training, stage: int, stages: int) -> Demand:
     """The demand of stage k of N: a dry run of its schedule, with integers for weights.
 
-    Weights: the newest, the optimizer's slots, and the most that an action has beside them: gradients during a
-    backward, the sum of those of earlier microbatches, a predicted copy that it reads, and every old version that is
-    still to be read; where the multiple of the velocity is fitted, the weights and the velocity that the observation
-    under way began with. Activations: of all microbatches in flight; with recomputation of one, and the inputs of the
-    others.
+    Weights: the newest, the optimizer's slots, every old version that is still to be read, predicted copies that are
+    read again; where the multiple of the velocity is fitted, the weights and the velocity that the observation under
+    way began with, and at its end how far the weights have gone. Gradients are there while their block is at work and
+    until its weights are updated, unless the optimizer gathers them or those of several microbatches are summed, and
+    likewise what is predicted to be read once. Activations: of all microbatches in flight; with
+    recomputation of one, and the inputs of the others.
     """
     trained = scheme(training.scheme, training.horizon)
     pieces = max(training.microbatches, trained.least_microbatches(stages)) if trained.splits else 1
@@ -56,21 +63,26 @@ def demand(training: Training, stage: int, stages: int) -> Demand:
     in_flight = peak_in_flight(order) / pieces
     versions = WeightVersions(trained.policy, stage, stages, newest=lambda horizon: horizon, keep=lambda horizon: 0)
     observed = 2 if trained.rule(stage, stages).fit_horizon else 0
-    more, gathered = 0, 0  # a predicted copy is one that has a horizon and is not kept
+    gathers = pieces > 1 or training.gathers
+    more, passing, gathered = 0, 0, 0
     for action in order:
         minibatch, piece = divmod(action.minibatch, pieces)
-        forward, before = action.op == "F", versions.kept
-        predicted = 1 if (versions.forward if forward else versions.backward)(minibatch) else 0
+        forward, before, held = action.op == "F", versions.kept, versions.old
+        predicted = 1 if (versions.forward if forward else versions.backward)(minibatch) else 0  # and not kept
         gradients = gathered if forward else 1 + 2 * gathered  # this microbatch's, the sum so far, and the new sum
-        more = max(more, max(before, versions.kept) + predicted + gradients)  # it may be given what was kept for it
+        whole = gradients if gathers else 0
+        if predicted and stage == stages - 1:  # for the forward, and the backward in the same call
+            whole, predicted = whole + predicted, 0
+        passing = max(passing, predicted + (0 if gathers or forward else 1))
+        more = max(more, max(before, versions.kept) + whole)  # it may be given what was kept for it
         if not forward:
             gathered = 1 if piece < pieces - 1 else 0
             if not gathered:
                 versions.before_update()
-                more = max(more, versions.kept + (2 if observed else 1))  # gradients, and how far the weights have gone
+                more = max(more, len(held | versions.old) + (1 if gathers or observed else 0))  # its own, while it runs
     weights: float = 1 + training.slots + observed + more
     if not training.recompute:
-        return Demand(weights, in_flight, work=1 / pieces)
+        return Demand(weights, in_flight, work=1 / pieces, passing=passing)
     if not versions.lasts(3 * stages):  # every forward's weights are kept for running it again
         weights += in_flight - (0 if trained.policy.predicts else 1)
-    return Demand(weights, 1 / pieces, in_flight, work=1 / pieces)
+    return Demand(weights, 1 / pieces, in_flight, 1 / pieces, passing)

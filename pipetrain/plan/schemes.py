@@ -11,11 +11,13 @@ from pipetrain.plan import schedules, versions
 class Rule(NamedTuple):
     """What the updates of one stage do beside the optimizer's own step.
 
-    ``predicts``: the velocity is wanted; ``fit_horizon``: over so many updates its best multiple is learnt (0: not);
-    ``spikes``, ``rescale_steps``: see ``corrections``.
+    ``predicts``: the velocity is wanted; ``furthest``: for no more updates ahead than these (0: for any number);
+    ``fit_horizon``: over so many updates its best multiple is learnt (0: not); ``spikes``, ``rescale_steps``: see
+    ``corrections``.
     """
 
     predicts: bool = False
+    furthest: int = 0
     fit_horizon: int = 0
     spikes: bool = False
     rescale_steps: int = 0
@@ -47,8 +49,8 @@ class Scheme(NamedTuple):
     def rule(self, stage: int, stages: int) -> Rule:
         """What the updates of stage k of N do."""
         steady = 2 * stages  # a minibatch that finds the pipeline full
-        horizon = self.policy.forward(steady, stage, stages).horizon if self.fits else 0
-        return Rule(self.policy.predicts, horizon, self.spikes, self.rescale_steps)
+        furthest = self.policy.forward(steady, stage, stages).horizon
+        return Rule(self.policy.predicts, furthest, furthest if self.fits else 0, self.spikes, self.rescale_steps)
 
     def least_microbatches(self, stages: int) -> int:
         """The fewest microbatches that give every version in time."""

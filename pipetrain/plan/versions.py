@@ -207,6 +207,11 @@ class WeightVersions:
         self.version += 1
 
     @property
+    def old(self) -> set[int]:
+        """Old versions that are held."""
+        return set(self._kept)
+
+    @property
     def kept(self) -> int:
         """Versions held besides the newest."""
         return len(self._kept) + len(self._predicted)

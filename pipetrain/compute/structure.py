@@ -1,0 +1,54 @@
+"""Nested structures of tensors as flat lists, and back: ``tf.nest`` would take longer than the call they are for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import tensorflow as tf
+
+
+def unpacker(structure: Any) -> Callable[[Any, list[Any]], None]:
+    """Appends the tensors of values like this structure of specs to a list, in the order of ``tf.nest``."""
+    if structure is None:
+        return lambda value, flat: None
+    if isinstance(structure, tf.TensorSpec):
+        return lambda value, flat: flat.append(value)
+    if isinstance(structure, dict):
+        by_key = [(key, unpacker(structure[key])) for key in sorted(structure)]
+
+        def unpack_dict(value: Any, flat: list[Any]) -> None:
+            for key, unpack in by_key:
+                unpack(value[key], flat)
+
+        return unpack_dict
+    if isinstance(structure, (list, tuple)):
+        if all(isinstance(each, tf.TensorSpec) for each in structure):
+            return lambda value, flat: flat.extend(value)
+        parts = [unpacker(each) for each in structure]
+
+        def unpack_all(value: Any, flat: list[Any]) -> None:
+            for unpack, each in zip(parts, value):  # noqa: B905 - a moment of every call
+                unpack(each, flat)
+
+        return unpack_all
+    return lambda value, flat: flat.extend(tf.nest.flatten(value, expand_composites=True))
+
+
+def packer(structure: Any) -> Callable[[Iterator[tf.Tensor]], Any]:
+    """Puts flat tensors back into the structure they were flattened from."""
+    if structure is None:
+        return lambda flat: None
+    if isinstance(structure, dict):
+        packers = {key: packer(structure[key]) for key in sorted(structure)}  # flattening goes by sorted keys
+        return lambda flat: {key: pack(flat) for key, pack in packers.items()}
+    if isinstance(structure, (list, tuple)):
+        parts, make = [packer(each) for each in structure], getattr(structure, "_make", type(structure))
+        if all(part is next for part in parts):
+            return lambda flat: make(islice(flat, len(parts)))
+        return lambda flat: make([pack(flat) for pack in parts])
+    if isinstance(structure, tf.IndexedSlices):
+        shaped = structure.dense_shape is not None
+        return lambda flat: tf.IndexedSlices(next(flat), next(flat), next(flat) if shaped else None)
+    return next
