@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.steal import undisturbed
 from pipetrain.plan.table import table
 from pipetrain.run.quiet import start_tensorflow
 
@@ -201,7 +202,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in options.table or TABLES:
         cases = TABLES[name]
         trainers = [trainer(case, options.steps) for case in cases]
-        rounds = [[train() for train in trainers] for _ in range(1 + options.rounds)][1:]  # the first one traces
+        rounds = [[undisturbed(train) for train in trainers] for _ in range(1 + options.rounds)][
+            1:
+        ]  # the first one traces
         header = ("stages", "layers each", "microbatches", "ms a step", "lowest - highest", "processors' ms")
         header += ("us an action", "within it")
         reached = ("reached",) if cases[0].way == FUNCTION else ()

@@ -1,12 +1,18 @@
-"""Processes that take turns: only one of them works at a time, so that a machine whose speed drifts is fair to all."""
+"""Processes that take turns: only one of them works at a time, so that a machine whose speed drifts is fair to all.
+
+A turn during which other machines took the processors is taken again.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
+
+from benchmarks.steal import undisturbed
 
 Job = TypeVar("Job")
 Work = Callable[[Job], Iterator[Any]]
@@ -46,15 +52,19 @@ def teams_taking_turns(work: Work[Job], teams: Sequence[Sequence[Job]], rounds: 
     results: list[list[Any]] = [[] for _ in teams]
     for number in range(rounds):
         for pipes, result in zip(started, results, strict=True):
-            for pipe in pipes:
-                pipe.send(True)
-            result.append(_replies(pipes)[0])
+            result.append(undisturbed(partial(_turn, pipes)))
         print(f"\rround {number + 1} of {rounds}", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     for pipes in started:
         for pipe in pipes:
             pipe.send(False)
     return results
+
+
+def _turn(pipes: Sequence[Connection]) -> Any:
+    for pipe in pipes:
+        pipe.send(True)
+    return _replies(pipes)[0]
 
 
 def _replies(pipes: Sequence[Connection]) -> list[Any]:

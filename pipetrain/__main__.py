@@ -97,7 +97,7 @@ def _given(options: argparse.Namespace, cluster: Cluster | None) -> Given:
     model = keras.saving.load_model(options.model, compile=False)
     scheme = options.scheme if isinstance(options.scheme, str) else "spectrain"
     schemes.check_options(scheme, options.horizon, False, None)
-    momentum = options.slots == 1
+    momentum = options.slots == 1 and not schemes.SCHEMES[scheme].spikes
     training = Training(
         scheme, options.slots, options.microbatches, options.recompute, options.horizon, gathers=not momentum
     )

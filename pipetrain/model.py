@@ -210,8 +210,11 @@ class PipelineModel(keras.Model):
             self._engine.compiled(self.optimizer)
         else:
             layout = self._engine.layout
-            slots = slots_per_weight(self.optimizer, self._chosen.rule(0, 2 * layout.stages))
-            layout.training = layout.training._replace(slots=slots, gathers=gathers(self.optimizer))
+            rule = self._chosen.rule(0, 2 * layout.stages)
+            layout.training = layout.training._replace(
+                slots=slots_per_weight(self.optimizer, rule),
+                gathers=gathers(self.optimizer, rule, self.inner.trainable_variables),
+            )
             self._scores = Scores(self, self.inner.outputs, self._engine.pack, self.resumption.metrics_built)
             self._engine.compiled(self.optimizer, loss, self._scores.loss)
         self.compiled = True

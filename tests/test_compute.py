@@ -282,10 +282,15 @@ def test_a_gradient_is_made_when_the_one_before_it_is_used(make, by_all):
 
     x = tf.ones([4, 4])
     operations = step.get_concrete_function([SPEC] * 3, SPEC).graph.get_operations()
-    waits = [waited_for(each) for each in operations if each.type == "MatMul"]
+    kernel = "ResourceApplyKerasMomentum"
     in_turn = isinstance(optimizer, keras.optimizers.SGD) and not by_all
-    assert sum("ResourceApplyKerasMomentum" in each for each in waits) == (2 if in_turn else 0)
-    writes = ("ResourceApplyKerasMomentum", "AssignSubVariableOp")
+    for number, operation in enumerate(each for each in operations if each.type == kernel):
+        (made,) = operation.inputs[3].op.inputs if in_turn else [None]  # the gradient, without the copy
+        later = [each.name for each in made.op.control_inputs if each.type == kernel] if in_turn else []
+        assert later == ([f"{kernel}_{number + 1}"] if in_turn and number < 2 else [])
+    if not in_turn:
+        assert not any(kernel in waited_for(each) for each in operations if each.type == "MatMul")
+    writes = (kernel, "AssignSubVariableOp")
     updates = [waited_for(each) for each in operations if each.type in writes]
     assert sum("MatMul" in each for each in updates) == len(WEIGHTS)  # which read the weights that they write
     step(WEIGHTS, x)

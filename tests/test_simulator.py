@@ -409,7 +409,7 @@ def test_schemes_side_by_side():
     assert f"{gain:.2f}x" in lines[3]
     assert gain > 2.5
     assert "no cut fits" in str(compare(chain(8), 1, ["gpipe"], cluster, minibatches=4))
-    small = Cluster(cluster.levels, memory_bytes=2 * 10**8)  # too small for all blocks on one device
+    small = Cluster(cluster.levels, memory_bytes=15 * 10**7)  # too small for all blocks on one device
     apart = compare(chain(8), 4, ["single", "spectrain"], small, minibatches=4)
     assert [*apart.traces] == ["spectrain"]
 

@@ -61,7 +61,7 @@ class BoundFunction:
         return self._ahead(self._constant(float(weights.horizon), tf.float32), *others)
 
     def _with_newest(self, *others: Any) -> Any:
-        return inlined(self._call, [variable.value.read_value() for variable in self._variables], *others)
+        return self._call([variable.value.read_value() for variable in self._variables], *others)
 
     def _with_predicted(self, horizon: tf.Tensor, *others: Any) -> Any:
         predicted = self._predicted(horizon)

@@ -71,7 +71,7 @@ def updated_one_by_one(gradients: Sequence[Any], weights: Sequence[tf.Tensor], h
 
     A gradient is so read while it is in the processor's caches, and not in memory together with all others. An update
     waits for all operations that read the value (``weights``) of the variable with this handle: else it would write a
-    copy.
+    copy. Should an operation fail in between, some layers are updated and others are not.
     """
     updates = [[each for each in handle.consumers() if each.type != "ReadVariableOp"] for handle in handles]
     for weight, writing in zip(weights, updates, strict=True):
@@ -85,7 +85,7 @@ def updated_one_by_one(gradients: Sequence[Any], weights: Sequence[tf.Tensor], h
     ]
     needed: set[str] = set()  # for the updates so far
     before: list[tf.Operation] = []
-    for gradient, writing in sorted(made, key=lambda each: _number(each[0].op)):
+    for gradient, writing in sorted(made, key=lambda each: _number(_origin(each[0]))):  # the last layer's first
         own = _only_for(gradient)
         if not any(operation.name in needed for operation in own):  # else no update can come before it
             for operation in own:
@@ -131,6 +131,14 @@ def _only_for(tensor: tf.Tensor) -> list[tf.Operation]:
                 found[operation.name] = operation
                 waiting.append(operation)
     return [each for each in found.values() if each.type not in SOURCES and not each.op_def.is_stateful]
+
+
+def _origin(tensor: tf.Tensor) -> tf.Operation:
+    """What made the tensor, which functions return as a copy."""
+    operation = tensor.op
+    while operation.type == "Identity":
+        operation = operation.inputs[0].op
+    return operation
 
 
 def _number(operation: tf.Operation) -> int:

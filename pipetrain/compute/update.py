@@ -119,8 +119,7 @@ class Update:
     def _plain(self, gradients: list[Any]) -> bool:
         """Whether the step is nothing but Keras' momentum rule."""
         present = all(gradient is not None for gradient in gradients)
-        constrained = any(variable.constraint for variable in self._variables)
-        return present and not _clips(self._optimizer) and not constrained
+        return present and not _clips(self._optimizer) and not _constrained(self._variables)
 
     def _momentum_step(self, gradients: list[Any]) -> None:
         """TensorFlow's kernel of Keras' rule: one pass over memory where the optimizer's own ops make several.
@@ -144,15 +143,19 @@ def _clips(optimizer: keras.optimizers.Optimizer) -> bool:
     return bool(optimizer.clipnorm or optimizer.clipvalue or optimizer.global_clipnorm)
 
 
+def _constrained(variables: Sequence[keras.Variable]) -> bool:
+    return any(variable.constraint for variable in variables)
+
+
 def _is_momentum(optimizer: keras.optimizers.Optimizer) -> bool:
     if type(optimizer) is not keras.optimizers.SGD or not optimizer.momentum:
         return False
     return not optimizer.nesterov and not optimizer.weight_decay
 
 
-def gathers(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether all gradients of a stage are there before the first is used."""
-    return not _is_momentum(optimizer) or _clips(optimizer)
+def gathers(optimizer: keras.optimizers.Optimizer, rule: Rule, variables: Sequence[keras.Variable]) -> bool:
+    """Whether all gradients of a stage are there before the first is used; weights without one are not known yet."""
+    return rule.spikes or not _is_momentum(optimizer) or _clips(optimizer) or _constrained(variables)
 
 
 def slots_per_weight(optimizer: keras.optimizers.Optimizer, rule: Rule) -> int:

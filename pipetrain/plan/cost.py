@@ -110,8 +110,8 @@ class Costs:
     def memory(self, replicas: int, demand: Demand) -> Memory:
         """What one device of any blocks keeps.
 
-        While a block runs backward, its inputs and outputs and the gradients of both are there too, and those of its
-        weights; where replicas sum these, those of all blocks.
+        While a block runs backward, its inputs and outputs and the gradients of both are there too, and what passes of
+        its weights, gradients and predicted ones; where replicas sum gradients, those of all blocks.
         """
         if (replicas, demand) not in self._memory:
             share = self._share(replicas)

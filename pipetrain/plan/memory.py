@@ -14,8 +14,8 @@ class Training(NamedTuple):
     """How a model is trained, as far as its memory goes.
 
     ``slots`` are the optimizer's variables per weight: 1 for SGD with momentum, 2 for Adam; ``gathers``: whether all
-    gradients of a stage are there before the first is used, as it is where they are clipped by the norm of all, and
-    with all optimizers but SGD with plain momentum.
+    gradients of a stage are there before the first is used, as with all optimizers but SGD with plain momentum, and
+    there too where gradients are clipped, weights constrained or spikes compensated.
     """
 
     scheme: str = "spectrain"
