@@ -202,9 +202,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in options.table or TABLES:
         cases = TABLES[name]
         trainers = [trainer(case, options.steps) for case in cases]
-        rounds = [[undisturbed(train) for train in trainers] for _ in range(1 + options.rounds)][
-            1:
-        ]  # the first one traces
+        rounds = [[undisturbed(train) for train in trainers] for _ in range(1 + options.rounds)]
+        del rounds[0]  # which traced
         header = ("stages", "layers each", "microbatches", "ms a step", "lowest - highest", "processors' ms")
         header += ("us an action", "within it")
         reached = ("reached",) if cases[0].way == FUNCTION else ()

@@ -53,8 +53,8 @@ def demand(training: Training, stage: int, stages: int) -> Demand:
     read again; where the multiple of the velocity is fitted, the weights and the velocity that the observation under
     way began with, and at its end how far the weights have gone. Gradients are there while their block is at work and
     until its weights are updated, unless the optimizer gathers them or those of several microbatches are summed, and
-    likewise what is predicted to be read once. Activations: of all microbatches in flight; with
-    recomputation of one, and the inputs of the others.
+    likewise what is predicted to be read once. Activations: of all microbatches in flight; with recomputation of one,
+    and the inputs of the others.
     """
     trained = scheme(training.scheme, training.horizon)
     pieces = max(training.microbatches, trained.least_microbatches(stages)) if trained.splits else 1
@@ -79,7 +79,8 @@ def demand(training: Training, stage: int, stages: int) -> Demand:
             gathered = 1 if piece < pieces - 1 else 0
             if not gathered:
                 versions.before_update()
-                more = max(more, len(held | versions.old) + (1 if gathers or observed else 0))  # its own, while it runs
+                held |= versions.old  # what the update's own backward has read is there until it ends
+                more = max(more, len(held) + (1 if gathers or observed else 0))
     weights: float = 1 + training.slots + observed + more
     if not training.recompute:
         return Demand(weights, in_flight, work=1 / pieces, passing=passing)
