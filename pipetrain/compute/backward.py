@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from pipetrain.compute.bound import BoundFunction, Weights
 from pipetrain.compute.inlined import inlined, updated_one_by_one
+from pipetrain.compute.packed import packed_specs, unpacked
 from pipetrain.compute.split import SplitFunction
 
 Gradients = list[Any]
@@ -74,7 +75,7 @@ class Backward:
         staleness: tf.Tensor | None,
         total: Gradients | None,
     ) -> Results:
-        """One call. ``given`` are the residuals, or what the forward takes: state, flows and constants."""
+        """One call. ``given`` are the packed residuals, or what the forward takes: state, flows and constants."""
         if parts not in self._calls:
             self._calls[parts] = self._bound(self._traced(parts))
         self._begun += parts.runs
@@ -89,21 +90,22 @@ class Backward:
 
     def _traced(self, parts: Parts) -> Any:
         forward, backward = self._halves.forward, self._halves.backward
-        weights, given, starts = backward.structured_input_signature[0]
+        weights, residuals, starts = backward.structured_input_signature[0]
         like = backward.structured_outputs[0]
-        if parts.runs:
-            weights, *given = forward.structured_input_signature[0]
+        given = forward.structured_input_signature[0][1:] if parts.runs else packed_specs(residuals)
 
         def call(weights: Any, given: Any, starts: Any, staleness: Any, total: Gradients | None) -> Results:
             ran = ran_at_s = None
             if parts.runs:
-                ran, given = inlined(forward, weights, *given)
+                ran, kept = inlined(forward, weights, *given)
                 with tf.control_dependencies(_there(ran)):
                     counted = self._ran.assign_add(1).op
                     ran_at_s = tf.timestamp() if self._timed else None
                 with tf.control_dependencies([counted]):
                     starts = [tf.identity(start) for start in starts]
-            gradients, by_input = inlined(backward, weights, given, starts)
+            else:
+                kept = unpacked(given, residuals)
+            gradients, by_input = inlined(backward, weights, kept, starts)
             if total is not None:
                 gradients = added(total, gradients, like)
             if parts.updates:

@@ -31,10 +31,15 @@ class Door(NamedTuple):
 
 
 class Outlet:
-    """What one of ``replicas`` replicas sends to all replicas of a neighbouring stage, one message to each."""
+    """What one of ``replicas`` replicas sends to all replicas of a neighbouring stage, one message to each.
 
-    def __init__(self, doors: Sequence[Door], replica: int = 0, replicas: int = 1) -> None:
-        self._doors, self._replica, self._replicas = list(doors), replica, replicas
+    Where all is ``even``, it takes the same bytes whenever there are as many rows, and is measured once: a tensor asked
+    for its shape lets go of Python's lock, once for every dimension, which then may be another thread's.
+    """
+
+    def __init__(self, doors: Sequence[Door], replica: int = 0, replicas: int = 1, even: bool = False) -> None:
+        self._doors, self._replica, self._replicas, self._even = list(doors), replica, replicas, even
+        self._sizes_bytes: dict[tuple[int, int], int] = {}
         self._sent: list[tuple[int, int, int, float, float]] = []
 
     def send(self, message: Callable[[Rows], Any], values: Rows, rows: int, microbatch: int | None = None) -> None:
@@ -52,7 +57,14 @@ class Outlet:
             moved = moved_to(door.device, theirs)
             end_s = time.perf_counter()
             door.mailbox.put(message(moved))  # before the bookkeeping: somebody may wait for it
-            self._sent.append((microbatch, replica, _size_bytes(moved), start_s, end_s))
+            self._sent.append((microbatch, replica, self._size_bytes(moved, rows, replica), start_s, end_s))
+
+    def _size_bytes(self, values: Rows, rows: int, replica: int) -> int:
+        """What the values take, which are sent to this replica of a microbatch of so many rows."""
+        size = self._sizes_bytes.get((rows, replica)) if self._even else None
+        if size is None:
+            size = self._sizes_bytes[rows, replica] = _size_bytes(values)
+        return size
 
     def transfers(self, op: What, stage: int, to_stage: int) -> Iterator[Transfer]:
         """What was sent and recorded, for this action, from the one stage to the other."""
