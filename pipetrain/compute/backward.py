@@ -97,15 +97,13 @@ class Backward:
         def call(weights: Any, given: Any, starts: Any, staleness: Any, total: Gradients | None) -> Results:
             ran = ran_at_s = None
             if parts.runs:
-                ran, kept = inlined(forward, weights, *given)
+                ran, given = inlined(forward, weights, *given)
                 with tf.control_dependencies(_there(ran)):
                     counted = self._ran.assign_add(1).op
                     ran_at_s = tf.timestamp() if self._timed else None
                 with tf.control_dependencies([counted]):
                     starts = [tf.identity(start) for start in starts]
-            else:
-                kept = unpacked(given, residuals)
-            gradients, by_input = inlined(backward, weights, kept, starts)
+            gradients, by_input = inlined(backward, weights, unpacked(given, residuals), starts)
             if total is not None:
                 gradients = added(total, gradients, like)
             if parts.updates:

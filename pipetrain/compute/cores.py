@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import tensorflow as tf
 
@@ -23,6 +24,7 @@ def full_name(name: str) -> str:
     )
 
 
+@cache  # asked for several times an action
 def is_remote(device: str) -> bool:
     """Whether a device, by its full name, is another process's: TensorFlow names the cluster's job for these alone."""
     return device.startswith("/job:") and not device.startswith("/job:localhost/")

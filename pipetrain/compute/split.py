@@ -40,12 +40,15 @@ class SplitFunction(NamedTuple):
     residuals: list[tf.Tensor]
 
 
-def split(run: Run, weights: Any, state: Any, flows: Any, constants: Any) -> SplitFunction:
+def split(
+    run: Run, weights: Any, state: Any, flows: Any, constants: Any, handed: Callable[[list[tf.Tensor]], Any] = list
+) -> SplitFunction:
     """Trace ``run(weights, state, flows, constants) -> (outputs, aux)`` into a forward and a backward function.
 
     Args:
         run: the computation; ``outputs`` are the floating-point tensors that gradients start from.
         weights, state, flows: lists of ``tf.TensorSpec``; ``constants`` any nested structure of them.
+        handed: what the forward is to give of its residuals; the backward takes these as they are.
     """
     halves: dict[str, Any] = {}
 
@@ -64,7 +67,7 @@ def split(run: Run, weights: Any, state: Any, flows: Any, constants: Any) -> Spl
         nested = tf.function(pull, autograph=False).get_concrete_function(gradients)
         captures = _Captures(nested, weights)
         halves.update(nested=nested, captures=captures, gradients=gradients)
-        return aux, captures.residuals
+        return aux, handed(captures.residuals)
 
     traced = tf.function(forward, autograph=False).get_concrete_function(weights, state, flows, constants)
     nested, captures = halves["nested"], halves["captures"]

@@ -15,7 +15,7 @@ from pipetrain.compute.bound import BoundFunction, Newest, Weights, direct
 from pipetrain.compute.clipping import SQUARED_NORM, clipped, positive, squared_norm
 from pipetrain.compute.clone import clone
 from pipetrain.compute.cores import is_prompt, is_remote
-from pipetrain.compute.packed import packing
+from pipetrain.compute.packed import packed
 from pipetrain.compute.segment import Segment, mask_of
 from pipetrain.compute.slots import Slot, shared
 from pipetrain.compute.split import specs, split
@@ -178,8 +178,8 @@ class Stage:
         inputs = [_any_rows(spec) for spec in specs(self.segment.inputs)]
         flows, constants = self._sorted(Values(inputs, list(masks)), targets)
         with tf.device(self.device):
-            halves = split(self._run, specs(self._weights), specs(self._model_state), flows, constants)
-            self._forward, self._starts = self._bound(packing(halves.forward)), halves.outputs
+            halves = split(self._run, specs(self._weights), specs(self._model_state), flows, constants, packed)
+            self._forward, self._starts = self._bound(halves.forward), halves.outputs
             handles = [variable.value.handle for variable in self.variables]
             timed = is_prompt(self.device)
             self._backward = Backward(halves, self._bound, self._step, handles, self._staleness, timed)

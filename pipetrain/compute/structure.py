@@ -16,24 +16,30 @@ def unpacker(structure: Any) -> Callable[[Any, list[Any]], None]:
     if isinstance(structure, tf.TensorSpec):
         return lambda value, flat: flat.append(value)
     if isinstance(structure, dict):
-        by_key = [(key, unpacker(structure[key])) for key in sorted(structure)]
-
-        def unpack_dict(value: Any, flat: list[Any]) -> None:
-            for key, unpack in by_key:
-                unpack(value[key], flat)
-
-        return unpack_dict
+        return _all_of({key: structure[key] for key in sorted(structure)})
     if isinstance(structure, (list, tuple)):
         if all(isinstance(each, tf.TensorSpec) for each in structure):
             return lambda value, flat: flat.extend(value)
-        parts = [unpacker(each) for each in structure]
+        return _all_of(dict(enumerate(structure)))
 
-        def unpack_all(value: Any, flat: list[Any]) -> None:
-            for unpack, each in zip(parts, value):  # noqa: B905 - a moment of every call
-                unpack(each, flat)
+    def unpack_composite(value: Any, flat: list[Any]) -> None:
+        if isinstance(value, tf.Tensor):  # what stands for it, as a call gave it
+            flat.append(value)
+        else:
+            flat.extend(tf.nest.flatten(value, expand_composites=True))
 
-        return unpack_all
-    return lambda value, flat: flat.extend(tf.nest.flatten(value, expand_composites=True))
+    return unpack_composite
+
+
+def _all_of(structures: dict[Any, Any]) -> Callable[[Any, list[Any]], None]:
+    """Of values with these keys, in this order; what is None there is passed over."""
+    parts = [(key, unpacker(each)) for key, each in structures.items() if each is not None]
+
+    def unpack_all(value: Any, flat: list[Any]) -> None:
+        for key, unpack in parts:
+            unpack(value[key], flat)
+
+    return unpack_all
 
 
 def packer(structure: Any) -> Callable[[Iterator[tf.Tensor]], Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 
 import tensorflow as tf
 
@@ -88,9 +89,7 @@ def transfer(tensor: tf.Tensor, device: str) -> tf.Tensor:
     would cost two messages more, a call and a tensor to let go, and the sender would wait for whatever the reader's
     process was given before.
     """
-    if is_remote(device) or (tensor.device.endswith(device) and not is_remote(tensor.device)):
-        return tensor
-    if _shares_memory(tensor.device) and _shares_memory(device):
+    if not _needs_copy(tensor.device, device):
         return tensor
     with tf.device(device):
         return tf.identity(tensor)
@@ -99,6 +98,14 @@ def transfer(tensor: tf.Tensor, device: str) -> tf.Tensor:
 def here(tensors: Iterable[tf.Tensor]) -> list[tf.Tensor]:
     """The tensors, those on devices of other processes copied to this one."""
     return [transfer(each, "/device:CPU:0") if is_remote(each.device) else each for each in tensors]
+
+
+@cache
+def _needs_copy(source: str, device: str) -> bool:
+    """Whether a tensor on the one device must be copied for a reader on the other."""
+    if is_remote(device) or (source.endswith(device) and not is_remote(source)):
+        return False
+    return not (_shares_memory(source) and _shares_memory(device))
 
 
 def _shares_memory(device: str) -> bool:

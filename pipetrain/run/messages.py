@@ -41,8 +41,9 @@ class Microbatch(NamedTuple):
 
     def passed(self, penalty: tf.Tensor | None) -> Microbatch:
         """This microbatch after a stage's forward: its inputs let go, the stage's penalty added."""
-        penalties = [each for each in (self.penalty, penalty) if each is not None]
-        return self._replace(values=None, penalty=tf.add_n(penalties) if penalties else None)
+        if penalty is None or self.penalty is None:
+            return self._replace(values=None, penalty=self.penalty if penalty is None else penalty)
+        return self._replace(values=None, penalty=self.penalty + penalty)
 
 
 class Output(NamedTuple):

@@ -65,6 +65,11 @@ class Control:
         self.running = threading.Event()
         self.running.set()
 
+    def rest(self) -> None:
+        """Wait while the workers are to rest."""
+        if not self.running.is_set():  # waiting would take the event's lock, which all share
+            self.running.wait()
+
 
 class Worker(threading.Thread):
     """One replica of one stage of a pipeline, from one start to one drain."""
@@ -133,7 +138,7 @@ class Worker(threading.Thread):
     def _act(self, action: Action) -> None:
         forward = action.op == "F"
         received = self._doors.inbox.get() if forward else self._returned()
-        self._control.running.wait()
+        self._control.rest()
         start_s, version = time.perf_counter(), self._versions.version
         self._now = received if forward else self._in_flight[action.minibatch][0], (action,)
         if forward:
@@ -146,7 +151,7 @@ class Worker(threading.Thread):
     def _turn(self, forward: Action, backward: Action) -> None:
         """Both actions, as one call of the stage where there is something to compute, with the same weights."""
         received = self._doors.inbox.get()
-        self._control.running.wait()
+        self._control.rest()
         start_s, version = time.perf_counter(), self._versions.version
         self._now = received, (forward,)
         if received.values is None or not self._versions.lasts(received.minibatch):
@@ -186,7 +191,7 @@ class Worker(threading.Thread):
             self._in_flight[microbatch.index] = (microbatch, result and result.kept)
             self.most_in_flight = max(self.most_in_flight, len(self._in_flight))
         if below:
-            sent = microbatch._replace(penalty=self._part_of(microbatch.penalty, microbatch))
+            sent = self._with_part_of_penalty(microbatch)
             self._finish()
             below.send(sent.with_values, output, microbatch.rows, microbatch.index)
         else:
@@ -288,11 +293,11 @@ class Worker(threading.Thread):
         """The part of the microbatch's rows that are this replica's."""
         return len(self._mine(microbatch)) / microbatch.rows if microbatch.rows else 1 / self._seat.replicas
 
-    def _part_of(self, penalty: tf.Tensor | None, microbatch: Microbatch) -> tf.Tensor | None:
-        """What this replica contributes to the penalty of all replicas' rows."""
-        if penalty is None or self._seat.replicas == 1:
-            return penalty
-        return penalty * self._fraction(microbatch)
+    def _with_part_of_penalty(self, microbatch: Microbatch) -> Microbatch:
+        """The microbatch with what this replica contributes to the penalty of all replicas' rows."""
+        if microbatch.penalty is None or self._seat.replicas == 1:
+            return microbatch
+        return microbatch._replace(penalty=microbatch.penalty * self._fraction(microbatch))
 
     def _place(self) -> str:
         """For people: what this stage was doing."""
