@@ -39,7 +39,7 @@ class Feed:
         if isinstance(iterator, tf.data.Iterator):
             spec = tf.OptionalSpec(iterator.element_spec)
             taken = self._last.get_concrete_function(spec)
-            minibatches = map(_with_number, self._read(taken, iterator, spec, steps, ahead))
+            minibatches = self._read(taken, iterator, spec, steps, ahead)
             first, targets = next(minibatches), taken.structured_outputs
         else:
             minibatches = map(_with_number, map(self._prepared, iterator))
@@ -56,29 +56,34 @@ class Feed:
         Data that end with an error in one thread can break what another does at that moment.
         """
         last, following, optional = direct(taken), None, None
+        (handle,) = tf.nest.flatten(iterator, expand_composites=True)
         for number in count(1):
             if optional is None:
                 optional = iterator.get_next_as_optional()
                 if not optional.has_value():
                     return
             if not ahead or number == steps:
-                yield last(optional)
+                yield _with_number(last(optional))
                 optional, more = None, number != steps
             else:
                 if following is None:
                     following = direct(self._next.get_concrete_function(spec, iterator._type_spec))
                 try:
-                    minibatch, optional, more = following(optional, iterator)
+                    minibatch, optional, numbers = following(optional, handle)
                 except tf.errors.OpError:  # in reading the next one, which is nothing to this one
-                    yield last(optional)
+                    yield _with_number(last(optional))
                     raise
-                yield minibatch
+                more, *rate = numbers.numpy().tolist()
+                yield minibatch._replace(learning_rate=rate[0]) if rate else minibatch
             if not more:
                 return
 
     def _taken_of(self, optional: Any, iterator: Any) -> tuple[Minibatch, Any, tf.Tensor]:
-        following = iterator.get_next_as_optional()
-        return self._taken(optional), following, following.has_value()
+        """The minibatch, the next one, and as one tensor whether there is one, and the learning rate if it is read."""
+        minibatch, following = self._taken(optional), iterator.get_next_as_optional()
+        rates = [] if minibatch.learning_rate is None else [minibatch.learning_rate]
+        more = tf.cast(following.has_value(), rates[0].dtype if rates else tf.float32)
+        return minibatch._replace(learning_rate=None), following, tf.stack([more, *rates])
 
     def _taken(self, optional: Any) -> Minibatch:
         return self._prepared(optional.get_value())

@@ -14,6 +14,7 @@ import pipetrain
 from pipetrain.compute import profiler, walk
 from pipetrain.compute.blocks import Chain
 from pipetrain.compute.inlined import inlined, made_when_needed, updated_one_by_one
+from pipetrain.compute.packed import packed, packed_specs, unpacked
 from pipetrain.compute.progress import Progress
 from pipetrain.compute.split import specs, split
 from pipetrain.compute.update import Update
@@ -113,6 +114,23 @@ def test_backward_takes_other_weights_than_forward():
     output, residuals = step.forward(old, [], [x], [])
     _, (gradient,) = step.backward(new, residuals, [tf.ones((1, 3))])
     np.testing.assert_allclose(gradient, (1 - output.numpy() ** 2) @ new[0].numpy().T, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kinds", [[], [tf.float32], [tf.int32], [tf.float32, tf.int32, tf.bool, tf.float32, tf.int64]])
+def test_residuals_are_packed_as_one(kinds):
+    values = [tf.cast(tf.fill([n + 1, 2], n), kind) for n, kind in enumerate(kinds)]
+    like = [tf.TensorSpec([None, 2], kind) for kind in kinds]
+    pack = tf.function(packed).get_concrete_function(like)
+    handed = pack(values)
+    assert len(handed) == any(kind != tf.int32 for kind in kinds) + kinds.count(tf.int32)
+    assert specs(pack.structured_outputs) == packed_specs(like)
+    unpack = tf.function(lambda given: unpacked(given, like)).get_concrete_function(packed_specs(like))
+    for found, value in zip(unpack(handed), values, strict=True):
+        assert found.dtype == value.dtype
+        np.testing.assert_array_equal(found, value)
+    with tf.Graph().as_default():  # where both are in one graph, the tensors are the same ones
+        inner = [tf.zeros([3, 2], kind) for kind in kinds]
+        assert all(a is b for a, b in zip(unpacked(packed(inner), like), inner, strict=True))
 
 
 def test_cutting_leaves_the_model_as_it_was():

@@ -27,7 +27,7 @@ CALL = "StatefulPartitionedCall"
 
 
 class Calls(NamedTuple):
-    """Eager operations of one minibatch by thread: of each stage, of the last one, and of the caller."""
+    """Of one minibatch by thread: of each stage, of the last one, and of the caller."""
 
     stage: dict[str, int]
     last: dict[str, int]
@@ -47,6 +47,12 @@ CALLS = {
     "1f1b": Calls(TWICE, TWO, {**CALLER, **PIECES, "IteratorGetNextAsOptional": 1, "OptionalHasValue": 1}),
 }
 
+# Tensors that these calls give Python, which gives up its lock for each that it lets go. Outputs, what backward will
+# need (one, whatever the layers), and the gradient of the inputs, which stage 0 is not asked for; of the last stage
+# loss, predictions, that gradient, and when the forward was done. The caller has x, y, the next minibatch and two
+# numbers (whether it is there, the learning rate) from one call, loss and accuracy from the other.
+HELD = {"vanilla": Calls({CALL: 3}, {CALL: 4}, {CALL: 6}), "spectrain": Calls({CALL: 3}, {CALL: 4}, {CALL: 6})}
+
 # Functions traced for each stage in its life: the two halves and the backward nested in the first, the backward with
 # the update (the last stage's with the forward, too), and what gives the weights.
 STAGE_TRACES = {"forward": 1, "pull": 1, "backward": 1, "call": 1, "list": 1}
@@ -64,6 +70,7 @@ class Work:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: Counter = Counter()
         self.bytes: Counter = Counter()
+        self.held: Counter = Counter()
         self._default = tf.zeros([]).device
         # All eager operations go through one of these, tf.raw_ops and called functions included.
         fast, slow = pywrap_tfe.TFE_Py_FastPathExecute, pywrap_tfe.TFE_Py_Execute
@@ -84,19 +91,21 @@ class Work:
     def _add(self, name: str, inputs: Iterable, outputs: object) -> None:
         key = threading.current_thread().name, name
         self.calls[key] += 1
+        self.held[key] += len([*_tensors([outputs])])
         on = context.context().device_name or next((each.device for each in _tensors([outputs])), self._default)
         for each in _tensors(inputs):
             if each.device != on and each.dtype != tf.resource:
                 self.bytes[key] += each.shape.num_elements() * each.dtype.size
 
-    def per_minibatch(self, pm) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]:
-        """Calls and bytes of a minibatch, by thread: what eight more of them take than eight do."""
+    def per_minibatch(self, pm) -> tuple[dict[str, dict[str, float]], ...]:
+        """Calls, bytes and tensors held of a minibatch, by thread: what eight more of them take than eight do."""
         found = []
         for count in (8, 16):
             self.calls.clear()
             self.bytes.clear()
+            self.held.clear()
             train(pm, count)
-            found.append((Counter(self.calls), Counter(self.bytes)))
+            found.append((Counter(self.calls), Counter(self.bytes), Counter(self.held)))
         return tuple(map(_by_thread, *found))
 
 
@@ -131,7 +140,7 @@ def pipeline(scheme):
 def test_eager_operations_and_bytes_of_a_minibatch(scheme, monkeypatch):
     pm = pipeline(scheme)
     train(pm, 8)  # traces
-    calls, moved = Work(monkeypatch).per_minibatch(pm)
+    calls, moved, _ = Work(monkeypatch).per_minibatch(pm)
     expected, pieces = CALLS[scheme], 2 if scheme == "1f1b" else 1
     caller = threading.current_thread().name
     stages = [f"pipetrain stage {stage}" for stage in range(STAGES)]
@@ -146,6 +155,18 @@ def test_eager_operations_and_bytes_of_a_minibatch(scheme, monkeypatch):
     assert sum(moved.pop(caller).values()) == (ROWS * networks.CLASSES + pieces) * FLOAT_BYTES
     assert not any(moved.values())
     assert sum(pm.trace.transfers.size_bytes.tolist()) == (8 + 8 + 16) * 2 * (STAGES - 1) * CUT_BYTES
+
+
+@pytest.mark.parametrize("scheme", HELD)
+def test_tensors_that_python_holds_of_a_minibatch(scheme, monkeypatch):
+    pm = pipeline(scheme)
+    train(pm, 8)
+    _, _, held = Work(monkeypatch).per_minibatch(pm)
+    expected = HELD[scheme]
+    stages = [f"pipetrain stage {stage}" for stage in range(STAGES)]
+    first = {CALL: expected.stage[CALL] - 1}
+    assert [held[thread] for thread in stages] == [first, *[expected.stage] * (STAGES - 2), expected.last]
+    assert held[threading.current_thread().name] == expected.caller
 
 
 @pytest.mark.parametrize("scheme", WITH_WEIGHTS)
