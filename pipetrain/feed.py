@@ -81,9 +81,13 @@ class Feed:
     def _taken_of(self, optional: Any, iterator: Any) -> tuple[Minibatch, Any, tf.Tensor]:
         """The minibatch, the next one, and as one tensor whether there is one, and the learning rate if it is read."""
         minibatch, following = self._taken(optional), iterator.get_next_as_optional()
-        rates = [] if minibatch.learning_rate is None else [minibatch.learning_rate]
-        more = tf.cast(following.has_value(), rates[0].dtype if rates else tf.float32)
-        return minibatch._replace(learning_rate=None), following, tf.stack([more, *rates])
+        rate: Any = minibatch.learning_rate
+        numbers = [tf.cast(following.has_value(), tf.float32 if rate is None else rate.dtype)]
+        return (
+            minibatch._replace(learning_rate=None),
+            following,
+            tf.stack(numbers if rate is None else [*numbers, rate]),
+        )
 
     def _taken(self, optional: Any) -> Minibatch:
         return self._prepared(optional.get_value())
