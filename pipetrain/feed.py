@@ -82,12 +82,9 @@ class Feed:
         """The minibatch, the next one, and as one tensor whether there is one, and the learning rate if it is read."""
         minibatch, following = self._taken(optional), iterator.get_next_as_optional()
         rate: Any = minibatch.learning_rate
-        numbers = [tf.cast(following.has_value(), tf.float32 if rate is None else rate.dtype)]
-        return (
-            minibatch._replace(learning_rate=None),
-            following,
-            tf.stack(numbers if rate is None else [*numbers, rate]),
-        )
+        rates = [] if rate is None else [rate]
+        more = tf.cast(following.has_value(), tf.float32 if rate is None else rate.dtype)
+        return minibatch._replace(learning_rate=None), following, tf.stack([more, *rates])
 
     def _taken(self, optional: Any) -> Minibatch:
         return self._prepared(optional.get_value())
