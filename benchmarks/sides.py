@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.networks import Network, build, data
 from pipetrain.plan.schemes import DATA_PARALLEL
-from pipetrain.run.quiet import quiet_stderr, start_tensorflow
+from pipetrain.run.quiet import start_tensorflow
+from pipetrain.run.stderr import quiet_stderr
 
 if TYPE_CHECKING:
     import keras

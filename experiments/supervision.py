@@ -19,7 +19,7 @@ from experiments.records import CHECKPOINTS, LOST
 from pipetrain.plan.hosts import Hosts
 from pipetrain.plan.table import counted
 from pipetrain.run.greeting import ASK_S, missing
-from pipetrain.run.quiet import quiet_stderr
+from pipetrain.run.stderr import quiet_stderr
 
 if TYPE_CHECKING:
     from pipetrain.run.local import LocalWorkers

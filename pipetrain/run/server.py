@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from pipetrain.plan.hosts import is_loopback, split
 from pipetrain.run.peers import watch_peers
-from pipetrain.run.quiet import quiet_stderr
+from pipetrain.run.stderr import quiet_stderr
 
 # TensorFlow's file system in memory: what a process writes there, and a controller reads, on the worker's device.
 ABOUT, ALIVE = "ram://pipetrain/worker", "ram://pipetrain/controller"
