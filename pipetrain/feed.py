@@ -73,7 +73,7 @@ class Feed:
                 except tf.errors.OpError:  # in reading the next one, which is nothing to this one
                     yield _with_number(last(optional))
                     raise
-                more, *rate = numbers.numpy().tolist()
+                more, *rate = numbers.numpy().tolist()  # 1.0 or 0.0; no rate, or one
                 yield minibatch._replace(learning_rate=rate[0]) if rate else minibatch
             if not more:
                 return
@@ -83,8 +83,10 @@ class Feed:
         minibatch, following = self._taken(optional), iterator.get_next_as_optional()
         rate: Any = minibatch.learning_rate
         rates = [] if rate is None else [rate]
-        more = tf.cast(following.has_value(), tf.float32 if rate is None else rate.dtype)
-        return minibatch._replace(learning_rate=None), following, tf.stack([more, *rates])
+        with tf.device("CPU:0"):  # for Python to read; on a GPU it would wait for what that has been given
+            more = tf.cast(following.has_value(), tf.float32 if rate is None else rate.dtype)
+            numbers = tf.stack([more, *rates])
+        return minibatch._replace(learning_rate=None), following, numbers
 
     def _taken(self, optional: Any) -> Minibatch:
         return self._prepared(optional.get_value())

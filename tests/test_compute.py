@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import pipetrain
 from pipetrain.compute import profiler, walk
+from pipetrain.compute.backward import Backward
 from pipetrain.compute.blocks import Chain
 from pipetrain.compute.inlined import inlined, made_when_needed, updated_one_by_one
 from pipetrain.compute.packed import packed, packed_specs, unpacked
@@ -131,6 +132,22 @@ def test_residuals_are_packed_as_one(kinds):
     with tf.Graph().as_default():  # where both are in one graph, the tensors are the same ones
         inner = [tf.zeros([3, 2], kind) for kind in kinds]
         assert all(a is b for a, b in zip(unpacked(packed(inner), like), inner, strict=True))
+
+
+def test_a_call_that_goes_forward_and_back_packs_nothing(monkeypatch):
+    graphs = {}
+    traced = Backward._traced
+
+    def kept(self, parts):
+        concrete = traced(self, parts)
+        graphs[parts.runs] = {op.type for op in concrete.graph.get_operations()}
+        return concrete
+
+    monkeypatch.setattr(Backward, "_traced", kept)
+    x, y = networks.data(64)
+    networks.pipeline(scheme="vanilla", cuts=networks.cuts(6, 2)).fit(x, y, verbose=0)
+    assert "OptionalGetValue" in graphs[False]
+    assert "OptionalGetValue" not in graphs[True]
 
 
 def test_cutting_leaves_the_model_as_it_was():

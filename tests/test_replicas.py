@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+from concurrent import futures
 from functools import cache
 
 import keras
@@ -20,7 +22,7 @@ from pipetrain.plan.cluster import Cluster, Level, Link
 from pipetrain.plan.partition import plan
 from pipetrain.plan.schemes import scheme
 from pipetrain.plan.trace import Trace
-from pipetrain.run.exchange import joined, rows_of
+from pipetrain.run.exchange import joined, rows_of, take
 from pipetrain.run.reduction import shared_out
 
 L = keras.layers
@@ -258,3 +260,25 @@ def test_tensors_without_the_batch_first_are_refused_between_replicas():
 
 def test_replicas_share_the_summing_out_by_size():
     assert shared_out([100, 1, 100, 1, 50], 2) == [[0, 4], [2, 1, 3]]
+
+
+def test_replicas_on_one_device_take_their_own_rows():
+    """TensorFlow lets two threads that slice at once have each other's bounds, if Python has them take turns often."""
+    tensors, together = [tf.range(5) for _ in range(4)], threading.Barrier(2)
+
+    def wrong(replica):
+        part, count = rows_of(5, replica, 2), 0
+        with tf.device("CPU:1"):
+            for n in range(6000):
+                if n % 4 == 0:
+                    together.wait(60)
+                count += take(tensors[n % 4], part, 5).shape[0] != len(part)
+        return count
+
+    before_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with futures.ThreadPoolExecutor(2) as threads:
+            assert [*threads.map(wrong, range(2))] == [0, 0]
+    finally:
+        sys.setswitchinterval(before_s)

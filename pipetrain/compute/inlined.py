@@ -85,7 +85,7 @@ def updated_one_by_one(gradients: Sequence[Any], weights: Sequence[tf.Tensor], h
     ]
     needed: set[str] = set()  # for the updates so far
     before: list[tf.Operation] = []
-    for gradient, writing in sorted(made, key=lambda each: _number(_origin(each[0]))):  # the last layer's first
+    for gradient, writing in sorted(made, key=lambda each: _number(origin(each[0]))):  # the last layer's first
         own = _only_for(gradient)
         if not any(operation.name in needed for operation in own):  # else no update can come before it
             for operation in own:
@@ -133,7 +133,7 @@ def _only_for(tensor: tf.Tensor) -> list[tf.Operation]:
     return [each for each in found.values() if each.type not in SOURCES and not each.op_def.is_stateful]
 
 
-def _origin(tensor: tf.Tensor) -> tf.Operation:
+def origin(tensor: tf.Tensor) -> tf.Operation:
     """What made the tensor, which functions return as a copy."""
     operation = tensor.op
     while operation.type == "Identity":

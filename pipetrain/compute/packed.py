@@ -1,7 +1,7 @@
 """A stage's residuals as one tensor: what one call leaves for another is then one thing to hold, and to let go.
 
-For every tensor that it lets go of, a thread gives up Python's lock, for which others may be waiting; one of another
-process costs a message.
+For every tensor that it lets go of, a thread gives up Python's lock, for which others may be waiting; letting go of a
+tensor of another process takes a message.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-APART = (tf.int32, tf.string, tf.resource, tf.variant)  # on the host, wherever the others are
+from pipetrain.compute.inlined import origin
+
+# Never in a GPU's memory, where all that is in a GPU's pack has to be.
+APART = (tf.int32, tf.string, tf.resource, tf.variant)
 
 
 def packed(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -34,7 +37,8 @@ def unpacked(given: Sequence[tf.Tensor], specs: Sequence[tf.TensorSpec]) -> list
 
 
 def _values(pack: tf.Tensor, specs: Sequence[tf.TensorSpec]) -> Sequence[tf.Tensor]:
-    if pack.op.type == "OptionalFromValue":
-        return list(pack.op.inputs)
+    made_by = origin(pack)
+    if made_by.type == "OptionalFromValue":
+        return list(made_by.inputs)
     types, shapes = [spec.dtype for spec in specs], [spec.shape for spec in specs]
     return list(tf.raw_ops.OptionalGetValue(optional=pack, output_types=types, output_shapes=shapes))

@@ -45,7 +45,7 @@ class Forward(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What a forward leaves for its backward: residuals, or with recomputation what to make them from anew.
+    """What a forward leaves for its backward: packed residuals, or with recomputation what to make them from anew.
 
     ``weights`` are forward's where they are not backward's too.
     """

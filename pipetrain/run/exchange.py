@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -16,6 +17,7 @@ from pipetrain.run.mailbox import Mailbox
 
 Rows = Values | list[tf.Tensor] | None
 Message = TypeVar("Message")
+_SLICING = threading.Lock()
 
 
 def rows_of(rows: int, replica: int, replicas: int) -> range:
@@ -31,15 +33,10 @@ class Door(NamedTuple):
 
 
 class Outlet:
-    """What one of ``replicas`` replicas sends to all replicas of a neighbouring stage, one message to each.
+    """What one of ``replicas`` replicas sends to all replicas of a neighbouring stage, one message to each."""
 
-    Where all is ``even``, it takes the same bytes whenever there are as many rows, and is measured once: a tensor asked
-    for its shape lets go of Python's lock, once for every dimension, which then may be another thread's.
-    """
-
-    def __init__(self, doors: Sequence[Door], replica: int = 0, replicas: int = 1, even: bool = False) -> None:
-        self._doors, self._replica, self._replicas, self._even = list(doors), replica, replicas, even
-        self._sizes_bytes: dict[tuple[int, int], int] = {}
+    def __init__(self, doors: Sequence[Door], replica: int = 0, replicas: int = 1) -> None:
+        self._doors, self._replica, self._replicas = list(doors), replica, replicas
         self._sent: list[tuple[int, int, int, float, float]] = []
 
     def send(self, message: Callable[[Rows], Any], values: Rows, rows: int, microbatch: int | None = None) -> None:
@@ -57,14 +54,7 @@ class Outlet:
             moved = moved_to(door.device, theirs)
             end_s = time.perf_counter()
             door.mailbox.put(message(moved))  # before the bookkeeping: somebody may wait for it
-            self._sent.append((microbatch, replica, self._size_bytes(moved, rows, replica), start_s, end_s))
-
-    def _size_bytes(self, values: Rows, rows: int, replica: int) -> int:
-        """What the values take, which are sent to this replica of a microbatch of so many rows."""
-        size = self._sizes_bytes.get((rows, replica)) if self._even else None
-        if size is None:
-            size = self._sizes_bytes[rows, replica] = _size_bytes(values)
-        return size
+            self._sent.append((microbatch, replica, _size_bytes(moved), start_s, end_s))
 
     def transfers(self, op: What, stage: int, to_stage: int) -> Iterator[Transfer]:
         """What was sent and recorded, for this action, from the one stage to the other."""
@@ -98,7 +88,17 @@ def take(data: Any, part: range, rows: int) -> Any:
     """The rows ``part`` of nested tensors that have ``rows``; None stays None."""
     if len(part) == rows:
         return data
-    return tf.nest.map_structure(lambda each: None if each is None else each[part.start : part.stop], data)
+    return tf.nest.map_structure(lambda each: None if each is None else _sliced(each, part.start, part.stop), data)
+
+
+def _sliced(tensor: tf.Tensor, start: int, stop: int) -> tf.Tensor:
+    """``tensor[start:stop]``, by one thread at a time.
+
+    TensorFlow 2.21 mixes up the bounds of two threads that slice at once on the same logical CPU device, unless it is
+    the first one.
+    """
+    with _SLICING:
+        return tensor[start:stop]
 
 
 def joined(parts: Sequence[Rows]) -> Rows:
@@ -126,7 +126,7 @@ def _part(values: Rows, mine: range, theirs: range) -> Rows:
                 f"What crosses from or to a replicated stage must have the batch first. Received: a tensor of shape "
                 f"{tuple(tensor.shape)} for {len(mine)} rows. Try a cut somewhere else, or replicas=1 there."
             )
-        return tensor[(first - mine.start) * per_row : (end - mine.start) * per_row]
+        return _sliced(tensor, (first - mine.start) * per_row, (end - mine.start) * per_row)
 
     return tf.nest.map_structure(cut, values)
 

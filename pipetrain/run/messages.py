@@ -41,9 +41,9 @@ class Microbatch(NamedTuple):
 
     def passed(self, penalty: tf.Tensor | None) -> Microbatch:
         """This microbatch after a stage's forward: its inputs let go, the stage's penalty added."""
-        if penalty is None or self.penalty is None:
-            return self._replace(values=None, penalty=self.penalty if penalty is None else penalty)
-        return self._replace(values=None, penalty=self.penalty + penalty)
+        if penalty is None:
+            return self._replace(values=None)
+        return self._replace(values=None, penalty=penalty if self.penalty is None else self.penalty + penalty)
 
 
 class Output(NamedTuple):

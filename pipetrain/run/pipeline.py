@@ -14,7 +14,6 @@ import tensorflow as tf
 
 from pipetrain.compute.cores import is_remote
 from pipetrain.compute.inference import Replica
-from pipetrain.compute.segment import Segment
 from pipetrain.compute.stage import Values
 from pipetrain.plan.schemes import Scheme
 from pipetrain.plan.trace import Span, Trace, Transfer
@@ -228,8 +227,7 @@ class Pipeline:
         norm = GlobalNorm(self._stages) if self._stages[0][0].global_clipnorm else None
         self._boxes += norm.mailboxes if norm else []
         self._boxes.append(self._reports)
-        self._entrance = _outlet(down[0], self._stages[0], Seat(-1, len(self._stages), 0, 1), even=False)
-        even = [_is_even(replica.segment) for replica, *_ in self._stages]
+        self._entrance = _outlet(down[0], self._stages[0], 0, 1)
         workers, last = [], len(self._stages) - 1
         for k, stage in enumerate(self._stages):
             for number, replica in enumerate(stage):
@@ -237,8 +235,8 @@ class Pipeline:
                 doors = Doors(
                     inbox=Inlet(down[k][number], _joined_microbatches),
                     returns=Inlet(up[k][number], joined),
-                    above=_outlet(up[k - 1], self._stages[k - 1], seat, even[k]) if k > 0 else None,
-                    below=_outlet(down[k + 1], self._stages[k + 1], seat, even[k + 1]) if k < last else None,
+                    above=_outlet(up[k - 1], self._stages[k - 1], number, len(stage)) if k > 0 else None,
+                    below=_outlet(down[k + 1], self._stages[k + 1], number, len(stage)) if k < last else None,
                     reduction=reductions[k],
                     norm=norm,
                 )
@@ -308,15 +306,10 @@ def _mailboxes(readers: int, writers: int) -> list[list[Mailbox[Any]]]:
     return [[Mailbox() for _ in range(writers)] for _ in range(readers)]
 
 
-def _outlet(boxes: list[list[Mailbox[Any]]], readers: Sequence[Replica], seat: Seat, even: bool) -> Outlet:
+def _outlet(boxes: list[list[Mailbox[Any]]], readers: Sequence[Replica], replica: int, replicas: int) -> Outlet:
     """From one replica to every reader: the mailbox that is the replica's among each reader's."""
-    doors = [Door(mine[seat.replica], reader.device) for mine, reader in zip(boxes, readers, strict=True)]
-    return Outlet(doors, seat.replica, seat.replicas, even)
-
-
-def _is_even(segment: Segment) -> bool:
-    """Whether the number of rows says what comes into a stage takes."""
-    return all(None not in value.shape[1:] for value in segment.inputs)
+    doors = [Door(mine[replica], reader.device) for mine, reader in zip(boxes, readers, strict=True)]
+    return Outlet(doors, replica, replicas)
 
 
 def _joined_microbatches(parts: Sequence[Microbatch | None]) -> Microbatch:
