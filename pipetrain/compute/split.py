@@ -26,9 +26,9 @@ Run = Callable[[Sequence[tf.Tensor], Sequence[tf.Tensor], Sequence[tf.Tensor], A
 class SplitFunction(NamedTuple):
     """The two halves of one training step of a stage, traced once each.
 
-    ``forward(weights, state, flows, constants) -> (aux, residuals)`` and
-    ``backward(weights, residuals, output_gradients) -> (weight_gradients, flow_gradients)``; the gradient of
-    a weight that the outputs do not depend on is None. ``flows`` are the inputs that want a gradient,
+    ``forward(weights, state, flows, constants) -> (aux, residuals)``, where residuals are as ``split`` is asked to hand
+    them over, and ``backward(weights, residuals, output_gradients) -> (weight_gradients, flow_gradients)``; the
+    gradient of a weight that the outputs do not depend on is None. ``flows`` are the inputs that want a gradient,
     ``constants`` those that want none. ``state`` are tensors that training changes without gradients (BatchNorm
     statistics, seeds): they go in, and come out in ``aux``. ``outputs`` are the specs of what gradients start from,
     ``residuals`` the symbolic tensors that are kept.

@@ -11,8 +11,6 @@ import tensorflow as tf
 
 def unpacker(structure: Any) -> Callable[[Any, list[Any]], None]:
     """Appends the tensors of values like this structure of specs to a list, in the order of ``tf.nest``."""
-    if structure is None:
-        return lambda value, flat: None
     if isinstance(structure, tf.TensorSpec):
         return lambda value, flat: flat.append(value)
     if isinstance(structure, dict):
