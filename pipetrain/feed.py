@@ -42,11 +42,11 @@ class Feed:
             minibatches = self._read(taken, iterator, spec, steps, ahead)
             first, targets = next(minibatches), taken.structured_outputs
         else:
-            minibatches = map(_with_number, map(self._prepared, iterator))
+            minibatches = map(self._prepared, iterator)
             first = targets = next(minibatches)
         self.rows = int(first.x[0].shape[0])
         self.targets = any_rows((targets.y, targets.sample_weight))
-        return chain([first], minibatches)
+        return map(_with_number, chain([first], minibatches))
 
     def _read(
         self, taken: Any, iterator: tf.data.Iterator, spec: tf.OptionalSpec, steps: int | None, ahead: bool
@@ -63,7 +63,7 @@ class Feed:
                 if not optional.has_value():
                     return
             if not ahead or number == steps:
-                yield _with_number(last(optional))
+                yield last(optional)
                 optional, more = None, number != steps
             else:
                 if following is None:
@@ -71,7 +71,7 @@ class Feed:
                 try:
                     minibatch, optional, numbers = following(optional, handle)
                 except tf.errors.OpError:  # in reading the next one, which is nothing to this one
-                    yield _with_number(last(optional))
+                    yield last(optional)
                     raise
                 more, *rate = numbers.numpy().tolist()  # 1.0 or 0.0; no rate, or one
                 yield minibatch._replace(learning_rate=rate[0]) if rate else minibatch
@@ -138,9 +138,9 @@ def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def _with_number(minibatch: Minibatch) -> Minibatch:
-    """With its learning rate, if it has one, as a number."""
+    """With its learning rate, if it has one, as a number: that of now, before a callback sets it anew."""
     rate = minibatch.learning_rate
-    return minibatch if rate is None else minibatch._replace(learning_rate=float(rate))
+    return minibatch if rate is None or isinstance(rate, float) else minibatch._replace(learning_rate=float(rate))
 
 
 def _tensor(value: Any) -> Any:
