@@ -498,3 +498,42 @@ def test_rows_that_all_microbatches_share_are_summed(settings):
         each.compile(keras.optimizers.Adam(0.01), networks.crossentropy())
         fit(each, x, y)
     networks.assert_close(pm.get_weights(), plain.get_weights())
+
+
+class Reversal(L.Layer):
+    """Turns the gradient round, so many times as strong."""
+
+    def __init__(self, strength):
+        super().__init__()
+        self.strength = strength
+
+    def call(self, x):
+        @tf.custom_gradient
+        def turned(x):
+            return tf.identity(x), lambda gradient: -gradient * tf.convert_to_tensor(self.strength)
+
+        return turned(x)
+
+
+@pytest.mark.parametrize("make", [tf.constant, tf.Variable])
+@pytest.mark.parametrize("scheme", ["1f1b", "spectrain"])
+def test_a_custom_gradient_reads_what_is_no_weight_of_a_layer(make, scheme):
+    """Cutting failed: AttributeError, Tensor.op is undefined when eager execution is enabled."""
+
+    def model(strength):
+        keras.utils.set_random_seed(0)
+        layers = [L.Dense(8), Reversal(strength), L.Dense(6, "relu", name="middle"), Reversal(strength), L.Dense(5)]
+        return keras.Sequential([keras.Input((12,)), *layers])
+
+    x, y = networks.data(60)
+    strengths = make(0.5), make(0.5)
+    plain = model(strengths[0])
+    pm = pipetrain.PipelineModel(model(strengths[1]), cuts=("middle",), scheme=scheme, microbatches=1)
+    batch_size = 20 if scheme == "1f1b" else 60  # all at once: an update of what is not stale
+    for each, strength in zip((plain, pm), strengths, strict=True):
+        each.compile(keras.optimizers.SGD(0.1, momentum=0.9), networks.crossentropy())
+        each.fit(x, y, batch_size=batch_size, verbose=0, shuffle=False)
+        if make is tf.Variable:
+            strength.assign(2.0)
+        each.fit(x, y, batch_size=batch_size, verbose=0, shuffle=False)
+    networks.assert_close(pm.get_weights(), plain.get_weights())

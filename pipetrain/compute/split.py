@@ -4,6 +4,7 @@ A single trace runs the forward under a gradient tape and builds the backward as
 that nested function captures is exactly what the forward must hand over:
 
 - a *weight* it captured is given anew at backward time, so backward may read another version;
+- what comes *from outside* of both (a constant or variable that a custom gradient reads) the backward reads itself;
 - what was computed *from weights alone* (a cast, a reshape of gamma) is computed anew from those, and so is the
   maximum pooling of a tensor that is there anyway;
 - of a tensor of which it reads nothing but the *shape* (as gradients of sums do, where the number of rows is not
@@ -104,7 +105,8 @@ class _Captures:
 
     def __init__(self, nested: Any, weights: Sequence[tf.Tensor]) -> None:
         self._captured, self._weights = [_origin(tensor) for tensor in nested.captured_inputs], list(weights)
-        known = {weight.ref() for weight in weights}
+        self._outer = [tensor for tensor in self._captured if not tf.is_symbolic_tensor(tensor)]
+        known = {tensor.ref() for tensor in (*weights, *self._outer)}
         pairs = list(zip(self._captured, nested.graph.internal_captures, strict=True))
         read = {outer.ref(): outer for outer, inner in pairs if outer.ref() in known or not _only_shape(inner, nested)}
         from_weights = _operations_from(weights)
@@ -130,6 +132,8 @@ class _Captures:
         kept, shapes = residuals[: len(self._kept)], residuals[len(self._kept) :]
         given = zip([*self._weights, *self._kept], [*weights, *kept], strict=True)
         values = {old.ref(): new for old, new in given}
+        graph = tf.compat.v1.get_default_graph()
+        values.update((tensor.ref(), graph.capture(tensor)) for tensor in self._outer)
         if self._derived:
             values.update(zip([tensor.ref() for tensor in self._derived], self._recompute(values), strict=True))
         filled = [values.get(tensor.ref()) for tensor in self._captured]
@@ -155,7 +159,7 @@ def _only_shape(inner: tf.Tensor, nested: Any) -> bool:
 
 def _origin(tensor: tf.Tensor) -> tf.Tensor:
     """Where a tensor comes from that a loop or a function hands on unchanged: a kernel is known as a weight there."""
-    while tensor.op.type in _BODIES:
+    while tf.is_symbolic_tensor(tensor) and tensor.op.type in _BODIES:
         body = tensor.graph._get_function(tensor.op.get_attr(_BODIES[tensor.op.type]).name).graph
         returned = _origin(body.outputs[tensor.value_index])
         while returned.op.type == "Identity":
