@@ -120,6 +120,7 @@ def test_networks_train(name, data, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # Inception v4 takes 300 s where a core is slow
 @pytest.mark.parametrize("name", models.NAMES)
 def test_every_network_trains_under_every_scheme(name, data, tmp_path):
     for history in train(name, data, tmp_path, schemes.NAMES, 20):
