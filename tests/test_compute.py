@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import keras
 import networks
@@ -11,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import pipetrain
-from pipetrain.compute import profiler, walk
+from pipetrain.compute import profile_cache, profiler, walk
 from pipetrain.compute.backward import Backward
 from pipetrain.compute.blocks import Chain
 from pipetrain.compute.inlined import inlined, made_when_needed, updated_one_by_one
@@ -229,6 +230,32 @@ def test_a_damaged_profile_cache_is_measured_anew(monkeypatch, tmp_path):
     second = pipetrain.PipelineModel(networks.mlp(), stages=3).partition(batch_size=16)
     assert first.stages[0].first == second.stages[0].first == "d0"
     assert len(file.read_text()) > 100
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_of_two_processes_that_measure_at_once_the_first_ones_profile_counts(links, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if not links:
+        monkeypatch.setattr(Path, "hardlink_to", lambda *_: (_ for _ in ()).throw(PermissionError))
+    chain, order = Chain(networks.mlp()), []
+
+    def profile_chain(*_):
+        """While one measures, another does so too, from its beginning to its end."""
+        order.append(len(order))
+        mine = len(order)
+        if mine == 1:
+            assert profile().blocks[0].forward_s == 2.0
+        return Profile("m", 16, tuple(BlockProfile(block.name, mine, 1.0, 0, 0) for block in chain.blocks))
+
+    def profile():
+        return profile_cache.cached_profile(chain, 16, "CPU:0")
+
+    monkeypatch.setattr(profile_cache, "profile_chain", profile_chain)
+    mine, later = profile(), profile()
+    assert mine == later
+    assert mine.blocks[0].forward_s == 2.0
+    assert len(order) == 2
+    assert len(list((tmp_path / "pipetrain").iterdir())) == 1
 
 
 @pytest.mark.measures

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,17 +42,36 @@ def cached_profile(chain: Chain, batch_size: int, device: str, verbose: bool = T
     crossing = [[(tensor.shape, tensor.dtype) for tensor in chain.specs(end + 1)] for end in range(len(blocks))]
     digest = hashlib.sha256(repr((FORMAT, keys, crossing, batch_size, conditions)).encode()).hexdigest()[:32]
     path = _folder() / f"{digest}.json"
+    known = _read(path) or _kept(profile_chain(chain, batch_size, device, verbose), path)
+    renamed = tuple(replace(cost, name=block.name) for cost, block in zip(known.blocks, blocks, strict=True))
+    return replace(known, model=chain.model.name, blocks=renamed)
+
+
+def _read(path: Path) -> Profile | None:
     try:
-        known = Profile.load(path)
-        renamed = tuple(replace(cost, name=block.name) for cost, block in zip(known.blocks, blocks, strict=True))
-        return replace(known, model=chain.model.name, blocks=renamed)
-    except (OSError, ValueError):  # not there, or not whole
-        measured = profile_chain(chain, batch_size, device, verbose)
+        return Profile.load(path)
+    except OSError:  # not there
+        return None
+    except ValueError:  # not whole
+        with suppress(OSError):
+            path.unlink()
+        return None
+
+
+def _kept(measured: Profile, path: Path) -> Profile:
+    """What is read there from now on: if another process has measured meanwhile, its profile, which it trains by."""
+    part = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}")
         measured.save(part)
-        part.replace(path)
+        try:
+            path.hardlink_to(part)
+        except OSError:  # it is there by now, or the file system has no links
+            if first := _read(path):
+                return first
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
     except OSError:
         pass  # a cache that cannot be written is no reason not to train
     return measured
