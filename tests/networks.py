@@ -8,11 +8,17 @@ from functools import cache
 
 import keras
 import numpy as np
+import pytest
 
 import pipetrain
 from pipetrain.compute.stage import Stage
 
 FEATURES, CLASSES = 12, 5
+
+
+def by_default(names, *chosen):
+    """A test's parameters: those chosen run by default, the others only with ``-m slow``."""
+    return [name if name in chosen else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def mlp(depth=6, width=16, seed=0, name=None):

@@ -363,7 +363,10 @@ def test_layers_inside_layers_know_that_they_train():
     networks.assert_close(weights[1], weights[0], 1e-5)
 
 
-@pytest.mark.parametrize(("width", "devices"), [(16, 3), (8, 3), (8, 2)])
+@pytest.mark.parametrize(
+    ("width", "devices"),
+    [(8, 3), pytest.param(16, 3, marks=pytest.mark.slow), pytest.param(8, 2, marks=pytest.mark.slow)],
+)
 def test_data_parallel_trains_one_model_after_another_on_batches_that_do_not_divide(width, devices):
     """The second strategy of a process met the first one's collective operations."""
     x, y = networks.data(70)

@@ -143,10 +143,9 @@ WAYS = {
 }
 
 
-LONG = ("2bw", "spectrain, replicas")
-
-
-@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.slow) if way in LONG else way for way in WAYS])
+@pytest.mark.parametrize(
+    "way", networks.by_default(WAYS, "spectrain", "weight-stashing", "gpipe", "single", "data-parallel")
+)
 def test_stopped_twice_and_resumed_is_bitwise_as_never_stopped(way, trained, tmp_path, capsys):
     """Stopped in the second epoch; then (once is enough) again before the next checkpoint."""
     settings = dict(WAYS[way])
@@ -165,7 +164,11 @@ def test_stopped_twice_and_resumed_is_bitwise_as_never_stopped(way, trained, tmp
         np.testing.assert_allclose(rest[name], values[1:], rtol=1e-6)
 
 
-@pytest.mark.parametrize("data", [dataset, endless, generator, Batches], ids=lambda each: each.__name__)
+@pytest.mark.parametrize(
+    "data",
+    networks.by_default([dataset, endless, generator, Batches], dataset, Batches),
+    ids=lambda each: each.__name__,
+)
 def test_every_kind_of_data_goes_on_where_it_was(data, tmp_path):
     def feed():
         return {"x": data()} if data is Batches else data()
@@ -239,7 +242,7 @@ def test_a_learning_rate_and_what_callbacks_remember_go_on(tmp_path):
     networks.assert_equal(again.get_weights(), whole.get_weights())  # the first epoch's
 
 
-@pytest.mark.parametrize("relative", [True, False])
+@pytest.mark.parametrize("relative", networks.by_default([True, False], True))
 def test_a_rate_scheduler_goes_on(relative, tmp_path):
     """A schedule that halves the last rate runs once an epoch, in the epoch that is resumed too."""
     rule = (lambda epoch, rate: rate / 2) if relative else (lambda epoch, rate: 0.1 / (epoch + 2))

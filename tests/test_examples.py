@@ -66,7 +66,7 @@ def test_all_examples_are_in_the_readme():
         assert f"\n    python examples/{name}\n" in (EXAMPLES / name).read_text(encoding="utf-8")
 
 
-@pytest.mark.slow  # 17 s; test_resume trains a Sequential model by default
+@pytest.mark.slow  # 17 s; most tests train a Sequential model by default
 def test_sequential(start):
     said = output(start("sequential.py"))
     assert len(accuracies(said)) == 5
@@ -94,6 +94,7 @@ def test_skips(start):
     assert cleaned < noise / 3
 
 
+@pytest.mark.slow  # 30 s; test_experiments stops a process and goes on by default
 def test_resume(start, tmp_path):
     """Ctrl-C in the third epoch, and the second run goes on."""
     training, heard = start("resume.py"), ""

@@ -21,7 +21,6 @@ from experiments.records import Settings
 from pipetrain.plan.schemes import NAMES
 from pipetrain.plan.trace import Trace
 
-pytestmark = pytest.mark.xdist_group("experiments")  # one process makes the runs that several tests look at
 ROOT = Path(__file__).parents[1]
 SMALL = ("--steps", "40", "--depth", "5", "--width", "32", "--learning-rate", "0.01", "--eval-every", "10")
 

@@ -244,7 +244,10 @@ def test_a_mask_reaches_a_loss_and_a_metric_stages_later():
     np.testing.assert_allclose(histories[1]["loss"], histories[0]["loss"], rtol=1e-5)
 
 
-@pytest.mark.parametrize("scheme", ["vanilla", "weight-stashing", "vertical-sync", "spectrain", "1f1b"])
+@pytest.mark.parametrize(
+    "scheme",
+    networks.by_default(["vanilla", "weight-stashing", "vertical-sync", "spectrain", "1f1b"], "spectrain", "1f1b"),
+)
 def test_recomputation_changes_no_weight(scheme):
     def trained(recompute):
         keras.utils.set_random_seed(0)

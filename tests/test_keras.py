@@ -25,7 +25,7 @@ def plain(optimizer, seed=0):
     return model
 
 
-@pytest.mark.parametrize("scheme", NAMES)
+@pytest.mark.parametrize("scheme", networks.by_default(NAMES, "data-parallel", "spectrain", "gpipe"))
 def test_every_scheme_learns(scheme):
     x, y = networks.data(640)
     optimizer = keras.optimizers.SGD(0.02, momentum=0.9)
@@ -82,7 +82,7 @@ def test_learning_rates_travel_with_the_minibatch():
     networks.assert_close(pm.get_weights(), single.get_weights())
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", networks.by_default(SCHEMES, "spectrain", "gpipe", "2bw"))
 def test_logs_are_those_of_their_own_minibatch(scheme):
     """With a learning rate of zero every loss is known beforehand, so the running means are too."""
     x, y = networks.data(7 * BATCH + 3)

@@ -113,7 +113,7 @@ def train(name, data, tmp_path, chosen, steps):
     return [(tmp_path / scheme / "history.jsonl").read_text() for scheme in chosen]
 
 
-@pytest.mark.parametrize("name", ["vgg16", "transformer"])
+@pytest.mark.parametrize("name", ["vgg16", pytest.param("transformer", marks=pytest.mark.slow)])
 def test_networks_train(name, data, tmp_path):
     (history,) = train(name, data, tmp_path, ["spectrain"], 4)
     assert '"step": 4' in history

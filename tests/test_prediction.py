@@ -107,7 +107,7 @@ def test_too_few_microbatches_for_two_versions():
     assert networks.pipeline(scheme="2bw", cuts=networks.cuts(6, 6))._engine.microbatches == 6
 
 
-@pytest.mark.parametrize("horizon", ["local", "fitted"])
+@pytest.mark.parametrize("horizon", networks.by_default(["local", "fitted"], "fitted"))
 def test_horizons_hold_with_replicas_and_recomputation(horizon):
     """Both at once, against neither."""
     x, y = networks.data(12 * 16)

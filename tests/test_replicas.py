@@ -43,7 +43,7 @@ def without_replicas(scheme, **settings):
     return trained(scheme, None, **settings)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", networks.by_default(SCHEMES, "spectrain", "gpipe"))
 @pytest.mark.parametrize("replicas", [(2, 1, 1), (1, 3, 2)])
 def test_weights_and_history_are_those_without_replicas(scheme, replicas):
     """Uneven parts and a last batch with fewer rows than some microbatch has replicas."""
@@ -55,6 +55,7 @@ def test_weights_and_history_are_those_without_replicas(scheme, replicas):
         np.testing.assert_allclose(its_history[key], values, rtol=1e-5, err_msg=key)
 
 
+@pytest.mark.slow  # 25 s; each by itself in other tests
 def test_masks_dictionaries_embeddings_and_several_losses():
     """Sparse gradients are summed as sparse gradients; masks are cut with their rows."""
     x, y = tokens_and_numbers()
@@ -85,7 +86,7 @@ def test_regularizers_and_sums_count_once(reduction):
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
 
 
-@pytest.mark.parametrize("scheme", ["spectrain", "1f1b"])
+@pytest.mark.parametrize("scheme", networks.by_default(["spectrain", "1f1b"], "spectrain"))
 def test_equal_seeds_give_equal_weights_whatever_the_timing(scheme, monkeypatch):
     keras.utils.set_random_seed(0)
     weights, rng = [], np.random.default_rng(0)
@@ -151,6 +152,7 @@ def test_statistics_are_averaged_and_dropout_differs_between_replicas():
 
 
 @pytest.mark.measures
+@pytest.mark.slow  # 14 s; a smaller network's partition brings its replicas by default
 def test_vgg16_with_the_replicas_that_the_planner_gives_it():
     """Four devices: convolutions are slow and light, the dense layers fast and heavy (arXiv 1809.02839, section 3)."""
     costs = pipetrain.profile(models.build("vgg16", (32, 32, 3), 10, width=4), batch_size=32, verbose=False)

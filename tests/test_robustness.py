@@ -12,8 +12,7 @@ import pipetrain
 from pipetrain.plan.schemes import SCHEMES
 
 ROWS, BATCH = 12 * 16, 16
-LIKE_OTHERS = ("vertical-sync", "spike-compensation")  # whose actions and mailboxes are those of vanilla
-SCHEMES = [pytest.param(name, marks=pytest.mark.slow) if name in LIKE_OTHERS else name for name in SCHEMES]
+SCHEMES = networks.by_default(SCHEMES, "single", "spectrain", "gpipe", "1f1b", "2bw")  # others act as spectrain
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
