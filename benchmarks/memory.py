@@ -3,8 +3,8 @@
 Four stages, of which one at a time is large (its weights are nearly all of the model's), and a small batch: what the
 process holds more than under ``vanilla`` is then what the policy keeps at that stage. "Between actions" is what
 TensorFlow holds while all stages wait in the midst of training, the median of several times; "at the fullest" its peak.
-Each figure is a process of its own, with TensorFlow's counting allocator (TF_CPU_ALLOCATOR_USE_BFC=1). About six
-minutes.
+Each figure is a process of its own, with TensorFlow's counting allocator (TF_CPU_ALLOCATOR_USE_BFC=1). Six to
+ten minutes.
 
 examples:
   python benchmarks/memory.py
