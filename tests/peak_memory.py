@@ -18,7 +18,7 @@ from pipetrain.run.quiet import start_tensorflow
 STEPS = 8
 
 
-def measure(name, scheme):
+def measure(name, scheme, nesterov=""):
     start_tensorflow(2)
     import keras
     import tensorflow as tf
@@ -31,7 +31,7 @@ def measure(name, scheme):
     minibatches = tf.data.Dataset.from_tensors((x, y)).repeat(STEPS)
     pipe = pipetrain.PipelineModel(model, 2, scheme)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    pipe.compile(keras.optimizers.SGD(1e-3, momentum=0.9), loss)
+    pipe.compile(keras.optimizers.SGD(1e-3, momentum=0.9, nesterov=bool(nesterov)), loss)
     expected = sum(stage.memory_bytes for stage in pipe.partition(network.batch_size).stages)
     gc.collect()
     before = tf.config.experimental.get_memory_info("CPU:0")["current"]  # the model's own weights

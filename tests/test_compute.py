@@ -316,7 +316,14 @@ def test_what_a_layer_reads_is_made_when_the_layers_before_it_are_done():
     np.testing.assert_array_equal(ahead(WEIGHTS, x), layers_of([2.0 * tf.sin(each) for each in WEIGHTS], x))
 
 
-@pytest.mark.parametrize("make", [lambda: keras.optimizers.SGD(0.1, momentum=0.9), lambda: keras.optimizers.Adam(0.1)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+        lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
+        lambda: keras.optimizers.Adam(0.1),
+    ],
+)
 @pytest.mark.parametrize("by_all", [False, True])
 def test_a_gradient_is_made_when_the_one_before_it_is_used(make, by_all):
     """Unless the updates want all of them, as clipping by their common norm does, and Keras' own operations do."""

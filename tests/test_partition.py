@@ -195,21 +195,26 @@ def test_the_memory_of_a_stage_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("network", "scheme"),
+    ("network", "scheme", "nesterov"),
     [
-        ("vgg16", "spectrain"),
+        ("vgg16", "spectrain", ""),
         *(
-            pytest.param(network, scheme, marks=pytest.mark.slow)
+            pytest.param(network, scheme, "", marks=pytest.mark.slow)
             for network in ("dense", "snn", "vgg16", "resnet", "transformer")
             for scheme in ("spectrain", "weight-stashing")
         ),
+        *(pytest.param("dense", scheme, "nesterov", marks=pytest.mark.slow) for scheme in ("vanilla", "spectrain")),
     ],
 )
-def test_memory_is_what_a_real_run_has_at_its_fullest(network, scheme, tmp_path):
+def test_memory_is_what_a_real_run_has_at_its_fullest(network, scheme, nesterov, tmp_path):
     script = Path(__file__).with_name("peak_memory.py")
     environment = {**os.environ, "TF_CPU_ALLOCATOR_USE_BFC": "1", "XDG_CACHE_HOME": str(tmp_path)}
     run = subprocess.run(
-        [sys.executable, str(script), network, scheme], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, str(script), network, scheme, nesterov],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     figures = json.loads(run.stdout.splitlines()[-1])  # after the progress bar
     assert figures["measured"] == pytest.approx(figures["expected"], rel=0.15)

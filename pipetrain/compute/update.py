@@ -135,6 +135,7 @@ class Update:
                 lr=tf.cast(optimizer.learning_rate, gradient.dtype),
                 grad=gradient,
                 momentum=tf.cast(optimizer.momentum, gradient.dtype),
+                use_nesterov=optimizer.nesterov,
             )
         optimizer.iterations.assign_add(1)
 
@@ -148,14 +149,14 @@ def _constrained(variables: Sequence[keras.Variable]) -> bool:
 
 
 def _is_momentum(optimizer: keras.optimizers.Optimizer) -> bool:
-    if type(optimizer) is not keras.optimizers.SGD or not optimizer.momentum:
-        return False
-    return not optimizer.nesterov and not optimizer.weight_decay
+    return type(optimizer) is keras.optimizers.SGD and bool(optimizer.momentum) and not optimizer.weight_decay
 
 
 def gathers(optimizer: keras.optimizers.Optimizer, rule: Rule, variables: Sequence[keras.Variable]) -> bool:
     """Whether all gradients of a stage are there before the first is used; weights without one are not known yet."""
-    return rule.spikes or not _is_momentum(optimizer) or _clips(optimizer) or _constrained(variables)
+    if rule.spikes or not _is_momentum(optimizer) or _clips(optimizer) or _constrained(variables):
+        return True
+    return rule.predicts and bool(optimizer.nesterov)  # the slots are then kept as they were before the step
 
 
 def slots_per_weight(optimizer: keras.optimizers.Optimizer, rule: Rule) -> int:

@@ -14,8 +14,8 @@ class Training(NamedTuple):
     """How a model is trained, as far as its memory goes.
 
     ``slots`` are the optimizer's variables per weight: 1 for SGD with momentum, 2 for Adam; ``gathers``: whether all
-    gradients of a stage are there before the first is used, as with all optimizers but SGD with plain momentum, and
-    there too where gradients are clipped, weights constrained or spikes compensated.
+    gradients of a stage are there before the first is used, as with all optimizers but SGD with momentum, and there
+    too where gradients are clipped, weights constrained, spikes compensated or Nesterov momentum predicted.
     """
 
     scheme: str = "spectrain"
