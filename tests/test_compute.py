@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import keras
 import networks
@@ -236,16 +238,15 @@ def test_a_damaged_profile_cache_is_measured_anew(monkeypatch, tmp_path):
 def test_of_two_processes_that_measure_at_once_the_first_ones_profile_counts(links, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if not links:
-        monkeypatch.setattr(Path, "hardlink_to", lambda *_: (_ for _ in ()).throw(PermissionError))
-    chain, order = Chain(networks.mlp()), []
+        monkeypatch.setattr(Path, "hardlink_to", Mock(side_effect=PermissionError))
+    chain, numbers = Chain(networks.mlp()), itertools.count(1)
 
     def profile_chain(*_):
         """While one measures, another does so too, from its beginning to its end."""
-        order.append(len(order))
-        mine = len(order)
-        if mine == 1:
+        number = next(numbers)
+        if number == 1:
             assert profile().blocks[0].forward_s == 2.0
-        return Profile("m", 16, tuple(BlockProfile(block.name, mine, 1.0, 0, 0) for block in chain.blocks))
+        return Profile("m", 16, tuple(BlockProfile(block.name, number, 1.0, 0, 0) for block in chain.blocks))
 
     def profile():
         return profile_cache.cached_profile(chain, 16, "CPU:0")
@@ -254,7 +255,7 @@ def test_of_two_processes_that_measure_at_once_the_first_ones_profile_counts(lin
     mine, later = profile(), profile()
     assert mine == later
     assert mine.blocks[0].forward_s == 2.0
-    assert len(order) == 2
+    assert next(numbers) == 3
     assert len(list((tmp_path / "pipetrain").iterdir())) == 1
 
 

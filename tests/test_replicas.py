@@ -55,7 +55,7 @@ def test_weights_and_history_are_those_without_replicas(scheme, replicas):
         np.testing.assert_allclose(its_history[key], values, rtol=1e-5, err_msg=key)
 
 
-@pytest.mark.slow  # 25 s; each by itself in other tests
+@pytest.mark.slow  # 25 s; test_graphs trains them without replicas by default
 def test_masks_dictionaries_embeddings_and_several_losses():
     """Sparse gradients are summed as sparse gradients; masks are cut with their rows."""
     x, y = tokens_and_numbers()

@@ -61,7 +61,7 @@ def _read(path: Path) -> Profile | None:
 def _kept(measured: Profile, path: Path) -> Profile:
     """What is read there from now on: if another process has measured meanwhile, its profile, which it trains by."""
     part = path.with_suffix(f".{os.getpid()}")
-    try:
+    with suppress(OSError):  # a cache that cannot be written is no reason not to train
         path.parent.mkdir(parents=True, exist_ok=True)
         measured.save(part)
         try:
@@ -72,8 +72,6 @@ def _kept(measured: Profile, path: Path) -> Profile:
             part.replace(path)
         finally:
             part.unlink(missing_ok=True)
-    except OSError:
-        pass  # a cache that cannot be written is no reason not to train
     return measured
 
 
