@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,11 +14,13 @@ import tensorflow as tf
 from pipetrain.compute.blocks import Block, in_order
 from pipetrain.compute.segment import adapted
 from pipetrain.compute.spikes import check_compensable
+from pipetrain.compute.stage import Stage
 from pipetrain.compute.velocity import check_predictable
 from pipetrain.plan.schemes import DATA_PARALLEL, Scheme
 
 DEFAULT_ROWS = 32  # Keras' batch size where none is given
 DEFAULT_MICROBATCHES = 4
+WHOLE_BATCH = (keras.losses.Dice, keras.losses.Tversky, keras.losses.Circle)  # which look at all rows at once
 
 
 def check_optimizer_kind(optimizer: Any) -> None:
@@ -110,21 +114,42 @@ def check_replicas(scheme: str, replicas: Any) -> None:
 
 
 def loss_is_mean(loss: Any, pieces: int) -> bool:
-    """Whether the loss is the mean over the rows (True) or their sum (False).
+    """Whether the loss is the mean over the rows (True), or the sum of theirs, or not reduced (False).
 
-    Where microbatches or replicas of the last stage divide it into pieces, a minibatch's loss must follow from theirs:
-    ValueError for other reductions.
+    What is not reduced is summed where gradients start from it, as in Keras. Where microbatches or replicas of the last
+    stage divide the rows into pieces, a minibatch's loss must follow from theirs: ValueError for other reductions, and
+    for several of them at once.
     """
-    reductions = {each.reduction for each in keras.tree.flatten(loss) if isinstance(each, keras.losses.Loss)}
-    if reductions == {"sum"}:
+    reductions = {_reduction(each) for each in keras.tree.flatten(loss) if each is not None}
+    if reductions in ({"sum"}, {"none"}):
         return False
-    if pieces > 1 and not reductions <= {"sum_over_batch_size"}:
+    if pieces > 1 and not reductions <= {"mean"}:
         raise ValueError(
             "The loss of a batch cannot be put together from those of its microbatches and replicas. "
             f"Received: reduction={sorted(map(str, reductions))} for {pieces} pieces of a batch. "
             "Try reduction='sum_over_batch_size', or microbatches=1 and one replica of the last stage."
         )
     return True
+
+
+def _reduction(loss: Any) -> str:
+    """How a loss is reduced; what is no ``Loss``, Keras makes one that is the mean."""
+    reduction = loss.reduction if isinstance(loss, keras.losses.Loss) else "mean"
+    return {"sum_over_batch_size": "mean", None: "none"}.get(reduction, reduction)
+
+
+def is_measured(loss: Any) -> bool:
+    """Whether only trying tells what a loss of several rows has to do with those of each."""
+    return any(
+        inspect.isfunction(each) or (isinstance(each, keras.losses.Loss) and not _goes_by_rows(each))
+        for each in keras.tree.flatten(loss)
+    )
+
+
+def _goes_by_rows(loss: keras.losses.Loss) -> bool:
+    """Whether this is a loss of Keras' that looks at one row at a time."""
+    kind = type(loss)
+    return kind.__module__.startswith("keras.src.") and not isinstance(loss, WHOLE_BATCH)
 
 
 def check_masks(masks: Sequence[Any], loss_is_mean: bool, pieces: int) -> None:
@@ -151,7 +176,7 @@ def measured_mean(loss: Callable[..., tf.Tensor], targets: Any, outputs: Sequenc
         ones = [1.0] * len(rows)
         y, sample_weight = tf.nest.map_structure(lambda spec: None if spec is None else column(spec, ones), targets)
         with keras.StatelessScope():
-            return float(loss(y, [column(output, rows) for output in outputs], sample_weight))
+            return float(tf.reduce_sum(loss(y, [column(output, rows) for output in outputs], sample_weight)))
 
     both, alone = of(0.25, 0.75), of(0.25) + of(0.75)
     is_mean = math.isclose(both, alone / 2, rel_tol=1e-3, abs_tol=1e-6)
@@ -162,6 +187,29 @@ def measured_mean(loss: Callable[..., tf.Tensor], targets: Any, outputs: Sequenc
             "Try microbatches=1 and one replica of the last stage."
         )
     return is_mean
+
+
+def check_minimised(loss: Any, stages: Sequence[Stage]) -> None:
+    """Refuse what has no loss, and weights of which none gets a gradient; warn of those that get none, as Keras does.
+
+    ``stages`` have been traced.
+    """
+    if loss is None and not any(stage.is_penalized for stage in stages):
+        raise ValueError(
+            "There is nothing to minimise: no layer adds a loss. Received: compile with loss=None. Try loss='mse'."
+        )
+    untrained = [variable.path for stage in stages for variable in stage.untrained]
+    if untrained and len(untrained) == sum(len(stage.variables) for stage in stages):
+        raise ValueError(
+            "No gradient of the loss reaches a weight that is trained. Received: trainable variables "
+            f"{_some(untrained)}. Try a loss of outputs that depend on them, or a model without stop_gradient."
+        )
+    if untrained:
+        warnings.warn(f"The loss has no gradient by these variables, which stay: {_some(untrained)}.", stacklevel=2)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 12 else f"{', '.join(names[:6])}, ... ({len(names)} in all)"
 
 
 def check_callbacks(callbacks: Sequence[Any]) -> None:

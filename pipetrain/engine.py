@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -63,9 +62,9 @@ class PipelineEngine:
             checks.check_new(optimizer)
             self._stages = []
         self._loss_is_mean: bool | None = checks.loss_is_mean(loss, self._pieces)
-        if self._pieces > 1 and any(inspect.isfunction(each) for each in keras.tree.flatten(loss)):
+        if self._pieces > 1 and checks.is_measured(loss):
             self._loss_is_mean = None  # seen when the first minibatch is there
-        self._optimizer, self._compute_loss = optimizer, compute_loss
+        self._optimizer, self._loss, self._compute_loss = optimizer, loss, compute_loss
         self._scheduled = is_scheduled(optimizer)  # then each stage's own copy knows the rate
         self._feed = Feed(self.model, None if self._scheduled else optimizer.learning_rate.value)
         self._pipeline = None
@@ -198,6 +197,7 @@ class PipelineEngine:
             self._loss_is_mean = checks.measured_mean(self._compute_loss, self._feed.targets, outputs)
         self._pipeline.loss_is_mean = self._loss_is_mean
         self._pipeline.trace_for(self._feed.targets)
+        checks.check_minimised(self._loss, [stage for stage, *_ in self._stages])
         checks.check_masks(self._pipeline.output_masks, self._loss_is_mean, self._pieces)
         return ReadAhead(self._pipeline, minibatches, self._steps, self._rests)
 

@@ -252,8 +252,6 @@ class PipelineModel(keras.Model):
 
     def _prepare(self, method: str, x: Any, y: Any, batch_size: int | None) -> None:
         self._assert_compile_called(method)
-        if self._compile_loss is None:
-            raise ValueError("There is nothing to minimise. Received: compile with loss=None. Try loss='mse'.")
         checks.check_data(x, y)
         self._engine.prepare(checks.first_rows(x, batch_size))
 

@@ -53,7 +53,9 @@ class Scores:
         return self._score(self._test, targets)
 
     def loss(self, y: Any, outputs: list[tf.Tensor], sample_weight: Any) -> tf.Tensor:
-        """The compiled loss."""
+        """The compiled loss; zero without one, where layers add losses of their own."""
+        if self._model._compile_loss is None:
+            return tf.zeros([])
         return self._model._compile_loss(y, self._pack(outputs), sample_weight)
 
     def _score(self, function: Any, targets: Any) -> Score:
@@ -65,7 +67,7 @@ class Scores:
             rows, updates = number(int(minibatch.x[0].shape[0])), number(int(counts))
             if update is None:
                 predictions = any_rows(Values(self._outputs, result.predictions.masks))
-                others = [tf.TensorSpec([], each.dtype) for each in (result.loss, rows, updates)]
+                others = any_rows([result.loss, rows, updates])
                 update = direct(function.get_concrete_function(targets, predictions, *others))
                 self._built()
             targets_now = minibatch.y, minibatch.sample_weight
@@ -77,7 +79,7 @@ class Scores:
         self, targets: Any, predictions: Values, loss: tf.Tensor, rows: tf.Tensor, updates: tf.Tensor
     ) -> Any:
         self._set_masks(predictions)
-        if self._model._compile_loss.metrics:  # each output's own loss, beside their sum
+        if getattr(self._model._compile_loss, "metrics", ()):  # each output's own loss, beside their sum
             y, sample_weight = targets
             self.loss(y, predictions.tensors, sample_weight)
         logs = self._update(targets, predictions, loss, rows)
@@ -90,11 +92,9 @@ class Scores:
         self, targets: Any, predictions: Values, penalty: tf.Tensor, rows: tf.Tensor, updates: tf.Tensor
     ) -> Any:
         self._set_masks(predictions)
-        loss = penalty
-        if self._model._compile_loss is not None:
-            y, sample_weight = targets
-            loss = self.loss(y, predictions.tensors, sample_weight)
-            loss += tf.cast(penalty, loss.dtype)
+        y, sample_weight = targets
+        loss = self.loss(y, predictions.tensors, sample_weight)
+        loss += tf.cast(penalty, loss.dtype)
         return self._update(targets, predictions, loss, rows)
 
     def _update(self, targets: Any, predictions: Values, loss: tf.Tensor, rows: tf.Tensor) -> Any:

@@ -5,22 +5,26 @@ from __future__ import annotations
 import graphlib
 import heapq
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from itertools import count
 from typing import Any, NamedTuple
 
 import keras
 
-from pipetrain.compute.segment import Call, Segment
+from pipetrain.compute.composite import composites
+from pipetrain.compute.segment import Call, Segment, is_differentiable
 
 
 class Block(NamedTuple):
     """The smallest piece that a cut can separate: one layer call, or several that must stay together.
 
     ``name`` is that of its last layer; where another block before it has the same, ``":2"`` and so on follow.
+    ``composite`` are the layers whose outputs are ragged or sparse, each with which of the two it is.
     """
 
     name: str
     calls: tuple[Call, ...]
+    composite: tuple[tuple[str, str], ...] = ()
 
 
 class Chain:
@@ -44,7 +48,9 @@ class Chain:
         self._inputs = [walk.new_value(tensor) for tensor in model.inputs]
         self._outputs = walk.through(model, self._inputs, "")
         self._symbols = walk.symbols
-        self.blocks = _named(_grouped(walk.calls))
+        composite = composites(walk.calls, walk.symbols)
+        _check_outputs(model, [composite.get(value) for value in self._outputs])
+        self.blocks = _named(_grouped(walk.calls, composite), composite)
         # The first and the last cut that each value may cross.
         self._first, self._last = [0] * len(self._symbols), [0] * len(self._symbols)
         for index, block in enumerate(self.blocks):
@@ -97,12 +103,22 @@ class Chain:
         return Segment(calls, reads, writes, self._symbols, flows, returns)
 
     def _trained(self) -> set[int]:
-        """Values that want a gradient: floating-point ones that trainable weights had a part in."""
+        """Values that want a gradient: those of types with one that trainable weights had a part in."""
         trained: set[int] = set()
         for call in self._calls(0, len(self.blocks)):
             if getattr(call.operation, "trainable_variables", None) or not trained.isdisjoint(call.reads):
-                trained.update(value for value in call.writes if "float" in str(self._symbols[value].dtype))
+                trained.update(value for value in call.writes if is_differentiable(self._symbols[value].dtype))
         return trained
+
+
+def _check_outputs(model: keras.Model, composite: Sequence[str | None]) -> None:
+    for tensor, kind in zip(model.outputs, composite, strict=True):
+        if kind is not None:
+            operation = tensor._keras_history.operation.name
+            raise ValueError(
+                f"An output of a model that is cut must be dense. Received: model={model.name!r}, whose output from "
+                f"{operation!r} is {kind}. Try {'to_tensor()' if kind == 'ragged' else 'tf.sparse.to_dense'} after it."
+            )
 
 
 def _check_graph(model: Any) -> None:
@@ -162,13 +178,16 @@ def _in_order(model: Any) -> Iterator[tuple[Any, Any]]:
     """The calls that the outputs need, in the order of Keras' list of operations as far as it can be kept."""
     operations = model.layers if isinstance(model, keras.Sequential) else model.operations
     rank = {id(operation): index for index, operation in enumerate(operations)}
+    unlisted = count(-1, -1)  # operations that a Sequential model does not list, such as those that make masks
     inputs = {id(tensor) for tensor in model.inputs}
     nodes: dict[tuple[int, int], tuple[Any, Any]] = {}
     needs: dict[tuple[int, int], set[tuple[int, int]]] = {}
 
     def key(tensor: Any) -> tuple[int, int]:
         operation, node_index, _ = tensor._keras_history
-        place = (rank.get(id(operation), -1), node_index)
+        if id(operation) not in rank:
+            rank[id(operation)] = next(unlisted)
+        place = (rank[id(operation)], node_index)
         nodes.setdefault(place, (operation, operation._inbound_nodes[node_index]))
         return place
 
@@ -229,14 +248,21 @@ def in_order(values: Any, model: Any) -> list[Any]:
     return [values[place[id(tensor)]] for tensor in model.inputs]
 
 
-def _grouped(calls: Sequence[Call]) -> list[list[Call]]:
-    """The calls as blocks in running order: those that share variables together, with all that lies between them."""
+def _grouped(calls: Sequence[Call], composite: Container[int]) -> list[list[Call]]:
+    """The calls as blocks in running order.
+
+    Those that share variables are together, and so are those that make and read a ``composite`` value; with all that
+    lies between them.
+    """
     owner = _Groups(len(calls))
     users: dict[int, int] = {}
+    makers = {value: index for index, call in enumerate(calls) for value in call.writes}
     for index, call in enumerate(calls):
         for variable in getattr(call.operation, "variables", ()):
             owner.join(users.setdefault(id(variable), index), index)
-    makers = {value: index for index, call in enumerate(calls) for value in call.writes}
+        for value in call.reads:
+            if value in makers and value in composite:
+                owner.join(makers[value], index)
     while True:
         needs: dict[int, set[int]] = {owner.of(index): set() for index in range(len(calls))}
         for index, call in enumerate(calls):
@@ -254,12 +280,13 @@ def _grouped(calls: Sequence[Call]) -> list[list[Call]]:
         return list(members.values())
 
 
-def _named(groups: Sequence[Sequence[Call]]) -> list[Block]:
+def _named(groups: Sequence[Sequence[Call]], composite: Mapping[int, str]) -> list[Block]:
     blocks, seen = [], Counter[str]()
     for calls in groups:
         name = calls[-1].name
         seen[name] += 1
-        blocks.append(Block(name if seen[name] == 1 else f"{name}:{seen[name]}", tuple(calls)))
+        kinds = tuple((call.name, composite[value]) for call in calls for value in call.writes if value in composite)
+        blocks.append(Block(name if seen[name] == 1 else f"{name}:{seen[name]}", tuple(calls), kinds))
     return blocks
 
 

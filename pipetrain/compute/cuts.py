@@ -13,7 +13,8 @@ def cut_points(blocks: Sequence[Block], cuts: Sequence[str]) -> list[int]:
     A layer inside a nested model is ``"outer/inner"``, or ``"inner"`` where no other layer is called so; a nested
     model's own name stands for its last layer.
     Raises ValueError for a name that no layer has, for names out of order, for the model's last layer, and for a
-    layer after which no cut can be made because calls before and after it share variables.
+    layer after which no cut can be made because calls before and after it share variables, or because its output is
+    ragged or sparse.
     """
     if isinstance(cuts, str):
         raise ValueError(f"Cuts are a tuple of layers' names. Received: cuts={cuts!r}. Try cuts=({cuts!r},).")
@@ -46,19 +47,21 @@ def _end(blocks: Sequence[Block], cut: str, cuts: Sequence[str]) -> int:
     index, call = found[-1]
     if call is not blocks[index].calls[-1]:
         raise ValueError(
-            f"No cut can be made after {cut!r}: {shared(blocks[index])}, so all from the first to the last of "
+            f"No cut can be made after {cut!r}: {reason(blocks[index])}, so all from the first to the last of "
             f"these calls stays in one stage. Received: cuts={tuple(cuts)!r}. Try {names[index]!r}."
         )
     return index + 1
 
 
-def shared(block: Block) -> str:
-    """For people: which layers of a block keep it together."""
+def reason(block: Block) -> str:
+    """For people: what keeps a block together."""
     users: dict[int, list[str]] = {}
     for call in block.calls:
         for variable in getattr(call.operation, "variables", ()):
             users.setdefault(id(variable), []).append(call.name)
     names = list(dict.fromkeys(name for each in users.values() if len(each) > 1 for name in each))
+    if not names:
+        return " and ".join(f"what {name!r} makes is {kind} and crosses no cut" for name, kind in block.composite)
     if len(names) == 1:
         return f"{names[0]!r} is called more than once"
     return f"{' and '.join(map(repr, names))} share weights"
@@ -69,7 +72,7 @@ def why_together(blocks: Sequence[Block]) -> str:
     largest = max(blocks, key=lambda block: len(block.calls), default=None)
     if largest is None or len(largest.calls) == 1:
         return ""
-    return f" ({shared(largest)}, which keeps {len(largest.calls)} calls together)"
+    return f" ({reason(largest)}, which keeps {len(largest.calls)} calls together)"
 
 
 def _some(names: list[str]) -> str:

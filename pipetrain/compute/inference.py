@@ -11,7 +11,7 @@ import tensorflow as tf
 from pipetrain.compute.bound import Newest, Weights, any_rows, direct
 from pipetrain.compute.segment import Segment, mask_of
 from pipetrain.compute.split import specs
-from pipetrain.compute.stage import Forward, Stage, Values, state_of
+from pipetrain.compute.stage import Forward, Stage, Values, state_of, total_penalty
 
 
 class Inference:
@@ -83,9 +83,8 @@ class Inference:
     def _run(self, weights: Any, state: Any, tensors: Any, masks: Any) -> Any:
         outputs, after, penalties = self.segment.infer(weights, state, tensors, masks)
         self._assigned = [index for index, value in enumerate(after) if value is not state[index]]
-        penalties = [tf.cast(tf.reduce_sum(each), tf.float32) for each in penalties]
         values = Values(outputs, [mask_of(output) for output in outputs])
-        return values, tf.add_n(penalties) if penalties else None, [after[index] for index in self._assigned]
+        return values, total_penalty(penalties), [after[index] for index in self._assigned]
 
 
 Replica = Stage | Inference  # what runs a stage's part of a pipeline: in training, and where only forwards run

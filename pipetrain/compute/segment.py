@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+DIFFERENTIABLE = ("bfloat16", "float16", "float32", "float64", "complex64", "complex128")
+
 
 class Call(NamedTuple):
     """One call of a layer or operation, on the values ``reads``, making the values ``writes``.
@@ -59,6 +61,17 @@ class Segment(keras.Layer):
 
     def call(self, inputs: Sequence[Any], training: bool | None = None) -> list[Any]:
         """Run the calls as a Functional model would: its training mode overrides that of the recorded calls."""
+        outputs = self.values(inputs, training)
+        for value, symbol in zip(outputs, self.outputs, strict=True):
+            if is_composite(value):
+                raise ValueError(
+                    "A ragged or sparse tensor crosses no cut and is no output of a model that is cut. Received: "
+                    f"{symbol.name!r}, a {type(value).__name__}. Try to_tensor() or tf.sparse.to_dense before the cut."
+                )
+        return [_typed(value, symbol) for value, symbol in zip(outputs, self.outputs, strict=True)]
+
+    def values(self, inputs: Sequence[Any], training: bool | None = None) -> list[Any]:
+        """The values ``writes`` as the calls make them."""
         values = dict(zip(self.reads, inputs, strict=True))
         for call, trains in zip(self._calls, self._trains, strict=True):
             tensors = zip(call.node.input_tensors, call.reads, strict=True)
@@ -67,7 +80,7 @@ class Segment(keras.Layer):
                 kwargs["training"] = training
             outputs = keras.tree.flatten(call.operation(*args, **kwargs))
             values.update(zip(call.writes, outputs, strict=True))
-        return [_typed(values[value], symbol) for value, symbol in zip(self.writes, self.outputs, strict=True)]
+        return [values[value] for value in self.writes]
 
     def compute_mask(self, inputs: Any, previous_mask: Any) -> None:
         """Nothing to do: every output has the mask that its layer gave it."""
@@ -121,6 +134,16 @@ class _Scope(keras.StatelessScope):
                 "stateful=False, seed=keras.random.SeedGenerator(...), or add_weight(trainable=False)."
             )
         super().add_update((variable, tf.stop_gradient(value)))
+
+
+def is_composite(value: Any) -> bool:
+    """Whether this is a ragged or sparse tensor, or the spec of one."""
+    return isinstance(value, tf.RaggedTensor | tf.SparseTensor | tf.RaggedTensorSpec | tf.SparseTensorSpec)
+
+
+def is_differentiable(dtype: Any) -> bool:
+    """Whether TensorFlow makes gradients of tensors of this type."""
+    return tf.as_dtype(dtype).name in DIFFERENTIABLE
 
 
 def _typed(value: Any, symbol: Any) -> Any:

@@ -33,9 +33,10 @@ class Values(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """What a stage's forward gives: its outputs, the loss (last stage), its regularization penalty, and ``kept``.
+    """What a stage's forward gives: its outputs, the loss (last stage), its layers' own losses, and ``kept``.
 
-    ``kept`` is for its backward, None where none will come.
+    The loss is a number, or one for every example where it is not to be reduced. ``kept`` is for its backward, None
+    where none will come.
     """
 
     output: Values
@@ -88,6 +89,9 @@ class Stage:
     Between ``load`` and ``store`` the weights and state of these blocks live here; outside, in the model. What works
     on minibatches (``forward``, ``backward``, ``accumulate``, ``squared_norm``, ``update``) is called in the scope of
     the stage's ``device``: entering it anew for every call would take longer than some.
+
+    After ``trace``, ``untrained`` are the trainable variables that no gradient reaches, and ``is_penalized`` says
+    whether a layer adds a loss of its own.
 
     Args:
         segment: the blocks.
@@ -184,8 +188,12 @@ class Stage:
             timed = is_prompt(self.device)
             self._backward = Backward(halves, self._bound, self._step, handles, self._staleness, timed)
             self._gradients = halves.backward.structured_outputs[0]
+            missing = [n for n, gradient in enumerate(self._gradients) if gradient is None]
+            self.untrained = [self._weights[n] for n in missing]
+            self._optimizer_step.untrained = [self.variables[n] for n in missing]
             self._update = self._squared_norm = None  # traced when they are needed
-        output = halves.forward.structured_outputs[0][0]
+        output, _, penalty, _ = halves.forward.structured_outputs[0]
+        self.is_penalized = penalty is not None
         return [mask if mask is None else tf.TensorSpec(mask.shape, mask.dtype) for mask in output.masks]
 
     def _trace_update(self) -> Any:
@@ -323,8 +331,8 @@ class Stage:
         loss = None
         if self._loss:
             loss = self._loss_of(outputs, targets)
-            starts = [loss]
-        penalty = tf.add_n(penalties) if penalties else None
+            starts = [loss if loss.shape.rank == 0 else tf.reduce_sum(loss)]  # a number, or one of every example
+        penalty = total_penalty(penalties)
         values = Values(outputs, [mask_of(output) for output in outputs])
         return starts if penalty is None else [*starts, penalty], (values, loss, penalty, state)
 
@@ -339,6 +347,12 @@ class Stage:
                 f"The loss cannot be computed: {error} Received: y of shape {labels} for outputs of shape {shapes}. "
                 "Try labels of the shape that the loss takes."
             ) from error
+
+
+def total_penalty(penalties: Sequence[tf.Tensor]) -> tf.Tensor | None:
+    """The sum of layers' own losses, each of which Keras sums over its elements; None where there is none."""
+    sums = [tf.cast(tf.reduce_sum(each), tf.float32) for each in penalties]
+    return tf.add_n(sums) if sums else None
 
 
 def _time_s(of_day_s: tf.Tensor | None) -> float | None:

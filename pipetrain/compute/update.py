@@ -23,6 +23,9 @@ LEAST_DECAY = 1e-12  # ``decayed`` divides by it
 class Update:
     """Applies gradients to variables and predicts them: ``W[t+s] ~ W[t] + s * v`` (see ``plan.prediction``).
 
+    ``untrained`` are the variables that no gradient reaches, which Keras leaves as they are; to be set before anything
+    is predicted.
+
     Args:
         optimizer: built for the variables.
         variables: what it updates.
@@ -37,6 +40,7 @@ class Update:
     ) -> None:
         self._optimizer, self._variables, self._furthest = optimizer, list(variables), rule.furthest
         self._rate = self._velocity = self.fit = None
+        self.untrained: Sequence[keras.Variable] = ()
         if rule.predicts and (isinstance(optimizer, keras.optimizers.Adam) or optimizer.weight_decay):
             self._rate = tf.Variable(0.0, trainable=False)  # of the last step, which slots or decay do not carry
         if rule.predicts:
@@ -59,7 +63,9 @@ class Update:
 
     def apply(self, gradients: list[Any], staleness: tf.Tensor | None = None) -> None:
         """One optimizer step; remembers of it what the next prediction needs and no slot holds."""
-        for gradient, variable in zip(gradients, self._variables, strict=True):
+        pairs = zip(gradients, self._variables, strict=True)
+        present = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
+        for gradient, variable in present:
             if isinstance(gradient, tf.Tensor):
                 gradient.set_shape(variable.shape)  # which some optimizers ask for
         self._correct_by(staleness)
@@ -68,8 +74,10 @@ class Update:
         before = self._velocity.before() if self._velocity else []
         if _is_momentum(self._optimizer) and self._plain(gradients):
             self._momentum_step(gradients)
-        else:
-            self._optimizer.apply(gradients, self._variables)
+        elif present:
+            self._optimizer.apply(*zip(*present, strict=True))
+        else:  # which Keras' own ``apply`` refuses: the weights that are trained may be other stages'
+            self._optimizer.iterations.assign_add(1)
         if self._velocity:
             self._velocity.after(before)
         self._correct_by(None)  # a symbolic tensor is of no use outside its function
@@ -107,7 +115,9 @@ class Update:
                 each.staleness = staleness
 
     def _decays(self, variable: keras.Variable) -> bool:
-        return bool(self._optimizer.weight_decay) and self._optimizer._use_weight_decay(variable)
+        if not self._optimizer.weight_decay or any(variable is each for each in self.untrained):
+            return False
+        return bool(self._optimizer._use_weight_decay(variable))
 
     def _after_decay(self, variable: keras.Variable, value: tf.Tensor) -> tf.Tensor:
         """What weight decay, with which Keras begins a step, leaves of the variable's value."""

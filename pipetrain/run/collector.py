@@ -13,7 +13,7 @@ from pipetrain.run.messages import Output, Updated
 
 
 class Result(NamedTuple):
-    """One minibatch's loss and the predictions it was computed from."""
+    """One minibatch's loss, a number or one of every example, and the predictions it was computed from."""
 
     loss: tf.Tensor
     predictions: Values
@@ -76,11 +76,16 @@ class Collector:
 
 
 def _joined(outputs: list[Output]) -> Result:
-    """A minibatch's result from its microbatches': ``sum(loss_share * loss + share * penalty)``."""
+    """A minibatch's result from its microbatches': ``sum(loss_share * loss + share * penalty)``.
+
+    Losses of single examples follow one another, each with the penalty.
+    """
     terms = [_scaled(output.loss, output.microbatch.loss_share) for output in outputs]
+    if terms[0].shape.rank:
+        terms = [terms[0] if len(terms) == 1 else tf.concat(terms, axis=0)]
     penalties = [each for each in (output.microbatch for output in outputs) if each.penalty is not None]
     terms += [_scaled(each.penalty, each.share) for each in penalties]
-    loss = terms[0] if len(terms) == 1 else tf.add_n(terms)
+    loss = terms[0] if len(terms) == 1 else sum(terms[1:], terms[0])
     predictions = [output.predictions for output in outputs]
     return Result(loss, predictions[0] if len(predictions) == 1 else _stacked(predictions))
 
