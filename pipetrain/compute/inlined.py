@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -18,10 +18,19 @@ def inlined(concrete: Any, *arguments: Any) -> Any:
 
     A call would be inlined too, but later, by TensorFlow, with nothing known of what is in it.
     """
-    flat: list[tf.Tensor] = []
-    unpacker(concrete.structured_input_signature[0])(arguments, flat)
-    graph = tf.compat.v1.get_default_graph()
-    return operations(concrete, [*flat, *(graph.capture(each) for each in concrete.captured_inputs)])
+    return operations(concrete, _inputs(concrete, arguments))
+
+
+def showing(concrete: Any, inner: Sequence[tf.Tensor], *arguments: Any) -> tuple[Any, list[tf.Tensor]]:
+    """``inlined``, and the values of tensors within the function's graph."""
+    made = _imported(concrete, _inputs(concrete, arguments), {}, (), inner)
+    return _results(concrete, made), [made[tensor.name] for tensor in inner]
+
+
+def without(concrete: Any, gone: Collection[tf.Operation], instead: Mapping[str, tf.Tensor], *arguments: Any) -> Any:
+    """``inlined``, but for operations that are ``gone``, with tensors ``instead`` of theirs, by name."""
+    names = [operation.name for operation in gone]
+    return _results(concrete, _imported(concrete, _inputs(concrete, arguments), instead, names))
 
 
 def operations(
@@ -31,10 +40,35 @@ def operations(
 
     None for an input that nothing else reads.
     """
+    return _results(concrete, _imported(concrete, inputs, instead or {}))
+
+
+def _inputs(concrete: Any, arguments: Any) -> list[tf.Tensor]:
+    flat: list[tf.Tensor] = []
+    unpacker(concrete.structured_input_signature[0])(arguments, flat)
+    graph = tf.compat.v1.get_default_graph()
+    return [*flat, *(graph.capture(each) for each in concrete.captured_inputs)]
+
+
+def _results(concrete: Any, values: Mapping[str, tf.Tensor]) -> Any:
+    return packer(concrete.structured_outputs)(iter([values[tensor.name] for tensor in concrete.graph.outputs]))
+
+
+def _imported(
+    concrete: Any,
+    inputs: Sequence[tf.Tensor | None],
+    instead: Mapping[str, tf.Tensor],
+    without: Collection[str] = (),
+    inner: Sequence[tf.Tensor] = (),
+) -> dict[str, tf.Tensor]:
+    """By their names in the function's graph, its outputs, ``inner`` tensors of it, and what stands for others.
+
+    Operations ``without`` which the graph is to be, and those that make what is given ``instead``, are left out.
+    """
     graph = concrete.graph
     given = {inner.name: value for inner, value in zip(graph.inputs, inputs, strict=True) if value is not None}
-    given.update(instead or {})
-    gone = {inner.op.name for inner in graph.inputs} | {name.partition(":")[0] for name in instead or ()}
+    given.update(instead)
+    gone = {inner.op.name for inner in graph.inputs} | {name.partition(":")[0] for name in instead} | {*without}
     whole = graph.as_graph_def()
     part = tf.compat.v1.GraphDef(versions=whole.versions, library=whole.library)
     part.node.extend(node for node in whole.node if node.name not in gone)
@@ -42,10 +76,10 @@ def operations(
         node.input[:] = [name for name in node.input if name.removeprefix("^") not in gone or not name.startswith("^")]
         node.attr.pop("_class", None)  # wishes to be where another node is, which may be gone
     used = {name if ":" in name else f"{name}:0" for node in part.node for name in node.input}
-    wanted = [tensor.name for tensor in graph.outputs if tensor.name not in given]
+    wanted = [tensor.name for tensor in (*graph.outputs, *inner) if tensor.name not in given]
     feeds = {name: value for name, value in given.items() if name in used}
     made = dict(zip(wanted, tf.graph_util.import_graph_def(part, feeds, return_elements=wanted), strict=True))
-    return packer(concrete.structured_outputs)(iter([{**given, **made}[tensor.name] for tensor in graph.outputs]))
+    return {**given, **made}
 
 
 def made_when_needed(tensors: Sequence[tf.Tensor]) -> None:

@@ -16,6 +16,7 @@ from pipetrain.compute.clipping import SQUARED_NORM, clipped, positive, squared_
 from pipetrain.compute.clone import clone
 from pipetrain.compute.cores import is_prompt, is_remote
 from pipetrain.compute.packed import packed
+from pipetrain.compute.repeat import repeatable
 from pipetrain.compute.segment import Segment, mask_of
 from pipetrain.compute.slots import Slot, shared
 from pipetrain.compute.split import specs, split
@@ -48,7 +49,7 @@ class Forward(NamedTuple):
 class Kept(NamedTuple):
     """What a forward leaves for its backward: packed residuals, or with recomputation what to make them from anew.
 
-    ``weights`` are forward's where they are not backward's too.
+    ``weights`` are forward's where they are not backward's too; ``inputs`` end with what was drawn, if anything was.
     """
 
     residuals: list[tf.Tensor] | None
@@ -183,7 +184,10 @@ class Stage:
         flows, constants = self._sorted(Values(inputs, list(masks)), targets)
         with tf.device(self.device):
             halves = split(self._run, specs(self._weights), specs(self._model_state), flows, constants, packed)
-            self._forward, self._starts = self._bound(halves.forward), halves.outputs
+            twice = repeatable(halves.forward) if self.recompute else None
+            self._forward, self._starts = self._bound(twice.first if twice else halves.forward), halves.outputs
+            self._again = self._bound(twice.again) if twice else self._forward
+            self._draws = twice is not None
             handles = [variable.value.handle for variable in self.variables]
             timed = is_prompt(self.device)
             self._backward = Backward(halves, self._bound, self._step, handles, self._staleness, timed)
@@ -216,7 +220,8 @@ class Stage:
         if not self.recompute:
             return Forward(output, loss, penalty, Kept(residuals))
         given = None if isinstance(weights, Newest) else weights
-        return Forward(output, loss, penalty, Kept(None, given, state, inputs))
+        again = (*inputs, residuals) if self._draws else inputs
+        return Forward(output, loss, penalty, Kept(None, given, state, again))
 
     def backward(
         self,
@@ -266,7 +271,7 @@ class Stage:
         """What forward computed for backward; with recomputation, now."""
         if kept.residuals is not None:
             return kept.residuals
-        _, residuals = self._forward(weights if kept.weights is None else kept.weights, kept.state, *kept.inputs)
+        _, residuals = self._again(weights if kept.weights is None else kept.weights, kept.state, *kept.inputs)
         return residuals
 
     def accumulate(self, total: list[Any] | None, gradients: list[Any], of: Sequence[int]) -> list[Any]:

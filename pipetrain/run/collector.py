@@ -81,11 +81,13 @@ def _joined(outputs: list[Output]) -> Result:
     Losses of single examples follow one another, each with the penalty.
     """
     terms = [_scaled(output.loss, output.microbatch.loss_share) for output in outputs]
-    if terms[0].shape.rank:
-        terms = [terms[0] if len(terms) == 1 else tf.concat(terms, axis=0)]
     penalties = [each for each in (output.microbatch for output in outputs) if each.penalty is not None]
-    terms += [_scaled(each.penalty, each.share) for each in penalties]
-    loss = terms[0] if len(terms) == 1 else sum(terms[1:], terms[0])
+    added = [_scaled(each.penalty, each.share) for each in penalties]
+    if terms[0].shape.rank:  # and each of these has the penalty
+        loss = sum(added, start=tf.concat(terms, axis=0))
+    else:
+        terms += added
+        loss = terms[0] if len(terms) == 1 else tf.add_n(terms)
     predictions = [output.predictions for output in outputs]
     return Result(loss, predictions[0] if len(predictions) == 1 else _stacked(predictions))
 
