@@ -196,8 +196,8 @@ class PipelineEngine:
             outputs = self.layout.chain.specs(len(self.layout.chain.blocks))
             self._loss_is_mean = checks.measured_mean(self._compute_loss, self._feed.targets, outputs)
         self._pipeline.loss_is_mean = self._loss_is_mean
-        self._pipeline.trace_for(self._feed.targets)
-        checks.check_minimised(self._loss, [stage for stage, *_ in self._stages])
+        if self._pipeline.trace_for(self._feed.targets):
+            checks.check_minimised(self._loss, [stage for stage, *_ in self._stages])
         checks.check_masks(self._pipeline.output_masks, self._loss_is_mean, self._pieces)
         return ReadAhead(self._pipeline, minibatches, self._steps, self._rests)
 

@@ -244,6 +244,48 @@ def test_a_mask_reaches_a_loss_and_a_metric_stages_later():
     np.testing.assert_allclose(histories[1]["loss"], histories[0]["loss"], rtol=1e-5)
 
 
+def masking():
+    return [keras.Input((6, 4)), L.Masking(name="mask"), L.LSTM(5, return_sequences=True, name="a"), L.GRU(4, name="b")]
+
+
+def masked_words():
+    words = L.Embedding(9, 5, mask_zero=True, name="words")
+    return [keras.Input((6,), dtype="int32"), words, L.LSTM(5, return_sequences=True, name="a"), L.GRU(4, name="b")]
+
+
+def two_masks():
+    return [keras.Input((6, 4)), L.Masking(name="one"), L.Dropout(0.0), L.Masking(2.0), L.LSTM(4, name="b")]
+
+
+@pytest.mark.parametrize("layers", [masking, masked_words, two_masks])
+def test_sequential_models_pass_masks_as_functional_ones_do(layers):
+    def model(functional):
+        keras.utils.set_random_seed(0)
+        first, *others = [*layers(), L.Dense(3, name="end")]
+        if not functional:
+            return keras.Sequential([first, *others])
+        x = first
+        for layer in others:
+            x = layer(x)
+        return keras.Model(first, x)
+
+    rng = np.random.default_rng(0)
+    words = layers is masked_words
+    x, y = rng.integers(0, 3, (64, 6) if words else (64, 6, 4)), rng.integers(0, 3, 64)
+    x = x if words else x * (x.sum(-1, keepdims=True) > 2).astype("float32")
+    names = [block.name for block in Chain(model(False)).blocks]
+    weights = []
+    for each in (
+        model(True),
+        *(pipetrain.PipelineModel(model(False), cuts=(cut,), scheme="1f1b", microbatches=2) for cut in names[:-1]),
+    ):
+        each.compile(keras.optimizers.SGD(0.1), networks.crossentropy())
+        each.fit(x, y, batch_size=16, shuffle=False, verbose=0)
+        weights.append(each.get_weights())
+    for got in weights[1:]:
+        networks.assert_close(got, weights[0])
+
+
 @pytest.mark.parametrize(
     "scheme",
     networks.by_default(["vanilla", "weight-stashing", "vertical-sync", "spectrain", "1f1b"], "spectrain", "1f1b"),

@@ -10,6 +10,7 @@ from itertools import count
 from typing import Any, NamedTuple
 
 import keras
+import tensorflow as tf
 
 from pipetrain.compute.composite import composites
 from pipetrain.compute.segment import Call, Segment, is_differentiable
@@ -75,7 +76,12 @@ class Chain:
         return [self._symbols[value] for value in self.crossing(end)]
 
     def segment(self, first: int, end: int) -> Segment:
-        """Blocks ``first`` to ``end - 1`` as one layer, from what crosses into them to what crosses out."""
+        """Blocks ``first`` to ``end - 1`` as one layer, from what crosses into them to what crosses out.
+
+        Raises ValueError for numbers that cross out in a type of which TensorFlow makes no gradients.
+        """
+        if end < len(self.blocks):
+            _check_types(self.specs(end), self.blocks[end - 1].name)
         calls = list(self._calls(first, end))
         return self._segment(calls, self.crossing(first), self.crossing(end), self._trained())
 
@@ -118,6 +124,15 @@ def _check_outputs(model: keras.Model, composite: Sequence[str | None]) -> None:
             raise ValueError(
                 f"An output of a model that is cut must be dense. Received: model={model.name!r}, whose output from "
                 f"{operation!r} is {kind}. Try {'to_tensor()' if kind == 'ragged' else 'tf.sparse.to_dense'} after it."
+            )
+
+
+def _check_types(crossing: Sequence[Any], name: str) -> None:
+    for tensor in crossing:
+        if tf.as_dtype(tensor.dtype).is_floating and not is_differentiable(tensor.dtype):
+            raise ValueError(
+                f"No gradient crosses a cut in the type {tensor.dtype}. Received: a cut after {name!r}, which "
+                f"{tensor.name!r} crosses. Try a cut before or after what works in that type."
             )
 
 

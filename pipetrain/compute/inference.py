@@ -26,6 +26,7 @@ class Inference:
     """
 
     recompute = False
+    unreached: Sequence[int] = ()  # there are no gradients
     global_clipnorm: float | None = None
 
     def __init__(self, segment: Segment, device: str) -> None:
@@ -35,7 +36,9 @@ class Inference:
         self._weights: list[tf.Tensor] = []
         self._state: list[tf.Tensor] = []
 
-    def trace(self, masks: Sequence[tf.TensorSpec | None], targets: Any = None) -> list[tf.TensorSpec | None]:
+    def trace(
+        self, masks: Sequence[tf.TensorSpec | None], targets: Any = None, unreached: Sequence[int] = ()
+    ) -> list[tf.TensorSpec | None]:
         """Trace for inputs with these masks, once. Gives the specs of the outputs' masks."""
         if self._traced_for != list(masks):
             segment = self.segment

@@ -32,13 +32,15 @@ class SplitFunction(NamedTuple):
     gradient of a weight that the outputs do not depend on is None. ``flows`` are the inputs that want a gradient,
     ``constants`` those that want none. ``state`` are tensors that training changes without gradients (BatchNorm
     statistics, seeds): they go in, and come out in ``aux``. ``outputs`` are the specs of what gradients start from,
-    ``residuals`` the symbolic tensors that are kept.
+    ``residuals`` the symbolic tensors that are kept. ``reached`` says which flows the outputs depend on: only they are
+    given a gradient.
     """
 
     forward: Any
     backward: Any
     outputs: list[tf.TensorSpec]
     residuals: list[tf.Tensor]
+    reached: list[bool]
 
 
 def split(
@@ -59,10 +61,10 @@ def split(
             outputs, aux = run(weights, state, flows, constants)
 
         def pull(output_gradients: list[tf.Tensor]) -> Any:
-            if not outputs:
-                return [None] * len(weights), [tf.zeros_like(flow) for flow in flows]
-            by_weight, by_flow = tape.gradient(outputs, [weights, flows], output_gradients)
-            return by_weight, [_dense(gradient, flow) for gradient, flow in zip(by_flow, flows, strict=True)]
+            none = [None] * len(weights), [None] * len(flows)
+            by_weight, by_flow = tape.gradient(outputs, [weights, flows], output_gradients) if outputs else none
+            halves["reached"] = [gradient is not None for gradient in by_flow]
+            return by_weight, [tf.convert_to_tensor(gradient) for gradient in by_flow if gradient is not None]
 
         gradients = specs(outputs)
         nested = tf.function(pull, autograph=False).get_concrete_function(gradients)
@@ -85,11 +87,8 @@ def split(
         backward=pulled,
         outputs=halves["gradients"],
         residuals=captures.residuals,
+        reached=halves["reached"],
     )
-
-
-def _dense(gradient: Any, flow: tf.Tensor) -> tf.Tensor:
-    return tf.zeros_like(flow) if gradient is None else tf.convert_to_tensor(gradient)
 
 
 def specs(values: Sequence[Any]) -> list[tf.TensorSpec]:

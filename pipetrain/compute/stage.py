@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -91,8 +91,8 @@ class Stage:
     on minibatches (``forward``, ``backward``, ``accumulate``, ``squared_norm``, ``update``) is called in the scope of
     the stage's ``device``: entering it anew for every call would take longer than some.
 
-    After ``trace``, ``untrained`` are the trainable variables that no gradient reaches, and ``is_penalized`` says
-    whether a layer adds a loss of its own.
+    After ``trace``, ``untrained`` are the trainable variables that no gradient reaches, ``unreached`` the inputs that
+    want a gradient and get none, and ``is_penalized`` says whether a layer adds a loss of its own.
 
     Args:
         segment: the blocks.
@@ -175,11 +175,15 @@ class Stage:
         with tf.device(self.device):
             return self._read(wanted)
 
-    def trace(self, masks: Sequence[tf.TensorSpec | None], targets: Any = None) -> list[tf.TensorSpec | None]:
+    def trace(
+        self, masks: Sequence[tf.TensorSpec | None], targets: Any = None, unreached: Collection[int] = ()
+    ) -> list[tf.TensorSpec | None]:
         """Trace forward and backward for inputs with these masks and, for the last stage, these targets.
 
-        ``targets`` are the specs of labels and sample weights. Gives the specs of the outputs' masks.
+        ``targets`` are the specs of labels and sample weights, ``unreached`` the outputs of which the next stage found
+        that the loss does not depend on them. Gives the specs of the outputs' masks.
         """
+        self._returns = [returned and n not in unreached for n, returned in enumerate(self.segment.returns)]
         inputs = [_any_rows(spec) for spec in specs(self.segment.inputs)]
         flows, constants = self._sorted(Values(inputs, list(masks)), targets)
         with tf.device(self.device):
@@ -192,6 +196,8 @@ class Stage:
             timed = is_prompt(self.device)
             self._backward = Backward(halves, self._bound, self._step, handles, self._staleness, timed)
             self._gradients = halves.backward.structured_outputs[0]
+            reached = iter(halves.reached)
+            self.unreached = [n for n, flow in enumerate(self.segment.flows) if flow and not next(reached)]
             missing = [n for n, gradient in enumerate(self._gradients) if gradient is None]
             self.untrained = [self._weights[n] for n in missing]
             self._optimizer_step.untrained = [self.variables[n] for n in missing]
@@ -332,7 +338,7 @@ class Stage:
     def _run(self, weights: Any, state: Any, flows: Any, constants: Any) -> Any:
         others, masks, targets = constants
         outputs, state, penalties = self.segment.run(weights, state, flows, others, masks)
-        starts = [tensor for tensor, returned in zip(outputs, self.segment.returns, strict=True) if returned]
+        starts = [tensor for tensor, returned in zip(outputs, self._returns, strict=True) if returned]
         loss = None
         if self._loss:
             loss = self._loss_of(outputs, targets)

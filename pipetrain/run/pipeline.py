@@ -100,19 +100,24 @@ class Pipeline:
         since_s = self._spans[0].start_s if self._spans else 0.0
         return Trace.of(self._spans, (each for each in self._transfers if each.start_s >= since_s))
 
-    def trace_for(self, targets: Any) -> None:
-        """Trace every stage, the last one for labels and sample weights of these specs; once for each structure."""
+    def trace_for(self, targets: Any) -> bool:
+        """Trace every stage, the last one for labels and sample weights of these specs; whether that was to be done.
+
+        Once for each structure. Stages whose outputs the loss does not depend on are traced again, to know it.
+        """
         if targets == self._traced_for:
-            return
+            return False
         self.drain()
-        masks: list[Any] = [None] * len(self._stages[0][0].segment.inputs)
+        masks: list[list[Any]] = [[None] * len(self._stages[0][0].segment.inputs)]
         for stage in self._stages:
             last = stage is self._stages[-1]
-            given, masks = masks, []
-            for replica in stage:
-                masks = replica.trace(given, targets if last else None)
-        self.output_masks = masks
+            masks.append([replica.trace(masks[-1], targets if last else None) for replica in stage][-1])
+        for above, given, below in list(zip(self._stages, masks, self._stages[1:], strict=False))[::-1]:
+            for replica in above if below[0].unreached else ():
+                replica.trace(given, None, below[0].unreached)
+        self.output_masks = masks[-1]
         self._traced_for = targets
+        return True
 
     def post(self, x: list[tf.Tensor], y: Any, sample_weight: Any, learning_rate: float | None) -> None:
         """Send a minibatch on its way; starts the threads if the pipeline is empty."""
