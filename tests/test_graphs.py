@@ -245,16 +245,16 @@ def test_a_mask_reaches_a_loss_and_a_metric_stages_later():
 
 
 def masking():
-    return [keras.Input((6, 4)), L.Masking(name="mask"), L.LSTM(5, return_sequences=True, name="a"), L.GRU(4, name="b")]
+    return [keras.Input((6, 4)), L.Masking(name="mask"), L.Dense(5, name="a"), L.GlobalAveragePooling1D()]
 
 
 def masked_words():
     words = L.Embedding(9, 5, mask_zero=True, name="words")
-    return [keras.Input((6,), dtype="int32"), words, L.LSTM(5, return_sequences=True, name="a"), L.GRU(4, name="b")]
+    return [keras.Input((6,), dtype="int32"), words, L.SimpleRNN(5, return_sequences=True), L.GlobalAveragePooling1D()]
 
 
 def two_masks():
-    return [keras.Input((6, 4)), L.Masking(name="one"), L.Dropout(0.0), L.Masking(2.0), L.LSTM(4, name="b")]
+    return [keras.Input((6, 4)), L.Masking(name="one"), L.Dropout(0.0), L.Masking(2.0), L.SimpleRNN(4)]
 
 
 @pytest.mark.parametrize("layers", [masking, masked_words, two_masks])
@@ -273,12 +273,13 @@ def test_sequential_models_pass_masks_as_functional_ones_do(layers):
     words = layers is masked_words
     x, y = rng.integers(0, 3, (64, 6) if words else (64, 6, 4)), rng.integers(0, 3, 64)
     x = x if words else x * (x.sum(-1, keepdims=True) > 2).astype("float32")
-    names = [block.name for block in Chain(model(False)).blocks]
+
+    def pipeline(end):
+        built = model(False)
+        return pipetrain.PipelineModel(built, cuts=(Chain(built).blocks[end].name,), scheme="1f1b", microbatches=2)
+
     weights = []
-    for each in (
-        model(True),
-        *(pipetrain.PipelineModel(model(False), cuts=(cut,), scheme="1f1b", microbatches=2) for cut in names[:-1]),
-    ):
+    for each in (model(True), pipeline(0), pipeline(3)):
         each.compile(keras.optimizers.SGD(0.1), networks.crossentropy())
         each.fit(x, y, batch_size=16, shuffle=False, verbose=0)
         weights.append(each.get_weights())
