@@ -109,7 +109,7 @@ STEPS = {
     "batch norm": ("vector", "vector", lambda x, name: L.BatchNormalization(name=name)(x)),
     "dropout": ("vector", "vector", lambda x, name: L.Dropout(0.4, seed=3, name=name)(x)),
     "stopped": ("vector", "vector", lambda x, name: Stopped(name=name)(x)),
-    "operation": ("vector", "vector", lambda x, name: keras.ops.sin(x) * 2.0),
+    "operation": ("vector", "vector", lambda x, name: keras.ops.sin(x) - x),
     "nested": ("vector", "vector", _one_of_two),
     "fourier": ("vector", "complex", lambda x, name: Fourier(name=name)(x)),
     "magnitude": ("complex", "vector", lambda x, name: Magnitude(name=name)(x)),
@@ -135,6 +135,8 @@ MERGES = {
     "join": lambda a, b, name: L.Dense(WIDTH, name=f"{name}_to")(L.Concatenate(name=name)([a, b])),
 }
 TO_VECTORS = {"sequence": "mean", "complex": "magnitude", "ragged": "not ragged", "image": "pooled", "words": "words"}
+ANY = ("vector", "vector", None)  # what merges and the shared layer take and give
+ALL = [*STEPS, *MERGES, *MERGES, "shared", "shared"]
 BY_ROWS = {"batch norm", "dropout"}  # what microbatches change
 LOSSES = ("mse", "mae", None)
 
@@ -144,7 +146,7 @@ class Recipe(NamedTuple):
 
     inputs: tuple[str, ...]
     unknown: bool  # whether lengths and sizes are
-    steps: tuple[tuple[str, int, int], ...]  # a step, a merge or "shared", on the values with these numbers
+    steps: tuple[tuple[int, int, int], ...]  # which of those that fit, on the values with these numbers, the newest 0
     outputs: tuple[int, ...]
     losses: tuple[str | None, ...]
     reduction: str
@@ -153,17 +155,16 @@ class Recipe(NamedTuple):
 
 
 def recipes():
-    kinds = st.sampled_from([*STEPS, *MERGES, "shared"])
-    number = st.integers(0, 11)
+    number, few = st.integers(0, 11), st.integers(0, 3)
     return st.builds(
         Recipe,
         inputs=st.lists(st.sampled_from(["vector", "sequence", "image", "words"]), min_size=1, max_size=3).map(tuple),
         unknown=st.booleans(),
-        steps=st.lists(st.tuples(kinds, number, number), min_size=2, max_size=9).map(tuple),
-        outputs=st.lists(number, min_size=1, max_size=3, unique=True).map(tuple),
+        steps=st.lists(st.tuples(st.integers(0, 999), few, number), min_size=4, max_size=10).map(tuple),
+        outputs=st.lists(few, min_size=1, max_size=3, unique=True).map(tuple),
         losses=st.lists(st.sampled_from(LOSSES), min_size=3, max_size=3).map(tuple),
         reduction=st.sampled_from(["sum_over_batch_size", "sum", "none"]),
-        cuts=st.lists(number, max_size=3).map(tuple),
+        cuts=st.lists(number, min_size=1, max_size=3).map(tuple),
         microbatches=st.integers(1, 3),
     )
 
@@ -171,7 +172,7 @@ def recipes():
 def build(recipe):
     """The recipe's model, the same weights every time."""
     keras.utils.set_random_seed(1)
-    shapes = {"vector": (WIDTH,), "sequence": (LENGTH, WIDTH), "image": (SIZE, SIZE, 3), "words": (LENGTH,)}
+    shapes = {"vector": (WIDTH,), "sequence": (LENGTH, WIDTH), "image": (SIZE, SIZE, WIDTH), "words": (LENGTH,)}
     inputs, values = [], []
     for n, kind in enumerate(recipe.inputs):
         shape = shapes[kind]
@@ -180,22 +181,29 @@ def build(recipe):
         inputs.append(keras.Input(shape, dtype="int32" if kind == "words" else "float32", name=f"input{n}"))
         values.append((kind, inputs[-1]))
     shared = L.Dense(WIDTH, "tanh", name="shared")
-    for n, (kind, first, second) in enumerate(recipe.steps):
-        values += _made(kind, first, second, values, f"n{n}", shared)
+    for n, (kind, (_, first, second)) in enumerate(zip(kinds(recipe), recipe.steps)):
+        values.append(_made(kind, first, second, values, f"n{n}", shared))
     outputs = [_vector(values[-1 - number % len(values)], f"out{n}") for n, number in enumerate(recipe.outputs)]
     return keras.Model(inputs, outputs if len(outputs) > 1 else outputs[0])
 
 
+def kinds(recipe):
+    """The recipe's steps by name: each one of those for which there is a value by then."""
+    there, chosen = set(recipe.inputs), []
+    for number, _, _ in recipe.steps:
+        fitting = [kind for kind in ALL if STEPS.get(kind, ANY)[0] in there]
+        chosen.append(fitting[number % len(fitting)])
+        there.add(STEPS.get(chosen[-1], ANY)[1])
+    return chosen
+
+
 def _made(kind, first, second, values, name, shared):
-    """What a step makes of the values, or nothing where there is no value of the kind that it takes."""
-    takes, gives, step = STEPS.get(kind, ("vector", "vector", None))
+    takes, gives, step = STEPS.get(kind, ANY)
     fitting = [value for value in values if value[0] == takes]
-    if not fitting:
-        return []
     a, b = (fitting[-1 - number % len(fitting)][1] for number in (first, second))
     if kind == "shared":
-        return [(gives, shared(a))]
-    return [(gives, MERGES[kind](a, b, name) if kind in MERGES else step(a, name))]
+        return gives, shared(a)
+    return gives, MERGES[kind](a, b, name) if kind in MERGES else step(a, name)
 
 
 def _vector(value, name):
@@ -210,7 +218,7 @@ def _vector(value, name):
 
 def data(recipe, rows):
     rng = np.random.default_rng(2)
-    shapes = {"vector": (WIDTH,), "sequence": (LENGTH, WIDTH), "image": (SIZE, SIZE, 3)}
+    shapes = {"vector": (WIDTH,), "sequence": (LENGTH, WIDTH), "image": (SIZE, SIZE, WIDTH)}
     x = [
         rng.integers(0, WORDS, (rows, LENGTH)) if kind == "words" else rng.normal(size=(rows, *shapes[kind]))
         for kind in recipe.inputs
@@ -221,12 +229,12 @@ def data(recipe, rows):
 
 def losses(recipe):
     """A loss for every output, None for some but not for all; as ``compile`` takes them."""
-    kinds = {"mse": keras.losses.MeanSquaredError, "mae": keras.losses.MeanAbsoluteError}
+    made_by = {"mse": keras.losses.MeanSquaredError, "mae": keras.losses.MeanAbsoluteError}
     chosen = [recipe.losses[n] for n in range(len(recipe.outputs))]
     if not any(chosen):
         chosen[0] = "mse"
     reduction = recipe.reduction
-    if reduction == "none" and any(kind in ("penalized", "penalty") for kind, _, _ in recipe.steps):
+    if reduction == "none" and {"penalized", "penalty"}.intersection(kinds(recipe)):
         reduction = "sum"  # Keras cannot add a penalty to losses of single examples
-    made = [kind and kinds[kind](reduction=reduction) for kind in chosen]
+    made = [kind and made_by[kind](reduction=reduction) for kind in chosen]
     return made if len(made) > 1 else made[0]

@@ -106,6 +106,13 @@ def test_models_without_such_tensors_are_not_traced_for_them(monkeypatch):
     assert len(Chain(networks.mlp()).blocks) == 6
 
 
+def test_what_keras_wrongly_declares_sparse_is_not():
+    x = keras.Input((networks.FEATURES,))
+    doubled = keras.ops.sin(L.Dense(4, name="first")(x)) * 2.0
+    assert doubled.sparse
+    assert all(len(block.calls) == 1 for block in Chain(keras.Model(x, L.Dense(2)(doubled))).blocks)
+
+
 def test_lookups_that_make_ragged_tensors_are_seen():
     x = keras.Input((1,), dtype="string")
     words = L.TextVectorization(output_mode="int", ragged=True, vocabulary=["a", "b"], name="words")(x)

@@ -115,8 +115,9 @@ def test_a_worker_that_cannot_serve_says_why(in_use, tmp_path, capsys, monkeypat
 
 
 def test_only_loopback_addresses_keep_others_out():
-    assert all(map(is_loopback, ["127.0.0.1", "localhost", "127.0.0.1:2222", "[::1]:2222"]))
-    assert not any(map(is_loopback, ["10.0.0.1", "0.0.0.0:2222", "worker-0"]))
+    assert all(map(is_loopback, ["127.0.0.1", "localhost", "localhost:1", "127.0.0.1:2222", "[::1]:2222", "::1"]))
+    others = ["10.0.0.1", "0.0.0.0:2222", "worker-0", "127.example.com", "127.example.com:2222", "localhost.example"]
+    assert not any(map(is_loopback, [*others, "[::]:2222"]))
 
 
 def test_workers_that_do_not_answer_are_told_in_time(in_use):

@@ -26,7 +26,7 @@ def pipeline(recipe):
     model = random_models.build(recipe)
     names = [block.name for block in Chain(model).blocks]
     ends = sorted({number % len(names) for number in recipe.cuts} - {len(names) - 1})
-    by_rows = random_models.BY_ROWS.intersection(kind for kind, _, _ in recipe.steps)
+    by_rows = random_models.BY_ROWS.intersection(random_models.kinds(recipe))
     pm = pipetrain.PipelineModel(
         model,
         cuts=[names[end] for end in ends],

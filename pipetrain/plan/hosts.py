@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 EXAMPLE = '{"workers": ["10.0.0.1:2222", "10.0.0.2:2222"]}'
-LOOPBACK = ("localhost", "127.", "[::1]")
 
 
 def split(address: str) -> tuple[str, int]:
@@ -23,8 +24,14 @@ def split(address: str) -> tuple[str, int]:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine has such an address."""
-    return address.startswith(LOOPBACK)
+    """Whether only this machine has such an address, given with or without a port."""
+    host = address
+    with suppress(ValueError):  # without a port
+        host, _ = split(address)
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:  # a name
+        return host == "localhost"
 
 
 @dataclass(frozen=True)
