@@ -277,7 +277,7 @@ def test_a_noisy_machine_is_measured_longer_and_said_so():
 def test_a_backward_timed_on_a_worker_has_both_its_products():
     model = keras.Sequential([keras.Input((768,)), *(keras.layers.Dense(768) for _ in range(3))])
     chain = Chain(model)
-    placed, _ = profiler._placed(chain, 256, Progress("", 0))
+    placed, _ = profiler._placed(chain, 256, "/device:CPU:0", Progress("", 0))
     once = walk._timed_there(placed, "/device:CPU:0")
     once()
     taken = [once() for _ in range(5)]

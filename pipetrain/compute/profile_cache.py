@@ -12,10 +12,11 @@ from pathlib import Path
 import tensorflow as tf
 
 from pipetrain.compute.blocks import Chain
+from pipetrain.compute.kernels import kernels
 from pipetrain.compute.profiler import cost_key, profile_chain
 from pipetrain.plan.profile import Profile
 
-FORMAT = 4  # of what is kept; profiles of other formats are measured anew
+FORMAT = 5  # of what is kept; profiles of other formats are measured anew
 
 
 def cached_profile(chain: Chain, batch_size: int, device: str, verbose: bool = True, place: str = "") -> Profile:
@@ -32,7 +33,7 @@ def cached_profile(chain: Chain, batch_size: int, device: str, verbose: bool = T
     conditions = (
         device,
         place,
-        platform.machine(),
+        kernels(),
         platform.node(),
         os.cpu_count(),
         tf.config.threading.get_intra_op_parallelism_threads(),

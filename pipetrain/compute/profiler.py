@@ -17,6 +17,7 @@ from pipetrain.compute.progress import Progress
 from pipetrain.compute.solo import Keeps, Solo, size_bytes, values
 from pipetrain.compute.split import specs
 from pipetrain.compute.walk import Placed, sample, walk
+from pipetrain.compute.workspace import Workspace, workspace
 from pipetrain.plan.profile import BlockProfile, Profile
 
 WINDOW_BYTES = 2**30  # of blocks that are walked together
@@ -49,7 +50,7 @@ def profile_chain(chain: Chain, batch_size: int, device: str, verbose: bool) -> 
     progress = Progress("Profiling the model's layers", 2 * len(chain.blocks) if verbose else 0)
     others = _others(device)
     with tf.device(device):
-        placed, costs = _placed(chain, batch_size, progress)
+        placed, costs = _placed(chain, batch_size, device, progress)
         errors_s = 0.0
         for first, end in _windows(costs):
             seconds = walk(placed[first:end], device, others)
@@ -75,11 +76,11 @@ def _others(device: str) -> list[str]:
     return others if is_remote(device) else others[: len(cores()) - 1]  # each on a core of its own
 
 
-def _placed(chain: Chain, batch_size: int, progress: Progress) -> tuple[list[Placed], list[BlockProfile]]:
+def _placed(chain: Chain, batch_size: int, device: str, progress: Progress) -> tuple[list[Placed], list[BlockProfile]]:
     """Every block, run once, with its bytes."""
     # What each value is like: Keras does not know the shapes where the batch is not the first dimension throughout.
     like = {value: _sized(tensor, batch_size) for value, tensor in zip(chain.crossing(0), chain.specs(0), strict=True)}
-    known: dict[str, tuple[Solo, list[tf.TensorSpec], Keeps]] = {}
+    known: dict[str, tuple[Solo, list[tf.TensorSpec], Keeps, Workspace]] = {}
     placed: list[Placed] = []
     costs: list[BlockProfile] = []
     made = dict.fromkeys(chain.crossing(0), 0)  # the block that made each value, or first has it
@@ -93,9 +94,10 @@ def _placed(chain: Chain, batch_size: int, progress: Progress) -> tuple[list[Pla
             solo = Solo(segment, inputs)
             weights, state = values(segment.trainable_variables), values(segment.non_trainable_variables)
             outputs, residuals = solo.forward(weights, state, [sample(spec) for spec in inputs])
-            known[key] = solo, specs(outputs), solo.keeps(residuals)
-            del outputs, residuals, weights, state
-        solo, outputs, keeps = known[key]
+            outputs, keeps = specs(outputs), solo.keeps(residuals)
+            del residuals, weights, state
+            known[key] = solo, outputs, keeps, workspace(solo, segment, inputs, batch_size, device)
+        solo, outputs, keeps, beside = known[key]
         placed.append(Placed(segment, solo, inputs, outputs))
         like.update(zip(segment.writes, outputs, strict=True))
         made.update(dict.fromkeys(segment.writes, index))
@@ -109,6 +111,8 @@ def _placed(chain: Chain, batch_size: int, progress: Progress) -> tuple[list[Pla
                 output_bytes=sum(size_bytes(like[value]) for value in chain.crossing(index + 1)),
                 weight_bytes=sum(size_bytes(spec) for spec in specs(segment.trainable_variables)),
                 activation_bytes=keeps.inner_bytes,
+                workspace_bytes=beside.whole_bytes,
+                row_workspace_bytes=beside.row_bytes,
             )
         )
         progress.show(len(costs))
