@@ -12,6 +12,7 @@ from pathlib import Path
 import tensorflow as tf
 
 from pipetrain.compute.blocks import Chain
+from pipetrain.compute.input_shapes import Shapes
 from pipetrain.compute.kernels import kernels
 from pipetrain.compute.profiler import cost_key, profile_chain
 from pipetrain.plan.profile import Profile
@@ -19,8 +20,10 @@ from pipetrain.plan.profile import Profile
 FORMAT = 5  # of what is kept; profiles of other formats are measured anew
 
 
-def cached_profile(chain: Chain, batch_size: int, device: str, verbose: bool = True, place: str = "") -> Profile:
-    """The profile of a chain of such layers at this batch size, measured at the first call.
+def cached_profile(
+    chain: Chain, batch_size: int, shapes: Shapes, device: str, verbose: bool = True, place: str = ""
+) -> Profile:
+    """The profile of a chain of such layers, at this batch size and for such inputs, measured at the first call.
 
     ``place`` says where the device is, if it is another process's.
     Kept under ``$XDG_CACHE_HOME/pipetrain`` (``~/.cache/pipetrain``); deleting the folder forgets all. Models with a
@@ -29,7 +32,7 @@ def cached_profile(chain: Chain, batch_size: int, device: str, verbose: bool = T
     blocks = chain.blocks
     keys = [cost_key(block) for block in blocks]
     if None in keys:
-        return profile_chain(chain, batch_size, device, verbose)
+        return profile_chain(chain, batch_size, shapes, device, verbose)
     conditions = (
         device,
         place,
@@ -41,9 +44,9 @@ def cached_profile(chain: Chain, batch_size: int, device: str, verbose: bool = T
         tf.__version__,
     )
     crossing = [[(tensor.shape, tensor.dtype) for tensor in chain.specs(end + 1)] for end in range(len(blocks))]
-    digest = hashlib.sha256(repr((FORMAT, keys, crossing, batch_size, conditions)).encode()).hexdigest()[:32]
+    digest = hashlib.sha256(repr((FORMAT, keys, crossing, batch_size, shapes, conditions)).encode()).hexdigest()[:32]
     path = _folder() / f"{digest}.json"
-    known = _read(path) or _kept(profile_chain(chain, batch_size, device, verbose), path)
+    known = _read(path) or _kept(profile_chain(chain, batch_size, shapes, device, verbose), path)
     renamed = tuple(replace(cost, name=block.name) for cost, block in zip(known.blocks, blocks, strict=True))
     return replace(known, model=chain.model.name, blocks=renamed)
 
