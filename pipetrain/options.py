@@ -51,8 +51,8 @@ def input_shapes(given: Sequence[tuple[str, tuple[int, ...]]]) -> Any:
     names = [name for name, _ in given]
     if any(names) and (not all(names) or len({*names}) < len(names)):
         raise ValueError(
-            f"Shapes are given in the inputs' order, or once for each by its name. Received: --input-shape for {names}. "
-            "Try NAME=64,64,3 for each."
+            "Shapes are given in the inputs' order, or once for each by its name. "
+            f"Received: --input-shape for {names}. Try NAME=64,64,3 for each."
         )
     return (dict(given) if any(names) else [shape for _, shape in given]) or None
 
