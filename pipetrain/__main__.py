@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipetrain import worker
-from pipetrain.options import count, positive, share, size, slots
+from pipetrain.options import count, input_shape, input_shapes, positive, share, size, slots
 from pipetrain.plan import schemes
 from pipetrain.plan.advice import advise
 from pipetrain.plan.cluster import Cluster
@@ -101,7 +101,8 @@ def _given(options: argparse.Namespace, cluster: Cluster | None) -> Given:
     training = Training(
         scheme, options.slots, options.microbatches, options.recompute, options.horizon, gathers=not momentum
     )
-    return Given(profile(model, options.batch_size, device, sys.stdout.isatty()), cluster, training)
+    shapes = input_shapes(options.input_shape)
+    return Given(profile(model, options.batch_size, device, sys.stdout.isatty(), shapes), cluster, training)
 
 
 def _plan(options: argparse.Namespace, given: Given) -> str:
@@ -178,6 +179,15 @@ def _add_common(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--batch-size", type=count, default=128, metavar="N", help="rows of a minibatch (default: 128)"
+    )
+    command.add_argument(
+        "--input-shape",
+        type=input_shape,
+        action="append",
+        default=[],
+        metavar="[NAME=]N,N",
+        help="where the model leaves dimensions open: an input's sizes without the batch, such as 64,64,3; given once "
+        "for each input in order, or by name",
     )
     command.add_argument("--memory", type=size, metavar="SIZE", help="what a device holds, such as 16GiB")
     command.add_argument(

@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from pipetrain import checks
+from pipetrain.compute.input_shapes import Shapes
 from pipetrain.compute.slots import Slot
 from pipetrain.compute.stage import LossFunction, Stage
 from pipetrain.compute.uncollected import uncollected
@@ -46,6 +47,7 @@ class PipelineEngine:
         self._stages: list[list[Stage]] = []
         self._pipeline: Pipeline | None = None
         self._ahead: ReadAhead | None = None
+        self._snapshot_every = 0
         self._counted = 0  # updates since the last drain that the optimizer's count has already
         self.waits = False  # for GPUs, so that the trace has their times of completion
 
@@ -73,18 +75,26 @@ class PipelineEngine:
         """The model's outputs in the structure that calling it gives."""
         return self.layout.chain.pack(outputs)
 
-    def prepare(self, rows: int | None) -> None:
-        """Before training on minibatches of this many rows: make the stages, if there are none for this compilation."""
+    def prepare(self, rows: int | None, shapes: Shapes | None) -> None:
+        """Before training on minibatches of this many rows: make the stages, if there are none for this compilation.
+
+        Where the cut is to be decided, and not all of the inputs' ``shapes`` are known, the first minibatch is awaited.
+        """
         self.rows = rows
+        self.layout.learn(shapes)
         checks.check_rows(rows, self.microbatches)
         if is_scheduled(self._optimizer) != self._scheduled:
             raise ValueError(
                 "The learning rate became a schedule, or ceased to be one, after compile. Received: "
                 f"learning_rate={self._optimizer._learning_rate!r}. Try compile again."
             )
+        if self._pipeline is not None or self.layout.can_build:
+            self._start(rows or checks.DEFAULT_ROWS)
+
+    def _start(self, rows: int) -> None:
         if self._pipeline is None:
             with uncollected():
-                self._pipeline = self._new_pipeline(rows or checks.DEFAULT_ROWS)
+                self._pipeline = self._new_pipeline(rows)
         self._pipeline.updates = self._pipeline.first_update = int(self._optimizer.iterations.numpy())
         self._pipeline.waits = self.waits
 
@@ -103,7 +113,7 @@ class PipelineEngine:
 
     def begin_epoch(self, steps: int | None, snapshot_every: int, rests: Callable[[int], bool]) -> None:
         """The next ``step`` reads from a new iterator, at most ``steps`` minibatches; see ``ReadAhead``."""
-        self._pipeline.snapshot_every = snapshot_every
+        self._snapshot_every = snapshot_every
         self._steps, self._ahead, self._rests = steps, None, rests
 
     def step(self, iterator: Iterator[Any]) -> tuple[Minibatch, Result]:
@@ -195,7 +205,10 @@ class PipelineEngine:
         if self._loss_is_mean is None:
             outputs = self.layout.chain.specs(len(self.layout.chain.blocks))
             self._loss_is_mean = checks.measured_mean(self._compute_loss, self._feed.targets, outputs)
-        self._pipeline.loss_is_mean = self._loss_is_mean
+        if self._pipeline is None:
+            self.layout.learn(self._feed.shapes)
+            self._start(self._feed.rows)
+        self._pipeline.loss_is_mean, self._pipeline.snapshot_every = self._loss_is_mean, self._snapshot_every
         if self._pipeline.trace_for(self._feed.targets):
             checks.check_minimised(self._loss, [stage for stage, *_ in self._stages])
         checks.check_masks(self._pipeline.output_masks, self._loss_is_mean, self._pieces)
@@ -213,19 +226,31 @@ class PipelineEngine:
     @property
     def fitted(self) -> int:
         """Updates since the start of ``fit``, up to the last drain."""
-        return self._pipeline.updates - self._pipeline.first_update
+        return self._pipeline.updates - self._pipeline.first_update if self._pipeline else 0
 
     def state(self) -> Arrays:
         """All that training needs to go on; drains."""
         self.synchronize()
         return collected(self.model, self._slots(), self._shared())
 
-    def restore(self, arrays: Arrays, ends: Sequence[int], updates: int, fitted: int) -> list[str]:
-        """Go on from there, after so many updates, ``fitted`` of them of this ``fit``; gives what was not there."""
+    def restore(
+        self, arrays: Arrays, ends: Sequence[int], shapes: Shapes | None, updates: int, fitted: int
+    ) -> list[str]:
+        """Go on from there, after so many updates, ``fitted`` of them of this ``fit``; gives what was not there.
+
+        ``ends`` and ``shapes`` are where that run was cut, and what its inputs were like.
+        """
         self.synchronize()
         if self.layout.adopt(ends):
             self._pipeline, self._stages = None, []
-            self.prepare(self.rows)
+        if self._pipeline is None:
+            self.prepare(self.rows, self.layout.shapes or shapes)
+        if self._pipeline is None:
+            raise ValueError(
+                "The model leaves dimensions of its inputs open, and neither the checkpoint nor the data say, before "
+                f"the first minibatch, what they are. Received: stages={self.layout.stages}, a checkpoint of "
+                f"{len(ends)} stages. Try partition(input_shapes=...) before fit, or as many stages."
+            )
         missing = assign(self.model, arrays, self._slots(), self._shared())
         self._optimizer.iterations.assign(updates)
         self._pipeline.updates, self._pipeline.first_update = updates, updates - fitted

@@ -10,6 +10,7 @@ import keras
 
 from pipetrain import checks
 from pipetrain.compute.inference import Inference
+from pipetrain.compute.input_shapes import Shapes
 from pipetrain.feed import Feed, InputFeed, untuned
 from pipetrain.layout import Layout
 from pipetrain.plan.schemes import INFERENCE
@@ -54,9 +55,9 @@ class Evaluator:
         for evaluation in self._running:
             evaluation.rest()
 
-    def pipeline(self) -> Pipeline:
-        """A pipeline that only runs forwards."""
-        ends = self._layout.ends or self._ends or self._layout.measured_ends(checks.DEFAULT_ROWS)
+    def pipeline(self, shapes: Shapes) -> Pipeline:
+        """A pipeline that only runs forwards, for minibatches of which the first one's inputs have such shapes."""
+        ends = self._layout.ends or self._ends or self._layout.measured_ends(checks.DEFAULT_ROWS, shapes)
         if ends != self._ends:
             self._stages, self._ends = self._layout.inferences(ends), ends
         pipeline = Pipeline(self._stages, INFERENCE, 1)
@@ -98,7 +99,7 @@ class Evaluation:
 
     def _open(self, feed: Feed, iterator: Iterator[Any]) -> ReadAhead:
         minibatches = feed.open(iterator, self._steps)
-        self.targets, self._pipeline = feed.targets, self._evaluator.pipeline()
+        self.targets, self._pipeline = feed.targets, self._evaluator.pipeline(feed.shapes)
         return ReadAhead(self._pipeline, minibatches, self._steps, never)
 
     def rest(self) -> None:

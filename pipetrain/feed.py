@@ -11,14 +11,15 @@ import tensorflow as tf
 
 from pipetrain import checks
 from pipetrain.compute.bound import any_rows, direct
+from pipetrain.compute.input_shapes import Shapes
 from pipetrain.run.readahead import Minibatch
 
 
 class Feed:
     """Reads minibatches and prepares them for the model; data from TensorFlow, read ahead, take one op each.
 
-    After ``open``, ``rows`` are those of the first minibatch, and ``targets`` the specs of the labels and the sample
-    weights of every minibatch to come.
+    After ``open``, ``rows`` are those of the first minibatch, ``shapes`` those of its inputs without the batch, and
+    ``targets`` the specs of the labels and the sample weights of every minibatch to come.
 
     Args:
         model: the model to feed.
@@ -27,6 +28,7 @@ class Feed:
 
     def __init__(self, model: keras.Model, rate: tf.Variable | None = None) -> None:
         self.rows, self.targets = 0, None
+        self.shapes: Shapes = ()
         self._model, self._rate = model, rate
         self._last = tf.function(self._taken, autograph=False)
         self._next = tf.function(self._taken_of, autograph=False)
@@ -45,6 +47,7 @@ class Feed:
             minibatches = map(self._prepared, iterator)
             first = targets = next(minibatches)
         self.rows = int(first.x[0].shape[0])
+        self.shapes = tuple(tuple(each.shape[1:]) for each in first.x)
         self.targets = any_rows((targets.y, targets.sample_weight))
         return map(_with_number, chain([first], minibatches))
 

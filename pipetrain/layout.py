@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import keras
 
 from pipetrain.compute.blocks import Chain
 from pipetrain.compute.cuts import cut_points, why_together
 from pipetrain.compute.inference import Inference
+from pipetrain.compute.input_shapes import Shapes, checked_shapes, shapes_of_model
 from pipetrain.compute.profile_cache import cached_profile
 from pipetrain.compute.segment import Segment
 from pipetrain.compute.stage import LossFunction, Stage
@@ -33,6 +35,8 @@ class Layout:
         replicas: how many devices each stage has; None for those of a ``Partition``, or one.
         training: how it is trained, which decides on the memory that stages need; may be set later.
 
+    ``shapes`` are those of the inputs, as far as anything has told what the model leaves open; None if nothing has.
+
     Raises:
         ValueError, TypeError: for a model whose layers cannot be seen, for more stages than blocks, for cuts or a
             partition that are not this model's.
@@ -50,6 +54,7 @@ class Layout:
         self.chain, self.training = Chain(model), training
         if not self.chain.blocks:
             raise ValueError(f"There is nothing to cut. Received: model={model.name!r} without layers. Try one with.")
+        self.shapes = shapes_of_model(model)
         self._partition = stages if isinstance(stages, Partition) else None
         self._ends: list[int] | None = None
         if self._partition is not None:
@@ -85,6 +90,20 @@ class Layout:
         self._ends, self._partition = list(ends), None
         return True
 
+    def learn(self, shapes: Shapes | None) -> None:
+        """What the inputs are like, if something tells."""
+        self.shapes = shapes or self.shapes
+
+    def ask(self, input_shapes: Any) -> None:
+        """What the user says they are like. Raises ValueError for what they cannot be."""
+        if input_shapes is not None:
+            self.shapes = checked_shapes(self.chain.model, input_shapes)
+
+    @property
+    def can_build(self) -> bool:
+        """Whether the cut is decided, or what is known of the inputs is enough to decide it."""
+        return self.ends is not None or self.shapes is not None
+
     @property
     def distinct_devices(self) -> list[str]:
         """The devices in use, each once."""
@@ -115,8 +134,9 @@ class Layout:
         advice = advise(measured, devices, described(self._devices), self.training)
         return "\n\n".join(filter(None, [f"{self.partition(batch_size)}", advice.comparison(), measured.warning]))
 
-    def _profile(self, batch_size: int, verbose: bool) -> Profile:
-        return cached_profile(self.chain, batch_size, self._devices[0], verbose, place(self._devices[0]))
+    def _profile(self, batch_size: int, verbose: bool, shapes: Shapes | None = None) -> Profile:
+        shapes, device = shapes or self.shapes or checked_shapes(self.chain.model, None), self._devices[0]
+        return cached_profile(self.chain, batch_size, shapes, device, verbose, place(device))
 
     def partition(self, batch_size: int, verbose: bool = False) -> Partition:
         """The cut of the model; profiles it at this batch size if nothing has decided the cut yet."""
@@ -124,8 +144,8 @@ class Layout:
             self._partition = self._measured(batch_size, verbose)
         return self._partition
 
-    def _measured(self, batch_size: int, verbose: bool) -> Partition:
-        measured = self._profile(batch_size, verbose)
+    def _measured(self, batch_size: int, verbose: bool, shapes: Shapes | None = None) -> Partition:
+        measured = self._profile(batch_size, verbose, shapes)
         cluster, training = described(self._devices), self.training
         if self._ends:
             return plan(measured, self._ends, cluster, self.replicas, training)
@@ -140,9 +160,9 @@ class Layout:
             return cut_points(self.chain.blocks, self._partition.cuts)
         return self._ends
 
-    def measured_ends(self, batch_size: int) -> list[int]:
-        """Where a profile at this batch size would cut; it is not decided by that."""
-        return cut_points(self.chain.blocks, self._measured(batch_size, verbose=True).cuts)
+    def measured_ends(self, batch_size: int, shapes: Shapes) -> list[int]:
+        """Where a profile at this batch size and for such inputs would cut; it is not decided by that."""
+        return cut_points(self.chain.blocks, self._measured(batch_size, True, shapes).cuts)
 
     def _check_rows_first(self, ends: Sequence[int]) -> None:
         """ValueError if what a replicated stage gets or gives cannot be divided by rows."""

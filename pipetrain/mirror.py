@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from pipetrain.compute.clone import clone
 from pipetrain.compute.cores import is_remote
+from pipetrain.compute.input_shapes import Shapes
 from pipetrain.compute.slots import Slot, shared, slots
 from pipetrain.layout import Layout
 from pipetrain.plan.trace import Trace
@@ -85,9 +86,10 @@ class MirroredEngine:
         """Only the count of its steps is wanted from the optimizer; Keras does the rest."""
         self._optimizer = optimizer
 
-    def prepare(self, rows: int | None) -> None:
+    def prepare(self, rows: int | None, shapes: Shapes | None) -> None:
         """Before training: mirror the model's weights."""
         self.rows = rows
+        self.layout.learn(shapes)
         self.load()
         self._first_update = int(self._optimizer.iterations.numpy())
 
@@ -118,7 +120,7 @@ class MirroredEngine:
         self.load()
         return collected(self.model, self._slots(), [shared(self._optimizer, self.model.trainable_variables)])
 
-    def restore(self, arrays: Arrays, ends: Any, updates: int, fitted: int) -> list[str]:
+    def restore(self, arrays: Arrays, ends: Any, shapes: Any, updates: int, fitted: int) -> list[str]:
         """Go on from there, after so many updates, ``fitted`` of them of this ``fit``; gives what was not there."""
         with self.strategy.scope():
             if not self._optimizer.built:

@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from pipetrain import checks
+from pipetrain.compute.input_shapes import shapes_of_data
 from pipetrain.compute.update import gathers, slots_per_weight
 from pipetrain.engine import PipelineEngine
 from pipetrain.evaluator import Evaluation, Predicted
@@ -49,8 +50,8 @@ class PipelineModel(keras.Model):
     Args:
         model: a Sequential or Functional model: branches, skips, several inputs and outputs, nested models and
             shared layers included. A subclassed model called inside one is a layer that stays whole.
-        stages: how many stages (the model is then profiled and cut at the first ``fit``), or a ``Partition``.
-            By default one per device. ``single`` always uses one.
+        stages: how many stages (the model is then profiled and cut at the first ``fit``, for inputs like those of its
+            first minibatch), or a ``Partition``. By default one per device. ``single`` always uses one.
         scheme: ``single``, ``data-parallel``, ``vanilla``, ``weight-stashing``, ``vertical-sync``, ``spectrain``,
             ``spike-compensation``, ``2bw``, ``gpipe`` or ``1f1b``.
         cuts: instead of ``stages``, the name of the last layer of every stage but the final one.
@@ -167,13 +168,22 @@ class PipelineModel(keras.Model):
     def exact_trace(self, wanted: bool) -> None:
         self._engine.waits = wanted
 
-    def partition(self, batch_size: int = checks.DEFAULT_ROWS) -> Partition:
-        """How the model is cut: profiled at this batch size, if nothing has decided it yet."""
+    def partition(self, batch_size: int = checks.DEFAULT_ROWS, input_shapes: Any = None) -> Partition:
+        """How the model is cut: profiled at this batch size, if nothing has decided it yet.
+
+        ``input_shapes`` as for ``pipetrain.profile``, where the model leaves dimensions open: by default, those of the
+        first minibatch that it was trained on. Raises ValueError where nothing tells.
+        """
+        self._engine.layout.ask(input_shapes)
         with self._watched():
             return self._engine.layout.partition(batch_size, verbose=True)
 
-    def explain(self, batch_size: int = checks.DEFAULT_ROWS) -> str:
-        """For people: how the model is cut, and what other ways to train it on these devices would come to."""
+    def explain(self, batch_size: int = checks.DEFAULT_ROWS, input_shapes: Any = None) -> str:
+        """For people: how the model is cut, and what other ways to train it on these devices would come to.
+
+        ``input_shapes`` as for ``partition``.
+        """
+        self._engine.layout.ask(input_shapes)
         with self._watched():
             return self._engine.layout.explanation(batch_size)
 
@@ -253,7 +263,7 @@ class PipelineModel(keras.Model):
     def _prepare(self, method: str, x: Any, y: Any, batch_size: int | None) -> None:
         self._assert_compile_called(method)
         checks.check_data(x, y)
-        self._engine.prepare(checks.first_rows(x, batch_size))
+        self._engine.prepare(checks.first_rows(x, batch_size), shapes_of_data(x, self.inner))
 
     def make_train_function(self, force: bool = False) -> None:
         """What Keras' loop calls for every step: for a pipeline, one minibatch in and one result out."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from typing import Any
 
 from pipetrain.plan.cluster import size_bytes
 
@@ -33,6 +35,26 @@ def count(text: str) -> int:
 def slots(text: str) -> int:
     """A whole number from 0 up."""
     return 0 if text == "0" else count(text)
+
+
+def input_shape(text: str) -> tuple[str, tuple[int, ...]]:
+    """Sizes without the batch, such as ``64,64,3``, and the name of the input before them, as in ``image=64,64,3``."""
+    name, _, sizes = text.rpartition("=")
+    try:
+        return name, tuple(count(each.strip()) for each in sizes.split(","))
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no shape, such as 64,64,3 or NAME=64,64,3: {error}") from error
+
+
+def input_shapes(given: Sequence[tuple[str, tuple[int, ...]]]) -> Any:
+    """Such shapes in order, or by name; None if there are none. Raises ValueError for some of each, or one twice."""
+    names = [name for name, _ in given]
+    if any(names) and (not all(names) or len({*names}) < len(names)):
+        raise ValueError(
+            "Shapes are given in the inputs' order, or once for each by its name. "
+            f"Received: --input-shape for {names}. Try NAME=64,64,3 for each."
+        )
+    return (dict(given) if any(names) else [shape for _, shape in given]) or None
 
 
 def size(text: str) -> int:

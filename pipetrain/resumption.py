@@ -75,6 +75,7 @@ class Resumption:
             "batch_size": self._engine.rows,
             "ends": layout.ends or [],
             "replicas": list(layout.replicas),
+            "input_shapes": layout.shapes,
         }
 
     def state(self) -> Arrays:
@@ -97,7 +98,8 @@ class Resumption:
                 f"The checkpoint is of an earlier epoch. Received: initial_epoch={self._first_epoch}, a checkpoint in "
                 f"epoch {position.epoch} (the first is 0). Try the initial_epoch that it was made with."
             )
-        missing = self._engine.restore(arrays, about["ends"], about["updates"], about["fitted"])
+        shapes = about.get("input_shapes") and tuple(map(tuple, about["input_shapes"]))
+        missing = self._engine.restore(arrays, about["ends"], shapes, about["updates"], about["fitted"])
         if self._begun_rate is not None and about["begun_rate"] == self._begun_rate:  # else the user has set another
             self._model.optimizer.learning_rate = about["epoch_rate"]
             self._rate_within = about["learning_rate"] if position.step else None

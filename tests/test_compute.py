@@ -249,7 +249,7 @@ def test_of_two_processes_that_measure_at_once_the_first_ones_profile_counts(lin
         return Profile("m", 16, tuple(BlockProfile(block.name, number, 1.0, 0, 0) for block in chain.blocks))
 
     def profile():
-        return profile_cache.cached_profile(chain, 16, "CPU:0")
+        return profile_cache.cached_profile(chain, 16, ((networks.FEATURES,),), "CPU:0")
 
     monkeypatch.setattr(profile_cache, "profile_chain", profile_chain)
     mine, later = profile(), profile()
@@ -277,7 +277,7 @@ def test_a_noisy_machine_is_measured_longer_and_said_so():
 def test_a_backward_timed_on_a_worker_has_both_its_products():
     model = keras.Sequential([keras.Input((768,)), *(keras.layers.Dense(768) for _ in range(3))])
     chain = Chain(model)
-    placed, _ = profiler._placed(chain, 256, Progress("", 0))
+    placed, _ = profiler._placed(chain, 256, ((768,),), "/device:CPU:0", Progress("", 0))
     once = walk._timed_there(placed, "/device:CPU:0")
     once()
     taken = [once() for _ in range(5)]

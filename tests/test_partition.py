@@ -194,6 +194,24 @@ def test_the_memory_of_a_stage_by_hand():
     assert replicated.memory_bytes == 3 * 80 + 6 + 2
 
 
+def test_the_workspace_of_fewer_rows_by_hand():
+    """What goes with the rows, what is the same for one of them, and what has room for four at most."""
+    proportional, constant = BlockProfile("b", 1, 2, 0, 0, 0, 0, 80), BlockProfile("b", 1, 2, 0, 0, 0, 0, 80, 80)
+    capped = BlockProfile("b", 1, 2, 0, 0, 0, 0, 80, 20)
+    for rows, expected in {1: (10, 80, 20), 2: (20, 80, 40), 6: (60, 80, 80), 16: (160, 160, 160)}.items():
+        assert tuple(block.workspace_of(rows, 8) for block in (proportional, constant, capped)) == expected
+    profile = Profile("m", 8, (capped, constant))
+    assert [each.workspace_bytes for each in profile.scaled(2).blocks] == [40, 80]
+    for training, replicas, expected in [
+        (Training("single"), 1, 80 + 80),
+        (Training("gpipe", microbatches=4), 1, 40 + 80),
+        (Training("single"), 4, 40 + 80),  # no weights, no activations: nothing else
+    ]:
+        stages = plan(profile, [1, 2], replicas=[replicas] * 2, training=training).stages
+        assert sum(stage.memory_bytes for stage in stages) == expected
+
+
+@pytest.mark.parametrize("onednn", ["0", "1"], ids=["TensorFlow's kernels", "oneDNN's kernels"])
 @pytest.mark.parametrize(
     ("network", "scheme", "nesterov"),
     [
@@ -203,12 +221,14 @@ def test_the_memory_of_a_stage_by_hand():
             for network in ("dense", "snn", "vgg16", "resnet", "transformer")
             for scheme in ("spectrain", "weight-stashing")
         ),
+        *(pytest.param("vgg16", scheme, "", marks=pytest.mark.slow) for scheme in ("gpipe", "1f1b")),
         *(pytest.param("dense", scheme, "nesterov", marks=pytest.mark.slow) for scheme in ("vanilla", "spectrain")),
     ],
 )
-def test_memory_is_what_a_real_run_has_at_its_fullest(network, scheme, nesterov, tmp_path):
+def test_memory_is_what_a_real_run_has_at_its_fullest(network, scheme, nesterov, onednn, tmp_path):
     script = Path(__file__).with_name("peak_memory.py")
     environment = {**os.environ, "TF_CPU_ALLOCATOR_USE_BFC": "1", "XDG_CACHE_HOME": str(tmp_path)}
+    environment["TF_ENABLE_ONEDNN_OPTS"] = onednn
     run = subprocess.run(
         [sys.executable, str(script), network, scheme, nesterov],
         env=environment,

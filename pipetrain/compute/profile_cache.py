@@ -12,14 +12,18 @@ from pathlib import Path
 import tensorflow as tf
 
 from pipetrain.compute.blocks import Chain
+from pipetrain.compute.input_shapes import Shapes
+from pipetrain.compute.kernels import kernels
 from pipetrain.compute.profiler import cost_key, profile_chain
 from pipetrain.plan.profile import Profile
 
-FORMAT = 4  # of what is kept; profiles of other formats are measured anew
+FORMAT = 5  # of what is kept; profiles of other formats are measured anew
 
 
-def cached_profile(chain: Chain, batch_size: int, device: str, verbose: bool = True, place: str = "") -> Profile:
-    """The profile of a chain of such layers at this batch size, measured at the first call.
+def cached_profile(
+    chain: Chain, batch_size: int, shapes: Shapes, device: str, verbose: bool = True, place: str = ""
+) -> Profile:
+    """The profile of a chain of such layers, at this batch size and for such inputs, measured at the first call.
 
     ``place`` says where the device is, if it is another process's.
     Kept under ``$XDG_CACHE_HOME/pipetrain`` (``~/.cache/pipetrain``); deleting the folder forgets all. Models with a
@@ -28,11 +32,11 @@ def cached_profile(chain: Chain, batch_size: int, device: str, verbose: bool = T
     blocks = chain.blocks
     keys = [cost_key(block) for block in blocks]
     if None in keys:
-        return profile_chain(chain, batch_size, device, verbose)
+        return profile_chain(chain, batch_size, shapes, device, verbose)
     conditions = (
         device,
         place,
-        platform.machine(),
+        kernels(),
         platform.node(),
         os.cpu_count(),
         tf.config.threading.get_intra_op_parallelism_threads(),
@@ -40,9 +44,9 @@ def cached_profile(chain: Chain, batch_size: int, device: str, verbose: bool = T
         tf.__version__,
     )
     crossing = [[(tensor.shape, tensor.dtype) for tensor in chain.specs(end + 1)] for end in range(len(blocks))]
-    digest = hashlib.sha256(repr((FORMAT, keys, crossing, batch_size, conditions)).encode()).hexdigest()[:32]
+    digest = hashlib.sha256(repr((FORMAT, keys, crossing, batch_size, shapes, conditions)).encode()).hexdigest()[:32]
     path = _folder() / f"{digest}.json"
-    known = _read(path) or _kept(profile_chain(chain, batch_size, device, verbose), path)
+    known = _read(path) or _kept(profile_chain(chain, batch_size, shapes, device, verbose), path)
     renamed = tuple(replace(cost, name=block.name) for cost, block in zip(known.blocks, blocks, strict=True))
     return replace(known, model=chain.model.name, blocks=renamed)
 

@@ -13,16 +13,20 @@ import tensorflow as tf
 
 from pipetrain.compute.blocks import Block, Chain
 from pipetrain.compute.cores import cores, full_name, is_remote
+from pipetrain.compute.input_shapes import Shapes, checked_shapes
 from pipetrain.compute.progress import Progress
 from pipetrain.compute.solo import Keeps, Solo, size_bytes, values
 from pipetrain.compute.split import specs
 from pipetrain.compute.walk import Placed, sample, walk
+from pipetrain.compute.workspace import Workspace, workspace
 from pipetrain.plan.profile import BlockProfile, Profile
 
 WINDOW_BYTES = 2**30  # of blocks that are walked together
 
 
-def profile(model: keras.Model, batch_size: int, device: str = "CPU:0", verbose: bool = True) -> Profile:
+def profile(
+    model: keras.Model, batch_size: int, device: str = "CPU:0", verbose: bool = True, input_shapes: Any = None
+) -> Profile:
     """Measure every layer's forward and backward seconds, weight bytes, and bytes that cross a cut after it.
 
     The blocks run one after another, all forwards, then all backwards, on random data (zeros for integer inputs):
@@ -35,21 +39,26 @@ def profile(model: keras.Model, batch_size: int, device: str = "CPU:0", verbose:
         batch_size: rows of the minibatch to measure with, at least 1.
         device: the TensorFlow device to measure on.
         verbose: show a progress bar when it takes long.
+        input_shapes: what the inputs are like, without the batch, where the model leaves dimensions open: a tuple of
+            sizes such as ``(64, 64, 3)``; for several inputs, such tuples in a list in the inputs' order, or in a
+            dictionary by their keys or names.
 
     Raises:
-        ValueError, TypeError: for a model whose layers cannot be seen, a batch size below 1, or no such device.
+        ValueError, TypeError: for a model whose layers cannot be seen, a batch size below 1, no such device, dimensions
+            that are neither known nor given, or shapes that the model's inputs cannot have.
     """
     if isinstance(batch_size, bool) or not isinstance(batch_size, (int, np.integer)) or batch_size < 1:
         raise ValueError(f"A profile needs at least one row. Received: batch_size={batch_size!r}. Try batch_size=128.")
-    return profile_chain(Chain(model), batch_size, full_name(device), verbose)
+    chain = Chain(model)
+    return profile_chain(chain, batch_size, checked_shapes(model, input_shapes), full_name(device), verbose)
 
 
-def profile_chain(chain: Chain, batch_size: int, device: str, verbose: bool) -> Profile:
-    """``profile`` of a model whose blocks are known."""
+def profile_chain(chain: Chain, batch_size: int, shapes: Shapes, device: str, verbose: bool) -> Profile:
+    """``profile`` of a model whose blocks, and the shapes of whose inputs, are known."""
     progress = Progress("Profiling the model's layers", 2 * len(chain.blocks) if verbose else 0)
     others = _others(device)
     with tf.device(device):
-        placed, costs = _placed(chain, batch_size, progress)
+        placed, costs = _placed(chain, batch_size, shapes, device, progress)
         errors_s = 0.0
         for first, end in _windows(costs):
             seconds = walk(placed[first:end], device, others)
@@ -75,11 +84,14 @@ def _others(device: str) -> list[str]:
     return others if is_remote(device) else others[: len(cores()) - 1]  # each on a core of its own
 
 
-def _placed(chain: Chain, batch_size: int, progress: Progress) -> tuple[list[Placed], list[BlockProfile]]:
+def _placed(
+    chain: Chain, batch_size: int, shapes: Shapes, device: str, progress: Progress
+) -> tuple[list[Placed], list[BlockProfile]]:
     """Every block, run once, with its bytes."""
     # What each value is like: Keras does not know the shapes where the batch is not the first dimension throughout.
-    like = {value: _sized(tensor, batch_size) for value, tensor in zip(chain.crossing(0), chain.specs(0), strict=True)}
-    known: dict[str, tuple[Solo, list[tf.TensorSpec], Keeps]] = {}
+    given = zip(chain.crossing(0), chain.specs(0), shapes, strict=True)
+    like = {value: _sized(tensor, batch_size, shape) for value, tensor, shape in given}
+    known: dict[str, tuple[Solo, list[tf.TensorSpec], Keeps, Workspace]] = {}
     placed: list[Placed] = []
     costs: list[BlockProfile] = []
     made = dict.fromkeys(chain.crossing(0), 0)  # the block that made each value, or first has it
@@ -93,9 +105,10 @@ def _placed(chain: Chain, batch_size: int, progress: Progress) -> tuple[list[Pla
             solo = Solo(segment, inputs)
             weights, state = values(segment.trainable_variables), values(segment.non_trainable_variables)
             outputs, residuals = solo.forward(weights, state, [sample(spec) for spec in inputs])
-            known[key] = solo, specs(outputs), solo.keeps(residuals)
-            del outputs, residuals, weights, state
-        solo, outputs, keeps = known[key]
+            outputs, keeps = specs(outputs), solo.keeps(residuals)
+            del residuals, weights, state
+            known[key] = solo, outputs, keeps, workspace(solo, segment, inputs, batch_size, device)
+        solo, outputs, keeps, beside = known[key]
         placed.append(Placed(segment, solo, inputs, outputs))
         like.update(zip(segment.writes, outputs, strict=True))
         made.update(dict.fromkeys(segment.writes, index))
@@ -109,6 +122,8 @@ def _placed(chain: Chain, batch_size: int, progress: Progress) -> tuple[list[Pla
                 output_bytes=sum(size_bytes(like[value]) for value in chain.crossing(index + 1)),
                 weight_bytes=sum(size_bytes(spec) for spec in specs(segment.trainable_variables)),
                 activation_bytes=keeps.inner_bytes,
+                workspace_bytes=beside.whole_bytes,
+                row_workspace_bytes=beside.row_bytes,
             )
         )
         progress.show(len(costs))
@@ -148,7 +163,6 @@ def _described(argument: Any) -> Any:
     return (argument.shape, argument.dtype) if hasattr(argument, "shape") else argument
 
 
-def _sized(tensor: Any, batch_size: int) -> tf.TensorSpec:
-    """The symbolic tensor's spec with the batch size filled in; other unknown dimensions count as 1."""
-    rows = batch_size if tensor.shape[0] is None else tensor.shape[0]
-    return tf.TensorSpec([rows, *(size or 1 for size in tensor.shape[1:])], tensor.dtype)
+def _sized(tensor: Any, batch_size: int, shape: tuple[int, ...]) -> tf.TensorSpec:
+    """The spec of an input of this shape, with the batch size filled in where it is open."""
+    return tf.TensorSpec([batch_size if tensor.shape[0] is None else tensor.shape[0], *shape], tensor.dtype)

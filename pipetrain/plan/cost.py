@@ -84,7 +84,7 @@ class Costs:
 
     def __init__(self, profile: Profile, cluster: Cluster, microbatches: int = 1) -> None:
         blocks = profile.blocks
-        self.blocks, self.cluster, self._batch_size = len(blocks), cluster, profile.batch_size
+        self._chain, self.blocks, self.cluster, self._batch_size = blocks, len(blocks), cluster, profile.batch_size
         self._compute_s = _sums([block.forward_s + block.backward_s for block in blocks])
         self._update_s = _sums([block.update_s for block in blocks])
         self._weights = _sums([block.weight_bytes for block in blocks])
@@ -111,7 +111,8 @@ class Costs:
         """What one device of any blocks keeps.
 
         While a block runs backward, its inputs and outputs and the gradients of both are there too, and what passes of
-        its weights, gradients and predicted ones; where replicas sum gradients, those of all blocks.
+        its weights, gradients and predicted ones; where replicas sum gradients, those of all blocks. So is what its
+        kernels have for themselves.
         """
         if (replicas, demand) not in self._memory:
             share = self._share(replicas)
@@ -119,6 +120,8 @@ class Costs:
             running = (demand.weights + stays) * self._weights + share * demand.activations * self._kept
             start = running - share * (demand.activations + demand.inputs) * self._crossing
             work = 2 * share * demand.work * (self._crossing[:-1] + self._crossing[1:])
+            rows = share * demand.work * self._batch_size
+            work = work + [block.workspace_of(rows, self._batch_size) for block in self._chain]
             work = work + passes * np.diff(self._weights)
             self._memory[replicas, demand] = Memory(Affine(running, start), work)
         return self._memory[replicas, demand]

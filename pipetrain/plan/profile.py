@@ -17,7 +17,9 @@ class BlockProfile:
 
     ``output_bytes`` is what crosses a cut made right after this block, skips over it included;
     ``weight_bytes`` its trainable weights; ``activation_bytes`` what it keeps of one minibatch from forward to
-    backward; ``update_s`` the optimizer's step, which takes as long for a part of the minibatch as for all of it.
+    backward; ``update_s`` the optimizer's step, which takes as long for a part of the minibatch as for all of it;
+    ``workspace_bytes`` what its kernels have for themselves while they are at work on the minibatch, and
+    ``row_workspace_bytes`` on one row of it, which may be as much.
     """
 
     name: str
@@ -27,6 +29,16 @@ class BlockProfile:
     weight_bytes: int
     activation_bytes: int = 0
     update_s: float = 0.0
+    workspace_bytes: int = 0
+    row_workspace_bytes: int = 0
+
+    def workspace_of(self, rows: float, batch_size: int) -> float:
+        """The workspace of so many rows: at most what each would have alone, and no more than for a whole minibatch.
+
+        Beyond that it is taken to go with the rows.
+        """
+        alone = max(self.row_workspace_bytes, self.workspace_bytes / batch_size)
+        return min(rows * alone, max(rows / batch_size, 1.0) * self.workspace_bytes)
 
 
 @dataclass(frozen=True)
@@ -75,6 +87,7 @@ class Profile:
                 backward_s=rows * block.backward_s,
                 output_bytes=round(rows * block.output_bytes),
                 activation_bytes=round(rows * block.activation_bytes),
+                workspace_bytes=round(block.workspace_of(batch_size, self.batch_size)),
             )
             for block in self.blocks
         )
