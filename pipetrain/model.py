@@ -266,7 +266,7 @@ class PipelineModel(keras.Model):
 
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
         """Keras' own, without reading the first batch, which would put a shuffled data set out of step."""
-        if iterator is not None:
+        if iterator is not None and not self._evaluating:
             self.resumption.epoch_iterator = iterator
         if self.scheme == DATA_PARALLEL and iterator is not None:
             data_batch, iterator = self._engine.batch_like(iterator), None
@@ -288,11 +288,16 @@ class PipelineModel(keras.Model):
         """Keras' metrics so far; of an epoch that was stopped, those of the minibatches still in flight too."""
         if tf.executing_eagerly():  # not while Keras traces a step that ends in this call
             self._engine.synchronize()
-            if self.stop_training and not self._evaluating:  # else every result has been or will be some step's
-                for minibatch, result in self._engine.leftovers():
-                    self._logged(minibatch, result, counts=False)  # the optimizer has, since they are done
+            if self.resumption.stopped and not self._evaluating:  # else every result has been or will be some step's
+                return self._stopped_result()
             if self.resumption.logs and not self._evaluating:
                 return self.resumption.logs
+        return super().get_metrics_result()
+
+    def _stopped_result(self) -> Any:
+        for minibatch, result in self._engine.leftovers():
+            self._logged(minibatch, result, counts=False)  # the optimizer has, since they are done
+        self.resumption.keep_metrics()
         return super().get_metrics_result()
 
     def snapshots(self) -> Iterator[int]:
