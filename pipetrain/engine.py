@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from pipetrain import checks
+from pipetrain.compute.adoption import Part, adopt, forget, weights_of
 from pipetrain.compute.slots import Slot
 from pipetrain.compute.stage import LossFunction, Stage
 from pipetrain.compute.uncollected import uncollected
@@ -43,8 +44,9 @@ class PipelineEngine:
         self.rows: int | None = None  # of the first minibatch, if they are known before it is there
         self.rows_done = 0  # of all minibatches whose results some step has taken
         self.evaluator = Evaluator(model, layout)
-        self._optimizer: keras.optimizers.Optimizer | None = None
+        self.optimizer: keras.optimizers.Optimizer | None = None
         self._stages: list[list[Stage]] = []
+        self._weights: list[keras.Variable] = []  # all that the stages train
         self._pipeline: Pipeline | None = None
         self._ahead: ReadAhead | None = None
         self._counted = 0  # updates since the last drain that the optimizer's count has already
@@ -59,13 +61,13 @@ class PipelineEngine:
 
     def compiled(self, optimizer: keras.optimizers.Optimizer, loss: Any, compute_loss: LossFunction) -> None:
         """The optimizer and the loss are new: stages are made anew at the next ``prepare``."""
-        if optimizer is not self._optimizer:
-            checks.check_new(optimizer)
+        if optimizer is not self.optimizer:
+            checks.check_own(weights_of(optimizer), self.model.variables, optimizer)
             self._stages = []
         self._loss_is_mean: bool | None = checks.loss_is_mean(loss, self._pieces)
         if self._pieces > 1 and any(inspect.isfunction(each) for each in keras.tree.flatten(loss)):
             self._loss_is_mean = None  # seen when the first minibatch is there
-        self._optimizer, self._compute_loss = optimizer, compute_loss
+        self.optimizer, self._compute_loss = optimizer, compute_loss
         self._scheduled = is_scheduled(optimizer)  # then each stage's own copy knows the rate
         self._feed = Feed(self.model, None if self._scheduled else optimizer.learning_rate.value)
         self._pipeline = None
@@ -78,29 +80,36 @@ class PipelineEngine:
         """Before training on minibatches of this many rows: make the stages, if there are none for this compilation."""
         self.rows = rows
         checks.check_rows(rows, self.microbatches)
-        if is_scheduled(self._optimizer) != self._scheduled:
+        if is_scheduled(self.optimizer) != self._scheduled:
             raise ValueError(
                 "The learning rate became a schedule, or ceased to be one, after compile. Received: "
-                f"learning_rate={self._optimizer._learning_rate!r}. Try compile again."
+                f"learning_rate={self.optimizer._learning_rate!r}. Try compile again."
             )
+        checks.check_own(weights_of(self.optimizer), self.model.variables, self.optimizer)
         if self._pipeline is None:
             with uncollected():
-                self._pipeline = self._new_pipeline(rows or checks.DEFAULT_ROWS)
-        self._pipeline.updates = self._pipeline.first_update = int(self._optimizer.iterations.numpy())
+                self._stages = self._new_stages(rows or checks.DEFAULT_ROWS)
+                self._pipeline = Pipeline(self._stages, self._scheme, self.microbatches)
+        self._begin()
+        self._pipeline.first_update = self._pipeline.updates
         self._pipeline.waits = self.waits
 
-    def _new_pipeline(self, rows: int) -> Pipeline:
+    def _new_stages(self, rows: int) -> list[list[Stage]]:
         """Stages for this compilation; compiled again, the same optimizer keeps what it has gathered."""
         gathered = {(id(slot.weight), slot.kind): slot.variable for slot in self._slots()}
-        common = next(self._shared(), [])
-        self._stages = self.layout.build(rows, self._optimizer, self._compute_loss, self._scheme)
-        for slot in self._slots():
+        self._weights = self.model.trainable_variables
+        stages = self.layout.build(rows, self.optimizer, self._compute_loss, self._scheme)
+        for slot in slots_of(stages):
             if (id(slot.weight), slot.kind) in gathered:  # else its layer was frozen
                 slot.variable.assign(gathered[id(slot.weight), slot.kind])
-        for variables in self._shared() if common else ():
-            for variable, value in zip(variables, common, strict=True):
-                variable.assign(value)
-        return Pipeline(self._stages, self._scheme, self.microbatches)
+        return stages
+
+    def _begin(self) -> None:
+        """Before the pipeline starts: what has been set in the optimizer since it was at work, the stages take over."""
+        adopt(self.optimizer, self._weights, self._parts())
+        updates = int(self.optimizer.iterations.numpy()) - self._counted
+        self._pipeline.first_update += updates - self._pipeline.updates
+        self._pipeline.updates = updates
 
     def begin_epoch(self, steps: int | None, snapshot_every: int, rests: Callable[[int], bool]) -> None:
         """The next ``step`` reads from a new iterator, at most ``steps`` minibatches; see ``ReadAhead``."""
@@ -112,6 +121,8 @@ class PipelineEngine:
 
         Whoever asks counts it in the optimizer's ``iterations``, and says so (``counted``).
         """
+        if self._pipeline.rests:
+            self._begin()
         if self._ahead is None:
             with uncollected():  # the stages are traced, if this is the first epoch
                 self._ahead = self._read_ahead(iterator)
@@ -148,6 +159,7 @@ class PipelineEngine:
                 self._pipeline.abort(store)
             if not store:  # what is not finite is in the optimizers too
                 self._pipeline, self._stages = None, []
+                forget(self.optimizer)
 
     def snapshots(self) -> Iterator[int]:
         """Each version kept by now: the model holds its weights, and the stages rest, until the next is asked for."""
@@ -187,7 +199,7 @@ class PipelineEngine:
             yield
         finally:
             if ahead := self._pipeline.updates - before - self._counted:
-                self._optimizer.iterations.assign_add(ahead)
+                self.optimizer.iterations.assign_add(ahead)
             self._counted = 0
 
     def _read_ahead(self, iterator: Iterator[Any]) -> ReadAhead:
@@ -220,6 +232,10 @@ class PipelineEngine:
         self.synchronize()
         return collected(self.model, self._slots(), self._shared())
 
+    def beside_slots(self) -> list[str]:
+        """What training needs to go on that no slot of the compiled optimizer holds."""
+        return sorted({slot.kind for slot in self._slots() if not hasattr(self.optimizer, slot.kind)})
+
     def restore(self, arrays: Arrays, ends: Sequence[int], updates: int, fitted: int) -> list[str]:
         """Go on from there, after so many updates, ``fitted`` of them of this ``fit``; gives what was not there."""
         self.synchronize()
@@ -227,15 +243,24 @@ class PipelineEngine:
             self._pipeline, self._stages = None, []
             self.prepare(self.rows)
         missing = assign(self.model, arrays, self._slots(), self._shared())
-        self._optimizer.iterations.assign(updates)
+        self.optimizer.iterations.assign(updates)
         self._pipeline.updates, self._pipeline.first_update = updates, updates - fitted
         return missing
 
     def _slots(self) -> Iterator[Slot]:
-        return (slot for replicas in self._stages for stage in replicas for slot in stage.slots())
+        return slots_of(self._stages)
 
     def _shared(self) -> Iterator[list[Any]]:
-        return (stage.shared() for replicas in self._stages for stage in replicas)
+        return (part.shared() for part in self._parts())
+
+    def _parts(self) -> list[Part]:
+        """Every optimizer at work: of all replicas of all stages that have weights."""
+        return [stage.part() for replicas in self._stages for stage in replicas if stage.variables]
+
+
+def slots_of(stages: Sequence[Sequence[Stage]]) -> Iterator[Slot]:
+    """What the optimizers of all stages have gathered, by the model's own variables."""
+    return (slot for replicas in stages for stage in replicas for slot in stage.slots())
 
 
 def is_scheduled(optimizer: keras.optimizers.Optimizer) -> bool:

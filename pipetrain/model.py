@@ -28,6 +28,7 @@ from pipetrain.run.devices import resolve
 from pipetrain.run.faults import Watch
 from pipetrain.run.pipeline import Activity
 from pipetrain.run.readahead import Minibatch
+from pipetrain.saving import compiled_as
 from pipetrain.scores import Score, Scores
 
 
@@ -245,6 +246,7 @@ class PipelineModel(keras.Model):
         checks.check_callbacks(users)
         with self._watched(), ExitStack() as stack:
             self._prepare("fit", x, y, batch_size)
+            checks.check_backup(users, self.scheme, self._engine.beside_slots())
             self.resumption.begin(users, settings.get("initial_epoch", 0))
             stack.enter_context(self._training())
             stack.enter_context(self._with("_fitting", True))
@@ -255,6 +257,7 @@ class PipelineModel(keras.Model):
         if self._compile_loss is None:
             raise ValueError("There is nothing to minimise. Received: compile with loss=None. Try loss='mse'.")
         checks.check_data(x, y)
+        checks.check_compiled(self.optimizer, self._engine.optimizer)
         self._engine.prepare(checks.first_rows(x, batch_size))
 
     def make_train_function(self, force: bool = False) -> None:
@@ -467,20 +470,49 @@ class PipelineModel(keras.Model):
         self._engine.load()
 
     def save(self, filepath: Any, *args: Any, **settings: Any) -> None:
-        """Save the wrapped model: an ordinary Keras file, which ``load_model`` reads without this package."""
-        self._engine.synchronize()
-        self.model.save(filepath, *args, **settings)
+        """Save the wrapped model, compiled as this one is: an ordinary Keras file, which needs no pipetrain to load."""
+        with self._as_one() as model:
+            model.save(filepath, *args, **settings)
 
     def save_weights(self, filepath: Any, *args: Any, **settings: Any) -> None:
-        """Save the wrapped model's weights, as its own ``save_weights`` does."""
-        self._engine.synchronize()
-        self.model.save_weights(filepath, *args, **settings)
+        """Save the wrapped model's weights and the optimizer's slots, as Keras' own ``save_weights`` does."""
+        with self._as_one() as model:
+            model.save_weights(filepath, *args, **settings)
 
     def load_weights(self, filepath: Any, *args: Any, **settings: Any) -> None:
-        """Load the wrapped model's weights."""
-        self._engine.synchronize()
-        self.model.load_weights(filepath, *args, **settings)
+        """Load the wrapped model's weights, and the optimizer's slots if it is built, as Keras' own does."""
+        with self._as_one() as model:
+            model.load_weights(filepath, *args, **settings)
         self._engine.load()
+
+    def get_state_tree(self, *args: Any, **settings: Any) -> Any:
+        """Keras' ``get_state_tree`` of the wrapped model, compiled as this one is."""
+        with self._as_one() as model:
+            return model.get_state_tree(*args, **settings)
+
+    def set_state_tree(self, state_tree: Any) -> None:
+        """Keras' ``set_state_tree`` of the wrapped model, compiled as this one is."""
+        with self._as_one() as model:
+            model.set_state_tree(state_tree)
+        self._engine.load()
+
+    @contextmanager
+    def _as_one(self) -> Iterator[keras.Model]:
+        """The wrapped model with all weights, compiled meanwhile as this one is: for Keras, one that trained."""
+        self._engine.synchronize()
+        with compiled_as(self.model, self) as model, self._engine.strategy.scope():
+            yield model
+
+    def compile_from_config(self, config: Any) -> None:
+        """``compile`` as another model was, by what its ``get_compile_config`` gives."""
+        self.compile(**keras.saving.deserialize_keras_object(config))
+
+    def get_config(self) -> Any:
+        """Raises ValueError: stages and devices are this process's, and no model can be made of a description."""
+        raise ValueError(
+            "A PipelineModel cannot be copied, pickled or described, as its stages are on this process's devices. "
+            f"Received: {self.name!r}. Try save(path) and keras.models.load_model, then PipelineModel again; or .model."
+        )
 
     def summary(self, *args: Any, **settings: Any) -> None:
         """The wrapped model's summary."""

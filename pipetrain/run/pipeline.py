@@ -77,6 +77,11 @@ class Pipeline:
         self.snapshots: deque[Snapshot] = deque()
 
     @property
+    def rests(self) -> bool:
+        """Whether the weights are in the model: the next ``post`` takes them from there."""
+        return not self._workers
+
+    @property
     def window(self) -> int:
         """How many minibatches may be posted ahead of the results taken.
 
