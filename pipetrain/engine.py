@@ -49,7 +49,7 @@ class PipelineEngine:
         self._weights: list[keras.Variable] = []  # all that the stages train
         self._pipeline: Pipeline | None = None
         self._ahead: ReadAhead | None = None
-        self._counted = 0  # updates since the last drain that the optimizer's count has already
+        self.counted = tf.Variable(0, dtype=tf.int64, trainable=False)  # of the updates since the last drain
         self.waits = False  # for GPUs, so that the trace has their times of completion
 
     def load(self) -> None:
@@ -80,6 +80,8 @@ class PipelineEngine:
         """Before training on minibatches of this many rows: make the stages, if there are none for this compilation."""
         self.rows = rows
         checks.check_rows(rows, self.microbatches)
+        if self._pipeline is not None and not self._pipeline.rests:
+            self.abort(store=True)  # an interrupt cut an abort short
         if is_scheduled(self.optimizer) != self._scheduled:
             raise ValueError(
                 "The learning rate became a schedule, or ceased to be one, after compile. Received: "
@@ -107,7 +109,7 @@ class PipelineEngine:
     def _begin(self) -> None:
         """Before the pipeline starts: what has been set in the optimizer since it was at work, the stages take over."""
         adopt(self.optimizer, self._weights, self._parts())
-        updates = int(self.optimizer.iterations.numpy()) - self._counted
+        updates = int(self.optimizer.iterations.numpy()) - int(self.counted.numpy())
         self._pipeline.first_update += updates - self._pipeline.updates
         self._pipeline.updates = updates
 
@@ -119,7 +121,7 @@ class PipelineEngine:
     def step(self, iterator: Iterator[Any]) -> tuple[Minibatch, Result]:
         """The next minibatch and its result; later ones are in flight. Raises StopIteration at the data's end.
 
-        Whoever asks counts it in the optimizer's ``iterations``, and says so (``counted``).
+        Whoever asks counts it in the optimizer's ``iterations``, and in ``counted``.
         """
         if self._pipeline.rests:
             self._begin()
@@ -129,10 +131,6 @@ class PipelineEngine:
         minibatch, result = self._ahead.step()
         self.rows_done += minibatch.x[0].shape[0]
         return minibatch, result
-
-    def counted(self) -> None:
-        """The optimizer has counted the last step's minibatch."""
-        self._counted += 1
 
     def leftovers(self) -> Iterator[tuple[Minibatch, Result]]:
         """The results of this epoch's minibatches that no step has taken."""
@@ -167,16 +165,17 @@ class PipelineEngine:
             self.synchronize()
         if self._pipeline is None or not self._pipeline.snapshots:
             return
-        newest = [tf.identity(variable.value) for variable in self.model.variables]
+        newest, rested = [tf.identity(variable.value) for variable in self.model.variables], self._pipeline.rests
         with self._pipeline.paused():
             try:
                 while self._pipeline.snapshots:
                     snapshot = self._pipeline.snapshots.popleft()
                     self._pipeline.restore(snapshot)
                     yield snapshot.version
-            finally:  # after a drain they are what training goes on with
+            finally:  # after a drain they are what training goes on with; an abort has handed back newer ones
                 for variable, value in zip(self.model.variables, newest, strict=True):
-                    variable.assign(value)
+                    if self._pipeline is not None and self._pipeline.rests == rested:
+                        variable.assign(value)
 
     @property
     def targets(self) -> Any:
@@ -198,9 +197,9 @@ class PipelineEngine:
         try:
             yield
         finally:
-            if ahead := self._pipeline.updates - before - self._counted:
+            if ahead := self._pipeline.updates - before - int(self.counted.numpy()):
                 self.optimizer.iterations.assign_add(ahead)
-            self._counted = 0
+            self.counted.assign(0)
 
     def _read_ahead(self, iterator: Iterator[Any]) -> ReadAhead:
         minibatches = self._feed.open(iterator, self._steps, self._scheme.asynchronous)

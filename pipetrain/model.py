@@ -216,7 +216,7 @@ class PipelineModel(keras.Model):
                 slots=slots_per_weight(self.optimizer, rule),
                 gathers=gathers(self.optimizer, rule, self.inner.trainable_variables),
             )
-            self._scores = Scores(self, self.inner.outputs, self._engine.pack, self.resumption.metrics_built)
+            self._scores = Scores(self, self.inner.outputs, self._engine, self.resumption.metrics_built)
             self._engine.compiled(self.optimizer, loss, self._scores.loss)
         self.compiled = True
 
@@ -320,9 +320,7 @@ class PipelineModel(keras.Model):
         return self._engine.activity()
 
     def _train_step(self, iterator: Iterator[Any]) -> Any:
-        logs = self._logged(*self._engine.step(iterator))
-        self._engine.counted()
-        return logs
+        return self._logged(*self._engine.step(iterator))
 
     def _logged(self, minibatch: Minibatch, result: Result, counts: bool = True) -> Any:
         if self._score is None:

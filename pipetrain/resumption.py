@@ -49,7 +49,7 @@ class Resumption:
 
     def end(self) -> None:
         """The end of ``fit``, whichever it is."""
-        self._model._initial_epoch, self.rests, self.at_end = None, never, None
+        self._model._initial_epoch, self.rests, self.at_end, self.stopped = None, never, None, False
         self.exits.close()
 
     def steps_left(self, steps: int | None) -> int | None:
