@@ -47,6 +47,7 @@ class PipelineEngine:
         self.optimizer: keras.optimizers.Optimizer | None = None
         self._stages: list[list[Stage]] = []
         self._weights: list[keras.Variable] = []  # all that the stages train
+        self._parts: list[Part] = []  # every optimizer at work: of all replicas of all stages that have weights
         self._pipeline: Pipeline | None = None
         self._ahead: ReadAhead | None = None
         self.counted = tf.Variable(0, dtype=tf.int64, trainable=False)  # of the updates since the last drain
@@ -91,6 +92,7 @@ class PipelineEngine:
         if self._pipeline is None:
             with uncollected():
                 self._stages = self._new_stages(rows or checks.DEFAULT_ROWS)
+                self._parts = [stage.part() for replicas in self._stages for stage in replicas if stage.variables]
                 self._pipeline = Pipeline(self._stages, self._scheme, self.microbatches)
         self._begin()
         self._pipeline.first_update = self._pipeline.updates
@@ -108,7 +110,7 @@ class PipelineEngine:
 
     def _begin(self) -> None:
         """Before the pipeline starts: what has been set in the optimizer since it was at work, the stages take over."""
-        adopt(self.optimizer, self._weights, self._parts())
+        adopt(self.optimizer, self._weights, self._parts)
         updates = int(self.optimizer.iterations.numpy()) - int(self.counted.numpy())
         self._pipeline.first_update += updates - self._pipeline.updates
         self._pipeline.updates = updates
@@ -250,11 +252,7 @@ class PipelineEngine:
         return slots_of(self._stages)
 
     def _shared(self) -> Iterator[list[Any]]:
-        return (part.shared() for part in self._parts())
-
-    def _parts(self) -> list[Part]:
-        """Every optimizer at work: of all replicas of all stages that have weights."""
-        return [stage.part() for replicas in self._stages for stage in replicas if stage.variables]
+        return (part.shared for part in self._parts)
 
 
 def slots_of(stages: Sequence[Sequence[Stage]]) -> Iterator[Slot]:

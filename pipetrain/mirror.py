@@ -94,7 +94,7 @@ class MirroredEngine:
         if gathered.weights:
             built(own, self.trained.trainable_variables)
             mine = Part(own, self.model.trainable_variables)
-            copy(gathered, mine.slots(), mine.shared())
+            copy(gathered, mine.slots, mine.shared)
         self._given = optimizer, own
         return own
 

@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from pipetrain import checks
+from pipetrain.compute.undone import undone
 from pipetrain.compute.update import gathers, slots_per_weight
 from pipetrain.engine import PipelineEngine
 from pipetrain.evaluator import Evaluation, Predicted
@@ -29,7 +30,7 @@ from pipetrain.run.faults import Watch
 from pipetrain.run.pipeline import Activity
 from pipetrain.run.readahead import Minibatch
 from pipetrain.saving import compiled_as
-from pipetrain.scores import Score, Scores
+from pipetrain.scores import Score, Scores, built_when_traced
 
 
 def _wrapped(name: str) -> property:
@@ -273,7 +274,8 @@ class PipelineModel(keras.Model):
             self.resumption.epoch_iterator = iterator
         if self.scheme == DATA_PARALLEL and iterator is not None:
             data_batch, iterator = self._engine.batch_like(iterator), None
-        super()._maybe_symbolic_build(iterator, data_batch)
+        with undone(built_when_traced(self)):
+            super()._maybe_symbolic_build(iterator, data_batch)
 
     def begin_epoch(self, steps: int | None) -> None:
         """The next steps read from a new iterator: ``steps`` minibatches at most, less what a resumption skips."""

@@ -77,7 +77,7 @@ class Scores:
     def _traced(self, body: Callable[..., Any], *specs: Any) -> Any:
         """A function for these specs. If it is interrupted, so are the metrics that it builds: both begin anew."""
         function = self._functions.pop(body.__name__, None) or tf.function(body, autograph=False)
-        with undone(_built_when_traced(self._model)):
+        with undone(built_when_traced(self._model)):
             concrete = function.get_concrete_function(*specs)
         self._functions[body.__name__] = function
         return concrete
@@ -118,7 +118,7 @@ class Scores:
             set_mask(tensor, mask)
 
 
-def _built_when_traced(model: keras.Model) -> list[Any]:
+def built_when_traced(model: keras.Model) -> list[Any]:
     """What Keras builds in the first call of a compiled model's loss and metrics."""
     metrics, loss = model._compile_metrics, model._compile_loss
     users = [] if metrics is None else keras.tree.flatten((metrics._user_metrics, metrics._user_weighted_metrics))

@@ -5,26 +5,34 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
 import keras
 import tensorflow as tf
 
-from pipetrain.compute.slots import Slot, shared, slots
+from pipetrain.compute.slots import shared, slots
 
 Key = tuple[int, str]  # a weight, by its ``id``, and what a slot is of it
 
 
-class Part(NamedTuple):
-    """A stage's optimizer, and the model's own variables in place of those that it was built for."""
+class Part:
+    """What a built optimizer has gathered; looked up once, for a stage's, which stays as it is, is asked for often.
 
-    optimizer: keras.optimizers.Optimizer
-    weights: Sequence[keras.Variable]
+    Args:
+        optimizer: such as a stage's.
+        weights: the model's own variables in place of those that it was built for.
+    """
 
+    def __init__(self, optimizer: keras.optimizers.Optimizer, weights: Sequence[keras.Variable]) -> None:
+        self.optimizer, self.weights = optimizer, weights
+
+    @cached_property
     def slots(self) -> dict[Key, Any]:
         """Its slots."""
-        return _by_key(slots(self.optimizer, self.weights))
+        return {(id(slot.weight), slot.kind): slot.variable for slot in slots(self.optimizer, self.weights)}
 
+    @cached_property
     def shared(self) -> list[Any]:
         """What it has gathered that is of no single weight."""
         return shared(self.optimizer, self.weights)
@@ -48,7 +56,7 @@ def adopt(optimizer: keras.optimizers.Optimizer, weights: Sequence[keras.Variabl
     """
     ours = _merged(parts)
     mine = Part(optimizer, weights_of(optimizer))
-    common = parts[0].shared() if parts else []
+    common = parts[0].shared if parts else []
     if [*map(id, mine.weights)] != [*map(id, weights)] or not _has(mine, ours):
         copy(mine, ours, common)
         with _whole(optimizer):
@@ -56,10 +64,11 @@ def adopt(optimizer: keras.optimizers.Optimizer, weights: Sequence[keras.Variabl
             with _handing_out(optimizer, parts):
                 optimizer.build(list(weights))
             made = Part(optimizer, weights)
-            pairs = [(variable, ours[key]) for key, variable in made.slots().items() if key in ours]
-            _replace(optimizer, [*pairs, *zip(made.shared(), common, strict=True)])
+            pairs = [(variable, ours[key]) for key, variable in made.slots.items() if key in ours]
+            _replace(optimizer, [*pairs, *zip(made.shared, common, strict=True)])
+        mine = Part(optimizer, weights)
     for part in parts[1:]:
-        copy(Part(optimizer, weights), part.slots(), part.shared())
+        copy(mine, part.slots, part.shared)
 
 
 def forget(optimizer: keras.optimizers.Optimizer) -> None:
@@ -146,22 +155,18 @@ def _merged(parts: Sequence[Part]) -> dict[Key, Any]:
     """Of all parts, the first's wherever several have a slot."""
     found: dict[Key, Any] = {}
     for part in parts:
-        found = part.slots() | found
+        found = part.slots | found
     return found
 
 
 def copy(source: Part, slots: dict[Key, Any], shared: Sequence[Any]) -> None:
     """What the source has gathered, into these variables where they are others."""
-    pairs = [(slots.get(key), variable) for key, variable in source.slots().items()]
-    for target, variable in [*pairs, *zip(shared, source.shared(), strict=False)]:
-        if target is not None and target is not variable:
+    pairs = [(target, source.slots.get(key)) for key, target in slots.items()]
+    for target, variable in [*pairs, *zip(shared, source.shared, strict=False)]:
+        if variable is not None and target is not variable:
             target.assign(tf.convert_to_tensor(variable))
 
 
 def _has(part: Part, ours: dict[Key, Any]) -> bool:
-    mine = part.slots()
+    mine = part.slots
     return all(mine.get(key) is variable for key, variable in ours.items())
-
-
-def _by_key(found: Iterator[Slot]) -> dict[Key, Any]:
-    return {(id(slot.weight), slot.kind): slot.variable for slot in found}
