@@ -6,6 +6,7 @@ import math
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -46,8 +47,9 @@ class Snapshots(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Hand over those that are complete."""
-        for step in self.model.snapshots():
-            self._function(step, self.model.model)
+        with closing(self.model.snapshots()) as steps:  # now, and not when a traceback lets go of it
+            for step in steps:
+                self._function(step, self.model.model)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Hand over those that the drain has completed."""
@@ -140,21 +142,24 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         self._due = self._finite and self._rests(self._updates) and not self.model.resumption.in_flight
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """The next epoch begins with the first minibatch, unless this one was stopped before its end."""
-        if not self.model.stop_training or self._position.step >= (self.params.get("steps") or 0):
+        """The next epoch begins with the first minibatch, unless this one was stopped within."""
+        self._finite = self._finite and math.isfinite((logs or {}).get("loss", 0.0))
+        if not self.model.resumption.stopped:
             self._position = Position(epoch + 1, 0)
 
     def _at_end(self) -> None:
         """The last checkpoint, from which more epochs can go on."""
         updates = int(self.model.optimizer.iterations.numpy())
+        resumption = self.model.resumption
         if self._position.step:  # stopped within the epoch: what was in flight then is done too
-            step = self._position.step + updates - self._updates
-            epoch = self._position.epoch
-            self._position = Position(epoch, step) if step < self.params["steps"] else Position(epoch + 1, 0)
+            epoch, step = self._position.epoch, self._position.step + updates - self._updates
+            whole = self.params["steps"] is not None and step >= self.params["steps"]  # None: nobody knows
+            self._position = Position(epoch + 1, 0) if whole else Position(epoch, step)
+        known = {} if self._position.step else {"epoch_rate": resumption.about()["learning_rate"]}
         trained = self._resumed is None or updates > self._resumed.about["updates"]
-        self._updates, self._due, self._logs = updates, self._finite and trained, {}
-        ended = any(getattr(each, "stopped_epoch", 0) for each in self.model.resumption.callbacks)
-        self._save_if_due(ended=ended, metrics=[], epoch_rate=self.model.resumption.about()["learning_rate"])
+        self._updates, self._due = updates, self._finite and trained
+        ended = any(getattr(each, "stopped_epoch", 0) for each in resumption.callbacks)
+        self._save_if_due(ended=ended, **known)
 
     def _check(self) -> None:
         if not hasattr(self.model, "resumption"):

@@ -84,14 +84,33 @@ def check_precision(blocks: Sequence[Block]) -> None:
             )
 
 
-def check_new(optimizer: keras.optimizers.Optimizer) -> None:
-    """Refuse an optimizer that has trained another model: its momentum and the like would be lost."""
-    steps = int(optimizer.iterations.numpy())
-    if steps:
-        name = type(optimizer).__name__
+def check_own(built_for: Sequence[Any], variables: Sequence[Any], optimizer: keras.optimizers.Optimizer) -> None:
+    """Refuse an optimizer that is built for variables that are not the model's: its slots would be lost."""
+    if not {id(each) for each in built_for} <= {id(each) for each in variables}:
+        name, steps = type(optimizer).__name__, int(optimizer.iterations.numpy())
         raise ValueError(
             f"The optimizer has trained another model, and what it remembers of it would be lost. Received: "
             f"optimizer={name} after {steps} steps. Try {name}.from_config(optimizer.get_config())."
+        )
+
+
+def check_compiled(now: Any, compiled: Any) -> None:
+    """Refuse an optimizer that was set in place of the compiled one, of which the stages know nothing."""
+    if now is not compiled:
+        raise ValueError(
+            f"The stages have the optimizer of compile. Received: optimizer={type(now).__name__}, set after it. "
+            "Try compile again."
+        )
+
+
+def check_backup(callbacks: Sequence[Any], scheme: str, beside_slots: Callable[[], Sequence[str]]) -> None:
+    """Refuse Keras' backup where training needs more to go on than a Keras file holds."""
+    backs_up = any(isinstance(each, keras.callbacks.BackupAndRestore) for each in callbacks)
+    if backs_up and (left_out := beside_slots()):
+        raise ValueError(
+            f"Training would not go on as it was: to predict weights, {scheme!r} remembers more of the last step than "
+            f"a Keras file holds. Received: callbacks with BackupAndRestore, which leaves out {[*left_out]}. "
+            "Try pipetrain.callbacks.PipelineCheckpoint."
         )
 
 

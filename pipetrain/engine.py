@@ -10,10 +10,12 @@ import keras
 import tensorflow as tf
 
 from pipetrain import checks
+from pipetrain.compute.adoption import Part, adopt, forget, weights_of
 from pipetrain.compute.input_shapes import Shapes
 from pipetrain.compute.slots import Slot
 from pipetrain.compute.stage import LossFunction, Stage
 from pipetrain.compute.uncollected import uncollected
+from pipetrain.compute.update import kinds_beside
 from pipetrain.evaluator import Evaluator
 from pipetrain.feed import Feed
 from pipetrain.layout import Layout
@@ -43,12 +45,14 @@ class PipelineEngine:
         self.rows: int | None = None  # of the first minibatch, if they are known before it is there
         self.rows_done = 0  # of all minibatches whose results some step has taken
         self.evaluator = Evaluator(model, layout)
-        self._optimizer: keras.optimizers.Optimizer | None = None
+        self.optimizer: keras.optimizers.Optimizer | None = None
         self._stages: list[list[Stage]] = []
+        self._weights: list[keras.Variable] = []  # all that the stages train
+        self._parts: list[Part] = []  # every optimizer at work: of all replicas of all stages that have weights
         self._pipeline: Pipeline | None = None
         self._ahead: ReadAhead | None = None
         self._snapshot_every = 0
-        self._counted = 0  # updates since the last drain that the optimizer's count has already
+        self.counted = tf.Variable(0, dtype=tf.int64, trainable=False)  # of the updates since the last drain
         self.waits = False  # for GPUs, so that the trace has their times of completion
 
     def load(self) -> None:
@@ -60,13 +64,13 @@ class PipelineEngine:
 
     def compiled(self, optimizer: keras.optimizers.Optimizer, loss: Any, compute_loss: LossFunction) -> None:
         """The optimizer and the loss are new: stages are made anew at the next ``prepare``."""
-        if optimizer is not self._optimizer:
-            checks.check_new(optimizer)
+        if optimizer is not self.optimizer:
+            checks.check_own(weights_of(optimizer), self.model.variables, optimizer)
             self._stages = []
         self._loss_is_mean: bool | None = checks.loss_is_mean(loss, self._pieces)
         if self._pieces > 1 and checks.is_measured(loss):
             self._loss_is_mean = None  # seen when the first minibatch is there
-        self._optimizer, self._loss, self._compute_loss = optimizer, loss, compute_loss
+        self.optimizer, self._loss, self._compute_loss = optimizer, loss, compute_loss
         self._scheduled = is_scheduled(optimizer)  # then each stage's own copy knows the rate
         self._feed = Feed(self.model, None if self._scheduled else optimizer.learning_rate.value)
         self._pipeline = None
@@ -83,33 +87,43 @@ class PipelineEngine:
         self.rows = rows
         self.layout.learn(shapes)
         checks.check_rows(rows, self.microbatches)
-        if is_scheduled(self._optimizer) != self._scheduled:
+        if self._pipeline is not None and not self._pipeline.rests:
+            self.abort(store=True)  # an interrupt cut an abort short
+        if is_scheduled(self.optimizer) != self._scheduled:
             raise ValueError(
                 "The learning rate became a schedule, or ceased to be one, after compile. Received: "
-                f"learning_rate={self._optimizer._learning_rate!r}. Try compile again."
+                f"learning_rate={self.optimizer._learning_rate!r}. Try compile again."
             )
+        checks.check_own(weights_of(self.optimizer), self.model.variables, self.optimizer)
         if self._pipeline is not None or self.layout.can_build:
             self._start(rows or checks.DEFAULT_ROWS)
 
     def _start(self, rows: int) -> None:
         if self._pipeline is None:
             with uncollected():
-                self._pipeline = self._new_pipeline(rows)
-        self._pipeline.updates = self._pipeline.first_update = int(self._optimizer.iterations.numpy())
+                self._stages = self._new_stages(rows)
+                self._parts = [stage.part() for replicas in self._stages for stage in replicas if stage.variables]
+                self._pipeline = Pipeline(self._stages, self._scheme, self.microbatches)
+        self._begin()
+        self._pipeline.first_update = self._pipeline.updates
         self._pipeline.waits = self.waits
 
-    def _new_pipeline(self, rows: int) -> Pipeline:
+    def _new_stages(self, rows: int) -> list[list[Stage]]:
         """Stages for this compilation; compiled again, the same optimizer keeps what it has gathered."""
         gathered = {(id(slot.weight), slot.kind): slot.variable for slot in self._slots()}
-        common = next(self._shared(), [])
-        self._stages = self.layout.build(rows, self._optimizer, self._compute_loss, self._scheme)
-        for slot in self._slots():
+        self._weights = self.model.trainable_variables
+        stages = self.layout.build(rows, self.optimizer, self._compute_loss, self._scheme)
+        for slot in slots_of(stages):
             if (id(slot.weight), slot.kind) in gathered:  # else its layer was frozen
                 slot.variable.assign(gathered[id(slot.weight), slot.kind])
-        for variables in self._shared() if common else ():
-            for variable, value in zip(variables, common, strict=True):
-                variable.assign(value)
-        return Pipeline(self._stages, self._scheme, self.microbatches)
+        return stages
+
+    def _begin(self) -> None:
+        """Before the pipeline starts: what has been set in the optimizer since it was at work, the stages take over."""
+        adopt(self.optimizer, self._weights, self._parts)
+        updates = int(self.optimizer.iterations.numpy()) - int(self.counted.numpy())
+        self._pipeline.first_update += updates - self._pipeline.updates
+        self._pipeline.updates = updates
 
     def begin_epoch(self, steps: int | None, snapshot_every: int, rests: Callable[[int], bool]) -> None:
         """The next ``step`` reads from a new iterator, at most ``steps`` minibatches; see ``ReadAhead``."""
@@ -119,18 +133,16 @@ class PipelineEngine:
     def step(self, iterator: Iterator[Any]) -> tuple[Minibatch, Result]:
         """The next minibatch and its result; later ones are in flight. Raises StopIteration at the data's end.
 
-        Whoever asks counts it in the optimizer's ``iterations``, and says so (``counted``).
+        Whoever asks counts it in the optimizer's ``iterations``, and in ``counted``.
         """
+        if self._pipeline is not None and self._pipeline.rests:
+            self._begin()
         if self._ahead is None:
             with uncollected():  # the stages are traced, if this is the first epoch
                 self._ahead = self._read_ahead(iterator)
         minibatch, result = self._ahead.step()
         self.rows_done += minibatch.x[0].shape[0]
         return minibatch, result
-
-    def counted(self) -> None:
-        """The optimizer has counted the last step's minibatch."""
-        self._counted += 1
 
     def leftovers(self) -> Iterator[tuple[Minibatch, Result]]:
         """The results of this epoch's minibatches that no step has taken."""
@@ -157,6 +169,7 @@ class PipelineEngine:
                 self._pipeline.abort(store)
             if not store:  # what is not finite is in the optimizers too
                 self._pipeline, self._stages = None, []
+                forget(self.optimizer)
 
     def snapshots(self) -> Iterator[int]:
         """Each version kept by now: the model holds its weights, and the stages rest, until the next is asked for."""
@@ -164,16 +177,17 @@ class PipelineEngine:
             self.synchronize()
         if self._pipeline is None or not self._pipeline.snapshots:
             return
-        newest = [tf.identity(variable.value) for variable in self.model.variables]
+        newest, rested = [tf.identity(variable.value) for variable in self.model.variables], self._pipeline.rests
         with self._pipeline.paused():
             try:
                 while self._pipeline.snapshots:
                     snapshot = self._pipeline.snapshots.popleft()
                     self._pipeline.restore(snapshot)
                     yield snapshot.version
-            finally:  # after a drain they are what training goes on with
+            finally:  # after a drain they are what training goes on with; an abort has handed back newer ones
                 for variable, value in zip(self.model.variables, newest, strict=True):
-                    variable.assign(value)
+                    if self._pipeline is not None and self._pipeline.rests == rested:
+                        variable.assign(value)
 
     @property
     def targets(self) -> Any:
@@ -195,9 +209,9 @@ class PipelineEngine:
         try:
             yield
         finally:
-            if ahead := self._pipeline.updates - before - self._counted:
-                self._optimizer.iterations.assign_add(ahead)
-            self._counted = 0
+            if ahead := self._pipeline.updates - before - int(self.counted.numpy()):
+                self.optimizer.iterations.assign_add(ahead)
+            self.counted.assign(0)
 
     def _read_ahead(self, iterator: Iterator[Any]) -> ReadAhead:
         minibatches = self._feed.open(iterator, self._steps, self._scheme.asynchronous)
@@ -233,6 +247,12 @@ class PipelineEngine:
         self.synchronize()
         return collected(self.model, self._slots(), self._shared())
 
+    def beside_slots(self) -> list[str]:
+        """What training needs to go on that no slot of the compiled optimizer holds."""
+        stages = self.layout.stages
+        rules = {self._scheme.rule(stage, stages) for stage in range(stages)}
+        return sorted({kind for rule in rules for kind in kinds_beside(self.optimizer, rule)})
+
     def restore(
         self, arrays: Arrays, ends: Sequence[int], shapes: Shapes | None, updates: int, fitted: int
     ) -> list[str]:
@@ -252,15 +272,20 @@ class PipelineEngine:
                 f"{len(ends)} stages. Try partition(input_shapes=...) before fit, or as many stages."
             )
         missing = assign(self.model, arrays, self._slots(), self._shared())
-        self._optimizer.iterations.assign(updates)
+        self.optimizer.iterations.assign(updates)
         self._pipeline.updates, self._pipeline.first_update = updates, updates - fitted
         return missing
 
     def _slots(self) -> Iterator[Slot]:
-        return (slot for replicas in self._stages for stage in replicas for slot in stage.slots())
+        return slots_of(self._stages)
 
     def _shared(self) -> Iterator[list[Any]]:
-        return (stage.shared() for replicas in self._stages for stage in replicas)
+        return (part.shared for part in self._parts)
+
+
+def slots_of(stages: Sequence[Sequence[Stage]]) -> Iterator[Slot]:
+    """What the optimizers of all stages have gathered, by the model's own variables."""
+    return (slot for replicas in stages for stage in replicas for slot in stage.slots())
 
 
 def is_scheduled(optimizer: keras.optimizers.Optimizer) -> bool:

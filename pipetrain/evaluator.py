@@ -39,16 +39,16 @@ class Evaluator:
     @contextmanager
     def running(self, steps: int | None) -> Iterator[Evaluation]:
         """An evaluation of at most ``steps`` minibatches. Whatever ends it, no thread is left."""
-        evaluation = Evaluation(self, steps)
-        self._running.append(evaluation)
+        evaluation, before = Evaluation(self, steps), self._running
         try:
+            self._running = [*before, evaluation]
             yield evaluation
             evaluation.rest()
         except BaseException:
             evaluation.abort()
             raise
         finally:
-            self._running.remove(evaluation)
+            self._running = before
 
     def rest(self) -> None:
         """What is in flight finishes, and the devices let go of the weights; evaluations go on with the model's."""
@@ -99,7 +99,8 @@ class Evaluation:
 
     def _open(self, feed: Feed, iterator: Iterator[Any]) -> ReadAhead:
         minibatches = feed.open(iterator, self._steps)
-        self.targets, self._pipeline = feed.targets, self._evaluator.pipeline(feed.shapes)
+        self.targets = feed.targets
+        self._pipeline = self._evaluator.pipeline(feed.shapes)
         return ReadAhead(self._pipeline, minibatches, self._steps, never)
 
     def rest(self) -> None:

@@ -30,6 +30,7 @@ class Loop(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Check the loss; what is added to the logs here, only the progress bar sees."""
         self._step += 1
+        self.model.resumption.stopped = self.model.stop_training  # Keras asks for it now, and leaves the epoch
         if self._stop_at_nan and not math.isfinite(logs["loss"]):
             raise FloatingPointError(
                 f"The loss is {logs['loss']} at step {self._step}. Received: scheme={self.model.scheme!r}. "

@@ -9,6 +9,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from pipetrain import checks
+from pipetrain.compute.adoption import Part, built, copy, weights_of
 from pipetrain.compute.clone import clone
 from pipetrain.compute.cores import is_remote
 from pipetrain.compute.input_shapes import Shapes
@@ -45,6 +47,7 @@ class MirroredEngine:
             self.trained = keras.models.clone_model(model)
         self._training = False
         self._snapshot_every = 0
+        self._given: tuple[Any, Any] = (None, None)  # the optimizer of the last ``compile``, and what trains instead
         self.rows: int | None = None
         self.rows_done = 0  # not counted
         self.trace, self.waits = Trace(()), False
@@ -67,7 +70,7 @@ class MirroredEngine:
     def adopted(self, optimizer: Any, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The optimizer and the metrics of ``compile``, made anew: a strategy refuses variables not its own.
 
-        What is frozen in the model by now is so in the copy.
+        What is frozen in the model by now is so in the copy. What the optimizer has gathered for the model goes along.
         """
 
         def mirrored(value: Any) -> Any:
@@ -77,21 +80,41 @@ class MirroredEngine:
             copied.trainable = layer.trainable
         own = optimizer
         if isinstance(optimizer, keras.optimizers.Optimizer):
-            own = clone(optimizer, self.model.trainable_variables, self.trained.trainable_variables)
+            own = self._own(optimizer)
         kept = {key: value for key, value in settings.items() if "metrics" not in key}
         metrics = {key: keras.tree.map_structure(mirrored, settings[key]) for key in settings if key not in kept}
         return own, {**kept, **metrics}
 
+    def _own(self, optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+        source = self._given[1] if optimizer is self._given[0] else optimizer
+        originals = dict(zip(map(id, self.trained.variables), self.model.variables, strict=True))
+        gathered = Part(source, [originals.get(id(weight), weight) for weight in weights_of(source)])
+        checks.check_own(gathered.weights, self.model.variables, source)
+        own = clone(optimizer, self.model.trainable_variables, self.trained.trainable_variables)
+        own.iterations.assign(tf.convert_to_tensor(source.iterations))
+        if gathered.weights:
+            built(own, self.trained.trainable_variables)
+            mine = Part(own, self.model.trainable_variables)
+            copy(gathered, mine.slots, mine.shared)
+        self._given = optimizer, own
+        return own
+
     def compiled(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Only the count of its steps is wanted from the optimizer; Keras does the rest."""
-        self._optimizer = optimizer
+        self.optimizer = optimizer
 
     def prepare(self, rows: int | None, shapes: Shapes | None) -> None:
         """Before training: mirror the model's weights."""
         self.rows = rows
         self.layout.learn(shapes)
         self.load()
-        self._first_update = int(self._optimizer.iterations.numpy())
+        with self.strategy.scope():
+            built(self.optimizer, self.trained.trainable_variables)
+        self._first_update = int(self.optimizer.iterations.numpy())
+
+    def beside_slots(self) -> tuple[()]:
+        """Nothing: a Keras file holds all that training needs to go on."""
+        return ()
 
     def leftovers(self) -> tuple[()]:
         """None: a step of data parallelism is over when it returns."""
@@ -112,29 +135,27 @@ class MirroredEngine:
     @property
     def fitted(self) -> int:
         """Updates since the start of ``fit``."""
-        return int(self._optimizer.iterations.numpy()) - self._first_update
+        return int(self.optimizer.iterations.numpy()) - self._first_update
 
     def state(self) -> Arrays:
         """All that training needs to go on; each replica gets the mean of all statistics, as it will again then."""
         self.synchronize()
         self.load()
-        return collected(self.model, self._slots(), [shared(self._optimizer, self.model.trainable_variables)])
+        return collected(self.model, self._slots(), [shared(self.optimizer, self.model.trainable_variables)])
 
     def restore(self, arrays: Arrays, ends: Any, shapes: Any, updates: int, fitted: int) -> list[str]:
         """Go on from there, after so many updates, ``fitted`` of them of this ``fit``; gives what was not there."""
         with self.strategy.scope():
-            if not self._optimizer.built:
-                self._optimizer.build(self.trained.trainable_variables)
             missing = assign(
-                self.model, arrays, self._slots(), [shared(self._optimizer, self.model.trainable_variables)]
+                self.model, arrays, self._slots(), [shared(self.optimizer, self.model.trainable_variables)]
             )
             self.load()
-            self._optimizer.iterations.assign(updates)
+            self.optimizer.iterations.assign(updates)
         self._first_update = updates - fitted
         return missing
 
     def _slots(self) -> Iterator[Slot]:
-        return slots(self._optimizer, self.model.trainable_variables)
+        return slots(self.optimizer, self.model.trainable_variables)
 
     def synchronize(self) -> None:
         """The mirrored weights flow back into the model."""
@@ -154,7 +175,7 @@ class MirroredEngine:
 
     def snapshots(self) -> Iterator[int]:
         """The present step, if its weights are wanted; the model then holds them."""
-        step = int(self._optimizer.iterations.numpy()) - self._first_update
+        step = int(self.optimizer.iterations.numpy()) - self._first_update
         if self._snapshot_every and step % self._snapshot_every == 0 and step != self._given:
             self._given = step
             self.synchronize()

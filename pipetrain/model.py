@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from pipetrain import checks
 from pipetrain.compute.input_shapes import shapes_of_data
+from pipetrain.compute.undone import undone
 from pipetrain.compute.update import gathers, slots_per_weight
 from pipetrain.engine import PipelineEngine
 from pipetrain.evaluator import Evaluation, Predicted
@@ -29,7 +30,8 @@ from pipetrain.run.devices import resolve
 from pipetrain.run.faults import Watch
 from pipetrain.run.pipeline import Activity
 from pipetrain.run.readahead import Minibatch
-from pipetrain.scores import Score, Scores
+from pipetrain.saving import compiled_as
+from pipetrain.scores import Score, Scores, built_when_traced
 
 
 def _wrapped(name: str) -> property:
@@ -225,7 +227,7 @@ class PipelineModel(keras.Model):
                 slots=slots_per_weight(self.optimizer, rule),
                 gathers=gathers(self.optimizer, rule, self.inner.trainable_variables),
             )
-            self._scores = Scores(self, self.inner.outputs, self._engine.pack, self.resumption.metrics_built)
+            self._scores = Scores(self, self.inner.outputs, self._engine, self.resumption.metrics_built)
             self._engine.compiled(self.optimizer, loss, self._scores.loss)
         self.compiled = True
 
@@ -255,6 +257,7 @@ class PipelineModel(keras.Model):
         checks.check_callbacks(users)
         with self._watched(), ExitStack() as stack:
             self._prepare("fit", x, y, batch_size)
+            checks.check_backup(users, self.scheme, self._engine.beside_slots)
             self.resumption.begin(users, settings.get("initial_epoch", 0))
             stack.enter_context(self._training())
             stack.enter_context(self._with("_fitting", True))
@@ -263,6 +266,7 @@ class PipelineModel(keras.Model):
     def _prepare(self, method: str, x: Any, y: Any, batch_size: int | None) -> None:
         self._assert_compile_called(method)
         checks.check_data(x, y)
+        checks.check_compiled(self.optimizer, self._engine.optimizer)
         self._engine.prepare(checks.first_rows(x, batch_size), shapes_of_data(x, self.inner))
 
     def make_train_function(self, force: bool = False) -> None:
@@ -274,11 +278,12 @@ class PipelineModel(keras.Model):
 
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
         """Keras' own, without reading the first batch, which would put a shuffled data set out of step."""
-        if iterator is not None:
+        if iterator is not None and not self._evaluating:
             self.resumption.epoch_iterator = iterator
         if self.scheme == DATA_PARALLEL and iterator is not None:
             data_batch, iterator = self._engine.batch_like(iterator), None
-        super()._maybe_symbolic_build(iterator, data_batch)
+        with undone(built_when_traced(self)):
+            super()._maybe_symbolic_build(iterator, data_batch)
 
     def begin_epoch(self, steps: int | None) -> None:
         """The next steps read from a new iterator: ``steps`` minibatches at most, less what a resumption skips."""
@@ -296,11 +301,16 @@ class PipelineModel(keras.Model):
         """Keras' metrics so far; of an epoch that was stopped, those of the minibatches still in flight too."""
         if tf.executing_eagerly():  # not while Keras traces a step that ends in this call
             self._engine.synchronize()
-            if self.stop_training and not self._evaluating:  # else every result has been or will be some step's
-                for minibatch, result in self._engine.leftovers():
-                    self._logged(minibatch, result, counts=False)  # the optimizer has, since they are done
+            if self.resumption.stopped and not self._evaluating:  # else every result has been or will be some step's
+                return self._stopped_result()
             if self.resumption.logs and not self._evaluating:
                 return self.resumption.logs
+        return super().get_metrics_result()
+
+    def _stopped_result(self) -> Any:
+        for minibatch, result in self._engine.leftovers():
+            self._logged(minibatch, result, counts=False)  # the optimizer has, since they are done
+        self.resumption.keep_metrics()
         return super().get_metrics_result()
 
     def snapshots(self) -> Iterator[int]:
@@ -320,9 +330,7 @@ class PipelineModel(keras.Model):
         return self._engine.activity()
 
     def _train_step(self, iterator: Iterator[Any]) -> Any:
-        logs = self._logged(*self._engine.step(iterator))
-        self._engine.counted()
-        return logs
+        return self._logged(*self._engine.step(iterator))
 
     def _logged(self, minibatch: Minibatch, result: Result, counts: bool = True) -> Any:
         if self._score is None:
@@ -470,20 +478,49 @@ class PipelineModel(keras.Model):
         self._engine.load()
 
     def save(self, filepath: Any, *args: Any, **settings: Any) -> None:
-        """Save the wrapped model: an ordinary Keras file, which ``load_model`` reads without this package."""
-        self._engine.synchronize()
-        self.model.save(filepath, *args, **settings)
+        """Save the wrapped model, compiled as this one is: an ordinary Keras file, which needs no pipetrain to load."""
+        with self._as_one() as model:
+            model.save(filepath, *args, **settings)
 
     def save_weights(self, filepath: Any, *args: Any, **settings: Any) -> None:
-        """Save the wrapped model's weights, as its own ``save_weights`` does."""
-        self._engine.synchronize()
-        self.model.save_weights(filepath, *args, **settings)
+        """Save the wrapped model's weights and the optimizer's slots, as Keras' own ``save_weights`` does."""
+        with self._as_one() as model:
+            model.save_weights(filepath, *args, **settings)
 
     def load_weights(self, filepath: Any, *args: Any, **settings: Any) -> None:
-        """Load the wrapped model's weights."""
-        self._engine.synchronize()
-        self.model.load_weights(filepath, *args, **settings)
+        """Load the wrapped model's weights, and the optimizer's slots if it is built, as Keras' own does."""
+        with self._as_one() as model:
+            model.load_weights(filepath, *args, **settings)
         self._engine.load()
+
+    def get_state_tree(self, *args: Any, **settings: Any) -> Any:
+        """Keras' ``get_state_tree`` of the wrapped model, compiled as this one is."""
+        with self._as_one() as model:
+            return model.get_state_tree(*args, **settings)
+
+    def set_state_tree(self, state_tree: Any) -> None:
+        """Keras' ``set_state_tree`` of the wrapped model, compiled as this one is."""
+        with self._as_one() as model:
+            model.set_state_tree(state_tree)
+        self._engine.load()
+
+    @contextmanager
+    def _as_one(self) -> Iterator[keras.Model]:
+        """The wrapped model with all weights, compiled meanwhile as this one is: for Keras, one that trained."""
+        self._engine.synchronize()
+        with compiled_as(self.model, self) as model, self._engine.strategy.scope():
+            yield model
+
+    def compile_from_config(self, config: Any) -> None:
+        """``compile`` as another model was, by what its ``get_compile_config`` gives."""
+        self.compile(**keras.saving.deserialize_keras_object(config))
+
+    def get_config(self) -> Any:
+        """Raises ValueError: stages and devices are this process's, and no model can be made of a description."""
+        raise ValueError(
+            "A PipelineModel cannot be copied, pickled or described, as its stages are on this process's devices. "
+            f"Received: {self.name!r}. Try save(path) and keras.models.load_model, then PipelineModel again; or .model."
+        )
 
     def summary(self, *args: Any, **settings: Any) -> None:
         """The wrapped model's summary."""

@@ -20,7 +20,8 @@ class Resumption:
 
     ``rests(n)`` says after which updates nothing may be in flight: see ``ReadAhead``. ``at_end`` is called when all
     callbacks have seen the end of training, ``exits`` is what they want done whichever way ``fit`` ends. ``callbacks``
-    are the user's, of the present ``fit``.
+    are the user's, of the present ``fit``. ``stopped`` says whether the epoch was left after a minibatch because a
+    callback wanted training to stop.
 
     Args:
         model: the PipelineModel.
@@ -38,15 +39,17 @@ class Resumption:
         self.rests: Callable[[int], bool] = never
         self.at_end: Callable[[], None] | None = None
         self.callbacks, self._first_epoch = callbacks, first_epoch
+        self.stopped = False
         self._steps_done = 0
         self._metrics: list[np.ndarray] = []
         self._logs: dict[str, float] = {}
+        self._kept: Arrays | None = None
         self._begun_rate = self._epoch_rate = self._rate()
         self._rate_within: float | None = None
 
     def end(self) -> None:
         """The end of ``fit``, whichever it is."""
-        self._model._initial_epoch, self.rests, self.at_end = None, never, None
+        self._model._initial_epoch, self.rests, self.at_end, self.stopped = None, never, None, False
         self.exits.close()
 
     def steps_left(self, steps: int | None) -> int | None:
@@ -84,7 +87,12 @@ class Resumption:
         Weights and other state, and the optimizers' slots, by the wrapped model's variables; and the metrics.
         """
         arrays = self._engine.state()
-        return arrays | {f"metric/{n}": array_of(each) for n, each in enumerate(self._model.metrics_variables)}
+        return arrays | (self._metric_arrays() if self._kept is None else self._kept)
+
+    def keep_metrics(self) -> None:
+        """These are the metrics of an epoch that was stopped, whatever is evaluated after it."""
+        if self._kept is None:
+            self._kept = self._metric_arrays()
 
     def restore(self, arrays: Arrays, about: dict[str, Any], position: Position) -> list[str]:
         """Let the ``fit`` that has just begun go on from there, at this position in its data.
@@ -109,7 +117,7 @@ class Resumption:
 
     def note_epoch(self) -> None:
         """An epoch is about to begin: callbacks may change its learning rate, again if it is resumed."""
-        self._epoch_rate = self._rate()
+        self._epoch_rate, self.stopped, self._kept = self._rate(), False, None
         self._metrics, self._logs = [], {}  # of an epoch of which nothing was left
 
     def epoch_begun(self) -> None:
@@ -141,6 +149,9 @@ class Resumption:
     def _rate(self) -> float | None:
         optimizer = getattr(self._model, "optimizer", None)  # none before compile
         return None if optimizer is None or is_scheduled(optimizer) else float(array_of(optimizer.learning_rate))
+
+    def _metric_arrays(self) -> Arrays:
+        return {f"metric/{n}": array_of(each) for n, each in enumerate(self._model.metrics_variables)}
 
     def _metric_names(self) -> list[str]:
         return [metric.name for metric in self._model.metrics for _ in metric.variables]

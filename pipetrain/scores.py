@@ -12,6 +12,7 @@ import tensorflow as tf
 from pipetrain.compute.bound import any_rows, direct
 from pipetrain.compute.segment import set_mask
 from pipetrain.compute.stage import Values
+from pipetrain.compute.undone import undone
 from pipetrain.run.collector import Result
 from pipetrain.run.readahead import Minibatch
 
@@ -29,7 +30,7 @@ class Scores:
     Args:
         model: the compiled model.
         outputs: symbolic tensors like the results' predictions.
-        pack: gives predictions the structure that calling the model gives.
+        engine: gives predictions the structure that calling the model gives, and keeps the count of what is counted.
         built: called when the metrics have their variables.
     """
 
@@ -37,20 +38,20 @@ class Scores:
         self,
         model: keras.Model,
         outputs: list[Any],
-        pack: Callable[[list[tf.Tensor]], Any],
+        engine: Any,
         built: Callable[[], None],
     ) -> None:
-        self._model, self._outputs, self._pack, self._built = model, outputs, pack, built
-        self._train = tf.function(self._update_train, autograph=False)
-        self._test = tf.function(self._update_test, autograph=False)
+        self._model, self._outputs, self._built = model, outputs, built
+        self._pack, self._counted = engine.pack, engine.counted
+        self._functions: dict[Any, Any] = {}
 
     def of_training(self, targets: Any) -> Score:
         """For labels and sample weights of these specs, where a result's loss is the minibatch's."""
-        return self._score(self._train, targets)
+        return self._score(self._update_train, targets)
 
     def of_testing(self, targets: Any) -> Score:
         """Likewise, where a result's loss is the regularization penalty alone."""
-        return self._score(self._test, targets)
+        return self._score(self._update_test, targets)
 
     def loss(self, y: Any, outputs: list[tf.Tensor], sample_weight: Any) -> tf.Tensor:
         """The compiled loss; zero without one, where layers add losses of their own."""
@@ -58,7 +59,7 @@ class Scores:
             return tf.zeros([])
         return self._model._compile_loss(y, self._pack(outputs), sample_weight)
 
-    def _score(self, function: Any, targets: Any) -> Score:
+    def _score(self, body: Callable[..., Any], targets: Any) -> Score:
         update: Any = None
         number = cache(tf.constant)  # which would take a moment of every minibatch
 
@@ -68,12 +69,20 @@ class Scores:
             if update is None:
                 predictions = any_rows(Values(self._outputs, result.predictions.masks))
                 others = any_rows([result.loss, rows, updates])
-                update = direct(function.get_concrete_function(targets, predictions, *others))
+                update = direct(self._traced(body, targets, predictions, *others))
                 self._built()
             targets_now = minibatch.y, minibatch.sample_weight
             return update(targets_now, result.predictions, result.loss, rows, updates)
 
         return score
+
+    def _traced(self, body: Callable[..., Any], *specs: Any) -> Any:
+        """A function for these specs. If it is interrupted, so are the metrics that it builds: both begin anew."""
+        function = self._functions.pop(body.__name__, None) or tf.function(body, autograph=False)
+        with undone(built_when_traced(self._model)):
+            concrete = function.get_concrete_function(*specs)
+        self._functions[body.__name__] = function
+        return concrete
 
     def _update_train(
         self, targets: Any, predictions: Values, loss: tf.Tensor, rows: tf.Tensor, updates: tf.Tensor
@@ -86,6 +95,7 @@ class Scores:
         iterations = self._model.optimizer.iterations
         with tf.control_dependencies(keras.tree.flatten(logs)):  # counted only if the metrics could be updated
             iterations.assign_add(tf.cast(updates, iterations.dtype))
+            self._counted.assign_add(tf.cast(updates, self._counted.dtype))
         return logs
 
     def _update_test(
@@ -106,3 +116,10 @@ class Scores:
     def _set_masks(self, predictions: Values) -> None:
         for tensor, mask in zip(*predictions, strict=True):
             set_mask(tensor, mask)
+
+
+def built_when_traced(model: keras.Model) -> list[Any]:
+    """What Keras builds in the first call of a compiled model's loss and metrics."""
+    metrics, loss = model._compile_metrics, model._compile_loss
+    users = [] if metrics is None else keras.tree.flatten((metrics._user_metrics, metrics._user_weighted_metrics))
+    return [each for each in (metrics, loss, *users) if isinstance(each, keras.Metric | keras.losses.Loss)]

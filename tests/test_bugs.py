@@ -79,7 +79,7 @@ def test_an_optimizer_that_trained_another_model_is_refused():
     plain.compile(keras.optimizers.SGD(0.1, momentum=0.9), networks.crossentropy())
     fit(plain, *networks.data(60))
     with pytest.raises(ValueError, match=r"trained another model.*SGD after 3 steps.*from_config"):
-        networks.pipeline(plain, optimizer=plain.optimizer)
+        networks.pipeline(networks.mlp(), optimizer=plain.optimizer)
 
 
 def test_compiled_again_an_optimizer_keeps_its_momentum_and_its_steps():

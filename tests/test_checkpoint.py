@@ -278,17 +278,102 @@ def test_ended_by_early_stopping_is_ended_and_what_it_knows_stays(tmp_path):
     assert Store(tmp_path, 3).newest()[0].about == before
 
 
-def test_stopped_within_an_epoch_goes_on_within_it(tmp_path):
-    """What was in flight when a callback stopped training is done, and not done again."""
+class StopAt(keras.callbacks.Callback):
+    """Stops training, as a callback may, after this minibatch of this epoch, or at the end of the epoch (None)."""
 
-    class Late(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            self.model.stop_training = batch == 2
+    def __init__(self, epoch, batch):
+        super().__init__()
+        self._at, self._epoch = (epoch, batch), 0
 
-    run(tmp_path, callbacks=[Late()], every_steps=100)
-    assert Store(tmp_path, 3).newest()[0].about["position"] == [0, 7]
-    again, _ = run(tmp_path)
-    assert int(again.optimizer.iterations) == 3 * STEPS
+    def on_epoch_begin(self, epoch, logs=None):
+        self._epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.model.stop_training = (self._epoch, batch) == self._at
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.stop_training |= (epoch, None) == self._at
+
+
+def unknown():
+    """The same minibatches, which end without having said how many they are."""
+    x, y = networks.data(BATCH * STEPS)
+    parts = list(zip(np.split(x, STEPS), np.split(y, STEPS), strict=True))
+    like = (tf.TensorSpec([None, x.shape[1]]), tf.TensorSpec([None], tf.int32))
+    return {"x": tf.data.Dataset.from_generator(lambda: iter(parts), output_signature=like)}
+
+
+def stopped(folder, at, data, **settings):
+    """Trained until ``StopAt(*at)`` stops it, then to the end: where it went on, the model, and the second History."""
+    run(folder, data=data, callbacks=[StopAt(*at)], every_steps=100, **settings)
+    position = Store(folder, 3).newest()[0].about["position"]
+    again, history = run(folder, data=data, every_steps=100, **settings)
+    if data is arrays or settings["scheme"] != "data-parallel":  # MirroredStrategy makes an empty step of unknown data
+        assert int(again.optimizer.iterations.numpy()) == 3 * STEPS
+    return position, again, history
+
+
+SYNCHRONOUS = {"scheme": "1f1b", "microbatches": 2}
+STOPS = [(0, 2), (1, 4), (1, STEPS - 2), (0, STEPS - 1), (1, STEPS - 1), (0, None), (1, None)]
+
+
+@pytest.mark.parametrize("data", [arrays, unknown])
+@pytest.mark.parametrize("at", networks.by_default(STOPS, (0, 2), (0, STEPS - 1), (1, None)))
+def test_stopped_anywhere_a_synchronous_run_goes_on_as_never_stopped(at, data, trained, tmp_path):
+    """Nothing is left out and nothing is done twice, and the metrics are those of whole epochs."""
+    weights, whole = trained(data=data, every_steps=100, **SYNCHRONOUS)
+    position, again, history = stopped(tmp_path, at, data, **SYNCHRONOUS)
+    epoch, batch = at
+    last = batch is None or (batch + 1 == STEPS and data is arrays)  # of unknown data nobody can say so
+    assert position == ([epoch + 1, 0] if last else [epoch, batch + 1])
+    networks.assert_close(again.get_weights(), weights)
+    for name, values in history.items():
+        assert len(values) == 3 - position[0] - (position[1] == STEPS)
+        assert values == pytest.approx(whole[name][-len(values) :], rel=1e-4)
+
+
+@pytest.mark.parametrize("data", [arrays, unknown])
+@pytest.mark.parametrize("at", networks.by_default(STOPS, (0, 2), (1, STEPS - 2), (1, None)))
+@pytest.mark.parametrize("scheme", networks.by_default(["spectrain", "2bw"], "spectrain"))
+def test_stopped_anywhere_what_is_in_flight_is_done(scheme, at, data, tmp_path):
+    """Minibatches that were under way when a callback stopped training are done, and not done again."""
+    (epoch, step), _, history = stopped(tmp_path, at, data, scheme=scheme)
+    assert len(history["loss"]) == 3 - epoch - (step == STEPS)
+    assert step == 0 or step == min(STEPS, at[1] + (5 if scheme == "spectrain" else 4))
+
+
+@pytest.mark.parametrize("data", [arrays, unknown])
+def test_data_parallelism_stopped_within_an_epoch_goes_on_within_it(data, trained, tmp_path):
+    settings = {"scheme": "data-parallel", "devices": ("CPU:0", "CPU:1")}
+    position, again, _ = stopped(tmp_path, (0, 2), data, **settings)
+    assert position == [0, 3]
+    networks.assert_close(again.get_weights(), trained(data=data, every_steps=100, **settings)[0])
+
+
+@pytest.mark.parametrize("data", [arrays, unknown])
+def test_early_stopping_at_the_end_of_an_epoch_of_any_length(data, tmp_path):
+    early = keras.callbacks.EarlyStopping("loss", mode="max", patience=1)
+    _, history = run(tmp_path, data=data, callbacks=[early], every_steps=100)
+    about = Store(tmp_path, 3).newest()[0].about
+    assert (about["ended"], about["position"]) == (True, [len(history["loss"]), 0])
+    assert run(tmp_path, data=data, callbacks=[keras.callbacks.EarlyStopping("loss", mode="max", patience=1)])[1] == {}
+
+
+@pytest.mark.parametrize("data", [arrays, unknown])
+def test_what_is_evaluated_after_a_stop_is_not_taken_for_the_epoch_s_metrics(data, trained, tmp_path):
+    """A callback that evaluates when it begins takes nothing from the epoch that goes on either."""
+    x, y = networks.data(24, seed=3)
+
+    def evaluate(*_):
+        pm.evaluate(x, y, verbose=0)
+
+    _, whole = trained(data=data, every_steps=100, **SYNCHRONOUS)
+    for stop in ([StopAt(0, 2)], []):
+        pm = pipeline(**SYNCHRONOUS)
+        looks = keras.callbacks.LambdaCallback(on_train_begin=evaluate, on_epoch_end=evaluate)
+        callbacks = [*stop, looks, PipelineCheckpoint(tmp_path, every_steps=100)]
+        history = pm.fit(**data(), epochs=3, validation_data=(x, y), verbose=0, callbacks=callbacks).history
+    assert history["loss"] == pytest.approx(whole["loss"], rel=1e-4)
 
 
 def test_more_epochs_have_their_own_metrics(tmp_path):
@@ -302,15 +387,9 @@ def test_more_epochs_have_their_own_metrics(tmp_path):
 
 
 def test_data_of_unknown_length_may_stop_at_the_end_of_an_epoch(tmp_path):
-    def feed():
-        x, y = networks.data(BATCH * STEPS)
-        parts = list(zip(np.split(x, STEPS), np.split(y, STEPS), strict=True))
-        like = (tf.TensorSpec([None, x.shape[1]]), tf.TensorSpec([None], tf.int32))
-        return {"x": tf.data.Dataset.from_generator(lambda: iter(parts), output_signature=like)}
-
-    whole, history = run(tmp_path / "whole", data=feed, every_steps=5)
-    run(tmp_path / "cut", data=feed, every_steps=5, stop_after=11)
-    again, rest = run(tmp_path / "cut", data=feed, every_steps=5)
+    whole, history = run(tmp_path / "whole", data=unknown, every_steps=5)
+    run(tmp_path / "cut", data=unknown, every_steps=5, stop_after=11)
+    again, rest = run(tmp_path / "cut", data=unknown, every_steps=5)
     networks.assert_equal(again.get_weights(), whole.get_weights())
     assert rest["loss"] == pytest.approx(history["loss"][1:])  # nothing is left of the first
 
@@ -495,7 +574,7 @@ def test_a_signal_waits_for_what_is_in_flight(at, tmp_path):
     assert found.about["updates"] == counting.steps
     assert found.about["position"] == ([0, 8] if at == 4 else [2, 0])
     again, _ = run(tmp_path)
-    assert int(again.optimizer.iterations) == 3 * STEPS
+    assert int(again.optimizer.iterations.numpy()) == 3 * STEPS
 
 
 class Training:

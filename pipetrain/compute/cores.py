@@ -69,8 +69,8 @@ def pin(device: str) -> None:
 def pinned(device: str) -> Iterator[None]:
     """``pin``, and back at the end."""
     before = cores()
-    pin(device)
     try:
+        pin(device)
         yield
     finally:
         if hasattr(os, "sched_setaffinity"):

@@ -48,9 +48,10 @@ class Inference:
                 concrete = tf.function(self._run, autograph=False).get_concrete_function(
                     specs(self._trained), specs(self._others), inputs, list(masks)
                 )
-            self._forward, self._traced_for = direct(concrete), list(masks)
             output = concrete.structured_outputs[0]
             self._masks = [mask if mask is None else tf.TensorSpec(mask.shape, mask.dtype) for mask in output.masks]
+            self._forward = direct(concrete)
+            self._traced_for = list(masks)  # at last: an interrupt may have come before
         return self._masks
 
     def load(self, iterations: int = 0, replica: int = 0) -> None:

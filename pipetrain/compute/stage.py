@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from pipetrain.compute.adoption import Part
 from pipetrain.compute.backward import Backward, Parts, added
 from pipetrain.compute.bound import BoundFunction, Newest, Weights, direct
 from pipetrain.compute.clipping import SQUARED_NORM, clipped, positive, squared_norm
@@ -18,7 +19,7 @@ from pipetrain.compute.cores import is_prompt, is_remote
 from pipetrain.compute.packed import packed
 from pipetrain.compute.repeat import repeatable
 from pipetrain.compute.segment import Segment, mask_of
-from pipetrain.compute.slots import Slot, shared
+from pipetrain.compute.slots import Slot
 from pipetrain.compute.split import specs, split
 from pipetrain.compute.update import Update
 from pipetrain.plan.schemes import Rule
@@ -132,9 +133,9 @@ class Stage:
         """What the stage's optimizer has gathered, by the model's own variables."""
         return self._optimizer_step.slots(self._weights)
 
-    def shared(self) -> list[Any]:
-        """What the optimizer has gathered that is of no single weight."""
-        return shared(self.optimizer, self._weights)
+    def part(self) -> Part:
+        """The stage's optimizer, by the model's own variables."""
+        return Part(self.optimizer, self._weights)
 
     def load(self, iterations: int = 0, replica: int = 0) -> None:
         """Take weights and state from the model; the optimizer has made so many steps.

@@ -171,8 +171,18 @@ def gathers(optimizer: keras.optimizers.Optimizer, rule: Rule, variables: Sequen
 
 def slots_per_weight(optimizer: keras.optimizers.Optimizer, rule: Rule) -> int:
     """How many variables an optimizer keeps for each weight, with what predictions need beside them."""
+    kept = _kept(optimizer, rule)
+    return sum(tuple(slot.variable.shape) == tuple(slot.weight.shape) for slot in kept)
+
+
+def kinds_beside(optimizer: keras.optimizers.Optimizer, rule: Rule) -> set[str]:
+    """What predictions need that the optimizer itself has no slots for."""
+    return {slot.kind for slot in _kept(optimizer, rule) if not hasattr(optimizer, slot.kind)}
+
+
+def _kept(optimizer: keras.optimizers.Optimizer, rule: Rule) -> list[Slot]:
+    """The slots of one weight."""
     weight = keras.Variable(tf.zeros([2, 3]))
     mine = clone(optimizer, [weight], [weight], rule)
     mine.build([weight])
-    kept = Update(mine, [weight], rule).slots([weight])
-    return sum(tuple(slot.variable.shape) == tuple(weight.shape) for slot in kept)
+    return list(Update(mine, [weight], rule).slots([weight]))

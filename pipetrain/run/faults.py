@@ -54,8 +54,12 @@ class Watch:
         self.lost: WorkerLost | None = None
 
     def __enter__(self) -> Watch:
-        for address in self._stages:
-            self._begin(lambda at=address: self._ask(at), f"watch of {address}")  # type: ignore[misc]
+        try:
+            for address in self._stages:
+                self._begin(lambda at=address: self._ask(at), f"watch of {address}")  # type: ignore[misc]
+        except BaseException:  # an interrupt: nobody else would end those that have begun
+            self._left.set()
+            raise
         return self
 
     def __exit__(

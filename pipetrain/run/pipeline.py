@@ -77,6 +77,11 @@ class Pipeline:
         self.snapshots: deque[Snapshot] = deque()
 
     @property
+    def rests(self) -> bool:
+        """Whether the weights are in the model: the next ``post`` takes them from there."""
+        return not self._workers
+
+    @property
     def window(self) -> int:
         """How many minibatches may be posted ahead of the results taken.
 
@@ -182,8 +187,7 @@ class Pipeline:
         if self._workers:
             self._close()
             for worker in self._workers:
-                if worker.ident is not None:  # else never started
-                    worker.join()
+                worker.ended()
             self._end(store)
         self._results.clear()
         self.snapshots.clear()
@@ -215,10 +219,11 @@ class Pipeline:
         for stage in self._stages:
             for number, replica in enumerate(stage):
                 replica.load(self.updates, number)
-        self._workers = self._make_workers()
+        workers = self._make_workers()
         self._switch_interval_s = sys.getswitchinterval()
+        self._workers = workers  # from here on an interrupt finds all that is to be undone
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        for worker in self._workers:
+        for worker in workers:
             worker.start()
 
     def _make_workers(self) -> list[Worker]:
@@ -249,15 +254,15 @@ class Pipeline:
         return workers
 
     def _end(self, store: bool) -> None:
+        """The threads have ended. As long as there are workers, all of this happens again after an interrupt."""
         sys.setswitchinterval(self._switch_interval_s)
-        self._spans.extend(sorted(chain(*(worker.spans for worker in self._workers)), key=_start_s))
-        self._transfers.extend(sorted(chain(*(worker.transfers() for worker in self._workers)), key=_start_s))
-        self._busy_s += sum(worker.busy_s for worker in self._workers)
-        updates = min(worker.updates for worker in self._workers)
-        self._workers, self._boxes = [], []
         if store:
             self._hand_back()
-        self.updates += updates
+        workers, updates = self._workers, self.updates + min(worker.updates for worker in self._workers)
+        self._workers, self._boxes, self.updates = [], [], updates
+        self._spans.extend(sorted(chain(*(worker.spans for worker in workers)), key=_start_s))
+        self._transfers.extend(sorted(chain(*(worker.transfers() for worker in workers)), key=_start_s))
+        self._busy_s += sum(worker.busy_s for worker in workers)
 
     def _hand_back(self) -> None:
         """What the stages have come to goes to the model, when all of it is here.

@@ -23,6 +23,8 @@ from pipetrain.run.messages import Microbatch, Output, Updated
 from pipetrain.run.norm import GlobalNorm
 from pipetrain.run.reduction import Reduction
 
+STARTS_S = 5.0  # a thread that has not begun so long after it was asked to never will
+
 
 class Seat(NamedTuple):
     """Which replica of which stage a worker is, and of how many."""
@@ -86,6 +88,14 @@ class Worker(threading.Thread):
         self._in_flight: dict[int, tuple[Microbatch, Kept | None]] = {}
         self._gradients: list[Any] | None = None
         self._now: tuple[Microbatch, tuple[Action, ...]] | None = None
+
+    def ended(self) -> None:
+        """Wait until the thread has ended, if it was ever started: an interrupt may have come while it was."""
+        until_s = time.monotonic() + STARTS_S
+        while self.ident is None and self in threading.enumerate() and time.monotonic() < until_s:
+            time.sleep(1e-3)
+        if self.ident is not None:
+            self.join()
 
     @property
     def updates(self) -> int:

@@ -1,0 +1,261 @@
+"""Ctrl-C at any moment: no thread is left, weights are whole, and the same object trains as if nothing had been."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+
+import keras
+import networks
+import numpy as np
+import pytest
+import tensorflow as tf
+from networks import by_default, fit
+
+import pipetrain
+from pipetrain.callbacks import Snapshots
+from pipetrain.plan.schemes import NAMES
+
+X, Y = networks.data(50)  # two minibatches of 20, one of 10
+LABELS = np.eye(networks.CLASSES, dtype="float32")[Y]
+PACKAGES = (os.path.dirname(pipetrain.__file__), os.path.join(os.path.dirname(keras.__file__), "src"))
+METHODS = {
+    "fit": lambda pm: fit(pm, X, LABELS, validation_data=(X, LABELS)),
+    "train_on_batch": lambda pm: pm.train_on_batch(X, LABELS),
+    "evaluate": lambda pm: pm.evaluate(X, LABELS, verbose=0),
+    "predict": lambda pm: pm.predict(X, verbose=0),
+}
+
+
+class Interrupting:
+    """Raises KeyboardInterrupt in the main thread as a function of this package or of Keras is called.
+
+    Args:
+        at: in the call with this number; None to count them.
+    """
+
+    def __init__(self, at=None):
+        self.calls, self._at = 0, at
+
+    def __enter__(self):
+        sys.setprofile(self._seen)
+        return self
+
+    def __exit__(self, *_):
+        sys.setprofile(None)
+
+    def _seen(self, frame, event, argument):
+        if event != "call" or not frame.f_code.co_filename.startswith(PACKAGES):
+            return
+        if frame.f_code.co_name in ("__exit__", "__del__"):  # what it would undo nobody else does
+            return
+        self.calls += 1
+        if self.calls == self._at:
+            raise KeyboardInterrupt
+
+
+def pipeline(scheme, **cut):
+    """With metrics of all kinds: named, an object, and one that is built when it sees the first results."""
+    metrics = ["accuracy", keras.metrics.CategoricalCrossentropy(from_logits=True), keras.metrics.F1Score()]
+    pieces = 2 if scheme in ("gpipe", "1f1b") else None
+    pm = pipetrain.PipelineModel(
+        networks.mlp(3, 8, name="small"),
+        **(cut or {"cuts": ("d0",)}),
+        scheme=scheme,
+        microbatches=pieces,
+        devices=("CPU:0", "CPU:1"),
+    )
+    loss = keras.losses.CategoricalCrossentropy(from_logits=True)
+    pm.compile(keras.optimizers.SGD(0.05, momentum=0.9), loss, metrics=metrics)
+    return pm
+
+
+def begin_anew(pm, weights):
+    """The first weights, and an optimizer that has gathered nothing."""
+    pm.set_weights(weights)
+    with pm._engine.strategy.scope():
+        for variable in pm.optimizer.variables:
+            if not variable.path.endswith("learning_rate"):
+                variable.assign(np.zeros(variable.shape, variable.dtype))
+
+
+def trained(pm, weights):
+    begin_anew(pm, weights)
+    history = METHODS["fit"](pm).history
+    return pm.get_weights(), history
+
+
+def assert_whole(pm):
+    """Nothing is left of what was interrupted, but for the weights that some steps have made."""
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("pipetrain")]
+    assert gc.isenabled() and sys.getswitchinterval() == pytest.approx(5e-3)
+    assert not keras.src.backend.common.stateless_scope.in_stateless_scope() and tf.executing_eagerly()
+    assert all(np.isfinite(weight).all() for weight in pm.get_weights())
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    """What an uninterrupted ``fit`` comes to, and how many calls each method takes in a new model."""
+    known = {}
+
+    def of(scheme, method):
+        if (scheme, method) not in known:
+            pm = pipeline(scheme)
+            weights = pm.get_weights()
+            with Interrupting() as counting:
+                METHODS[method](pm)
+            known[scheme, method] = counting.calls, *trained(pm, weights)
+        return known[scheme, method]
+
+    return of
+
+
+def assert_trains_as_undisturbed(pm, weights, want):
+    """Bitwise for pipelines; the metrics are those of their own minibatches alone."""
+    got, history = trained(pm, weights)
+    networks.assert_equal(got, want[1])
+    for name, values in history.items():
+        np.testing.assert_allclose(values, want[2][name], rtol=1e-5, err_msg=name)
+
+
+MOMENTS = 24  # of each method's first call; a few by default
+CASES = [(scheme, method, moment) for scheme in NAMES for method in METHODS for moment in range(MOMENTS)]
+CHOSEN = [
+    *(("spectrain", "fit", moment) for moment in (4, 11, 16, 21)),
+    *(("1f1b", method, 14) for method in ("train_on_batch", "evaluate", "predict")),
+]
+
+
+@pytest.mark.parametrize("case", by_default(CASES, *CHOSEN), ids=lambda case: "-".join(map(str, case)))
+def test_interrupted_in_its_first_call_it_trains_as_if_it_had_not_been(case, undisturbed):
+    scheme, method, moment = case
+    want = undisturbed(scheme, method)
+    pm = pipeline(scheme)
+    weights = pm.get_weights()
+    with pytest.raises(KeyboardInterrupt), Interrupting(1 + moment * want[0] // MOMENTS):
+        METHODS[method](pm)
+    assert_whole(pm)
+    assert_trains_as_undisturbed(pm, weights, want)
+
+
+@pytest.mark.parametrize("scheme", by_default(NAMES, "spectrain"))
+def test_interrupted_again_and_again_one_object_trains(scheme, undisturbed):
+    """Each interrupt comes a little later, or earlier, than the one before."""
+    want = undisturbed(scheme, "fit")
+    pm, chance = pipeline(scheme), random.Random(3)
+    weights = pm.get_weights()
+    for _ in range(12):
+        try:
+            with Interrupting(chance.randrange(want[0])):
+                METHODS["fit"](pm)
+        except KeyboardInterrupt:
+            assert_whole(pm)
+    assert_trains_as_undisturbed(pm, weights, want)
+
+
+@pytest.mark.parametrize("moment", by_default(range(MOMENTS), 7, 17))
+def test_interrupted_while_it_is_profiled(moment, undisturbed, tmp_path, monkeypatch):
+    """What is measured decides on the cut, which is of no consequence to what a synchronous scheme comes to."""
+    want = undisturbed("1f1b", "fit")
+    pm = pipeline("1f1b", stages=2)
+    weights = pm.get_weights()
+    with monkeypatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path / "first"))
+        with Interrupting() as counting:
+            pipeline("1f1b", stages=2).partition(20)
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path / "second"))
+        with pytest.raises(KeyboardInterrupt), Interrupting(1 + moment * counting.calls // (2 * MOMENTS)):
+            pm.partition(20)  # which takes more calls, or fewer, as the machine is steady or not
+        assert_whole(pm)
+        got, _ = trained(pm, weights)
+    networks.assert_close(got, want[1], 1e-6)
+
+
+@pytest.mark.parametrize("scheme", by_default(["spectrain", "1f1b"], "spectrain"))
+def test_interrupted_while_its_threads_start_or_end(scheme, undisturbed, monkeypatch):
+    """Between any two of the calls by which a pipeline starts, ends and hands the weights back."""
+    from pipetrain.run.pipeline import Pipeline
+
+    want = undisturbed(scheme, "fit")
+    for name in ("_start", "_end", "_hand_back"):
+        original, pm = getattr(Pipeline, name), pipeline(scheme)
+        weights = pm.get_weights()
+        counting = Interrupting()
+
+        def counted(self, *args, original=original, counting=counting, **settings):
+            with counting:
+                return original(self, *args, **settings)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Pipeline, name, counted)
+            METHODS["train_on_batch"](pm)
+        for at in range(1, counting.calls + 1, max(1, counting.calls // 12)):
+            pending = [Interrupting(at)]
+
+            def interrupted(self, *args, original=original, pending=pending, **settings):
+                if not pending:
+                    return original(self, *args, **settings)
+                with pending.pop():
+                    return original(self, *args, **settings)
+
+            begin_anew(pm, weights)
+            with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+                patch.setattr(Pipeline, name, interrupted)
+                METHODS["train_on_batch"](pm)
+            assert_whole(pm)
+            assert int(pm.optimizer.iterations) == pm._engine._pipeline.updates <= 1
+        assert_trains_as_undisturbed(pm, weights, want)
+
+
+@pytest.mark.parametrize("scheme", by_default(["1f1b", "spectrain", "2bw"], "spectrain"))
+def test_a_snapshot_s_function_that_fails_takes_no_weights_back(scheme):
+    """The weights are those of all steps done, also when what was raised, and what it holds, is let go of."""
+
+    def fails(step, model):
+        raise KeyboardInterrupt
+
+    pm = pipeline(scheme)
+    first = pm.get_weights()
+    with pytest.raises(KeyboardInterrupt):
+        fit(pm, X, LABELS, epochs=4, callbacks=[Snapshots(2, fails)])
+    gc.collect()
+    assert any((a != b).any() for a, b in zip(first, pm.get_weights()))
+    assert int(pm.optimizer.iterations) >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["spectrain", "1f1b", "single", "data-parallel"])
+def test_signals_at_30_random_moments_of_first_steps(scheme, undisturbed):
+    """Real ones, whatever the program is doing then: in TensorFlow, too."""
+    want = undisturbed(scheme, "fit")
+    pm = pipeline(scheme)
+    begun = time.perf_counter()
+    METHODS["fit"](pm)
+    took_s, chance, interrupted = time.perf_counter() - begun, random.Random(5), 0
+    for _ in range(30):
+        pm = pipeline(scheme)
+        weights = pm.get_weights()
+        try:
+            signal.setitimer(signal.ITIMER_REAL, chance.uniform(0.02, took_s))
+            METHODS["fit"](pm)
+        except KeyboardInterrupt:
+            interrupted += 1
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        assert_whole(pm)
+        assert_trains_as_undisturbed(pm, weights, want)
+    assert interrupted > 10
+
+
+@pytest.fixture(autouse=True)
+def alarms_interrupt():
+    """A timer's signal is Ctrl-C's."""
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGALRM, before)
