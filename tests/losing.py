@@ -2,7 +2,7 @@
 
 Or in the midst of ``evaluate``, or before any other method.
 
-Prints, as JSON, what that raised and after how many seconds, and what is left.
+Prints, as JSON, what that raised, after how many seconds and refusals to answer, and what is left.
 """
 
 from __future__ import annotations
@@ -25,7 +25,21 @@ import networks  # noqa: E402
 import numpy as np  # noqa: E402
 
 import pipetrain  # noqa: E402
+from pipetrain.run import faults, greeting  # noqa: E402
 from pipetrain.run.faults import WorkerLost  # noqa: E402
+
+
+def refusals() -> list[str]:
+    """Why workers did not answer, each time that one was asked from now on."""
+    found, original = [], greeting.greeted
+
+    def greeted(address: str, timeout_s: float) -> str:
+        why = original(address, timeout_s)
+        found.extend([why] if why else [])
+        return why
+
+    faults.greeted = greeting.greeted = greeted
+    return found
 
 
 def main(number: int, method: str = "fit") -> None:
@@ -36,7 +50,7 @@ def main(number: int, method: str = "fit") -> None:
         layers = [keras.Input((networks.FEATURES,)), keras.layers.Dense(32), keras.layers.Dense(networks.CLASSES)]
         pm = pipetrain.PipelineModel(keras.Sequential(layers), cuts=(layers[1].name,), scheme="vanilla")
         pm.compile(keras.optimizers.SGD(0.05, momentum=0.9), loss=networks.crossentropy())
-        sent_s, drained = 0.0, []
+        sent_s, drained, refused = 0.0, [], refusals()
 
         def send(step: int, logs: object) -> None:
             nonlocal sent_s
@@ -63,6 +77,7 @@ def main(number: int, method: str = "fit") -> None:
                 "message": str(error),
                 "workers": [workers.addresses.index(address) for address in error.workers],
                 "after_s": time.monotonic() - sent_s,
+                "refusals": len(refused),
                 "threads": [each.name for each in threading.enumerate() if each.name.startswith("pipetrain")],
                 "kept": all(map(np.array_equal, drained, pm.get_weights())),
             }

@@ -597,7 +597,7 @@ class Training:
 
     def ended(self):
         """The exit status and all that was said."""
-        said = self._process.communicate(timeout=120)[0]
+        said = self._process.communicate(timeout=280)[0]
         return self._process.returncode, said
 
     def weights(self):

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import keras
@@ -119,20 +117,35 @@ def test_divergence_stops_with_its_step_and_keeps_what_there_is(main, tmp_path, 
     assert (tmp_path / "spectrain" / "model.keras").exists()
 
 
+INTERRUPTED = """
+import os, runpy, signal, sys
+root = sys.argv.pop(1)
+sys.path.insert(0, root)
+from pipetrain.store import Store
+
+write = Store.write
+
+def interrupted(self, *what):
+    Store.write = write
+    os.kill(os.getpid(), signal.SIGINT)
+    return write(self, *what)
+
+Store.write = interrupted
+sys.argv[0] = root + "/experiments/run.py"
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def test_a_run_that_was_stopped_goes_on_to_the_same_history(main, tmp_path, capsys):
     """Interrupted as by Ctrl-C; 1f1b, whose weights no drain changes."""
     checkpoints = ("--scheme", "1f1b", "--checkpoint-every", "10", *SMALL, "--steps", "200", "--eval-every", "10")
     assert main(["--output", str(tmp_path / "whole"), *checkpoints]) == 0
     output = tmp_path / "stopped"
-    arguments = [sys.executable, str(ROOT / "experiments" / "run.py"), "--output", str(output), *checkpoints]
-    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/")
-    while process.poll() is None and not list(output.glob("1f1b/checkpoints/step-*.npz")):
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    said, errors = process.communicate(timeout=100)
-    assert (process.returncode, errors) == (130, "")
-    assert "Stopped by SIGINT after" in said
-    assert f"To go on: python experiments/run.py --resume {output}" in said
+    arguments = [sys.executable, "-c", INTERRUPTED, str(ROOT), "--output", str(output), *checkpoints]
+    done = subprocess.run(arguments, capture_output=True, text=True, cwd="/", timeout=280, check=False)
+    assert (done.returncode, done.stderr) == (130, "")
+    assert "Stopped by SIGINT after" in done.stdout
+    assert f"To go on: python experiments/run.py --resume {output}" in done.stdout
     assert main(["--output", str(output), *checkpoints]) == 2
     assert f"Try --resume {output}" in capsys.readouterr().err
     assert main(["--resume", str(output)]) == 0

@@ -61,7 +61,7 @@ def test_a_call_that_waits_for_a_hanging_worker_is_set_free(impatient, hanging):
         Watch({"/job:worker/replica:0/task:0/device:CPU:0": [2, 0]}),
         socket.socket() as call,
     ):
-        call.settimeout(20)
+        call.settimeout(280)
         call.connect((host, int(port)))
         assert call.recv(1) == b""  # the other side's end, as far as this one can tell
         raise tf.errors.UnavailableError(None, None, "Socket closed")
@@ -112,7 +112,7 @@ def test_fit_says_which_worker_was_killed():
     found = lost(signal.SIGKILL)
     assert found["workers"] == [1]
     assert re.search(r"127\.0\.0\.1:\d+, stage 1: connection refused\. .*goes on from the newest", found["message"])
-    assert found["after_s"] < NOTICED_S
+    assert 1 <= found["refusals"] <= 2 * greeting.MISSED  # those of the watch, and when the call had failed
     assert found["threads"] == [] and found["kept"]
 
 

@@ -21,6 +21,7 @@ from pipetrain.plan.network import Network
 from pipetrain.plan.partition import partition
 from pipetrain.plan.profile import BlockProfile, Profile
 from pipetrain.plan.simulator import simulate
+from pipetrain.run import connection
 from pipetrain.run.connection import connect, described_by
 
 ROOT = Path(__file__).parents[1]
@@ -120,30 +121,64 @@ def test_only_loopback_addresses_keep_others_out():
     assert not any(map(is_loopback, [*others, "[::]:2222"]))
 
 
-def test_workers_that_do_not_answer_are_told_in_time(in_use):
+def test_workers_that_do_not_answer_are_told(in_use):
+    """TensorFlow itself would wait for minutes, or end the process."""
     script = f"""
-import json, time
+import json
 import pipetrain
 said = []
 for addresses in (["127.0.0.1:1"], ["{in_use}"], ["nowhere.invalid:2222"]):
-    start_s = time.monotonic()
     try:
         pipetrain.connect(addresses, timeout_s=1.0)
     except ConnectionError as error:
-        said.append((str(error), time.monotonic() - start_s))
+        said.append(str(error))
 import keras
 model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
 try:
     pipetrain.connect(["{in_use}"])
 except RuntimeError as error:
-    said.append((str(error), 0.0))
+    said.append(str(error))
 print(json.dumps(said))
 """
     done = run(script)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout.splitlines()[-1])
-    for (message, took_s), part in zip(said, ["refused", "no answer", "no such host", "too late"]):
-        assert part in message and took_s < 20  # the first time TensorFlow is imported, too
+    for message, part in zip(said, ["refused", "no answer", "no such host", "too late"], strict=True):
+        assert part in message
+
+
+class Clock:
+    """Time that passes only while somebody sleeps, or waits for an answer that does not come."""
+
+    def __init__(self):
+        self.now_s = 0.0
+        self.monotonic = lambda: self.now_s
+
+    def sleep(self, seconds):
+        self.now_s += seconds
+
+
+@pytest.mark.parametrize("why", ["no answer", "connection refused", connection.NO_HOST, ""])
+def test_workers_are_asked_until_the_time_is_over(why, monkeypatch):
+    clock, asked_s = Clock(), []
+
+    def greeted(address, timeout_s):
+        asked_s.append(clock.now_s)
+        clock.sleep(timeout_s if why == "no answer" else 0.0)
+        return why if clock.now_s < 100.0 else ""
+
+    monkeypatch.setattr(connection, "time", clock)
+    monkeypatch.setattr(connection, "greeted", greeted)
+    if why:
+        with pytest.raises(ConnectionError, match=rf"10\.0\.0\.1:2222 \({why}\), tried for 5 s"):
+            connection._check_answers(Hosts(("10.0.0.1:2222",)), 5.0)
+    else:
+        connection._check_answers(Hosts(("10.0.0.1:2222",)), 5.0)
+    assert clock.now_s <= 5.0 + connection.RETRY_S
+    if why == "connection refused":  # it may be starting: asked again and again
+        assert len(asked_s) > 20 and asked_s[-1] > 5.0 - 2 * connection.RETRY_S
+    else:
+        assert len(asked_s) == 1
 
 
 JOIN = """
@@ -186,7 +221,7 @@ def test_local_workers_are_joined_measured_and_ended():
     first, second = map(set, result["cores"])
     if len(os.sched_getaffinity(0)) > 1:
         assert not first & second and result["processors"] == 2
-    assert 1e6 < result["bandwidth"] < 1e12 and 0 < result["latency_s"] < 1
+    assert 0 < result["bandwidth"] < 1e12 and result["latency_s"] > 0
     assert "joined another cluster already" in result["other"]
     assert result["statuses"] == [0, 0]
 
