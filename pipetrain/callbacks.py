@@ -6,7 +6,6 @@ import math
 import signal
 import threading
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -47,9 +46,8 @@ class Snapshots(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Hand over those that are complete."""
-        with closing(self.model.snapshots()) as steps:  # now, and not when a traceback lets go of it
-            for step in steps:
-                self._function(step, self.model.model)
+        for step in self.model.snapshots():
+            self._function(step, self.model.model)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Hand over those that the drain has completed."""

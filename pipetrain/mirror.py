@@ -91,7 +91,7 @@ class MirroredEngine:
         gathered = Part(source, [originals.get(id(weight), weight) for weight in weights_of(source)])
         checks.check_own(gathered.weights, self.model.variables, source)
         own = clone(optimizer, self.model.trainable_variables, self.trained.trainable_variables)
-        own.iterations.assign(tf.convert_to_tensor(source.iterations))
+        own._iterations.assign(tf.convert_to_tensor(source._iterations))
         if gathered.weights:
             built(own, self.trained.trainable_variables)
             mine = Part(own, self.model.trainable_variables)

@@ -256,8 +256,12 @@ class Pipeline:
     def _end(self, store: bool) -> None:
         """The threads have ended. As long as there are workers, all of this happens again after an interrupt."""
         sys.setswitchinterval(self._switch_interval_s)
-        if store:
-            self._hand_back()
+        try:
+            if store:
+                self._hand_back()
+        except Exception:  # which would come again: the model stays as it was
+            self._workers, self._boxes = [], []
+            raise
         workers, updates = self._workers, self.updates + min(worker.updates for worker in self._workers)
         self._workers, self._boxes, self.updates = [], [], updates
         self._spans.extend(sorted(chain(*(worker.spans for worker in workers)), key=_start_s))
