@@ -59,11 +59,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.supervised and isinstance(error, ConnectionError):  # the supervisor says so, and what it does
             return LOST
         print(f"run.py: {error}", file=sys.stderr)
-        return LOST if type(error).__name__ == "WorkerLost" else 2
+        return LOST if _is_loss_of_a_worker(error) else 2
     except KeyboardInterrupt:
         return 130
     print(f"\n{closing_table(summaries)}\n\n{pictures(output, summaries)}")
     return 1 if any(summary.diverged_at for summary in summaries) else 0
+
+
+def _is_loss_of_a_worker(error: Exception) -> bool:
+    if not isinstance(error, ConnectionError):
+        return False
+    from pipetrain.run.faults import WorkerLost  # TensorFlow, which a connection has needed already
+
+    return isinstance(error, WorkerLost)
 
 
 def supervise(options: argparse.Namespace, arguments: Sequence[str]) -> int:

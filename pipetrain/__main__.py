@@ -74,6 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "worker":
             worker.run(options)
             return 0
+        _check_horizon(options.scheme, options.horizon)
         cluster = Cluster.load(options.cluster) if options.cluster else None
         start_tensorflow(options.devices)
         given = _given(options, cluster)
@@ -82,6 +83,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"pipetrain {options.command}: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _check_horizon(named: str | Sequence[str] | None, horizon: str) -> None:
+    """Refuse a horizon that none of the schemes has."""
+    chosen = [named] if isinstance(named, str) else named or ["spectrain"]
+    if not any(schemes.has(each, "horizon") for each in chosen):
+        schemes.check_options(chosen[0], horizon, False, None)
 
 
 def _given(options: argparse.Namespace, cluster: Cluster | None) -> Given:
@@ -96,11 +104,8 @@ def _given(options: argparse.Namespace, cluster: Cluster | None) -> Given:
         cluster = replace(cluster, memory_bytes=options.memory)
     model = keras.saving.load_model(options.model, compile=False)
     scheme = options.scheme if isinstance(options.scheme, str) else "spectrain"
-    schemes.check_options(scheme, options.horizon, False, None)
-    momentum = options.slots == 1 and not schemes.SCHEMES[scheme].spikes
-    training = Training(
-        scheme, options.slots, options.microbatches, options.recompute, options.horizon, gathers=not momentum
-    )
+    gathers = options.slots != 1  # SGD with momentum alone uses each gradient at once
+    training = Training(scheme, options.slots, options.microbatches, options.recompute, options.horizon, gathers)
     shapes = input_shapes(options.input_shape)
     return Given(profile(model, options.batch_size, device, sys.stdout.isatty(), shapes), cluster, training)
 

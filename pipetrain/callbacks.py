@@ -32,8 +32,8 @@ class Snapshots(keras.callbacks.Callback):
 
     def __init__(self, every_steps: int, function: Callable[[int, keras.Model], None]) -> None:
         super().__init__()
-        if every_steps < 1:
-            raise ValueError(f"Snapshots come every so many steps. Received: every_steps={every_steps}. Try 20.")
+        if isinstance(every_steps, bool) or not isinstance(every_steps, int) or every_steps < 1:
+            raise ValueError(f"Snapshots come every so many steps. Received: every_steps={every_steps!r}. Try 20.")
         self._every_steps, self._function = every_steps, function
 
     def on_train_begin(self, logs: Any = None) -> None:

@@ -121,7 +121,7 @@ class Layout:
     def _checked_count(self, stages: object, devices: int) -> int:
         blocks = len(self.chain.blocks)
         count = min(devices, blocks) if stages is None else stages
-        if not isinstance(count, int) or not 1 <= count <= blocks:
+        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= blocks:
             raise ValueError(
                 f"The model {self.chain.model.name!r} has {blocks} layers, each in one stage"
                 f"{why_together(self.chain.blocks)}. Received: stages={stages!r}. Try a number from 1 to {blocks}."

@@ -21,7 +21,7 @@ from pipetrain.plan.network import Network
 from pipetrain.plan.partition import partition
 from pipetrain.plan.profile import BlockProfile, Profile
 from pipetrain.plan.simulator import simulate
-from pipetrain.run import connection
+from pipetrain.run import connection, links
 from pipetrain.run.connection import connect, described_by
 
 ROOT = Path(__file__).parents[1]
@@ -308,3 +308,17 @@ def test_overhead_of_actions_is_planned_and_simulated():
     assert partition(profile, 2, cluster, training=Training("gpipe", microbatches=4)).slowest_s == 3.0 + 8 * 0.25
     assert simulate(cut, "single", cluster, minibatches=2).duration_s == 2 * 6.5
     assert simulate(cut, "single", cluster, minibatches=2, overhead_s=0.0).duration_s == 12.0
+
+
+def test_what_was_measured_of_former_workers_is_forgotten(monkeypatch):
+    """Workers that are started anew may be on other hosts, with other cores."""
+    said, times = [{"host": "a"}, {"host": "b"}], [1, 1, 2]
+    monkeypatch.setattr(links, "about", lambda task: said[0])
+    monkeypatch.setattr(links, "joins", lambda: times[0])
+    device = "/job:worker/replica:0/task:0/device:CPU:0"
+    for host in ("a", "a", "b"):
+        links._forget_former_workers()
+        assert links._host(device) == host
+        times.pop(0)
+        said = [{"host": "b"}]
+    links._about.cache_clear()

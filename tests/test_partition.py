@@ -182,6 +182,7 @@ def test_memory_of_microbatches_recomputation_and_gathered_gradients():
     assert demand(Training("weight-stashing", recompute=True), 0, 4) == (6, 1, 4, 1, 1)
     assert demand(Training("vanilla", recompute=True), 0, 4) == (5, 1, 4, 1, 1)  # forward's weights, to run it again
     assert demand(Training("vanilla", gathers=True), 0, 4) == (3, 4, 0, 1, 0)  # all gradients
+    assert demand(Training("spike-compensation"), 0, 4) == (3, 4, 0, 1, 0)  # which it needs together
 
 
 def test_the_memory_of_a_stage_by_hand():

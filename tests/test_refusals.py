@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 import pipetrain
+from pipetrain.__main__ import main
+from pipetrain.callbacks import Snapshots
 
 
 def refused(match, kind=ValueError):
@@ -19,7 +21,7 @@ def test_unknown_scheme():
         pipetrain.PipelineModel(networks.mlp(), stages=2, scheme="fast")
 
 
-@pytest.mark.parametrize("stages", [0, 7, -1, 2.5, "4"])
+@pytest.mark.parametrize("stages", [0, 7, -1, 2.5, "4", True])
 def test_impossible_numbers_of_stages(stages):
     with refused("6 layers.*stages="):
         pipetrain.PipelineModel(networks.mlp(6), stages=stages)
@@ -170,3 +172,18 @@ def test_cpu_devices_are_fixed_once_tensorflow_runs():
         pipetrain.set_cpu_devices(3)
     with refused("count=0"):
         pipetrain.set_cpu_devices(0)
+
+
+@pytest.mark.parametrize("every_steps", [0, 2.5, True, "4"])
+def test_impossible_numbers_of_steps_between_snapshots(every_steps):
+    with refused(r"every so many steps.*every_steps=.*Try 20"):
+        Snapshots(every_steps, print)
+
+
+def test_a_horizon_that_no_scheme_of_a_simulation_has(capsys):
+    arguments = ["simulate", "model.keras", "--devices", "2", "--cluster", "nowhere.json", "--horizon", "local"]
+    assert main([*arguments, "--scheme", "vanilla", "--scheme", "gpipe"]) == 2
+    assert "horizon='local', scheme='vanilla'" in capsys.readouterr().err
+    for chosen in ([], ["--scheme", "vanilla", "--scheme", "spectrain"]):  # one that has it will do
+        assert main([*arguments, *chosen]) == 2
+        assert "nowhere.json" in capsys.readouterr().err

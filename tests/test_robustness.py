@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+from unittest import mock
+
 import keras
 import networks
 import numpy as np
@@ -9,10 +13,11 @@ import pytest
 import tensorflow as tf
 
 import pipetrain
-from pipetrain.plan.schemes import SCHEMES
+from pipetrain.plan.schemes import SCHEMES as SCHEME_TABLE
+from pipetrain.run import pipeline, switch_interval
 
 ROWS, BATCH = 12 * 16, 16
-SCHEMES = networks.by_default(SCHEMES, "single", "spectrain", "gpipe", "1f1b", "2bw")  # others act as spectrain
+SCHEMES = networks.by_default(SCHEME_TABLE, "single", "spectrain", "gpipe", "1f1b", "2bw")  # others act as spectrain
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -154,3 +159,37 @@ def test_nan_stops_and_names_the_step(scheme):
     with pytest.raises(FloatingPointError, match="nan at step 6"):
         pm.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
     networks.assert_equal(before, pm.get_weights())
+
+
+def test_of_two_stages_that_fail_at_once_the_first_is_reported(monkeypatch):
+    """The second comes while the first is still being noted."""
+    pipe, second_came = pipeline.Pipeline([], SCHEME_TABLE["1f1b"], 1), threading.Event()
+    pipe._control, noting = mock.Mock(), threading.Event()
+
+    def add_note(error, note):
+        noting.set()
+        second_came.wait(0.2)  # which it cannot while this one has not ended
+
+    monkeypatch.setattr(pipeline, "_add_note", add_note)
+    first = threading.Thread(target=pipe._fail, args=(KeyError("first"), "here"))
+    first.start()
+    noting.wait()
+    pipe._fail(ValueError("second"), "there")
+    second_came.set()
+    first.join()
+    assert isinstance(pipe._error, KeyError)
+
+
+@pytest.mark.parametrize("ended_first", [0, 1])
+def test_pipelines_that_overlap_leave_pythons_switch_interval_as_it_was(ended_first):
+    usual_s = sys.getswitchinterval()
+    holders = [object(), object()]
+    for holder in holders:
+        switch_interval.shorten(holder)
+        switch_interval.shorten(holder)  # started again after an interrupt
+    assert sys.getswitchinterval() == pytest.approx(switch_interval.SHORT_S)
+    for _ in range(2):  # an end that was interrupted comes again
+        switch_interval.let_go(holders[ended_first])
+    assert sys.getswitchinterval() == pytest.approx(switch_interval.SHORT_S)
+    switch_interval.let_go(holders[1 - ended_first])
+    assert sys.getswitchinterval() == pytest.approx(usual_s)

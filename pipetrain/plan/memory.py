@@ -63,7 +63,7 @@ def demand(training: Training, stage: int, stages: int) -> Demand:
     in_flight = peak_in_flight(order) / pieces
     versions = WeightVersions(trained.policy, stage, stages, newest=lambda horizon: horizon, keep=lambda horizon: 0)
     observed = 2 if trained.rule(stage, stages).fit_horizon else 0
-    gathers = pieces > 1 or training.gathers
+    gathers = pieces > 1 or training.gathers or trained.spikes
     more, passing, gathered = 0, 0, 0
     for action in order:
         minibatch, piece = divmod(action.minibatch, pieces)

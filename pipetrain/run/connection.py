@@ -64,6 +64,13 @@ def connect(cluster: Given | None = None, timeout_s: float = 20.0) -> list[str]:
 
 
 _JOINED: list[tf.train.ClusterSpec] = []  # TensorFlow's runtime is one for the process, and does not tell
+
+
+def joins() -> int:
+    """How often workers have been joined: those of an earlier time may have been started anew, and elsewhere."""
+    return len(_JOINED)
+
+
 _HEARTBEATS: dict[int, Heartbeat] = {}  # by the worker's task
 
 

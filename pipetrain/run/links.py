@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from pipetrain.compute.cores import cores, finish, is_remote
 from pipetrain.plan.cluster import PCIE_3, SHARED_MEMORY, Cluster, Level, Link
-from pipetrain.run.connection import about, task_of
+from pipetrain.run.connection import about, joins, task_of
 
 REPEATS = 7
 ACTIONS = 10  # one after another, by which an action's overhead is measured
@@ -26,8 +26,9 @@ def joined(devices: Sequence[str]) -> Cluster:
     """The cluster of these devices: what joins each two of them, and how many work at once.
 
     Devices of one process share its memory or PCIe; the link between each two hosts is measured, as is that between
-    processes of one host, once for the life of this process.
+    processes of one host, once for as long as the workers are the same.
     """
+    _forget_former_workers()
     own = Link(SHARED_MEMORY.bandwidth_bytes_per_s)
     between = [[own] * len(devices) for _ in devices]
     for (i, first), (j, last) in combinations(enumerate(devices), 2):
@@ -47,6 +48,15 @@ def _link(first: str, last: str) -> Link:
 
 
 _ONE_OF: dict[frozenset[str], tuple[str, str]] = {}  # devices by which the link between two hosts is measured
+_KNOWN_AT = {"joins": 0}  # what is cached here
+
+
+def _forget_former_workers() -> None:
+    if _KNOWN_AT["joins"] != joins():
+        for known in (_about, _measured, _overhead_s):
+            known.cache_clear()
+        _ONE_OF.clear()
+        _KNOWN_AT["joins"] = joins()
 
 
 def _host(device: str) -> str:

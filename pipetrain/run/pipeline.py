@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,10 +25,10 @@ from pipetrain.run.mailbox import Closed, Mailbox
 from pipetrain.run.messages import Microbatch, Output, Updated
 from pipetrain.run.norm import GlobalNorm
 from pipetrain.run.reduction import Reduction
+from pipetrain.run.switch_interval import let_go, shorten
 from pipetrain.run.worker import Control, Doors, Seat, Worker
 
 KEPT_SPANS = 200_000  # the newest spans, and transfers, that are kept, so that no run is too long for memory
-SWITCH_INTERVAL_S = 5e-4  # a stage whose inputs are there must not wait Python's usual 5 ms for its turn
 Value = TypeVar("Value")
 
 
@@ -70,6 +71,7 @@ class Pipeline:
         self.updates = self.first_update = 0  # of the optimizer up to the last drain; where snapshots count from
         self._results: deque[Result] = deque()
         self._error: BaseException | None = None
+        self._failing = threading.Lock()
         self._closed = False
         self._busy_s = 0.0
         self._traced_for: Any = ()
@@ -220,9 +222,8 @@ class Pipeline:
             for number, replica in enumerate(stage):
                 replica.load(self.updates, number)
         workers = self._make_workers()
-        self._switch_interval_s = sys.getswitchinterval()
         self._workers = workers  # from here on an interrupt finds all that is to be undone
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        shorten(self)
         for worker in workers:
             worker.start()
 
@@ -255,7 +256,7 @@ class Pipeline:
 
     def _end(self, store: bool) -> None:
         """The threads have ended. As long as there are workers, all of this happens again after an interrupt."""
-        sys.setswitchinterval(self._switch_interval_s)
+        let_go(self)
         try:
             if store:
                 self._hand_back()
@@ -290,9 +291,10 @@ class Pipeline:
 
     def _fail(self, error: BaseException, place: str) -> None:
         """Called by a worker's thread: keeps the first exception, with its place, and stops everyone."""
-        if self._error is None:
-            _add_note(error, place)
-            self._error = error
+        with self._failing:  # several may fail at once
+            if self._error is None:
+                _add_note(error, place)
+                self._error = error
         self._close()
 
     def _close(self) -> None:
