@@ -47,7 +47,7 @@ class MirroredEngine:
             self.trained = keras.models.clone_model(model)
         self._training = False
         self._snapshot_every = 0
-        self._given: tuple[Any, Any] = (None, None)  # the optimizer of the last ``compile``, and what trains instead
+        self._replaced: tuple[Any, Any] = (None, None)  # the optimizer of the last ``compile``, and what trains instead
         self.rows: int | None = None
         self.rows_done = 0  # not counted
         self.trace, self.waits = Trace(()), False
@@ -86,7 +86,7 @@ class MirroredEngine:
         return own, {**kept, **metrics}
 
     def _own(self, optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-        source = self._given[1] if optimizer is self._given[0] else optimizer
+        source = self._replaced[1] if optimizer is self._replaced[0] else optimizer
         originals = dict(zip(map(id, self.trained.variables), self.model.variables, strict=True))
         gathered = Part(source, [originals.get(id(weight), weight) for weight in weights_of(source)])
         checks.check_own(gathered.weights, self.model.variables, source)
@@ -96,7 +96,7 @@ class MirroredEngine:
             built(own, self.trained.trainable_variables)
             mine = Part(own, self.model.trainable_variables)
             copy(gathered, mine.slots, mine.shared)
-        self._given = optimizer, own
+        self._replaced = optimizer, own
         return own
 
     def compiled(self, optimizer: keras.optimizers.Optimizer) -> None:

@@ -240,6 +240,7 @@ def test_a_snapshot_that_somebody_holds_takes_no_weights_back(scheme):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("scheme", ["spectrain", "1f1b", "single", "data-parallel"])
 def test_signals_at_30_random_moments_of_first_steps(scheme, undisturbed):
     """Real ones, whatever the program is doing then: in TensorFlow, too."""

@@ -50,8 +50,8 @@ def state(model):
     """The optimizer's variables, by their names in Keras but for the optimizer's own and the model's."""
     variables = model.optimizer.variables
     names = [re.sub(r"^small_|(?<=^variable)_\d+$", "", variable.path.split("/")[-1]) for variable in variables]
-    assert len(set(names)) == len(names)
-    return {name: variable.numpy() for name, variable in zip(names, variables)}
+    unique = [name if names.count(name) == 1 else f"{name} {n}" for n, name in enumerate(names)]
+    return {name: variable.numpy() for name, variable in zip(unique, variables)}
 
 
 def stages_state(pm):
@@ -222,6 +222,18 @@ def test_replicas_follow_what_is_set():
                 variable.assign(variable + 0.01 * n)
     assert_same(state(pm), state(plain), 1e-5)
     networks.assert_close(pm.get_weights(), plain.get_weights())
+
+
+def test_data_parallelism_knows_the_optimizer_that_it_was_given_again():
+    """It trains by a copy, whose slots go along where the original is compiled again."""
+    plain, given = make("keras"), momentum()
+    pm = pipetrain.PipelineModel(networks.small(), scheme="data-parallel", devices=("CPU:0", "CPU:1"))
+    for _ in range(2):
+        pm.compile(given, networks.crossentropy())
+        fit(pm, X, Y)
+        fit(plain, X, Y)
+    networks.assert_close(pm.get_weights(), plain.get_weights())
+    assert_same(state(pm), state(plain), 1e-5)
 
 
 def test_one_optimizer_trains_a_model_in_several_ways_by_turns():
