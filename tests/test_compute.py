@@ -250,6 +250,14 @@ def test_a_damaged_profile_cache_is_measured_anew(monkeypatch, tmp_path):
     assert len(file.read_text()) > 100
 
 
+def test_the_profile_cache_tells_kernels_apart(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for setting in ("0", "1", "0"):
+        monkeypatch.setenv("TF_ENABLE_ONEDNN_OPTS", setting)
+        pipetrain.PipelineModel(networks.mlp(), stages=3).partition(batch_size=16)
+    assert len(list((tmp_path / "pipetrain").iterdir())) == 2
+
+
 @pytest.mark.parametrize("links", [True, False])
 def test_of_two_processes_that_measure_at_once_the_first_ones_profile_counts(links, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

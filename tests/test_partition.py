@@ -201,6 +201,9 @@ def test_the_workspace_of_fewer_rows_by_hand():
     capped = BlockProfile("b", 1, 2, 0, 0, 0, 0, 80, 20)
     for rows, expected in {1: (10, 80, 20), 2: (20, 80, 40), 6: (60, 80, 80), 16: (160, 160, 160)}.items():
         assert tuple(block.workspace_of(rows, 8) for block in (proportional, constant, capped)) == expected
+    older = {"name": "b", "forward_s": 1.0, "backward_s": 2.0, "output_bytes": 0, "weight_bytes": 0}  # in a file
+    (read,) = Profile.from_json(json.dumps({"model": "m", "batch_size": 8, "blocks": [older]})).blocks
+    assert read.workspace_of(8, 8) == 0
     profile = Profile("m", 8, (capped, constant))
     assert [each.workspace_bytes for each in profile.scaled(2).blocks] == [40, 80]
     for training, replicas, expected in [
