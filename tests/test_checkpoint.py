@@ -317,7 +317,7 @@ SYNCHRONOUS = {"scheme": "1f1b", "microbatches": 2}
 STOPS = [(0, 2), (1, 4), (1, STEPS - 2), (0, STEPS - 1), (1, STEPS - 1), (0, None), (1, None)]
 
 
-@pytest.mark.parametrize("data", [arrays, unknown])
+@pytest.mark.parametrize("data", networks.by_default([arrays, unknown], unknown))
 @pytest.mark.parametrize("at", networks.by_default(STOPS, (0, 2), (0, STEPS - 1), (1, None)))
 def test_stopped_anywhere_a_synchronous_run_goes_on_as_never_stopped(at, data, trained, tmp_path):
     """Nothing is left out and nothing is done twice, and the metrics are those of whole epochs."""
@@ -342,7 +342,7 @@ def test_stopped_anywhere_what_is_in_flight_is_done(scheme, at, data, tmp_path):
     assert step == 0 or step == min(STEPS, at[1] + (5 if scheme == "spectrain" else 4))
 
 
-@pytest.mark.parametrize("data", [arrays, unknown])
+@pytest.mark.parametrize("data", networks.by_default([arrays, unknown], unknown))
 def test_data_parallelism_stopped_within_an_epoch_goes_on_within_it(data, trained, tmp_path):
     settings = {"scheme": "data-parallel", "devices": ("CPU:0", "CPU:1")}
     position, again, _ = stopped(tmp_path, (0, 2), data, **settings)
@@ -359,7 +359,7 @@ def test_early_stopping_at_the_end_of_an_epoch_of_any_length(data, tmp_path):
     assert run(tmp_path, data=data, callbacks=[keras.callbacks.EarlyStopping("loss", mode="max", patience=1)])[1] == {}
 
 
-@pytest.mark.parametrize("data", [arrays, unknown])
+@pytest.mark.parametrize("data", networks.by_default([arrays, unknown], unknown))
 def test_what_is_evaluated_after_a_stop_is_not_taken_for_the_epoch_s_metrics(data, trained, tmp_path):
     """A callback that evaluates when it begins takes nothing from the epoch that goes on either."""
     x, y = networks.data(24, seed=3)

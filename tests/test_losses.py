@@ -65,7 +65,7 @@ def test_losses_that_are_not_reduced_train_as_in_plain_keras(scheme, microbatche
     assert_alike(got, run(model(), loss, *data()))
 
 
-@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("microbatches", networks.by_default([1, 3], 3))
 def test_nor_of_sequences_several_outputs_sample_weights_or_replicas(microbatches):
     settings = {"cuts": ("first",), "microbatches": microbatches}
     assert_alike(
