@@ -184,13 +184,24 @@ class Layout:
         ends = self.ends or cut_points(self.chain.blocks, self.partition(batch_size, verbose=True).cuts)
         losses, recompute = [*[None] * (self.stages - 1), loss], self.training.recompute
         return [
-            [Stage(segment, device, optimizer, losses[k], recompute, scheme.rule(k, self.stages)) for device in on]
+            [
+                Stage(
+                    segment,
+                    device,
+                    optimizer,
+                    losses[k],
+                    recompute,
+                    scheme.rule(k, self.stages),
+                    divided=self.training.microbatches * len(on) > 1,
+                )
+                for device in on
+            ]
             for k, (segment, on) in enumerate(self._placed(ends))
         ]
 
     def inferences(self, ends: Sequence[int]) -> list[list[Inference]]:
         """Every stage's replicas for a pipeline that only runs forwards."""
-        return [[Inference(segment, device) for device in on] for segment, on in self._placed(ends)]
+        return [[Inference(segment, device, len(on) > 1) for device in on] for segment, on in self._placed(ends)]
 
     def _placed(self, ends: Sequence[int]) -> list[tuple[Segment, list[str]]]:
         """Every stage's blocks and the devices of its replicas."""

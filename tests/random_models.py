@@ -62,10 +62,14 @@ class Largest(L.Layer):
 
 
 class Penalty(L.Layer):
-    """Adds a loss of its own."""
+    """Adds a loss of its own: a mean, or one for each row, which Keras adds up."""
+
+    def __init__(self, each, **settings):
+        super().__init__(**settings)
+        self.each = each
 
     def call(self, x):
-        self.add_loss(0.1 * tf.reduce_mean(tf.square(x)))
+        self.add_loss(0.01 * tf.reduce_mean(tf.square(x), -1) if self.each else 0.1 * tf.reduce_mean(tf.square(x)))
         return x
 
 
@@ -105,7 +109,8 @@ STEPS = {
     "frozen": ("vector", "vector", _frozen),
     "double": ("vector", "vector", _doubled),
     "penalized": ("vector", "vector", lambda x, name: L.Dense(WIDTH, kernel_regularizer="l2", name=name)(x)),
-    "penalty": ("vector", "vector", lambda x, name: Penalty(name=name)(x)),
+    "penalty": ("vector", "vector", lambda x, name: Penalty(False, name=name)(x)),
+    "penalty of rows": ("vector", "vector", lambda x, name: Penalty(True, name=name)(x)),
     "batch norm": ("vector", "vector", lambda x, name: L.BatchNormalization(name=name)(x)),
     "dropout": ("vector", "vector", lambda x, name: L.Dropout(0.4, seed=3, name=name)(x)),
     "stopped": ("vector", "vector", lambda x, name: Stopped(name=name)(x)),
@@ -234,7 +239,7 @@ def losses(recipe):
     if not any(chosen):
         chosen[0] = "mse"
     reduction = recipe.reduction
-    if reduction == "none" and {"penalized", "penalty"}.intersection(kinds(recipe)):
+    if reduction == "none" and {"penalized", "penalty", "penalty of rows"}.intersection(kinds(recipe)):
         reduction = "sum"  # Keras cannot add a penalty to losses of single examples
     made = [kind and made_by[kind](reduction=reduction) for kind in chosen]
     return made if len(made) > 1 else made[0]

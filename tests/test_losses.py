@@ -178,6 +178,54 @@ def test_and_in_microbatches(scheme):
     assert_alike(got, run(autoencoder(), None, x, None))
 
 
+REDUCED = {
+    "sum": lambda z, *others: 0.01 * tf.reduce_sum(z**2),
+    "each": lambda z, *others: 0.05 * tf.reduce_mean(z**2, axis=-1),
+    "spread": lambda z, *others: tf.math.reduce_std(z),
+}
+
+
+def penalized(first, second="sum"):
+    """Losses of layers in two stages beside a regularizer and the compiled one."""
+    keras.utils.set_random_seed(0)
+    x = keras.Input((networks.FEATURES,))
+    y = Adds(REDUCED[first], name="one")(L.Dense(6, "tanh", kernel_regularizer="l2", name="first")(x))
+    y = L.Dense(OUT, activity_regularizer="l2", name="last")(L.Dense(6, "tanh", name="second")(y))
+    return keras.Model(x, Adds(REDUCED[second], name="two")(y))
+
+
+@pytest.mark.parametrize("first", ["sum", "each"])
+@pytest.mark.parametrize(
+    ("scheme", "divided"),
+    [("gpipe", {"microbatches": 4}), ("1f1b", {"microbatches": 3, "replicas": (2, 3)})],
+)
+def test_losses_of_layers_that_are_sums_over_rows_stay_sums(scheme, divided, first):
+    x, y = data()
+    got = run(penalized(first), "mse", x, y, cuts=("one",), scheme=scheme, **divided)
+    assert_alike(got, run(penalized(first), "mse", x, y))
+
+
+def test_and_where_a_minibatch_is_divided_for_evaluation():
+    built, (x, y) = penalized("sum", "each"), data()
+    pm = pipetrain.PipelineModel(built, cuts=("one",), replicas=(2, 2), scheme="1f1b", microbatches=1)
+    for each in (built, pm):
+        each.compile(keras.optimizers.SGD(0.1), "mse")
+    np.testing.assert_allclose(pm.evaluate(x, y, verbose=0), built.evaluate(x, y, verbose=0), rtol=1e-5)
+
+
+def test_a_layer_s_loss_that_is_neither_is_refused_where_the_batch_is_divided():
+    x, y = data()
+    with pytest.raises(ValueError, match=r"neither a mean nor a sum.*4 rows.*microbatches=1"):
+        run(penalized("spread"), "mse", x, y, cuts=("one",), microbatches=2)
+    assert_alike(run(penalized("spread"), "mse", x, y, cuts=("one",)), run(penalized("spread"), "mse", x, y))
+
+
+def test_layers_that_draw_are_told_apart_from_those_whose_losses_are_neither():
+    x, _ = data()
+    losses, _ = run(variational(), None, x, None, cuts=("first",), microbatches=4)
+    assert np.isfinite(losses).all()
+
+
 def supervised(by_layer):
     """Labels as a second input and a layer's loss, or a compiled loss."""
     keras.utils.set_random_seed(0)

@@ -383,3 +383,17 @@ def test_shapes_on_the_command_line(command, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main("images.keras", "20x16")
     assert "is no shape, such as 64,64,3" in capsys.readouterr().err
+
+
+def test_a_sequential_model_is_asked_for_its_shape_too():
+    model = keras.Sequential([keras.Input((None, None, 3), name="image"), L.Conv2D(2, 3), L.GlobalMaxPooling2D()])
+    for wrong, match in [
+        (None, r"leaves open.*'image'.*Try"),
+        ((8, 8), r"does not fit.*input_shapes=\(64, 64, 3\)"),
+        ({"sound": (8, 8, 3)}, r"no such inputs: \['sound'\]"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            pipetrain.profile(model, 4, verbose=False, input_shapes=wrong)
+    assert pipetrain.profile(model, 4, verbose=False, input_shapes={"image": (8, 8, 3)}).blocks
+    with pytest.raises(ValueError, match=r"leaves open.*'image'"):
+        pipetrain.PipelineModel(model, stages=2).explain(4)

@@ -245,6 +245,11 @@ def _nested_inputs(model: Any, node: Any) -> list[Any] | None:
     return given if len(given) == len(model.inputs) and all(id(tensor) in known for tensor in given) else None
 
 
+def structure_of(model: Any) -> Any:
+    """The structure of symbolic tensors that a model takes its inputs in."""
+    return model.inputs if isinstance(model, keras.Sequential) else model.input  # which a Sequential model may not have
+
+
 def in_order(values: Any, model: Any) -> list[Any]:
     """What a model is called on as a flat list, in the order of its inputs.
 
@@ -253,7 +258,8 @@ def in_order(values: Any, model: Any) -> list[Any]:
     """
     if not isinstance(values, dict):
         return list(keras.tree.flatten(values))
-    keyed = model.input if isinstance(model.input, dict) else {tensor.name: tensor for tensor in model.inputs}
+    inputs = structure_of(model)
+    keyed = inputs if isinstance(inputs, dict) else {tensor.name: tensor for tensor in model.inputs}
     missing = [key for key in keyed if key not in values]
     if missing:
         raise ValueError(f"Inputs are missing: {missing}. Received: x with {list(values)}. Try x with {list(keyed)}.")

@@ -9,9 +9,10 @@ import keras
 import tensorflow as tf
 
 from pipetrain.compute.bound import Newest, Weights, any_rows, direct
+from pipetrain.compute.penalties import summed_over_rows, total_penalty
 from pipetrain.compute.segment import Segment, mask_of
 from pipetrain.compute.split import specs
-from pipetrain.compute.stage import Forward, Stage, Values, state_of, total_penalty
+from pipetrain.compute.stage import Forward, Stage, Values, state_of
 
 
 class Inference:
@@ -23,14 +24,15 @@ class Inference:
     Args:
         segment: the blocks.
         device: a TensorFlow device name.
+        divided: whether it is given a replica's rows of a minibatch.
     """
 
     recompute = False
     unreached: Sequence[int] = ()  # there are no gradients
     global_clipnorm: float | None = None
 
-    def __init__(self, segment: Segment, device: str) -> None:
-        self.segment, self.device = segment, device
+    def __init__(self, segment: Segment, device: str, divided: bool = False) -> None:
+        self.segment, self.device, self._divided = segment, device, divided
         self.variables: list[keras.Variable] = []  # none is updated here
         self._traced_for: Sequence[Any] | None = None
         self._weights: list[tf.Tensor] = []
@@ -45,14 +47,21 @@ class Inference:
             self._trained, self._others = list(segment.trainable_variables), list(segment.non_trainable_variables)
             inputs = any_rows(segment.inputs)
             with tf.device(self.device):
-                concrete = tf.function(self._run, autograph=False).get_concrete_function(
-                    specs(self._trained), specs(self._others), inputs, list(masks)
-                )
+                concrete = self._traced(inputs, list(masks))
             output = concrete.structured_outputs[0]
             self._masks = [mask if mask is None else tf.TensorSpec(mask.shape, mask.dtype) for mask in output.masks]
             self._forward = direct(concrete)
             self._traced_for = list(masks)  # at last: an interrupt may have come before
         return self._masks
+
+    def _traced(self, inputs: list[tf.TensorSpec], masks: list[tf.TensorSpec | None]) -> Any:
+        given = specs(self._trained), specs(self._others), inputs, masks
+        self._added, self._summed = 0, []
+        concrete = tf.function(self._run, autograph=False).get_concrete_function(*given)
+        if self._divided and self._added:
+            self._summed = summed_over_rows(self.segment, masks, training=False)
+            concrete = tf.function(self._run, autograph=False).get_concrete_function(*given)
+        return concrete
 
     def load(self, iterations: int = 0, replica: int = 0) -> None:
         """Take weights and state from the model, in which nothing else writes them meanwhile."""
@@ -88,7 +97,8 @@ class Inference:
         outputs, after, penalties = self.segment.infer(weights, state, tensors, masks)
         self._assigned = [index for index, value in enumerate(after) if value is not state[index]]
         values = Values(outputs, [mask_of(output) for output in outputs])
-        return values, total_penalty(penalties), [after[index] for index in self._assigned]
+        self._added = self.segment.added(penalties)
+        return values, total_penalty(penalties, self._summed), [after[index] for index in self._assigned]
 
 
 Replica = Stage | Inference  # what runs a stage's part of a pipeline: in training, and where only forwards run

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from pipetrain.compute.blocks import in_order
+from pipetrain.compute.blocks import in_order, structure_of
 
 Shapes = tuple[tuple[int, ...], ...]  # of a model's inputs in its order, without the batch
 
@@ -91,7 +91,8 @@ def _ordered(model: keras.Model, input_shapes: Any) -> list[tf.TensorShape]:
         return [tf.TensorShape(None)] * len(model.inputs)
     shapes = _leaves(input_shapes)
     if isinstance(shapes, dict):
-        keys = list(model.input if isinstance(model.input, dict) else [symbol.name for symbol in model.inputs])
+        structure = structure_of(model)
+        keys = list(structure if isinstance(structure, dict) else [symbol.name for symbol in model.inputs])
         if unknown := [key for key in shapes if key not in keys]:
             raise ValueError(
                 f"The model has no such inputs: {unknown}. Received: input_shapes={input_shapes!r}. "
@@ -123,8 +124,9 @@ def _is_size(value: Any) -> bool:
 def _example(model: keras.Model) -> Any:
     """Shapes that would do, where 64 does."""
     shapes = [tuple(size or 64 for size in symbol.shape[1:]) for symbol in model.inputs]
-    if isinstance(model.input, dict):
-        places = {id(symbol): key for key, symbol in model.input.items()}
+    structure = structure_of(model)
+    if isinstance(structure, dict):
+        places = {id(symbol): key for key, symbol in structure.items()}
         if all(id(symbol) in places for symbol in model.inputs):
             return {places[id(symbol)]: shape for symbol, shape in zip(model.inputs, shapes, strict=True)}
     return shapes[0] if len(shapes) == 1 else shapes

@@ -104,6 +104,17 @@ class Segment(keras.Layer):
         """``run`` in inference mode, for inputs that want no gradient."""
         return self._pure(weights, state, tensors, masks, training=False)
 
+    def added_losses(
+        self, weights: Sequence[Any], state: Sequence[Any], tensors: Sequence[Any], masks: Any, training: bool
+    ) -> list[Any]:
+        """The layers' own losses but for those of weights, which are the last of ``run``'s."""
+        _, _, penalties = self._pure(weights, state, tensors, masks, training)
+        return penalties[: self.added(penalties)]
+
+    def added(self, penalties: Sequence[Any]) -> int:
+        """How many of the layers' own losses are no regularizers of weights."""
+        return len(penalties) - sum(variable.regularizer is not None for variable in self.trainable_variables)
+
     def _pure(
         self, weights: Sequence[Any], state: Sequence[Any], tensors: Sequence[Any], masks: Any, training: bool
     ) -> tuple[list[Any], list[Any], list[Any]]:

@@ -17,10 +17,11 @@ from pipetrain.compute.clipping import SQUARED_NORM, clipped, positive, squared_
 from pipetrain.compute.clone import clone
 from pipetrain.compute.cores import is_prompt, is_remote
 from pipetrain.compute.packed import packed
+from pipetrain.compute.penalties import start_of, summed_over_rows, total_penalty
 from pipetrain.compute.repeat import repeatable
 from pipetrain.compute.segment import Segment, mask_of
 from pipetrain.compute.slots import Slot
-from pipetrain.compute.split import specs, split
+from pipetrain.compute.split import SplitFunction, specs, split
 from pipetrain.compute.update import Update
 from pipetrain.plan.schemes import Rule
 
@@ -102,6 +103,7 @@ class Stage:
         loss: ``loss(y, outputs, sample_weight)`` for the last stage, None for the others.
         recompute: keep a forward's inputs instead of its residuals, and run it again before its backward.
         rule: what its updates do beside the optimizer's own step.
+        divided: whether it is given a minibatch in pieces, microbatches or a replica's rows.
     """
 
     def __init__(
@@ -112,7 +114,9 @@ class Stage:
         loss: LossFunction | None,
         recompute: bool = False,
         rule: Rule = Rule(),  # noqa: B008 - a tuple, never changed
+        divided: bool = False,
     ) -> None:
+        self._divided = divided
         self.segment, self.device, self.recompute, self._loss = segment, device, recompute, loss
         self._rule = rule
         self._weights, self._model_state = segment.trainable_variables, segment.non_trainable_variables
@@ -188,7 +192,7 @@ class Stage:
         inputs = [_any_rows(spec) for spec in specs(self.segment.inputs)]
         flows, constants = self._sorted(Values(inputs, list(masks)), targets)
         with tf.device(self.device):
-            halves = split(self._run, specs(self._weights), specs(self._model_state), flows, constants, packed)
+            halves = self._split(masks, flows, constants)
             twice = repeatable(halves.forward) if self.recompute else None
             self._forward, self._starts = self._bound(twice.first if twice else halves.forward), halves.outputs
             self._again = self._bound(twice.again) if twice else self._forward
@@ -206,6 +210,15 @@ class Stage:
         output, _, penalty, _ = halves.forward.structured_outputs[0]
         self.is_penalized = penalty is not None
         return [mask if mask is None else tf.TensorSpec(mask.shape, mask.dtype) for mask in output.masks]
+
+    def _split(self, masks: Any, flows: Any, constants: Any) -> SplitFunction:
+        self._added, self._summed = 0, []
+        given = specs(self._weights), specs(self._model_state), flows, constants, packed
+        halves = split(self._run, *given)
+        if self._divided and self._added:
+            self._summed = summed_over_rows(self.segment, masks, training=True)
+            halves = split(self._run, *given) if any(self._summed) else halves
+        return halves
 
     def _trace_update(self) -> Any:
         squares = tf.TensorSpec([None], SQUARED_NORM.dtype) if self.global_clipnorm else None
@@ -247,8 +260,8 @@ class Stage:
         """
         runs = isinstance(given, Inputs)
         parts, staleness = Parts(runs, total is not None, step is not None), None
-        pairs = zip([*gradients, share], self._starts, strict=False)
-        starts = [self._constant(start, spec.dtype) for start, spec in pairs]
+        starts = [self._constant(start, spec.dtype) for start, spec in zip(gradients, self._starts, strict=False)]
+        starts += [self._constant(start_of(spec, share), spec.dtype) for spec in self._starts[len(starts) :]]
         if step is not None:
             self._set_rate(step.learning_rate)
             staleness = self._stale(step.staleness)
@@ -344,7 +357,8 @@ class Stage:
         if self._loss:
             loss = self._loss_of(outputs, targets)
             starts = [loss if loss.shape.rank == 0 else tf.reduce_sum(loss)]  # a number, or one of every example
-        penalty = total_penalty(penalties)
+        self._added = self.segment.added(penalties)
+        penalty = total_penalty(penalties, self._summed)
         values = Values(outputs, [mask_of(output) for output in outputs])
         return starts if penalty is None else [*starts, penalty], (values, loss, penalty, state)
 
@@ -359,12 +373,6 @@ class Stage:
                 f"The loss cannot be computed: {error} Received: y of shape {labels} for outputs of shape {shapes}. "
                 "Try labels of the shape that the loss takes."
             ) from error
-
-
-def total_penalty(penalties: Sequence[tf.Tensor]) -> tf.Tensor | None:
-    """The sum of layers' own losses, each of which Keras sums over its elements; None where there is none."""
-    sums = [tf.cast(tf.reduce_sum(each), tf.float32) for each in penalties]
-    return tf.add_n(sums) if sums else None
 
 
 def _time_s(of_day_s: tf.Tensor | None) -> float | None:

@@ -12,6 +12,7 @@ import tensorflow as tf
 from pipetrain.compute.bound import Newest
 from pipetrain.compute.cores import finish, pin
 from pipetrain.compute.inference import Replica
+from pipetrain.compute.penalties import as_mean
 from pipetrain.compute.stage import Inputs, Kept, Pulled, Step
 from pipetrain.plan.actions import Action
 from pipetrain.plan.schemes import Scheme
@@ -196,7 +197,7 @@ class Worker(threading.Thread):
         if microbatch.values is not None:
             result = self._stage.forward(weights, *self._inputs(microbatch))
             output, loss = result.output, result.loss
-        microbatch = microbatch.passed(result and result.penalty)
+        microbatch = microbatch.passed(result and as_mean(result.penalty, self._shared(microbatch).share))
         if self._trains:
             self._in_flight[microbatch.index] = (microbatch, result and result.kept)
             self.most_in_flight = max(self.most_in_flight, len(self._in_flight))
@@ -225,7 +226,8 @@ class Worker(threading.Thread):
         del weights, inputs
         self._now = microbatch, (backward,)
         result = pulled.forward
-        done = self._shared(microbatch.passed(result.penalty))
+        done = self._shared(microbatch)
+        done = done.passed(as_mean(result.penalty, done.share))
         self._control.report(Output(done, self._seat.replica, result.loss, result.output))
         self._pass_on(microbatch, pulled)
         return pulled.forward_end_s
