@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import pipetrain
 from pipetrain.callbacks import PipelineCheckpoint, Snapshots
 from pipetrain.store import Store
 
@@ -374,6 +375,43 @@ def test_what_is_evaluated_after_a_stop_is_not_taken_for_the_epoch_s_metrics(dat
         callbacks = [*stop, looks, PipelineCheckpoint(tmp_path, every_steps=100)]
         history = pm.fit(**data(), epochs=3, validation_data=(x, y), verbose=0, callbacks=callbacks).history
     assert history["loss"] == pytest.approx(whole["loss"], rel=1e-4)
+
+
+class Looks(keras.callbacks.Callback):
+    """Evaluates when an epoch begins, and keeps the weights of each epoch's end."""
+
+    def __init__(self, x, y):
+        super().__init__()
+        self._data, self.weights = (x, y), []
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.model.evaluate(*self._data, verbose=0)
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.weights.append(self.model.get_weights())
+
+
+@pytest.mark.parametrize("metrics", [None, ["accuracy"]])
+@pytest.mark.parametrize(("scheme", "batch"), [("1f1b", STEPS - 1), ("spectrain", STEPS - 3)])
+def test_an_epoch_without_a_step_left_has_its_logs_and_is_validated(scheme, batch, metrics, tmp_path):
+    """Of data of unknown length nobody knows that the stop, and what was in flight then, came to their end."""
+    x, y = networks.data(24, seed=3)
+    settings = {**unknown(), "epochs": 2, "validation_data": (x, y), "verbose": 0}
+    histories, kept = [], []
+    looks = Looks(x, y)
+    for callback in (StopAt(0, batch), looks):
+        keras.utils.set_random_seed(0)
+        pm = pipetrain.PipelineModel(model(), stages=3, scheme=scheme)
+        pm.compile(keras.optimizers.SGD(0.05, momentum=0.9), networks.crossentropy(), metrics=metrics)
+        callbacks = [PipelineCheckpoint(tmp_path, every_steps=100), callback]
+        histories.append(pm.fit(**settings, callbacks=callbacks).history)
+        kept.append(pm.get_weights())
+    first, second = histories
+    networks.assert_equal(looks.weights[0], kept[0])
+    assert list(second) == list(first)
+    for name, (value,) in first.items():
+        assert len(second[name]) == 2
+        assert second[name][0] == pytest.approx(value, rel=1e-5)
 
 
 def test_more_epochs_have_their_own_metrics(tmp_path):
