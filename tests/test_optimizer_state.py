@@ -236,6 +236,23 @@ def test_data_parallelism_knows_the_optimizer_that_it_was_given_again():
     assert_same(state(pm), state(plain), 1e-5)
 
 
+@pytest.mark.parametrize("scheme", ["gpipe", "single"])
+@pytest.mark.parametrize("name", by_default(OPTIMIZERS, "adam", "nadam", "muon"))
+def test_a_layer_that_is_frozen_for_a_while_finds_its_slots_again(scheme, name):
+    """Compiled with the same optimizer each time; the layer in the middle is frozen for the second."""
+    models = [make(way, OPTIMIZERS[name]) for way in ("keras", scheme)]
+    optimizers = [model.optimizer for model in models]
+    for trainable in (True, False, False, True):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model.get_layer("d1").trainable = trainable
+            model.compile(optimizer, networks.crossentropy())
+            fit(model, X, Y)
+        plain, pm = models
+        assert len(optimizers[1].variables) == len(optimizers[0].variables)
+        networks.assert_close(pm.get_weights(), plain.get_weights())
+        assert_same(state(pm), state(plain), 1e-5)
+
+
 def test_one_optimizer_trains_a_model_in_several_ways_by_turns():
     """As a pipeline, by itself, as another pipeline: what each has gathered the next one goes on with."""
     plain, model = networks.small(), networks.small()
