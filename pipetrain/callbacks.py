@@ -142,7 +142,9 @@ class PipelineCheckpoint(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """The next epoch begins with the first minibatch, unless this one was stopped within."""
         self._finite = self._finite and math.isfinite((logs or {}).get("loss", 0.0))
-        if not self.model.resumption.stopped:
+        if self.model.resumption.stopped:  # and what was then in flight is in the logs by now
+            self._logs = {key: float((logs or {}).get(key, value)) for key, value in self._logs.items()}
+        else:
             self._position = Position(epoch + 1, 0)
 
     def _at_end(self) -> None:

@@ -48,6 +48,7 @@ class MirroredEngine:
         self._training = False
         self._snapshot_every = 0
         self._replaced: tuple[Any, Any] = (None, None)  # the optimizer of the last ``compile``, and what trains instead
+        self._given_steps = 0  # of the former, when it and the latter were last alike
         self.rows: int | None = None
         self.rows_done = 0  # not counted
         self.trace, self.waits = Trace(()), False
@@ -86,18 +87,48 @@ class MirroredEngine:
         return own, {**kept, **metrics}
 
     def _own(self, optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-        source = self._replaced[1] if optimizer is self._replaced[0] else optimizer
-        originals = dict(zip(map(id, self.trained.variables), self.model.variables, strict=True))
-        gathered = Part(source, [originals.get(id(weight), weight) for weight in weights_of(source)])
-        checks.check_own(gathered.weights, self.model.variables, source)
+        checks.check_own(self._gathered(optimizer).weights, self.model.variables, optimizer)
         own = clone(optimizer, self.model.trainable_variables, self.trained.trainable_variables)
-        own._iterations.assign(tf.convert_to_tensor(source._iterations))
-        if gathered.weights:
-            built(own, self.trained.trainable_variables)
-            mine = Part(own, self.model.trainable_variables)
-            copy(gathered, mine.slots, mine.shared)
-        self._replaced = optimizer, own
+        self._hand_on(optimizer, own)
+        given, before = self._replaced
+        if optimizer is given and not self._trained_elsewhere():  # the copy may have loaded what the given one has not
+            self._hand_on(before, own)
+        self._replaced, self._given_steps = (optimizer, own), int(optimizer.iterations.numpy())
         return own
+
+    def _gathered(self, optimizer: keras.optimizers.Optimizer) -> Part:
+        """What it has gathered, for the model's own variables, whether it is built for these or for the copy's."""
+        originals = dict(zip(map(id, self.trained.variables), self.model.variables, strict=True))
+        return Part(optimizer, [originals.get(id(weight), weight) for weight in weights_of(optimizer)])
+
+    def _hand_on(self, source: keras.optimizers.Optimizer, target: keras.optimizers.Optimizer) -> None:
+        """What the one has gathered, and its count of steps, the other has too: one is given, one trains the copy."""
+        gathered = self._gathered(source)
+        if gathered.weights:
+            mirrored = target._distribution_strategy is self.strategy  # then it refuses others' variables
+            with target._distribution_strategy.scope():
+                built(target, (self.trained if mirrored else self.model).trainable_variables)
+            mine = self._gathered(target)
+            copy(gathered, mine.slots, mine.shared)
+        target._iterations.assign(tf.convert_to_tensor(source._iterations))
+
+    def _hand_back(self) -> None:
+        """The optimizer of ``compile`` gets what its copy has gathered: it may train the model in another way next."""
+        given, own = self._replaced
+        if own is not None and own is self.optimizer:
+            self._hand_on(own, given)
+            self._given_steps = int(given.iterations.numpy())
+
+    def _take_on(self) -> None:
+        """Where the optimizer of ``compile`` has trained the model otherwise meanwhile, its copy goes on from it."""
+        given, own = self._replaced
+        if own is not None and own is self.optimizer and self._trained_elsewhere():
+            checks.check_own(weights_of(given), self.model.variables, given)
+            self._hand_on(given, own)
+
+    def _trained_elsewhere(self) -> bool:
+        """Whether the optimizer of ``compile`` has made other steps since its copy was last like it."""
+        return int(self._replaced[0].iterations.numpy()) != self._given_steps
 
     def compiled(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Only the count of its steps is wanted from the optimizer; Keras does the rest."""
@@ -110,6 +141,7 @@ class MirroredEngine:
         self.load()
         with self.strategy.scope():
             built(self.optimizer, self.trained.trainable_variables)
+            self._take_on()
         self._first_update = int(self.optimizer.iterations.numpy())
 
     def beside_slots(self) -> tuple[()]:
@@ -164,13 +196,13 @@ class MirroredEngine:
 
     def finish(self) -> None:
         """The end of training: from here on the weights live in the model."""
-        self.synchronize()
-        self._training = False
+        self.abort(store=True)
 
     def abort(self, store: bool) -> None:
-        """The end of training by an exception; the weights flow back if ``store``."""
-        if store:
+        """The end of training by an exception; the weights flow back if ``store``, and what the optimizer gathered."""
+        if store and self._training:
             self.synchronize()
+            self._hand_back()
         self._training = False
 
     def snapshots(self) -> Iterator[int]:

@@ -303,9 +303,14 @@ class PipelineModel(keras.Model):
             self._engine.synchronize()
             if self.resumption.stopped and not self._evaluating:  # else every result has been or will be some step's
                 return self._stopped_result()
-            if self.resumption.logs and not self._evaluating:
-                return self.resumption.logs
         return super().get_metrics_result()
+
+    def _get_metrics_result_or_logs(self, logs: Any) -> Any:
+        """Keras' own, for an epoch's end; of an epoch that was resumed and had no step left, the checkpoint's logs."""
+        if not logs and self.resumption.logs and not self._evaluating:
+            self._engine.synchronize()
+            return self.resumption.logs
+        return super()._get_metrics_result_or_logs(logs)
 
     def _stopped_result(self) -> Any:
         for minibatch, result in self._engine.leftovers():

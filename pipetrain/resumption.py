@@ -121,16 +121,16 @@ class Resumption:
         self._metrics, self._logs = [], {}  # of an epoch of which nothing was left
 
     def epoch_begun(self) -> None:
-        """All callbacks have seen the epoch begin: in the one that is resumed, the rate is that of its middle."""
+        """All callbacks have seen the epoch begin: what is resumed has the rate and the metrics of its middle."""
         if self._rate_within is not None:
             self._model.optimizer.learning_rate, self._rate_within = self._rate_within, None
+        if len(self._metrics) == len(self._model.metrics_variables):  # not sooner: a callback may have evaluated
+            self.metrics_built()
 
     def restore_metrics(self, arrays: Arrays, about: dict[str, Any]) -> None:
-        """Let the metrics of an epoch, and its logs, go on from there, as soon as they are built."""
+        """Let the metrics of an epoch, and its logs, go on from there: when it has begun, and they are built."""
         self._metrics = numbered(arrays, "metric")
         self._names, self._logs = about["metrics"], about["logs"]
-        if len(self._metrics) == len(self._model.metrics_variables):
-            self.metrics_built()
 
     def metrics_built(self) -> None:
         """The metrics have their variables: a pipeline's when it sees the first results."""
@@ -138,12 +138,11 @@ class Resumption:
         if self._metrics and len(self._metrics) == len(variables) and self._names == self._metric_names():
             for variable, value in zip(variables, self._metrics, strict=True):
                 variable.assign(value)
-            self._logs = {}
         self._metrics = []
 
     @property
     def logs(self) -> dict[str, float]:
-        """Those of the epoch so far if nothing is left of it, and its metrics therefore never built."""
+        """Those that an epoch had when it was resumed, which remain its own if none of its steps were left."""
         return self._logs
 
     def _rate(self) -> float | None:

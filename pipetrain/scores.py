@@ -24,6 +24,10 @@ class Score(Protocol):
         """Updates the metrics and gives Keras' logs; if it ``counts``, the optimizer has made one more update."""
 
 
+def _nothing() -> None:
+    """An evaluation's metrics are its own: nobody is told that they are built."""
+
+
 class Scores:
     """Updates a compiled model's trackers and its optimizer's count: one TensorFlow op a minibatch, traced at first.
 
@@ -31,7 +35,7 @@ class Scores:
         model: the compiled model.
         outputs: symbolic tensors like the results' predictions.
         engine: gives predictions the structure that calling the model gives, and keeps the count of what is counted.
-        built: called when the metrics have their variables.
+        built: called when the metrics have their variables, at the first minibatch that an epoch trains on.
     """
 
     def __init__(
@@ -47,7 +51,7 @@ class Scores:
 
     def of_training(self, targets: Any) -> Score:
         """For labels and sample weights of these specs, where a result's loss is the minibatch's."""
-        return self._score(self._update_train, targets)
+        return self._score(self._update_train, targets, self._built)
 
     def of_testing(self, targets: Any) -> Score:
         """Likewise, where a result's loss is the regularization penalty alone."""
@@ -59,7 +63,7 @@ class Scores:
             return tf.zeros([])
         return self._model._compile_loss(y, self._pack(outputs), sample_weight)
 
-    def _score(self, body: Callable[..., Any], targets: Any) -> Score:
+    def _score(self, body: Callable[..., Any], targets: Any, built: Callable[[], None] = _nothing) -> Score:
         update: Any = None
         number = cache(tf.constant)  # which would take a moment of every minibatch
 
@@ -70,7 +74,7 @@ class Scores:
                 predictions = any_rows(Values(self._outputs, result.predictions.masks))
                 others = any_rows([result.loss, rows, updates])
                 update = direct(self._traced(body, targets, predictions, *others))
-                self._built()
+                built()
             targets_now = minibatch.y, minibatch.sample_weight
             return update(targets_now, result.predictions, result.loss, rows, updates)
 

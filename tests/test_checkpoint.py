@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import pipetrain
 from pipetrain.callbacks import PipelineCheckpoint, Snapshots
 from pipetrain.store import Store
 
@@ -328,7 +329,7 @@ def test_stopped_anywhere_a_synchronous_run_goes_on_as_never_stopped(at, data, t
     assert position == ([epoch + 1, 0] if last else [epoch, batch + 1])
     networks.assert_close(again.get_weights(), weights)
     for name, values in history.items():
-        assert len(values) == 3 - position[0] - (position[1] == STEPS)
+        assert len(values) == 3 - position[0]
         assert values == pytest.approx(whole[name][-len(values) :], rel=1e-4)
 
 
@@ -338,7 +339,7 @@ def test_stopped_anywhere_a_synchronous_run_goes_on_as_never_stopped(at, data, t
 def test_stopped_anywhere_what_is_in_flight_is_done(scheme, at, data, tmp_path):
     """Minibatches that were under way when a callback stopped training are done, and not done again."""
     (epoch, step), _, history = stopped(tmp_path, at, data, scheme=scheme)
-    assert len(history["loss"]) == 3 - epoch - (step == STEPS)
+    assert len(history["loss"]) == 3 - epoch
     assert step == 0 or step == min(STEPS, at[1] + (5 if scheme == "spectrain" else 4))
 
 
@@ -376,6 +377,43 @@ def test_what_is_evaluated_after_a_stop_is_not_taken_for_the_epoch_s_metrics(dat
     assert history["loss"] == pytest.approx(whole["loss"], rel=1e-4)
 
 
+class Looks(keras.callbacks.Callback):
+    """Evaluates when an epoch begins, and keeps the weights of each epoch's end."""
+
+    def __init__(self, x, y):
+        super().__init__()
+        self._data, self.weights = (x, y), []
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.model.evaluate(*self._data, verbose=0)
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.weights.append(self.model.get_weights())
+
+
+@pytest.mark.parametrize("metrics", [None, ["accuracy"]])
+@pytest.mark.parametrize(("scheme", "batch"), [("1f1b", STEPS - 1), ("spectrain", STEPS - 3)])
+def test_an_epoch_without_a_step_left_has_its_logs_and_is_validated(scheme, batch, metrics, tmp_path):
+    """Of data of unknown length nobody knows that the stop, and what was in flight then, came to their end."""
+    x, y = networks.data(24, seed=3)
+    settings = {**unknown(), "epochs": 2, "validation_data": (x, y), "verbose": 0}
+    histories, kept = [], []
+    looks = Looks(x, y)
+    for callback in (StopAt(0, batch), looks):
+        keras.utils.set_random_seed(0)
+        pm = pipetrain.PipelineModel(model(), stages=3, scheme=scheme)
+        pm.compile(keras.optimizers.SGD(0.05, momentum=0.9), networks.crossentropy(), metrics=metrics)
+        callbacks = [PipelineCheckpoint(tmp_path, every_steps=100), callback]
+        histories.append(pm.fit(**settings, callbacks=callbacks).history)
+        kept.append(pm.get_weights())
+    first, second = histories
+    networks.assert_equal(looks.weights[0], kept[0])
+    assert list(second) == list(first)
+    for name, (value,) in first.items():
+        assert len(second[name]) == 2
+        assert second[name][0] == pytest.approx(value, rel=1e-5)
+
+
 def test_more_epochs_have_their_own_metrics(tmp_path):
     x, y = networks.data(BATCH * STEPS)
     settings = {"batch_size": BATCH, "verbose": 0, "validation_data": (x[:40], y[:40])}
@@ -391,7 +429,7 @@ def test_data_of_unknown_length_may_stop_at_the_end_of_an_epoch(tmp_path):
     run(tmp_path / "cut", data=unknown, every_steps=5, stop_after=11)
     again, rest = run(tmp_path / "cut", data=unknown, every_steps=5)
     networks.assert_equal(again.get_weights(), whole.get_weights())
-    assert rest["loss"] == pytest.approx(history["loss"][1:])  # nothing is left of the first
+    assert rest["loss"] == pytest.approx(history["loss"])  # the first is as it was, though nothing is left of it
 
 
 def test_snapshots_change_nothing(trained, tmp_path):

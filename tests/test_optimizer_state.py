@@ -236,6 +236,38 @@ def test_data_parallelism_knows_the_optimizer_that_it_was_given_again():
     assert_same(state(pm), state(plain), 1e-5)
 
 
+def test_data_parallelism_gives_back_to_the_optimizer_of_compile_what_its_copy_gathered():
+    """By turns with a pipeline, each compiled but once with the same optimizer; and for the model by itself."""
+    plain, model, given = make("keras", OPTIMIZERS["nadam"]), networks.small(), OPTIMIZERS["nadam"]()
+    several = pipetrain.PipelineModel(model, scheme="data-parallel", devices=("CPU:0", "CPU:1"))
+    pm = pipetrain.PipelineModel(model, cuts=("d1",), scheme="gpipe")
+    for way in (several, pm, model):
+        way.compile(given, networks.crossentropy())
+    for way in (several, several, pm, several, model):
+        fit(way, X, Y)
+        fit(plain, X, Y)
+        networks.assert_close(model.get_weights(), plain.get_weights(), 2e-5)
+        assert len(given.variables) == len(plain.optimizer.variables)
+        assert int(given.iterations) == int(plain.optimizer.iterations)
+
+
+@pytest.mark.parametrize("scheme", ["gpipe", "single"])
+@pytest.mark.parametrize("name", by_default(OPTIMIZERS, "adam", "nadam", "muon"))
+def test_a_layer_that_is_frozen_for_a_while_finds_its_slots_again(scheme, name):
+    """Compiled with the same optimizer each time; the layer in the middle is frozen for the second."""
+    models = [make(way, OPTIMIZERS[name]) for way in ("keras", scheme)]
+    optimizers = [model.optimizer for model in models]
+    for trainable in (True, False, False, True):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model.get_layer("d1").trainable = trainable
+            model.compile(optimizer, networks.crossentropy())
+            fit(model, X, Y)
+        plain, pm = models
+        assert len(optimizers[1].variables) == len(optimizers[0].variables)
+        networks.assert_close(pm.get_weights(), plain.get_weights())
+        assert_same(state(pm), state(plain), 1e-5)
+
+
 def test_one_optimizer_trains_a_model_in_several_ways_by_turns():
     """As a pipeline, by itself, as another pipeline: what each has gathered the next one goes on with."""
     plain, model = networks.small(), networks.small()

@@ -46,7 +46,8 @@ def weights_of(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
 def adopt(optimizer: keras.optimizers.Optimizer, weights: Sequence[keras.Variable], parts: Sequence[Part]) -> None:
     """Let the optimizer's slots for these weights be the stages'; what it has gathered for them goes to the stages.
 
-    So it reads, saves and loads as one that has trained the model alone. Either all of this happens or nothing: the
+    So it reads, saves and loads as one that has trained the model alone. For weights that it was built for, and that no
+    stage trains because they are frozen by now, it keeps its own slots. Either all of this happens or nothing: the
     optimizer keeps its own slots if it is interrupted.
 
     Args:
@@ -57,18 +58,39 @@ def adopt(optimizer: keras.optimizers.Optimizer, weights: Sequence[keras.Variabl
     ours = _merged(parts)
     mine = Part(optimizer, weights_of(optimizer))
     common = parts[0].shared if parts else []
-    if [*map(id, mine.weights)] != [*map(id, weights)] or not _has(mine, ours):
+    everything = _with_frozen(weights, mine.weights)
+    if [*map(id, mine.weights)] != [*map(id, everything)] or not _has(mine, ours):
         copy(mine, ours, common)
-        with _whole(optimizer):
-            forget(optimizer)
-            with _handing_out(optimizer, parts):
-                optimizer.build(list(weights))
-            made = Part(optimizer, weights)
-            pairs = [(variable, ours[key]) for key, variable in made.slots.items() if key in ours]
-            _replace(optimizer, [*pairs, *zip(made.shared, common, strict=True)])
-        mine = Part(optimizer, weights)
+        trained = {*map(id, weights)}
+        frozen = {key: variable for key, variable in mine.slots.items() if key[0] not in trained}
+        _rebuild(optimizer, everything, frozen | ours, parts)
+        mine = Part(optimizer, everything)
     for part in parts[1:]:
         copy(mine, part.slots, part.shared)
+
+
+def _with_frozen(weights: Sequence[keras.Variable], before: Sequence[keras.Variable]) -> list[keras.Variable]:
+    """These weights and those of before, in the order of before if it has others too, and all of these."""
+    ids, known = {*map(id, weights)}, {*map(id, before)}
+    if ids < known:
+        return list(before)
+    return [*weights, *(weight for weight in before if id(weight) not in ids)]
+
+
+def _rebuild(
+    optimizer: keras.optimizers.Optimizer,
+    weights: Sequence[keras.Variable],
+    held: dict[Key, Any],
+    parts: Sequence[Part],
+) -> None:
+    """Build the optimizer anew, for these weights, with the slots that are held and what the parts share."""
+    common = parts[0].shared if parts else []
+    with _whole(optimizer), _handing_out(optimizer, held, parts):
+        forget(optimizer)
+        optimizer.build(list(weights))
+        made = Part(optimizer, weights)
+        pairs = [(variable, held[key]) for key, variable in made.slots.items() if key in held]
+        _replace(optimizer, [*pairs, *zip(made.shared, common, strict=True)])
 
 
 def forget(optimizer: keras.optimizers.Optimizer) -> None:
@@ -103,12 +125,16 @@ def _whole(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
 
 
 @contextmanager
-def _handing_out(optimizer: keras.optimizers.Optimizer, parts: Sequence[Part]) -> Iterator[None]:
-    """Meanwhile a slot that the optimizer would make is a stage's: all of them in one place might not fit there."""
+def _handing_out(optimizer: keras.optimizers.Optimizer, held: dict[Key, Any], parts: Sequence[Part]) -> Iterator[None]:
+    """Meanwhile a slot that the optimizer would make is one that is held, its own by now or one of the parts'.
+
+    The stages' slots, all made once more in one place, might not fit there.
+    """
     waiting: defaultdict[int, dict[int, Any]] = defaultdict(dict)  # in the order in which they were made
-    for (weight, _), variable in _merged(parts).items():
+    for (weight, _), variable in held.items():
         waiting[weight][id(variable)] = variable
-    order = {id(variable): n for part in parts for n, variable in enumerate(part.optimizer.variables)}
+    makers = [optimizer, *(part.optimizer for part in parts)]
+    order = {id(variable): n for maker in makers for n, variable in enumerate(maker.variables)}
     queues = {weight: sorted(found.values(), key=lambda each: order[id(each)]) for weight, found in waiting.items()}
     make = optimizer.add_variable_from_reference
 
