@@ -133,6 +133,9 @@ class Adds(L.Layer):
         self.add_loss(self.loss(x, *others))
         return x
 
+    def get_config(self):
+        return {**super().get_config(), "loss": self.loss}
+
 
 def autoencoder():
     """Two losses of layers, in different stages, none compiled."""

@@ -81,7 +81,7 @@ def trained(model, optimizer="momentum", **settings):
     loss = networks.crossentropy()
     pm.compile(OPTIMIZERS[optimizer](), [loss, None] if model is without_loss else loss)
     networks.fit(pm, *networks.data(120))
-    assert int(pm.optimizer.iterations) == 6
+    assert int(pm.optimizer.iterations.numpy()) == 6
     return pm.get_weights()
 
 

@@ -110,7 +110,7 @@ def test_the_backward_has_the_forwards_draws(draw):
 
 @pytest.mark.parametrize("scheme", networks.by_default(SCHEMES, "spectrain"))
 def test_in_every_scheme(scheme):
-    kept, again = (trained(Drawing(dropout), scheme, recompute) for recompute in (False, True))
+    kept, again = (trained(Drawing(of_a_generator), scheme, recompute) for recompute in (False, True))
     networks.assert_close(again, kept, 1e-6)
 
 
