@@ -55,10 +55,13 @@ class MirroredEngine:
         self.load()
 
     def batch_like(self, epoch_iterator: Any) -> Any:
-        """One device's part of a batch, or its specs, which do where they say all but the number of rows."""
+        """One device's part of a batch, or its specs, which do where they say how many dimensions there are.
+
+        To read a batch is to put a data set that is shuffled, or a generator, out of step.
+        """
         given = epoch_iterator._distributed_dataset.element_spec
         specs = keras.tree.map_structure(lambda spec: getattr(spec, "_value_specs", (spec,))[0], given)
-        if all(each.shape.rank and each.shape[1:].is_fully_defined() for each in keras.tree.flatten(specs)):
+        if all(each.shape.rank for each in keras.tree.flatten(specs)):
             return specs
         _, _, batches = next(iter(epoch_iterator))
         # of all devices' parts, whose rows may differ in number, the first
