@@ -10,11 +10,11 @@ import keras
 import tensorflow as tf
 
 from pipetrain import checks
-from pipetrain.compute.adoption import Part, built, copy, weights_of
+from pipetrain.compute.adoption import Part, built, copy, weights_of, with_frozen
 from pipetrain.compute.clone import clone
 from pipetrain.compute.cores import is_remote
 from pipetrain.compute.input_shapes import Shapes
-from pipetrain.compute.slots import Slot, shared, slots
+from pipetrain.compute.slots import Slot, slots
 from pipetrain.layout import Layout
 from pipetrain.plan.trace import Trace
 from pipetrain.state import Arrays, assign, collected
@@ -108,9 +108,12 @@ class MirroredEngine:
         """What the one has gathered, and its count of steps, the other has too: one is given, one trains the copy."""
         gathered = self._gathered(source)
         if gathered.weights:
-            mirrored = target._distribution_strategy is self.strategy  # then it refuses others' variables
+            weights = with_frozen(self.model.trainable_variables, gathered.weights)
+            if target._distribution_strategy is self.strategy:  # which refuses others' variables
+                copies = dict(zip(map(id, self.model.variables), self.trained.variables, strict=True))
+                weights = [copies[id(weight)] for weight in weights]
             with target._distribution_strategy.scope():
-                built(target, (self.trained if mirrored else self.model).trainable_variables)
+                built(target, weights)
             mine = self._gathered(target)
             copy(gathered, mine.slots, mine.shared)
         target._iterations.assign(tf.convert_to_tensor(source._iterations))
@@ -176,21 +179,19 @@ class MirroredEngine:
         """All that training needs to go on; each replica gets the mean of all statistics, as it will again then."""
         self.synchronize()
         self.load()
-        return collected(self.model, self._slots(), [shared(self.optimizer, self.model.trainable_variables)])
+        return collected(self.model, self._slots(), [self._gathered(self.optimizer).shared])
 
     def restore(self, arrays: Arrays, ends: Any, shapes: Any, updates: int, fitted: int) -> list[str]:
         """Go on from there, after so many updates, ``fitted`` of them of this ``fit``; gives what was not there."""
         with self.strategy.scope():
-            missing = assign(
-                self.model, arrays, self._slots(), [shared(self.optimizer, self.model.trainable_variables)]
-            )
+            missing = assign(self.model, arrays, self._slots(), [self._gathered(self.optimizer).shared])
             self.load()
             self.optimizer.iterations.assign(updates)
         self._first_update = updates - fitted
         return missing
 
     def _slots(self) -> Iterator[Slot]:
-        return slots(self.optimizer, self.model.trainable_variables)
+        return slots(self.optimizer, self._gathered(self.optimizer).weights)
 
     def synchronize(self) -> None:
         """The mirrored weights flow back into the model."""

@@ -251,7 +251,7 @@ def test_data_parallelism_gives_back_to_the_optimizer_of_compile_what_its_copy_g
         assert int(given.iterations) == int(plain.optimizer.iterations)
 
 
-@pytest.mark.parametrize("scheme", ["gpipe", "single"])
+@pytest.mark.parametrize("scheme", ["gpipe", "single", "data-parallel"])
 @pytest.mark.parametrize("name", by_default(OPTIMIZERS, "adam", "nadam", "muon"))
 def test_a_layer_that_is_frozen_for_a_while_finds_its_slots_again(scheme, name):
     """Compiled with the same optimizer each time; the layer in the middle is frozen for the second."""

@@ -58,7 +58,7 @@ def adopt(optimizer: keras.optimizers.Optimizer, weights: Sequence[keras.Variabl
     ours = _merged(parts)
     mine = Part(optimizer, weights_of(optimizer))
     common = parts[0].shared if parts else []
-    everything = _with_frozen(weights, mine.weights)
+    everything = with_frozen(weights, mine.weights)
     if [*map(id, mine.weights)] != [*map(id, everything)] or not _has(mine, ours):
         copy(mine, ours, common)
         trained = {*map(id, weights)}
@@ -69,7 +69,7 @@ def adopt(optimizer: keras.optimizers.Optimizer, weights: Sequence[keras.Variabl
         copy(mine, part.slots, part.shared)
 
 
-def _with_frozen(weights: Sequence[keras.Variable], before: Sequence[keras.Variable]) -> list[keras.Variable]:
+def with_frozen(weights: Sequence[keras.Variable], before: Sequence[keras.Variable]) -> list[keras.Variable]:
     """These weights and those of before, in the order of before if it has others too, and all of these."""
     ids, known = {*map(id, weights)}, {*map(id, before)}
     if ids < known:
