@@ -282,7 +282,8 @@ class PipelineModel(keras.Model):
             self.resumption.epoch_iterator = iterator
         if self.scheme == DATA_PARALLEL and iterator is not None:
             data_batch, iterator = self._engine.batch_like(iterator), None
-        with undone(built_when_traced(self)):
+        optimizers = [self.optimizer] if getattr(self, "optimizer", None) is not None else []  # built there, too
+        with undone([*built_when_traced(self), *optimizers]):
             super()._maybe_symbolic_build(iterator, data_batch)
 
     def begin_epoch(self, steps: int | None) -> None:
