@@ -47,6 +47,7 @@ class MirroredEngine:
             self.trained = keras.models.clone_model(model)
         self._training = False
         self._snapshot_every = 0
+        self.optimizer: keras.optimizers.Optimizer | None = None
         self._replaced: tuple[Any, Any] = (None, None)  # the optimizer of the last ``compile``, and what trains instead
         self._given_steps = 0  # of the former, when it and the latter were last alike
         self.rows: int | None = None
@@ -145,10 +146,16 @@ class MirroredEngine:
         self.rows = rows
         self.layout.learn(shapes)
         self.load()
+        self.build()
         with self.strategy.scope():
-            built(self.optimizer, self.trained.trainable_variables)
             self._take_on()
         self._first_update = int(self.optimizer.iterations.numpy())
+
+    def build(self) -> None:
+        """The optimizer has all of its slots, if there is one: interrupted in Keras' hands, it would have some."""
+        if self.optimizer is not None:
+            with self.strategy.scope():
+                built(self.optimizer, self.trained.trainable_variables)
 
     def beside_slots(self) -> tuple[()]:
         """Nothing: a Keras file holds all that training needs to go on."""

@@ -280,10 +280,11 @@ class PipelineModel(keras.Model):
         """Keras' own, without reading the first batch, which would put a shuffled data set out of step."""
         if iterator is not None and not self._evaluating:
             self.resumption.epoch_iterator = iterator
+        if self.scheme == DATA_PARALLEL:
+            self._engine.build()
         if self.scheme == DATA_PARALLEL and iterator is not None:
             data_batch, iterator = self._engine.batch_like(iterator), None
-        optimizers = [self.optimizer] if getattr(self, "optimizer", None) is not None else []  # built there, too
-        with undone([*built_when_traced(self), *optimizers]):
+        with undone(built_when_traced(self)):
             super()._maybe_symbolic_build(iterator, data_batch)
 
     def begin_epoch(self, steps: int | None) -> None:

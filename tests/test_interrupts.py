@@ -274,6 +274,25 @@ def test_signals_at_30_random_moments_of_first_steps(scheme, undisturbed):
     assert interrupted > 10
 
 
+def test_an_optimizer_interrupted_while_it_is_built_has_each_slot_once(monkeypatch):
+    """Under data parallelism Keras builds it, in an evaluation too."""
+    pm, made = pipeline("data-parallel"), []
+    make = keras.optimizers.Optimizer.add_variable_from_reference
+
+    def interrupted(self, *args, **settings):
+        made.append(self)
+        if len(made) == 3:
+            raise KeyboardInterrupt
+        return make(self, *args, **settings)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(keras.optimizers.Optimizer, "add_variable_from_reference", interrupted)
+        pm.evaluate(X, LABELS, verbose=0)
+    fit(pm, X, LABELS)
+    slots = [each.path for each in pm.optimizer.variables[2:]]  # after its count and its rate
+    assert len(slots) == len(set(slots)) == len(pm.trainable_variables)
+
+
 @pytest.fixture(autouse=True)
 def alarms_interrupt():
     """A timer's signal is Ctrl-C's."""

@@ -29,14 +29,16 @@ def total_penalty(penalties: Sequence[tf.Tensor], summed: Sequence[bool] = ()) -
     sums = [tf.cast(tf.reduce_sum(each), tf.float32) for each in penalties]
     if not any(summed):
         return tf.add_n(sums) if sums else None
-    over_rows = [each for each, is_sum in zip(sums, summed, strict=False) if is_sum]
-    others = [each for n, each in enumerate(sums) if n >= len(summed) or not summed[n]]
-    return tf.stack([tf.add_n([tf.zeros([]), *others]), tf.add_n(over_rows)])
+    known = [*summed, *[False] * (len(sums) - len(summed))]  # the last ones are weights', which have no rows
+    means, over_rows = (
+        [each for each, is_sum in zip(sums, known, strict=True) if is_sum == kind] for kind in (False, True)
+    )
+    return tf.stack([tf.add_n([tf.zeros([]), *means]), tf.add_n(over_rows)])
 
 
-def as_mean(penalty: tf.Tensor | None, share: float) -> tf.Tensor | None:
+def as_mean(penalty: tf.Tensor, share: float) -> tf.Tensor:
     """``total_penalty`` of a piece as one number that counts by its ``share`` of the rows."""
-    return penalty if penalty is None or penalty.shape.rank == 0 else penalty[0] + penalty[1] / share
+    return penalty if penalty.shape.rank == 0 else penalty[0] + penalty[1] / share
 
 
 def start_of(spec: tf.TensorSpec, share: float) -> Any:

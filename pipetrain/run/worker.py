@@ -13,7 +13,7 @@ from pipetrain.compute.bound import Newest
 from pipetrain.compute.cores import finish, pin
 from pipetrain.compute.inference import Replica
 from pipetrain.compute.penalties import as_mean
-from pipetrain.compute.stage import Inputs, Kept, Pulled, Step
+from pipetrain.compute.stage import Forward, Inputs, Kept, Pulled, Step
 from pipetrain.plan.actions import Action
 from pipetrain.plan.schemes import Scheme
 from pipetrain.plan.trace import Span, Transfer
@@ -197,7 +197,7 @@ class Worker(threading.Thread):
         if microbatch.values is not None:
             result = self._stage.forward(weights, *self._inputs(microbatch))
             output, loss = result.output, result.loss
-        microbatch = microbatch.passed(result and as_mean(result.penalty, self._shared(microbatch).share))
+        microbatch = self._passed(microbatch, result)
         if self._trains:
             self._in_flight[microbatch.index] = (microbatch, result and result.kept)
             self.most_in_flight = max(self.most_in_flight, len(self._in_flight))
@@ -226,11 +226,16 @@ class Worker(threading.Thread):
         del weights, inputs
         self._now = microbatch, (backward,)
         result = pulled.forward
-        done = self._shared(microbatch)
-        done = done.passed(as_mean(result.penalty, done.share))
+        done = self._shared(self._passed(microbatch, result))
         self._control.report(Output(done, self._seat.replica, result.loss, result.output))
         self._pass_on(microbatch, pulled)
         return pulled.forward_end_s
+
+    def _passed(self, microbatch: Microbatch, result: Forward | None) -> Microbatch:
+        """The microbatch after this stage's forward, with its layers' own losses."""
+        if result is None or result.penalty is None:
+            return microbatch.passed(None)
+        return microbatch.passed(as_mean(result.penalty, self._shared(microbatch).share))
 
     def _inputs(self, microbatch: Microbatch) -> Inputs:
         last = self._doors.below is None
