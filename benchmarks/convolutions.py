@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from pipetrain.plan.table import table
-from pipetrain.run.quiet import start_tensorflow
+from pipetrain.cli.quiet import start_tensorflow
+from pipetrain.plan.text_table import text_table
 
 if TYPE_CHECKING:
     import keras
     import tensorflow as tf
 
-    from pipetrain.compute.stage import Stage
+    from pipetrain.compute.functions.stage import Stage
 
 STEPS = 20
 
@@ -75,8 +75,8 @@ def cut_network(count: int) -> list[Stage]:
     import keras
     import tensorflow as tf
 
-    from pipetrain.compute.blocks import Chain
-    from pipetrain.compute.stage import Stage
+    from pipetrain.compute.functions.stage import Stage
+    from pipetrain.compute.graph.blocks import Chain
 
     loss = entropy()
     chain = Chain(network())
@@ -94,10 +94,10 @@ def cut_network(count: int) -> list[Stage]:
 
 def train(stages: list[Stage], x: tf.Tensor, y: tf.Tensor) -> None:
     """One minibatch through all stages and back."""
-    from pipetrain.compute.bound import Newest
-    from pipetrain.compute.stage import Step, Values
+    from pipetrain.compute.functions.stage import BoundaryTensors, Step
+    from pipetrain.compute.functions.weight_binding import Newest
 
-    values, kept, gradients = Values([x], [None]), [], [1.0]
+    values, kept, gradients = BoundaryTensors([x], [None]), [], [1.0]
     for stage in stages:
         result = stage.forward(Newest(), values, (y, None) if stage is stages[-1] else None)
         values = result.output
@@ -147,7 +147,7 @@ def main() -> None:
         for name, seconds, ratio in zip(names, zip(*rounds, strict=True), middle, strict=True)
     ]
     print(f"three convolutions with pooling, batch {options.batch_size}; medians of {options.rounds} rounds")
-    print(table(("", "ms a step", "against plain Keras"), rows))
+    print(text_table(("", "ms a step", "against plain Keras"), rows))
     print(f"lowest and highest ratio: {min(ratios):.2f} - {max(ratios):.2f}")
 
 

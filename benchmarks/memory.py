@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from pipetrain.plan.table import table
-from pipetrain.run.quiet import start_tensorflow
+from pipetrain.cli.quiet import start_tensorflow
+from pipetrain.plan.text_table import text_table
 
 STAGES = 4
 LARGE, LAYERS, SMALL, ROWS, STEPS = 768, 8, 8, 8, 24
@@ -121,7 +121,7 @@ def report(policies: Sequence[str], bar: Any) -> str:
     mib = vanilla[0].weights / 2**20
     return (
         f"In multiples of the stage's weights ({mib:.1f} MiB), beyond vanilla: between actions, then at the fullest\n\n"
-        f"{table(('policy', *stages, *stages), rows)}"
+        f"{text_table(('policy', *stages, *stages), rows)}"
     )
 
 

@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, NamedTuple
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.steal import undisturbed
-from pipetrain.plan.table import table
-from pipetrain.run.quiet import start_tensorflow
+from pipetrain.cli.quiet import start_tensorflow
+from pipetrain.plan.text_table import text_table
 
 if TYPE_CHECKING:
     import keras
@@ -208,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         header += ("us an action", "within it")
         reached = ("reached",) if cases[0].way == FUNCTION else ()
         print(f"{name}; medians of {options.rounds} rounds")
-        print(table(("", *header, *reached), rows(cases, rounds)), end="\n\n", flush=True)
+        print(text_table(("", *header, *reached), rows(cases, rounds)), end="\n\n", flush=True)
 
 
 if __name__ == "__main__":

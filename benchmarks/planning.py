@@ -24,7 +24,7 @@ from pipetrain.plan.capacity import NoPlan
 from pipetrain.plan.cluster import PCIE_3, Cluster, Level, Link
 from pipetrain.plan.partition import partition
 from pipetrain.plan.profile import BlockProfile, Profile
-from pipetrain.plan.table import table
+from pipetrain.plan.text_table import text_table
 
 HOSTS_OF_8 = (Level(PCIE_3, 8), Level(Link(1.25e9, 50e-6)))
 LIMITS = {"no limit": None, "limit met": 4.0, "limit too low": 0.1}  # times an even share of weights and activations
@@ -72,7 +72,7 @@ def main() -> None:
                     cells.append(f"{statistics.median(taken):.2f}")
                 rows.append((f"{blocks} blocks", str(devices), "yes" if replicate else "no", *cells))
     print(f"seconds, medians of {options.rounds} rounds")
-    print(table(("chain", "devices", "replication", *LIMITS), rows))
+    print(text_table(("chain", "devices", "replication", *LIMITS), rows))
 
 
 if __name__ == "__main__":

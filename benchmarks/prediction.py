@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.networks import NETWORKS, Network, build, data
 from benchmarks.turns import taking_turns
-from pipetrain.plan.schemes import NAMES
-from pipetrain.plan.table import table
-from pipetrain.run.quiet import start_tensorflow
+from pipetrain.cli.quiet import start_tensorflow
+from pipetrain.plan.text_table import text_table
+from pipetrain.schemes.table import NAMES
 
 FIRST = 10  # minibatches that fill the pipeline and warm up
 
@@ -57,10 +57,10 @@ def work(job: Job) -> Iterator[Figures | None]:
     import keras
 
     import pipetrain
-    from pipetrain.compute.blocks import Chain
-    from pipetrain.compute.cuts import cut_points
+    from pipetrain.compute.graph.blocks import Chain
+    from pipetrain.compute.graph.cuts import cut_points
+    from pipetrain.frontend.device_choice import available, described
     from pipetrain.plan.partition import partition, plan
-    from pipetrain.run.devices import available, described
 
     keras.utils.set_random_seed(0)
     network, cluster = job.network, described(available())
@@ -106,7 +106,7 @@ def main() -> None:
     results = taking_turns(work, [Job(NETWORKS[name], options.scheme, options.steps) for name in names], options.rounds)
     print(f"2 stages on two cores, {options.scheme}; medians of {options.rounds} rounds")
     rows = [row(name, rounds) for name, rounds in zip(names, results, strict=True)]
-    print(table(("", "predicted samples/s", "measured", "error", "rounds"), rows))
+    print(text_table(("", "predicted samples/s", "measured", "error", "rounds"), rows))
     errors = [abs(statistics.median(each.error for each in rounds)) for rounds in results]
     print(f"median error: {statistics.median(errors):.1%}")
 

@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.networks import COMPARED, build, data
 from benchmarks.sides import compiled
-from pipetrain.plan.schemes import SCHEMES
-from pipetrain.plan.table import table
-from pipetrain.run.quiet import start_tensorflow
+from pipetrain.cli.quiet import start_tensorflow
+from pipetrain.plan.text_table import text_table
+from pipetrain.schemes.table import SCHEMES
 
 KERAS, STEPS, MIB = "Keras", 12, 2**20
 PIPELINES = tuple(name for name in SCHEMES if name != "single")
@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             ratios = f"{found.resident / found.planned:.2f}", f"{found.resident / plain.resident:.2f}"
             rows.append((name, scheme, *cells, *ratios))
     print("MiB that training adds to the process at its fullest")
-    print(table(("", "", "planned", "resident", "of planned", "of Keras"), rows))
+    print(text_table(("", "", "planned", "resident", "of planned", "of Keras"), rows))
 
 
 if __name__ == "__main__":

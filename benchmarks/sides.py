@@ -8,14 +8,14 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.networks import Network, build, data
-from pipetrain.plan.schemes import DATA_PARALLEL
-from pipetrain.run.quiet import start_tensorflow
+from pipetrain.cli.quiet import start_tensorflow
 from pipetrain.run.stderr import quiet_stderr
+from pipetrain.schemes.table import DATA_PARALLEL
 
 if TYPE_CHECKING:
     import keras
 
-    from pipetrain.plan.trace import Trace
+    from pipetrain.trace.trace import Trace
 
 ONE_CORE = ("Keras, 1 core", "Keras, 1 core, XLA")
 TOGETHER = 2  # processes that train at once, each by itself
@@ -87,8 +87,8 @@ def plain(job: KerasJob) -> dict[str, keras.Model]:
 def pipelines(job: KerasJob) -> dict[str, Any]:
     """Every scheme, all cut alike: as the planner says."""
     import pipetrain
+    from pipetrain.frontend.device_choice import available, described
     from pipetrain.plan.partition import partition
-    from pipetrain.run.devices import available, described
 
     model = build(job.network)
     profile = pipetrain.profile(model, job.network.batch_size, verbose=False)

@@ -28,8 +28,8 @@ from benchmarks import networks
 from benchmarks.networks import Network
 from benchmarks.prediction import FIRST
 from benchmarks.turns import taking_turns
-from pipetrain.plan.table import table
-from pipetrain.run.quiet import start_tensorflow
+from pipetrain.cli.quiet import start_tensorflow
+from pipetrain.plan.text_table import text_table
 
 if TYPE_CHECKING:
     import keras
@@ -92,12 +92,12 @@ def work(job: Job) -> Iterator[Rates | None]:
     import keras
 
     import pipetrain
-    from pipetrain.compute.blocks import Chain
-    from pipetrain.compute.cuts import cut_points
+    from pipetrain.compute.graph.blocks import Chain
+    from pipetrain.compute.graph.cuts import cut_points
+    from pipetrain.frontend.device_choice import available, described
     from pipetrain.plan.memory import Training
     from pipetrain.plan.partition import partition, plan
-    from pipetrain.plan.simulator import simulate
-    from pipetrain.run.devices import available, described
+    from pipetrain.simulation.simulator import simulate
 
     keras.utils.set_random_seed(0)
     network, cluster = job.network, described(available())
@@ -196,7 +196,7 @@ def main() -> None:
         wrong += [f"{name}: {each}" for each in other]
         apart += pairs
     print(f"two cores, samples/s simulated / measured, medians of {options.rounds} rounds")
-    print(table(("", *SCHEMES), rows))
+    print(text_table(("", *SCHEMES), rows))
     print(f"median error: {statistics.median(map(abs, errors)):.1%}; largest: {max(map(abs, errors)):.0%}")
     print(f"schemes more than 10% apart: {apart} pairs, of which in the wrong order: {', '.join(wrong) or 'none'}")
 

@@ -20,10 +20,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from pipetrain.plan.schemes import NAMES
-from pipetrain.plan.simulator import simulate
 from pipetrain.plan.stages import Partition, StagePlan
-from pipetrain.plan.table import table
+from pipetrain.plan.text_table import text_table
+from pipetrain.schemes.table import NAMES
+from pipetrain.simulation.simulator import simulate
 
 SIZES = [(4, 10_000), (1024, 4096)]
 
@@ -59,7 +59,7 @@ def main() -> None:
     options = parser.parse_args()
     sizes = [(options.stages, options.minibatches)] if options.stages else SIZES
     header = (options.scheme, "actions", "seconds", "of a processor", "us an action", "GiB")
-    print(table(header, [row(*size, options.scheme) for size in sizes]))
+    print(text_table(header, [row(*size, options.scheme) for size in sizes]))
 
 
 if __name__ == "__main__":

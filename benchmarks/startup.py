@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from pipetrain.plan.table import table
+from pipetrain.plan.text_table import text_table
 
 ROOT = Path(__file__).parents[1]
 CACHES = ("cold", "warm")
@@ -84,24 +84,24 @@ def begin(arguments: Sequence[str], start_s: float) -> dict[str, float]:
     options = run.parse(arguments)
     run.start_tensorflow(options.stages)
     import experiments.training  # noqa: F401
-    from pipetrain import engine, layout
+    from pipetrain.frontend import pipeline_strategy, placement
     from pipetrain.run import pipeline
 
     watch = Stopwatch("import", start_s)
     watch.turn_to("model")
     watch.timed(datasets, "load", "data")
-    watch.timed(layout, "cached_profile", "profile")
-    watch.timed(layout, "partition", "partition")
-    watch.timed(layout.Layout, "build", "stages")
+    watch.timed(placement, "cached_profile", "profile")
+    watch.timed(placement, "partition", "partition")
+    watch.timed(placement.Placement, "build", "stages")
     watch.timed(pipeline.Pipeline, "trace_for", "trace", then="first minibatch")
-    step = engine.PipelineEngine.step
+    step = pipeline_strategy.PipelineStrategy.step
 
     def only_step(*arguments: Any) -> Any:
         step(*arguments)
         watch.turn_to("model")
         raise SystemExit
 
-    engine.PipelineEngine.step = only_step
+    pipeline_strategy.PipelineStrategy.step = only_step
     try:
         run.main(arguments)
     except SystemExit:
@@ -145,7 +145,7 @@ def imports(rounds: int) -> str:
     """The table of what is imported: medians of the rounds, the lowest and the highest."""
     seconds = {name: [import_s(statements) for _ in range(rounds)] for name, statements in IMPORTS.items()}
     rows = [(name, f"{median(each):.3f}", f"{min(each):.3f} - {max(each):.3f}") for name, each in seconds.items()]
-    return table(("import of", "seconds", "lowest - highest"), rows)
+    return text_table(("import of", "seconds", "lowest - highest"), rows)
 
 
 def report(found: dict[str, list[dict[str, float]]]) -> str:
@@ -156,7 +156,7 @@ def report(found: dict[str, list[dict[str, float]]]) -> str:
     totals = {cache: [sum(each.values()) for each in found[cache]] for cache in CACHES}
     rows.append(("all", *_each(totals, median), "to the first trained minibatch"))
     rows.append(("lowest - highest", *_each(totals, lambda of: f"{min(of):.1f} - {max(of):.1f}"), ""))
-    return table(("seconds", *CACHES, "what it is"), rows)
+    return text_table(("seconds", *CACHES, "what it is"), rows)
 
 
 def _each(totals: dict[str, list[float]], of: Callable[[list[float]], Any]) -> list[str]:

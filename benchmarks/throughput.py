@@ -32,8 +32,8 @@ from benchmarks import sides, torch_peer
 from benchmarks.networks import COMPARED, Network
 from benchmarks.sides import FIRST, Figures, KerasJob
 from benchmarks.turns import teams_taking_turns
-from pipetrain.plan.schemes import NAMES
-from pipetrain.plan.table import table
+from pipetrain.plan.text_table import text_table
+from pipetrain.schemes.table import NAMES
 
 CORES = 2
 DEFAULT = ("spectrain", "vanilla", "weight-stashing", "1f1b", "gpipe", "data-parallel")
@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found = measured(network, options)
         size = ", ".join(f"{key} {value}" for key, value in network.size.items())
         print(f"{name} ({size}), batch {network.batch_size}; medians of {given.rounds} rounds")
-        print(table(("", *HEADER), list(rows(found))), end="\n\n", flush=True)
+        print(text_table(("", *HEADER), list(rows(found))), end="\n\n", flush=True)
 
 
 if __name__ == "__main__":

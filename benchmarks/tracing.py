@@ -24,10 +24,10 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from pipetrain.plan.actions import Action
-from pipetrain.plan.schemes import SCHEMES
-from pipetrain.plan.table import table
-from pipetrain.run.quiet import start_tensorflow
+from pipetrain.cli.quiet import start_tensorflow
+from pipetrain.plan.text_table import text_table
+from pipetrain.schemes.actions import Action
+from pipetrain.schemes.table import SCHEMES
 
 if TYPE_CHECKING:
     import pipetrain
@@ -78,7 +78,7 @@ def model_of(network: Network, scheme: str) -> pipetrain.PipelineModel:
 
 
 def act(self: Any, action: Action) -> None:
-    """``Worker._act`` without a clock and without a span."""
+    """``StageThread._act`` without a clock and without a span."""
     forward = action.op == "F"
     received = self._doors.inbox.get() if forward else self._returned()
     self._control.running.wait()
@@ -94,8 +94,8 @@ def measured(network: Network, scheme: str, rounds: int) -> tuple[list[Taken], l
     import keras
     import numpy as np
 
-    from pipetrain.run.exchange import Outlet
-    from pipetrain.run.worker import Worker
+    from pipetrain.run.channels import Sender
+    from pipetrain.run.stage_thread import StageThread
 
     pm, rng = model_of(network, scheme), np.random.default_rng(0)
     x = rng.normal(size=(network.steps * network.batch_size, network.width)).astype("float32")
@@ -114,7 +114,7 @@ def measured(network: Network, scheme: str, rounds: int) -> tuple[list[Taken], l
     def send(self: Any, message: Any, values: Any, rows: int, microbatch: int | None = None) -> None:
         recording(self, message, values, rows)
 
-    recording = Outlet.send
+    recording = Sender.send
     taken()
     records = (len(pm.trace.spans) + len(pm.trace.transfers)) / network.steps
     seconds: dict[bool, list[Taken]] = {True: [], False: []}
@@ -123,7 +123,7 @@ def measured(network: Network, scheme: str, rounds: int) -> tuple[list[Taken], l
             if records_it:
                 seconds[True].append(taken())
                 continue
-            with mock.patch.object(Worker, "_act", act), mock.patch.object(Outlet, "send", send):
+            with mock.patch.object(StageThread, "_act", act), mock.patch.object(Sender, "send", send):
                 seconds[False].append(taken())
         print(f"\rround {number + 1} of {rounds}", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
@@ -134,15 +134,15 @@ def alone_s(network: Network) -> float:
     """Seconds of a minibatch's spans and transfers, their part of the drain included."""
     import tensorflow as tf
 
-    from pipetrain.plan.trace import Span
-    from pipetrain.run.exchange import Door, Outlet
+    from pipetrain.run.channels import Destination, Sender
     from pipetrain.run.mailbox import Mailbox
+    from pipetrain.trace.trace import Span
 
     values = [tf.zeros((network.batch_size, network.width))]
     spans: list[Span] = []
 
     def sending_s(microbatch: int | None) -> float:
-        outlet = Outlet([Door(Mailbox(), values[0].device)])
+        outlet = Sender([Destination(Mailbox(), values[0].device)])
         begin_s = time.perf_counter()
         for _ in range(REPEATED):
             outlet.send(lambda sent: sent, values, network.batch_size, microbatch)
@@ -200,7 +200,7 @@ def main() -> None:
         print("  ".join(rows[-1]), file=sys.stderr)
     print(f"dense networks, {options.scheme}, two cores; {options.rounds} rounds")
     header = ("", "records a step", "ms of the processor", "us to record", "cost alone", *HEADER)
-    print(table(header, rows))
+    print(text_table(header, rows))
 
 
 if __name__ == "__main__":

@@ -27,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.sides import FIRST
 from benchmarks.turns import taking_turns
-from pipetrain.plan.schemes import NAMES
-from pipetrain.plan.table import table
-from pipetrain.run.quiet import start_tensorflow
+from pipetrain.cli.quiet import start_tensorflow
+from pipetrain.plan.text_table import text_table
+from pipetrain.schemes.table import NAMES
 
 STAGES = 2
 SMALL = 8  # units a layer: next to nothing to compute
@@ -154,7 +154,11 @@ def main() -> None:
             )
         )
     print(f"{options.layers} x {options.width} dense, batch {options.batch_size}; medians of {options.rounds} rounds")
-    print(table(("", "samples/s", "against plain Keras", "lowest - highest", "processor ms a step", "ms beside"), rows))
+    print(
+        text_table(
+            ("", "samples/s", "against plain Keras", "lowest - highest", "processor ms a step", "ms beside"), rows
+        )
+    )
     overheads_ms = [1e3 * each.step_s / (2 * STAGES) for each in small]
     print(
         f"overhead per action: {statistics.median(overheads_ms):.2f} ms "

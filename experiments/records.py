@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pipetrain.plan.schemes import HORIZONS
+from pipetrain.schemes.table import HORIZONS
 
 CHECKPOINTS = "checkpoints"  # the folder, within a run's
 LOST = 75  # exit status of a run that has lost a worker; EX_TEMPFAIL of sysexits.h

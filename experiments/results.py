@@ -10,8 +10,8 @@ from pathlib import Path
 from experiments import resuming
 from experiments.intervals import interval, shown
 from experiments.records import Settings, Summary
-from pipetrain.plan.schemes import DATA_PARALLEL, NAMES
-from pipetrain.plan.table import counted, table
+from pipetrain.plan.text_table import counted, text_table
+from pipetrain.schemes.table import DATA_PARALLEL, NAMES
 
 REFERENCES = (DATA_PARALLEL, "single")  # synchronous, the same gradient of each minibatch; the first that was run
 FREE = ("scheme", "seed")  # what may be different between the runs of a network
@@ -153,7 +153,7 @@ def text(parts: Sequence[Section]) -> str:
     """For the terminal; the best of a network has a star."""
     return "\n\n".join(
         f"{part.model}: {part.about}\n"
-        + table(part.header, [[f"{cell.text}{' *' if cell.best else ''}" for cell in row] for row in part.rows])
+        + text_table(part.header, [[f"{cell.text}{' *' if cell.best else ''}" for cell in row] for row in part.rows])
         for part in parts
     )
 

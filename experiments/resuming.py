@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.records import CHECKPOINTS, POLICY_OPTIONS, Settings, Summary
-from pipetrain.plan.schemes import has
+from pipetrain.schemes.table import has
 
 
 def newest(runs: Path) -> Path:

@@ -36,9 +36,9 @@ from experiments import datasets, optimizers  # noqa: E402
 from experiments.displacement import Errors, Means, Versions, means  # noqa: E402
 from experiments.networks import NETWORKS, input_shape, sizes  # noqa: E402
 from experiments.options import add_training, fill_in, positive, writable  # noqa: E402
-from pipetrain.plan.schemes import NAMES  # noqa: E402
-from pipetrain.plan.table import table  # noqa: E402
-from pipetrain.run.quiet import start_tensorflow  # noqa: E402
+from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
+from pipetrain.plan.text_table import text_table  # noqa: E402
+from pipetrain.schemes.table import NAMES  # noqa: E402
 
 if TYPE_CHECKING:
     import keras
@@ -196,7 +196,7 @@ def report(study: Study, found: Sequence[Means], diverged_at: int | None) -> str
         for each in found
     ]
     end = f"\nTraining diverged at step {diverged_at}." if diverged_at else ""
-    return f"{title}\n\n{table(header, rows)}\n\n{verdict(found)}{end}"
+    return f"{title}\n\n{text_table(header, rows)}\n\n{verdict(found)}{end}"
 
 
 def verdict(found: Sequence[Means]) -> str:

@@ -36,9 +36,9 @@ from experiments import datasets, resuming  # noqa: E402
 from experiments.networks import NETWORKS, sizes  # noqa: E402
 from experiments.options import add_training, fill_in, positive, rate, whole, writable  # noqa: E402
 from experiments.records import LOST, POLICY_OPTIONS, Settings, Summary  # noqa: E402
-from pipetrain.plan import schemes  # noqa: E402
-from pipetrain.plan.table import table  # noqa: E402
-from pipetrain.run.quiet import start_tensorflow  # noqa: E402
+from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
+from pipetrain.plan.text_table import text_table  # noqa: E402
+from pipetrain.schemes import table  # noqa: E402
 
 # What may be different when a run goes on, and options that say nothing about the run itself.
 CHANGEABLE = {"stages", "steps", "learning_rate", "momentum", "microbatches", "checkpoint_every", *POLICY_OPTIONS}
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _is_loss_of_a_worker(error: Exception) -> bool:
     if not isinstance(error, ConnectionError):
         return False
-    from pipetrain.run.faults import WorkerLost  # TensorFlow, which a connection has needed already
+    from pipetrain.cluster.health import WorkerLost  # TensorFlow, which a connection has needed already
 
     return isinstance(error, WorkerLost)
 
@@ -106,10 +106,10 @@ def end_with_supervisor() -> None:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line's options."""
     description, _, epilog = __doc__.partition("\n\n")[2].partition("examples:")
-    about = {name: scheme.about for name, scheme in schemes.SCHEMES.items()}
-    about[schemes.DATA_PARALLEL] = "synchronous, a copy of the model on every device (MirroredStrategy)"
-    longest = max(map(len, schemes.NAMES))
-    schemes_about = "\n".join(f"  {name:<{longest}} {about[name]}" for name in schemes.NAMES)
+    about = {name: scheme.about for name, scheme in table.SCHEMES.items()}
+    about[table.DATA_PARALLEL] = "synchronous, a copy of the model on every device (MirroredStrategy)"
+    longest = max(map(len, table.NAMES))
+    schemes_about = "\n".join(f"  {name:<{longest}} {about[name]}" for name in table.NAMES)
     parser = argparse.ArgumentParser(
         description=f"{__doc__.splitlines()[0]}\n\n{description}",
         epilog=f"schemes:\n{schemes_about}\n\nexamples:{epilog}",
@@ -118,7 +118,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--scheme",
         action="append",
-        choices=(*schemes.NAMES, "all"),
+        choices=(*table.NAMES, "all"),
         help="how to train, see below; may be given several times (default: spectrain)",
     )
     add_training(parser, steps=1000)
@@ -130,8 +130,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--horizon",
-        choices=schemes.HORIZONS,
-        default=schemes.HORIZONS[0],
+        choices=table.HORIZONS,
+        default=table.HORIZONS[0],
         help="how spectrain predicts: as the paper has it; up to the minibatch's own backward, which then reads the "
         "same predicted weights; or by that multiple of the velocity that came nearest of late (default: %(default)s)",
     )
@@ -196,7 +196,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     fill_in(options)
     chosen = options.scheme or ["spectrain"]
     options.every = "all" in chosen
-    options.scheme = list(schemes.NAMES) if options.every else list(dict.fromkeys(chosen))
+    options.scheme = list(table.NAMES) if options.every else list(dict.fromkeys(chosen))
     return options
 
 
@@ -261,9 +261,9 @@ def having(scheme: str, options: argparse.Namespace) -> dict[str, Any]:
     """The policy's options for this scheme. Raises ValueError for those that none of the run's schemes has."""
     given = {name: getattr(options, name) for name in POLICY_OPTIONS if name in options.given}
     for name in given:
-        if not any(schemes.has(each, name) for each in options.scheme):
-            schemes.check_options(scheme, **{**POLICY_OPTIONS, **given})
-    return {**POLICY_OPTIONS, **{name: value for name, value in given.items() if schemes.has(scheme, name)}}
+        if not any(table.has(each, name) for each in options.scheme):
+            table.check_options(scheme, **{**POLICY_OPTIONS, **given})
+    return {**POLICY_OPTIONS, **{name: value for name, value in given.items() if table.has(scheme, name)}}
 
 
 def go_on(options: argparse.Namespace, ends: ExitStack) -> tuple[Path, list[Summary]]:
@@ -339,7 +339,7 @@ def closing_table(summaries: Sequence) -> str:
     header = ("scheme", "samples/s", "best validation accuracy", "")
     if not any(summary.diverged_at for summary in summaries):
         header, rows = header[:3], [row[:3] for row in rows]
-    return table(header, rows)
+    return text_table(header, rows)
 
 
 if __name__ == "__main__":

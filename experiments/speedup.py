@@ -39,18 +39,18 @@ sys.path.insert(0, str(ROOT))
 import models  # noqa: E402
 from experiments.options import positive, writable  # noqa: E402
 from experiments.traffic import CLASSES, INPUTS  # noqa: E402
+from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
 from pipetrain.plan.cluster import Cluster  # noqa: E402
-from pipetrain.plan.idle import idle  # noqa: E402
 from pipetrain.plan.memory import Training  # noqa: E402
 from pipetrain.plan.partition import partition, plan  # noqa: E402
 from pipetrain.plan.profile import Profile  # noqa: E402
 from pipetrain.plan.roofline import TESLA_P40, Device, prediction_s, roofline  # noqa: E402
-from pipetrain.plan.schemes import SCHEMES  # noqa: E402
-from pipetrain.plan.simulator import simulate  # noqa: E402
 from pipetrain.plan.stages import Partition  # noqa: E402
-from pipetrain.plan.table import table  # noqa: E402
-from pipetrain.plan.trace import Trace  # noqa: E402
-from pipetrain.run.quiet import start_tensorflow  # noqa: E402
+from pipetrain.plan.text_table import text_table  # noqa: E402
+from pipetrain.schemes.table import SCHEMES  # noqa: E402
+from pipetrain.simulation.simulator import simulate  # noqa: E402
+from pipetrain.trace.idle import idle  # noqa: E402
+from pipetrain.trace.trace import Trace  # noqa: E402
 
 PLATFORM = ROOT / "experiments" / "platforms" / "tesla_p40.json"
 DATA_PARALLEL = tuple(f"data-parallel ({how})" for how in ("server", "ring", "overlapped"))
@@ -102,7 +102,7 @@ Profiled = Callable[[int], Profile]  # of so many rows
 
 def profiles(model: str, device: Device) -> Profiled:
     """The network's profile by rows."""
-    from pipetrain.compute.work import works
+    from pipetrain.compute.profiling.operation_count import works
 
     network = models.build(model, INPUTS[model], CLASSES.get(model, 10))
     return lambda rows: roofline(model, rows, works(network, rows), device)
@@ -270,7 +270,7 @@ def compared(results: Sequence[Outcome]) -> str:
         )
         for each in statements(results)
     ]
-    return table(("statement", "paper", *(way.removeprefix("data-parallel ") for way in DATA_PARALLEL)), rows)
+    return text_table(("statement", "paper", *(way.removeprefix("data-parallel ") for way in DATA_PARALLEL)), rows)
 
 
 def _throughput(some: Sequence[Outcome]) -> str:
@@ -280,13 +280,13 @@ def _throughput(some: Sequence[Outcome]) -> str:
         (name, f"{by[name, 'single'].step_s * 1e3:.1f}", *(f"{by[name, way].against_single:.2f}" for way in WAYS[1:]))
         for name in names
     ]
-    return table(("network", "single ms", *WAYS[1:]), rows)
+    return text_table(("network", "single ms", *WAYS[1:]), rows)
 
 
 def _times(some: Sequence[Outcome]) -> str:
     by = {(each.model, each.way): each for each in some}
     names = list(dict.fromkeys(each.model for each in some))
-    return table(("network", *WAYS[1:]), [(name, *(_parts(by[name, way]) for way in WAYS[1:])) for name in names])
+    return text_table(("network", *WAYS[1:]), [(name, *(_parts(by[name, way]) for way in WAYS[1:])) for name in names])
 
 
 def _parts(one: Outcome) -> str:

@@ -41,8 +41,8 @@ from experiments import datasets  # noqa: E402
 from experiments.intervals import interval, shown  # noqa: E402
 from experiments.options import positive, rate, writable  # noqa: E402
 from experiments.policies import POLICIES, Outcome, Run, record, recorded, train  # noqa: E402
-from pipetrain.plan.table import table  # noqa: E402
-from pipetrain.run.quiet import start_tensorflow  # noqa: E402
+from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
+from pipetrain.plan.text_table import text_table  # noqa: E402
 
 STAGES = (2, 4, 8)
 RATES = (0.01, 0.02)
@@ -273,7 +273,7 @@ def report(rows: Sequence[Row]) -> str:
     ]
     if not any(row.diverged for row in rows):
         header, cells = header[:-1], [row[:-1] for row in cells]
-    return table(header, cells)
+    return text_table(header, cells)
 
 
 if __name__ == "__main__":

@@ -16,13 +16,13 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from experiments.records import CHECKPOINTS, LOST
-from pipetrain.plan.hosts import Hosts
-from pipetrain.plan.table import counted
-from pipetrain.run.greeting import ASK_S, missing
+from pipetrain.cluster.hosts import Hosts
+from pipetrain.cluster.probe import ASK_S, missing
+from pipetrain.plan.text_table import counted
 from pipetrain.run.stderr import quiet_stderr
 
 if TYPE_CHECKING:
-    from pipetrain.run.local import LocalWorkers
+    from pipetrain.cluster.local_workers import LocalWorkers
 
 LEAVE_S = 30.0  # a training process that cannot end within, after a worker was lost, is killed
 TRIES = 5  # losses without a checkpoint between them
@@ -191,7 +191,7 @@ class Supervision:
 
 def _local_workers(count: int) -> LocalWorkers:
     with quiet_stderr():
-        from pipetrain.run.local import LocalWorkers
+        from pipetrain.cluster.local_workers import LocalWorkers
     return LocalWorkers(count)
 
 

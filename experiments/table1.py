@@ -34,10 +34,10 @@ from experiments import datasets, results  # noqa: E402
 from experiments.networks import NETWORKS, defaults, parameters, sizes  # noqa: E402
 from experiments.options import positive, rate, writable  # noqa: E402
 from experiments.records import Settings  # noqa: E402
-from pipetrain.plan import schemes  # noqa: E402
-from pipetrain.run.quiet import start_tensorflow  # noqa: E402
+from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
+from pipetrain.schemes import table  # noqa: E402
 
-SCHEMES = (schemes.DATA_PARALLEL, "vanilla", "weight-stashing", "spectrain")
+SCHEMES = (table.DATA_PARALLEL, "vanilla", "weight-stashing", "spectrain")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,7 +66,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--scheme",
         action="append",
-        choices=schemes.NAMES,
+        choices=table.NAMES,
         help=f"how to train; may be given several times (default: {', '.join(SCHEMES)})",
     )
     parser.add_argument("--steps", type=positive, default=5000, metavar="N", help="minibatches (default: 5000)")

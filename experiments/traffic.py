@@ -28,10 +28,10 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 import models  # noqa: E402
+from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
 from pipetrain.plan.partition import partition, plan  # noqa: E402
 from pipetrain.plan.profile import mib  # noqa: E402
-from pipetrain.plan.table import table  # noqa: E402
-from pipetrain.run.quiet import start_tensorflow  # noqa: E402
+from pipetrain.plan.text_table import text_table  # noqa: E402
 
 # What each network reads, as published: CIFAR-10 images, 20 words, and Inception v4's own images of 299 pixels.
 INPUTS = {
@@ -91,7 +91,7 @@ def report(traffic: Sequence[Traffic]) -> str:
         f"Average ratio: {_times(geometric_mean(ratios))} (geometric mean), {_times(fmean(ratios))} (arithmetic), "
         f"{_times(sums)} (all bytes together)."
     )
-    return f"{table(header, rows)}\n\n{average}\n{PAPER}"
+    return f"{text_table(header, rows)}\n\n{average}\n{PAPER}"
 
 
 def _times(ratio: float) -> str:

@@ -22,9 +22,9 @@ from experiments.datasets import Dataset
 from experiments.networks import input_shape
 from experiments.records import CHECKPOINTS, Settings, Summary
 from pipetrain.callbacks import PipelineCheckpoint, Snapshots
-from pipetrain.mirror import check_own
-from pipetrain.plan.schemes import DATA_PARALLEL
-from pipetrain.run.devices import available
+from pipetrain.frontend.data_parallel import check_own
+from pipetrain.frontend.device_choice import available
+from pipetrain.schemes.table import DATA_PARALLEL
 
 EVALUATION_ROWS = 500  # per batch; evaluation is no part of what is timed
 TIMED_STEPS = (50, 250)  # samples per second are measured between these, or over the second half of a shorter run

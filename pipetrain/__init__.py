@@ -7,16 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pipetrain import callbacks
-    from pipetrain.compute.profiler import profile
+    from pipetrain.cluster.connection import connect
+    from pipetrain.cluster.health import WorkerLost
+    from pipetrain.cluster.local_workers import LocalWorkers
+    from pipetrain.compute.profiling.profiler import profile
+    from pipetrain.devices import set_cpu_devices
     from pipetrain.model import PipelineModel
     from pipetrain.plan.partition import partition
     from pipetrain.plan.profile import Profile
-    from pipetrain.plan.simulator import simulate
     from pipetrain.plan.stages import Partition
-    from pipetrain.plan.trace import Trace
-    from pipetrain.run.connection import connect
-    from pipetrain.run.devices import set_cpu_devices
-    from pipetrain.run.local import LocalWorkers
+    from pipetrain.simulation.simulator import simulate
+    from pipetrain.trace.idle import idle
+    from pipetrain.trace.trace import Trace
 
 __all__ = [
     "LocalWorkers",
@@ -24,8 +26,10 @@ __all__ = [
     "PipelineModel",
     "Profile",
     "Trace",
+    "WorkerLost",
     "callbacks",
     "connect",
+    "idle",
     "partition",
     "profile",
     "set_cpu_devices",
@@ -34,16 +38,18 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
-    "LocalWorkers": "pipetrain.run.local",
+    "LocalWorkers": "pipetrain.cluster.local_workers",
     "Partition": "pipetrain.plan.stages",
     "PipelineModel": "pipetrain.model",
     "Profile": "pipetrain.plan.profile",
-    "Trace": "pipetrain.plan.trace",
-    "connect": "pipetrain.run.connection",
+    "Trace": "pipetrain.trace.trace",
+    "WorkerLost": "pipetrain.cluster.health",
+    "connect": "pipetrain.cluster.connection",
+    "idle": "pipetrain.trace.idle",
     "partition": "pipetrain.plan.partition",
-    "profile": "pipetrain.compute.profiler",
-    "set_cpu_devices": "pipetrain.run.devices",
-    "simulate": "pipetrain.plan.simulator",
+    "profile": "pipetrain.compute.profiling.profiler",
+    "set_cpu_devices": "pipetrain.devices",
+    "simulate": "pipetrain.simulation.simulator",
 }
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import keras
 
-from pipetrain.callback_state import recall, remembered
-from pipetrain.plan.table import counted
-from pipetrain.position import Position
-from pipetrain.store import Checkpoint, Store
+from pipetrain.checkpoint.callback_state import recall, remembered
+from pipetrain.checkpoint.position import Position
+from pipetrain.checkpoint.store import Checkpoint, Store
+from pipetrain.plan.text_table import counted
 
 
 class Snapshots(keras.callbacks.Callback):

@@ -9,29 +9,29 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from pipetrain import checks
-from pipetrain.compute.input_shapes import shapes_of_data
-from pipetrain.compute.undone import undone
-from pipetrain.compute.update import gathers, slots_per_weight
-from pipetrain.engine import PipelineEngine
-from pipetrain.evaluator import Evaluation, Predicted
-from pipetrain.feed import Untuned
-from pipetrain.layout import Layout
-from pipetrain.loop import Loop, as_list, with_last
-from pipetrain.mirror import MirroredEngine
+from pipetrain.checkpoint.session import FitSession
+from pipetrain.cluster.health import HealthMonitor
+from pipetrain.compute.functions.undone import undone
+from pipetrain.compute.graph.input_shapes import shapes_of_data
+from pipetrain.compute.optimizer.update import gathers, slots_per_weight
+from pipetrain.frontend import checks
+from pipetrain.frontend.data_parallel import DataParallelStrategy
+from pipetrain.frontend.device_choice import resolve
+from pipetrain.frontend.evaluation import Evaluation, Predicted
+from pipetrain.frontend.fit_callback import FitCallback, as_list, with_last
+from pipetrain.frontend.input_data import Untuned
+from pipetrain.frontend.metrics import StepMetrics, TrackedMetrics, built_when_traced
+from pipetrain.frontend.pipeline_strategy import PipelineStrategy
+from pipetrain.frontend.placement import Placement
+from pipetrain.frontend.saving import compiled_as
 from pipetrain.plan.memory import Training
-from pipetrain.plan.schemes import DATA_PARALLEL, HORIZONS, Scheme, check_name, check_options
-from pipetrain.plan.schemes import scheme as chosen_scheme
 from pipetrain.plan.stages import Partition
-from pipetrain.plan.trace import Trace
-from pipetrain.resumption import Resumption
 from pipetrain.run.collector import Result
-from pipetrain.run.devices import resolve
-from pipetrain.run.faults import Watch
 from pipetrain.run.pipeline import Activity
-from pipetrain.run.readahead import Minibatch
-from pipetrain.saving import compiled_as
-from pipetrain.scores import Score, Scores, built_when_traced
+from pipetrain.run.window import Minibatch
+from pipetrain.schemes.table import DATA_PARALLEL, HORIZONS, Scheme, check_name, check_options
+from pipetrain.schemes.table import scheme as chosen_scheme
+from pipetrain.trace.trace import Trace
 
 
 def _wrapped(name: str) -> property:
@@ -84,7 +84,7 @@ class PipelineModel(keras.Model):
     """
 
     _reader: Any = None
-    _watch: Watch | None = None
+    _watch: HealthMonitor | None = None
 
     def __init__(
         self,
@@ -107,28 +107,28 @@ class PipelineModel(keras.Model):
         checks.check_microbatches(microbatches)
         checks.check_replicas(scheme, replicas)
         devices = resolve(devices)
-        layout = Layout(model, stages, cuts, devices, replicas)
+        layout = Placement(model, stages, cuts, devices, replicas)
         engine: Any
         self._chosen: Scheme | None = None
         if scheme == DATA_PARALLEL:
             layout.training = Training("single")
-            engine = MirroredEngine(model, layout)
+            engine = DataParallelStrategy(model, layout)
         else:
             checks.check_model(model)
             checks.check_precision(layout.chain.blocks)
             if scheme == "single":
-                layout = Layout(model, 1, None, devices)
+                layout = Placement(model, 1, None, devices)
             self._chosen = chosen_scheme(scheme, horizon, spike_compensation, rescale_steps)
             pieces = checks.checked_pieces(microbatches, scheme, self._chosen, layout.stages)
             layout.training = Training(scheme, microbatches=pieces, recompute=recompute, horizon=horizon)
-            engine = PipelineEngine(model, layout, self._chosen)
+            engine = PipelineStrategy(model, layout, self._chosen)
         with engine.strategy.scope():
             super().__init__(name=name or model.name)
         # Keras searches attributes for layers: ``inner`` is what it finds, the engine is nothing to it.
         self.inner, self._engine = engine.trained, engine
         self.scheme, self.snapshot_every = scheme, 0
         self.options = {"horizon": horizon, "spike_compensation": spike_compensation, "rescale_steps": rescale_steps}
-        self.resumption = Resumption(self, engine)
+        self.resumption = FitSession(self, engine)
         self._fitting, self._evaluating = False, False
         if hasattr(model, "output_names"):  # by which Keras finds each output's loss and metrics
             self.output_names = model.output_names
@@ -146,7 +146,7 @@ class PipelineModel(keras.Model):
     def trace(self) -> Trace:
         """What every stage did and when, and what it sent, up to the last drain; empty for ``data-parallel``.
 
-        ``idle(trace)`` of ``pipetrain.plan.idle`` says why each stage waited. What a CPU device is given is done when
+        ``idle(trace)`` of ``pipetrain.trace.idle`` says why each stage waited. What a CPU device is given is done when
         the call returns, and so are spans and transfers, both on the sender's thread. A GPU's calls return earlier: see
         ``exact_trace``.
         """
@@ -227,7 +227,7 @@ class PipelineModel(keras.Model):
                 slots=slots_per_weight(self.optimizer, rule),
                 gathers=gathers(self.optimizer, rule, self.inner.trainable_variables),
             )
-            self._scores = Scores(self, self.inner.outputs, self._engine, self.resumption.metrics_built)
+            self._scores = TrackedMetrics(self, self.inner.outputs, self._engine, self.resumption.metrics_built)
             self._engine.compiled(self.optimizer, loss, self._scores.loss)
         self.compiled = True
 
@@ -261,7 +261,7 @@ class PipelineModel(keras.Model):
             self.resumption.begin(users, settings.get("initial_epoch", 0))
             stack.enter_context(self._training())
             stack.enter_context(self._with("_fitting", True))
-            return super().fit(x, y, batch_size, epochs, verbose, with_last(callbacks, Loop(users)), **settings)
+            return super().fit(x, y, batch_size, epochs, verbose, with_last(callbacks, FitCallback(users)), **settings)
 
     def _prepare(self, method: str, x: Any, y: Any, batch_size: int | None) -> None:
         self._assert_compile_called(method)
@@ -291,7 +291,7 @@ class PipelineModel(keras.Model):
         """The next steps read from a new iterator: ``steps`` minibatches at most, less what a resumption skips."""
         resumption = self.resumption
         self._engine.begin_epoch(resumption.steps_left(steps), self.snapshot_every, lambda n: resumption.rests(n))
-        self._score: Score | None = None
+        self._score: StepMetrics | None = None
 
     def reset_metrics(self) -> None:
         """Keras' own, which its loop calls before an epoch begins."""
@@ -361,12 +361,12 @@ class PipelineModel(keras.Model):
             self.resumption.end()
 
     @contextmanager
-    def _watched(self) -> Iterator[Watch]:
+    def _watched(self) -> Iterator[HealthMonitor]:
         """Meanwhile workers that are lost are noticed; within itself it is the one that there is."""
         if self._watch is not None:
             yield self._watch
             return
-        with Watch(self._engine.layout.stages_on) as watch, self._with("_watch", watch):
+        with HealthMonitor(self._engine.layout.stages_on) as watch, self._with("_watch", watch):
             yield watch
 
     def train_on_batch(self, x: Any, y: Any = None, *args: Any, **settings: Any) -> Any:
@@ -427,7 +427,7 @@ class PipelineModel(keras.Model):
             setattr(self, name, before)
 
     def _test_step(self, evaluation: Evaluation) -> Callable[[Iterator[Any]], Any]:
-        score: Score | None = None
+        score: StepMetrics | None = None
 
         def step(iterator: Iterator[Any]) -> Any:
             nonlocal score

@@ -21,8 +21,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from numpy.typing import NDArray
 
-from pipetrain.plan.idle import idle
-from pipetrain.plan.trace import Trace
+from pipetrain.trace.idle import idle
+from pipetrain.trace.trace import Trace
 from plots import command, runs
 from plots.style import bars_for, name_rows, save
 

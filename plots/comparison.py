@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipetrain.plan.schemes import SCHEMES
-from pipetrain.plan.trace import Trace
+from pipetrain.schemes.table import SCHEMES
+from pipetrain.trace.trace import Trace
 from plots import breakdown, learning_curves, memory, page, runs, throughput, timeline, transfers
 from plots.missing import attempt
 

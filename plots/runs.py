@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipetrain.plan.schemes import NAMES
-from pipetrain.plan.trace import Trace
+from pipetrain.schemes.table import NAMES
+from pipetrain.trace.trace import Trace
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from pipetrain.plan.idle import Pause, pauses
-from pipetrain.plan.trace import Span, Spans, Trace
+from pipetrain.trace.idle import IdleSpan, pauses
+from pipetrain.trace.trace import Span, Spans, Trace
 from plots.style import save
 
 FILL = {"F": "#56B4E9", "B": "#E69F00"}
@@ -89,13 +89,13 @@ def _has_pieces(spans: Spans) -> bool:
     return bool((np.diff(backwards.version) == 0).any())
 
 
-def _within(pause: Pause, span: Span) -> bool:
+def _within(pause: IdleSpan, span: Span) -> bool:
     """Whether a replica waited for others in the midst of an action."""
     same = (pause.stage, pause.replica) == (span.stage, span.replica)
     return same and span.start_s < pause.start_s and pause.end_s < span.end_s
 
 
-def _bar(axes: Any, rows: dict[tuple[int, int], int], what: Span | Pause, start_s: float, **style: Any) -> None:
+def _bar(axes: Any, rows: dict[tuple[int, int], int], what: Span | IdleSpan, start_s: float, **style: Any) -> None:
     left_ms, width_ms = (what.start_s - start_s) * 1e3, (what.end_s - what.start_s) * 1e3
     axes.barh(rows[what.stage, what.replica], width_ms, left=left_ms, height=0.86, **style)
 

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 from matplotlib.axes import Axes
 
-from pipetrain.plan.trace import Trace
+from pipetrain.trace.trace import Trace
 from plots import command, runs
 from plots.style import bars_for, name_rows, save
 

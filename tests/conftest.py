@@ -18,7 +18,7 @@ gc.set_threshold(50_000, 10, 10)
 import pytest  # noqa: E402
 
 import pipetrain  # noqa: E402
-from pipetrain.compute import walk  # noqa: E402
+from pipetrain.compute.profiling import block_timing  # noqa: E402
 
 pipetrain.set_cpu_devices(6)
 gc.freeze()
@@ -44,5 +44,5 @@ def own_cache(tmp_path_factory):
 def rough_profiles(request, monkeypatch):
     """Few walks decide where a test's model is cut, on a machine that the tests keep busy; not where ``measures``."""
     if request.node.get_closest_marker("measures") is None:
-        monkeypatch.setattr(walk, "MEASURE_S", 0.01)
-        monkeypatch.setattr(walk, "AT_MOST_S", 0.1)
+        monkeypatch.setattr(block_timing, "MEASURE_S", 0.01)
+        monkeypatch.setattr(block_timing, "AT_MOST_S", 0.1)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
-from pipetrain.run.quiet import start_tensorflow  # noqa: E402
+from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
 
 start_tensorflow(1)
 
@@ -25,20 +25,20 @@ import networks  # noqa: E402
 import numpy as np  # noqa: E402
 
 import pipetrain  # noqa: E402
-from pipetrain.run import faults, greeting  # noqa: E402
-from pipetrain.run.faults import WorkerLost  # noqa: E402
+from pipetrain.cluster import health, probe  # noqa: E402
+from pipetrain.cluster.health import WorkerLost  # noqa: E402
 
 
 def refusals() -> list[str]:
     """Why workers did not answer, each time that one was asked from now on."""
-    found, original = [], greeting.greeted
+    found, original = [], probe.greeted
 
     def greeted(address: str, timeout_s: float) -> str:
         why = original(address, timeout_s)
         found.extend([why] if why else [])
         return why
 
-    faults.greeted = greeting.greeted = greeted
+    health.greeted = probe.greeted = greeted
     return found
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import pipetrain
-from pipetrain.compute.stage import Stage
+from pipetrain.compute.functions.stage import Stage
 
 FEATURES, CLASSES = 12, 5
 

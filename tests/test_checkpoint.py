@@ -21,7 +21,7 @@ import tensorflow as tf
 
 import pipetrain
 from pipetrain.callbacks import PipelineCheckpoint, Snapshots
-from pipetrain.store import Store
+from pipetrain.checkpoint.store import Store
 
 BATCH, STEPS = 8, 10
 L = keras.layers

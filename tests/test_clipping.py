@@ -12,11 +12,11 @@ import pytest
 import tensorflow as tf
 
 import pipetrain
-from pipetrain.compute.clipping import clipped, squared_norm
-from pipetrain.compute.stage import Stage
-from pipetrain.compute.update import Update
-from pipetrain.plan.schedules import gpipe, one_forward_one_backward, orders
-from pipetrain.run.norm import GlobalNorm
+from pipetrain.compute.functions.stage import Stage
+from pipetrain.compute.optimizer.clipping import clipped, squared_norm
+from pipetrain.compute.optimizer.update import Update
+from pipetrain.run.global_norm import GlobalNorm
+from pipetrain.schemes.schedules import gpipe, one_forward_one_backward, orders
 
 L = keras.layers
 OPTIMIZERS = {

@@ -10,7 +10,7 @@ import random_models
 import tensorflow as tf
 
 import pipetrain
-from pipetrain.compute.blocks import Chain
+from pipetrain.compute.graph.blocks import Chain
 
 L = keras.layers
 

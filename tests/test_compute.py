@@ -13,14 +13,14 @@ import pytest
 import tensorflow as tf
 
 import pipetrain
-from pipetrain.compute import profile_cache, profiler, walk
-from pipetrain.compute.backward import Backward
-from pipetrain.compute.blocks import Chain
-from pipetrain.compute.inlined import inlined, made_when_needed, updated_one_by_one
-from pipetrain.compute.packed import packed, packed_specs, unpacked
-from pipetrain.compute.progress import Progress
-from pipetrain.compute.split import specs, split
-from pipetrain.compute.update import Update
+from pipetrain.compute.functions.backward import Backward
+from pipetrain.compute.functions.graph_rewrite import inlined, made_when_needed, updated_one_by_one
+from pipetrain.compute.functions.packed import packed, packed_specs, unpacked
+from pipetrain.compute.functions.split import specs, split
+from pipetrain.compute.graph.blocks import Chain
+from pipetrain.compute.optimizer.update import Update
+from pipetrain.compute.profiling import block_timing, profile_cache, profiler
+from pipetrain.compute.profiling.progress import Progress
 from pipetrain.plan.profile import BlockProfile, Profile
 
 L = keras.layers
@@ -218,7 +218,7 @@ class Sleeper(L.Layer):
 @pytest.mark.measures
 def test_the_profile_finds_the_sleepers(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(walk, "time", clock)
+    monkeypatch.setattr(block_timing, "time", clock)
     monkeypatch.setattr(profiler, "_others", lambda device: [])  # which would sleep meanwhile
     layers = [Sleeper(clock, *each) for each in [(), (0.02,), (), (0, 0.03), ()]]
     model = keras.Sequential([keras.Input((4,)), L.Dense(4), *layers, L.Dense(2)])
@@ -286,12 +286,14 @@ def test_of_two_processes_that_measure_at_once_the_first_ones_profile_counts(lin
 @pytest.mark.measures
 def test_a_noisy_machine_is_measured_longer_and_said_so():
     rng = np.random.default_rng(0)
-    steady, timing = walk._until_steady(lambda: walk.Walked([0.01], [0.02], 0.03, []))
+    steady, timing = block_timing._until_steady(lambda: block_timing.TimedBlocks([0.01], [0.02], 0.03, []))
     assert timing == pytest.approx((0.06, 0.0))
-    assert len(steady) == walk.WALKS
-    noisy, timing = walk._until_steady(lambda: walk.Walked([rng.choice([0.1, 0.3])], [0.0], 0.0, []))
-    assert timing.error_s > walk.STEADY * timing.median_s
-    assert sum(each.whole for each in noisy) == pytest.approx(walk.AT_MOST_S, abs=0.3)
+    assert len(steady) == block_timing.WALKS
+    noisy, timing = block_timing._until_steady(
+        lambda: block_timing.TimedBlocks([rng.choice([0.1, 0.3])], [0.0], 0.0, [])
+    )
+    assert timing.error_s > block_timing.STEADY * timing.median_s
+    assert sum(each.whole for each in noisy) == pytest.approx(block_timing.AT_MOST_S, abs=0.3)
     profile = Profile("m", 1, (BlockProfile("b", 0.1, 0.1, 0, 0),), spread=0.2)
     assert "(within 20%)" in str(profile)
     assert "too busy" in str(profile)
@@ -320,7 +322,7 @@ def test_a_backward_timed_on_a_worker_has_both_its_products():
     counting = Counted(8)
     model = keras.Sequential([keras.Input((8,)), L.Dense(8), counting, L.Dense(8)])
     placed, _ = profiler._placed(Chain(model), 4, ((8,),), "/device:CPU:0", Progress("", 0))
-    once = walk._timed_there(placed, "/device:CPU:0")
+    once = block_timing._timed_there(placed, "/device:CPU:0")
     before = counting.count
     for _ in range(5):
         once()

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import pipetrain
-from pipetrain.plan.schemes import NAMES
+from pipetrain.schemes.table import NAMES
 
 L = keras.layers
 PIPELINES = [name for name in NAMES if name not in ("single", "data-parallel")]

@@ -13,8 +13,8 @@ import tensorflow as tf
 from test_graphs import compiled, many_inputs_and_outputs, tokens_and_numbers
 
 import pipetrain
-from pipetrain.compute.blocks import Chain
-from pipetrain.compute.inference import Inference
+from pipetrain.compute.functions.inference import Inference
+from pipetrain.compute.graph.blocks import Chain
 
 BATCH = 16
 L = keras.layers

@@ -16,8 +16,8 @@ import pytest
 
 from experiments import datasets, resuming, run, training
 from experiments.records import Settings
-from pipetrain.plan.schemes import NAMES
-from pipetrain.plan.trace import Trace
+from pipetrain.schemes.table import NAMES
+from pipetrain.trace.trace import Trace
 
 ROOT = Path(__file__).parents[1]
 SMALL = ("--steps", "40", "--depth", "5", "--width", "32", "--learning-rate", "0.01", "--eval-every", "10")

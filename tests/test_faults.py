@@ -20,9 +20,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from pipetrain.run import faults, greeting
-from pipetrain.run.faults import NOTICED_S, Watch, WorkerLost
-from pipetrain.run.peers import peers, sever
+from pipetrain.cluster import health, probe
+from pipetrain.cluster.health import NOTICED_S, HealthMonitor, WorkerLost
+from pipetrain.cluster.sockets import peers, sever
 
 ROOT = Path(__file__).parents[1]
 LOSING = Path(__file__).with_name("losing.py")
@@ -32,7 +32,7 @@ RUN_S = 900  # no run here takes nearly so long, not on a busy machine either; o
 @pytest.fixture
 def impatient(monkeypatch):
     """Questions come fast, and answers have to."""
-    for module in (greeting, faults):
+    for module in (probe, health):
         monkeypatch.setattr(module, "ASK_S", 0.05)
         monkeypatch.setattr(module, "ANSWER_S", 0.1)
 
@@ -42,23 +42,23 @@ def hanging(monkeypatch):
     """The address of something that takes connections and says nothing, in the place of the only worker."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        monkeypatch.setattr(faults, "worker_of", lambda device: address)
+        monkeypatch.setattr(health, "worker_of", lambda device: address)
         yield address
 
 
 def test_missing_workers_are_named_with_the_reason(impatient, hanging):
     with socket.create_server(("127.0.0.1", 0)) as once:
         closed = f"127.0.0.1:{once.getsockname()[1]}"
-    assert greeting.missing([closed, hanging]) == {closed: "connection refused", hanging: "no answer"}
-    assert greeting.missing([]) == {}
-    assert greeting.missing(["no..host:1"]) == {"no..host:1": greeting.NO_HOST}
+    assert probe.missing([closed, hanging]) == {closed: "connection refused", hanging: "no answer"}
+    assert probe.missing([]) == {}
+    assert probe.missing(["no..host:1"]) == {"no..host:1": probe.NO_HOST}
 
 
 def test_a_call_that_waits_for_a_hanging_worker_is_set_free(impatient, hanging):
     host, port = hanging.split(":")
     with (
         pytest.raises(WorkerLost, match=rf"{hanging}, stages 0, 2: no answer.*PipelineCheckpoint") as caught,
-        Watch({"/job:worker/replica:0/task:0/device:CPU:0": [2, 0]}),
+        HealthMonitor({"/job:worker/replica:0/task:0/device:CPU:0": [2, 0]}),
         socket.socket() as call,
     ):
         call.settimeout(280)
@@ -83,15 +83,15 @@ def test_other_connections_stay_open(hanging):
 def test_a_worker_that_was_started_anew_is_lost_too(impatient, monkeypatch):
     """It answers, but knows nothing of what it was given."""
     addresses = {f"/job:worker/replica:0/task:{n}/device:CPU:0": f"127.0.0.1:{n + 1}" for n in range(2)}
-    monkeypatch.setattr(faults, "worker_of", addresses.get)
-    for module in (faults, greeting):
+    monkeypatch.setattr(health, "worker_of", addresses.get)
+    for module in (health, probe):
         monkeypatch.setattr(module, "greeted", lambda address, timeout_s: "")
     says = "Unable to find a context_id matching the specified one. From /job:worker/replica:0/task:1"
     stages = {device: [n] for n, device in enumerate(addresses)}
     anew = r"127\.0\.0\.1:2, stage 1: it was started anew"
-    with pytest.raises(WorkerLost, match=anew), Watch(stages):
+    with pytest.raises(WorkerLost, match=anew), HealthMonitor(stages):
         raise tf.errors.InvalidArgumentError(None, None, says)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="of another kind"), Watch(stages):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="of another kind"), HealthMonitor(stages):
         raise tf.errors.InvalidArgumentError(None, None, "of another kind")
 
 
@@ -112,7 +112,7 @@ def test_fit_says_which_worker_was_killed():
     found = lost(signal.SIGKILL)
     assert found["workers"] == [1]
     assert re.search(r"127\.0\.0\.1:\d+, stage 1: connection refused\. .*goes on from the newest", found["message"])
-    assert 1 <= found["refusals"] <= 2 * greeting.MISSED  # those of the watch, and when the call had failed
+    assert 1 <= found["refusals"] <= 2 * probe.MISSED  # those of the watch, and when the call had failed
     assert found["threads"] == [] and found["kept"]
 
 

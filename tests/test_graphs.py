@@ -14,8 +14,8 @@ import tensorflow as tf
 import transparency
 
 import pipetrain
-from pipetrain.compute.blocks import Chain
-from pipetrain.compute.cuts import cut_points
+from pipetrain.compute.graph.blocks import Chain
+from pipetrain.compute.graph.cuts import cut_points
 
 L = keras.layers
 
@@ -347,7 +347,7 @@ def test_embedding_rows_update_as_in_plain_keras(scheme):
 
 def test_a_recurrent_backward_reads_its_own_kernel():
     """The input gradient through a SimpleRNN takes backward's kernels with the activations that forward stored."""
-    from pipetrain.compute.split import specs, split
+    from pipetrain.compute.functions.split import specs, split
 
     x = keras.Input((3, 2))
     segment = Chain(keras.Model(x, L.SimpleRNN(4)(x))).segment(0, 1)

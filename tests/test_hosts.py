@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from pipetrain.__main__ import main
+from pipetrain.cli.main import main
+from pipetrain.cluster import bandwidth, connection
+from pipetrain.cluster.connection import connect, described_by
+from pipetrain.cluster.hosts import Hosts, is_loopback, task_of_tf_config
 from pipetrain.plan.cluster import Cluster, Level, Link
-from pipetrain.plan.hosts import Hosts, is_loopback, task_of_tf_config
 from pipetrain.plan.memory import Training
-from pipetrain.plan.network import Network
 from pipetrain.plan.partition import partition
 from pipetrain.plan.profile import BlockProfile, Profile
-from pipetrain.plan.simulator import simulate
-from pipetrain.run import connection, links
-from pipetrain.run.connection import connect, described_by
+from pipetrain.simulation.network import Network
+from pipetrain.simulation.simulator import simulate
 
 ROOT = Path(__file__).parents[1]
 TWO = {"workers": ["10.0.0.1:2222", "10.0.0.2:2222"]}
@@ -247,7 +247,7 @@ def _runs(pid: int) -> bool:
 def test_a_worker_whose_controller_has_gone_ends_or_waits():
     script = """
 import subprocess, sys, time
-code = 'import sys; from pipetrain.run import server; server.GONE_S = 8.0; from pipetrain.__main__ import main; '
+code = 'import sys; from pipetrain.cluster import server; server.GONE_S = 8.0; from pipetrain.cli.main import main; '
 code += 'main(["worker", "--port", "0", "--attended", "--on-controller-gone", sys.argv[1]])'
 workers = [
     subprocess.Popen([sys.executable, "-c", code, what], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -269,7 +269,7 @@ def test_a_worker_with_another_tensorflow_is_refused():
     script = """
 import subprocess, sys
 import pipetrain
-code = 'import tensorflow as tf; tf.__version__ = "1.2.3"; from pipetrain.__main__ import main; '
+code = 'import tensorflow as tf; tf.__version__ = "1.2.3"; from pipetrain.cli.main import main; '
 code += 'main(["worker", "--port", "0", "--attended"])'
 with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as worker:
     address = worker.stdout.readline().split()[2].rstrip(",")
@@ -313,12 +313,12 @@ def test_overhead_of_actions_is_planned_and_simulated():
 def test_what_was_measured_of_former_workers_is_forgotten(monkeypatch):
     """Workers that are started anew may be on other hosts, with other cores."""
     said, times = [{"host": "a"}, {"host": "b"}], [1, 1, 2]
-    monkeypatch.setattr(links, "about", lambda task: said[0])
-    monkeypatch.setattr(links, "joins", lambda: times[0])
+    monkeypatch.setattr(bandwidth, "about", lambda task: said[0])
+    monkeypatch.setattr(bandwidth, "joins", lambda: times[0])
     device = "/job:worker/replica:0/task:0/device:CPU:0"
     for host in ("a", "a", "b"):
-        links._forget_former_workers()
-        assert links._host(device) == host
+        bandwidth._forget_former_workers()
+        assert bandwidth._host(device) == host
         times.pop(0)
         said = [{"host": "b"}]
-    links._about.cache_clear()
+    bandwidth._about.cache_clear()

@@ -20,7 +20,7 @@ import tensorflow as tf
 from networks import by_default, fit
 
 import pipetrain
-from pipetrain.plan.schemes import NAMES
+from pipetrain.schemes.table import NAMES
 
 X, Y = networks.data(50)  # two minibatches of 20, one of 10
 LABELS = np.eye(networks.CLASSES, dtype="float32")[Y]

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import pipetrain
 from pipetrain.callbacks import Snapshots
-from pipetrain.plan.schemes import NAMES, SCHEMES
+from pipetrain.schemes.table import NAMES, SCHEMES
 
 BATCH = 16
 L = keras.layers

@@ -12,7 +12,7 @@ import pytest
 
 import models
 from experiments import datasets, networks, run
-from pipetrain.plan import schemes
+from pipetrain.schemes import table
 
 REAL = Path(os.environ.get("TFDS_DATA_DIR") or Path(__file__).parents[2] / "shared" / "tfds")
 REDUCED = {
@@ -123,7 +123,7 @@ def test_networks_train(name, data, tmp_path):
 @pytest.mark.timeout(900)  # Inception v4 takes 300 s where a core is slow
 @pytest.mark.parametrize("name", models.NAMES)
 def test_every_network_trains_under_every_scheme(name, data, tmp_path):
-    for history in train(name, data, tmp_path, schemes.NAMES, 20):
+    for history in train(name, data, tmp_path, table.NAMES, 20):
         assert '"step": 20' in history
 
 

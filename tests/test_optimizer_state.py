@@ -13,7 +13,7 @@ import pytest
 from networks import by_default, compiled, fit
 
 import pipetrain
-from pipetrain.plan.schemes import NAMES
+from pipetrain.schemes.table import NAMES
 
 X, Y = networks.data(80)  # four minibatches
 SYNCHRONOUS = ("1f1b", "gpipe", "single", "data-parallel")

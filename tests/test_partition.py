@@ -17,7 +17,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pipetrain import __main__ as command_line
+from pipetrain.cli import main as command_line
 from pipetrain.plan.advice import advise
 from pipetrain.plan.capacity import NoPlan
 from pipetrain.plan.cluster import PCIE_3, SHARED_MEMORY, Cluster, Level, Link, bandwidth_bytes_per_s, size_bytes

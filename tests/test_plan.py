@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipetrain.plan import corrections, prediction, replay, schedules, versions
-from pipetrain.plan.actions import Action
 from pipetrain.plan.cluster import Cluster, Level, Link
 from pipetrain.plan.partition import partition, plan
 from pipetrain.plan.profile import BlockProfile, Profile
-from pipetrain.plan.schemes import SCHEMES, check_name, scheme
-from pipetrain.plan.trace import Span, Trace
+from pipetrain.schemes import policies, prediction, schedules, staleness_corrections, validation
+from pipetrain.schemes.actions import Action
+from pipetrain.schemes.table import SCHEMES, check_name, scheme
+from pipetrain.trace.trace import Span, Trace
 
 ASYNCHRONOUS = """\
 0: F0  F1  F2  F3  .   .   .   B0  F4  B1  F5  B2  .   B3  .   B4  .   B5
@@ -52,7 +52,7 @@ def test_other_text_is_no_action(text):
     ],
 )
 def test_golden_grids(schedule, shape, golden):
-    assert replay.grid(replay.replay(schedules.orders(schedule, *shape))) == golden
+    assert validation.grid(validation.replay(schedules.orders(schedule, *shape))) == golden
 
 
 @given(st.integers(1, 9), st.integers(1, 12), st.integers(1, 9))
@@ -62,7 +62,7 @@ def test_every_schedule_finishes(stages, minibatches, microbatches):
     warm_up = stages - 1
     for schedule in (schedules.asynchronous, schedules.gpipe, schedules.one_forward_one_backward):
         orders = schedules.orders(schedule, stages, minibatches, microbatches)
-        steps = replay.replay(orders)
+        steps = validation.replay(orders)
         if schedule is schedules.gpipe:
             assert len(steps) == minibatches * 2 * (microbatches + warm_up)  # fill, work, empty, per minibatch
         if schedule is schedules.asynchronous:
@@ -74,21 +74,21 @@ def test_every_schedule_finishes(stages, minibatches, microbatches):
 def test_a_deadlock_is_shown_where_it_is():
     orders = schedules.orders(schedules.asynchronous, 2, 2)
     orders[0] = [orders[0][i] for i in (0, 2, 1, 3)]  # 0B0 before 0F1: fine for stage 0 alone
-    assert replay.replay(orders)
+    assert validation.replay(orders)
     orders[1] = [Action.parse(text) for text in ("1F1", "1B1", "1F0", "1B0")]  # needs 0F1, which waits for 1B0
-    with pytest.raises(replay.ScheduleError, match="1F1 <-- ERROR HERE"):
-        replay.replay(orders)
+    with pytest.raises(validation.ScheduleError, match="1F1 <-- ERROR HERE"):
+        validation.replay(orders)
 
 
 @pytest.mark.parametrize("broken", [["0F0"], ["0F0", "0F0", "0B0"], ["0F0", "0B0", "0B0"], ["0F0", "1B0"]])
 def test_incomplete_orders_are_refused(broken):
-    with pytest.raises(replay.ScheduleError):
-        replay.replay([[Action.parse(text) for text in broken]])
+    with pytest.raises(validation.ScheduleError):
+        validation.replay([[Action.parse(text) for text in broken]])
 
 
 def test_a_backward_before_its_forward_is_refused():
-    with pytest.raises(replay.ScheduleError, match="Deadlock"):
-        replay.replay([[Action.parse("0B0"), Action.parse("0F0")]])
+    with pytest.raises(validation.ScheduleError, match="Deadlock"):
+        validation.replay([[Action.parse("0B0"), Action.parse("0F0")]])
 
 
 def walk(policy, stage, stages, minibatches, pieces=1):
@@ -97,7 +97,7 @@ def walk(policy, stage, stages, minibatches, pieces=1):
     Every minibatch has so many microbatches; what is read is that of its first one.
     """
     weights = {"now": 0}
-    store = versions.WeightVersions(
+    store = policies.WeightVersions(
         policy,
         stage,
         stages,
@@ -122,7 +122,7 @@ def test_policies_read_what_the_table_says(stages):
     for stage in range(stages):
         late = stages - 1 - stage
         policies = {name: scheme.policy for name, scheme in SCHEMES.items() if scheme.asynchronous}
-        policies["local"] = versions.LocalSpecTrain()
+        policies["local"] = policies.LocalSpecTrain()
         reads = {
             name: walk(policy, stage, stages, 20, max(1, stages - 1) if name == "2bw" else 1)
             for name, policy in policies.items()
@@ -163,15 +163,15 @@ def test_spikes_move_the_weights_as_far_as_gradients_in_time():
     """A gradient of -1 that comes D steps late: from then on, the sum of updates is that of momentum without delay."""
     for late in range(6):
         in_time = [sum(0.9**j for j in range(n + late)) for n in range(1, 5)]
-        a, b = corrections.spike(0.9, late)
+        a, b = staleness_corrections.spike(0.9, late)
         delayed = [sum(a * 0.9**j for j in range(n)) + b for n in range(1, 5)]
         assert delayed == pytest.approx(in_time, rel=1e-13)
 
 
 def test_rates_are_rescaled_by_staleness_that_fades():
-    assert [corrections.rescaled(1.0, stale, 0, 10) for stale in range(5)] == [1, 1, 1 / 2, 1 / 3, 1 / 4]
-    assert corrections.rescaled(1.0, 4, 5, 10) == 1 / 2
-    assert corrections.rescaled(1.0, 4, 10, 10) == corrections.rescaled(1.0, 4, 99, 10) == 1
+    assert [staleness_corrections.rescaled(1.0, stale, 0, 10) for stale in range(5)] == [1, 1, 1 / 2, 1 / 3, 1 / 4]
+    assert staleness_corrections.rescaled(1.0, 4, 5, 10) == 1 / 2
+    assert staleness_corrections.rescaled(1.0, 4, 10, 10) == staleness_corrections.rescaled(1.0, 4, 99, 10) == 1
 
 
 def test_the_ratio_is_that_of_least_squares():

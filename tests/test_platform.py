@@ -11,7 +11,7 @@ import pytest
 
 import models
 from experiments import speedup
-from pipetrain.compute.work import analytic, works
+from pipetrain.compute.profiling.operation_count import analytic, works
 from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.roofline import (
     TESLA_P40,

@@ -14,8 +14,8 @@ from experiments import run
 from pipetrain.plan.cluster import Cluster, Level, Link
 from pipetrain.plan.partition import plan
 from pipetrain.plan.profile import BlockProfile, Profile
-from pipetrain.plan.simulator import simulate
-from pipetrain.plan.trace import Span, Trace, Transfer
+from pipetrain.simulation.simulator import simulate
+from pipetrain.trace.trace import Span, Trace, Transfer
 from plots import (
     breakdown,
     command,

@@ -9,9 +9,9 @@ import pytest
 import tensorflow as tf
 from keras import optimizers
 
-from pipetrain.compute.clone import clone
-from pipetrain.compute.update import Update
-from pipetrain.plan.schemes import Rule
+from pipetrain.compute.optimizer.clone import clone
+from pipetrain.compute.optimizer.update import Update
+from pipetrain.schemes.table import UpdateRule
 
 STEADY = {
     "plain": lambda: optimizers.SGD(0.01),
@@ -51,7 +51,7 @@ def values(variables):
 
 @pytest.mark.parametrize("name", STEADY)
 def test_a_constant_gradient_at_steady_momentum_is_predicted(name):
-    variables, _, update, step = stepper(STEADY[name](), Rule(predicts=True))
+    variables, _, update, step = stepper(STEADY[name](), UpdateRule(predicts=True))
     for _ in range(400):
         step()
     predicted = [update.predicted(tf.constant(float(ahead))) for ahead in range(8)]
@@ -64,7 +64,7 @@ def test_a_constant_gradient_at_steady_momentum_is_predicted(name):
 @pytest.mark.parametrize("name", STEADY)
 def test_the_velocity_is_the_update_last_made_whatever_its_rate(name):
     """One ahead is as far again as the last step went, also just before a new learning rate takes effect."""
-    variables, optimizer, update, step = stepper(STEADY[name](), Rule(predicts=True))
+    variables, optimizer, update, step = stepper(STEADY[name](), UpdateRule(predicts=True))
     for now, then in zip(values(variables), update.predicted(tf.constant(5.0))):
         np.testing.assert_array_equal(now, then)  # nothing is known yet
     for rate in (0.01, 0.001, 0.05):
@@ -77,7 +77,7 @@ def test_the_velocity_is_the_update_last_made_whatever_its_rate(name):
 
 
 def test_compensated_spikes_at_steady_momentum_are_predicted():
-    variables, _, update, step = stepper(optimizers.SGD(0.01, momentum=0.9), Rule(predicts=True, spikes=True))
+    variables, _, update, step = stepper(optimizers.SGD(0.01, momentum=0.9), UpdateRule(predicts=True, spikes=True))
     for _ in range(200):
         step(3.0)
     expected = update.predicted(tf.constant(4.0))

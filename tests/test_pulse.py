@@ -5,14 +5,14 @@ from __future__ import annotations
 import networks
 import pytest
 
-from pipetrain import pulse
+from pipetrain.frontend import progress_metrics
 from pipetrain.run.pipeline import Activity
 
 
 def test_figures_are_those_since_the_epoch_s_first_step(monkeypatch):
     clock = iter([10.0, 12.0, 14.0, 20.0, 21.0])
-    monkeypatch.setattr(pulse.time, "perf_counter", lambda: next(clock))
-    figures = pulse.Pulse()
+    monkeypatch.setattr(progress_metrics.time, "perf_counter", lambda: next(clock))
+    figures = progress_metrics.ProgressMetrics()
     assert figures.figures(100, Activity(5.0, 4, 2)) == {}
     assert figures.figures(300, Activity(9.0, 4, 4)) == {"samples_per_s": 100, "in_flight": 4, "bubble": 0.5}
     assert figures.figures(700, Activity(17.0, 4, 3)) == {"samples_per_s": 150, "in_flight": 4, "bubble": 0.25}

@@ -11,7 +11,7 @@ import random_models
 from hypothesis import HealthCheck, Phase, assume, given, settings
 
 import pipetrain
-from pipetrain.compute.blocks import Chain
+from pipetrain.compute.graph.blocks import Chain
 
 ROWS, STEPS, RATE = 8, 10, 0.02
 

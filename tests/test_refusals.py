@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import pipetrain
-from pipetrain.__main__ import main
 from pipetrain.callbacks import Snapshots
+from pipetrain.cli.main import main
 
 
 def refused(match, kind=ValueError):

@@ -17,13 +17,13 @@ from test_graphs import compiled, many_inputs_and_outputs, tokens_and_numbers
 
 import models
 import pipetrain
-from pipetrain.compute.stage import Stage
+from pipetrain.compute.functions.stage import Stage
 from pipetrain.plan.cluster import Cluster, Level, Link
 from pipetrain.plan.partition import plan
-from pipetrain.plan.schemes import scheme
-from pipetrain.plan.trace import Trace
-from pipetrain.run.exchange import joined, rows_of, take
+from pipetrain.run.channels import joined, rows_of, take
 from pipetrain.run.reduction import shared_out
+from pipetrain.schemes.table import scheme
+from pipetrain.trace.trace import Trace
 
 L = keras.layers
 SCHEMES = ["vanilla", "weight-stashing", "vertical-sync", "spectrain", "gpipe", "1f1b"]

@@ -13,8 +13,8 @@ import pytest
 import tensorflow as tf
 
 import pipetrain
-from pipetrain.plan.schemes import SCHEMES as SCHEME_TABLE
 from pipetrain.run import pipeline, switch_interval
+from pipetrain.schemes.table import SCHEMES as SCHEME_TABLE
 
 ROWS, BATCH = 12 * 16, 16
 SCHEMES = networks.by_default(SCHEME_TABLE, "single", "spectrain", "gpipe", "1f1b", "2bw")  # others act as spectrain

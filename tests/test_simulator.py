@@ -16,18 +16,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pipetrain
-from pipetrain import __main__ as command_line
-from pipetrain.plan import replay, schedules, simulator, wavefront
-from pipetrain.plan.actions import Action
+from pipetrain.cli import main as command_line
 from pipetrain.plan.cluster import Cluster, Level, Link
-from pipetrain.plan.comparison import compare
-from pipetrain.plan.idle import idle, pauses
 from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import plan
 from pipetrain.plan.profile import BlockProfile, Profile
-from pipetrain.plan.schemes import NAMES, SCHEMES
-from pipetrain.plan.simulator import simulate
-from pipetrain.plan.trace import Span, Trace, Transfer
+from pipetrain.schemes import schedules, validation
+from pipetrain.schemes.actions import Action
+from pipetrain.schemes.table import NAMES, SCHEMES
+from pipetrain.simulation import simulator, vectorized
+from pipetrain.simulation.comparison import compare
+from pipetrain.simulation.simulator import simulate
+from pipetrain.trace.idle import idle, pauses
+from pipetrain.trace.trace import Span, Trace, Transfer
 
 AT_ONCE = Cluster((Level(Link(math.inf)),))
 ASYNCHRONOUS = ["vanilla", "weight-stashing", "vertical-sync", "spectrain"]
@@ -77,7 +78,7 @@ chains = st.lists(one_stage, min_size=1, max_size=4)
 def test_in_unit_time_it_is_the_replay(scheme, stages, minibatches, microbatches):
     pieces = pieces_of(scheme, stages, microbatches)
     trace = simulate(equal(stages, microbatches=pieces), scheme, AT_ONCE, minibatches)
-    steps = replay.replay(schedule_of(scheme, stages, minibatches, pieces))
+    steps = validation.replay(schedule_of(scheme, stages, minibatches, pieces))
     expected = {action: float(time) for time, step in enumerate(steps) for action in step if action}
     assert {Action(*span[:3]): span.start_s for span in trace.spans} == expected
     assert trace.duration_s == len(steps)
@@ -156,7 +157,7 @@ def test_what_holds_for_every_run(stages, scheme, contention, processors, slowdo
         for span in spans:
             assert span.version == updates
             updates += span.op == "B" and span.minibatch % pieces == pieces - 1
-    assert replay.replay([[Action(*span[:3]) for span in rows[k, 0]] for k in range(len(stages))])
+    assert validation.replay([[Action(*span[:3]) for span in rows[k, 0]] for k in range(len(stages))])
     starts = {(span[:3], span.replica): span.start_s for span in trace.spans}
     for transfer in trace.transfers:
         assert transfer.start_s <= transfer.end_s
@@ -195,14 +196,14 @@ def test_arrays_and_the_heap_give_equal_traces(stages, scheme, minibatches, slow
     pieces = pieces_of(scheme, len(stages), 3)
     traces = []
     for at_once in (0, math.inf):
-        with mock.patch.object(wavefront, "AT_ONCE", at_once):
+        with mock.patch.object(vectorized, "AT_ONCE", at_once):
             partition = cut(stages, 10, microbatches=pieces)
             traces.append(simulate(partition, scheme, joined_by(3.0, 0.3), minibatches, **options))
     assert traces[0] == traces[1]
 
 
 def test_many_stages_are_simulated_by_arrays():
-    with mock.patch.object(simulator, "Wavefront", wraps=wavefront.Wavefront) as used:
+    with mock.patch.object(simulator, "Wavefront", wraps=vectorized.VectorizedSimulation) as used:
         trace = simulate(equal(120), "vanilla", AT_ONCE, 120)
         assert used.call_count == 1
         simulate(equal(120), "vanilla", Cluster(AT_ONCE.levels, processors=60), 120)

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 import pipetrain
-from pipetrain.compute.stage import Inputs, Stage
-from pipetrain.compute.uncollected import uncollected
-from pipetrain.plan.idle import Idle, idle, pauses
-from pipetrain.plan.trace import Trace
-from pipetrain.run import exchange, pipeline, worker
+from pipetrain.compute.functions.stage import Inputs, Stage
+from pipetrain.compute.gc_pause import gc_paused
+from pipetrain.run import channels, pipeline, stage_thread
+from pipetrain.trace.idle import Idle, idle, pauses
+from pipetrain.trace.trace import Trace
 
 ROWS, BATCH, WIDTH = 10 * 16, 16, 16
 
@@ -24,7 +24,7 @@ ROWS, BATCH, WIDTH = 10 * 16, 16, 16
 @pytest.fixture(autouse=True)
 def nothing_is_collected():
     """Late in the suite Python looks for garbage for a second: no stage's fault."""
-    with uncollected():
+    with gc_paused():
         yield
 
 
@@ -139,7 +139,7 @@ def test_a_late_stage_is_imbalance(monkeypatch):
 
 
 def test_a_late_transfer_is_transfer(monkeypatch):
-    original = exchange.transfer
+    original = channels.transfer
 
     def late(tensor, device):
         if threading.current_thread().name.startswith("pipetrain stage"):  # not what the caller posts
@@ -147,7 +147,7 @@ def test_a_late_transfer_is_transfer(monkeypatch):
         return original(tensor, device)
 
     pm = traced("gpipe", microbatches=1, epochs=1)
-    monkeypatch.setattr(exchange, "transfer", late)
+    monkeypatch.setattr(channels, "transfer", late)
     trace = again(pm)
     check(trace)
     for sent in trace.transfers:  # to a stage that has nothing else to do
@@ -195,7 +195,7 @@ def test_a_run_that_fails_has_a_trace(monkeypatch):
 
 def test_devices_are_waited_for_if_the_trace_shall_be_exact(monkeypatch):
     waited = []
-    monkeypatch.setattr(worker, "finish", waited.append)
+    monkeypatch.setattr(stage_thread, "finish", waited.append)
     pm = traced("vanilla", epochs=1)
     assert not pm.exact_trace
     assert not waited

@@ -12,10 +12,10 @@ import tensorflow as tf
 from keras import layers as L
 
 import pipetrain
-from pipetrain import __main__ as command_line
 from pipetrain.callbacks import PipelineCheckpoint
-from pipetrain.compute.input_shapes import checked_shapes, shapes_of_data, shapes_of_model
-from pipetrain.layout import cached_profile
+from pipetrain.cli import main as command_line
+from pipetrain.compute.graph.input_shapes import checked_shapes, shapes_of_data, shapes_of_model
+from pipetrain.frontend.placement import cached_profile
 
 SCHEMES = [
     "single", "data-parallel", "vanilla", "weight-stashing", "vertical-sync", "spectrain", "spike-compensation", "2bw",
@@ -112,7 +112,7 @@ def profiled(monkeypatch):
         found.append(list(shapes))
         return cached_profile(chain, batch_size, shapes, *others, **settings)
 
-    monkeypatch.setattr("pipetrain.layout.cached_profile", noted)
+    monkeypatch.setattr("pipetrain.frontend.placement.cached_profile", noted)
     return found
 
 

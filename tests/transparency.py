@@ -8,9 +8,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from pipetrain.compute.blocks import Chain
-from pipetrain.compute.bound import Newest
-from pipetrain.compute.stage import Stage, Values
+from pipetrain.compute.functions.stage import BoundaryTensors, Stage
+from pipetrain.compute.functions.weight_binding import Newest
+from pipetrain.compute.graph.blocks import Chain
 
 
 def sample(model, rows=2, seed=0):
@@ -65,7 +65,7 @@ def cut(model, stages):
 
 def through(parts, model, inputs, recompute):
     """What ``whole`` gives, through these stages."""
-    values, results = Values(inputs, [None] * len(inputs)), []
+    values, results = BoundaryTensors(inputs, [None] * len(inputs)), []
     for part in parts:
         part.recompute = recompute  # asked for when it runs: stages are traced alike
         part.load()

@@ -1,1 +1,3 @@
-"""What to do, decided in pure Python and NumPy: schedules, weight versions, profiles, partitions, traces."""
+"""Which way to train is best: measured profiles, the devices, and from both the cut of a model that is fastest and fits
+the memory. Arithmetic alone: nothing here measures, and nothing knows TensorFlow.
+"""

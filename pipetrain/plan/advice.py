@@ -11,7 +11,7 @@ from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import partition, plan
 from pipetrain.plan.profile import Profile, mib
 from pipetrain.plan.stages import DEFAULT_TRAINING, Partition
-from pipetrain.plan.table import table
+from pipetrain.plan.text_table import text_table
 
 WAYS = ("single", "data-parallel", "pipeline", "hybrid")  # the simplest first
 MARGIN = 1.05  # what a less simple way must gain to be worth it
@@ -46,7 +46,7 @@ class Advice:
             gain = f"{way.samples_per_second / one.samples_per_second:.2f}x" if one else "-"
             rows.append((name, str(sum(way.replicas)), f"{way.samples_per_second:.0f}", gain, mib(way.fullest_bytes)))
         header = ("way to train", "devices", "samples/s", "against one", "memory MiB")
-        return f"{table(header, rows)}\n\nRecommended: {self.recommended}. {self.reason}"
+        return f"{text_table(header, rows)}\n\nRecommended: {self.recommended}. {self.reason}"
 
 
 def advise(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pipetrain.plan.cost import Costs, Memory, Place
 from pipetrain.plan.memory import Training, demand
 from pipetrain.plan.profile import Profile, mib
-from pipetrain.plan.schemes import HORIZONS
 from pipetrain.plan.search import CLOSE, HUGE, NEVER, Limit, Problem, Reach, fastest
 from pipetrain.plan.stages import Partition, described
+from pipetrain.schemes.table import HORIZONS
 
 ENOUGH = 1.001  # the leanest cut is looked for to a thousandth
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
-from pipetrain.plan.schedules import peak_in_flight
-from pipetrain.plan.schemes import HORIZONS, has, scheme
-from pipetrain.plan.versions import WeightVersions
+from pipetrain.schemes.schedules import peak_in_flight
+from pipetrain.schemes.table import HORIZONS, has, scheme
+from pipetrain.schemes.weight_versions import WeightVersions
 
 
 class Training(NamedTuple):

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from pipetrain.plan.table import counted, table
+from pipetrain.plan.text_table import counted, text_table
 
 NOISY = 0.1  # a spread that people should know of
 
@@ -141,7 +141,7 @@ class Profile:
             f"{self.model}: {counted(len(self.blocks), 'block')}, batch {self.batch_size}, {self.total_s * 1e3:.1f} ms"
         )
         title += f" (within {self.spread:.0%})" if self.spread >= 0.005 else ""
-        lines = [title, table(header, rows)]
+        lines = [title, text_table(header, rows)]
         return "\n".join([*lines, *([self.warning] if self.warning else [])])
 
 

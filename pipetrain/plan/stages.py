@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pipetrain.plan.cost import Costs
 from pipetrain.plan.memory import Training, demand
 from pipetrain.plan.profile import Profile, mib
-from pipetrain.plan.schemes import SCHEMES
 from pipetrain.plan.search import Choice
-from pipetrain.plan.table import counted, table
+from pipetrain.plan.text_table import counted, text_table
+from pipetrain.schemes.table import SCHEMES
 
 DEFAULT_TRAINING = Training()
 
@@ -118,7 +118,7 @@ class Partition:
             f"{self.model}: {counted(len(self.stages), 'stage')}, batch {self.batch_size}, at most "
             f"{self.samples_per_second:.0f} samples/s ({self.speedup:.2f}x one device)"
         )
-        return f"{title}\n{table(header, rows)}"
+        return f"{title}\n{text_table(header, rows)}"
 
 
 def described(profile: Profile, costs: Costs, choices: Sequence[Choice], training: Training) -> Partition:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from pipetrain.compute.stage import Values
+from pipetrain.compute.functions.stage import BoundaryTensors
 from pipetrain.run.messages import Output, Updated
 
 
@@ -16,7 +16,7 @@ class Result(NamedTuple):
     """One minibatch's loss, a number or one of every example, and the predictions it was computed from."""
 
     loss: tf.Tensor
-    predictions: Values
+    predictions: BoundaryTensors
 
 
 class Snapshot(NamedTuple):
@@ -92,12 +92,12 @@ def _joined(outputs: list[Output]) -> Result:
     return Result(loss, predictions[0] if len(predictions) == 1 else _stacked(predictions))
 
 
-def _stacked(parts: list[Values]) -> Values:
+def _stacked(parts: list[BoundaryTensors]) -> BoundaryTensors:
     tensors = [tf.concat(rows, axis=0) for rows in zip(*(part.tensors for part in parts), strict=True)]
     masks = [
         None if rows[0] is None else tf.concat(rows, 0) for rows in zip(*(part.masks for part in parts), strict=True)
     ]
-    return Values(tensors, masks)
+    return BoundaryTensors(tensors, masks)
 
 
 def _scaled(value: tf.Tensor, factor: float) -> tf.Tensor:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from pipetrain.compute.stage import Values
+from pipetrain.compute.functions.stage import BoundaryTensors
 
 
 class Microbatch(NamedTuple):
@@ -26,7 +26,7 @@ class Microbatch(NamedTuple):
     loss_is_mean: bool
     rows: int
     learning_rate: float | None
-    values: Values | None
+    values: BoundaryTensors | None
     targets: Any
     penalty: tf.Tensor | None = None
 
@@ -35,7 +35,7 @@ class Microbatch(NamedTuple):
         """The factor of this microbatch's loss in the minibatch's."""
         return self.share if self.loss_is_mean else 1.0
 
-    def with_values(self, values: Values | None) -> Microbatch:
+    def with_values(self, values: BoundaryTensors | None) -> Microbatch:
         """This microbatch with the values, or some of their rows."""
         return self._replace(values=values)
 
@@ -52,7 +52,7 @@ class Output(NamedTuple):
     microbatch: Microbatch
     replica: int
     loss: tf.Tensor | None
-    predictions: Values | None
+    predictions: BoundaryTensors | None
 
 
 class Updated(NamedTuple):

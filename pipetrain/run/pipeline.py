@@ -14,19 +14,19 @@ from typing import Any, NamedTuple, TypeVar
 import tensorflow as tf
 
 from pipetrain.compute.cores import is_remote
-from pipetrain.compute.inference import Replica
-from pipetrain.compute.stage import Values
-from pipetrain.plan.schemes import Scheme
-from pipetrain.plan.trace import Span, Trace, Transfer
+from pipetrain.compute.functions.inference import Replica
+from pipetrain.compute.functions.stage import BoundaryTensors
+from pipetrain.run.channels import Destination, Receiver, Sender, joined, rows_of, take
 from pipetrain.run.collector import Collector, Result, Snapshot
-from pipetrain.run.devices import here
-from pipetrain.run.exchange import Door, Inlet, Outlet, joined, rows_of, take
+from pipetrain.run.global_norm import GlobalNorm
 from pipetrain.run.mailbox import Closed, Mailbox
 from pipetrain.run.messages import Microbatch, Output, Updated
-from pipetrain.run.norm import GlobalNorm
 from pipetrain.run.reduction import Reduction
+from pipetrain.run.stage_thread import Channels, Control, StageId, StageThread
 from pipetrain.run.switch_interval import let_go, shorten
-from pipetrain.run.worker import Control, Doors, Seat, Worker
+from pipetrain.run.transfers import here
+from pipetrain.schemes.table import Scheme
+from pipetrain.trace.trace import Span, Trace, Transfer
 
 KEPT_SPANS = 200_000  # the newest spans, and transfers, that are kept, so that no run is too long for memory
 Value = TypeVar("Value")
@@ -63,7 +63,7 @@ class Pipeline:
         self._stages = [list(replicas) for replicas in stages]
         self._scheme, self._microbatches = scheme, microbatches
         self.loss_is_mean = True
-        self._workers: list[Worker] = []
+        self._workers: list[StageThread] = []
         self._boxes: list[Mailbox[Any]] = []
         self._spans: deque[Span] = deque(maxlen=KEPT_SPANS)
         self._transfers: deque[Transfer] = deque(maxlen=KEPT_SPANS)
@@ -145,7 +145,7 @@ class Pipeline:
                 values=None,
                 targets=take((y, sample_weight), piece, rows),
             )
-            inputs = Values(take(x, piece, rows), [None] * len(x)) if piece or not rows else None
+            inputs = BoundaryTensors(take(x, piece, rows), [None] * len(x)) if piece or not rows else None
             self._guarded(
                 lambda sent=microbatch, inputs=inputs: self._entrance.send(sent.with_values, inputs, sent.rows)
             )
@@ -227,7 +227,7 @@ class Pipeline:
         for worker in workers:
             worker.start()
 
-    def _make_workers(self) -> list[Worker]:
+    def _make_workers(self) -> list[StageThread]:
         # Microbatches come from the replicas above (into stage 0 from the caller), gradients from those below.
         sizes = [len(stage) for stage in self._stages]
         down = [_mailboxes(*pair) for pair in zip(sizes, [1, *sizes[:-1]], strict=True)]
@@ -242,16 +242,16 @@ class Pipeline:
         workers, last = [], len(self._stages) - 1
         for k, stage in enumerate(self._stages):
             for number, replica in enumerate(stage):
-                seat = Seat(k, len(self._stages), number, len(stage))
-                doors = Doors(
-                    inbox=Inlet(down[k][number], _joined_microbatches),
-                    returns=Inlet(up[k][number], joined),
+                seat = StageId(k, len(self._stages), number, len(stage))
+                doors = Channels(
+                    inbox=Receiver(down[k][number], _joined_microbatches),
+                    returns=Receiver(up[k][number], joined),
                     above=_outlet(up[k - 1], self._stages[k - 1], number, len(stage)) if k > 0 else None,
                     below=_outlet(down[k + 1], self._stages[k + 1], number, len(stage)) if k < last else None,
                     reduction=reductions[k],
                     norm=norm,
                 )
-                workers.append(Worker(seat, replica, self._scheme, doors, self._control))
+                workers.append(StageThread(seat, replica, self._scheme, doors, self._control))
         return workers
 
     def _end(self, store: bool) -> None:
@@ -322,10 +322,10 @@ def _mailboxes(readers: int, writers: int) -> list[list[Mailbox[Any]]]:
     return [[Mailbox() for _ in range(writers)] for _ in range(readers)]
 
 
-def _outlet(boxes: list[list[Mailbox[Any]]], readers: Sequence[Replica], replica: int, replicas: int) -> Outlet:
+def _outlet(boxes: list[list[Mailbox[Any]]], readers: Sequence[Replica], replica: int, replicas: int) -> Sender:
     """From one replica to every reader: the mailbox that is the replica's among each reader's."""
-    doors = [Door(mine[replica], reader.device) for mine, reader in zip(boxes, readers, strict=True)]
-    return Outlet(doors, replica, replicas)
+    doors = [Destination(mine[replica], reader.device) for mine, reader in zip(boxes, readers, strict=True)]
+    return Sender(doors, replica, replicas)
 
 
 def _joined_microbatches(parts: Sequence[Microbatch | None]) -> Microbatch:

@@ -9,10 +9,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipetrain.compute.inference import Replica
-from pipetrain.plan.trace import Transfer
-from pipetrain.run.devices import size_bytes, transfer
+from pipetrain.compute.functions.inference import Replica
 from pipetrain.run.mailbox import Mailbox
+from pipetrain.run.transfers import size_bytes, transfer
+from pipetrain.trace.trace import Transfer
 
 
 class Reduction:

@@ -1,0 +1,79 @@
+"""What training needs to go on as if it had never stopped: weights, state, and the optimizers' slots, by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from pipetrain.compute.optimizer.slots import Slot
+
+Arrays = dict[str, np.ndarray]
+
+
+def collected(model: keras.Model, slots: Iterable[Slot], shared: Iterable[Sequence[Any]]) -> Arrays:
+    """Arrays by name: ``weight/N`` of the model's N-th variable, ``slot/N/KIND`` of its slots, ``shared/N``.
+
+    Nothing here depends on how the model is cut; of several replicas, and of what optimizers have in common, the first
+    is taken.
+    """
+    numbers = {id(variable): n for n, variable in enumerate(model.variables)}
+    arrays = {f"weight/{n}": array_of(variable) for n, variable in enumerate(model.variables)}
+    for slot in slots:
+        key = f"slot/{numbers[id(slot.weight)]}/{slot.kind}"
+        if key not in arrays:
+            arrays[key] = array_of(slot.variable)
+    first: Sequence[Any] = next(iter(shared), ())
+    return arrays | {f"shared/{n}": array_of(variable) for n, variable in enumerate(first)}
+
+
+def check_weights(model: keras.Model, arrays: Arrays) -> None:
+    """Raise ValueError where the arrays are another model's."""
+    here = [tuple(variable.shape) for variable in model.variables]
+    there = [array.shape for array in numbered(arrays, "weight")]
+    if here != there:
+        different = next((n for n, pair in enumerate(zip(here, there, strict=False)) if pair[0] != pair[1]), None)
+        what = f"{len(there)} variables for {len(here)}"
+        if different is not None:
+            what = f"shape {there[different]} for {model.variables[different].path!r} of shape {here[different]}"
+        raise ValueError(
+            f"The checkpoint is of another model. Received: {what} of {model.name!r}. "
+            "Try the model that it was made with, or another directory."
+        )
+
+
+def assign(model: keras.Model, arrays: Arrays, slots: Iterable[Slot], shared: Iterable[Sequence[Any]]) -> list[str]:
+    """Put the arrays back where ``collected`` found them; gives the kinds of slots that were not among them."""
+    numbers = {id(variable): n for n, variable in enumerate(model.variables)}
+    for n, variable in enumerate(model.variables):
+        variable.assign(arrays[f"weight/{n}"])
+    missing = set()
+    for slot in slots:
+        if not _assign(slot.variable, arrays.get(f"slot/{numbers[id(slot.weight)]}/{slot.kind}")):
+            missing.add(slot.kind.strip("_"))
+    for variables in shared:
+        for n, variable in enumerate(variables):
+            _assign(variable, arrays.get(f"shared/{n}"))
+    return sorted(missing)
+
+
+def array_of(variable: Any) -> np.ndarray:
+    """A variable's value, in a type that NumPy can write: bfloat16 as float32, which holds it exactly."""
+    value = tf.convert_to_tensor(variable)
+    return (tf.cast(value, tf.float32) if value.dtype == tf.bfloat16 else value).numpy()
+
+
+def _assign(variable: Any, array: np.ndarray | None) -> bool:
+    if array is None or tuple(variable.shape) != array.shape:
+        return False
+    variable.assign(tf.cast(array, variable.dtype))
+    return True
+
+
+def numbered(arrays: Arrays, kind: str) -> list[np.ndarray]:
+    """The arrays ``KIND/0``, ``KIND/1``, ... in order."""
+    keys = (key for key in arrays if key.startswith(f"{kind}/"))
+    return [arrays[key] for key in sorted(keys, key=lambda key: int(key.split("/")[1]))]

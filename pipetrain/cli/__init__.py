@@ -1,0 +1,1 @@
+"""``python -m pipetrain``: the commands, one module each."""

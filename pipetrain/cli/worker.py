@@ -1,0 +1,110 @@
+"""The command line of a worker."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from pipetrain.cli.argument_types import cores, count
+from pipetrain.cluster.hosts import Hosts, split, task_of_tf_config
+from pipetrain.cluster.server import GONE_S, Serving, serve
+
+ABOUT = """Serve this machine's devices: the stages of a controller's pipeline are placed on them.
+
+Nobody is asked for a password, and nothing is encrypted: whoever reaches the port can run code here. So a worker keeps
+to this machine unless --address, a hosts file or TF_CONFIG names another one's way to it; then keep it within a network
+that you trust, or a tunnel.
+"""
+EXAMPLES = """examples:
+  python -m pipetrain worker                                   # this machine's, port 2222
+  python -m pipetrain worker --address 10.0.0.2 --port 2222
+  python -m pipetrain worker --cluster hosts.json --task 1     # the second of the hosts file's workers
+  python -m pipetrain worker --cores 0-3 --cpu-devices 2 --on-controller-gone end
+
+a hosts file:
+  {"workers": ["10.0.0.1:2222", "10.0.0.2:2222"]}
+With neither --address nor --cluster the environment variable TF_CONFIG says which worker this is, if it is set.
+"""
+
+
+def add(commands: Any) -> None:
+    """Add the command to those there are."""
+    command = commands.add_parser(
+        "worker",
+        help="serve this machine's devices to a controller",
+        description=ABOUT,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    option = command.add_argument
+    option("--address", metavar="HOST", help="of this machine, where it is reached (default: 127.0.0.1)")
+    option("--port", type=_port, metavar="N", help="0 for any that is free (default: 2222)")
+    option("--cluster", type=Path, metavar="FILE", help="a hosts file that has address and port, see below")
+    option("--task", type=int, metavar="N", help="which of its workers this is, from 0")
+    option("--cores", type=cores, metavar="LIST", help="processor cores to keep to, such as 0,2-3 (default: all)")
+    option("--cpu-devices", type=count, default=1, metavar="N", help="logical CPU devices (default: 1)")
+    option("--intra-threads", type=count, metavar="N", help="threads of an operation (default: the devices' cores)")
+    option("--inter-threads", type=count, metavar="N", help="operations at a time (default: one for each device)")
+    option(
+        "--on-controller-gone",
+        choices=("wait", "end"),
+        default="wait",
+        help=f"what to do when the controller has given no sign of life for {GONE_S:.0f} s: wait for the next one, or "
+        "end (default: %(default)s)",
+    )
+    option("--attended", action="store_true", help="end when standard input does: whoever started it has gone")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Serve. Raises ValueError for what cannot be served."""
+    address, port = _place(options)
+    serve(
+        Serving(
+            address,
+            port,
+            options.cores,
+            options.cpu_devices,
+            options.intra_threads,
+            options.inter_threads,
+            options.on_controller_gone == "wait",
+            options.attended,
+        )
+    )
+
+
+def _place(options: argparse.Namespace) -> tuple[str, int]:
+    """Address and port: as given, or those of this worker in a hosts file or TF_CONFIG."""
+    text, direct = os.environ.get("TF_CONFIG"), options.address is not None or options.port is not None
+    if options.cluster is not None:
+        if direct or options.task is None:
+            raise ValueError(
+                "A hosts file has address and port. Received: --cluster, "
+                f"{'--address or --port' if direct else 'no --task'}. Try --cluster FILE --task N."
+            )
+        hosts, task = Hosts.load(options.cluster), options.task
+    elif text and not direct:
+        hosts, found = Hosts.of_tf_config(text), task_of_tf_config(text)
+        task = found if options.task is None else options.task
+        if task is None:
+            raise ValueError(f"TF_CONFIG names no worker. Received: TF_CONFIG={text!r}. Try --task N.")
+    elif options.task is not None:
+        raise ValueError(
+            f"There are no workers to choose from. Received: --task {options.task} without --cluster. "
+            "Try --cluster FILE, or --address and --port alone."
+        )
+    else:
+        return options.address or "127.0.0.1", 2222 if options.port is None else options.port
+    if not 0 <= task < len(hosts.workers):
+        raise ValueError(
+            f"There is no such worker. Received: task {task} of {len(hosts.workers)}. "
+            f"Try one from 0 to {len(hosts.workers) - 1}."
+        )
+    return split(hosts.workers[task])
+
+
+def _port(text: str) -> int:
+    if not text.isdigit() or int(text) >= 2**16:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 to {2**16 - 1}")
+    return int(text)

@@ -1,0 +1,141 @@
+"""The links between workers, measured by TensorFlow's own copies from device to device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import combinations
+
+import numpy as np
+import tensorflow as tf
+
+from pipetrain.cluster.connection import about, joins, task_of
+from pipetrain.compute.cores import cores, finish, is_remote
+from pipetrain.plan.cluster import PCIE_3, SHARED_MEMORY, Cluster, Level, Link
+
+REPEATS = 7
+ACTIONS = 10  # one after another, by which an action's overhead is measured
+LONG_S = 0.1  # a copy that takes so much longer than an empty one tells the bandwidth
+SMALLEST_BYTES, LARGEST_BYTES = 2**16, 2**25
+FASTEST_BYTES_PER_S = 1e11  # no copy between processes is faster, whatever other work does to the clock
+
+
+def joined(devices: Sequence[str]) -> Cluster:
+    """The cluster of these devices: what joins each two of them, and how many work at once.
+
+    Devices of one process share its memory or PCIe; the link between each two hosts is measured, as is that between
+    processes of one host, once for as long as the workers are the same.
+    """
+    _forget_former_workers()
+    own = Link(SHARED_MEMORY.bandwidth_bytes_per_s)
+    between = [[own] * len(devices) for _ in devices]
+    for (i, first), (j, last) in combinations(enumerate(devices), 2):
+        between[i][j] = between[j][i] = _link(first, last)
+    slowest = max((link for row in between for link in row), key=lambda link: link.seconds(LARGEST_BYTES))
+    overhead_s = _overhead_s(tuple(filter(is_remote, devices)))
+    return Cluster((Level(slowest),), None, _processors(devices), tuple(map(tuple, between)), overhead_s)
+
+
+def _link(first: str, last: str) -> Link:
+    if first == last:
+        return SHARED_MEMORY
+    if task_of(first) == task_of(last):
+        return PCIE_3 if "GPU" in first + last else SHARED_MEMORY
+    hosts = frozenset((_host(first), _host(last)))
+    return _measured(hosts, *_ONE_OF.setdefault(hosts, (first, last)))
+
+
+_ONE_OF: dict[frozenset[str], tuple[str, str]] = {}  # devices by which the link between two hosts is measured
+_KNOWN_AT = {"joins": 0}  # what is cached here
+
+
+def _forget_former_workers() -> None:
+    if _KNOWN_AT["joins"] != joins():
+        for known in (_about, _measured, _overhead_s):
+            known.cache_clear()
+        _ONE_OF.clear()
+        _KNOWN_AT["joins"] = joins()
+
+
+def _host(device: str) -> str:
+    task = task_of(device)
+    return "controller" if task is None else str(_about(task).get("host", task))
+
+
+@cache
+def _about(task: int) -> dict[str, object]:
+    return about(task)
+
+
+@cache
+def _measured(hosts: frozenset[str], sender: str, receiver: str) -> Link:
+    """What a copy takes until the receiver has it and has told the controller, by its bytes.
+
+    So the latency has what a stage waits for beside the bytes: the call, the request to the sender, and the answer.
+    """
+    empty_s = _seconds(4, sender, receiver)
+    size_bytes, taken_s = SMALLEST_BYTES // 2, 0.0
+    while size_bytes < LARGEST_BYTES and taken_s < LONG_S:
+        size_bytes *= 2
+        taken_s = _seconds(size_bytes, sender, receiver, 3) - empty_s
+    return Link(min(size_bytes / max(taken_s, 1e-9), FASTEST_BYTES_PER_S), empty_s)
+
+
+def _seconds(size_bytes: int, sender: str, receiver: str, repeats: int = REPEATS) -> float:
+    taken = []
+    for n in range(repeats + 1):  # the first makes connections
+        with tf.device(sender):  # another tensor every time: TensorFlow keeps what it has copied
+            sent = tf.fill([size_bytes // 4], float(n))
+            _first(sent).numpy()
+        start_s = time.perf_counter()
+        with tf.device(receiver):
+            _first(tf.identity(sent)).numpy()
+        taken.append(time.perf_counter() - start_s)
+    return float(np.median(taken[1:]))
+
+
+@cache
+def _overhead_s(devices: tuple[str, ...]) -> float:
+    """What an action takes beside its computing, all devices being at it as in training: few bytes sent, and a call."""
+
+    def act(device: str) -> None:
+        for n in range(ACTIONS):
+            given = tf.fill([1], float(n))  # here
+            with tf.device(device):
+                _first(given)
+        finish(device)
+
+    taken = []
+    with ThreadPoolExecutor(len(devices), "pipetrain overhead") as threads:
+        for _ in range(REPEATS + 1):  # the first makes connections
+            start_s = time.perf_counter()
+            list(threads.map(act, devices))
+            taken.append((time.perf_counter() - start_s) / ACTIONS)
+    return float(np.median(taken[1:]))
+
+
+@tf.function(reduce_retracing=True)
+def _first(tensor: tf.Tensor) -> tf.Tensor:
+    """Few bytes that are there when all are."""
+    return tensor[0]
+
+
+def _processors(devices: Sequence[str]) -> float:
+    """How many of the devices work at once: CPU devices share the cores that their workers keep to."""
+    if any("CPU" not in device for device in devices):
+        return float("inf")
+    at_once = 0
+    by_host: dict[str, set[str]] = {}
+    for device in devices:
+        by_host.setdefault(_host(device), set()).add(device)
+    for members in by_host.values():
+        known = {core for device in members for core in _cores(device)}
+        at_once += min(len(known), len(members)) if known else len(members)
+    return at_once
+
+
+def _cores(device: str) -> list[int]:
+    task = task_of(device)
+    return cores() if task is None or not is_remote(device) else list(_about(task).get("cores", []))  # type: ignore[call-overload]

@@ -1,0 +1,190 @@
+"""The controller's way to the workers of a cluster, through TensorFlow's own runtime."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import tensorflow as tf
+
+from pipetrain.cluster.heartbeat import Heartbeat
+from pipetrain.cluster.hosts import Hosts
+from pipetrain.cluster.probe import NO_HOST, greeted
+from pipetrain.cluster.server import ABOUT, keep_to_loopback, listening
+
+JOB = "worker"
+RETRY_S = 0.2
+
+Given = Mapping[str, Any] | Sequence[str] | str | os.PathLike[str] | tf.distribute.cluster_resolver.ClusterResolver
+
+
+def connect(cluster: Given | None = None, timeout_s: float = 20.0) -> list[str]:
+    """Join the workers of a cluster; returns their devices, GPUs or else CPU devices, in the order of the workers.
+
+    Before any variable or model is made: TensorFlow would read those made before, and no longer write them. From then
+    on stages go to these devices by default. Again, for the same cluster, it joins workers that have been started anew.
+
+    Args:
+        cluster: a hosts file, addresses ``host:port``, ``{"workers": addresses}``, or one of TensorFlow's cluster
+            resolvers (such as Slurm's, Kubernetes'), whose job ``worker`` counts. By default that of the environment
+            variable TF_CONFIG.
+        timeout_s: how long to wait for workers that do not answer yet.
+
+    Raises:
+        ValueError: for what describes no cluster, or for a worker whose TensorFlow is of another version.
+        ConnectionError: for workers that do not answer, each with what it said.
+        RuntimeError: too late, or joined to another cluster already.
+    """
+    hosts = described_by(cluster)
+    spec = tf.train.ClusterSpec({JOB: list(hosts.workers)})
+    _check_time(spec)
+    _check_answers(hosts, timeout_s)
+    before = set(listening())
+    try:
+        tf.config.experimental_connect_to_cluster(spec)
+        devices = remote_devices()
+    except tf.errors.OpError as error:
+        raise ConnectionError(
+            f"TensorFlow cannot join the workers: {error.message.splitlines()[0]}. Received: "
+            f"{', '.join(hosts.workers)}. Try python -m pipetrain worker there, and then a new process."
+        ) from error
+    _JOINED.append(spec)
+    with contextlib.suppress(OSError):  # workers never call the controller: nobody else needs to reach it
+        keep_to_loopback(set(listening()) - before)
+    _check_versions(hosts)
+    for task in range(len(hosts.workers)):
+        _beat(task)
+    return devices
+
+
+_JOINED: list[tf.train.ClusterSpec] = []  # TensorFlow's runtime is one for the process, and does not tell
+
+
+def joins() -> int:
+    """How often workers have been joined: those of an earlier time may have been started anew, and elsewhere."""
+    return len(_JOINED)
+
+
+_HEARTBEATS: dict[int, Heartbeat] = {}  # by the worker's task
+
+
+def _beat(task: int) -> None:
+    if task not in _HEARTBEATS:
+        _HEARTBEATS[task] = Heartbeat(_cpu(task))
+        _HEARTBEATS[task].start()
+
+
+def described_by(cluster: Given | None) -> Hosts:
+    """The workers that ``connect`` would join. Raises ValueError for what describes none."""
+    if cluster is None:
+        text = os.environ.get("TF_CONFIG")
+        if not text:
+            raise ValueError("There is no cluster. Received: cluster=None, no TF_CONFIG. Try a hosts file.")
+        return Hosts.of_tf_config(text)
+    if isinstance(cluster, (str, os.PathLike)):
+        return Hosts.load(cluster)
+    if hasattr(cluster, "cluster_spec"):
+        cluster = cluster.cluster_spec()
+    if isinstance(cluster, tf.train.ClusterSpec):
+        cluster = cluster.as_dict()
+    return Hosts.given(cluster)
+
+
+def remote_devices() -> list[str]:
+    """The workers' GPUs, or CPU devices of those that have none, in the order of the workers."""
+    by_task: dict[int, list[tf.DeviceSpec]] = {}
+    for device in tf.config.list_logical_devices():
+        spec = tf.DeviceSpec.from_string(device.name)
+        if spec.job == JOB and spec.device_type in ("CPU", "GPU"):
+            by_task.setdefault(spec.task, []).append(spec)
+    chosen = []
+    for _, specs in sorted(by_task.items()):
+        gpus = [spec for spec in specs if spec.device_type == "GPU"]
+        chosen += gpus or specs
+    return [spec.to_string() for spec in chosen]
+
+
+def task_of(device: str) -> int | None:
+    """Which worker's device this is; None for one of this process."""
+    spec = tf.DeviceSpec.from_string(device)
+    return spec.task if spec.job == JOB else None
+
+
+def _cpu(task: int) -> str:
+    return f"/job:{JOB}/replica:0/task:{task}/device:CPU:0"
+
+
+def about(task: int) -> dict[str, Any]:
+    """What a worker says of itself: versions, host, cores; empty for a server that is not this package's."""
+    with tf.device(_cpu(task)):
+        try:
+            return dict(json.loads(tf.io.read_file(ABOUT).numpy()))
+        except tf.errors.NotFoundError:
+            return {}
+
+
+def place(device: str) -> str:
+    """On which host and cores a worker's device is, and with which devices beside it; empty for one of this process."""
+    task = task_of(device)
+    return "" if task is None else f"{sorted(about(task).items())}, {len(remote_devices())} devices"
+
+
+def _check_time(spec: tf.train.ClusterSpec) -> None:
+    if _JOINED and _JOINED[-1] != spec:
+        raise RuntimeError(
+            "TensorFlow has joined another cluster already, and cannot change it without losing variables. "
+            f"Received: cluster={spec.as_dict()}, joined {_JOINED[-1].as_dict()}. Try a new process."
+        )
+    made = 0 if _JOINED else sum(issubclass(type(each), tf.Variable) for each in gc.get_objects())
+    if made:
+        raise RuntimeError(
+            f"It is too late to join a cluster: TensorFlow would no longer write the {made} variables that there are. "
+            "Received: pipetrain.connect after variables or models were made. Try it first."
+        )
+
+
+def _check_answers(hosts: Hosts, timeout_s: float) -> None:
+    """TensorFlow itself would wait for minutes, or end the process."""
+    until_s = time.monotonic() + timeout_s
+    with ThreadPoolExecutor(len(hosts.workers)) as pool:
+        answers = list(pool.map(lambda address: _unreachable(address, until_s), hosts.workers))
+    silent = [f"{address} ({why})" for address, why in zip(hosts.workers, answers, strict=True) if why]
+    if silent:
+        raise ConnectionError(
+            f"Workers do not answer. Received: {', '.join(silent)}, tried for {timeout_s:g} s. "
+            "Try starting them there with python -m pipetrain worker, other addresses, or opening the port."
+        )
+
+
+def _unreachable(address: str, until_s: float) -> str:
+    """Why no gRPC server answers there; empty if one does."""
+    while True:
+        why = greeted(address, max(until_s - time.monotonic(), RETRY_S))
+        if why in ("", NO_HOST) or time.monotonic() + RETRY_S > until_s:
+            return why
+        time.sleep(RETRY_S)
+
+
+def _check_versions(hosts: Hosts) -> None:
+    """The runtimes of different versions may understand each other, and differ in what kernels compute."""
+    theirs = {address: about(task).get("tensorflow") for task, address in enumerate(hosts.workers)}
+    others = [
+        f"{address} has {version}" for address, version in theirs.items() if version not in (None, tf.__version__)
+    ]
+    if others:
+        raise ValueError(
+            f"Workers have another TensorFlow. Received: {', '.join(others)}; the controller has {tf.__version__}. "
+            "Try the same version everywhere, and then a new process."
+        )
+
+
+def worker_of(device: str) -> str | None:
+    """The address of the worker whose device this is; None for one of this process."""
+    spec = tf.DeviceSpec.from_string(device)
+    return _JOINED[-1].task_address(JOB, spec.task) if spec.job == JOB and _JOINED else None

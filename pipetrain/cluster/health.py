@@ -1,0 +1,127 @@
+"""Workers that die, hang or are cut off: noticed while stages are on them, and what waits for them set free."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+
+import tensorflow as tf
+
+from pipetrain.cluster.connection import JOB, worker_of
+from pipetrain.cluster.probe import ANSWER_S, ASK_S, MISSED, greeted, missing
+from pipetrain.cluster.sockets import SEVER_S, sever
+
+NOTICED_S = MISSED * (ASK_S + ANSWER_S)  # a worker that is lost is noticed within so long
+
+# What TensorFlow says of a worker that ended and was started anew: it knows nothing of what it was given.
+_FORGOT = ("context_id", "remote_handle", "remote workers have been restarted")
+_TASK = re.compile(rf"/job:{JOB}/replica:\d+/task:(\d+)")
+
+
+class WorkerLost(ConnectionError):
+    """A worker that stages are on ended, hangs, or cannot be reached: ``workers`` are the addresses of such."""
+
+    def __init__(self, message: str, workers: Sequence[str]) -> None:
+        super().__init__(message)
+        self.workers = tuple(workers)
+
+
+class HealthMonitor:
+    """A context in which workers are asked every second whether they are there.
+
+    One that has ended is noticed as soon as TensorFlow uses it, at the latest as one that hangs or is cut off: within
+    ``NOTICED_S``. TensorFlow would wait for such a one for ever, in calls that nothing ends; so every connection to the
+    workers is closed then, again and again until the context is left, and those calls fail.
+
+    Args:
+        stages: the stages on every device in use.
+
+    Raises WorkerLost at its end, instead of what TensorFlow raised for that reason.
+    """
+
+    def __init__(self, stages: Mapping[str, Sequence[int]]) -> None:
+        self._stages: dict[str, list[int]] = {}
+        self._tasks: dict[int, str] = {}
+        for device, there in stages.items():
+            if (address := worker_of(device)) is not None:
+                self._stages[address] = sorted({*self._stages.get(address, ()), *there})
+                self._tasks[tf.DeviceSpec.from_string(device).task] = address
+        self._left = threading.Event()
+        self._changed = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self.lost: WorkerLost | None = None
+
+    def __enter__(self) -> HealthMonitor:
+        try:
+            for address in self._stages:
+                self._begin(lambda at=address: self._ask(at), f"watch of {address}")  # type: ignore[misc]
+        except BaseException:  # an interrupt: nobody else would end those that have begun
+            self._left.set()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        caused = self.caused(error)
+        self._left.set()
+        for thread in self._threads:
+            thread.join()
+        if caused and self.lost is not None and error is not self.lost:
+            raise self.lost from error
+
+    def caused(self, error: BaseException | None) -> bool:
+        """Whether an exception comes of a worker that is lost; asks all of them if TensorFlow raised it."""
+        if error is None or not self._stages:
+            return False
+        if self.lost is None and isinstance(error, tf.errors.OpError):
+            why = missing(self._stages)
+            if not why and any(each in str(error) for each in _FORGOT):
+                why = {address: "it was started anew" for address in self._named(error) or self._stages}
+            if not why and isinstance(error, tf.errors.UnavailableError):
+                why = {address: "its connection broke" for address in self._named(error) or self._stages}
+            if why:
+                self._lose(why)
+        return self.lost is not None and isinstance(error, Exception)  # else somebody wants the program to end
+
+    def _named(self, error: tf.errors.OpError) -> list[str]:
+        tasks = {int(each) for each in _TASK.findall(str(error))}
+        return [address for task, address in self._tasks.items() if task in tasks]
+
+    def _ask(self, address: str) -> None:
+        """A worker's thread: asks until the context is left or somebody is lost."""
+        missed = 0
+        while not self._left.wait(ASK_S) and self.lost is None:
+            why = greeted(address, ANSWER_S)
+            missed = missed + 1 if why else 0  # one alone may be this process', stopped for a while
+            if missed == MISSED:
+                self._lose({address: why})
+
+    def _lose(self, why: Mapping[str, str]) -> None:
+        with self._changed:
+            if self.lost is not None:
+                return
+            what = "; ".join(f"{address}, {_place(self._stages[address])}: {each}" for address, each in why.items())
+            self.lost = WorkerLost(
+                f"Lost {'a worker' if len(why) == 1 else 'workers'}: {what}. The model keeps the weights of its last "
+                "drain. Try starting the worker again, and this program with PipelineCheckpoint among the callbacks, "
+                "which goes on from the newest checkpoint.",
+                list(why),
+            )
+            self._begin(self._sever, "end of calls to a lost worker")
+
+    def _sever(self) -> None:
+        while not self._left.is_set():
+            sever(self._stages)
+            self._left.wait(SEVER_S)
+
+    def _begin(self, body: Callable[[], None], name: str) -> None:
+        thread = threading.Thread(target=body, name=f"pipetrain {name}", daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+
+def _place(stages: Sequence[int]) -> str:
+    return f"{'stage' if len(stages) == 1 else 'stages'} {', '.join(map(str, stages))}"

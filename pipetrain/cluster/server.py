@@ -1,0 +1,208 @@
+"""A worker: TensorFlow's own server in a process of its own, whose devices stages are placed on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from pipetrain.cluster.hosts import is_loopback, split
+from pipetrain.cluster.sockets import watch_peers
+from pipetrain.run.stderr import quiet_stderr
+
+# TensorFlow's file system in memory: what a process writes there, and a controller reads, on the worker's device.
+ABOUT, ALIVE = "ram://pipetrain/worker", "ram://pipetrain/controller"
+GONE_S = 60.0  # a controller that has given no sign of life for so long has gone
+LOOPBACK_INTERFACE = b"lo\0"
+
+
+class Serving(NamedTuple):
+    """How a worker serves.
+
+    Args:
+        address: of this machine, where it is reached; only a loopback one keeps others out.
+        port: 0 for any that is free.
+        cores: that the process keeps to; None for those it has.
+        cpu_devices: how many logical CPU devices there are.
+        intra_threads: that one operation uses; None for the cores, divided among the devices.
+        inter_threads: operations that run at a time; None for one for each device.
+        waits: for the next controller when one has gone; else it ends.
+        attended: it ends when standard input does, which is when whoever started it has gone.
+    """
+
+    address: str = "127.0.0.1"
+    port: int = 2222
+    cores: Sequence[int] | None = None
+    cpu_devices: int = 1
+    intra_threads: int | None = None
+    inter_threads: int | None = None
+    waits: bool = True
+    attended: bool = False
+
+
+def serve(serving: Serving) -> None:
+    """Serve until SIGTERM, Ctrl-C or, as far as it is asked for, the end of whoever started or controlled it.
+
+    Raises ValueError, before TensorFlow starts, for a port in use, an address that is not this machine's, and cores
+    that this process may not use.
+    """
+    _check_port(serving)
+    _pin(serving.cores)
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    with quiet_stderr():
+        address = _start(serving)
+    print(f"Worker at {address}, {serving.cpu_devices} CPU device(s). {_exposure(serving)}", flush=True)
+    watch_peers(split(address)[1])
+    if serving.attended:
+        threading.Thread(target=_attend, args=(stop,), daemon=True).start()
+    _wait(stop, serving.waits)
+    # TensorFlow's server cannot be stopped, and interpreter and server may wait for each other at the end.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _start(serving: Serving) -> str:
+    """Start TensorFlow's server, which so far knows of no other task; its address."""
+    import tensorflow as tf
+
+    from pipetrain.compute.cores import cores
+
+    config = tf.compat.v1.ConfigProto(
+        device_count={"CPU": serving.cpu_devices},
+        intra_op_parallelism_threads=serving.intra_threads or max(1, len(cores()) // serving.cpu_devices),
+        inter_op_parallelism_threads=serving.inter_threads or serving.cpu_devices,
+    )
+    cluster = {"worker": [f"{serving.address}:{serving.port}"]}
+    try:
+        server = tf.distribute.Server(cluster, job_name="worker", task_index=0, config=config, start=False)
+    except tf.errors.OpError as error:
+        raise ValueError(
+            f"TensorFlow's server does not start: {error.message}. Received: {cluster['worker'][0]}. Try another port."
+        ) from error
+    port = int(server.target.rsplit(":", 1)[1])
+    if is_loopback(serving.address):
+        try:
+            keep_to_loopback(listening(port))
+        except OSError as error:
+            raise ValueError(
+                f"This system cannot keep TensorFlow's server to this machine: {error}. Received: {serving.address}. "
+                "Try an address of this machine, within a network that you trust."
+            ) from error
+    about = {"tensorflow": tf.__version__, "host": _host(), "cores": cores()}
+    tf.io.gfile.makedirs(os.path.dirname(ABOUT))
+    with tf.io.gfile.GFile(ABOUT, "w") as file:
+        file.write(json.dumps(about))
+    server.start()
+    return f"{serving.address}:{port}"
+
+
+def keep_to_loopback(descriptors: Iterable[int]) -> None:
+    """Let no other machine reach these sockets: TensorFlow's servers listen on all addresses.
+
+    Raises OSError where the system cannot.
+    """
+    for descriptor in descriptors:
+        with socket.socket(fileno=os.dup(descriptor)) as each:
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, LOOPBACK_INTERFACE)
+
+
+def listening(port: int | None = None) -> list[int]:
+    """This process' descriptors that listen, on this port or any, by Linux' own tables."""
+    sockets = set()
+    for table in ("tcp", "tcp6"):
+        path = Path(f"/proc/self/net/{table}")
+        for line in path.read_text(encoding="ascii").splitlines()[1:] if path.exists() else ():
+            fields = line.split()
+            if fields[3] == "0A" and port in (None, int(fields[1].rpartition(":")[2], 16)):
+                sockets.add(f"socket:[{fields[9]}]")
+    found = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one that lists them
+            if os.readlink(f"/proc/self/fd/{descriptor}") in sockets:
+                found.append(int(descriptor))
+    return found
+
+
+def _host() -> str:
+    """Equal for workers of one machine."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip() + _network()
+    except OSError:
+        return socket.gethostname()
+
+
+def _network() -> str:
+    """Of one machine's network namespaces, which one: containers may be far apart."""
+    return os.readlink("/proc/self/ns/net")
+
+
+def _exposure(serving: Serving) -> str:
+    if is_loopback(serving.address):
+        return "Only this machine can reach it."
+    return (
+        "Whoever reaches this port, on any address of this machine, can run code here: TensorFlow's server asks for no "
+        "password and encrypts nothing. Keep it within a network that you trust, or a tunnel."
+    )
+
+
+def _check_port(serving: Serving) -> None:
+    """TensorFlow's server would say less, and later."""
+    where = f"{serving.address}:{serving.port}"
+    if serving.port:
+        split(where)
+    try:
+        with socket.socket() as each:
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            each.bind((serving.address, 0))
+        with socket.socket() as each:
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            each.bind(("", serving.port))
+    except OSError as error:
+        raise ValueError(
+            f"Nothing can listen there: {error.strerror}. Received: {where}. "
+            "Try another port, an address of this machine (0.0.0.0 where others know it by another), or ending what "
+            "listens there."
+        ) from error
+
+
+def _pin(cores: Sequence[int] | None) -> None:
+    if cores is None:
+        return
+    try:
+        os.sched_setaffinity(0, cores)
+    except (AttributeError, OSError) as error:
+        raise ValueError(f"These cores cannot be used: {error}. Received: cores={[*cores]}. Try others.") from error
+
+
+def _attend(stop: threading.Event) -> None:
+    while os.read(0, 1024):
+        pass
+    stop.set()
+
+
+def _wait(stop: threading.Event, waits: bool) -> None:
+    """Until asked to stop or, unless it ``waits``, left by a controller."""
+    import tensorflow as tf
+
+    last, since_s = "", time.monotonic()
+    while not stop.wait(1.0):
+        if waits or not tf.io.gfile.exists(ALIVE):
+            continue
+        with tf.io.gfile.GFile(ALIVE) as file:
+            sign = file.read()
+        if sign != last:
+            last, since_s = sign, time.monotonic()
+        elif time.monotonic() - since_s > GONE_S:
+            print(f"The controller has given no sign of life for {GONE_S:.0f} s: the worker ends.", flush=True)
+            return

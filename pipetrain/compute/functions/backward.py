@@ -1,0 +1,147 @@
+"""A stage's backward, alone or in one call with what goes before it and what follows: forward, sum, update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from pipetrain.compute.functions.graph_rewrite import inlined, updated_one_by_one
+from pipetrain.compute.functions.packed import packed_specs, unpacked
+from pipetrain.compute.functions.split import SplitFunction
+from pipetrain.compute.functions.weight_binding import BoundFunction, Weights
+
+Gradients = list[Any]
+
+
+class Parts(NamedTuple):
+    """What one call does beside the backward: the forward before it, a sum with other gradients, an update."""
+
+    runs: bool
+    adds: bool
+    updates: bool
+
+
+class Results(NamedTuple):
+    """What one call gives.
+
+    ``ran`` is what a forward in the call gave beside residuals, ``ran_at_s`` the time of day when it was done; the
+    weights' gradients are None where the call updated by them.
+    """
+
+    ran: Any
+    ran_at_s: tf.Tensor | None
+    gradients: Gradients | None
+    by_input: list[tf.Tensor]
+
+
+class Backward:
+    """The backward of one microbatch, in one call with whatever the moment allows.
+
+    Traced when it is first needed. A call of its own for every part would cost as much as a small stage's computing;
+    gradients that are used at once are still in the processor's caches, and residuals that leave no call need not be
+    handed from one to the next.
+
+    Args:
+        halves: forward and backward.
+        bound: binds a function to the stage's variables.
+        apply: ``apply(gradients, None, staleness)`` updates the weights.
+        handles: of their variables.
+        staleness: the spec of what ``apply`` takes as staleness, None if nothing.
+        timed: tell when a forward in the call was done.
+    """
+
+    def __init__(
+        self,
+        halves: SplitFunction,
+        bound: Callable[[Any], BoundFunction],
+        apply: Callable[[Gradients, None, tf.Tensor | None], None],
+        handles: Sequence[tf.Tensor],
+        staleness: tf.TensorSpec | None,
+        timed: bool,
+    ) -> None:
+        self._halves, self._bound, self._apply, self._handles = halves, bound, apply, handles
+        self._staleness, self._timed = staleness, timed
+        self._calls: dict[Parts, BoundFunction] = {}
+        self._begun, self._ran = 0, tf.Variable(tf.zeros([], tf.int64), trainable=False)  # calls with a forward
+
+    def __call__(
+        self,
+        parts: Parts,
+        weights: Weights,
+        given: Any,
+        starts: Sequence[Any],
+        staleness: tf.Tensor | None,
+        total: Gradients | None,
+    ) -> Results:
+        """One call. ``given`` are the packed residuals, or what the forward takes: state, flows and constants."""
+        if parts not in self._calls:
+            self._calls[parts] = self._bound(self._traced(parts))
+        self._begun += parts.runs
+        results: Results = self._calls[parts](weights, given, starts, staleness, total)
+        return results
+
+    def had_run(self) -> bool:
+        """Whether a call that failed had done its forward."""
+        done = int(self._ran.numpy())
+        had_run, self._begun = done == self._begun, done
+        return had_run
+
+    def _traced(self, parts: Parts) -> Any:
+        forward, backward = self._halves.forward, self._halves.backward
+        weights, residuals, starts = backward.structured_input_signature[0]
+        like = backward.structured_outputs[0]
+        given = forward.structured_input_signature[0][1:] if parts.runs else packed_specs(residuals)
+
+        def call(weights: Any, given: Any, starts: Any, staleness: Any, total: Gradients | None) -> Results:
+            ran = ran_at_s = None
+            if parts.runs:
+                ran, given = inlined(forward, weights, *given)
+                with tf.control_dependencies(_there(ran)):
+                    counted = self._ran.assign_add(1).op
+                    ran_at_s = tf.timestamp() if self._timed else None
+                with tf.control_dependencies([counted]):
+                    starts = [tf.identity(start) for start in starts]
+            gradients, by_input = inlined(backward, weights, unpacked(given, residuals), starts)
+            if total is not None:
+                gradients = added(total, gradients, like)
+            if parts.updates:
+                with tf.control_dependencies(_there(ran)):
+                    self._apply(gradients, None, staleness)
+                graph = tf.compat.v1.get_default_graph()
+                updated_one_by_one(gradients, weights, [graph.capture(handle) for handle in self._handles])
+            return Results(ran, ran_at_s, None if parts.updates else gradients, by_input)
+
+        others = self._staleness if parts.updates else None, like if parts.adds else None
+        return tf.function(call, autograph=False).get_concrete_function(weights, given, starts, *others)
+
+
+def _there(values: Any) -> list[tf.Tensor]:
+    """All tensors, for what may happen only when they are there: copies, of which TensorFlow makes none.
+
+    Calls are inlined, and what waits for a call itself then waits for its side effects alone.
+    """
+    present = [each for each in tf.nest.flatten(values, expand_composites=True) if each is not None]
+    return [tf.identity(each) for each in present]
+
+
+def added(total: Gradients, gradients: Gradients, like: Gradients) -> Gradients:
+    """The sums of two lists of gradients, as those that were traced are ``like``."""
+    return [_add(*each) for each in zip(total, gradients, like, strict=True)]
+
+
+def _add(a: Any, b: Any, like: Any) -> Any:
+    """The sum of two gradients of one weight: both None, both tensors, or both rows of an embedding.
+
+    Rows are what a whole minibatch would have: more of them, unless their number does not depend on that of examples.
+    Then they are the same ones (such as positions), and optimizers that square them want their sums.
+    """
+    if a is None:
+        return None
+    if isinstance(a, tf.IndexedSlices):
+        if like.values.shape[0] is not None:
+            return tf.IndexedSlices(a.values + b.values, a.indices, a.dense_shape)
+        values, indices = tf.concat([a.values, b.values], 0), tf.concat([a.indices, b.indices], 0)
+        return tf.IndexedSlices(values, indices, a.dense_shape)
+    return a + b

@@ -1,0 +1,181 @@
+"""A traced function's operations anew in the graph that is being traced, where others can be ordered among them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from pipetrain.compute.functions.flattening import packer, unpacker
+
+SOURCES = ("ReadVariableOp", "Placeholder", "Const")  # which take no time
+SAME_BUFFER = ("Identity", "Reshape", "ExpandDims", "Squeeze", "StopGradient")
+
+
+def inlined(concrete: Any, *arguments: Any) -> Any:
+    """What calling the concrete function gives; its operations are this graph's own.
+
+    A call would be inlined too, but later, by TensorFlow, with nothing known of what is in it.
+    """
+    return operations(concrete, _inputs(concrete, arguments))
+
+
+def showing(concrete: Any, inner: Sequence[tf.Tensor], *arguments: Any) -> tuple[Any, list[tf.Tensor]]:
+    """``inlined``, and the values of tensors within the function's graph."""
+    made = _imported(concrete, _inputs(concrete, arguments), {}, (), inner)
+    return _results(concrete, made), [made[tensor.name] for tensor in inner]
+
+
+def without(concrete: Any, gone: Collection[tf.Operation], instead: Mapping[str, tf.Tensor], *arguments: Any) -> Any:
+    """``inlined``, but for operations that are ``gone``, with tensors ``instead`` of theirs, by name."""
+    names = [operation.name for operation in gone]
+    return _results(concrete, _imported(concrete, _inputs(concrete, arguments), instead, names))
+
+
+def operations(
+    concrete: Any, inputs: Sequence[tf.Tensor | None], instead: Mapping[str, tf.Tensor] | None = None
+) -> Any:
+    """The function's operations for these arguments and captures, with tensors ``instead`` of those of these names.
+
+    None for an input that nothing else reads.
+    """
+    return _results(concrete, _imported(concrete, inputs, instead or {}))
+
+
+def _inputs(concrete: Any, arguments: Any) -> list[tf.Tensor]:
+    flat: list[tf.Tensor] = []
+    unpacker(concrete.structured_input_signature[0])(arguments, flat)
+    graph = tf.compat.v1.get_default_graph()
+    return [*flat, *(graph.capture(each) for each in concrete.captured_inputs)]
+
+
+def _results(concrete: Any, values: Mapping[str, tf.Tensor]) -> Any:
+    return packer(concrete.structured_outputs)(iter([values[tensor.name] for tensor in concrete.graph.outputs]))
+
+
+def _imported(
+    concrete: Any,
+    inputs: Sequence[tf.Tensor | None],
+    instead: Mapping[str, tf.Tensor],
+    without: Collection[str] = (),
+    inner: Sequence[tf.Tensor] = (),
+) -> dict[str, tf.Tensor]:
+    """By their names in the function's graph, its outputs, ``inner`` tensors of it, and what stands for others.
+
+    Operations ``without`` which the graph is to be, and those that make what is given ``instead``, are left out.
+    """
+    graph = concrete.graph
+    given = {inner.name: value for inner, value in zip(graph.inputs, inputs, strict=True) if value is not None}
+    given.update(instead)
+    gone = {inner.op.name for inner in graph.inputs} | {name.partition(":")[0] for name in instead} | {*without}
+    whole = graph.as_graph_def()
+    part = tf.compat.v1.GraphDef(versions=whole.versions, library=whole.library)
+    part.node.extend(node for node in whole.node if node.name not in gone)
+    for node in part.node:
+        node.input[:] = [name for name in node.input if name.removeprefix("^") not in gone or not name.startswith("^")]
+        node.attr.pop("_class", None)  # wishes to be where another node is, which may be gone
+    used = {name if ":" in name else f"{name}:0" for node in part.node for name in node.input}
+    wanted = [tensor.name for tensor in (*graph.outputs, *inner) if tensor.name not in given]
+    feeds = {name: value for name, value in given.items() if name in used}
+    made = dict(zip(wanted, tf.graph_util.import_graph_def(part, feeds, return_elements=wanted), strict=True))
+    return {**given, **made}
+
+
+def made_when_needed(tensors: Sequence[tf.Tensor]) -> None:
+    """Let each tensor be made when the first operation that reads it has all else that it reads.
+
+    TensorFlow would make all of them first: none would be in the processor's caches any more by the time that it is
+    read, and all in memory at once.
+    """
+    known = {tensor.ref() for tensor in tensors}
+    for tensor in tensors:
+        readers = tensor.consumers()
+        if not readers:
+            continue
+        # Made first, it comes after nothing that needs the tensor: no circles.
+        first = min(readers, key=_number)
+        awaited = [each.op for each in first.inputs if each.ref() not in known and each.op.type not in SOURCES]
+        for operation in _only_for(tensor):
+            operation._add_control_inputs(awaited)
+
+
+def updated_one_by_one(gradients: Sequence[Any], weights: Sequence[tf.Tensor], handles: Sequence[tf.Tensor]) -> None:
+    """Let a weight be updated as soon as its gradient is there, and the next gradient be made only then.
+
+    A gradient is so read while it is in the processor's caches, and not in memory together with all others. An update
+    waits for all operations that read the value (``weights``) of the variable with this handle: else it would write a
+    copy. Should an operation fail in between, some layers are updated and others are not.
+    """
+    updates = [[each for each in handle.consumers() if each.type != "ReadVariableOp"] for handle in handles]
+    for weight, writing in zip(weights, updates, strict=True):
+        readers = _readers(weight)
+        for operation in writing:
+            operation._add_control_inputs(readers)
+    made = [
+        (each.values if isinstance(each, tf.IndexedSlices) else each, writing)
+        for each, writing in zip(gradients, updates, strict=True)
+        if each is not None and writing
+    ]
+    needed: set[str] = set()  # for the updates so far
+    before: list[tf.Operation] = []
+    for gradient, writing in sorted(made, key=lambda each: _number(origin(each[0]))):  # the last layer's first
+        own = _only_for(gradient)
+        if not any(operation.name in needed for operation in own):  # else no update can come before it
+            for operation in own:
+                operation._add_control_inputs(before)
+        _add_needed(writing, needed)
+        before = writing
+
+
+def _add_needed(operations: Sequence[tf.Operation], needed: set[str]) -> None:
+    """Add the names of all operations that have to run before these, for their inputs or for what variables hold."""
+    waiting = list(operations)
+    while waiting:
+        operation = waiting.pop()
+        earlier = [*(tensor.op for tensor in operation.inputs), *operation.control_inputs]
+        for tensor in operation.inputs:
+            if tensor.dtype == tf.resource:  # whose order TensorFlow sees to when all is traced
+                earlier += [each for each in tensor.consumers() if _number(each) < _number(operation)]
+        for each in earlier:
+            if each.name not in needed:
+                needed.add(each.name)
+                waiting.append(each)
+
+
+def _readers(tensor: tf.Tensor) -> list[tf.Operation]:
+    """Operations that read a tensor's buffer."""
+    readers: list[tf.Operation] = []
+    for operation in tensor.consumers():
+        readers.append(operation)
+        if operation.type in SAME_BUFFER:
+            readers += _readers(operation.outputs[0])
+    return readers
+
+
+def _only_for(tensor: tf.Tensor) -> list[tf.Operation]:
+    """What makes the tensor, as far as nothing else waits for it and it is free to run later."""
+    found: dict[str, tf.Operation] = {tensor.op.name: tensor.op}
+    waiting = [tensor.op]
+    while waiting:
+        for operation in (given.op for given in waiting.pop().inputs):
+            readers = [each for output in operation.outputs for each in output.consumers()]
+            alone = all(each.name in found for each in (*readers, *operation._control_outputs))
+            if alone and operation.name not in found:
+                found[operation.name] = operation
+                waiting.append(operation)
+    return [each for each in found.values() if each.type not in SOURCES and not each.op_def.is_stateful]
+
+
+def origin(tensor: tf.Tensor) -> tf.Operation:
+    """What made the tensor, which functions return as a copy."""
+    operation = tensor.op
+    while operation.type == "Identity":
+        operation = operation.inputs[0].op
+    return operation
+
+
+def _number(operation: tf.Operation) -> int:
+    """Operations are numbered as they are made."""
+    number: int = operation._id
+    return number

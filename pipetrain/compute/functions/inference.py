@@ -1,0 +1,104 @@
+"""What stands for a stage where nothing is trained: a segment of the model on one device, in inference mode."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from pipetrain.compute.functions.penalties import summed_over_rows, total_penalty
+from pipetrain.compute.functions.split import specs
+from pipetrain.compute.functions.stage import BoundaryTensors, Forward, Stage, state_of
+from pipetrain.compute.functions.weight_binding import Newest, Weights, any_rows, direct
+from pipetrain.compute.graph.segment import Segment, mask_of
+
+
+class Inference:
+    """A run of blocks on one device, forwards only; the weights are on the device between ``load`` and ``outcome``.
+
+    What a layer assigns in inference mode (the seed of one that samples) moves on from minibatch to minibatch, and into
+    the model at the end, as it does in plain Keras.
+
+    Args:
+        segment: the blocks.
+        device: a TensorFlow device name.
+        divided: whether it is given a replica's rows of a minibatch.
+    """
+
+    recompute = False
+    unreached: Sequence[int] = ()  # there are no gradients
+    global_clipnorm: float | None = None
+
+    def __init__(self, segment: Segment, device: str, divided: bool = False) -> None:
+        self.segment, self.device, self._divided = segment, device, divided
+        self.variables: list[keras.Variable] = []  # none is updated here
+        self._traced_for: Sequence[Any] | None = None
+        self._weights: list[tf.Tensor] = []
+        self._state: list[tf.Tensor] = []
+
+    def trace(
+        self, masks: Sequence[tf.TensorSpec | None], targets: Any = None, unreached: Sequence[int] = ()
+    ) -> list[tf.TensorSpec | None]:
+        """Trace for inputs with these masks, once. Gives the specs of the outputs' masks."""
+        if self._traced_for != list(masks):
+            segment = self.segment
+            self._trained, self._others = list(segment.trainable_variables), list(segment.non_trainable_variables)
+            inputs = any_rows(segment.inputs)
+            with tf.device(self.device):
+                concrete = self._traced(inputs, list(masks))
+            output = concrete.structured_outputs[0]
+            self._masks = [mask if mask is None else tf.TensorSpec(mask.shape, mask.dtype) for mask in output.masks]
+            self._forward = direct(concrete)
+            self._traced_for = list(masks)  # at last: an interrupt may have come before
+        return self._masks
+
+    def _traced(self, inputs: list[tf.TensorSpec], masks: list[tf.TensorSpec | None]) -> Any:
+        given = specs(self._trained), specs(self._others), inputs, masks
+        self._added, self._summed = 0, []
+        concrete = tf.function(self._run, autograph=False).get_concrete_function(*given)
+        if self._divided and self._added:
+            self._summed = summed_over_rows(self.segment, masks, training=False)
+            concrete = tf.function(self._run, autograph=False).get_concrete_function(*given)
+        return concrete
+
+    def load(self, iterations: int = 0, replica: int = 0) -> None:
+        """Take weights and state from the model, in which nothing else writes them meanwhile."""
+        with tf.device(self.device):
+            self._weights = [tf.identity(variable.value) for variable in self._trained]
+            self._state = [state_of(variable, replica) for variable in self._others]
+            self._no_loss = tf.zeros([])
+
+    def weights(self, wanted: Weights = Newest()) -> list[tf.Tensor]:  # noqa: B008 - a tuple, never changed
+        """The weights that are here."""
+        return self._weights
+
+    def forward(self, weights: Weights, values: BoundaryTensors, targets: Any = None) -> Forward:
+        """Run the blocks with the weights that are here; the loss is left to whoever gets the predictions, and zero."""
+        output, penalty, assigned = self._forward(self._weights, self._state, *values)
+        for index, value in zip(self._assigned, assigned, strict=True):
+            self._state[index] = value
+        return Forward(output, self._no_loss, penalty, None)
+
+    def outcome(self, others: Sequence[Inference]) -> list[tf.Tensor]:
+        """The end of the work: what was assigned; the replicas let go of all tensors."""
+        assigned = [self._state[index] for index in self._assigned]
+        for each in (self, *others):
+            each._weights, each._state = [], []
+        return assigned
+
+    def store(self, values: Sequence[tf.Tensor]) -> None:
+        """Hand what was assigned, as ``outcome`` gave it, to the model."""
+        for index, value in zip(self._assigned, values, strict=True):
+            self._others[index].assign(value)
+
+    def _run(self, weights: Any, state: Any, tensors: Any, masks: Any) -> Any:
+        outputs, after, penalties = self.segment.infer(weights, state, tensors, masks)
+        self._assigned = [index for index, value in enumerate(after) if value is not state[index]]
+        values = BoundaryTensors(outputs, [mask_of(output) for output in outputs])
+        self._added = self.segment.added(penalties)
+        return values, total_penalty(penalties, self._summed), [after[index] for index in self._assigned]
+
+
+Replica = Stage | Inference  # what runs a stage's part of a pipeline: in training, and where only forwards run

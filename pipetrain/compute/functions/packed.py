@@ -1,0 +1,44 @@
+"""A stage's residuals as one tensor: what one call leaves for another is then one thing to hold, and to let go.
+
+For every tensor that it lets go of, a thread gives up Python's lock, for which others may be waiting; letting go of a
+tensor of another process takes a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from pipetrain.compute.functions.graph_rewrite import origin
+
+# Never in a GPU's memory, where all that is in a GPU's pack has to be.
+APART = (tf.int32, tf.string, tf.resource, tf.variant)
+
+
+def packed(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Those that can be, as one, without a copy; then the others."""
+    together = [tensor for tensor in tensors if tensor.dtype not in APART]
+    apart = [tensor for tensor in tensors if tensor.dtype in APART]
+    return [tf.raw_ops.OptionalFromValue(components=together), *apart] if together else apart
+
+
+def packed_specs(specs: Sequence[tf.TensorSpec]) -> list[tf.TensorSpec]:
+    """Of what ``packed`` makes of tensors with these specs."""
+    apart = [spec for spec in specs if spec.dtype in APART]
+    return apart if len(apart) == len(specs) else [tf.TensorSpec([], tf.variant), *apart]
+
+
+def unpacked(given: Sequence[tf.Tensor], specs: Sequence[tf.TensorSpec]) -> list[tf.Tensor]:
+    """The tensors with these specs that ``packed`` was given; where it was in this very graph, they themselves."""
+    together = [spec for spec in specs if spec.dtype not in APART]
+    apart, values = iter(given[bool(together) :]), iter(_values(given[0], together) if together else ())
+    return [next(apart) if spec.dtype in APART else next(values) for spec in specs]
+
+
+def _values(pack: tf.Tensor, specs: Sequence[tf.TensorSpec]) -> Sequence[tf.Tensor]:
+    made_by = origin(pack)
+    if made_by.type == "OptionalFromValue":
+        return list(made_by.inputs)
+    types, shapes = [spec.dtype for spec in specs], [spec.shape for spec in specs]
+    return list(tf.raw_ops.OptionalGetValue(optional=pack, output_types=types, output_shapes=shapes))

@@ -1,0 +1,46 @@
+"""Running a forward again: its stateful operations give what they gave the first time.
+
+TensorFlow's own random operations draw from a state that no argument holds, a ``tf.random.Generator`` from a variable
+that it moves on. Run twice they would give other values, and move on twice. So the first run hands over what they gave,
+and the second takes it in their place.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from pipetrain.compute.functions.graph_rewrite import showing, without
+from pipetrain.compute.functions.packed import packed, packed_specs, unpacked
+from pipetrain.compute.functions.split import specs
+
+
+class Repeatable(NamedTuple):
+    """Concrete functions ``first(*arguments) -> (aux, drawn)`` and ``again(*arguments, drawn) -> (aux, residuals)``."""
+
+    first: Any
+    again: Any
+
+
+def repeatable(forward: Any) -> Repeatable | None:
+    """The two runs of a concrete ``forward(*arguments) -> (aux, residuals)``; None if it may just run again."""
+    stateful = [each for each in forward.graph.get_operations() if each.op_def.is_stateful]
+    if not stateful:
+        return None
+    returned = {id(tensor) for tensor in forward.graph.outputs}
+    made = [each for operation in stateful for each in operation.outputs if each.consumers() or id(each) in returned]
+    arguments, _ = forward.structured_input_signature  # all are given by position
+
+    def first(*given: Any) -> Any:
+        (aux, _), drawn = showing(forward, made, *given)
+        return aux, packed(drawn)
+
+    def again(*given: Any) -> Any:
+        *given, drawn = given
+        values = dict(zip([each.name for each in made], unpacked(drawn, specs(made)), strict=True))
+        return without(forward, stateful, values, *given)
+
+    traced = [tf.function(each, autograph=False) for each in (first, again)]
+    drawn = packed_specs(specs(made))
+    return Repeatable(traced[0].get_concrete_function(*arguments), traced[1].get_concrete_function(*arguments, drawn))

@@ -1,0 +1,205 @@
+"""Forward and backward as two TensorFlow functions whose weights are arguments of both.
+
+A single trace runs the forward under a gradient tape and builds the backward as a function nested in it. What
+that nested function captures is exactly what the forward must hand over:
+
+- a *weight* it captured is given anew at backward time, so backward may read another version;
+- what comes *from outside* of both (a constant or variable that a custom gradient reads) the backward reads itself;
+- what was computed *from weights alone* (a cast, a reshape of gamma) is computed anew from those, and so is the
+  maximum pooling of a tensor that is there anyway;
+- of a tensor of which it reads nothing but the *shape* (as gradients of sums do, where the number of rows is not
+  known), only the shape is handed over: half of what some networks would keep;
+- everything else is a *residual*: returned by the forward, kept, and passed to the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from pipetrain.compute.functions.graph_rewrite import operations
+
+Run = Callable[[Sequence[tf.Tensor], Sequence[tf.Tensor], Sequence[tf.Tensor], Any], tuple[Sequence[tf.Tensor], Any]]
+
+
+class SplitFunction(NamedTuple):
+    """The two halves of one training step of a stage, traced once each.
+
+    ``forward(weights, state, flows, constants) -> (aux, residuals)``, where residuals are as ``split`` is asked to hand
+    them over, and ``backward(weights, residuals, output_gradients) -> (weight_gradients, flow_gradients)``; the
+    gradient of a weight that the outputs do not depend on is None. ``flows`` are the inputs that want a gradient,
+    ``constants`` those that want none. ``state`` are tensors that training changes without gradients (BatchNorm
+    statistics, seeds): they go in, and come out in ``aux``. ``outputs`` are the specs of what gradients start from,
+    ``residuals`` the symbolic tensors that are kept. ``reached`` says which flows the outputs depend on: only they are
+    given a gradient.
+    """
+
+    forward: Any
+    backward: Any
+    outputs: list[tf.TensorSpec]
+    residuals: list[tf.Tensor]
+    reached: list[bool]
+
+
+def split(
+    run: Run, weights: Any, state: Any, flows: Any, constants: Any, handed: Callable[[list[tf.Tensor]], Any] = list
+) -> SplitFunction:
+    """Trace ``run(weights, state, flows, constants) -> (outputs, aux)`` into a forward and a backward function.
+
+    Args:
+        run: the computation; ``outputs`` are the floating-point tensors that gradients start from.
+        weights, state, flows: lists of ``tf.TensorSpec``; ``constants`` any nested structure of them.
+        handed: what the forward is to give of its residuals; the backward takes these as they are.
+    """
+    halves: dict[str, Any] = {}
+
+    def forward(weights: list[tf.Tensor], state: list[tf.Tensor], flows: list[tf.Tensor], constants: Any) -> Any:
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch([*weights, *flows])
+            outputs, aux = run(weights, state, flows, constants)
+
+        def pull(output_gradients: list[tf.Tensor]) -> Any:
+            none = [None] * len(weights), [None] * len(flows)
+            by_weight, by_flow = tape.gradient(outputs, [weights, flows], output_gradients) if outputs else none
+            halves["reached"] = [gradient is not None for gradient in by_flow]
+            return by_weight, [tf.convert_to_tensor(gradient) for gradient in by_flow if gradient is not None]
+
+        gradients = specs(outputs)
+        nested = tf.function(pull, autograph=False).get_concrete_function(gradients)
+        captures = _Captures(nested, weights)
+        halves.update(nested=nested, captures=captures, gradients=gradients)
+        return aux, handed(captures.residuals)
+
+    traced = tf.function(forward, autograph=False).get_concrete_function(weights, state, flows, constants)
+    nested, captures = halves["nested"], halves["captures"]
+
+    def backward(weights: list[tf.Tensor], residuals: list[tf.Tensor], output_gradients: list[tf.Tensor]) -> Any:
+        values, shapes = captures.fill_in(weights, residuals)
+        return operations(nested, [*output_gradients, *values], shapes)
+
+    residuals = specs(captures.residuals)
+    pulled = tf.function(backward, autograph=False).get_concrete_function(weights, residuals, halves["gradients"])
+    pulled.graph.nested = nested  # its loops' functions are no longer known to TensorFlow once it is gone
+    return SplitFunction(
+        forward=traced,
+        backward=pulled,
+        outputs=halves["gradients"],
+        residuals=captures.residuals,
+        reached=halves["reached"],
+    )
+
+
+def specs(values: Sequence[Any]) -> list[tf.TensorSpec]:
+    """Shapes and types of tensors or variables."""
+    return [tf.TensorSpec(value.shape, value.dtype) for value in values]
+
+
+_BODIES = {"While": "body", "StatelessWhile": "body", "PartitionedCall": "f", "StatefulPartitionedCall": "f"}
+
+
+class _Captures:
+    """What the nested backward captured, sorted by where it comes from at backward time."""
+
+    def __init__(self, nested: Any, weights: Sequence[tf.Tensor]) -> None:
+        self._captured, self._weights = [_origin(tensor) for tensor in nested.captured_inputs], list(weights)
+        self._outer = [tensor for tensor in self._captured if not tf.is_symbolic_tensor(tensor)]
+        known = {tensor.ref() for tensor in (*weights, *self._outer)}
+        pairs = list(zip(self._captured, nested.graph.internal_captures, strict=True))
+        read = {outer.ref(): outer for outer, inner in pairs if outer.ref() in known or not _only_shape(inner, nested)}
+        from_weights = _operations_from(weights)
+        self._derived = [
+            tensor
+            for ref, tensor in read.items()
+            if ref not in known and (tensor.op.name in from_weights or _is_pool_of(tensor, read))
+        ]
+        known.update(tensor.ref() for tensor in self._derived)
+        self._kept = [tensor for ref, tensor in read.items() if ref not in known]
+        shapes = [(outer, op) for outer, inner in pairs if outer.ref() not in read for op in inner.consumers()]
+        self._shape_reads = [op.outputs[0] for _, op in shapes]
+        # not int32: on a GPU such tensors live on the host, which functions do not return well
+        self.residuals = [*self._kept, *(tf.shape(outer, tf.int64) for outer, _ in shapes)]
+
+    def fill_in(
+        self, weights: Sequence[tf.Tensor], residuals: Sequence[tf.Tensor]
+    ) -> tuple[list[tf.Tensor | None], dict[str, tf.Tensor]]:
+        """The captures' values in order, from backward's weights and forward's residuals.
+
+        None for those of which only the shape is read, and the shapes by the names of the tensors that hold them.
+        """
+        kept, shapes = residuals[: len(self._kept)], residuals[len(self._kept) :]
+        given = zip([*self._weights, *self._kept], [*weights, *kept], strict=True)
+        values = {old.ref(): new for old, new in given}
+        graph = tf.compat.v1.get_default_graph()
+        values.update((tensor.ref(), graph.capture(tensor)) for tensor in self._outer)
+        if self._derived:
+            values.update(zip([tensor.ref() for tensor in self._derived], self._recompute(values), strict=True))
+        filled = [values.get(tensor.ref()) for tensor in self._captured]
+        reads = zip(self._shape_reads, shapes, strict=True)
+        return filled, {read.name: tf.cast(shape, read.dtype) for read, shape in reads}
+
+    def _recompute(self, values: dict[Any, tf.Tensor]) -> list[tf.Tensor]:
+        whole = self._derived[0].graph.as_graph_def()
+        names, used = _between(values, self._derived)
+        part = tf.compat.v1.GraphDef(versions=whole.versions, library=whole.library)
+        part.node.extend(node for node in whole.node if node.name in names)
+        for node in part.node:  # what they were only ordered after is not here
+            node.input[:] = [name for name in node.input if not name.startswith("^")]
+        given = {ref.deref().name: values[ref] for ref in used}
+        return list(tf.graph_util.import_graph_def(part, given, return_elements=[t.name for t in self._derived]))
+
+
+def _only_shape(inner: tf.Tensor, nested: Any) -> bool:
+    """Whether a function reads nothing but the shape of a tensor that it captured."""
+    types = {op.type for op in inner.consumers()}
+    return types == {"Shape"} and all(inner is not output for output in nested.graph.outputs)
+
+
+def _origin(tensor: tf.Tensor) -> tf.Tensor:
+    """Where a tensor comes from that a loop or a function hands on unchanged: a kernel is known as a weight there."""
+    while tf.is_symbolic_tensor(tensor) and tensor.op.type in _BODIES:
+        body = tensor.graph._get_function(tensor.op.get_attr(_BODIES[tensor.op.type]).name).graph
+        returned = _origin(body.outputs[tensor.value_index])
+        while returned.op.type == "Identity":
+            returned = _origin(returned.op.inputs[0])
+        places = [place for place, given in enumerate(body.inputs) if given is returned]
+        if not places or ("While" in tensor.op.type and places != [tensor.value_index]):
+            break
+        tensor = tensor.op.inputs[places[0]]
+    return tensor
+
+
+def _is_pool_of(tensor: tf.Tensor, known: dict[Any, tf.Tensor]) -> bool:
+    """Whether this is the maximum pooling of a tensor that backward has anyway.
+
+    On a CPU the gradient of a pooling is thirty times faster where the pooling itself is in the same function.
+    """
+    return tensor.op.type in ("MaxPool", "MaxPool3D") and tensor.op.inputs[0].ref() in known
+
+
+def _between(given: dict[Any, Any], tensors: Sequence[tf.Tensor]) -> tuple[set[str], set[Any]]:
+    """Names of the operations that lead from the given tensors to these, and which of the given are used."""
+    names: set[str] = set()
+    used: set[Any] = set()
+    waiting = list(tensors)
+    while waiting:
+        tensor = waiting.pop()
+        if tensor.ref() in given:
+            used.add(tensor.ref())
+        elif tensor.op.name not in names:
+            names.add(tensor.op.name)
+            waiting += tensor.op.inputs
+    return names, used
+
+
+def _operations_from(weights: Sequence[tf.Tensor]) -> set[str]:
+    """Names of the graph's operations that depend on weights and constants alone."""
+    if not weights:
+        return set()
+    names = {weight.op.name for weight in weights}
+    for operation in weights[0].graph.get_operations():  # in creation order, so inputs come before their users
+        pure = operation.type != "Placeholder" and not operation.op_def.is_stateful
+        if pure and all(tensor.op.name in names for tensor in operation.inputs):
+            names.add(operation.name)
+    return names

@@ -1,0 +1,404 @@
+"""One stage: a segment of the model on one device, with its own copy of the weights and its own optimizer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from pipetrain.compute.cores import is_prompt, is_remote
+from pipetrain.compute.functions.backward import Backward, Parts, added
+from pipetrain.compute.functions.packed import packed
+from pipetrain.compute.functions.penalties import start_of, summed_over_rows, total_penalty
+from pipetrain.compute.functions.repeat import repeatable
+from pipetrain.compute.functions.split import SplitFunction, specs, split
+from pipetrain.compute.functions.weight_binding import BoundFunction, Newest, Weights, direct
+from pipetrain.compute.graph.segment import Segment, mask_of
+from pipetrain.compute.optimizer.adoption import Part
+from pipetrain.compute.optimizer.clipping import SQUARED_NORM, clipped, positive, squared_norm
+from pipetrain.compute.optimizer.clone import clone
+from pipetrain.compute.optimizer.slots import Slot
+from pipetrain.compute.optimizer.update import Update
+from pipetrain.schemes.table import UpdateRule
+
+LossFunction = Callable[[Any, list[tf.Tensor], Any], tf.Tensor]
+
+
+class BoundaryTensors(NamedTuple):
+    """What crosses a cut: tensors, and the Keras mask that each carries (None for most)."""
+
+    tensors: list[tf.Tensor]
+    masks: list[tf.Tensor | None]
+
+
+class Forward(NamedTuple):
+    """What a stage's forward gives: its outputs, the loss (last stage), its layers' own losses, and ``kept``.
+
+    The loss is a number, or one for every example where it is not to be reduced. ``kept`` is for its backward, None
+    where none will come.
+    """
+
+    output: BoundaryTensors
+    loss: tf.Tensor | None
+    penalty: tf.Tensor | None
+    kept: SavedForBackward | None
+
+
+class SavedForBackward(NamedTuple):
+    """What a forward leaves for its backward: packed residuals, or with recomputation what to make them from anew.
+
+    ``weights`` are forward's where they are not backward's too; ``inputs`` end with what was drawn, if anything was.
+    """
+
+    residuals: list[tf.Tensor] | None
+    weights: list[tf.Tensor] | None = None
+    state: Sequence[tf.Tensor] = ()
+    inputs: Any = None
+
+
+class Inputs(NamedTuple):
+    """What a forward takes beside weights: what crosses the cut and, for the last stage, labels and sample weights."""
+
+    values: BoundaryTensors
+    targets: Any = None
+
+
+class Step(NamedTuple):
+    """What an update takes beside gradients, whose staleness it is; a rate of None leaves a schedule to itself."""
+
+    learning_rate: float | None
+    staleness: int = 0
+
+
+class BackwardResult(NamedTuple):
+    """What a backward gives: gradients of the weights, None where it updated by them, and of inputs that want one.
+
+    Of a forward in the same call what that gives, and when it was done (``time.perf_counter``), where that is known.
+    """
+
+    gradients: list[Any] | None
+    by_input: list[tf.Tensor]
+    forward: Forward | None = None
+    forward_end_s: float | None = None
+
+
+class Stage:
+    """A run of blocks on one device, its weights in variables that only this stage updates.
+
+    Between ``load`` and ``store`` the weights and state of these blocks live here; outside, in the model. What works
+    on minibatches (``forward``, ``backward``, ``accumulate``, ``squared_norm``, ``update``) is called in the scope of
+    the stage's ``device``: entering it anew for every call would take longer than some.
+
+    After ``trace``, ``untrained`` are the trainable variables that no gradient reaches, ``unreached`` the inputs that
+    want a gradient and get none, and ``is_penalized`` says whether a layer adds a loss of its own.
+
+    Args:
+        segment: the blocks.
+        device: a TensorFlow device name.
+        optimizer: the compiled optimizer, of which the stage takes a clone over its own variables.
+        loss: ``loss(y, outputs, sample_weight)`` for the last stage, None for the others.
+        recompute: keep a forward's inputs instead of its residuals, and run it again before its backward.
+        rule: what its updates do beside the optimizer's own step.
+        divided: whether it is given a minibatch in pieces, microbatches or a replica's rows.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        device: str,
+        optimizer: keras.optimizers.Optimizer,
+        loss: LossFunction | None,
+        recompute: bool = False,
+        rule: UpdateRule = UpdateRule(),  # noqa: B008 - a tuple, never changed
+        divided: bool = False,
+    ) -> None:
+        self._divided = divided
+        self.segment, self.device, self.recompute, self._loss = segment, device, recompute, loss
+        self._rule = rule
+        self._weights, self._model_state = segment.trainable_variables, segment.non_trainable_variables
+        with tf.device(device):
+            self.variables = [_like(variable) for variable in self._weights]
+            self.optimizer = clone(optimizer, self._weights, self.variables, rule)
+            # The norm of all stages' gradients is not the clone's to know: the stage clips before it updates.
+            self.global_clipnorm, self.optimizer.global_clipnorm = positive(optimizer.global_clipnorm), None
+            self.optimizer.build(self.variables)
+            self._optimizer_step = Update(self.optimizer, self.variables, rule)
+            weights = tf.function(list, autograph=False).get_concrete_function(specs(self._weights))
+            self._read = self._bound(weights)
+        self._state: list[tf.Tensor] = []
+        self._constants: dict[Any, tf.Tensor] = {}
+        self._learning_rate: float | None = None
+
+    def slots(self) -> Iterator[Slot]:
+        """What the stage's optimizer has gathered, by the model's own variables."""
+        return self._optimizer_step.slots(self._weights)
+
+    def part(self) -> Part:
+        """The stage's optimizer, by the model's own variables."""
+        return Part(self.optimizer, self._weights)
+
+    def load(self, iterations: int = 0, replica: int = 0) -> None:
+        """Take weights and state from the model; the optimizer has made so many steps.
+
+        Every replica of a stage draws other random numbers: they are for other rows.
+        """
+        self._constants.clear()
+        with tf.device(self.device):
+            self.optimizer.iterations.assign(iterations)
+            for mine, original in zip(self.variables, self._weights, strict=True):
+                mine.assign(original.value)
+            self._state = [state_of(variable, replica) for variable in self._model_state]
+        if self._optimizer_step.fit:
+            self._optimizer_step.fit.rest()
+
+    def store(self, values: Sequence[tf.Tensor]) -> None:
+        """Hand weights and state, as ``outcome`` or ``snapshot`` gave them, to the model."""
+        for variable, value in zip([*self._weights, *self._model_state], values, strict=True):
+            variable.assign(value)
+
+    def outcome(self, others: Sequence[Stage]) -> list[tf.Tensor]:
+        """The end of the work: the weights, and the state averaged over replicas where it is no count and no seed."""
+        if not others:
+            return self.snapshot()
+        everyone = zip(self._state, *(other._state for other in others), strict=True)
+        with tf.device(self.device):
+            state = [tf.add_n(each) / len(each) if each[0].dtype.is_floating else each[0] for each in everyone]
+        return [*self.weights(), *state]
+
+    def snapshot(self) -> list[tf.Tensor]:
+        """The weights and the state as they are; later updates leave these tensors alone."""
+        return [*self.weights(), *self._state]
+
+    def weights(self, wanted: Weights = Newest()) -> list[tf.Tensor]:  # noqa: B008 - a tuple, never changed
+        """These weights as tensors. Holding them keeps this version: a later update then writes elsewhere."""
+        if not isinstance(wanted, Newest) or not self.variables:
+            return [] if isinstance(wanted, Newest) else wanted
+        with tf.device(self.device):
+            return self._read(wanted)
+
+    def trace(
+        self, masks: Sequence[tf.TensorSpec | None], targets: Any = None, unreached: Collection[int] = ()
+    ) -> list[tf.TensorSpec | None]:
+        """Trace forward and backward for inputs with these masks and, for the last stage, these targets.
+
+        ``targets`` are the specs of labels and sample weights, ``unreached`` the outputs of which the next stage found
+        that the loss does not depend on them. Gives the specs of the outputs' masks.
+        """
+        self._returns = [returned and n not in unreached for n, returned in enumerate(self.segment.returns)]
+        inputs = [_any_rows(spec) for spec in specs(self.segment.inputs)]
+        flows, constants = self._sorted(BoundaryTensors(inputs, list(masks)), targets)
+        with tf.device(self.device):
+            halves = self._split(masks, flows, constants)
+            twice = repeatable(halves.forward) if self.recompute else None
+            self._forward, self._starts = self._bound(twice.first if twice else halves.forward), halves.outputs
+            self._again = self._bound(twice.again) if twice else self._forward
+            self._draws = twice is not None
+            handles = [variable.value.handle for variable in self.variables]
+            timed = is_prompt(self.device)
+            self._backward = Backward(halves, self._bound, self._step, handles, self._staleness, timed)
+            self._gradients = halves.backward.structured_outputs[0]
+            reached = iter(halves.reached)
+            self.unreached = [n for n, flow in enumerate(self.segment.flows) if flow and not next(reached)]
+            missing = [n for n, gradient in enumerate(self._gradients) if gradient is None]
+            self.untrained = [self._weights[n] for n in missing]
+            self._optimizer_step.untrained = [self.variables[n] for n in missing]
+            self._update = self._squared_norm = None  # traced when they are needed
+        output, _, penalty, _ = halves.forward.structured_outputs[0]
+        self.is_penalized = penalty is not None
+        return [mask if mask is None else tf.TensorSpec(mask.shape, mask.dtype) for mask in output.masks]
+
+    def _split(self, masks: Any, flows: Any, constants: Any) -> SplitFunction:
+        self._added, self._summed = 0, []
+        given = specs(self._weights), specs(self._model_state), flows, constants, packed
+        halves = split(self._run, *given)
+        if self._divided and self._added:
+            self._summed = summed_over_rows(self.segment, masks, training=True)
+            halves = split(self._run, *given) if any(self._summed) else halves
+        return halves
+
+    def _trace_update(self) -> Any:
+        squares = tf.TensorSpec([None], SQUARED_NORM.dtype) if self.global_clipnorm else None
+        step = tf.function(self._step, autograph=False)
+        return direct(step.get_concrete_function(self._gradients, squares, self._staleness))
+
+    def _step(self, gradients: list[Any], squared_norms: tf.Tensor | None, staleness: tf.Tensor | None) -> None:
+        if squared_norms is not None:
+            gradients = clipped(gradients, squared_norms, self.global_clipnorm)
+        self._optimizer_step.apply(gradients, staleness)
+
+    def forward(self, weights: Weights, values: BoundaryTensors, targets: Any = None) -> Forward:
+        """Run the blocks with these weights and the stage's current state, which moves on.
+
+        With recomputation, ``Newest`` stands for the very weights that the backward will be given.
+        """
+        state, inputs = self._state, self._sorted(values, targets)
+        (output, loss, penalty, self._state), residuals = self._forward(weights, state, *inputs)
+        if not self.recompute:
+            return Forward(output, loss, penalty, SavedForBackward(residuals))
+        given = None if isinstance(weights, Newest) else weights
+        again = (*inputs, residuals) if self._draws else inputs
+        return Forward(output, loss, penalty, SavedForBackward(None, given, state, again))
+
+    def backward(
+        self,
+        weights: Weights,
+        given: SavedForBackward | Inputs,
+        gradients: Sequence[Any],
+        share: float,
+        total: list[Any] | None = None,
+        step: Step | None = None,
+    ) -> BackwardResult:
+        """Gradients of the weights, and of those inputs that want one, with these weights and what forward kept.
+
+        Given a forward's inputs, it is run in the same call, with the same weights. ``gradients`` are those of the
+        outputs that want one (of the loss, for the last stage), ``share`` that of the penalty. Those of the weights are
+        added to a ``total``, if there is one; with a ``step`` they are used for an update in the same call.
+        """
+        runs = isinstance(given, Inputs)
+        parts, staleness = Parts(runs, total is not None, step is not None), None
+        starts = [self._constant(start, spec.dtype) for start, spec in zip(gradients, self._starts, strict=False)]
+        starts += [self._constant(start_of(spec, share), spec.dtype) for spec in self._starts[len(starts) :]]
+        if step is not None:
+            self._set_rate(step.learning_rate)
+            staleness = self._stale(step.staleness)
+        taken = [self._state, *self._sorted(*given)] if runs else self._residuals(weights, given)
+        results = self._backward(parts, weights, taken, starts, staleness, total)
+        if step is not None and self._optimizer_step.fit:
+            self._optimizer_step.fit.updated()
+        if not runs:
+            return BackwardResult(results.gradients, results.by_input)
+        output, loss, penalty, self._state = results.ran
+        forward = Forward(output, loss, penalty, None)
+        return BackwardResult(results.gradients, results.by_input, forward, _time_s(results.ran_at_s))
+
+    def had_run(self) -> bool | None:
+        """Whether a ``backward`` that raised, given a forward's inputs, had done the forward.
+
+        None where the device cannot be asked: it may be what has failed.
+        """
+        if is_remote(self.device):
+            return None
+        try:
+            return self._backward.had_run()
+        except tf.errors.OpError:
+            return None
+
+    def _residuals(self, weights: Weights, kept: SavedForBackward) -> list[tf.Tensor]:
+        """What forward computed for backward; with recomputation, now."""
+        if kept.residuals is not None:
+            return kept.residuals
+        _, residuals = self._again(weights if kept.weights is None else kept.weights, kept.state, *kept.inputs)
+        return residuals
+
+    def accumulate(self, total: list[Any] | None, gradients: list[Any], of: Sequence[int]) -> list[Any]:
+        """The sum of two lists of gradients, which are those ``of`` the variables with these numbers."""
+        if total is None:
+            return gradients
+        return added(total, gradients, [self._gradients[n] for n in of])
+
+    def squared_norm(self, gradients: list[Any]) -> tf.Tensor:
+        """What the stage's gradients add to the square of all stages' norm; with ``global_clipnorm`` only."""
+        if self._squared_norm is None:
+            norm = tf.function(squared_norm, autograph=False)
+            self._squared_norm = direct(norm.get_concrete_function(self._gradients))
+        return self._squared_norm(gradients)
+
+    def update(self, gradients: list[Any], step: Step, squared_norms: tf.Tensor | None = None) -> None:
+        """One step of the stage's optimizer: one more version.
+
+        With ``global_clipnorm``, by gradients clipped to the norm that ``squared_norms`` of all stages make. Rules that
+        correct go by the gradients' staleness.
+        """
+        self._set_rate(step.learning_rate)
+        if self.variables:
+            self._update = self._update or self._trace_update()
+            self._update(gradients, squared_norms, self._stale(step.staleness))
+            if self._optimizer_step.fit:
+                self._optimizer_step.fit.updated()
+
+    def _set_rate(self, learning_rate: float | None) -> None:
+        if learning_rate is not None and learning_rate != self._learning_rate:
+            self.optimizer._learning_rate.assign(learning_rate)
+            self._learning_rate = learning_rate
+
+    @property
+    def _staleness(self) -> tf.TensorSpec | None:
+        return tf.TensorSpec([]) if self._rule.corrects else None
+
+    def _stale(self, staleness: int) -> tf.Tensor | None:
+        return self._constant(float(staleness), tf.float32) if self._rule.corrects else None
+
+    def _constant(self, value: Any, dtype: tf.DType) -> tf.Tensor:
+        """A number as a tensor on the stage's device, where it stays for the next time; a tensor as it is."""
+        if isinstance(value, tf.Tensor):
+            return value
+        if (value, dtype) not in self._constants:
+            self._constants[value, dtype] = tf.constant(value, dtype)
+        return self._constants[value, dtype]
+
+    def _bound(self, concrete: Any) -> BoundFunction:
+        return BoundFunction(concrete, self.variables, self._optimizer_step.predicted, self._constant)
+
+    def _sorted(self, values: BoundaryTensors, targets: Any) -> tuple[list[Any], Any]:
+        """Tensors that want a gradient, and all else that goes in."""
+        flows = [tensor for tensor, flow in zip(values.tensors, self.segment.flows, strict=True) if flow]
+        others = [tensor for tensor, flow in zip(values.tensors, self.segment.flows, strict=True) if not flow]
+        return flows, (others, values.masks, targets)
+
+    def _run(self, weights: Any, state: Any, flows: Any, constants: Any) -> Any:
+        others, masks, targets = constants
+        outputs, state, penalties = self.segment.run(weights, state, flows, others, masks)
+        starts = [tensor for tensor, returned in zip(outputs, self._returns, strict=True) if returned]
+        loss = None
+        if self._loss:
+            loss = self._loss_of(outputs, targets)
+            starts = [loss if loss.shape.rank == 0 else tf.reduce_sum(loss)]  # a number, or one of every example
+        self._added = self.segment.added(penalties)
+        penalty = total_penalty(penalties, self._summed)
+        values = BoundaryTensors(outputs, [mask_of(output) for output in outputs])
+        return starts if penalty is None else [*starts, penalty], (values, loss, penalty, state)
+
+    def _loss_of(self, outputs: list[tf.Tensor], targets: Any) -> tf.Tensor:
+        y, sample_weight = targets
+        try:
+            with keras.StatelessScope():  # trackers of single losses are the caller's to update
+                return self._loss(y, outputs, sample_weight)
+        except (TypeError, ValueError) as error:
+            labels, shapes = tf.nest.map_structure(lambda each: tuple(each.shape), (y, outputs))
+            raise ValueError(
+                f"The loss cannot be computed: {error} Received: y of shape {labels} for outputs of shape {shapes}. "
+                "Try labels of the shape that the loss takes."
+            ) from error
+
+
+def _time_s(of_day_s: tf.Tensor | None) -> float | None:
+    """A time of day on the clock of ``time.perf_counter``."""
+    return None if of_day_s is None else time.perf_counter() - (time.time() - float(of_day_s))
+
+
+def _like(variable: keras.Variable) -> keras.Variable:
+    """A copy of the same value, name and path, which some optimizers go by."""
+    value = tf.convert_to_tensor(variable.value)  # given a tf.Variable, Keras would share it
+    with ExitStack() as scopes:
+        for scope in variable.path.split("/")[:-1]:
+            scopes.enter_context(keras.name_scope(scope))
+        copy = keras.Variable(value, trainable=True, dtype=variable.dtype, name=variable.name)
+    copy.constraint = variable.constraint
+    return copy
+
+
+def state_of(variable: keras.Variable, replica: int) -> tf.Tensor:
+    """The value of a variable that is no weight; a seed's is another for every replica."""
+    value = tf.identity(variable.value)
+    if replica and variable.path.endswith("seed_generator_state"):
+        return value + tf.constant([replica * 2654435769 % 2**32, 0], value.dtype)
+    return value
+
+
+def _any_rows(spec: tf.TensorSpec) -> tf.TensorSpec:
+    """Microbatches and the last minibatch are smaller than a model with a fixed batch size says."""
+    return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype) if spec.shape.rank else spec

@@ -1,0 +1,104 @@
+"""A stage's forward and backward bound to its variables: the newest weights are read and predicted in the call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from pipetrain.compute.functions.flattening import packer, unpacker
+from pipetrain.compute.functions.graph_rewrite import inlined, made_when_needed
+from pipetrain.compute.gc_pause import gc_paused
+
+
+class Newest(NamedTuple):
+    """The stage's newest weights, ``horizon`` updates ahead along the velocity: a description, not yet tensors."""
+
+    horizon: int = 0
+
+
+Weights = Newest | list[tf.Tensor]
+
+
+class BoundFunction:
+    """``call(weights, *others)`` for weights that are tensors, the newest, or predicted from the newest.
+
+    Reading variables one by one from Python would cost more than a small stage's whole forward, and predicted
+    weights need not exist outside the call that uses them.
+
+    Args:
+        call: a concrete function whose first argument are the weights.
+        variables: the stage's variables.
+        predicted: their values so many updates ahead, for a scalar tensor.
+        constant: a number as a tensor of a type, on the stage's device.
+    """
+
+    def __init__(
+        self,
+        call: Any,
+        variables: Sequence[keras.Variable],
+        predicted: Callable[[tf.Tensor], list[tf.Tensor]],
+        constant: Callable[[float, tf.DType], tf.Tensor],
+    ) -> None:
+        self._given = direct(call)
+        self._call, self._variables, self._predicted, self._constant = call, variables, predicted, constant
+        self._others = call.structured_input_signature[0][1:]
+        self._newest: Any = None
+        self._ahead: Any = None
+
+    def __call__(self, weights: Weights, *others: Any) -> Any:
+        """Call with these weights."""
+        if not isinstance(weights, Newest):
+            return self._given(weights, *others)
+        if not weights.horizon:
+            if self._newest is None:
+                self._newest = self._trace(self._with_newest)
+            return self._newest(*others)
+        if self._ahead is None:
+            self._ahead = self._trace(self._with_predicted, tf.TensorSpec([]))
+        return self._ahead(self._constant(float(weights.horizon), tf.float32), *others)
+
+    def _with_newest(self, *others: Any) -> Any:
+        return self._call([variable.value.read_value() for variable in self._variables], *others)
+
+    def _with_predicted(self, horizon: tf.Tensor, *others: Any) -> Any:
+        predicted = self._predicted(horizon)
+        result = inlined(self._call, predicted, *others)
+        made_when_needed(predicted)
+        return result
+
+    def _trace(self, function: Callable[..., Any], *first: tf.TensorSpec) -> Any:
+        with gc_paused():
+            return direct(tf.function(function, autograph=False).get_concrete_function(*first, *self._others))
+
+
+def direct(concrete: Any) -> Callable[..., Any]:
+    """The same function as a single op, run on the caller's thread.
+
+    A concrete function's own call checks every argument against its spec and hands the work to another thread, which
+    costs as much as a small stage. What is called here has been traced for exactly these arguments.
+    """
+    captured = concrete.captured_inputs
+    types = [tensor.dtype.as_datatype_enum for tensor in concrete.outputs]  # what TensorFlow would look up in each call
+    unpack, pack = unpacker(concrete.structured_input_signature[0]), packer(concrete.structured_outputs)
+
+    def call(*arguments: Any) -> Any:
+        tensors: list[Any] = []
+        unpack(arguments, tensors)
+        tensors += captured
+        return pack(iter(tf.raw_ops.StatefulPartitionedCall(args=tensors, Tout=types, f=concrete)))
+
+    return call
+
+
+def any_rows(values: Any) -> Any:
+    """Specs of nested tensors for any number of rows; None stays None."""
+
+    def spec(value: Any) -> Any:
+        if value is None:
+            return None
+        return tf.TensorSpec([None, *value.shape[1:]] if len(value.shape) else [], value.dtype)
+
+    return tf.nest.map_structure(spec, values)

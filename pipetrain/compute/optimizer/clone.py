@@ -1,0 +1,40 @@
+"""A stage's own optimizer: the compiled one's settings, for the stage's variables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import keras
+import tensorflow as tf
+
+from pipetrain.compute.optimizer.rates import Rescaled
+from pipetrain.compute.optimizer.spikes import SpikeCompensated
+from pipetrain.schemes.table import UpdateRule
+
+
+def clone(
+    optimizer: keras.optimizers.Optimizer,
+    originals: Sequence[keras.Variable],
+    copies: Sequence[keras.Variable],
+    rule: UpdateRule = UpdateRule(),  # noqa: B008 - a tuple, never changed
+) -> keras.optimizers.Optimizer:
+    """An optimizer with the same settings for copies of variables, and no slots yet.
+
+    A learning-rate schedule, being stateless, is shared. The ``rule`` may make it one that compensates spikes, with a
+    rate that is rescaled.
+    """
+    with tf.device(None):  # where its variables are: a remote device would have to send back what was sent to it
+        config = optimizer.get_config()
+    if isinstance(config["learning_rate"], dict):
+        config["learning_rate"] = optimizer._learning_rate
+    copy = (SpikeCompensated if rule.spikes else type(optimizer)).from_config(config)
+    if rule.rescale_steps:
+        copy.learning_rate = Rescaled(copy._learning_rate, rule.rescale_steps)
+    excluded = getattr(optimizer, "_exclude_from_weight_decay", None)
+    if excluded is not None:  # no part of the settings
+        names = optimizer._exclude_from_weight_decay_pattern
+        copy.exclude_from_weight_decay(
+            [mine for mine, theirs in zip(copies, originals, strict=True) if optimizer._var_key(theirs) in excluded],
+            [names.pattern] if names else None,
+        )
+    return copy

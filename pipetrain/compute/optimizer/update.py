@@ -1,0 +1,188 @@
+"""One step of a stage's optimizer, and what the weights will be some steps like it from now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from pipetrain.compute.optimizer.clone import clone
+from pipetrain.compute.optimizer.horizon_fit import HorizonFit
+from pipetrain.compute.optimizer.rates import Rescaled
+from pipetrain.compute.optimizer.slots import Slot, slots
+from pipetrain.compute.optimizer.spikes import SpikeCompensated
+from pipetrain.compute.optimizer.velocity import velocity_of
+from pipetrain.schemes.prediction import decayed, predict
+from pipetrain.schemes.table import UpdateRule
+
+LEAST_DECAY = 1e-12  # ``decayed`` divides by it
+
+
+class Update:
+    """Applies gradients to variables and predicts them: ``W[t+s] ~ W[t] + s * v`` (see ``plan.prediction``).
+
+    ``untrained`` are the variables that no gradient reaches, which Keras leaves as they are; to be set before anything
+    is predicted.
+
+    Args:
+        optimizer: built for the variables.
+        variables: what it updates.
+        rule: what else there is to do; by default nothing.
+    """
+
+    def __init__(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        variables: Sequence[keras.Variable],
+        rule: UpdateRule = UpdateRule(),  # noqa: B008 - a tuple, never changed
+    ) -> None:
+        self._optimizer, self._variables, self._furthest = optimizer, list(variables), rule.furthest
+        self._rate = self._velocity = self.fit = None
+        self.untrained: Sequence[keras.Variable] = ()
+        if rule.predicts and (isinstance(optimizer, keras.optimizers.Adam) or optimizer.weight_decay):
+            self._rate = tf.Variable(0.0, trainable=False)  # of the last step, which slots or decay do not carry
+        if rule.predicts:
+            self._velocity = velocity_of(optimizer, self._variables, self._rate, self._after_decay)
+        if rule.fit_horizon and self._variables:
+            self.fit = HorizonFit(self._variables, self.velocity, self._ahead, rule.fit_horizon)
+
+    def slots(self, weights: Sequence[keras.Variable]) -> Iterator[Slot]:
+        """The optimizer's slots and what predictions need beside them, each as that of one of as many ``weights``."""
+        yield from slots(self._optimizer, weights)
+        if self._velocity is None:
+            return
+        for weight, variable in zip(weights, self._velocity.kept, strict=False):
+            yield Slot(weight, "displacement", variable)
+        for weight in weights:  # of the stage, but kept with every weight, which another cut may part
+            if self._rate is not None:
+                yield Slot(weight, "last_rate", self._rate)
+            if self.fit:
+                yield Slot(weight, "fit", self.fit.sums)
+
+    def apply(self, gradients: list[Any], staleness: tf.Tensor | None = None) -> None:
+        """One optimizer step; remembers of it what the next prediction needs and no slot holds."""
+        pairs = zip(gradients, self._variables, strict=True)
+        present = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
+        for gradient, variable in present:
+            if isinstance(gradient, tf.Tensor):
+                gradient.set_shape(variable.shape)  # which some optimizers ask for
+        self._correct_by(staleness)
+        if self._rate is not None:
+            self._rate.assign(tf.cast(self._optimizer.learning_rate, tf.float32))
+        before = self._velocity.before() if self._velocity else []
+        if _is_momentum(self._optimizer) and self._plain(gradients):
+            self._momentum_step(gradients)
+        elif present:
+            self._optimizer.apply(*zip(*present, strict=True))
+        else:  # which Keras' own ``apply`` refuses: the weights that are trained may be other stages'
+            self._optimizer.iterations.assign_add(1)
+        if self._velocity:
+            self._velocity.after(before)
+        self._correct_by(None)  # a symbolic tensor is of no use outside its function
+
+    def velocity(self) -> list[tf.Tensor]:
+        """The last update of each variable, weight decay left out; zeros before the first step."""
+        return self._velocity.read()
+
+    def predicted(self, horizon: tf.Tensor) -> list[tf.Tensor]:
+        """The variables ``horizon`` updates ahead."""
+        ratio = self.fit.ratio() if self.fit else None
+        predicted = []
+        for variable, velocity in zip(self._variables, self.velocity(), strict=True):
+            value = variable.value.read_value()
+            if self._furthest == 1 and ratio is None and not self._decays(variable):
+                predicted.append(value + velocity)  # what ``predict`` says of one update, in one pass over memory
+                continue
+            left, steps = self._ahead(variable, value, horizon)
+            if ratio is not None:
+                steps = steps * tf.cast(ratio, steps.dtype)
+            predicted.append(predict(left, velocity, steps))
+        return predicted
+
+    def _ahead(self, variable: keras.Variable, value: tf.Tensor, horizon: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """What weight decay leaves of a value after ``horizon`` updates, and how many velocities they add to it."""
+        if not self._decays(variable):
+            return value, tf.cast(horizon, value.dtype)
+        decay = tf.cast(self._rate, tf.float64) * self._optimizer.weight_decay
+        kept, steps = decayed(tf.maximum(decay, LEAST_DECAY), tf.cast(horizon, tf.float64))
+        return tf.cast(kept, value.dtype) * value, tf.cast(steps, value.dtype)
+
+    def _correct_by(self, staleness: tf.Tensor | None) -> None:
+        for each in (self._optimizer, self._optimizer._learning_rate):
+            if isinstance(each, (SpikeCompensated, Rescaled)):
+                each.staleness = staleness
+
+    def _decays(self, variable: keras.Variable) -> bool:
+        if not self._optimizer.weight_decay or any(variable is each for each in self.untrained):
+            return False
+        return bool(self._optimizer._use_weight_decay(variable))
+
+    def _after_decay(self, variable: keras.Variable, value: tf.Tensor) -> tf.Tensor:
+        """What weight decay, with which Keras begins a step, leaves of the variable's value."""
+        if not self._decays(variable):
+            return value
+        decay, rate = (tf.cast(each, value.dtype) for each in (self._optimizer.weight_decay, self._rate))
+        return value - value * decay * rate
+
+    def _plain(self, gradients: list[Any]) -> bool:
+        """Whether the step is nothing but Keras' momentum rule."""
+        present = all(gradient is not None for gradient in gradients)
+        return present and not _clips(self._optimizer) and not _constrained(self._variables)
+
+    def _momentum_step(self, gradients: list[Any]) -> None:
+        """TensorFlow's kernel of Keras' rule: one pass over memory where the optimizer's own ops make several.
+
+        An embedding's momentum is dense, so that all its rows are read and written whatever its gradient is made of.
+        """
+        optimizer = self._optimizer
+        dense = map(tf.convert_to_tensor, gradients)
+        for variable, slot, gradient in zip(self._variables, optimizer.momentums, dense, strict=True):
+            tf.raw_ops.ResourceApplyKerasMomentum(
+                var=variable.value.handle,
+                accum=slot.value.handle,
+                lr=tf.cast(optimizer.learning_rate, gradient.dtype),
+                grad=gradient,
+                momentum=tf.cast(optimizer.momentum, gradient.dtype),
+                use_nesterov=optimizer.nesterov,
+            )
+        optimizer.iterations.assign_add(1)
+
+
+def _clips(optimizer: keras.optimizers.Optimizer) -> bool:
+    return bool(optimizer.clipnorm or optimizer.clipvalue or optimizer.global_clipnorm)
+
+
+def _constrained(variables: Sequence[keras.Variable]) -> bool:
+    return any(variable.constraint for variable in variables)
+
+
+def _is_momentum(optimizer: keras.optimizers.Optimizer) -> bool:
+    return type(optimizer) is keras.optimizers.SGD and bool(optimizer.momentum) and not optimizer.weight_decay
+
+
+def gathers(optimizer: keras.optimizers.Optimizer, rule: UpdateRule, variables: Sequence[keras.Variable]) -> bool:
+    """Whether all gradients of a stage are there before the first is used; weights without one are not known yet."""
+    if rule.spikes or not _is_momentum(optimizer) or _clips(optimizer) or _constrained(variables):
+        return True
+    return rule.predicts and bool(optimizer.nesterov)  # the slots are then kept as they were before the step
+
+
+def slots_per_weight(optimizer: keras.optimizers.Optimizer, rule: UpdateRule) -> int:
+    """How many variables an optimizer keeps for each weight, with what predictions need beside them."""
+    kept = _kept(optimizer, rule)
+    return sum(tuple(slot.variable.shape) == tuple(slot.weight.shape) for slot in kept)
+
+
+def kinds_beside(optimizer: keras.optimizers.Optimizer, rule: UpdateRule) -> set[str]:
+    """What predictions need that the optimizer itself has no slots for."""
+    return {slot.kind for slot in _kept(optimizer, rule) if not hasattr(optimizer, slot.kind)}
+
+
+def _kept(optimizer: keras.optimizers.Optimizer, rule: UpdateRule) -> list[Slot]:
+    """The slots of one weight."""
+    weight = keras.Variable(tf.zeros([2, 3]))
+    mine = clone(optimizer, [weight], [weight], rule)
+    mine.build([weight])
+    return list(Update(mine, [weight], rule).slots([weight]))

@@ -1,0 +1,151 @@
+"""The last update of every variable, weight decay left out: read from the optimizer's slots, or kept beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import keras
+import tensorflow as tf
+
+from pipetrain.schemes import prediction
+
+TINY = 1e-30  # before the first step all is zero, an epsilon of 0 too
+PREDICTABLE = (keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.AdamW, keras.optimizers.RMSprop)
+
+
+def check_predictable(optimizer: keras.optimizers.Optimizer, scheme: str) -> None:
+    """Raise ValueError, by name, for an optimizer whose velocity is not known."""
+    if type(optimizer) not in PREDICTABLE:
+        *others, last = (kind.__name__ for kind in PREDICTABLE)
+        raise ValueError(
+            f"The scheme {scheme!r} predicts weights, which it can for {', '.join(others)} and {last}. "
+            f"Received: optimizer={type(optimizer).__name__}. "
+            "Try keras.optimizers.SGD(..., momentum=0.9), or a scheme that does not predict."
+        )
+
+
+class Velocity(Protocol):
+    """v of ``W[t+s] ~ W[t] + s * v`` for every variable. ``kept``: variables of its own, one for each or none."""
+
+    kept: Sequence[tf.Variable]
+
+    def read(self) -> list[tf.Tensor]:
+        """The last step's; zeros before the first."""
+
+    def before(self) -> list[tf.Tensor]:
+        """To be called before a step of the optimizer, for ``after``."""
+
+    def after(self, before: list[tf.Tensor]) -> None:
+        """To be called after it."""
+
+
+class FromSlots:
+    """A velocity that follows from the optimizer's slots: no memory, nothing to do around a step."""
+
+    kept: Sequence[tf.Variable] = ()
+
+    def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def before(self) -> list[tf.Tensor]:
+        """Nothing."""
+        return []
+
+    def after(self, before: list[tf.Tensor]) -> None:
+        """Nothing."""
+
+
+class Momentum(FromSlots):
+    """SGD with momentum; with spike compensation too, as its authors have it (arXiv 2003.11666, LWPv)."""
+
+    def read(self) -> list[tf.Tensor]:
+        """The slots."""
+        return [prediction.momentum(slot.value.read_value()) for slot in self._optimizer.momentums]
+
+
+class RMSpropMomentum(FromSlots):
+    """RMSprop with momentum."""
+
+    def read(self) -> list[tf.Tensor]:
+        """The slots, negative."""
+        return [prediction.rmsprop(slot.value.read_value()) for slot in self._optimizer._momentums]
+
+
+class Adam(FromSlots):
+    """Adam and AdamW, AMSGrad included; ``rate`` is that of the last step."""
+
+    def __init__(self, optimizer: keras.optimizers.Optimizer, rate: tf.Variable) -> None:
+        super().__init__(optimizer)
+        self._rate = rate
+
+    def read(self) -> list[tf.Tensor]:
+        """The update that made the slots what they are."""
+        optimizer = self._optimizer
+        squares = optimizer._velocity_hats if optimizer.amsgrad else optimizer._velocities
+        pairs = zip(optimizer._momentums, squares, strict=True)
+        return [self._of(m.value.read_value(), v.value.read_value()) for m, v in pairs]
+
+    def _of(self, m: tf.Tensor, v: tf.Tensor) -> tf.Tensor:
+        optimizer = self._optimizer
+        step = tf.cast(tf.maximum(optimizer.iterations.value, 1), m.dtype)
+        betas = [tf.cast(beta, m.dtype) for beta in (optimizer.beta_1, optimizer.beta_2)]
+        return prediction.adam(m, v, tf.cast(self._rate, m.dtype), *betas, optimizer.epsilon or TINY, step)
+
+
+class Displacement:
+    """How far the last step went, measured: plain SGD's ``-lr*g``, RMSprop's ``-lr*g/sqrt(...)``.
+
+    One more copy of the weights, for no slot holds the last gradient. ``decayed(variable, value)`` is what weight decay
+    leaves of a value.
+    """
+
+    def __init__(self, variables: Sequence[keras.Variable], decayed: Callable[[Any, tf.Tensor], tf.Tensor]) -> None:
+        self._variables, self._decayed = variables, decayed
+        self.kept = [tf.Variable(tf.zeros(each.shape, each.dtype), trainable=False) for each in variables]
+
+    def read(self) -> list[tf.Tensor]:
+        """What ``after`` has measured."""
+        return [variable.read_value() for variable in self.kept]
+
+    def before(self) -> list[tf.Tensor]:
+        """The weights."""
+        return [tf.identity(variable.value) for variable in self._variables]
+
+    def after(self, before: list[tf.Tensor]) -> None:
+        """Measure from there."""
+        for kept, variable, old in zip(self.kept, self._variables, before, strict=True):
+            kept.assign(variable.value - self._decayed(variable, old))
+
+
+class Nesterov(Displacement):
+    """SGD with Nesterov momentum, whose update is not its slot: one more copy of the weights."""
+
+    def __init__(self, optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> None:
+        super().__init__(variables, lambda variable, value: value)
+        self._optimizer = optimizer
+
+    def before(self) -> list[tf.Tensor]:
+        """The slots."""
+        return [tf.identity(slot.value) for slot in self._optimizer.momentums]
+
+    def after(self, before: list[tf.Tensor]) -> None:
+        """The update, by its formula."""
+        for kept, slot, old in zip(self.kept, self._optimizer.momentums, before, strict=True):
+            kept.assign(prediction.nesterov(slot.value, old, tf.cast(self._optimizer.momentum, old.dtype)))
+
+
+def velocity_of(
+    optimizer: keras.optimizers.Optimizer,
+    variables: Sequence[keras.Variable],
+    rate: tf.Variable,
+    decayed: Callable[[Any, tf.Tensor], tf.Tensor],
+) -> Velocity:
+    """How the velocity of this optimizer's steps is had; ``rate`` holds that of the last one."""
+    if isinstance(optimizer, keras.optimizers.Adam):
+        return Adam(optimizer, rate)
+    if isinstance(optimizer, keras.optimizers.RMSprop):
+        return RMSpropMomentum(optimizer) if optimizer.momentum else Displacement(variables, decayed)
+    if not optimizer.momentum:
+        return Displacement(variables, decayed)
+    return Nesterov(optimizer, variables) if optimizer.nesterov else Momentum(optimizer)

@@ -1,0 +1,117 @@
+"""One block of a chain as a pair of functions of its own, to be measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from pipetrain.compute.functions.split import specs, split
+from pipetrain.compute.functions.weight_binding import direct
+from pipetrain.compute.graph.segment import Segment
+
+
+class Keeps(NamedTuple):
+    """What a block keeps from forward to backward: bytes that only it knows; of its inputs and outputs, which."""
+
+    inner_bytes: int
+    inputs: list[bool]
+    outputs: list[bool]
+
+
+class BlockFunctions:
+    """A block's forward and backward, called as a stage's are; equal blocks share one.
+
+    ``gradients`` are the symbolic gradients of its weights, ``forward_tensors`` and ``backward_tensors`` the numbers of
+    tensors that go in and come out.
+
+    Args:
+        segment: the block.
+        like: specs of its inputs.
+    """
+
+    def __init__(self, segment: Segment, like: Sequence[tf.TensorSpec]) -> None:
+        self._segment = segment
+        self._traced: dict[str, list[Any]] = {}
+        weights, state = specs(segment.trainable_variables), specs(segment.non_trainable_variables)
+        with tf.device(None):  # it runs wherever it is called
+            self._halves = split(self._run, weights, state, *self._sorted(like))
+        self._forward, self._backward = either(self._halves.forward), either(self._halves.backward)
+        self.gradients = self._halves.backward.structured_outputs[0]
+        self.forward_tensors, self.backward_tensors = _tensors(self._halves.forward), _tensors(self._halves.backward)
+
+    def forward(
+        self, weights: list[tf.Tensor], state: list[tf.Tensor], inputs: Sequence[tf.Tensor]
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """The outputs of a block equal to this one, and its residuals."""
+        (outputs, _), residuals = self._forward(weights, state, *self._sorted(inputs))
+        return outputs, residuals
+
+    def backward(self, weights: list[tf.Tensor], residuals: list[tf.Tensor], gradients: list[tf.Tensor]) -> Any:
+        """The gradients of a block equal to this one."""
+        return self._backward(weights, residuals, gradients)
+
+    def ones(self, outputs: Sequence[tf.TensorSpec]) -> list[tf.Tensor]:
+        """Gradients of ones for those of its outputs that want one."""
+        pairs = zip(outputs, self._segment.returns, strict=True)
+        return [tf.ones(spec.shape, spec.dtype) for spec, returned in pairs if returned]
+
+    def keeps(self, residuals: Sequence[tf.Tensor]) -> Keeps:
+        """What these residuals are."""
+        pairs = zip(self._halves.residuals, residuals, strict=True)
+        sizes = {symbol.ref(): _kept_bytes(value) for symbol, value in pairs}
+        inputs, outputs = self._traced["inputs"], self._traced["outputs"]
+        known = {tensor.ref() for tensor in (*inputs, *outputs)}
+        inner_bytes = sum(size for ref, size in sizes.items() if ref not in known)
+        return Keeps(inner_bytes, [x.ref() in sizes for x in inputs], [x.ref() in sizes for x in outputs])
+
+    def _run(self, weights: Any, state: Any, flows: Any, constants: Any) -> Any:
+        segment = self._segment
+        outputs, state, _ = segment.run(weights, state, flows, constants, [None] * len(segment.reads))
+        flowing, still = iter(flows), iter(constants)
+        inputs = [next(flowing if flow else still) for flow in segment.flows]
+        self._traced.update(inputs=inputs, outputs=outputs)
+        return [x for x, returned in zip(outputs, segment.returns, strict=True) if returned], (outputs, state)
+
+    def _sorted(self, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        flows = self._segment.flows
+        wanted = [x for x, flow in zip(inputs, flows, strict=True) if flow]
+        return wanted, [x for x, flow in zip(inputs, flows, strict=True) if not flow]
+
+
+def size_bytes(spec: tf.TensorSpec) -> int:
+    """Bytes of a tensor like this."""
+    return int(np.prod(spec.shape.as_list(), dtype=np.int64)) * spec.dtype.size
+
+
+def _kept_bytes(value: tf.Tensor) -> int:
+    """Bytes of a tensor, or of the list that a loop keeps of its steps' tensors, taken to have four bytes a number."""
+    if value.dtype == tf.resource:
+        return 0
+    if value.dtype != tf.variant:
+        return size_bytes(tf.TensorSpec(value.shape, value.dtype))
+    try:
+        shape = tf.raw_ops.TensorListElementShape(input_handle=value, shape_type=tf.int32)
+        length = tf.raw_ops.TensorListLength(input_handle=value)
+    except tf.errors.OpError:  # something else
+        return 0
+    return 4 * int(length) * int(tf.reduce_prod(tf.maximum(shape, 0)))
+
+
+def values(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
+    """The variables' values on the device in scope."""
+    return [tf.identity(variable.value) for variable in variables]
+
+
+def either(concrete: Any) -> Callable[..., Any]:
+    """The function as one op; inside another function, called as such."""
+    call = direct(concrete)
+    return lambda *arguments: (call if tf.executing_eagerly() else concrete)(*arguments)
+
+
+def _tensors(concrete: Any) -> int:
+    """How many tensors go in and come out: what a call costs beside its work."""
+    return len(concrete.inputs) + len(concrete.outputs)

@@ -1,0 +1,186 @@
+"""What each block of a model has to do: matrix products and bytes, counted from shapes without running anything."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+
+from pipetrain.compute.graph.blocks import Block, Chain
+from pipetrain.compute.graph.segment import Call
+from pipetrain.plan.profile import Profile
+from pipetrain.plan.roofline import FLOAT_BYTES, Device, Product, Work, roofline
+
+NOTHING = ("Flatten", "Reshape", "Identity")  # what only gives a tensor another shape
+
+
+def analytic(model: keras.Model, batch_size: int, device: Device) -> Profile:
+    """The profile of a model on a described device, by counting and a roofline; see ``plan.roofline``."""
+    return roofline(model.name, batch_size, works(model, batch_size), device)
+
+
+def works(model: keras.Model, batch_size: int) -> list[Work]:
+    """What every block does forward for so many rows, and its bytes.
+
+    Matrix products are those of dense, convolution, LSTM and attention layers. All else, activations within those
+    layers included, counts by what it reads and writes. A block keeps all that it writes until its backward.
+    """
+    chain = Chain(model)
+    return [
+        _work(block, sum(_bytes(symbol, batch_size) for symbol in chain.specs(end)), batch_size)
+        for end, block in enumerate(chain.blocks, start=1)
+    ]
+
+
+@dataclass
+class _Count:
+    """Of one layer call: products, other bytes, kernels for these, and bytes kept that are no outputs."""
+
+    products: list[Product] = field(default_factory=list)
+    moved_bytes: int = 0
+    kernels: int = 0
+    kept_bytes: int = 0
+
+
+def _work(block: Block, output_bytes: int, rows: int) -> Work:
+    counts = [_counted(call, rows) for call in block.calls]
+    written = sum(
+        _bytes(symbol, rows)
+        for call in block.calls
+        for symbol in call.node.output_tensors
+        if type(call.operation).__name__ not in NOTHING
+    )
+    variables = {id(v): v for call in block.calls for v in getattr(call.operation, "trainable_variables", ())}
+    return Work(
+        name=block.name,
+        products=tuple(product for count in counts for product in count.products),
+        moved_bytes=sum(count.moved_bytes for count in counts),
+        kernels=sum(count.kernels for count in counts),
+        weight_bytes=sum(FLOAT_BYTES * math.prod(variable.shape) for variable in variables.values()),
+        output_bytes=output_bytes,
+        activation_bytes=written + sum(count.kept_bytes for count in counts),
+    )
+
+
+def _counted(call: Call, rows: int) -> _Count:
+    for kind, count in COUNTS.items():
+        if isinstance(call.operation, kind):
+            return count(call, rows)
+    if type(call.operation).__name__ in NOTHING:
+        return _Count()
+    read, written = _read(call, rows), _written(call, rows)
+    return _Count(moved_bytes=read + written, kernels=1)
+
+
+def _dense(call: Call, rows: int) -> _Count:
+    """(rows x inputs) by (inputs x units), then bias and activation on the result."""
+    inputs, units = call.operation.kernel.shape
+    lines = _elements(call.node.input_tensors[0], rows) // inputs
+    return _with_activation(call, rows, [product(lines, inputs, units)])
+
+
+def _convolution(call: Call, rows: int) -> _Count:
+    """As one product: every position of the outputs by every number under the kernel; groups are products at once."""
+    layer = call.operation
+    *size, channels, filters = layer.kernel.shape
+    outputs = call.node.output_tensors[0]
+    positions = _elements(outputs, rows) // filters
+    moved = _read(call, rows) + _written(call, rows) + FLOAT_BYTES * math.prod(layer.kernel.shape)
+    one = Product(positions, math.prod(size) * channels, filters // layer.groups, moved, layer.groups)
+    return _with_activation(call, rows, [one])
+
+
+def _with_activation(call: Call, rows: int, products: list[Product]) -> _Count:
+    layer = call.operation
+    passes = bool(layer.use_bias) + (layer.activation is not keras.activations.linear)
+    return _Count(products, 2 * passes * _written(call, rows), passes)
+
+
+def _lstm(call: Call, rows: int) -> _Count:
+    """The inputs' product for all steps at once, the memory's step by step; gates and cell in one kernel a step.
+
+    Four gates, the cell and its tanh are kept.
+    """
+    units, steps = call.operation.units, call.node.input_tensors[0].shape[1]
+    width = call.node.input_tensors[0].shape[-1]
+    gates_bytes = FLOAT_BYTES * rows * steps * 4 * units
+    each = product(rows, units, 4 * units)
+    return _Count(
+        [product(rows * steps, width, 4 * units), each._replace(times=steps)],
+        moved_bytes=3 * gates_bytes,
+        kernels=steps,
+        kept_bytes=gates_bytes * 3 // 2,
+    )
+
+
+def _attention(call: Call, rows: int) -> _Count:
+    """Four projections, scores and weighted sums per head, softmax; queries, keys, values and weights are kept."""
+    layer, tensors = call.operation, call.node.input_tensors
+    query, value = tensors[0], tensors[1] if len(tensors) > 1 else tensors[0]
+    words, others, heads = query.shape[1], value.shape[1], layer.num_heads
+    width, inner, values = query.shape[-1], heads * layer.key_dim, heads * layer.value_dim
+    scores_bytes = FLOAT_BYTES * rows * heads * words * others
+    between = FLOAT_BYTES * rows * (words * inner + others * (inner + values) + words * values)
+    return _Count(
+        [
+            product(rows * words, width, inner),
+            product(rows * others, value.shape[-1], inner),
+            product(rows * others, value.shape[-1], values),
+            product(words, layer.key_dim, others, together=rows * heads),
+            product(words, others, layer.value_dim, together=rows * heads),
+            product(rows * words, values, width),
+        ],
+        moved_bytes=2 * (between + 2 * scores_bytes),  # biases, and scaling and softmax of the scores
+        kernels=6,
+        kept_bytes=between + scores_bytes,
+    )
+
+
+def _normalization(call: Call, rows: int) -> _Count:
+    """Reads everything twice: for its mean and variance, then to scale it."""
+    return _Count(moved_bytes=2 * _read(call, rows) + _written(call, rows), kernels=2)
+
+
+def _embedding(call: Call, rows: int) -> _Count:
+    """Reads the words' vectors and writes them."""
+    return _Count(moved_bytes=2 * _written(call, rows), kernels=1)
+
+
+COUNTS: dict[type, Callable[[Call, int], _Count]] = {
+    keras.layers.Dense: _dense,
+    keras.layers.Conv1D: _convolution,
+    keras.layers.Conv2D: _convolution,
+    keras.layers.Conv3D: _convolution,
+    keras.layers.LSTM: _lstm,
+    keras.layers.MultiHeadAttention: _attention,
+    keras.layers.BatchNormalization: _normalization,
+    keras.layers.LayerNormalization: _normalization,
+    keras.layers.Embedding: _embedding,
+}
+
+
+def product(rows: int, inner: int, columns: int, together: int = 1) -> Product:
+    """A product that reads both factors once and writes its result."""
+    moved = FLOAT_BYTES * together * (rows * inner + inner * columns + rows * columns)
+    return Product(rows, inner, columns, moved, together)
+
+
+def _read(call: Call, rows: int) -> int:
+    return sum(_bytes(tensor, rows) for tensor in call.node.input_tensors)
+
+
+def _written(call: Call, rows: int) -> int:
+    return sum(_bytes(tensor, rows) for tensor in call.node.output_tensors)
+
+
+def _bytes(symbol: Any, rows: int) -> int:
+    return FLOAT_BYTES * _elements(symbol, rows)
+
+
+def _elements(symbol: Any, rows: int) -> int:
+    """Numbers of a tensor whose first dimension is the batch's; other unknown ones count as 1."""
+    first, *others = symbol.shape or (1,)
+    return (rows if first is None else first) * math.prod(size or 1 for size in others)

@@ -1,0 +1,83 @@
+"""Profiles kept on disk: a model is measured once, and so is always cut the same way on the same machine."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import tensorflow as tf
+
+from pipetrain.compute.graph.blocks import Chain
+from pipetrain.compute.graph.input_shapes import Shapes
+from pipetrain.compute.profiling.kernels import kernels
+from pipetrain.compute.profiling.profiler import cost_key, profile_chain
+from pipetrain.plan.profile import Profile
+
+FORMAT = 5  # of what is kept; profiles of other formats are measured anew
+
+
+def cached_profile(
+    chain: Chain, batch_size: int, shapes: Shapes, device: str, verbose: bool = True, place: str = ""
+) -> Profile:
+    """The profile of a chain of such layers, at this batch size and for such inputs, measured at the first call.
+
+    ``place`` says where the device is, if it is another process's.
+    Kept under ``$XDG_CACHE_HOME/pipetrain`` (``~/.cache/pipetrain``); deleting the folder forgets all. Models with a
+    layer whose settings Keras cannot tell are measured every time.
+    """
+    blocks = chain.blocks
+    keys = [cost_key(block) for block in blocks]
+    if None in keys:
+        return profile_chain(chain, batch_size, shapes, device, verbose)
+    conditions = (
+        device,
+        place,
+        kernels(),
+        platform.node(),
+        os.cpu_count(),
+        tf.config.threading.get_intra_op_parallelism_threads(),
+        len(tf.config.list_logical_devices()),
+        tf.__version__,
+    )
+    crossing = [[(tensor.shape, tensor.dtype) for tensor in chain.specs(end + 1)] for end in range(len(blocks))]
+    digest = hashlib.sha256(repr((FORMAT, keys, crossing, batch_size, shapes, conditions)).encode()).hexdigest()[:32]
+    path = _folder() / f"{digest}.json"
+    known = _read(path) or _kept(profile_chain(chain, batch_size, shapes, device, verbose), path)
+    renamed = tuple(replace(cost, name=block.name) for cost, block in zip(known.blocks, blocks, strict=True))
+    return replace(known, model=chain.model.name, blocks=renamed)
+
+
+def _read(path: Path) -> Profile | None:
+    try:
+        return Profile.load(path)
+    except OSError:  # not there
+        return None
+    except ValueError:  # not whole
+        with suppress(OSError):
+            path.unlink()
+        return None
+
+
+def _kept(measured: Profile, path: Path) -> Profile:
+    """What is read there from now on: if another process has measured meanwhile, its profile, which it trains by."""
+    part = path.with_suffix(f".{os.getpid()}")
+    with suppress(OSError):  # a cache that cannot be written is no reason not to train
+        path.parent.mkdir(parents=True, exist_ok=True)
+        measured.save(part)
+        try:
+            path.hardlink_to(part)
+        except OSError:  # it is there by now, or the file system has no links
+            if first := _read(path):
+                return first
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+    return measured
+
+
+def _folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pipetrain"

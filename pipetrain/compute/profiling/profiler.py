@@ -1,0 +1,168 @@
+"""Measure what each block of a model costs on a device, and leave the model as it was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from pipetrain.compute.cores import cores, full_name, is_remote
+from pipetrain.compute.functions.split import specs
+from pipetrain.compute.graph.blocks import Block, Chain
+from pipetrain.compute.graph.input_shapes import Shapes, checked_shapes
+from pipetrain.compute.profiling.block_functions import BlockFunctions, Keeps, size_bytes, values
+from pipetrain.compute.profiling.block_timing import Placed, sample, walk
+from pipetrain.compute.profiling.progress import Progress
+from pipetrain.compute.profiling.workspace import Workspace, workspace
+from pipetrain.plan.profile import BlockProfile, Profile
+
+WINDOW_BYTES = 2**30  # of blocks that are walked together
+
+
+def profile(
+    model: keras.Model, batch_size: int, device: str = "CPU:0", verbose: bool = True, input_shapes: Any = None
+) -> Profile:
+    """Measure every layer's forward and backward seconds, weight bytes, and bytes that cross a cut after it.
+
+    The blocks run one after another, all forwards, then all backwards, on random data (zeros for integer inputs):
+    four such walks, or more where the machine is not steady. Each figure is the median less the time of an empty call;
+    the profile's ``spread`` says how steady they are. The optimizer's step is that of SGD with momentum. The model's
+    weights, statistics and seeds are read and never written.
+
+    Args:
+        model: a Sequential or Functional model.
+        batch_size: rows of the minibatch to measure with, at least 1.
+        device: the TensorFlow device to measure on.
+        verbose: show a progress bar when it takes long.
+        input_shapes: what the inputs are like, without the batch, where the model leaves dimensions open: a tuple of
+            sizes such as ``(64, 64, 3)``; for several inputs, such tuples in a list in the inputs' order, or in a
+            dictionary by their keys or names.
+
+    Raises:
+        ValueError, TypeError: for a model whose layers cannot be seen, a batch size below 1, no such device, dimensions
+            that are neither known nor given, or shapes that the model's inputs cannot have.
+    """
+    if isinstance(batch_size, bool) or not isinstance(batch_size, (int, np.integer)) or batch_size < 1:
+        raise ValueError(f"A profile needs at least one row. Received: batch_size={batch_size!r}. Try batch_size=128.")
+    chain = Chain(model)
+    return profile_chain(chain, batch_size, checked_shapes(model, input_shapes), full_name(device), verbose)
+
+
+def profile_chain(chain: Chain, batch_size: int, shapes: Shapes, device: str, verbose: bool) -> Profile:
+    """``profile`` of a model whose blocks, and the shapes of whose inputs, are known."""
+    progress = Progress("Profiling the model's layers", 2 * len(chain.blocks) if verbose else 0)
+    others = _others(device)
+    with tf.device(device):
+        placed, costs = _placed(chain, batch_size, shapes, device, progress)
+        errors_s = 0.0
+        for first, end in _windows(costs):
+            seconds = walk(placed[first:end], device, others)
+            errors_s += seconds.error
+            weights = max(sum(cost.weight_bytes for cost in costs[first:end]), 1)
+            for n, (forward_s, backward_s) in enumerate(zip(seconds.forward, seconds.backward, strict=True), first):
+                costs[n] = replace(
+                    costs[n],
+                    forward_s=float(forward_s),
+                    backward_s=float(backward_s),
+                    update_s=seconds.update * costs[n].weight_bytes / weights,
+                )
+            progress.show(len(costs) + end)
+    profile = Profile(model=chain.model.name, batch_size=int(batch_size), blocks=tuple(costs))
+    whole_s = profile.total_s + sum(block.update_s for block in profile.blocks)
+    return replace(profile, spread=errors_s / whole_s if whole_s else 0.0)
+
+
+def _others(device: str) -> list[str]:
+    """Devices that are at work meanwhile: CPU devices beside one, of this process, or of a cluster's workers."""
+    cpus = [cpu.name for cpu in tf.config.list_logical_devices("CPU") if is_remote(cpu.name) == is_remote(device)]
+    others = [cpu for cpu in cpus if device in cpus and cpu != device]
+    return others if is_remote(device) else others[: len(cores()) - 1]  # each on a core of its own
+
+
+def _placed(
+    chain: Chain, batch_size: int, shapes: Shapes, device: str, progress: Progress
+) -> tuple[list[Placed], list[BlockProfile]]:
+    """Every block, run once, with its bytes."""
+    # What each value is like: Keras does not know the shapes where the batch is not the first dimension throughout.
+    given = zip(chain.crossing(0), chain.specs(0), shapes, strict=True)
+    like = {value: _sized(tensor, batch_size, shape) for value, tensor, shape in given}
+    known: dict[str, tuple[BlockFunctions, list[tf.TensorSpec], Keeps, Workspace]] = {}
+    placed: list[Placed] = []
+    costs: list[BlockProfile] = []
+    made = dict.fromkeys(chain.crossing(0), 0)  # the block that made each value, or first has it
+    kept: dict[int, int] = {}  # the same, of those that some backward reads
+    for index, (block, segment) in enumerate(zip(chain.blocks, chain.alone(), strict=True)):
+        # Keras' own layers work alike wherever they stand; others may hold what their settings do not say.
+        own = all(type(call.operation).__module__.startswith("keras.src.") for call in block.calls)
+        inputs = [like[value] for value in segment.reads]
+        key = f"{(own and cost_key(block)) or index}, gradients {segment.flows}, {segment.returns}, {inputs}"
+        if key not in known:
+            solo = BlockFunctions(segment, inputs)
+            weights, state = values(segment.trainable_variables), values(segment.non_trainable_variables)
+            outputs, residuals = solo.forward(weights, state, [sample(spec) for spec in inputs])
+            outputs, keeps = specs(outputs), solo.keeps(residuals)
+            del residuals, weights, state
+            known[key] = solo, outputs, keeps, workspace(solo, segment, inputs, batch_size, device)
+        solo, outputs, keeps, beside = known[key]
+        placed.append(Placed(segment, solo, inputs, outputs))
+        like.update(zip(segment.writes, outputs, strict=True))
+        made.update(dict.fromkeys(segment.writes, index))
+        pairs = [*zip(segment.reads, keeps.inputs, strict=True), *zip(segment.writes, keeps.outputs, strict=True)]
+        kept.update((value, made[value]) for value, keep in pairs if keep and value in made)
+        costs.append(
+            BlockProfile(
+                name=block.name,
+                forward_s=0.0,
+                backward_s=0.0,
+                output_bytes=sum(size_bytes(like[value]) for value in chain.crossing(index + 1)),
+                weight_bytes=sum(size_bytes(spec) for spec in specs(segment.trainable_variables)),
+                activation_bytes=keeps.inner_bytes,
+                workspace_bytes=beside.whole_bytes,
+                row_workspace_bytes=beside.row_bytes,
+            )
+        )
+        progress.show(len(costs))
+    for value, index in kept.items():
+        more = costs[index].activation_bytes + size_bytes(like[value])
+        costs[index] = replace(costs[index], activation_bytes=more)
+    return placed, costs
+
+
+def _windows(costs: Sequence[BlockProfile]) -> Iterator[tuple[int, int]]:
+    """Runs of blocks that are measured together: as many as surely fit beside the model on any device."""
+    first, held = 0, 0
+    for n, cost in enumerate(costs):
+        needs = 3 * cost.weight_bytes + cost.activation_bytes  # a copy, its momentum, its gradients
+        if n > first and held + needs > WINDOW_BYTES:
+            yield first, n
+            first, held = n, 0
+        held += needs
+    yield first, len(costs)
+
+
+def cost_key(block: Block) -> str | None:
+    """Equal for blocks that do the same work, whatever their names; None where Keras cannot tell a layer's settings."""
+    keys = []
+    for call in block.calls:
+        try:
+            settings = {key: value for key, value in call.operation.get_config().items() if key != "name"}
+        except Exception:  # a layer of the user's own, whose arguments Keras cannot write down
+            return None
+        plain = keras.tree.map_structure(_described, (call.node.arguments.args, call.node.arguments.kwargs))
+        kind = type(call.operation)
+        keys.append((kind.__module__, kind.__qualname__, settings, plain))
+    return json.dumps(keys, default=str, sort_keys=True)
+
+
+def _described(argument: Any) -> Any:
+    return (argument.shape, argument.dtype) if hasattr(argument, "shape") else argument
+
+
+def _sized(tensor: Any, batch_size: int, shape: tuple[int, ...]) -> tf.TensorSpec:
+    """The spec of an input of this shape, with the batch size filled in where it is open."""
+    return tf.TensorSpec([batch_size if tensor.shape[0] is None else tensor.shape[0], *shape], tensor.dtype)

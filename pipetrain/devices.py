@@ -1,0 +1,34 @@
+"""The logical CPU devices that TensorFlow has."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from pipetrain.compute.cores import cores
+
+
+def set_cpu_devices(count: int) -> None:
+    """Split the CPU into ``count`` logical TensorFlow devices, ``CPU:0`` to ``CPU:count-1``.
+
+    The processor's cores are divided among them. Must come before TensorFlow starts (before the first
+    tensor or model); asking again for the same number does nothing.
+
+    Raises:
+        ValueError: count below 1.
+        RuntimeError: TensorFlow has already started with another number of CPU devices.
+    """
+    if not isinstance(count, int) or count < 1:
+        raise ValueError(f"There must be at least one CPU device. Received: count={count!r}. Try set_cpu_devices(4).")
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    configured = tf.config.get_logical_device_configuration(cpu)
+    if configured is not None and len(configured) == count:
+        return
+    try:
+        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
+        tf.config.threading.set_intra_op_parallelism_threads(max(1, len(cores()) // count))
+        tf.config.threading.set_inter_op_parallelism_threads(count)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"TensorFlow has already started, so its CPU devices are fixed. Received: count={count}. "
+            "Try calling pipetrain.set_cpu_devices first, before any tensor or model is made."
+        ) from error

@@ -1,0 +1,242 @@
+"""Data parallelism behind a PipelineModel: TensorFlow's MirroredStrategy over the same devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from pipetrain.checkpoint.arrays import Arrays, assign, collected
+from pipetrain.compute.cores import is_remote
+from pipetrain.compute.graph.input_shapes import Shapes
+from pipetrain.compute.optimizer.adoption import Part, built, copy, weights_of, with_frozen
+from pipetrain.compute.optimizer.clone import clone
+from pipetrain.compute.optimizer.slots import Slot, slots
+from pipetrain.frontend import checks
+from pipetrain.frontend.placement import Placement
+from pipetrain.trace.trace import Trace
+
+
+def check_own(devices: Sequence[str]) -> None:
+    """ValueError for devices of other processes, which MirroredStrategy does not reach."""
+    if any(map(is_remote, devices)):
+        raise ValueError(
+            f"data-parallel has its copies on this process's devices. Received: devices={[*devices]}. "
+            "Try a pipeline with replicas, or TensorFlow's MultiWorkerMirroredStrategy."
+        )
+
+
+class DataParallelStrategy:
+    """A copy of the model mirrored on every device, trained by Keras itself.
+
+    During ``fit`` the weights live in the copy; otherwise in the model.
+
+    Args:
+        model: the model to train.
+        layout: its devices carry one replica each; its stages are not used.
+    """
+
+    def __init__(self, model: keras.Model, layout: Placement) -> None:
+        self.model, self.layout = model, layout
+        check_own(layout.distinct_devices)
+        self.strategy = _strategy(tuple(layout.distinct_devices))
+        with self.strategy.scope():
+            self.trained = keras.models.clone_model(model)
+        self._training = False
+        self._snapshot_every = 0
+        self.optimizer: keras.optimizers.Optimizer | None = None
+        self._replaced: tuple[Any, Any] = (None, None)  # the optimizer of the last ``compile``, and what trains instead
+        self._given_steps = 0  # of the former, when it and the latter were last alike
+        self.rows: int | None = None
+        self.rows_done = 0  # not counted
+        self.trace, self.waits = Trace(()), False
+        self.load()
+
+    def batch_like(self, epoch_iterator: Any) -> Any:
+        """One device's part of a batch, or its specs, which do where they say how many dimensions there are.
+
+        To read a batch is to put a data set that is shuffled, or a generator, out of step.
+        """
+        given = epoch_iterator._distributed_dataset.element_spec
+        specs = keras.tree.map_structure(lambda spec: getattr(spec, "_value_specs", (spec,))[0], given)
+        if all(each.shape.rank for each in keras.tree.flatten(specs)):
+            return specs
+        _, _, batches = next(iter(epoch_iterator))
+        # of all devices' parts, whose rows may differ in number, the first
+        return keras.tree.map_structure(lambda part: self.strategy.experimental_local_results(part)[0], next(batches))
+
+    def load(self) -> None:
+        """Mirror the model's weights, other state and seeds."""
+        _copy(self.model, self.trained)
+
+    def adopted(self, optimizer: Any, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The optimizer and the metrics of ``compile``, made anew: a strategy refuses variables not its own.
+
+        What is frozen in the model by now is so in the copy. What the optimizer has gathered for the model goes along.
+        """
+
+        def mirrored(value: Any) -> Any:
+            return type(value).from_config(value.get_config()) if isinstance(value, keras.Metric) else value
+
+        for layer, copied in zip(self.model._flatten_layers(), self.trained._flatten_layers(), strict=True):
+            copied.trainable = layer.trainable
+        own = optimizer
+        if isinstance(optimizer, keras.optimizers.Optimizer):
+            own = self._own(optimizer)
+        kept = {key: value for key, value in settings.items() if "metrics" not in key}
+        metrics = {key: keras.tree.map_structure(mirrored, settings[key]) for key in settings if key not in kept}
+        return own, {**kept, **metrics}
+
+    def _own(self, optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+        checks.check_own(self._gathered(optimizer).weights, self.model.variables, optimizer)
+        own = clone(optimizer, self.model.trainable_variables, self.trained.trainable_variables)
+        self._hand_on(optimizer, own)
+        given, before = self._replaced
+        if optimizer is given and not self._trained_elsewhere():  # the copy may have loaded what the given one has not
+            self._hand_on(before, own)
+        self._replaced, self._given_steps = (optimizer, own), int(optimizer.iterations.numpy())
+        return own
+
+    def _gathered(self, optimizer: keras.optimizers.Optimizer) -> Part:
+        """What it has gathered, for the model's own variables, whether it is built for these or for the copy's."""
+        originals = dict(zip(map(id, self.trained.variables), self.model.variables, strict=True))
+        return Part(optimizer, [originals.get(id(weight), weight) for weight in weights_of(optimizer)])
+
+    def _hand_on(self, source: keras.optimizers.Optimizer, target: keras.optimizers.Optimizer) -> None:
+        """What the one has gathered, and its count of steps, the other has too: one is given, one trains the copy."""
+        gathered = self._gathered(source)
+        if gathered.weights:
+            weights = with_frozen(self.model.trainable_variables, gathered.weights)
+            if target._distribution_strategy is self.strategy:  # which refuses others' variables
+                copies = dict(zip(map(id, self.model.variables), self.trained.variables, strict=True))
+                weights = [copies[id(weight)] for weight in weights]
+            with target._distribution_strategy.scope():
+                built(target, weights)
+            mine = self._gathered(target)
+            copy(gathered, mine.slots, mine.shared)
+        target._iterations.assign(tf.convert_to_tensor(source._iterations))
+
+    def _hand_back(self) -> None:
+        """The optimizer of ``compile`` gets what its copy has gathered: it may train the model in another way next."""
+        given, own = self._replaced
+        if own is not None and own is self.optimizer:
+            self._hand_on(own, given)
+            self._given_steps = int(given.iterations.numpy())
+
+    def _take_on(self) -> None:
+        """Where the optimizer of ``compile`` has trained the model otherwise meanwhile, its copy goes on from it."""
+        given, own = self._replaced
+        if own is not None and own is self.optimizer and self._trained_elsewhere():
+            checks.check_own(weights_of(given), self.model.variables, given)
+            self._hand_on(given, own)
+
+    def _trained_elsewhere(self) -> bool:
+        """Whether the optimizer of ``compile`` has made other steps since its copy was last like it."""
+        return int(self._replaced[0].iterations.numpy()) != self._given_steps
+
+    def compiled(self, optimizer: keras.optimizers.Optimizer) -> None:
+        """Only the count of its steps is wanted from the optimizer; Keras does the rest."""
+        self.optimizer = optimizer
+
+    def prepare(self, rows: int | None, shapes: Shapes | None) -> None:
+        """Before training: mirror the model's weights."""
+        self.rows = rows
+        self.layout.learn(shapes)
+        self.load()
+        self.build()
+        with self.strategy.scope():
+            self._take_on()
+        self._first_update = int(self.optimizer.iterations.numpy())
+
+    def build(self) -> None:
+        """The optimizer has all of its slots, if there is one: interrupted in Keras' hands, it would have some."""
+        if self.optimizer is not None:
+            with self.strategy.scope():
+                built(self.optimizer, self.trained.trainable_variables)
+
+    def beside_slots(self) -> tuple[()]:
+        """Nothing: a Keras file holds all that training needs to go on."""
+        return ()
+
+    def leftovers(self) -> tuple[()]:
+        """None: a step of data parallelism is over when it returns."""
+        return ()
+
+    def begin_epoch(self, steps: int | None, snapshot_every: int, rests: Any) -> None:
+        """From here on the weights live in the copy."""
+        self._training, self._snapshot_every, self._given = True, snapshot_every, 0
+
+    def activity(self) -> None:
+        """Not known: Keras runs the replicas."""
+
+    @property
+    def in_flight(self) -> int:
+        """None: a step of data parallelism is over when it returns."""
+        return 0
+
+    @property
+    def fitted(self) -> int:
+        """Updates since the start of ``fit``."""
+        return int(self.optimizer.iterations.numpy()) - self._first_update
+
+    def state(self) -> Arrays:
+        """All that training needs to go on; each replica gets the mean of all statistics, as it will again then."""
+        self.synchronize()
+        self.load()
+        return collected(self.model, self._slots(), [self._gathered(self.optimizer).shared])
+
+    def restore(self, arrays: Arrays, ends: Any, shapes: Any, updates: int, fitted: int) -> list[str]:
+        """Go on from there, after so many updates, ``fitted`` of them of this ``fit``; gives what was not there."""
+        with self.strategy.scope():
+            missing = assign(self.model, arrays, self._slots(), [self._gathered(self.optimizer).shared])
+            self.load()
+            self.optimizer.iterations.assign(updates)
+        self._first_update = updates - fitted
+        return missing
+
+    def _slots(self) -> Iterator[Slot]:
+        return slots(self.optimizer, self._gathered(self.optimizer).weights)
+
+    def synchronize(self) -> None:
+        """The mirrored weights flow back into the model."""
+        if self._training:
+            _copy(self.trained, self.model)
+
+    def finish(self) -> None:
+        """The end of training: from here on the weights live in the model."""
+        self.abort(store=True)
+
+    def abort(self, store: bool) -> None:
+        """The end of training by an exception; the weights flow back if ``store``, and what the optimizer gathered."""
+        if store and self._training:
+            self.synchronize()
+            self._hand_back()
+        self._training = False
+
+    def snapshots(self) -> Iterator[int]:
+        """The present step, if its weights are wanted; the model then holds them."""
+        step = int(self.optimizer.iterations.numpy()) - self._first_update
+        if self._snapshot_every and step % self._snapshot_every == 0 and step != self._given:
+            self._given = step
+            self.synchronize()
+            yield step
+
+
+def _copy(source: keras.Model, target: keras.Model) -> None:
+    for theirs, mine in zip(source.variables, target.variables, strict=True):
+        mine.assign(tf.convert_to_tensor(theirs))
+
+
+@cache
+def _strategy(devices: tuple[str, ...]) -> tf.distribute.Strategy:
+    """One strategy for each set of devices.
+
+    Every strategy numbers its collective operations from the same number, so that of two with the same devices the
+    second would join the first's. On CPUs gradients are summed without collectives, which know but one set of devices.
+    """
+    on_cpus = all("CPU" in device for device in devices)
+    summing = tf.distribute.ReductionToOneDevice() if on_cpus else None
+    return tf.distribute.MirroredStrategy(devices, cross_device_ops=summing)

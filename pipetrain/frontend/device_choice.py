@@ -1,0 +1,54 @@
+"""Which devices stages go to, and what the planner knows of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from pipetrain.cluster.bandwidth import joined
+from pipetrain.cluster.connection import remote_devices
+from pipetrain.compute.cores import cores, full_name, is_remote
+from pipetrain.plan.cluster import PCIE_3, SHARED_MEMORY, Cluster, Level
+
+
+def available() -> list[str]:
+    """The devices that stages go to by default: workers', if this process has joined a cluster, else its own.
+
+    Of its own: logical CPU devices if there are several, else GPUs, else the CPU.
+    """
+    if workers := remote_devices():
+        return workers
+    cpus, gpus = tf.config.list_logical_devices("CPU"), tf.config.list_logical_devices("GPU")
+    chosen = cpus if len(cpus) > 1 or not gpus else gpus
+    return [device.name for device in chosen]
+
+
+def resolve(devices: Sequence[str] | None) -> list[str]:
+    """Full TensorFlow names of ``devices``, such as ``CPU:0``; ``available()`` where None.
+
+    Raises ValueError for a name TensorFlow does not have, listing those it has.
+    """
+    if devices is None:
+        return available()
+    if isinstance(devices, str) or not devices:
+        raise ValueError(f"One device name or more is needed. Received: devices={devices!r}. Try devices=('CPU:0',).")
+    return [full_name(name) for name in devices]
+
+
+def assign(devices: Sequence[str], stages: int) -> list[str]:
+    """A device for each stage: neighbours share one where there are fewer devices than stages."""
+    used = devices[:stages]
+    return [used[stage * len(used) // stages] for stage in range(stages)]
+
+
+def described(devices: Sequence[str]) -> Cluster:
+    """What the planner should know of these devices: those of one processor share its memory, others PCIe.
+
+    Links between processes and hosts are measured.
+    """
+    if any(map(is_remote, devices)):
+        return joined(devices)
+    if all("CPU" in device for device in devices):
+        return Cluster((Level(SHARED_MEMORY),), processors=len(cores()))
+    return Cluster((Level(PCIE_3),))

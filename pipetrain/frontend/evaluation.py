@@ -1,0 +1,138 @@
+"""Runs a model forward through its stages, for ``evaluate`` and ``predict``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+
+from pipetrain.compute.functions.inference import Inference
+from pipetrain.compute.graph.input_shapes import Shapes
+from pipetrain.frontend import checks
+from pipetrain.frontend.input_data import InputData, InputsAlone, untuned
+from pipetrain.frontend.placement import Placement
+from pipetrain.run.collector import Result
+from pipetrain.run.pipeline import Pipeline
+from pipetrain.run.window import Minibatch, Window, never
+from pipetrain.schemes.table import INFERENCE
+
+
+class Evaluator:
+    """The stages in inference mode: traced once, with weights only while an evaluation runs.
+
+    Where nothing has decided the cut yet, that of a profile serves, and training remains free to choose another.
+
+    Args:
+        model: the model whose weights are read.
+        layout: its stages.
+    """
+
+    def __init__(self, model: keras.Model, layout: Placement) -> None:
+        self._layout = layout
+        self.feed, self.inputs = InputData(model), InputsAlone(model)
+        self._stages: list[list[Inference]] = []
+        self._ends: list[int] | None = None
+        self._running: list[Evaluation] = []
+
+    @contextmanager
+    def running(self, steps: int | None) -> Iterator[Evaluation]:
+        """An evaluation of at most ``steps`` minibatches. Whatever ends it, no thread is left."""
+        evaluation, before = Evaluation(self, steps), self._running
+        try:
+            self._running = [*before, evaluation]
+            yield evaluation
+            evaluation.rest()
+        except BaseException:
+            evaluation.abort()
+            raise
+        finally:
+            self._running = before
+
+    def rest(self) -> None:
+        """What is in flight finishes, and the devices let go of the weights; evaluations go on with the model's."""
+        for evaluation in self._running:
+            evaluation.rest()
+
+    def pipeline(self, shapes: Shapes) -> Pipeline:
+        """A pipeline that only runs forwards, for minibatches of which the first one's inputs have such shapes."""
+        ends = self._layout.ends or self._ends or self._layout.measured_ends(checks.DEFAULT_ROWS, shapes)
+        if ends != self._ends:
+            self._stages, self._ends = self._layout.inferences(ends), ends
+        pipeline = Pipeline(self._stages, INFERENCE, 1)
+        pipeline.trace_for(None)
+        return pipeline
+
+    def pack(self, outputs: list[Any]) -> Any:
+        """The model's outputs in the structure that calling it gives."""
+        return self._layout.chain.pack(outputs)
+
+
+class Evaluation:
+    """One pass over data; minibatches are in flight ahead of the one that is asked for.
+
+    A result's loss is the regularization penalty alone. ``targets`` are the specs of labels and sample weights.
+    """
+
+    def __init__(self, evaluator: Evaluator, steps: int | None) -> None:
+        self._evaluator, self._steps = evaluator, steps
+        self._pipeline: Pipeline | None = None
+        self._ahead: Window | None = None
+        self.targets: Any = None
+
+    def step(self, iterator: Iterator[Any]) -> tuple[Minibatch, Result]:
+        """The iterator's next minibatch and its result. Raises StopIteration at the data's end."""
+        if self._ahead is None:
+            self._ahead = self._open(self._evaluator.feed, iterator)
+        return self._ahead.step()
+
+    def predictions(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """The model's outputs for every minibatch."""
+        try:
+            ahead = self._open(self._evaluator.inputs, iterator)
+            while True:
+                _, result = ahead.step()
+                yield self._evaluator.pack(result.predictions.tensors)
+        except StopIteration:
+            return
+
+    def _open(self, feed: InputData, iterator: Iterator[Any]) -> Window:
+        minibatches = feed.open(iterator, self._steps)
+        self.targets = feed.targets
+        self._pipeline = self._evaluator.pipeline(feed.shapes)
+        return Window(self._pipeline, minibatches, self._steps, never)
+
+    def rest(self) -> None:
+        """What is in flight finishes; the next step goes on."""
+        if self._pipeline is not None:
+            self._pipeline.drain()
+
+    def abort(self) -> None:
+        """Stop at once."""
+        if self._pipeline is not None:
+            self._pipeline.abort(store=True)
+
+
+class Predicted:
+    """In place of a data set that Keras' ``predict`` reads: the predictions for it, minibatch by minibatch.
+
+    Keras asks the model's distribution strategy for the data set to read. Answered with this, its own loop serves,
+    which reads a minibatch only when it has dealt with the one before.
+
+    Args:
+        evaluation: what makes the predictions.
+    """
+
+    def __init__(self, evaluation: Evaluation) -> None:
+        self._evaluation = evaluation
+        self._dataset: Any = None
+
+    def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Predicted:
+        """Keras' data set in, predictions out."""
+        self._dataset = untuned(dataset)
+        return self
+
+    def __iter__(self) -> Iterator[Any]:
+        """The predictions."""
+        return self._evaluation.predictions(iter(self._dataset))

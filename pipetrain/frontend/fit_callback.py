@@ -1,0 +1,62 @@
+"""The callback between the user's and Keras' progress bar, that ties Keras' loop to the pipeline."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import keras
+
+from pipetrain.frontend.progress_metrics import ProgressMetrics
+
+
+class FitCallback(keras.callbacks.Callback):
+    """Tells the model where an epoch's data begin and how many steps it has; stops at a loss that is not finite.
+
+    ``keras.callbacks.TerminateOnNaN`` among the user's callbacks is left to do the latter.
+    """
+
+    def __init__(self, users: list[Any]) -> None:
+        super().__init__()
+        self._stop_at_nan = not any(isinstance(each, keras.callbacks.TerminateOnNaN) for each in users)
+        self._step, self._pulse = 0, ProgressMetrics()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """The next steps read from a new iterator."""
+        self.model.begin_epoch(self.params.get("steps"))
+        self.model.resumption.epoch_begun()
+        self._pulse.begin_epoch()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Check the loss; what is added to the logs here, only the progress bar sees."""
+        self._step += 1
+        self.model.resumption.stopped = self.model.stop_training  # Keras asks for it now, and leaves the epoch
+        if self._stop_at_nan and not math.isfinite(logs["loss"]):
+            raise FloatingPointError(
+                f"The loss is {logs['loss']} at step {self._step}. Received: scheme={self.model.scheme!r}. "
+                "Try a smaller learning rate, or clipnorm; the model keeps the weights of its last drain or snapshot."
+            )
+        if self.params.get("verbose") and self.model.rows_done:
+            logs.update(self._pulse.figures(self.model.rows_done, self.model.activity()))
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """All callbacks have seen it."""
+        if self.model.resumption.at_end is not None:
+            self.model.resumption.at_end()
+
+
+def as_list(callbacks: Any) -> list[Any]:
+    """The callbacks that ``fit`` is given, in any of the ways that Keras takes."""
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        return list(callbacks.callbacks)
+    return [each for each in keras.tree.flatten(callbacks) if each is not None]
+
+
+def with_last(callbacks: Any, added: keras.callbacks.Callback) -> Any:
+    """The same, with one more at the end."""
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        added.set_params(callbacks.params)
+        added.set_model(callbacks.model)
+        callbacks.callbacks[:] = [*(each for each in callbacks.callbacks if not isinstance(each, FitCallback)), added]
+        return callbacks
+    return [*as_list(callbacks), added]

@@ -1,0 +1,150 @@
+"""Minibatches out of Keras' iterator, in the shapes and types that the model takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain, count
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from pipetrain.compute.functions.weight_binding import any_rows, direct
+from pipetrain.compute.graph.input_shapes import Shapes
+from pipetrain.frontend import checks
+from pipetrain.run.window import Minibatch
+
+
+class InputData:
+    """Reads minibatches and prepares them for the model; data from TensorFlow, read ahead, take one op each.
+
+    After ``open``, ``rows`` are those of the first minibatch, ``shapes`` those of its inputs without the batch, and
+    ``targets`` the specs of the labels and the sample weights of every minibatch to come.
+
+    Args:
+        model: the model to feed.
+        rate: a learning rate, which every minibatch takes along as it is when the minibatch is read.
+    """
+
+    def __init__(self, model: keras.Model, rate: tf.Variable | None = None) -> None:
+        self.rows, self.targets = 0, None
+        self.shapes: Shapes = ()
+        self._model, self._rate = model, rate
+        self._last = tf.function(self._taken, autograph=False)
+        self._next = tf.function(self._taken_of, autograph=False)
+
+    def open(self, iterator: Iterator[Any], steps: int | None = None, ahead: bool = True) -> Iterator[Minibatch]:
+        """The iterator's minibatches; of TensorFlow's ones no more than ``steps`` are read, each ``ahead`` of its turn.
+
+        Raises ValueError if they do not fit the model, StopIteration without data.
+        """
+        if isinstance(iterator, tf.data.Iterator):
+            spec = tf.OptionalSpec(iterator.element_spec)
+            taken = self._last.get_concrete_function(spec)
+            minibatches = self._read(taken, iterator, spec, steps, ahead)
+            first, targets = next(minibatches), taken.structured_outputs
+        else:
+            minibatches = map(self._prepared, iterator)
+            first = targets = next(minibatches)
+        self.rows = int(first.x[0].shape[0])
+        self.shapes = tuple(tuple(each.shape[1:]) for each in first.x)
+        self.targets = any_rows((targets.y, targets.sample_weight))
+        return map(_with_number, chain([first], minibatches))
+
+    def _read(
+        self, taken: Any, iterator: tf.data.Iterator, spec: tf.OptionalSpec, steps: int | None, ahead: bool
+    ) -> Iterator[Minibatch]:
+        """Every minibatch; ``ahead``, by a call that reads the next one too, which so is known to be there.
+
+        Data that end with an error in one thread can break what another does at that moment.
+        """
+        last, following, optional = direct(taken), None, None
+        (handle,) = tf.nest.flatten(iterator, expand_composites=True)
+        for number in count(1):
+            if optional is None:
+                optional = iterator.get_next_as_optional()
+                if not optional.has_value():
+                    return
+            if not ahead or number == steps:
+                yield last(optional)
+                optional, more = None, number != steps
+            else:
+                if following is None:
+                    following = direct(self._next.get_concrete_function(spec, iterator._type_spec))
+                try:
+                    minibatch, optional, numbers = following(optional, handle)
+                except tf.errors.OpError:  # in reading the next one, which is nothing to this one
+                    yield last(optional)
+                    raise
+                more, *rate = numbers.numpy().tolist()  # 1.0 or 0.0; no rate, or one
+                yield minibatch._replace(learning_rate=rate[0]) if rate else minibatch
+            if not more:
+                return
+
+    def _taken_of(self, optional: Any, iterator: Any) -> tuple[Minibatch, Any, tf.Tensor]:
+        """The minibatch, the next one, and as one tensor whether there is one, and the learning rate if it is read."""
+        minibatch, following = self._taken(optional), iterator.get_next_as_optional()
+        rate: Any = minibatch.learning_rate
+        rates = [] if rate is None else [rate]
+        with tf.device("CPU:0"):  # for Python to read; on a GPU it would wait for what that has been given
+            more = tf.cast(following.has_value(), tf.float32 if rate is None else rate.dtype)
+            numbers = tf.stack([more, *rates])
+        return minibatch._replace(learning_rate=None), following, numbers
+
+    def _taken(self, optional: Any) -> Minibatch:
+        return self._prepared(optional.get_value())
+
+    def _prepared(self, data: Any) -> Minibatch:
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        y, sample_weight = keras.tree.map_structure(_tensor, (y, sample_weight))
+        rate = None if self._rate is None else self._rate.read_value()
+        return Minibatch(checks.checked_inputs(x, self._model), y, sample_weight, rate)
+
+
+class InputsAlone(InputData):
+    """Reads inputs alone; labels, where there are any, may be anything."""
+
+    def _prepared(self, data: Any) -> Minibatch:
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        return Minibatch(checks.checked_inputs(x, self._model), None, None)
+
+
+class Untuned:
+    """A distribution strategy whose data sets TensorFlow does not tune while they are read, unless they ask for it.
+
+    The thread that tunes looks up at ever longer intervals, up to a minute, and whoever lets go of an iterator waits
+    for it (TensorFlow 2.21): at an epoch's end, for up to as long again as the epoch took. What would be tuned then
+    takes the number of cores.
+
+    Args:
+        strategy: all else is left to it.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy) -> None:
+        self._strategy = strategy
+
+    def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
+        """The data set, for Keras to read."""
+        return self._strategy.experimental_distribute_dataset(untuned(dataset), options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._strategy, name)
+
+
+def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """The same data set; see ``Untuned``."""
+    if dataset.options().autotune.enabled is not None:
+        return dataset
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return dataset.with_options(options)
+
+
+def _with_number(minibatch: Minibatch) -> Minibatch:
+    """With its learning rate, if it has one, as a number: that of now, before a callback sets it anew."""
+    rate = minibatch.learning_rate
+    return minibatch if rate is None or isinstance(rate, float) else minibatch._replace(learning_rate=float(rate))
+
+
+def _tensor(value: Any) -> Any:
+    return None if value is None else tf.convert_to_tensor(value)

@@ -1,0 +1,129 @@
+"""Losses and metrics of the minibatches that a pipeline gives back, as Keras keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Protocol
+
+import keras
+import tensorflow as tf
+
+from pipetrain.compute.functions.stage import BoundaryTensors
+from pipetrain.compute.functions.undone import undone
+from pipetrain.compute.functions.weight_binding import any_rows, direct
+from pipetrain.compute.graph.segment import set_mask
+from pipetrain.run.collector import Result
+from pipetrain.run.window import Minibatch
+
+
+class StepMetrics(Protocol):
+    """What becomes of a minibatch's result."""
+
+    def __call__(self, minibatch: Minibatch, result: Result, counts: bool = False) -> Any:
+        """Updates the metrics and gives Keras' logs; if it ``counts``, the optimizer has made one more update."""
+
+
+def _nothing() -> None:
+    """An evaluation's metrics are its own: nobody is told that they are built."""
+
+
+class TrackedMetrics:
+    """Updates a compiled model's trackers and its optimizer's count: one TensorFlow op a minibatch, traced at first.
+
+    Args:
+        model: the compiled model.
+        outputs: symbolic tensors like the results' predictions.
+        engine: gives predictions the structure that calling the model gives, and keeps the count of what is counted.
+        built: called when the metrics have their variables, at the first minibatch that an epoch trains on.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        outputs: list[Any],
+        engine: Any,
+        built: Callable[[], None],
+    ) -> None:
+        self._model, self._outputs, self._built = model, outputs, built
+        self._pack, self._counted = engine.pack, engine.counted
+        self._functions: dict[Any, Any] = {}
+
+    def of_training(self, targets: Any) -> StepMetrics:
+        """For labels and sample weights of these specs, where a result's loss is the minibatch's."""
+        return self._score(self._update_train, targets, self._built)
+
+    def of_testing(self, targets: Any) -> StepMetrics:
+        """Likewise, where a result's loss is the regularization penalty alone."""
+        return self._score(self._update_test, targets)
+
+    def loss(self, y: Any, outputs: list[tf.Tensor], sample_weight: Any) -> tf.Tensor:
+        """The compiled loss; zero without one, where layers add losses of their own."""
+        if self._model._compile_loss is None:
+            return tf.zeros([])
+        return self._model._compile_loss(y, self._pack(outputs), sample_weight)
+
+    def _score(self, body: Callable[..., Any], targets: Any, built: Callable[[], None] = _nothing) -> StepMetrics:
+        update: Any = None
+        number = cache(tf.constant)  # which would take a moment of every minibatch
+
+        def score(minibatch: Minibatch, result: Result, counts: bool = False) -> Any:
+            nonlocal update
+            rows, updates = number(int(minibatch.x[0].shape[0])), number(int(counts))
+            if update is None:
+                predictions = any_rows(BoundaryTensors(self._outputs, result.predictions.masks))
+                others = any_rows([result.loss, rows, updates])
+                update = direct(self._traced(body, targets, predictions, *others))
+                built()
+            targets_now = minibatch.y, minibatch.sample_weight
+            return update(targets_now, result.predictions, result.loss, rows, updates)
+
+        return score
+
+    def _traced(self, body: Callable[..., Any], *specs: Any) -> Any:
+        """A function for these specs. If it is interrupted, so are the metrics that it builds: both begin anew."""
+        function = self._functions.pop(body.__name__, None) or tf.function(body, autograph=False)
+        with undone(built_when_traced(self._model)):
+            concrete = function.get_concrete_function(*specs)
+        self._functions[body.__name__] = function
+        return concrete
+
+    def _update_train(
+        self, targets: Any, predictions: BoundaryTensors, loss: tf.Tensor, rows: tf.Tensor, updates: tf.Tensor
+    ) -> Any:
+        self._set_masks(predictions)
+        if getattr(self._model._compile_loss, "metrics", ()):  # each output's own loss, beside their sum
+            y, sample_weight = targets
+            self.loss(y, predictions.tensors, sample_weight)
+        logs = self._update(targets, predictions, loss, rows)
+        iterations = self._model.optimizer.iterations
+        with tf.control_dependencies(keras.tree.flatten(logs)):  # counted only if the metrics could be updated
+            iterations.assign_add(tf.cast(updates, iterations.dtype))
+            self._counted.assign_add(tf.cast(updates, self._counted.dtype))
+        return logs
+
+    def _update_test(
+        self, targets: Any, predictions: BoundaryTensors, penalty: tf.Tensor, rows: tf.Tensor, updates: tf.Tensor
+    ) -> Any:
+        self._set_masks(predictions)
+        y, sample_weight = targets
+        loss = self.loss(y, predictions.tensors, sample_weight)
+        loss += tf.cast(penalty, loss.dtype)
+        return self._update(targets, predictions, loss, rows)
+
+    def _update(self, targets: Any, predictions: BoundaryTensors, loss: tf.Tensor, rows: tf.Tensor) -> Any:
+        """What Keras' own steps do after the forward: the tracker of the loss weighs it by rows."""
+        y, sample_weight = targets
+        self._model._loss_tracker.update_state(loss, sample_weight=tf.cast(rows, "float32"))
+        return self._model.compute_metrics(None, y, self._pack(predictions.tensors), sample_weight=sample_weight)
+
+    def _set_masks(self, predictions: BoundaryTensors) -> None:
+        for tensor, mask in zip(*predictions, strict=True):
+            set_mask(tensor, mask)
+
+
+def built_when_traced(model: keras.Model) -> list[Any]:
+    """What Keras builds in the first call of a compiled model's loss and metrics."""
+    metrics, loss = model._compile_metrics, model._compile_loss
+    users = [] if metrics is None else keras.tree.flatten((metrics._user_metrics, metrics._user_weighted_metrics))
+    return [each for each in (metrics, loss, *users) if isinstance(each, keras.Metric | keras.losses.Loss)]

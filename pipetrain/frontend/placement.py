@@ -1,0 +1,223 @@
+"""How a model is laid out: its blocks, where it is cut, and the device of each stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from pipetrain.cluster.connection import place
+from pipetrain.compute.functions.inference import Inference
+from pipetrain.compute.functions.stage import LossFunction, Stage
+from pipetrain.compute.graph.blocks import Chain
+from pipetrain.compute.graph.cuts import cut_points, why_together
+from pipetrain.compute.graph.input_shapes import Shapes, checked_shapes, shapes_of_model
+from pipetrain.compute.graph.segment import Segment
+from pipetrain.compute.profiling.profile_cache import cached_profile
+from pipetrain.frontend.device_choice import assign, described
+from pipetrain.plan.advice import advise
+from pipetrain.plan.memory import Training
+from pipetrain.plan.partition import partition, plan
+from pipetrain.plan.profile import Profile
+from pipetrain.plan.stages import DEFAULT_TRAINING, Partition
+from pipetrain.schemes.table import Scheme
+
+
+class Placement:
+    """The stages of a model, by number, by cuts or by partition.
+
+    Args:
+        model: a Sequential or Functional model.
+        stages: their number, a ``Partition`` of this model, or None for one per device.
+        cuts: the last layer of every stage but the final one, instead of ``stages``.
+        devices: full TensorFlow device names.
+        replicas: how many devices each stage has; None for those of a ``Partition``, or one.
+        training: how it is trained, which decides on the memory that stages need; may be set later.
+
+    ``shapes`` are those of the inputs, as far as anything has told what the model leaves open; None if nothing has.
+
+    Raises:
+        ValueError, TypeError: for a model whose layers cannot be seen, for more stages than blocks, for cuts or a
+            partition that are not this model's.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        stages: int | Partition | None,
+        cuts: Sequence[str] | None,
+        devices: Sequence[str],
+        replicas: Sequence[int] | None = None,
+        training: Training = DEFAULT_TRAINING,
+    ) -> None:
+        self.chain, self.training = Chain(model), training
+        if not self.chain.blocks:
+            raise ValueError(f"There is nothing to cut. Received: model={model.name!r} without layers. Try one with.")
+        self.shapes = shapes_of_model(model)
+        self._partition = stages if isinstance(stages, Partition) else None
+        self._ends: list[int] | None = None
+        if self._partition is not None:
+            if cuts is not None:
+                raise ValueError("Stages are given twice. Received: stages=Partition and cuts. Try one of them.")
+            cuts = self._partition.cuts
+        if cuts is not None:
+            self._ends = cut_points(self.chain.blocks, cuts)
+        if self._partition is not None and tuple(replicas or self._partition.replicas) != self._partition.replicas:
+            raise ValueError(
+                f"Replicas are given twice. Received: replicas={replicas!r}, a partition with those of "
+                f"{self._partition.replicas}. Try leaving replicas out."
+            )
+        if self._partition is not None:
+            replicas = self._partition.replicas
+        if stages is None and isinstance(replicas, Sequence):
+            stages = len(replicas)
+        self.stages = len(self._ends) if self._ends else self._checked_count(stages, len(devices))
+        if isinstance(stages, int) and stages != self.stages:
+            raise ValueError(
+                f"The cuts make {self.stages} stages. Received: stages={stages}, cuts={cuts!r}. Try leaving stages out."
+            )
+        self.replicas = _checked_replicas(replicas, self.stages)
+        self._devices = assign(devices, sum(self.replicas))
+        if self._partition is not None:  # which may have left some out, to begin a stage on the next host
+            planned = [stage.device + n for stage in self._partition.stages for n in range(stage.replicas)]
+            self._devices = [devices[n] for n in planned] if max(planned) < len(devices) else self._devices
+
+    def adopt(self, ends: Sequence[int]) -> bool:
+        """Take over another run's cuts where nothing but a profile has decided on as many; whether they are new."""
+        if self._ends is not None or len(ends) != self.stages or list(ends) == self.ends:
+            return False
+        self._ends, self._partition = list(ends), None
+        return True
+
+    def learn(self, shapes: Shapes | None) -> None:
+        """What the inputs are like, if something tells."""
+        self.shapes = shapes or self.shapes
+
+    def ask(self, input_shapes: Any) -> None:
+        """What the user says they are like. Raises ValueError for what they cannot be."""
+        if input_shapes is not None:
+            self.shapes = checked_shapes(self.chain.model, input_shapes)
+
+    @property
+    def can_build(self) -> bool:
+        """Whether the cut is decided, or what is known of the inputs is enough to decide it."""
+        return self.ends is not None or self.shapes is not None
+
+    @property
+    def distinct_devices(self) -> list[str]:
+        """The devices in use, each once."""
+        return list(dict.fromkeys(self._devices))
+
+    @property
+    def stages_on(self) -> dict[str, list[int]]:
+        """The stages on every device in use."""
+        found: dict[str, list[int]] = {device: [] for device in self._devices}
+        numbers = (stage for stage, count in enumerate(self.replicas) for _ in range(count))
+        for stage, device in zip(numbers, self._devices, strict=True):
+            found[device].append(stage)
+        return found
+
+    def _checked_count(self, stages: object, devices: int) -> int:
+        blocks = len(self.chain.blocks)
+        count = min(devices, blocks) if stages is None else stages
+        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= blocks:
+            raise ValueError(
+                f"The model {self.chain.model.name!r} has {blocks} layers, each in one stage"
+                f"{why_together(self.chain.blocks)}. Received: stages={stages!r}. Try a number from 1 to {blocks}."
+            )
+        return count
+
+    def explanation(self, batch_size: int) -> str:
+        """For people: the cut of the model, and what other ways to train it on as many devices would come to."""
+        measured, devices = self._profile(batch_size, True), sum(self.replicas)
+        advice = advise(measured, devices, described(self._devices), self.training)
+        return "\n\n".join(filter(None, [f"{self.partition(batch_size)}", advice.comparison(), measured.warning]))
+
+    def _profile(self, batch_size: int, verbose: bool, shapes: Shapes | None = None) -> Profile:
+        shapes, device = shapes or self.shapes or checked_shapes(self.chain.model, None), self._devices[0]
+        return cached_profile(self.chain, batch_size, shapes, device, verbose, place(device))
+
+    def partition(self, batch_size: int, verbose: bool = False) -> Partition:
+        """The cut of the model; profiles it at this batch size if nothing has decided the cut yet."""
+        if self._partition is None:
+            self._partition = self._measured(batch_size, verbose)
+        return self._partition
+
+    def _measured(self, batch_size: int, verbose: bool, shapes: Shapes | None = None) -> Partition:
+        measured = self._profile(batch_size, verbose, shapes)
+        cluster, training = described(self._devices), self.training
+        if self._ends:
+            return plan(measured, self._ends, cluster, self.replicas, training)
+        return partition(measured, sum(self.replicas), cluster, replicas=self.replicas, training=training)
+
+    @property
+    def ends(self) -> list[int] | None:
+        """The number of blocks up to the end of each stage; None if nothing has decided the cut yet."""
+        if self._ends is None and self.stages == 1:
+            return [len(self.chain.blocks)]
+        if self._ends is None and self._partition is not None:
+            return cut_points(self.chain.blocks, self._partition.cuts)
+        return self._ends
+
+    def measured_ends(self, batch_size: int, shapes: Shapes) -> list[int]:
+        """Where a profile at this batch size and for such inputs would cut; it is not decided by that."""
+        return cut_points(self.chain.blocks, self._measured(batch_size, True, shapes).cuts)
+
+    def _check_rows_first(self, ends: Sequence[int]) -> None:
+        """ValueError if what a replicated stage gets or gives cannot be divided by rows."""
+        if any(tensor.shape[:1] != (None,) for tensor in self.chain.specs(0)):
+            return  # the number of rows is fixed: nothing to tell them by
+        for n, end in enumerate(ends[:-1]):
+            for tensor in self.chain.specs(end) if max(self.replicas[n : n + 2]) > 1 else ():
+                if tensor.shape[:1] != (None,):
+                    raise ValueError(
+                        "What crosses from or to a replicated stage must have the batch first. Received: a tensor of "
+                        f"shape {tuple(tensor.shape)} after {self.chain.blocks[end - 1].name!r}, replicas="
+                        f"{self.replicas}. Try a cut somewhere else, or replicas=1 there."
+                    )
+
+    def build(
+        self, batch_size: int, optimizer: keras.optimizers.Optimizer, loss: LossFunction, scheme: Scheme
+    ) -> list[list[Stage]]:
+        """Every stage's replicas, each on its device, those of the last with the loss."""
+        ends = self.ends or cut_points(self.chain.blocks, self.partition(batch_size, verbose=True).cuts)
+        losses, recompute = [*[None] * (self.stages - 1), loss], self.training.recompute
+        return [
+            [
+                Stage(
+                    segment,
+                    device,
+                    optimizer,
+                    losses[k],
+                    recompute,
+                    scheme.rule(k, self.stages),
+                    divided=self.training.microbatches * len(on) > 1,
+                )
+                for device in on
+            ]
+            for k, (segment, on) in enumerate(self._placed(ends))
+        ]
+
+    def inferences(self, ends: Sequence[int]) -> list[list[Inference]]:
+        """Every stage's replicas for a pipeline that only runs forwards."""
+        return [[Inference(segment, device, len(on) > 1) for device in on] for segment, on in self._placed(ends)]
+
+    def _placed(self, ends: Sequence[int]) -> list[tuple[Segment, list[str]]]:
+        """Every stage's blocks and the devices of its replicas."""
+        self._check_rows_first(ends)
+        devices = iter(self._devices)
+        spans = zip([0, *ends[:-1]], ends, self.replicas, strict=True)
+        return [(self.chain.segment(first, end), [next(devices) for _ in range(count)]) for first, end, count in spans]
+
+
+def _checked_replicas(replicas: Sequence[int] | None, stages: int) -> tuple[int, ...]:
+    if replicas is None:
+        return (1,) * stages
+    counts = tuple(replicas) if isinstance(replicas, Sequence) else ()
+    if len(counts) != stages or any(not isinstance(count, int) or count < 1 for count in counts):
+        raise ValueError(
+            f"Replicas are one number from 1 up for each of {stages} stages. Received: replicas={replicas!r}. "
+            f"Try {(2, *(1,) * (stages - 1))}."
+        )
+    return counts

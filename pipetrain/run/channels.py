@@ -1,0 +1,145 @@
+"""Rows from the replicas of one stage to those of the next: each sends every other the rows that they share."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import tensorflow as tf
+
+from pipetrain.compute.cores import is_remote
+from pipetrain.compute.functions.stage import BoundaryTensors
+from pipetrain.run.mailbox import Mailbox
+from pipetrain.run.transfers import size_bytes, transfer
+from pipetrain.trace.trace import Transfer, What
+
+Rows = BoundaryTensors | list[tf.Tensor] | None
+Message = TypeVar("Message")
+_SLICING = threading.Lock()
+
+
+def rows_of(rows: int, replica: int, replicas: int) -> range:
+    """The rows of a microbatch that a replica works on: as even as can be, none where there are too few."""
+    return range(rows * replica // replicas, rows * (replica + 1) // replicas)
+
+
+class Destination(NamedTuple):
+    """A neighbour's mailbox and the device its reader works on."""
+
+    mailbox: Mailbox[Any]
+    device: str
+
+
+class Sender:
+    """What one of ``replicas`` replicas sends to all replicas of a neighbouring stage, one message to each."""
+
+    def __init__(self, doors: Sequence[Destination], replica: int = 0, replicas: int = 1) -> None:
+        self._doors, self._replica, self._replicas = list(doors), replica, replicas
+        self._sent: list[tuple[int, int, int, float, float]] = []
+
+    def send(self, message: Callable[[Rows], Any], values: Rows, rows: int, microbatch: int | None = None) -> None:
+        """``values`` are this replica's rows of a microbatch of ``rows``; None if it has none.
+
+        What is sent of a ``microbatch`` that is named is recorded.
+        """
+        mine = rows_of(rows, self._replica, self._replicas)
+        for replica, door in enumerate(self._doors):
+            theirs = _part(values, mine, rows_of(rows, replica, len(self._doors)))
+            if theirs is None or microbatch is None or is_remote(door.device):  # sent by the call that reads it
+                door.mailbox.put(message(moved_to(door.device, theirs)))
+                continue
+            start_s = time.perf_counter()
+            moved = moved_to(door.device, theirs)
+            end_s = time.perf_counter()
+            door.mailbox.put(message(moved))  # before the bookkeeping: somebody may wait for it
+            self._sent.append((microbatch, replica, _size_bytes(moved), start_s, end_s))
+
+    def transfers(self, op: What, stage: int, to_stage: int) -> Iterator[Transfer]:
+        """What was sent and recorded, for this action, from the one stage to the other."""
+        for microbatch, replica, size, start_s, end_s in self._sent:
+            yield Transfer(op, microbatch, stage, self._replica, to_stage, replica, size, start_s, end_s)
+
+    def close(self) -> None:
+        """Say that nothing more will come."""
+        for door in self._doors:
+            door.mailbox.put(None)
+
+
+class Receiver(Generic[Message]):
+    """Where one replica receives the messages of all replicas of a neighbouring stage, joined to one."""
+
+    def __init__(self, boxes: Sequence[Mailbox[Any]], join: Callable[[list[Any]], Message]) -> None:
+        self._boxes, self._join = list(boxes), join
+
+    def peek(self) -> Any:
+        """The first replica's next message, left in place; None at the end."""
+        return self._boxes[0].peek()
+
+    def get(self) -> Message:
+        """The next message, in the order of rows."""
+        if len(self._boxes) == 1:
+            return self._boxes[0].get()
+        return self._join([box.get() for box in self._boxes])
+
+
+def take(data: Any, part: range, rows: int) -> Any:
+    """The rows ``part`` of nested tensors that have ``rows``; None stays None."""
+    if len(part) == rows:
+        return data
+    return tf.nest.map_structure(lambda each: None if each is None else _sliced(each, part.start, part.stop), data)
+
+
+def _sliced(tensor: tf.Tensor, start: int, stop: int) -> tf.Tensor:
+    """``tensor[start:stop]``, by one thread at a time.
+
+    TensorFlow 2.21 mixes up the bounds of two threads that slice at once on the same logical CPU device, unless it is
+    the first one.
+    """
+    with _SLICING:
+        return tensor[start:stop]
+
+
+def joined(parts: Sequence[Rows]) -> Rows:
+    """The rows of all parts one after another; None if none has any."""
+    present = [part for part in parts if part is not None]
+    if len(present) < 2:
+        return present[0] if present else None
+    return tf.nest.map_structure(lambda *rows: None if rows[0] is None else tf.concat(rows, 0), *present)
+
+
+def _part(values: Rows, mine: range, theirs: range) -> Rows:
+    """Of values for the rows ``mine``, those for the rows ``theirs``."""
+    if mine == theirs or values is None:
+        return values
+    first, end = max(mine.start, theirs.start), min(mine.stop, theirs.stop)
+    if first >= end:
+        return None
+
+    def cut(tensor: Any) -> Any:
+        if tensor is None:
+            return None
+        per_row, rest = divmod(tensor.shape[0], len(mine)) if tensor.shape.rank else (0, 1)
+        if rest:
+            raise ValueError(
+                f"What crosses from or to a replicated stage must have the batch first. Received: a tensor of shape "
+                f"{tuple(tensor.shape)} for {len(mine)} rows. Try a cut somewhere else, or replicas=1 there."
+            )
+        return _sliced(tensor, (first - mine.start) * per_row, (end - mine.start) * per_row)
+
+    return tf.nest.map_structure(cut, values)
+
+
+def _size_bytes(values: Rows) -> int:
+    if isinstance(values, BoundaryTensors):
+        return size_bytes(values.tensors) + size_bytes(values.masks)
+    return size_bytes(values or ())
+
+
+def moved_to(device: str, values: Rows) -> Rows:
+    """The values for a reader on this device."""
+    if isinstance(values, BoundaryTensors):
+        masks = [None if mask is None else transfer(mask, device) for mask in values.masks]
+        return BoundaryTensors([transfer(tensor, device) for tensor in values.tensors], masks)
+    return None if values is None else [transfer(tensor, device) for tensor in values]

@@ -1,0 +1,48 @@
+"""Copies of tensors from one device to another, which TensorFlow makes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+
+import tensorflow as tf
+
+from pipetrain.compute.cores import is_remote
+
+
+def transfer(tensor: tf.Tensor, device: str) -> tf.Tensor:
+    """The tensor for a reader on another device; TensorFlow does the copy. CPU devices of one process need none.
+
+    Nor do another process' devices: the call that reads a tensor there copies it, once. Asked for by itself a copy
+    would cost two messages more, a call and a tensor to let go, and the sender would wait for whatever the reader's
+    process was given before.
+    """
+    if not _needs_copy(tensor.device, device):
+        return tensor
+    with tf.device(device):
+        return tf.identity(tensor)
+
+
+def here(tensors: Iterable[tf.Tensor]) -> list[tf.Tensor]:
+    """The tensors, those on devices of other processes copied to this one."""
+    return [transfer(each, "/device:CPU:0") if is_remote(each.device) else each for each in tensors]
+
+
+@cache
+def _needs_copy(source: str, device: str) -> bool:
+    """Whether a tensor on the one device must be copied for a reader on the other."""
+    if is_remote(device) or (source.endswith(device) and not is_remote(source)):
+        return False
+    return not (_shares_memory(source) and _shares_memory(device))
+
+
+def _shares_memory(device: str) -> bool:
+    return "device:CPU:" in device and not is_remote(device)
+
+
+def size_bytes(tensors: Iterable[tf.Tensor | None]) -> int:
+    """What the elements of all tensors take.
+
+    A tensor that is asked for its shape gives up Python's lock for every dimension, for its elements' number once.
+    """
+    return sum(each._num_elements() * each.dtype.size for each in tensors if each is not None)

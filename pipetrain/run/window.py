@@ -1,0 +1,74 @@
+"""Keeps the pipeline full: posts minibatches ahead of the step that Keras' loop is at."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from pipetrain.run.collector import Result
+from pipetrain.run.pipeline import Pipeline
+
+
+class Minibatch(NamedTuple):
+    """Inputs, labels and sample weights of one step, and the learning rate it takes along, if it does."""
+
+    x: list[Any]
+    y: Any
+    sample_weight: Any
+    learning_rate: float | None = None
+
+
+def never(updates: int) -> bool:
+    """For ``Window``: no need to rest."""
+    return False
+
+
+class Window:
+    """Each ``step`` returns one minibatch with its result, in order, and has posted a window of later ones.
+
+    So the logs of a step are those of its own minibatch, whatever is in flight. ``steps`` bounds what is read of
+    ``minibatches``: Keras may go on reading from the same iterator in the next epoch.
+
+    Where ``rests(n)`` is true of the updates n that all minibatches posted so far come to, nothing more is posted
+    until every result is taken: the weights are then those of exactly n updates.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        minibatches: Iterator[Minibatch],
+        steps: int | None,
+        rests: Callable[[int], bool],
+    ) -> None:
+        self._pipeline, self._minibatches = pipeline, minibatches
+        self._left, self._rests, self._updates = steps, rests, pipeline.updates
+        self._posted: deque[Minibatch] = deque()
+
+    @property
+    def in_flight(self) -> int:
+        """How many minibatches are posted whose results no step has taken."""
+        return len(self._posted)
+
+    def step(self) -> tuple[Minibatch, Result]:
+        """The next minibatch and its result. Raises StopIteration when the data have ended."""
+        while len(self._posted) < self._pipeline.window and self._left != 0:
+            if self._posted and self._rests(self._updates):
+                break
+            minibatch = next(self._minibatches, None)
+            if minibatch is None:
+                self._left = 0
+                break
+            self._pipeline.post(*minibatch)
+            self._posted.append(minibatch)
+            self._updates += 1
+            self._left = None if self._left is None else self._left - 1
+        if not self._posted:
+            raise StopIteration
+        return self._posted.popleft(), self._pipeline.result()
+
+    def rest(self) -> Iterator[tuple[Minibatch, Result]]:
+        """What was posted ahead and not yet returned; nothing more is read."""
+        self._left = 0
+        while self._posted:
+            yield self._posted.popleft(), self._pipeline.result()

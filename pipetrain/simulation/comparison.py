@@ -1,0 +1,102 @@
+"""Schemes side by side, as simulated for the same model and devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipetrain.plan.advice import Advice, advise
+from pipetrain.plan.cluster import Cluster
+from pipetrain.plan.memory import Training
+from pipetrain.plan.profile import Profile
+from pipetrain.plan.stages import DEFAULT_TRAINING, Partition
+from pipetrain.plan.text_table import text_table
+from pipetrain.schemes.table import DATA_PARALLEL, check_name
+from pipetrain.simulation.simulator import simulate
+from pipetrain.trace.idle import idle
+from pipetrain.trace.trace import Trace
+
+HEADER = ("scheme", "devices", "samples/s", "against single", "bubble", "busiest", "most idle", "transfer")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Simulated traces of several schemes, each of the partition that suits it; prints as a table.
+
+    ``bubble`` is the share of all devices' time outside any action; ``busiest`` and ``most idle`` are the stages whose
+    devices compute for most and least of their time; ``transfer`` is the share of all devices' time in which they wait
+    for what is on its way. Where no cut fits the devices, there is no trace.
+    """
+
+    batch_size: int
+    partitions: dict[str, Partition | None]
+    traces: dict[str, Trace]
+    single: Trace | None
+
+    def __str__(self) -> str:
+        return text_table(HEADER, [self._row(scheme) for scheme in self.partitions])
+
+    def _row(self, scheme: str) -> tuple[str, ...]:
+        if scheme not in self.traces:
+            return scheme, *["-"] * (len(HEADER) - 2), "no cut fits"
+        trace = self.traces[scheme]
+        causes = idle(trace)
+        shares = {place: 1 - each.total_s / trace.duration_s for place, each in causes.items()}
+        names = dict(zip(trace.rows, trace.row_names(), strict=True))
+        busiest, idlest = max(shares, key=lambda place: shares[place]), min(shares, key=lambda place: shares[place])
+        transfer = sum(each.transfer_s for each in causes.values()) / (trace.duration_s * len(causes))
+        return (
+            scheme,
+            str(len(causes)),
+            f"{self.batch_size / trace.step_s:.0f}",
+            f"{self.single.step_s / trace.step_s:.2f}x" if self.single else "-",
+            f"{trace.bubble():.1%}",
+            f"{names[busiest]}: {shares[busiest]:.0%}",
+            f"{names[idlest]}: {shares[idlest]:.0%}",
+            f"{transfer:.1%}",
+        )
+
+
+def compare(
+    profile: Profile,
+    num_devices: int,
+    schemes: Sequence[str],
+    cluster: Cluster | None = None,
+    training: Training | None = None,
+    **options: Any,
+) -> Comparison:
+    """Simulate each scheme with the partition that suits it, and ``single`` to compare with.
+
+    Pipelines have the cost model's fastest stages, with several devices each where that helps; ``data-parallel`` as
+    many devices as make it fastest.
+
+    Args:
+        profile: what the blocks cost.
+        num_devices: how many devices there are.
+        schemes: their names.
+        cluster: how devices are joined and what they hold.
+        training: what decides on the memory; its scheme does not matter.
+        options: of ``simulate``.
+    """
+    cluster, training = cluster or Cluster(), training or DEFAULT_TRAINING
+    partitions: dict[str, Partition | None] = {}
+    for scheme in schemes:
+        pipelined = check_name(scheme) != DATA_PARALLEL
+        advice = advise(profile, num_devices, cluster, training.under(scheme if pipelined else "single"))
+        partitions[scheme] = _chosen(advice, scheme)
+    one = advise(profile, 1, Cluster(cluster.levels, processors=cluster.processors)).ways["single"]
+    assert one is not None  # memory has no limit here
+    traces = {
+        scheme: simulate(each, scheme, cluster, **options) for scheme, each in partitions.items() if each is not None
+    }
+    return Comparison(
+        profile.batch_size, partitions, traces, traces.get("single") or simulate(one, "single", cluster, **options)
+    )
+
+
+def _chosen(advice: Advice, scheme: str) -> Partition | None:
+    if scheme in ("single", DATA_PARALLEL):
+        return advice.ways.get(scheme)
+    possible = [way for way in (advice.ways.get("pipeline"), advice.ways.get("hybrid")) if way is not None]
+    return max(possible, key=lambda way: way.samples_per_second, default=None)

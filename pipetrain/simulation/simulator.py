@@ -1,0 +1,154 @@
+"""What a run of a partition would be: a simulation over the schedules of real runs, which gives the same trace."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from pipetrain.plan.cluster import Cluster
+from pipetrain.plan.stages import Partition, StagePlan
+from pipetrain.schemes.table import DATA_PARALLEL, SCHEMES, Scheme, check_name
+from pipetrain.simulation.build import Options, StationBuilder
+from pipetrain.simulation.events import Caller, Simulation
+from pipetrain.simulation.reduction import REDUCTIONS
+from pipetrain.simulation.vectorized import VectorizedSimulation, suits
+from pipetrain.trace.trace import Trace
+
+SUMMED = ("blocks", "forward_s", "backward_s", "update_s", "weight_bytes")
+
+
+def simulate(
+    partition: Partition,
+    scheme: str = "spectrain",
+    cluster: Cluster | None = None,
+    minibatches: int = 200,
+    *,
+    microbatches: int | None = None,
+    overhead_s: float | None = None,
+    caller_s: float = 0.0,
+    speeds: Sequence[float] | None = None,
+    slowdown: float = 0.0,
+    seed: int = 0,
+    window: int | None = None,
+    reduction: str = REDUCTIONS[0],
+) -> Trace:
+    """Simulate training: when every replica of every stage would do what, and what would be sent when.
+
+    Stages walk the schedules that they walk in training. A replica takes its share of the rows of a stage's forward and
+    backward seconds; after the last backward of a minibatch, replicas sum their gradients and update. A forward waits
+    for the activations from all replicas above, a backward for the gradients from all below. Sending goes on beside
+    computing, over links that carry one transfer at a time in each direction and what the cluster's levels say of
+    ``contention``. ``single`` and ``data-parallel`` take the partition's stages together, on its first device and on
+    all of them.
+
+    Args:
+        partition: the stages and what they cost; see ``partition``.
+        scheme: the way to train.
+        cluster: how devices are joined and how many work at once; by default as ``Cluster()``, with the partition's
+            processors.
+        minibatches: how many are trained before the pipeline drains.
+        microbatches: pieces of a minibatch, for schemes that have any; by default as the partition was made for.
+        overhead_s: seconds that every action takes beside its computing; by default the cluster's.
+        caller_s: seconds that the caller takes between a minibatch's result and posting the next one.
+        speeds: of the devices, 1 being that of the profile; by default all 1.
+        slowdown: how much the seconds of actions vary: the standard deviation, as a part of the mean, of random factors
+            (lognormal, with mean 1).
+        seed: of these.
+        window: how many minibatches are posted ahead of the results taken; by default as in training.
+        reduction: how replicas, and the devices of ``data-parallel``, sum gradients: ``ring``, or ``server``, a
+            parameter server on the first one's device.
+
+    Raises:
+        ValueError: what cannot be simulated, with what to try.
+    """
+    chosen = SCHEMES["single" if check_name(scheme) == DATA_PARALLEL else scheme]
+    stages, devices = _placed(partition, scheme)
+    cluster = cluster or Cluster(processors=partition.processors)
+    options = Options(
+        minibatches=_count("minibatches", minibatches),
+        pieces=_pieces(chosen, len(stages), partition, microbatches),
+        window=0 if window is None else _count("window", window),
+        caller_s=_seconds("caller_s", caller_s),
+        overhead_s=_seconds("overhead_s", cluster.overhead_s if overhead_s is None else overhead_s),
+        speeds=_speeds(speeds, devices),
+        slowdown=_seconds("slowdown", slowdown),
+        seed=seed,
+        reduction=_reduction(reduction),
+    )
+    if not options.window:
+        ahead = math.ceil(len(stages) / options.pieces) + 2 if chosen.asynchronous else 1  # as run.Pipeline.window
+        options = replace(options, window=ahead)
+    fleet = StationBuilder(stages, devices, partition.batch_size, chosen, options, cluster)
+    reports = len(devices[-1]) if chosen.asynchronous else len(fleet.stations)
+    caller = Caller(minibatches, options.pieces, options.window, caller_s, reports)
+    group = options.pieces * (minibatches if chosen.asynchronous else 1)
+    if suits(fleet.stations, cluster, group):
+        return fleet.trace(VectorizedSimulation(fleet.stations, caller, not chosen.asynchronous).run())
+    return fleet.trace(Simulation(fleet.stations, caller, not chosen.asynchronous, cluster.processors).run())
+
+
+def _placed(partition: Partition, scheme: str) -> tuple[list[StagePlan], list[list[int]]]:
+    """The stages to simulate and the devices of each."""
+    stages = list(partition.stages)
+    devices = [list(range(stage.device, stage.device + stage.replicas)) for stage in stages]
+    every = [device for each in devices for device in each]
+    if len({*every}) < len(every):
+        raise ValueError(
+            f"Each replica of a stage has a device of its own. Received: devices={devices}. "
+            "Try pipetrain.partition, which places them."
+        )
+    if scheme not in ("single", DATA_PARALLEL):
+        return stages, devices
+    whole = replace(
+        stages[0],
+        last=stages[-1].last,
+        output_bytes=0,
+        **{name: sum(getattr(stage, name) for stage in stages) for name in SUMMED},
+    )
+    return [whole], [every[:1] if scheme == "single" else every]
+
+
+def _pieces(scheme: Scheme, stages: int, partition: Partition, microbatches: int | None) -> int:
+    if not scheme.splits:
+        return 1
+    least = scheme.least_microbatches(stages)
+    pieces = max(partition.training.microbatches, least)
+    if microbatches is not None:
+        pieces = _count("microbatches", microbatches)
+    if pieces < least or pieces > partition.batch_size:
+        raise ValueError(
+            "A minibatch has at least as many rows as microbatches, and 2bw as many of these as stages but one. "
+            f"Received: microbatches={pieces}, batch_size={partition.batch_size}, {stages} stages. "
+            f"Try microbatches={least}."
+        )
+    return pieces
+
+
+def _count(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"A simulation counts from 1 up. Received: {name}={value!r}. Try {name}=4.")
+    return value
+
+
+def _seconds(name: str, value: float) -> float:
+    if not 0 <= value < math.inf:
+        raise ValueError(f"A number from 0 up is needed. Received: {name}={value!r}. Try {name}=0.")
+    return value
+
+
+def _speeds(speeds: Sequence[float] | None, devices: Sequence[Sequence[int]]) -> Sequence[float] | None:
+    last = max(device for each in devices for device in each)
+    if speeds is not None and (len(speeds) <= last or not all(0 < speed < math.inf for speed in speeds)):
+        raise ValueError(
+            f"Every device has a speed above 0. Received: speeds={speeds!r} for devices up to {last}. "
+            f"Try speeds={[1.0] * (last + 1)}."
+        )
+    return speeds
+
+
+def _reduction(name: str) -> str:
+    if name not in REDUCTIONS:
+        raise ValueError(f"Unknown reduction. Received: reduction={name!r}. Try one of: {', '.join(REDUCTIONS)}.")
+    return name

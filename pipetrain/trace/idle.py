@@ -1,0 +1,164 @@
+"""Why stages waited: the idle seconds of a trace by their cause."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipetrain.trace.trace import Seconds, Spans, Trace, Transfers
+
+Keys = NDArray[np.int64]
+Cause = Literal["transfer", "imbalance", "fill"]
+
+
+class Idle(NamedTuple):
+    """The seconds in which one replica of a stage did not compute.
+
+    ``transfer_s``: all that it waited for was computed, and on its way. ``imbalance_s``: it was not yet computed; or a
+    processor, or the next minibatch, was. ``fill_s``: before its first action and after its last one, of the trace and
+    of each drain.
+    """
+
+    transfer_s: float
+    imbalance_s: float
+    fill_s: float
+
+    @property
+    def total_s(self) -> float:
+        """The seconds of all causes; the rest of the trace's duration the replica computed, or copied what it sent."""
+        return sum(self)
+
+
+class IdleSpan(NamedTuple):
+    """A time in which one replica of a stage was idle, and why: see ``Idle``."""
+
+    stage: int
+    replica: int
+    start_s: float
+    end_s: float
+    cause: Cause
+
+
+def idle(trace: Trace) -> dict[tuple[int, int], Idle]:
+    """For every stage and replica of the trace, the seconds in which it was idle, by cause.
+
+    What replicas wait for each other's gradients, within the span of a backward, is idle too: ``imbalance`` until the
+    last one has computed its own, ``transfer`` from then on. Of a trace that knows of no transfers, no idle is theirs.
+    """
+    places = trace.rows
+    seconds: dict[Cause, Seconds] = {cause: np.zeros(len(places)) for cause in ("transfer", "imbalance", "fill")}
+    for cause, row, start_s, end_s in _pauses(trace, places):
+        seconds[cause] += np.bincount(row, end_s - start_s, len(places))
+    figures = zip(*(each.tolist() for each in seconds.values()), strict=True)
+    return {place: Idle(*each) for place, each in zip(places, figures, strict=True)}
+
+
+def pauses(trace: Trace) -> list[IdleSpan]:
+    """When every stage and replica of the trace was idle, in order of place and start: what ``idle`` sums."""
+    places = trace.rows
+    found = [
+        IdleSpan(places[row][0], places[row][1], start_s, end_s, cause)
+        for cause, rows, starts_s, ends_s in _pauses(trace, places)
+        for row, start_s, end_s in zip(rows.tolist(), starts_s.tolist(), ends_s.tolist(), strict=True)
+        if end_s > start_s
+    ]
+    return sorted(found)
+
+
+def _pauses(trace: Trace, places: list[tuple[int, int]]) -> Iterator[tuple[Cause, Keys, Seconds, Seconds]]:
+    """Cause by cause the rows, starts and ends of the times in which they were idle; some are of no length."""
+    row_of = _rows_of(places)
+    spans = trace.spans
+    row = row_of(spans.stage, spans.replica)
+    order = np.lexsort((spans.start_s, row))
+    spans, row = spans[order], row[order]
+    first, last = np.diff(row, prepend=-1) != 0, np.diff(row, append=len(places)) != 0
+    begin_s = np.where(first, 0.0, np.concatenate([[0.0], spans.end_s])[:-1])
+    begin_s = np.minimum(begin_s, spans.start_s)
+    refilled = first | ((spans.op == "F") & (spans.minibatch == 0))  # numbers begin anew after a drain
+    yield "fill", row[refilled], begin_s[refilled], spans.start_s[refilled]
+    yield "fill", row[last], spans.end_s[last], np.full(int(last.sum()), trace.duration_s)
+    transfers = _among(trace.transfers, places)
+    sent_s, arrived_s = _inputs(spans, row, transfers, row_of)
+    waits = ~refilled
+    row, begin_s, start_s = row[waits], begin_s[waits], spans.start_s[waits]
+    left_s = np.clip(sent_s[waits], begin_s, start_s)
+    there_s = np.clip(arrived_s[waits], left_s, start_s)
+    yield "imbalance", row, begin_s, left_s
+    yield "transfer", row, left_s, there_s
+    yield "imbalance", row, there_s, start_s
+    row, began_s, together_s, ended_s = _reductions(transfers, row_of)
+    yield "imbalance", row, began_s, together_s
+    yield "transfer", row, together_s, ended_s
+
+
+def _among(transfers: Transfers, places: list[tuple[int, int]]) -> Transfers:
+    """Those to a reader that did anything: where training was stopped, some may not have."""
+    replicas = 1 + int(transfers.to_replica.max(initial=max((replica for _, replica in places), default=0)))
+    known = [stage * replicas + replica for stage, replica in places]
+    return transfers[np.isin(transfers.to_stage.astype(np.int64) * replicas + transfers.to_replica, known)]
+
+
+def _inputs(spans: Spans, row: Keys, transfers: Transfers, row_of: Any) -> tuple[Seconds, Seconds]:
+    """When the last input of each span was sent, and when all had arrived; long ago where nothing was.
+
+    What is sent is for the next such action of its reader: after a drain there are others of the same number.
+    """
+    sent = transfers[transfers.op != "R"]
+    microbatches = 1 + max(int(each.minibatch.max(initial=0)) for each in (spans, sent))
+
+    def keys(rows: Keys, op: NDArray[np.str_], minibatch: NDArray[np.int32]) -> Keys:
+        of_rows: Keys = (2 * rows + (op == "B")) * microbatches
+        return of_rows + minibatch
+
+    key = np.concatenate(
+        [keys(row_of(sent.to_stage, sent.to_replica), sent.op, sent.minibatch), keys(row, spans.op, spans.minibatch)]
+    )
+    is_span = np.arange(len(key)) >= len(sent)
+    order = np.lexsort((is_span, np.concatenate([sent.start_s, spans.start_s]), key))
+    place = np.where(is_span[order], np.arange(len(key)), len(key))
+    following = np.minimum.accumulate(place[::-1])[::-1]  # in that order, the place of the next span
+    taken = ~is_span[order] & (following < len(key))
+    reader = order[following[taken]]
+    message = order[taken]
+    fits = key[reader] == key[message]
+    reader, message = reader[fits] - len(sent), message[fits]
+    sent_s, arrived_s = np.full(len(spans), -np.inf), np.full(len(spans), -np.inf)
+    np.maximum.at(sent_s, reader, sent.start_s[message])
+    np.maximum.at(arrived_s, reader, sent.end_s[message])
+    return sent_s, arrived_s
+
+
+def _reductions(transfers: Transfers, row_of: Any) -> tuple[Keys, Seconds, Seconds, Seconds]:
+    """Of each replica's reductions: its row, when it began, when the last of the replicas did, and when it ended."""
+    of = transfers[transfers.op == "R"]
+    if not len(of):
+        return np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0), np.zeros(0)
+    together = of.to_stage.astype(np.int64) * (1 + int(of.minibatch.max())) + of.minibatch
+    order = np.lexsort((of.start_s, together))
+    of, together = of[order], together[order]
+    # Replicas leave a sum after the last one came to it: who comes later than that is of another time.
+    apart = (np.diff(together) != 0) | (of.start_s[1:] > of.end_s[:-1])
+    begins = np.flatnonzero(np.concatenate([[True], apart]))
+    counts = np.diff(np.append(begins, len(of)))
+    last_s = np.repeat(np.maximum.reduceat(of.start_s, begins), counts)
+    rows: Keys = row_of(of.to_stage, of.to_replica)
+    return rows, of.start_s, last_s, of.end_s
+
+
+def _rows_of(places: list[tuple[int, int]]) -> Any:
+    """A function from arrays of stages and replicas to the numbers of their places."""
+    stages = 1 + max((stage for stage, _ in places), default=0)
+    replicas = 1 + max((replica for _, replica in places), default=0)
+    numbers = np.zeros((stages, replicas), dtype=np.int64)
+    for n, place in enumerate(places):
+        numbers[place] = n
+
+    def row_of(stage: NDArray[np.int32], replica: NDArray[np.int32]) -> Keys:
+        found: Keys = numbers[stage, replica]
+        return found
+
+    return row_of

@@ -1,0 +1,239 @@
+"""What happened when: the spans and transfers of a run, measured or simulated."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipetrain.schemes.actions import Op
+from pipetrain.trace.columns import Columns, Names
+
+Integers = NDArray[np.int32]
+Seconds = NDArray[np.float64]
+What = Literal["F", "B", "R"]  # activations, their gradients, weights' gradients to be reduced
+CATEGORIES = {"F": "forward", "B": "backward"}
+
+
+class Span(NamedTuple):
+    """One action of one replica of a stage, in seconds since the trace's start, and the version it began with."""
+
+    op: Op
+    stage: int
+    minibatch: int
+    device: str
+    start_s: float
+    end_s: float
+    version: int
+    replica: int = 0
+
+
+class Transfer(NamedTuple):
+    """What one replica of a stage sent to another, from when it was handed over to when it had arrived.
+
+    In a run's trace the sender's thread copies: a transfer lies within the span of the action that it comes from, the
+    first stage's inputs are none, and of stages that share a device it takes next to no time. In a simulated trace it
+    goes on beside what the sender does next.
+
+    ``op`` says for which action: ``F``, activations on their way down; ``B``, their gradients on the way up; ``R``,
+    the reduction of weights' gradients among a stage's replicas, a transfer of each of them to its own stage, from its
+    gradients being ready to the sums being there.
+    """
+
+    op: What
+    minibatch: int
+    from_stage: int
+    from_replica: int
+    to_stage: int
+    to_replica: int
+    size_bytes: int
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, eq=False)
+class Spans(Columns[Span]):
+    """Spans as columns."""
+
+    record: ClassVar[Any] = Span
+    dtypes: ClassVar[tuple[Any, ...]] = ("U1", np.int32, np.int32, None, float, float, np.int32, np.int32)
+
+    op: NDArray[np.str_]
+    stage: Integers
+    minibatch: Integers
+    device: Names
+    start_s: Seconds
+    end_s: Seconds
+    version: Integers
+    replica: Integers
+
+
+@dataclass(frozen=True, eq=False)
+class Transfers(Columns[Transfer]):
+    """Transfers as columns."""
+
+    record: ClassVar[Any] = Transfer
+    dtypes: ClassVar[tuple[Any, ...]] = ("U1", *[np.int32] * 5, np.int64, float, float)
+
+    op: NDArray[np.str_]
+    minibatch: Integers
+    from_stage: Integers
+    from_replica: Integers
+    to_stage: Integers
+    to_replica: Integers
+    size_bytes: NDArray[np.int64]
+    start_s: Seconds
+    end_s: Seconds
+
+
+class Trace:
+    """The spans and transfers of one run, in order of their start.
+
+    Minibatches, or microbatches, and versions are numbered from the last drain on.
+
+    Both are sequences of named tuples, and have an array for each field: ``trace.spans.start_s``.
+    """
+
+    def __init__(self, spans: Iterable[Span] = (), transfers: Iterable[Transfer] = ()) -> None:
+        self.spans, self.transfers = Spans.of(spans), Transfers.of(transfers)
+
+    @classmethod
+    def of(cls, spans: Iterable[Span], transfers: Iterable[Transfer] = ()) -> Trace:
+        """Order the spans and transfers and count time from the first span's start."""
+        given, sent = Spans.of(spans), Transfers.of(transfers)
+        ordered = given[np.lexsort((given.stage, given.start_s))]
+        sent = sent[np.lexsort((sent.to_stage, sent.start_s))]
+        origin = ordered.start_s[0] if len(ordered) else 0.0
+        if origin:
+            ordered = replace(ordered, start_s=ordered.start_s - origin, end_s=ordered.end_s - origin)
+            sent = replace(sent, start_s=sent.start_s - origin, end_s=sent.end_s - origin)
+        return cls(ordered, sent)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Trace) and self.spans == other.spans and self.transfers == other.transfers
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Trace({len(self.spans)} spans of {self.stages} stages, {self.duration_s:.3g} s)"
+
+    @property
+    def stages(self) -> int:
+        """How many stages the run had."""
+        return 1 + int(self.spans.stage.max(initial=-1))
+
+    @property
+    def rows(self) -> list[tuple[int, int]]:
+        """Every stage and replica that did anything, in order."""
+        replicas = 1 + int(self.spans.replica.max(initial=0))
+        present = np.unique(self.spans.stage.astype(np.int64) * replicas + self.spans.replica)
+        return [divmod(place, replicas) for place in present.tolist()]
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds from the first span's start to the last one's end."""
+        return float(self.spans.end_s.max(initial=0.0))
+
+    @property
+    def step_s(self) -> float:
+        """Seconds per minibatch while the pipeline is full: between the last stage's updates, in the middle half."""
+        mine = (self.spans.stage == self.stages - 1) & (self.spans.replica == 0) & (self.spans.op == "B")
+        backwards = self.spans[mine]
+        ends_s = backwards.end_s[np.diff(backwards.version, append=-1) != 0]  # of each minibatch's last backward
+        first, last = len(ends_s) // 4, len(ends_s) - 1 - len(ends_s) // 4
+        if first >= last:
+            return self.duration_s / max(1, len(ends_s))
+        return float(ends_s[last] - ends_s[first]) / (last - first)
+
+    def busy_s(self, stage: int) -> float:
+        """Seconds that a stage spent in its actions."""
+        mine = self.spans.stage == stage
+        return float((self.spans.end_s[mine] - self.spans.start_s[mine]).sum())
+
+    def bubble(self) -> float:
+        """The share of all stages' time in which they did nothing, from 0 to 1."""
+        if not len(self.spans) or not self.duration_s:
+            return 0.0
+        busy = float((self.spans.end_s - self.spans.start_s).sum())
+        return 1.0 - busy / (self.duration_s * len(self.rows))
+
+    def to_chrome(self) -> dict[str, Any]:
+        """The trace in Chrome's format (chrome://tracing, ui.perfetto.dev).
+
+        A row per stage and replica, and one for the transfers from each to each; times in microseconds.
+        """
+        names = [
+            {"ph": "M", "name": "thread_name", "pid": 0, "tid": row, "args": {"name": name}}
+            for row, name in enumerate(self.row_names())
+        ]
+        row_of = {place: row for row, place in enumerate(self.rows)}
+        events = [_event(span, row_of[span.stage, span.replica]) for span in self.spans]
+        sent = [half for number, transfer in enumerate(self.transfers) for half in _halves(transfer, number)]
+        return {"displayTimeUnit": "ms", "traceEvents": names + events + sent}
+
+    def row_names(self) -> list[str]:
+        """For people: what each of ``rows`` is."""
+        several = {stage for stage, replica in self.rows if replica}
+        return [f"stage {stage}" + f", replica {replica}" * (stage in several) for stage, replica in self.rows]
+
+    def save(self, path: str | Path) -> None:
+        """Write Chrome's JSON to a file."""
+        Path(path).write_text(json.dumps(self.to_chrome()), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Trace:
+        """Read a file that ``save`` wrote."""
+        events = json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
+        spans = (_span(event) for event in events if event["ph"] == "X")
+        return cls(spans, (_transfer(event) for event in events if event["ph"] == "b"))
+
+
+def _event(span: Span, row: int) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": f"{span.op}{span.minibatch}",
+        "cat": CATEGORIES[span.op],
+        "pid": 0,
+        "tid": row,
+        "ts": span.start_s * 1e6,
+        "dur": (span.end_s - span.start_s) * 1e6,
+        "args": {
+            "minibatch": span.minibatch,
+            "device": span.device,
+            "weight_version": span.version,
+            "stage": span.stage,
+            "replica": span.replica,
+        },
+    }
+
+
+def _span(event: dict[str, Any]) -> Span:
+    args = event["args"]
+    return Span(
+        op="F" if event["cat"] == "forward" else "B",
+        stage=args["stage"],
+        minibatch=args["minibatch"],
+        device=args["device"],
+        start_s=event["ts"] / 1e6,
+        end_s=(event["ts"] + event["dur"]) / 1e6,
+        version=args["weight_version"],
+        replica=args["replica"],
+    )
+
+
+def _halves(transfer: Transfer, number: int) -> Iterator[dict[str, Any]]:
+    """A transfer as the beginning and the end of an asynchronous event, of which several may go on at once."""
+    common = {"name": f"{transfer.op}{transfer.minibatch}", "cat": "transfer", "id": number, "pid": 1}
+    way = f"{transfer.from_stage}.{transfer.from_replica} to {transfer.to_stage}.{transfer.to_replica}"
+    args = {**transfer._asdict(), "way": way}
+    yield {"ph": "b", **common, "ts": transfer.start_s * 1e6, "args": args}
+    yield {"ph": "e", **common, "ts": transfer.end_s * 1e6}
+
+
+def _transfer(event: dict[str, Any]) -> Transfer:
+    return Transfer(**{name: event["args"][name] for name in Transfer._fields})
