@@ -78,15 +78,11 @@ def model_of(network: Network, scheme: str) -> pipetrain.PipelineModel:
 
 
 def act(self: Any, action: Action) -> None:
-    """``StageThread._act`` without a clock and without a span."""
-    forward = action.op == "F"
-    received = self._doors.inbox.get() if forward else self._returned()
-    self._control.running.wait()
-    self._now = action, received if forward else self._in_flight[action.minibatch][0]
-    if forward:
-        self._forward(received)
-    else:
-        self._backward(action.minibatch, received)
+    """``DeviceThread._act`` without a clock and without a span."""
+    stage = self._at = self._by_number[action.stage]
+    received = stage.receive(action)
+    self._control.rest()
+    stage.perform(action, received)
 
 
 def measured(network: Network, scheme: str, rounds: int) -> tuple[list[Taken], list[Taken], float]:
@@ -95,7 +91,7 @@ def measured(network: Network, scheme: str, rounds: int) -> tuple[list[Taken], l
     import numpy as np
 
     from pipetrain.run.channels import Sender
-    from pipetrain.run.stage_thread import StageThread
+    from pipetrain.run.device_thread import DeviceThread
 
     pm, rng = model_of(network, scheme), np.random.default_rng(0)
     x = rng.normal(size=(network.steps * network.batch_size, network.width)).astype("float32")
@@ -123,7 +119,7 @@ def measured(network: Network, scheme: str, rounds: int) -> tuple[list[Taken], l
             if records_it:
                 seconds[True].append(taken())
                 continue
-            with mock.patch.object(StageThread, "_act", act), mock.patch.object(Sender, "send", send):
+            with mock.patch.object(DeviceThread, "_act", act), mock.patch.object(Sender, "send", send):
                 seconds[False].append(taken())
         print(f"\rround {number + 1} of {rounds}", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)

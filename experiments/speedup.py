@@ -157,12 +157,12 @@ def overlapped(ring: Outcome, backward_s: float) -> Outcome:
 
 def predicting(stages: Partition, device: Device) -> Partition:
     """The partition with the seconds that predicting weights takes, where a forward or a backward reads such."""
-    policy, count = SCHEMES["spectrain"].policy, len(stages.stages)
-    steady = 2 * count
+    scheme, count = SCHEMES["spectrain"], len(stages.stages)
 
     def more(k: int) -> tuple[float, float]:
         each_s = prediction_s(stages.stages[k].weight_bytes, device)
-        horizons = policy.forward(steady, k, count).horizon, policy.backward(steady, k, count).horizon
+        steady = scheme.reader(2 * count, k, count, 1)  # a minibatch that finds the pipeline full
+        horizons = scheme.policy.forward(steady).horizon, scheme.policy.backward(steady).horizon
         return each_s * (horizons[0] > 0), each_s * (horizons[1] > 0)
 
     predicted = []

@@ -29,7 +29,8 @@ from pipetrain.plan.stages import Partition
 from pipetrain.run.collector import Result
 from pipetrain.run.pipeline import Activity
 from pipetrain.run.window import Minibatch
-from pipetrain.schemes.table import DATA_PARALLEL, HORIZONS, Scheme, check_name, check_options
+from pipetrain.schemes.scheme import Scheme
+from pipetrain.schemes.table import DATA_PARALLEL, HORIZONS, check_name, check_options
 from pipetrain.schemes.table import scheme as chosen_scheme
 from pipetrain.trace.trace import Trace
 

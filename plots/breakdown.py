@@ -78,10 +78,10 @@ def shares(trace: Trace) -> Shares:
 
 def middle(trace: Trace) -> Trace:
     """The middle half of the minibatches: the first ones are slow, the last ones leave stages without work."""
-    minibatches = 1 + int(trace.spans.minibatch.max(initial=0))
+    minibatches = 1 + int(trace.spans.microbatch.max(initial=0))
     first = minibatches // 4 if minibatches >= FEW else 0
     spans, sent = (
-        each[(each.minibatch >= first) & (each.minibatch < minibatches - first)]
+        each[(each.microbatch >= first) & (each.microbatch < minibatches - first)]
         for each in (trace.spans, trace.transfers)
     )
     return Trace.of(spans, sent)

@@ -180,5 +180,5 @@ def middle(run: runs.Run, trace: Trace) -> int:
     """A minibatch, or the first part of one, about the middle of the run, some steps after an evaluation."""
     every = run.config.get("eval_every") or 1
     steps = run.summary.get("steps") or 1
-    pieces = max(1, (1 + int(trace.spans.minibatch.max())) // steps)
+    pieces = max(1, (1 + int(trace.spans.microbatch.max())) // steps)
     return pieces * (every * (steps // 2 // every) + every // 4)

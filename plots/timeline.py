@@ -52,7 +52,7 @@ def draw(trace: Trace, output: Path, first: int = 0, minibatches: int = 12, titl
     axes = figure.subplots()
     idle = [each for each in pauses(trace) if each.start_s < end_s and each.end_s > start_s]
     for span in shown:
-        alpha = 1.0 if first <= span.minibatch < first + minibatches else 0.4
+        alpha = 1.0 if first <= span.microbatch < first + minibatches else 0.4
         _bar(
             axes, rows, span, start_s, facecolor=FILL[span.op], edgecolor="white", linewidth=0.8, alpha=alpha, zorder=2
         )
@@ -75,10 +75,10 @@ def draw(trace: Trace, output: Path, first: int = 0, minibatches: int = 12, titl
 
 def _chosen(spans: Spans, first: int, end: int) -> Spans:
     """The spans of these minibatches, up to the first drain after them: numbers begin anew then."""
-    wanted = spans[(spans.minibatch >= first) & (spans.minibatch < end)]
+    wanted = spans[(spans.microbatch >= first) & (spans.microbatch < end)]
     if not len(wanted):
         raise ValueError(f"The trace has no such minibatches. Received: first={first}. Try 0.")
-    begins_s = spans.start_s[(spans.op == "F") & (spans.stage == 0) & (spans.replica == 0) & (spans.minibatch == 0)]
+    begins_s = spans.start_s[(spans.op == "F") & (spans.stage == 0) & (spans.replica == 0) & (spans.microbatch == 0)]
     passes = np.searchsorted(begins_s, wanted.start_s, side="right")
     return wanted[passes == passes.min()]
 
@@ -104,7 +104,7 @@ def _write(axes: Any, row: int, span: Span, start_s: float, inches_per_s: float)
     """The minibatch and the weight version, where there is room for them."""
     room = (span.end_s - span.start_s) * inches_per_s / PER_POINT
     middle_ms = ((span.start_s + span.end_s) / 2 - start_s) * 1e3
-    number, version = str(span.minibatch), f"v{span.version}"
+    number, version = str(span.microbatch), f"v{span.version}"
     at = {"ha": "center", "va": "center", "clip_on": True, "zorder": 4}
     if room < len(number) * NUMBER:
         return

@@ -136,7 +136,7 @@ def test_draining_while_the_stages_rest_is_an_error_not_a_deadlock():
 
 def test_an_abort_cut_short_by_a_second_interrupt_is_finished_later(monkeypatch):
     pm, x, y = networks.pipeline(), *networks.data(200)
-    from pipetrain.run.stage_thread import StageThread
+    from pipetrain.run.device_thread import DeviceThread
 
     def interrupt(batch, logs):
         raise KeyboardInterrupt
@@ -147,9 +147,9 @@ def test_an_abort_cut_short_by_a_second_interrupt_is_finished_later(monkeypatch)
         def join(self, *args):
             for error in joins:
                 raise error
-            return super(StageThread, self).join(*args)
+            return super(DeviceThread, self).join(*args)
 
-        patch.setattr(StageThread, "join", join)
+        patch.setattr(DeviceThread, "join", join)
         fit(pm, x, y, callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=interrupt)])
     assert np.isfinite(pm.get_weights()[0]).all()
     fit(pm, x, y)

@@ -222,7 +222,7 @@ def test_no_order_of_actions_waits_for_ever_at_the_flush(schedule, stages, micro
         for k, order in enumerate(todo):
             if not order or flushed[k] > min(flushed):
                 continue
-            op, i = order[0].op, order[0].minibatch
+            op, i = order[0].op, order[0].microbatch
             needed = ("F", k - 1, i) if op == "F" else ("B", k + 1, i)
             if needed[1] in (-1, stages) or needed in done:
                 done.add((op, k, i))

@@ -121,7 +121,7 @@ INTERRUPTED = """
 import os, runpy, signal, sys
 root = sys.argv.pop(1)
 sys.path.insert(0, root)
-from pipetrain.store import Store
+from pipetrain.checkpoint.store import Store
 
 write = Store.write
 

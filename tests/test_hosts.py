@@ -184,8 +184,8 @@ def test_workers_are_asked_until_the_time_is_over(why, monkeypatch):
 JOIN = """
 import json, os, sys, time
 import pipetrain
-from pipetrain.run.connection import about
-from pipetrain.run.devices import available, described
+from pipetrain.cluster.connection import about
+from pipetrain.frontend.device_choice import available, described
 
 with pipetrain.LocalWorkers(2) as workers:
     devices = pipetrain.connect(workers.addresses)

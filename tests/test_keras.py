@@ -111,7 +111,7 @@ def test_an_epoch_s_metrics_are_of_all_its_minibatches():
     history = pm.fit(
         x, y, batch_size=BATCH, verbose=0, callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=stop)]
     )
-    trained = {span.minibatch for span in pm.trace.spans if span.op == "B"}
+    trained = {span.microbatch for span in pm.trace.spans if span.op == "B"}
     assert len(losses) == 10
     assert trained == set(range(10 + pm._engine._pipeline.window - 1))  # what was in flight was finished
     assert np.isfinite(history.history["loss"][0])

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from pipetrain.plan.cluster import Cluster, Level, Link
 from pipetrain.plan.partition import partition, plan
 from pipetrain.plan.profile import BlockProfile, Profile
-from pipetrain.schemes import policies, prediction, schedules, staleness_corrections, validation
-from pipetrain.schemes.actions import Action
+from pipetrain.schemes import prediction, schedules, staleness_corrections, validation
+from pipetrain.schemes.actions import OPERATIONS, Action
 from pipetrain.schemes.table import SCHEMES, check_name, scheme
+from pipetrain.schemes.weight_versions import WeightVersions
 from pipetrain.trace.trace import Span, Trace
 
 ASYNCHRONOUS = """\
@@ -30,10 +31,10 @@ ONE_F_ONE_B = """\
 
 
 @settings(deadline=None)
-@given(st.sampled_from("FB"), st.integers(0, 9999), st.integers(0, 10**9))
-def test_actions_print_and_parse(op, stage, minibatch):
-    action = Action(op, stage, minibatch)
-    assert str(action) == f"{stage}{op}{minibatch}"
+@given(st.sampled_from([*OPERATIONS]), st.integers(0, 9999), st.integers(0, 10**9))
+def test_actions_print_and_parse(op, stage, microbatch):
+    action = Action(op, stage, microbatch)
+    assert str(action) == f"{stage}{op}{microbatch}"
     assert Action.parse(str(action)) == action
 
 
@@ -75,15 +76,42 @@ def test_a_deadlock_is_shown_where_it_is():
     orders = schedules.orders(schedules.asynchronous, 2, 2)
     orders[0] = [orders[0][i] for i in (0, 2, 1, 3)]  # 0B0 before 0F1: fine for stage 0 alone
     assert validation.replay(orders)
-    orders[1] = [Action.parse(text) for text in ("1F1", "1B1", "1F0", "1B0")]  # needs 0F1, which waits for 1B0
-    with pytest.raises(validation.ScheduleError, match="1F1 <-- ERROR HERE"):
+    orders[1] = [Action.parse(text) for text in ("1F0", "1F1", "1B0", "1B1")]  # 1F1 needs 0F1, which waits for 1B0
+    with pytest.raises(validation.ScheduleError, match="1F1 <-- ERROR HERE: needs outputs of stage 0"):
         validation.replay(orders)
 
 
-@pytest.mark.parametrize("broken", [["0F0"], ["0F0", "0F0", "0B0"], ["0F0", "0B0", "0B0"], ["0F0", "1B0"]])
-def test_incomplete_orders_are_refused(broken):
-    with pytest.raises(validation.ScheduleError):
+def test_microbatches_that_overtake_each_other_are_refused():
+    orders = schedules.orders(schedules.asynchronous, 2, 2)
+    orders[1] = [Action.parse(text) for text in ("1F1", "1B1", "1F0", "1B0")]
+    with pytest.raises(validation.ScheduleError, match="1F1 comes where 0F0 has sent"):
+        validation.replay(orders)
+
+
+@pytest.mark.parametrize(
+    ("broken", "named"),
+    [
+        (["0F0"], "0B0 is missing"),
+        (["0B0"], "0F0 is missing"),
+        (["0F0", "0F0", "0B0"], "0F0 stands 2 times"),
+        (["0F0", "0B0", "0B0"], "0B0 stands 2 times"),
+        (["0F0", "1B0"], "0B0 is missing"),
+        (["0F0", "0I0"], "0W0 is missing"),
+        (["0F0", "0W0"], "it is given 0W0"),
+        (["0F0", "0B0", "0I0", "0W0"], "it is given 0B0, 0I0, 0W0"),
+        (["0F0", "0FB0"], "stands beside 0FB0"),
+    ],
+)
+def test_incomplete_orders_are_refused(broken, named):
+    with pytest.raises(validation.ScheduleError, match=named):
         validation.replay([[Action.parse(text) for text in broken]])
+
+
+def test_halves_of_a_backward_are_an_order_too():
+    """W may wait: only the gradients of inputs are awaited by the stage before (zero bubble, arXiv 2401.10241)."""
+    texts = ("0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1F1 1I1 1W0 1W1")
+    steps = validation.replay([[Action.parse(text) for text in order.split()] for order in texts])
+    assert validation.grid(steps) == "0: F0  F1  .   I0  W0  I1  W1\n1: .   F0  I0  F1  I1  W0  W1"
 
 
 def test_a_backward_before_its_forward_is_refused():
@@ -91,26 +119,27 @@ def test_a_backward_before_its_forward_is_refused():
         validation.replay([[Action.parse("0B0"), Action.parse("0F0")]])
 
 
-def walk(policy, stage, stages, minibatches, pieces=1):
+def walk(scheme, stage, stages, minibatches, microbatches=1):
     """Integers as weights (version v is the number 100 v) and a velocity of 1: what each action reads, what is kept.
 
     Every minibatch has so many microbatches; what is read is that of its first one.
     """
     weights = {"now": 0}
-    store = policies.WeightVersions(
-        policy,
+    store = WeightVersions(
+        scheme,
         stage,
         stages,
+        microbatches,
         newest=lambda ahead: prediction.predict(weights["now"], 1, ahead),
         keep=lambda ahead: prediction.predict(weights["now"], 1, ahead),
     )
     reads, kept = {}, 0
-    for action in schedules.asynchronous(stage, stages, [range(minibatches * pieces)]):
+    for action in schedules.asynchronous(stage, stages, [range(minibatches * microbatches)]):
         choose = store.forward if action.op == "F" else store.backward
-        minibatch, piece = divmod(action.minibatch, pieces)
-        read = choose(minibatch)
+        minibatch, piece = divmod(action.microbatch, microbatches)
+        read = choose(action.microbatch)
         assert reads.setdefault((action.op, minibatch), read) == read
-        if action.op == "B" and piece == pieces - 1:
+        if action.op == "B" and piece == microbatches - 1:
             store.before_update()
             weights["now"] += 100
         kept = max(kept, store.kept)
@@ -121,11 +150,11 @@ def walk(policy, stage, stages, minibatches, pieces=1):
 def test_policies_read_what_the_table_says(stages):
     for stage in range(stages):
         late = stages - 1 - stage
-        policies = {name: scheme.policy for name, scheme in SCHEMES.items() if scheme.asynchronous}
-        policies["local"] = policies.LocalSpecTrain()
+        schemes = {name: each for name, each in SCHEMES.items() if each.asynchronous}
+        schemes["local"] = scheme("spectrain", horizon="local")
         reads = {
-            name: walk(policy, stage, stages, 20, max(1, stages - 1) if name == "2bw" else 1)
-            for name, policy in policies.items()
+            name: walk(each, stage, stages, 20, max(1, stages - 1) if name == "2bw" else 1)
+            for name, each in schemes.items()
         }
         for i in range(20):
             newest = max(0, i - late)
@@ -138,7 +167,7 @@ def test_policies_read_what_the_table_says(stages):
                 "spike-compensation": (100 * newest, 100 * i),
                 "2bw": (100 * max(0, i - 1),) * 2,
             }
-            assert set(expected) == set(policies)
+            assert set(expected) == set(schemes)
             for name, (forward, backward) in expected.items():
                 assert reads[name][0]["F", i] == forward, (name, stage, i)
                 assert reads[name][0]["B", i] == backward, (name, stage, i)

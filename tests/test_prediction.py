@@ -11,7 +11,7 @@ from keras import optimizers
 
 from pipetrain.compute.optimizer.clone import clone
 from pipetrain.compute.optimizer.update import Update
-from pipetrain.schemes.table import UpdateRule
+from pipetrain.schemes.scheme import UpdateRule
 
 STEADY = {
     "plain": lambda: optimizers.SGD(0.01),

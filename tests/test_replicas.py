@@ -20,8 +20,9 @@ import pipetrain
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.plan.cluster import Cluster, Level, Link
 from pipetrain.plan.partition import plan
-from pipetrain.run.channels import joined, rows_of, take
+from pipetrain.run.channels import joined, take
 from pipetrain.run.reduction import shared_out
+from pipetrain.schemes.splitting import rows_of
 from pipetrain.schemes.table import scheme
 from pipetrain.trace.trace import Trace
 

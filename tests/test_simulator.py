@@ -58,7 +58,7 @@ def pieces_of(scheme, stages, microbatches):
 
 
 def schedule_of(scheme, stages, minibatches, pieces):
-    return schedules.orders(SCHEMES[scheme].schedule, stages, minibatches, pieces)
+    return schedules.orders(SCHEMES[scheme].schedule.order, stages, minibatches, pieces)
 
 
 def by_row(trace):
@@ -156,13 +156,13 @@ def test_what_holds_for_every_run(stages, scheme, contention, processors, slowdo
         updates = 0
         for span in spans:
             assert span.version == updates
-            updates += span.op == "B" and span.minibatch % pieces == pieces - 1
+            updates += span.op == "B" and span.microbatch % pieces == pieces - 1
     assert validation.replay([[Action(*span[:3]) for span in rows[k, 0]] for k in range(len(stages))])
     starts = {(span[:3], span.replica): span.start_s for span in trace.spans}
     for transfer in trace.transfers:
         assert transfer.start_s <= transfer.end_s
         if transfer.op != "R":
-            action = (transfer.op, transfer.to_stage, transfer.minibatch)
+            action = (transfer.op, transfer.to_stage, transfer.microbatch)
             assert transfer.end_s <= starts[action, transfer.to_replica]
     if not replicate:  # replicas that wait for each other take no processor
         ends = [(span.end_s, -1) for span in trace.spans if span.end_s > span.start_s]
@@ -203,7 +203,7 @@ def test_arrays_and_the_heap_give_equal_traces(stages, scheme, minibatches, slow
 
 
 def test_many_stages_are_simulated_by_arrays():
-    with mock.patch.object(simulator, "Wavefront", wraps=vectorized.VectorizedSimulation) as used:
+    with mock.patch.object(simulator, "VectorizedSimulation", wraps=vectorized.VectorizedSimulation) as used:
         trace = simulate(equal(120), "vanilla", AT_ONCE, 120)
         assert used.call_count == 1
         simulate(equal(120), "vanilla", Cluster(AT_ONCE.levels, processors=60), 120)

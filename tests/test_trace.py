@@ -14,7 +14,7 @@ import pytest
 import pipetrain
 from pipetrain.compute.functions.stage import Inputs, Stage
 from pipetrain.compute.gc_pause import gc_paused
-from pipetrain.run import channels, pipeline, stage_thread
+from pipetrain.run import channels, control, pipeline
 from pipetrain.trace.idle import Idle, idle, pauses
 from pipetrain.trace.trace import Trace
 
@@ -86,7 +86,7 @@ def test_a_run_records_what_it_sends(scheme, tmp_path):
     for each in trace.transfers:  # within the span of the action that it comes from
         op = "B" if each.op == "R" else each.op
         assert any(
-            span[:3] == (op, each.from_stage, each.minibatch)
+            span[:3] == (op, each.from_stage, each.microbatch)
             and span.start_s <= each.start_s <= each.end_s <= span.end_s
             for span in spans[each.from_replica]
         )
@@ -130,7 +130,7 @@ def test_a_late_stage_is_imbalance(monkeypatch):
     check(trace)
     waited = dict.fromkeys(("imbalance", "transfer", "fill"), 0.0)
     for sent in trace.transfers[trace.transfers.op == "B"]:  # until then, the last stage had not computed it
-        own = [each for each in trace.spans if each[:3] == ("F", 1, sent.minibatch)]
+        own = [each for each in trace.spans if each[:3] == ("F", 1, sent.microbatch)]
         begun_s = max(each.start_s for each in own if each.start_s <= sent.start_s)
         assert sent.start_s - begun_s >= 0.02
         for cause, seconds in causes(trace, 0, begun_s, sent.start_s).items():
@@ -162,7 +162,7 @@ def test_what_an_evaluation_takes_between_two_epochs_is_no_imbalance():
     trace = again(traced("vanilla", epochs=1), callbacks=[rest])
     check(trace)
     spans = trace.spans
-    _, begun_s = spans.start_s[(spans.stage == 0) & (spans.op == "F") & (spans.minibatch == 0)]
+    _, begun_s = spans.start_s[(spans.stage == 0) & (spans.op == "F") & (spans.microbatch == 0)]
     ended_s = spans.end_s[spans.start_s < begun_s].max()
     assert begun_s - ended_s > 0.4
     between = [each for each in pauses(trace) if each.start_s < begun_s and each.end_s > ended_s]
@@ -195,7 +195,7 @@ def test_a_run_that_fails_has_a_trace(monkeypatch):
 
 def test_devices_are_waited_for_if_the_trace_shall_be_exact(monkeypatch):
     waited = []
-    monkeypatch.setattr(stage_thread, "finish", waited.append)
+    monkeypatch.setattr(control, "finish", waited.append)
     pm = traced("vanilla", epochs=1)
     assert not pm.exact_trace
     assert not waited

@@ -16,7 +16,8 @@ from pipetrain.compute.graph.blocks import Block, in_order
 from pipetrain.compute.graph.segment import adapted
 from pipetrain.compute.optimizer.spikes import check_compensable
 from pipetrain.compute.optimizer.velocity import check_predictable
-from pipetrain.schemes.table import DATA_PARALLEL, Scheme
+from pipetrain.schemes.scheme import Scheme
+from pipetrain.schemes.table import DATA_PARALLEL
 
 DEFAULT_ROWS = 32  # Keras' batch size where none is given
 DEFAULT_MICROBATCHES = 4

@@ -24,7 +24,7 @@ from pipetrain.frontend.placement import Placement
 from pipetrain.run.collector import Result
 from pipetrain.run.pipeline import Activity, Pipeline
 from pipetrain.run.window import Minibatch, Window
-from pipetrain.schemes.table import Scheme
+from pipetrain.schemes.scheme import Scheme
 from pipetrain.trace.trace import Trace
 
 

@@ -21,7 +21,7 @@ from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import partition, plan
 from pipetrain.plan.profile import Profile
 from pipetrain.plan.stages import DEFAULT_TRAINING, Partition
-from pipetrain.schemes.table import Scheme
+from pipetrain.schemes.scheme import Scheme
 
 
 class Placement:

@@ -94,7 +94,8 @@ class Capacity:
             stages = max(total or left, left)
             return self._costs.memory(place.replicas, demand(self._training, stages - left, stages))
 
-        return Limit(memory, limit_bytes, total or NEVER)
+        # of a device's several stages each is given an equal part, which may refuse what would fit
+        return Limit(memory, limit_bytes / self._training.chosen.schedule.chunks, total or NEVER)
 
     def _what_would_fit(self, limit_bytes: int) -> str:
         leanest = self.leanest(limit_bytes)
@@ -109,13 +110,15 @@ class Capacity:
         helps = [
             what
             for what, training in others.items()
-            if Capacity(self._profile, self._costs, self._problem, training).any(limit_bytes)
+            if self._training.chosen.schedule.chunks == training.chosen.schedule.chunks
+            and Capacity(self._profile, self._costs, self._problem, training).any(limit_bytes)
         ]
         horizon = "" if plain == self._training else f", horizon={self._training.horizon!r}"
         return (
             f"No cut of {self._profile.model!r} fits the devices' memory: in the leanest one, stage "
             f"{leanest.stages.index(stage)} ({stage.first} - {stage.last}) keeps {mib(stage.memory_bytes)} MiB a "
             f"device, {mib(stage.memory_bytes - limit_bytes)} MiB too much. Received: memory_bytes={limit_bytes} "
-            f"({mib(limit_bytes)} MiB), devices={self._problem.devices}, scheme={self._training.scheme!r}{horizon}. "
+            f"({mib(limit_bytes)} MiB), devices={self._problem.devices}, "
+            f"scheme={str(self._training.scheme)!r}{horizon}. "
             f"Try {'; '.join([*helps, 'a smaller batch; or more devices'])}."
         )

@@ -5,7 +5,9 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
-from pipetrain.schemes.schedules import peak_in_flight
+from pipetrain.schemes.actions import Action
+from pipetrain.schemes.schedules import groups_of, peak_in_flight
+from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.table import HORIZONS, has, scheme
 from pipetrain.schemes.weight_versions import WeightVersions
 
@@ -18,14 +20,24 @@ class Training(NamedTuple):
     too where gradients are clipped, weights constrained, spikes compensated or Nesterov momentum predicted.
     """
 
-    scheme: str = "spectrain"
+    scheme: str | Scheme = "spectrain"
     slots: int = 1
     microbatches: int = 1
     recompute: bool = False
     horizon: str = HORIZONS[0]
     gathers: bool = False
 
-    def under(self, scheme: str) -> Training:
+    @property
+    def chosen(self) -> Scheme:
+        """The scheme itself."""
+        return scheme(self.scheme, self.horizon)
+
+    def pieces(self, stages: int) -> int:
+        """How many microbatches a minibatch has in a pipeline of so many stages."""
+        chosen = self.chosen
+        return max(self.microbatches, chosen.least_microbatches(stages)) if chosen.splits else 1
+
+    def under(self, scheme: str | Scheme) -> Training:
         """The same with another scheme, which may have no horizon."""
         return self._replace(scheme=scheme, horizon=self.horizon if has(scheme, "horizon") else HORIZONS[0])
 
@@ -56,34 +68,52 @@ def demand(training: Training, stage: int, stages: int) -> Demand:
     likewise what is predicted to be read once. Activations: of all microbatches in flight; with recomputation of one,
     and the inputs of the others.
     """
-    trained = scheme(training.scheme, training.horizon)
-    pieces = max(training.microbatches, trained.least_microbatches(stages)) if trained.splits else 1
-    groups = [range(i * pieces, (i + 1) * pieces) for i in range(3 * stages)]
-    order = list(trained.schedule(stage, stages, groups))
-    in_flight = peak_in_flight(order) / pieces
-    versions = WeightVersions(trained.policy, stage, stages, newest=lambda horizon: horizon, keep=lambda horizon: 0)
+    trained, microbatches = training.chosen, training.pieces(stages)
+    order = _order(training, stage, stages)
+    in_flight = peak_in_flight(order) / microbatches
+    versions = WeightVersions(trained, stage, stages, microbatches, newest=lambda ahead: ahead, keep=lambda ahead: 0)
     observed = 2 if trained.rule(stage, stages).fit_horizon else 0
-    gathers = pieces > 1 or training.gathers or trained.spikes
-    more, passing, gathered = 0, 0, 0
-    for action in order:
-        minibatch, piece = divmod(action.minibatch, pieces)
-        forward, before, held = action.op == "F", versions.kept, versions.old
-        predicted = 1 if (versions.forward if forward else versions.backward)(minibatch) else 0  # and not kept
-        gradients = gathered if forward else 1 + 2 * gathered  # this microbatch's, the sum so far, and the new sum
-        whole = gradients if gathers else 0
-        if predicted and stage == stages - 1:  # for the forward, and the backward in the same call
-            whole, predicted = whole + predicted, 0
-        passing = max(passing, predicted + (0 if gathers or forward else 1))
-        more = max(more, max(before, versions.kept) + whole)  # it may be given what was kept for it
-        if not forward:
-            gathered = 1 if piece < pieces - 1 else 0
-            if not gathered:
-                versions.before_update()
-                held |= versions.old  # what the update's own backward has read is there until it ends
-                more = max(more, len(held) + (1 if gathers or observed else 0))
+    gathers = microbatches > 1 or training.gathers or trained.spikes
+    more, passing = _beside(order, versions, microbatches, gathers, stage == stages - 1, observed)
     weights: float = 1 + training.slots + observed + more
     if not training.recompute:
-        return Demand(weights, in_flight, work=1 / pieces, passing=passing)
-    if not versions.lasts(3 * stages):  # every forward's weights are kept for running it again
+        return Demand(weights, in_flight, work=1 / microbatches, passing=passing)
+    if not versions.lasts(3 * stages * microbatches):  # every forward's weights are kept for running it again
         weights += in_flight - (0 if trained.policy.predicts else 1)
-    return Demand(weights, 1 / pieces, in_flight, 1 / pieces, passing)
+    return Demand(weights, 1 / microbatches, in_flight, 1 / microbatches, passing)
+
+
+def _order(training: Training, stage: int, stages: int) -> list[Action]:
+    """The stage's own actions in its device's order, for as many minibatches as fill the pipeline."""
+    schedule, groups = training.chosen.schedule, groups_of(3 * stages, training.pieces(stages))
+    devices = schedule.devices(stages)
+    return [each for each in schedule.order(schedule.place(stage, devices), devices, groups) if each.stage == stage]
+
+
+def _beside(
+    order: list[Action], versions: WeightVersions, microbatches: int, gathers: bool, last: bool, observed: int
+) -> tuple[int, int]:
+    """The most copies beside the newest weights, and the most that pass while a block is at work.
+
+    Of weights: old versions, and predicted ones. Of gradients: this microbatch's, the sum so far, and the new sum.
+    """
+    completing = {action.microbatch // microbatches: n for n, action in enumerate(order) if action.updates}
+    more, passing, gathered = 0, 0, 0
+    for n, action in enumerate(order):
+        before, held, predicted = versions.kept, versions.old, 0
+        if (reads := action.operation.reads) is not None:
+            read = (versions.forward if reads == "forward" else versions.backward)(action.microbatch)
+            predicted = 1 if read else 0  # and not kept
+        gradients = 1 + 2 * gathered if action.updates else gathered
+        whole = gradients if gathers else 0
+        if predicted and last:  # for the forward, and the backward in the same call
+            whole, predicted = whole + predicted, 0
+        passing = max(passing, predicted + (1 if action.updates and not gathers else 0))
+        more = max(more, max(before, versions.kept) + whole)  # it may be given what was kept for it
+        gathered = 1 if action.updates else gathered
+        if completing[action.microbatch // microbatches] == n:
+            gathered = 0
+            versions.before_update()
+            held |= versions.old  # what the update's own backward has read is there until it ends
+            more = max(more, len(held) + (1 if gathers or observed else 0))
+    return more, passing

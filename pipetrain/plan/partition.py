@@ -13,7 +13,8 @@ from pipetrain.plan.cost import Costs, Place
 from pipetrain.plan.memory import Training
 from pipetrain.plan.profile import Profile
 from pipetrain.plan.search import Choice, Problem, fastest, most_even
-from pipetrain.plan.stages import DEFAULT_TRAINING, Partition, described
+from pipetrain.plan.stages import DEFAULT_TRAINING, Partition, described, located
+from pipetrain.schemes.schedules import Schedule
 
 
 def partition(
@@ -26,6 +27,8 @@ def partition(
     training: Training | None = None,
 ) -> Partition:
     """Cut the profiled chain into ``num_devices`` stages, one a device, or share the devices out as is best.
+
+    A schedule of several stages a device gets as many times more stages, where its ``place`` says.
 
     Minimises the slowest stage, its transfers included, by dynamic programming over
     ``T(i, a) = min over j, r, b of max(cost[i, j, r, a], T(j, b))`` (PipeDream, arXiv 1806.03377, section 3.3), where
@@ -49,6 +52,15 @@ def partition(
     blocks = len(profile.blocks)
     if replicate and replicas is not None:
         raise ValueError(f"Replicas are given or looked for. Received: replicate=True, {replicas=}. Try one of them.")
+    schedule = training.chosen.schedule
+    chunks = schedule.chunks
+    if chunks > 1 and (replicate or {*(replicas or [1])} != {1}):
+        raise ValueError(
+            f"A schedule of {chunks} stages a device has no replicas. Received: {replicate=}, {replicas=}. "
+            "Try without them, or a schedule of one stage a device."
+        )
+    if chunks > 1:  # cut as for a device each, and placed as the schedule says
+        num_devices, replicas = num_devices * chunks, None
     counts = None if replicate else tuple(replicas or (1,) * num_devices)
     stages = 1 if counts is None else len(counts)
     whole = [num_devices, *(counts or ())]
@@ -70,7 +82,7 @@ def partition(
     costs = Costs(profile, cluster, training.microbatches)
     if replicate and cluster.memory_bytes is None:  # more than work at once would only repeat the updates
         num_devices = int(min(num_devices, cluster.processors))
-    problem = _problem(costs, num_devices, counts)
+    problem = _problem(costs, num_devices, counts, schedule)
     found = fastest(problem)
     assert found is not None  # without a limit there is always a way
     slowest_s = max(problem.seconds[place].of(first, end) for first, end, place in found)
@@ -98,8 +110,11 @@ def plan(
     return described(profile, costs, choices, training)
 
 
-def _problem(costs: Costs, devices: int, replicas: Sequence[int] | None) -> Problem:
-    """Where stages may be: anywhere, or side by side with so many replicas each."""
+def _problem(costs: Costs, devices: int, replicas: Sequence[int] | None, schedule: Schedule) -> Problem:
+    """Where stages may be: anywhere, or side by side with so many replicas each.
+
+    Of a schedule that gives devices several stages, each stage counts as a device; what it costs, it does where it is.
+    """
     places: list[list[Place]] = [[] for _ in range(devices)]
     if replicas is not None:
         for device, count in zip(accumulate([0, *replicas]), replicas, strict=False):
@@ -108,5 +123,5 @@ def _problem(costs: Costs, devices: int, replicas: Sequence[int] | None) -> Prob
         for device in range(devices):
             ends = ((count, costs.cluster.starts(device + count)) for count in range(1, devices - device + 1))
             places[device] += [Place(device, count, end) for count, afters in ends for end in afters if end <= devices]
-    seconds = {place: costs.seconds(place) for each in places for place in each}
+    seconds = {place: costs.seconds(located(place, schedule, devices)) for each in places for place in each}
     return Problem(costs.blocks, devices, places, seconds, None if replicas is None else len(replicas))

@@ -6,12 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipetrain.plan.cost import Costs
+from pipetrain.plan.cost import Costs, Place
 from pipetrain.plan.memory import Training, demand
 from pipetrain.plan.profile import Profile, mib
 from pipetrain.plan.search import Choice
 from pipetrain.plan.text_table import counted, text_table
-from pipetrain.schemes.table import SCHEMES
+from pipetrain.schemes.schedules import Schedule
+from pipetrain.schemes.validation import waiting
 
 DEFAULT_TRAINING = Training()
 
@@ -61,25 +62,38 @@ class Partition:
 
     @property
     def slowest_s(self) -> float:
-        """Seconds per minibatch of the slowest stage: the pipeline's own bound."""
-        return max(stage.total_s for stage in self.stages)
+        """Seconds per minibatch of the slowest device, with all of its stages: the pipeline's own bound."""
+        return max(sum(stage.total_s for stage in together) for together in self.on_devices)
 
     @property
     def fullest_bytes(self) -> int:
-        """What the fullest device keeps."""
-        return max(stage.memory_bytes for stage in self.stages)
+        """What the fullest device keeps, of all of its stages."""
+        return max(sum(stage.memory_bytes for stage in together) for together in self.on_devices)
+
+    @property
+    def on_devices(self) -> list[list[StagePlan]]:
+        """The stages that are together on the same devices: one, unless the schedule gives a device several."""
+        together: dict[int, list[StagePlan]] = {}
+        for stage in self.stages:
+            together.setdefault(stage.device, []).append(stage)
+        return [*together.values()]
 
     @property
     def step_s(self) -> float:
         """Predicted seconds per minibatch once the pipeline is full: those of the slowest stage.
 
-        Synchronous schemes fill and empty the pipeline for every minibatch: ``(1 + (N-1)/M)`` times as many. With fewer
-        processors than devices, all stages' work divided by the processors, if that is more.
+        Synchronous schemes fill and empty the pipeline for every minibatch: ``(1 + (N-1)/M)`` times as many, or what
+        the schedule takes in units of time where devices have several stages. With fewer processors than devices, all
+        stages' work divided by the processors, if that is more.
         """
         work_s = sum(stage.total_s * stage.replicas for stage in self.stages)
-        synchronous = not SCHEMES[self.training.scheme].asynchronous
-        flushes = (len(self.stages) - 1) / self.training.microbatches if synchronous else 0
-        return max((1 + flushes) * self.slowest_s, work_s / self.processors)
+        schedule, microbatches = self.training.chosen.schedule, self.training.microbatches
+        filling = 0.0
+        if schedule.flushes and schedule.chunks == 1:
+            filling = (len(self.stages) - 1) / microbatches
+        elif schedule.flushes:
+            filling = waiting(schedule.order, schedule.devices(len(self.stages)), microbatches)
+        return max((1 + filling) * self.slowest_s, work_s / self.processors)
 
     @property
     def samples_per_second(self) -> float:
@@ -121,10 +135,19 @@ class Partition:
         return f"{title}\n{text_table(header, rows)}"
 
 
+def located(place: Place, schedule: Schedule, stages: int) -> Place:
+    """Where a stage is whose place was counted in stages: on the device that the schedule says."""
+    if schedule.chunks == 1:
+        return place
+    devices = schedule.devices(stages)
+    return Place(schedule.place(place.device, devices), 1, schedule.place(min(place.after, stages - 1), devices))
+
+
 def described(profile: Profile, costs: Costs, choices: Sequence[Choice], training: Training) -> Partition:
     """The partition into the chosen stages."""
     stages = []
-    for n, (first, end, place) in enumerate(choices):
+    for n, (first, end, counted_place) in enumerate(choices):
+        place = located(counted_place, training.chosen.schedule, len(choices))
         part = profile.blocks[first:end]
         needs = demand(training, n, len(choices))
         stages.append(

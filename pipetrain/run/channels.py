@@ -11,18 +11,16 @@ import tensorflow as tf
 
 from pipetrain.compute.cores import is_remote
 from pipetrain.compute.functions.stage import BoundaryTensors
+from pipetrain.run.global_norm import GlobalNorm
 from pipetrain.run.mailbox import Mailbox
+from pipetrain.run.reduction import Reduction
 from pipetrain.run.transfers import size_bytes, transfer
+from pipetrain.schemes.splitting import rows_of
 from pipetrain.trace.trace import Transfer, What
 
 Rows = BoundaryTensors | list[tf.Tensor] | None
 Message = TypeVar("Message")
 _SLICING = threading.Lock()
-
-
-def rows_of(rows: int, replica: int, replicas: int) -> range:
-    """The rows of a microbatch that a replica works on: as even as can be, none where there are too few."""
-    return range(rows * replica // replicas, rows * (replica + 1) // replicas)
 
 
 class Destination(NamedTuple):
@@ -82,6 +80,21 @@ class Receiver(Generic[Message]):
         if len(self._boxes) == 1:
             return self._boxes[0].get()
         return self._join([box.get() for box in self._boxes])
+
+
+class Channels(NamedTuple):
+    """What comes in and goes out: microbatches into ``inbox``, gradients into ``returns``; None past the ends.
+
+    A None in the inbox says that no more microbatches will come. ``reduction`` joins the stage's replicas,
+    ``norm`` all stages where gradients are clipped by the norm of all.
+    """
+
+    inbox: Receiver[Any]
+    returns: Receiver[list[tf.Tensor] | None]
+    above: Sender | None
+    below: Sender | None
+    reduction: Reduction
+    norm: GlobalNorm | None = None
 
 
 def take(data: Any, part: range, rows: int) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import threading
 from collections import deque
@@ -16,16 +15,19 @@ import tensorflow as tf
 from pipetrain.compute.cores import is_remote
 from pipetrain.compute.functions.inference import Replica
 from pipetrain.compute.functions.stage import BoundaryTensors
-from pipetrain.run.channels import Destination, Receiver, Sender, joined, rows_of, take
+from pipetrain.run.channels import Channels, Destination, Receiver, Sender, joined, take
 from pipetrain.run.collector import Collector, Result, Snapshot
+from pipetrain.run.control import Control
+from pipetrain.run.device_thread import DeviceThread
 from pipetrain.run.global_norm import GlobalNorm
 from pipetrain.run.mailbox import Closed, Mailbox
 from pipetrain.run.messages import Microbatch, Output, Updated
 from pipetrain.run.reduction import Reduction
-from pipetrain.run.stage_thread import Channels, Control, StageId, StageThread
+from pipetrain.run.stage_work import StageId, StageWork
 from pipetrain.run.switch_interval import let_go, shorten
 from pipetrain.run.transfers import here
-from pipetrain.schemes.table import Scheme
+from pipetrain.schemes.scheme import Scheme
+from pipetrain.schemes.splitting import microbatch_rows, window
 from pipetrain.trace.trace import Span, Trace, Transfer
 
 KEPT_SPANS = 200_000  # the newest spans, and transfers, that are kept, so that no run is too long for memory
@@ -33,7 +35,7 @@ Value = TypeVar("Value")
 
 
 class Activity(NamedTuple):
-    """Seconds that all workers spent in actions, how many workers there are, and how many microbatches one held.
+    """Seconds that all devices' threads spent in actions, how many these are, and how many microbatches a stage held.
 
     The seconds are not known of stages on other processes' devices, whose calls return before the work is done.
     """
@@ -63,7 +65,8 @@ class Pipeline:
         self._stages = [list(replicas) for replicas in stages]
         self._scheme, self._microbatches = scheme, microbatches
         self.loss_is_mean = True
-        self._workers: list[StageThread] = []
+        self._devices = scheme.schedule.devices(len(self._stages))
+        self._threads: list[DeviceThread] = []
         self._boxes: list[Mailbox[Any]] = []
         self._spans: deque[Span] = deque(maxlen=KEPT_SPANS)
         self._transfers: deque[Transfer] = deque(maxlen=KEPT_SPANS)
@@ -81,31 +84,29 @@ class Pipeline:
     @property
     def rests(self) -> bool:
         """Whether the weights are in the model: the next ``post`` takes them from there."""
-        return not self._workers
+        return not self._threads
 
     @property
     def window(self) -> int:
-        """How many minibatches may be posted ahead of the results taken.
-
-        Asynchronous: one microbatch per stage, and two minibatches that wait at the door so that the caller may be
-        late. Synchronous: one, so that whatever the caller does between two minibatches happens between two updates.
-        """
-        return math.ceil(len(self._stages) / self._microbatches) + 2 if self._scheme.asynchronous else 1
+        """How many minibatches may be posted ahead of the results taken, see ``splitting.window``."""
+        return window(len(self._stages), self._microbatches, self._scheme.schedule.flushes)
 
     def activity(self) -> Activity:
         """What the stages have done since the pipeline was made; the most in flight, since it was asked last."""
-        most = max((worker.most_in_flight for worker in self._workers), default=0)
-        for worker in self._workers:
-            worker.most_in_flight = 0
-        busy_s = self._busy_s + sum(worker.busy_s for worker in self._workers)
+        works = [work for thread in self._threads for work in thread.stages]
+        most = max((work.most_in_flight for work in works), default=0)
+        for work in works:
+            work.most_in_flight = 0
+        busy_s = self._busy_s + sum(thread.busy_s for thread in self._threads)
         known = self.waits or not any(is_remote(replica.device) for stage in self._stages for replica in stage)
-        return Activity(busy_s if known else None, sum(map(len, self._stages)), most)
+        return Activity(busy_s if known else None, sum(map(len, self._stages)) // self._scheme.schedule.chunks, most)
 
     @property
     def trace(self) -> Trace:
         """What happened up to the last drain."""
         since_s = self._spans[0].start_s if self._spans else 0.0
-        return Trace.of(self._spans, (each for each in self._transfers if each.start_s >= since_s))
+        workers = None if self._scheme.schedule.chunks == 1 else self._devices
+        return Trace.of(self._spans, (each for each in self._transfers if each.start_s >= since_s), workers)
 
     def trace_for(self, targets: Any) -> bool:
         """Trace every stage, the last one for labels and sample weights of these specs; whether that was to be done.
@@ -128,11 +129,12 @@ class Pipeline:
 
     def post(self, x: list[tf.Tensor], y: Any, sample_weight: Any, learning_rate: float | None) -> None:
         """Send a minibatch on its way; starts the threads if the pipeline is empty."""
-        if not self._workers:
+        if not self._threads:
             self._start()
         rows = int(x[0].shape[0])
         pieces = self._pieces(rows)
-        group = range(self._posted_microbatches, self._posted_microbatches + len(pieces))
+        first = self._posted * self._microbatches  # a short minibatch may have fewer: its last numbers are left out
+        group = range(first, first + len(pieces))
         for index, piece in zip(group, pieces, strict=True):
             microbatch = Microbatch(
                 index=index,
@@ -150,12 +152,11 @@ class Pipeline:
                 lambda sent=microbatch, inputs=inputs: self._entrance.send(sent.with_values, inputs, sent.rows)
             )
         self._posted += 1
-        self._posted_microbatches += len(group)
 
     def _pieces(self, rows: int) -> list[range]:
         """The rows of each microbatch. Asynchronous schemes count on their number, so that some may be empty."""
         parts = self._microbatches if self._scheme.asynchronous else max(1, min(self._microbatches, rows))
-        return [rows_of(rows, part, parts) for part in range(parts)]
+        return microbatch_rows(rows, parts)
 
     def result(self) -> Result:
         """The next minibatch's loss and predictions, in order; waits for them. Raises what a stage raised."""
@@ -165,7 +166,7 @@ class Pipeline:
 
     def drain(self) -> None:
         """Let everything in flight finish, end the threads, hand the weights back. Raises what a stage raised."""
-        if not self._workers:
+        if not self._threads:
             return
         if self._closed and self._error is None:  # an interrupt cut an abort short
             self.abort(store=True)
@@ -176,8 +177,8 @@ class Pipeline:
                 "Try the model that the function is given."
             )
         self._guarded(self._entrance.close)
-        for worker in self._workers:
-            worker.join()
+        for thread in self._threads:
+            thread.join()
         if self._error is not None:
             raise self._error
         while len(self._reports):
@@ -186,10 +187,10 @@ class Pipeline:
 
     def abort(self, store: bool) -> None:
         """End the threads at once, whatever is in flight, and hand the weights back if ``store``."""
-        if self._workers:
+        if self._threads:
             self._close()
-            for worker in self._workers:
-                worker.ended()
+            for thread in self._threads:
+                thread.ended()
             self._end(store)
         self._results.clear()
         self.snapshots.clear()
@@ -197,7 +198,7 @@ class Pipeline:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Meanwhile no stage begins an action; what is in flight stays in flight."""
-        if not self._workers:
+        if not self._threads:
             yield
             return
         self._control.running.clear()
@@ -213,7 +214,7 @@ class Pipeline:
 
     def _start(self) -> None:
         self._error, self._closed = None, False
-        self._posted = self._posted_microbatches = 0
+        self._posted = 0
         self._reports: Mailbox[Output | Updated] = Mailbox()
         self._control = Control(self._reports.put, self._fail, self._wants_snapshot, self.waits)
         replicas = [len(stage) for stage in self._stages]
@@ -221,13 +222,23 @@ class Pipeline:
         for stage in self._stages:
             for number, replica in enumerate(stage):
                 replica.load(self.updates, number)
-        workers = self._make_workers()
-        self._workers = workers  # from here on an interrupt finds all that is to be undone
+        threads = self._make_threads()
+        self._threads = threads  # from here on an interrupt finds all that is to be undone
         shorten(self)
-        for worker in workers:
-            worker.start()
+        for thread in threads:
+            thread.start()
 
-    def _make_workers(self) -> list[StageThread]:
+    def _make_threads(self) -> list[DeviceThread]:
+        """A thread for each device of the schedule, or for each replica of what it has."""
+        works, schedule = self._make_works(), self._scheme.schedule
+        threads = []
+        for device in range(self._devices):
+            stages = [works[stage] for stage in schedule.stages_on(device, len(self._stages))]
+            for replicas in zip(*stages, strict=True):
+                threads.append(DeviceThread(device, self._devices, replicas, self._scheme, self._control))
+        return threads
+
+    def _make_works(self) -> list[list[StageWork]]:
         # Microbatches come from the replicas above (into stage 0 from the caller), gradients from those below.
         sizes = [len(stage) for stage in self._stages]
         down = [_mailboxes(*pair) for pair in zip(sizes, [1, *sizes[:-1]], strict=True)]
@@ -239,11 +250,12 @@ class Pipeline:
         self._boxes += norm.mailboxes if norm else []
         self._boxes.append(self._reports)
         self._entrance = _outlet(down[0], self._stages[0], 0, 1)
-        workers, last = [], len(self._stages) - 1
+        works: list[list[StageWork]] = [[] for _ in self._stages]
+        last = len(self._stages) - 1
         for k, stage in enumerate(self._stages):
             for number, replica in enumerate(stage):
-                seat = StageId(k, len(self._stages), number, len(stage))
-                doors = Channels(
+                identity = StageId(k, len(self._stages), number, len(stage))
+                channels = Channels(
                     inbox=Receiver(down[k][number], _joined_microbatches),
                     returns=Receiver(up[k][number], joined),
                     above=_outlet(up[k - 1], self._stages[k - 1], number, len(stage)) if k > 0 else None,
@@ -251,23 +263,25 @@ class Pipeline:
                     reduction=reductions[k],
                     norm=norm,
                 )
-                workers.append(StageThread(seat, replica, self._scheme, doors, self._control))
-        return workers
+                works[k].append(StageWork(identity, replica, self._scheme, self._microbatches, channels, self._control))
+        return works
 
     def _end(self, store: bool) -> None:
-        """The threads have ended. As long as there are workers, all of this happens again after an interrupt."""
+        """The threads have ended. As long as they are there, all of this happens again after an interrupt."""
         let_go(self)
         try:
             if store:
                 self._hand_back()
         except Exception:  # which would come again: the model stays as it was
-            self._workers, self._boxes = [], []
+            self._threads, self._boxes = [], []
             raise
-        workers, updates = self._workers, self.updates + min(worker.updates for worker in self._workers)
-        self._workers, self._boxes, self.updates = [], [], updates
-        self._spans.extend(sorted(chain(*(worker.spans for worker in workers)), key=_start_s))
-        self._transfers.extend(sorted(chain(*(worker.transfers() for worker in workers)), key=_start_s))
-        self._busy_s += sum(worker.busy_s for worker in workers)
+        threads = self._threads
+        works = [work for thread in threads for work in thread.stages]
+        updates = self.updates + min(work.version for work in works)
+        self._threads, self._boxes, self.updates = [], [], updates
+        self._spans.extend(sorted(chain(*(thread.spans for thread in threads)), key=_start_s))
+        self._transfers.extend(sorted(chain(*(work.transfers() for work in works)), key=_start_s))
+        self._busy_s += sum(thread.busy_s for thread in threads)
 
     def _hand_back(self) -> None:
         """What the stages have come to goes to the model, when all of it is here.
@@ -290,7 +304,7 @@ class Pipeline:
         self._collector.snapshots.clear()
 
     def _fail(self, error: BaseException, place: str) -> None:
-        """Called by a worker's thread: keeps the first exception, with its place, and stops everyone."""
+        """Called by a device's thread: keeps the first exception, with its place, and stops everyone."""
         with self._failing:  # several may fail at once
             if self._error is None:
                 _add_note(error, place)

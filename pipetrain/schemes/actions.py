@@ -1,32 +1,117 @@
-"""One action of one stage: the forward or the backward of one microbatch."""
+"""The table of operations, and an action: one operation of one stage on one microbatch."""
 
 from __future__ import annotations
 
 import re
 from typing import Literal, NamedTuple
 
-Op = Literal["F", "B"]
+Op = Literal["F", "B", "I", "W", "FB"]
+Value = Literal["outputs", "activations", "input gradients", "weight operands", "weight gradients"]
+
+
+class Need(NamedTuple):
+    """A value of the same microbatch, and whose: that of this stage (0), the stage before (-1) or after it (1).
+
+    Before the first stage and after the last one nothing is needed.
+    """
+
+    value: Value
+    stage: int = 0
+
+
+class Operation(NamedTuple):
+    """What an operation needs before it can begin, what is there when it has ended, and what is freed by then.
+
+    ``reads`` says which weights: those that the policy gives to forwards, or to backwards, or none. ``forward`` and
+    ``backward`` are the parts of a whole forward's and a whole backward's computation that it does. Who makes weight
+    gradients changes weights: the last one of a minibatch at a stage is followed by the stage's update.
+    """
+
+    about: str
+    needs: tuple[Need, ...]
+    makes: tuple[Value, ...]
+    frees: tuple[Value, ...] = ()
+    reads: Literal["forward", "backward"] | None = None
+    forward: float = 0.0
+    backward: float = 0.0
+
+
+OPERATIONS: dict[str, Operation] = {
+    "F": Operation("forward", (Need("outputs", -1),), ("outputs", "activations"), reads="forward", forward=1.0),
+    "B": Operation(
+        "backward",
+        (Need("activations"), Need("input gradients", 1)),
+        ("input gradients", "weight gradients"),
+        ("activations",),
+        reads="backward",
+        backward=1.0,
+    ),
+    # B in halves: the gradients of the stage's inputs, for which the stage before waits, and those of its weights
+    "I": Operation(
+        "input gradients",
+        (Need("activations"), Need("input gradients", 1)),
+        ("input gradients", "weight operands"),
+        ("activations",),
+        reads="backward",
+        backward=0.5,
+    ),
+    "W": Operation(
+        "weight gradients", (Need("weight operands"),), ("weight gradients",), ("weight operands",), backward=0.5
+    ),
+    # F and B of one microbatch in one call: at the last stage, where nothing has to arrive between them
+    "FB": Operation(
+        "forward and backward",
+        (Need("outputs", -1), Need("input gradients", 1)),
+        ("outputs", "input gradients", "weight gradients"),
+        reads="forward",
+        forward=1.0,
+        backward=1.0,
+    ),
+}
+SENT: dict[Value, int] = {need.value: -need.stage for each in OPERATIONS.values() for need in each.needs if need.stage}
+HELD = frozenset(value for each in OPERATIONS.values() for value in each.frees)  # in memory until it is freed
 
 
 class Action(NamedTuple):
-    """One step of one stage, printed ``2F3``: stage 2, forward, minibatch 3.
+    """One step of one device, printed ``2F3``: virtual stage 2, forward, microbatch 3.
 
-    Schemes that split a minibatch number their microbatches through: the microbatches of minibatch 0
-    come first, then those of minibatch 1, and so on.
+    Microbatches are numbered through: those of minibatch 0 come first, then those of minibatch 1, and so on.
     """
 
     op: Op
     stage: int
-    minibatch: int
+    microbatch: int
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.op}{self.minibatch}"
+        return f"{self.stage}{self.op}{self.microbatch}"
+
+    @property
+    def operation(self) -> Operation:
+        """Its row in the table."""
+        return OPERATIONS[self.op]
+
+    @property
+    def updates(self) -> bool:
+        """Whether it makes weight gradients."""
+        return "weight gradients" in OPERATIONS[self.op].makes
 
     @classmethod
     def parse(cls, text: str) -> Action:
         """Read ``2F3`` back; raises ValueError for anything else."""
-        match = re.fullmatch(r"(\d+)([FB])(\d+)", text)
-        if match is None:
-            raise ValueError(f"Not an action. Received: text={text!r}. Try stage, F or B, minibatch, as in '2F3'.")
-        stage, op, minibatch = match.groups()
-        return cls("F" if op == "F" else "B", int(stage), int(minibatch))
+        match = re.fullmatch(r"(\d+)([A-Z]+)(\d+)", text)
+        if match is None or match[2] not in OPERATIONS:
+            raise ValueError(
+                f"Not an action. Received: text={text!r}. Try stage, one of {', '.join(OPERATIONS)}, microbatch, "
+                "as in '2F3'."
+            )
+        return cls(match[2], int(match[1]), int(match[3]))  # type: ignore[arg-type]
+
+
+def held(actions: list[Action]) -> list[int]:
+    """How many microbatches' values a device holds after each of its actions: activations, and operands kept for W."""
+    counts, now = [], 0
+    for action in actions:
+        operation = action.operation
+        now += sum(value in HELD for value in operation.makes) - len(operation.frees)
+        counts.append(now)
+    return counts

@@ -1,11 +1,13 @@
 """Which weights each forward and backward reads: a version of the stage's weights, and how far to predict from it.
 
-``W_k[v]`` are stage k's weights after v updates; N stages, k = 0 ... N-1; minibatch i's backward makes
-``W_k[i+1]``. A policy answers two questions with plain numbers, whatever the weights are made of.
+``W_k[v]`` are stage k's weights after v updates; N stages, k = 0 ... N-1; M microbatches are a minibatch, and minibatch
+i's last backward makes ``W_k[i+1]``. A policy answers two questions with plain numbers, whatever the weights are made
+of; what a forward finds, it learns from the schedule.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 
@@ -16,19 +18,33 @@ class Read(NamedTuple):
     horizon: int = 0
 
 
+class Reader(NamedTuple):
+    """Who reads: microbatch m at stage k of N, M microbatches being a minibatch, under a schedule's ``found``."""
+
+    microbatch: int
+    stage: int
+    stages: int
+    microbatches: int
+    found: Callable[[int, int, int, int], int]
+
+    @property
+    def minibatch(self) -> int:
+        """``i = floor(m / M)``, which is also the number of updates that the stage has made when B(m) begins."""
+        return self.microbatch // self.microbatches
+
+    def newest(self, stage: int | None = None) -> int:
+        """``v_F``: the updates that the stage, or another one, has made when its F(m) begins."""
+        return self.found(self.microbatch, self.stage if stage is None else stage, self.stages, self.microbatches)
+
+
 class Policy(Protocol):
-    """The weights of F(i) and of B(i) at stage k of N."""
+    """The weights of F(m) and of B(m); ``predicts`` says whether any horizon is above 0."""
 
     predicts: bool
 
-    def forward(self, minibatch: int, stage: int, stages: int) -> Read: ...
+    def forward(self, reader: Reader) -> Read: ...
 
-    def backward(self, minibatch: int, stage: int, stages: int) -> Read: ...
-
-
-def newest(minibatch: int, stage: int, stages: int) -> int:
-    """The updates that stage k has done just before F(i): ``v_F = max(0, i - (N-1-k))``."""
-    return max(0, minibatch - (stages - 1 - stage))
+    def backward(self, reader: Reader) -> Read: ...
 
 
 class Vanilla:
@@ -36,11 +52,11 @@ class Vanilla:
 
     predicts = False
 
-    def forward(self, minibatch: int, stage: int, stages: int) -> Read:
-        return Read(newest(minibatch, stage, stages))
+    def forward(self, reader: Reader) -> Read:
+        return Read(reader.newest())
 
-    def backward(self, minibatch: int, stage: int, stages: int) -> Read:
-        return Read(minibatch)
+    def backward(self, reader: Reader) -> Read:
+        return Read(reader.minibatch)
 
 
 class WeightStashing:
@@ -48,11 +64,11 @@ class WeightStashing:
 
     predicts = False
 
-    def forward(self, minibatch: int, stage: int, stages: int) -> Read:
-        return Read(newest(minibatch, stage, stages))
+    def forward(self, reader: Reader) -> Read:
+        return Read(reader.newest())
 
-    def backward(self, minibatch: int, stage: int, stages: int) -> Read:
-        return self.forward(minibatch, stage, stages)
+    def backward(self, reader: Reader) -> Read:
+        return self.forward(reader)
 
 
 class VerticalSync:
@@ -60,11 +76,11 @@ class VerticalSync:
 
     predicts = False
 
-    def forward(self, minibatch: int, stage: int, stages: int) -> Read:
-        return Read(newest(minibatch, 0, stages))
+    def forward(self, reader: Reader) -> Read:
+        return Read(reader.newest(0))
 
-    def backward(self, minibatch: int, stage: int, stages: int) -> Read:
-        return self.forward(minibatch, stage, stages)
+    def backward(self, reader: Reader) -> Read:
+        return self.forward(reader)
 
 
 class SpecTrain:
@@ -77,12 +93,12 @@ class SpecTrain:
 
     predicts = True
 
-    def forward(self, minibatch: int, stage: int, stages: int) -> Read:
-        ahead = min(minibatch, stages - 1 - stage) + stage // 2
-        return Read(newest(minibatch, stage, stages), ahead)
+    def forward(self, reader: Reader) -> Read:
+        newest = reader.newest()
+        return Read(newest, reader.minibatch - newest + reader.stage // 2)
 
-    def backward(self, minibatch: int, stage: int, stages: int) -> Read:
-        return Read(minibatch, stage // 2)
+    def backward(self, reader: Reader) -> Read:
+        return Read(reader.minibatch, reader.stage // 2)
 
 
 class LocalSpecTrain:
@@ -94,11 +110,12 @@ class LocalSpecTrain:
 
     predicts = True
 
-    def forward(self, minibatch: int, stage: int, stages: int) -> Read:
-        return Read(newest(minibatch, stage, stages), min(minibatch, stages - 1 - stage))
+    def forward(self, reader: Reader) -> Read:
+        newest = reader.newest()
+        return Read(newest, reader.minibatch - newest)
 
-    def backward(self, minibatch: int, stage: int, stages: int) -> Read:
-        return self.forward(minibatch, stage, stages)
+    def backward(self, reader: Reader) -> Read:
+        return self.forward(reader)
 
 
 class TwoVersions:
@@ -110,11 +127,11 @@ class TwoVersions:
 
     predicts = False
 
-    def forward(self, minibatch: int, stage: int, stages: int) -> Read:
-        return Read(max(0, minibatch - 1))
+    def forward(self, reader: Reader) -> Read:
+        return Read(max(0, reader.minibatch - 1))
 
-    def backward(self, minibatch: int, stage: int, stages: int) -> Read:
-        return self.forward(minibatch, stage, stages)
+    def backward(self, reader: Reader) -> Read:
+        return self.forward(reader)
 
 
 class Flush:
@@ -122,11 +139,11 @@ class Flush:
 
     predicts = False
 
-    def forward(self, minibatch: int, stage: int, stages: int) -> Read:
-        return Read(minibatch)
+    def forward(self, reader: Reader) -> Read:
+        return Read(reader.minibatch)
 
-    def backward(self, minibatch: int, stage: int, stages: int) -> Read:
-        return Read(minibatch)
+    def backward(self, reader: Reader) -> Read:
+        return Read(reader.minibatch)
 
 
 class Still:
@@ -134,8 +151,8 @@ class Still:
 
     predicts = False
 
-    def forward(self, minibatch: int, stage: int, stages: int) -> Read:
+    def forward(self, reader: Reader) -> Read:
         return Read(0)
 
-    def backward(self, minibatch: int, stage: int, stages: int) -> Read:
+    def backward(self, reader: Reader) -> Read:
         return Read(0)

@@ -1,74 +1,138 @@
-"""The order in which each stage works: pure functions from arriving microbatches to actions.
+"""Schedules: the order in which each device works, and which weight version each forward then finds.
 
-Four stages of the asynchronous pipeline, one column a unit of time (``grid`` prints it)::
+Four stages of the asynchronous pipeline, one column a unit of time (``validation.grid`` prints it)::
 
     0: F0 F1 F2 F3 .  .  .  B0 F4 B1 ...
     1: .  F0 F1 F2 .  .  B0 F3 B1 F4 ...
     2: .  .  F0 F1 .  B0 F2 B1 F3 B2 ...
     3: .  .  .  F0 B0 F1 B1 F2 B2 F3 ...
 
-A schedule receives *groups*: the microbatches whose gradients make one update together. The groups may
-be a list (the validator, the simulator) or a live iterator that blocks until the next minibatch arrives
-(the runtime), so all of them walk the same order.
+An order receives *groups*: the microbatches whose gradients make one update together. The groups may be a list (the
+validator, the simulator) or a live iterator that blocks until the next minibatch arrives (the runtime), so all of them
+walk the same order. It therefore asks for a group only when it has given every action that needs no more of them.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
-from pipetrain.schemes.actions import Action
+from pipetrain.schemes.actions import Action, held
 
 Groups = Iterable[Sequence[int]]
-Schedule = Callable[[int, int, Groups], Iterator[Action]]
+Order = Callable[[int, int, Groups], Iterator[Action]]
 
 
-def asynchronous(stage: int, stages: int, groups: Groups) -> Iterator[Action]:
-    """One forward, one backward, never flushed: ``stages - 1 - stage`` warm-up forwards, F, B, F, B, ..., drain.
+def looped(stage: int, devices: int) -> int:
+    """The device of a virtual stage: ``stage mod devices``, so that device d has stages d, d + devices, ..."""
+    return stage % devices
+
+
+def unflushed(microbatch: int, stage: int, stages: int, microbatches: int) -> int:
+    """What the asynchronous order finds: ``floor(max(0, m - (N-1-k)) / M)`` updates are made before F(m)."""
+    return max(0, microbatch - (stages - 1 - stage)) // microbatches
+
+
+def flushed(microbatch: int, stage: int, stages: int, microbatches: int) -> int:
+    """What every order finds that flushes after each minibatch: ``floor(m / M)`` updates are made before F(m)."""
+    return microbatch // microbatches
+
+
+class Schedule(NamedTuple):
+    """An order of work for every device, and what is known of it.
+
+    ``order(device, devices, groups)`` gives the actions of one of so many devices. ``chunks`` is the number of virtual
+    stages on each, ``place(stage, devices)`` says which device has a stage. ``flushes``: whether every minibatch has
+    made its updates before the next one begins. ``found(m, k, N, M)`` is the number of updates that stage k of N has
+    made when F(m) begins, M microbatches being a minibatch.
+    """
+
+    order: Order
+    flushes: bool = True
+    found: Callable[[int, int, int, int], int] = flushed
+    chunks: int = 1
+    place: Callable[[int, int], int] = looped
+
+    def devices(self, stages: int) -> int:
+        """How many devices so many stages are on. Raises ValueError where each cannot have as many."""
+        devices, rest = divmod(stages, self.chunks)
+        if rest or not devices:
+            raise ValueError(
+                f"The schedule has {self.chunks} stages on each device. Received: stages={stages}. "
+                f"Try stages={self.chunks * max(1, devices)}."
+            )
+        return devices
+
+    def stages_on(self, device: int, stages: int) -> list[int]:
+        """The stages that a device has, in order."""
+        devices = self.devices(stages)
+        return [stage for stage in range(stages) if self.place(stage, devices) == device]
+
+
+def asynchronous(device: int, devices: int, groups: Groups) -> Iterator[Action]:
+    """One forward, one backward, never flushed: ``N-1-k`` warm-up forwards, F, B, F, B, ..., drain.
 
     Source: PipeDream (arXiv 1806.03377), section 3.2; SpecTrain (arXiv 1809.02839), figure 6.
     """
-    warm_up = stages - 1 - stage
+    warm_up = devices - 1 - device
     in_flight: deque[int] = deque()
     for group in groups:
         for microbatch in group:
-            yield Action("F", stage, microbatch)
+            yield Action("F", device, microbatch)
             in_flight.append(microbatch)
             if len(in_flight) > warm_up:
-                yield Action("B", stage, in_flight.popleft())
+                yield Action("B", device, in_flight.popleft())
     for microbatch in in_flight:
-        yield Action("B", stage, microbatch)
+        yield Action("B", device, microbatch)
 
 
-def gpipe(stage: int, stages: int, groups: Groups) -> Iterator[Action]:
+def gpipe(device: int, devices: int, groups: Groups) -> Iterator[Action]:
     """All forwards of a minibatch, then all its backwards (GPipe, arXiv 1811.06965)."""
     for group in groups:
-        yield from (Action("F", stage, microbatch) for microbatch in group)
-        yield from (Action("B", stage, microbatch) for microbatch in group)
+        yield from (Action("F", device, microbatch) for microbatch in group)
+        yield from (Action("B", device, microbatch) for microbatch in group)
 
 
-def one_forward_one_backward(stage: int, stages: int, groups: Groups) -> Iterator[Action]:
+def one_forward_one_backward(device: int, devices: int, groups: Groups) -> Iterator[Action]:
     """The asynchronous order with a flush after every minibatch: fewer activations kept than ``gpipe``."""
     for group in groups:
-        yield from asynchronous(stage, stages, [group])
+        yield from asynchronous(device, devices, [group])
 
 
-def forward_only(stage: int, stages: int, groups: Groups) -> Iterator[Action]:
+def forward_only(device: int, devices: int, groups: Groups) -> Iterator[Action]:
     """Every forward as its minibatch arrives, and no backward: evaluation."""
     for group in groups:
-        yield from (Action("F", stage, microbatch) for microbatch in group)
+        yield from (Action("F", device, microbatch) for microbatch in group)
 
 
-def orders(schedule: Schedule, stages: int, minibatches: int, microbatches: int = 1) -> list[list[Action]]:
-    """Every stage's actions for ``minibatches`` minibatches of ``microbatches`` microbatches each."""
-    groups = [range(i * microbatches, (i + 1) * microbatches) for i in range(minibatches)]
-    return [list(schedule(stage, stages, groups)) for stage in range(stages)]
+def fused(actions: Iterator[Action], last: int) -> Iterator[Action]:
+    """The same order with FB for F and B of one microbatch that follow each other at the last stage.
+
+    There nothing has to arrive between the two, and one call reads the weights once. So the action after an F of the
+    last stage is asked for before that F is given.
+    """
+    for action in actions:
+        following = next(actions, None) if action.op == "F" and action.stage == last else None
+        if following == ("B", last, action.microbatch):
+            yield action._replace(op="FB")
+        else:
+            yield action
+            if following is not None:
+                yield following
 
 
-def peak_in_flight(order: Iterable[Action]) -> int:
-    """The most microbatches whose activations a stage holds at once, under its order of actions."""
-    held = peak = 0
-    for action in order:
-        held += 1 if action.op == "F" else -1
-        peak = max(peak, held)
-    return peak
+def groups_of(minibatches: int, microbatches: int) -> list[range]:
+    """The microbatches of each of so many minibatches."""
+    return [range(i * microbatches, (i + 1) * microbatches) for i in range(minibatches)]
+
+
+def orders(order: Order, devices: int, minibatches: int, microbatches: int = 1) -> list[list[Action]]:
+    """Every device's actions for ``minibatches`` minibatches of ``microbatches`` microbatches each."""
+    groups = groups_of(minibatches, microbatches)
+    return [list(order(device, devices, groups)) for device in range(devices)]
+
+
+def peak_in_flight(actions: Iterable[Action]) -> int:
+    """The most microbatches whose activations, or operands for W, are held at once under these actions."""
+    return max(held([*actions]), default=0)

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
-from pipetrain.schemes.policies import Policy, Read, newest
-
-
-def _reads(policy: Policy, stage: int, stages: int, minibatch: int) -> tuple[Read, Read]:
-    """Of F(minibatch) and of B(minibatch)."""
-    return policy.forward(minibatch, stage, stages), policy.backward(minibatch, stage, stages)
+from pipetrain.schemes.policies import Read
+from pipetrain.schemes.scheme import Scheme
 
 
 class WeightVersions:
@@ -22,50 +18,72 @@ class WeightVersions:
     that later updates leave alone. Memory: an old version is held only while an action will still read it, and a
     predicted one only if a later version's action reads it again. So weight stashing holds ``N-k-1`` besides the newest
     at stage k, ``2bw`` one, and vanilla and SpecTrain none.
+
+    Args:
+        scheme: whose policy chooses and whose schedule says what a forward finds.
+        stage: k.
+        stages: N.
+        microbatches: M, of a minibatch.
+        newest: see above.
+        keep: see above.
     """
 
     def __init__(
-        self, policy: Policy, stage: int, stages: int, newest: Callable[[int], Any], keep: Callable[[int], Any]
+        self,
+        scheme: Scheme,
+        stage: int,
+        stages: int,
+        microbatches: int,
+        newest: Callable[[int], Any],
+        keep: Callable[[int], Any],
     ) -> None:
-        self._place = stage, stages
-        self._reads = lru_cache(maxsize=4 * stages)(partial(_reads, policy, stage, stages))  # they are asked for often
+        policy = scheme.policy
+
+        @lru_cache(maxsize=4 * stages * microbatches)  # they are asked for often
+        def reads(microbatch: int) -> tuple[Read, Read, int]:
+            """Of F(m) and of B(m), and what F(m) finds."""
+            reader = scheme.reader(microbatch, stage, stages, microbatches)
+            return policy.forward(reader), policy.backward(reader), reader.newest()
+
+        self._reads, self._microbatches = reads, microbatches
         self._newest, self._keep = newest, keep
         self._kept: dict[int, Any] = {}
-        self._predicted: dict[int, Any] = {}  # by minibatch, for its backward
+        self._predicted: dict[int, Any] = {}  # by microbatch, for its backward
         self._next_forward = self._next_backward = 0
         self.version = 0
 
-    def forward(self, minibatch: int) -> Any:
-        """The weights of F(minibatch)."""
-        self._next_forward = minibatch + 1
-        read, again = self._reads(minibatch)
-        if read.horizon and read.version < minibatch and read == again:
-            self._predicted[minibatch] = self._keep(read.horizon)
-            return self._predicted[minibatch]
+    def forward(self, microbatch: int) -> Any:
+        """The weights of F(microbatch)."""
+        self._next_forward = max(self._next_forward, microbatch + 1)
+        read, again, _ = self._reads(microbatch)
+        if read.horizon and read.version < microbatch // self._microbatches and read == again:
+            self._predicted[microbatch] = self._keep(read.horizon)
+            return self._predicted[microbatch]
         return self._resolve(read)
 
-    def backward(self, minibatch: int) -> Any:
-        """The weights of B(minibatch)."""
-        self._next_backward = minibatch + 1
-        if minibatch in self._predicted:
-            return self._predicted.pop(minibatch)
-        return self._resolve(self._reads(minibatch)[1])
+    def backward(self, microbatch: int) -> Any:
+        """The weights of B(microbatch)."""
+        self._next_backward = max(self._next_backward, microbatch + 1)
+        if microbatch in self._predicted:
+            return self._predicted.pop(microbatch)
+        return self._resolve(self._reads(microbatch)[1])
 
-    def lasts(self, minibatch: int) -> bool:
-        """Whether B(minibatch) reads the same weights as F(minibatch), the newest both times."""
-        forward, backward = self._reads(minibatch)
+    def lasts(self, microbatch: int) -> bool:
+        """Whether B(microbatch) reads the same weights as F(microbatch), the newest both times."""
+        forward, backward, _ = self._reads(microbatch)
         return forward == backward
 
-    def staleness(self, minibatch: int) -> int:
-        """Updates between the version that F(minibatch) reads and the one that its gradient is applied to."""
-        return minibatch - self._reads(minibatch)[0].version
+    def staleness(self, microbatch: int) -> int:
+        """Updates between the version that F(microbatch) reads and the one that its gradient is applied to."""
+        return microbatch // self._microbatches - self._reads(microbatch)[0].version
 
     def before_update(self) -> None:
         """Call just before the weights change: keeps the newest if an action still reads it, forgets what none will."""
         read = self._reads(self._next_backward)[1]
         oldest = self.version + 1 if read.horizon else read.version  # what is predicted comes from the newest then
-        if newest(self._next_forward, *self._place) > self.version:  # else the next forward is overdue: it drains
-            oldest = min(oldest, self._reads(self._next_forward)[0].version)
+        forward, _, found = self._reads(self._next_forward)
+        if found > self.version:  # else the schedule has the next forward before this update: there is none, it drains
+            oldest = min(oldest, forward.version)
         if self.version >= oldest:
             self._kept[self.version] = self._keep(0)
         if self._kept:

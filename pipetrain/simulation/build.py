@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, count
 
@@ -13,9 +13,11 @@ from numpy.typing import NDArray
 
 from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.stages import StagePlan
-from pipetrain.schemes.table import Scheme
-from pipetrain.schemes.validation import ScheduleError
-from pipetrain.simulation.events import Record, Station, Wire
+from pipetrain.schemes.actions import OPERATIONS, SENT, Action
+from pipetrain.schemes.schedules import groups_of
+from pipetrain.schemes.scheme import Scheme
+from pipetrain.schemes.splitting import microbatch_rows, rows_of
+from pipetrain.simulation.events import NOTHING, Record, Station, Wire, Work
 from pipetrain.simulation.network import Network
 from pipetrain.simulation.reduction import Ring, Server
 from pipetrain.trace.columns import Names
@@ -29,7 +31,7 @@ class Options:
     """How to simulate, see ``simulate``."""
 
     minibatches: int
-    pieces: int
+    microbatches: int
     window: int
     caller_s: float
     overhead_s: float
@@ -40,15 +42,17 @@ class Options:
 
 
 class StationBuilder:
-    """A station for each replica of each stage, the wires between them, and how replicas sum gradients.
+    """A station for each replica of each device's stages, the wires between them, and how replicas sum gradients.
 
     Args:
         stages: what they cost.
-        devices: of each stage, those of its replicas.
+        devices: of each device of the schedule, those of its replicas.
         batch_size: rows of a minibatch.
         scheme: the order of actions.
         options: see ``simulate``.
         cluster: how the devices are joined.
+
+    Raises ScheduleError for an order that cannot run.
     """
 
     def __init__(
@@ -62,94 +66,147 @@ class StationBuilder:
     ) -> None:
         self._stages, self._devices, self._batch_size = stages, devices, batch_size
         self._scheme, self._options, self._network = scheme, options, Network(cluster)
-        self._shares = [_shares(batch_size, options.pieces, len(each)) for each in devices]
+        self._shares = [
+            [[piece[r.start : r.stop] for r in _split(len(piece), len(each))] for piece in self._pieces()]
+            for each in devices
+        ]
         self._numbers = [range(end - len(each), end) for each, end in zip(devices, _ends(devices), strict=True)]
-        self.stations = self._made()
+        self.stations = [station for device in range(len(devices)) for station in self._made(device)]
         self._join()
         self._sent_bytes = self._replicate()
+
+    @property
+    def reports(self) -> int:
+        """How many reports a minibatch's result waits for."""
+        if self._scheme.asynchronous:
+            return len(self._devices[self._place(len(self._stages) - 1)])
+        return sum(len({stage for stage, _ in station.work.kinds}) for station in self.stations)
+
+    @property
+    def plain(self) -> bool:
+        """Whether every station has one stage, of F and B, and takes microbatches in their order."""
+        if any([op for _, op in station.work.kinds] != ["F", "B"] for station in self.stations):
+            return False
+        codes = [np.frombuffer(station.order, dtype=np.int32) for station in self.stations]
+        return all((np.diff(each[each % 2 == kind]) > 0).all() for each in codes for kind in (0, 1))
 
     def trace(self, record: Record) -> Trace:
         """What the stations did."""
         names = tuple(f"device:{n}" for n in range(1 + max(station.device for station in self.stations)))
-        period = 2 * self._options.pieces
-        spans = [_spans(station, period, names, record) for station in self.stations]
+        spans = [_spans(station, names, record) for station in self.stations]
         sent = [
-            self._transfers(station, wire, record)
+            self._transfers(station, kinds, wire, record)
             for station in self.stations
-            for wires in station.outputs
-            for wire in wires
+            for wire, kinds in _wires(station).items()
         ]
-        sent += [_reduced(self.stations[n], period, size, record) for n, size in self._sent_bytes.items()]
-        return Trace.of(Spans.joined(spans), Transfers.joined(sent))
+        sent += [_reduced(self.stations[n], size, record) for n, size in self._sent_bytes.items()]
+        workers = None if self._scheme.schedule.chunks == 1 else len(self.stations)
+        return Trace.of(Spans.joined(spans), Transfers.joined(sent), workers)
 
-    def _made(self) -> list[Station]:
-        pieces, options = self._options.pieces, self._options
-        groups = [range(i * pieces, (i + 1) * pieces) for i in range(options.minibatches)]
-        stations: list[Station] = []
-        for k, (stage, devices) in enumerate(zip(self._stages, self._devices, strict=True)):
-            order = _order(self._scheme, k, len(self._stages), groups)
-            for r, device in enumerate(devices):
-                speed = options.speeds[device] if options.speeds else 1.0
-                rows = [len(self._shares[k][piece][r]) for piece in range(pieces)]
-                seconds = [(stage.forward_s, stage.backward_s)[code % 2] for code in range(2 * pieces)]
-                compute_s = [
-                    options.overhead_s + seconds[code] * rows[code // 2] / self._batch_size / speed
-                    for code in range(2 * pieces)
-                ]
-                for code in range(3, 2 * pieces, 2):  # the backwards after the first
-                    compute_s[code] += ADDING * stage.update_s / speed
-                served = r > 0 and options.reduction == "server"
-                update_s = 0.0 if served else stage.update_s / speed
-                factors = _factors(options, len(stations), len(order))
-                stations.append(Station(len(stations), (k, r), device, order, compute_s, update_s, factors))
-        return stations
+    def _pieces(self) -> list[range]:
+        return microbatch_rows(self._batch_size, self._options.microbatches)
+
+    def _place(self, stage: int) -> int:
+        return self._scheme.schedule.place(stage, len(self._devices))
+
+    def _made(self, device: int) -> Iterator[Station]:
+        """The stations of a device's replicas."""
+        options, microbatches = self._options, self._options.microbatches
+        groups = groups_of(options.minibatches, microbatches)
+        actions = list(self._scheme.schedule.order(device, len(self._devices), groups))
+        kinds = _kinds(actions)
+        order = _coded(actions, kinds)
+        updates, reports = _ends_of_minibatches(actions, len(self._stages), microbatches)
+        slots = {stage: 2 * n for n, stage in enumerate(dict(kinds))}
+        inputs = [_slot(slots[stage], op) for stage, op in kinds]
+        for replica, (number, on) in enumerate(zip(self._numbers[device], self._devices[device], strict=True)):
+            speed = options.speeds[on] if options.speeds else 1.0
+            compute_s = [
+                options.overhead_s + self._compute_s(stage, op, len(share[replica]), n > 0, speed)
+                for n, share in enumerate(self._shares[device])
+                for stage, op in kinds
+            ]
+            served = replica > 0 and options.reduction == "server"
+            update_s = [0.0 if served else self._stages[stage].update_s / speed for stage, _ in kinds]
+            work = Work(kinds, order, compute_s, inputs, updates, reports)
+            yield Station(number, (device, replica), on, work, update_s, _factors(options, number, len(order)))
+
+    def _compute_s(self, stage: int, op: str, rows: int, adds: bool, speed: float) -> float:
+        """Seconds of an operation on so many rows; ``adds``: its weight gradients to those of a microbatch before."""
+        operation, plan = OPERATIONS[op], self._stages[stage]
+        whole_s = operation.forward * plan.forward_s + operation.backward * plan.backward_s
+        adding_s = ADDING * plan.update_s / speed if adds and "weight gradients" in operation.makes else 0.0
+        return whole_s * rows / self._batch_size / speed + adding_s
 
     def _join(self) -> None:
-        """Wires between every replica and all those of the next stage."""
-        network, stations, numbers = self._network, self.stations, count()
-        for k in range(len(self._stages) - 1):
-            for r, n in enumerate(self._numbers[k]):
-                for q, m in enumerate(self._numbers[k + 1]):
-                    sizes, upper, lower = self._sizes(k, r, q), stations[n], stations[m]
-                    down, up = network.route(upper.device, lower.device), network.route(lower.device, upper.device)
-                    upper.outputs[0].append(Wire(next(numbers), network, down, sizes, lower, 0))
-                    lower.outputs[1].append(Wire(next(numbers), network, up, sizes, upper, 1))
+        """Wires between every replica of a stage and all those of the next one."""
+        numbers = count()
+        for stage in range(len(self._stages) - 1):
+            upper, lower = self._place(stage), self._place(stage + 1)
+            for r, n in enumerate(self._numbers[upper]):
+                for q, m in enumerate(self._numbers[lower]):
+                    sizes = self._sizes(stage, r, q)
+                    for sender, value, reader, to in (
+                        (self.stations[n], "outputs", self.stations[m], stage + 1),
+                        (self.stations[m], "input gradients", self.stations[n], stage),
+                    ):
+                        self._wire(next(numbers), sender, value, reader, to, sizes)
 
-    def _sizes(self, k: int, r: int, q: int) -> list[int | None]:
-        """Bytes of each piece between replica r of stage k and q of the next one: those of the rows they share."""
+    def _wire(
+        self, number: int, sender: Station, value: str, reader: Station, stage: int, sizes: list[int | None]
+    ) -> None:
+        """A wire for what is sent to this stage of the reader."""
+        towards = SENT[value]  # type: ignore[index]
+        slot = next(
+            at
+            for at, (mine, op) in zip(reader.work.inputs, reader.work.kinds, strict=True)
+            if mine == stage and at != NOTHING and (value, -towards) in OPERATIONS[op].needs
+        )
+        route = self._network.route(sender.device, reader.device)
+        wire = Wire(number, self._network, route, sizes, reader, slot)
+        for kind, (mine, op) in enumerate(sender.work.kinds):
+            if mine == stage - towards and value in OPERATIONS[op].makes:
+                sender.outputs[kind].append(wire)
+
+    def _sizes(self, stage: int, r: int, q: int) -> list[int | None]:
+        """Bytes of each microbatch between replica r of a stage and q of the next: those of the rows they share."""
         sizes: list[int | None] = []
-        for upper, lower in zip(self._shares[k], self._shares[k + 1], strict=True):
+        shares = self._shares[self._place(stage)], self._shares[self._place(stage + 1)]
+        for upper, lower in zip(*shares, strict=True):
             rows = min(upper[r].stop, lower[q].stop) - max(upper[r].start, lower[q].start)
-            sizes.append(round(self._stages[k].output_bytes * rows / self._batch_size) if rows > 0 else None)
+            sizes.append(round(self._stages[stage].output_bytes * rows / self._batch_size) if rows > 0 else None)
         return sizes
 
     def _replicate(self) -> dict[int, int]:
         """Where a stage has several replicas, they sum gradients; gives the bytes that each of these sends."""
         sent_bytes: dict[int, int] = {}
         kind = Ring if self._options.reduction == "ring" else Server
-        for stage, devices, numbers in zip(self._stages, self._devices, self._numbers, strict=True):
+        for stage, plan in enumerate(self._stages):
+            devices, numbers = self._devices[self._place(stage)], self._numbers[self._place(stage)]
             if len(devices) > 1:
-                reduction = kind(self._network, numbers, devices, stage.weight_bytes)
+                reduction = kind(self._network, numbers, devices, plan.weight_bytes)
                 sent_bytes |= dict(zip(numbers, reduction.sent_bytes, strict=True))
                 for n in numbers:
                     self.stations[n].reduction = reduction
         return sent_bytes
 
-    def _transfers(self, sender: Station, wire: Wire, record: Record) -> Transfers:
+    def _transfers(self, sender: Station, kinds: list[int], wire: Wire, record: Record) -> Transfers:
         """What went over a wire, without messages that carry no rows."""
         codes = np.frombuffer(sender.order, dtype=np.int32)
-        upper, lower = (sender, wire.reader) if wire.kind == 0 else (wire.reader, sender)
-        sizes = self._sizes(*upper.place, lower.place[1])
-        mine = codes % 2 == wire.kind
-        microbatch = codes[mine] >> 1
+        stage, op = sender.work.kinds[kinds[0]]
+        reader, forward = wire.reader, "outputs" in OPERATIONS[op].makes
+        to_stage = stage + (1 if forward else -1)
+        sizes = self._sizes(min(stage, to_stage), *_upper_first(forward, sender.place[1], reader.place[1]))
+        mine = np.isin(codes % sender.kinds, kinds)
+        microbatch = codes[mine] // sender.kinds
         piece = microbatch % len(sizes)
         table = Transfers(
-            op=np.full(len(microbatch), "FB"[wire.kind]),
-            minibatch=microbatch,
-            from_stage=_everywhere(sender.place[0], microbatch),
+            op=np.full(len(microbatch), "F" if forward else "B"),
+            microbatch=microbatch,
+            from_stage=_everywhere(stage, microbatch),
             from_replica=_everywhere(sender.place[1], microbatch),
-            to_stage=_everywhere(wire.reader.place[0], microbatch),
-            to_replica=_everywhere(wire.reader.place[1], microbatch),
+            to_stage=_everywhere(to_stage, microbatch),
+            to_replica=_everywhere(reader.place[1], microbatch),
             size_bytes=np.array([size or 0 for size in sizes], dtype=np.int64)[piece],
             start_s=record.computed_s[sender.number][mine],
             end_s=record.arrived_s[wire.number],
@@ -158,39 +215,92 @@ class StationBuilder:
         return table if carries.all() else table[carries[piece]]
 
 
-def _spans(station: Station, period: int, devices: tuple[str, ...], record: Record) -> Spans:
-    codes = np.frombuffer(station.order, dtype=np.int32)
-    updates = codes % period == period - 1
+def _kinds(actions: Sequence[Action]) -> list[tuple[int, str]]:
+    """Every operation of every stage that an order has, the stages in order, operations as in their table."""
+    return sorted({(each.stage, each.op) for each in actions}, key=lambda kind: (kind[0], [*OPERATIONS].index(kind[1])))
+
+
+def _coded(actions: Sequence[Action], kinds: Sequence[tuple[int, str]]) -> array[int]:
+    number = {kind: n for n, kind in enumerate(kinds)}
+    return array("i", (each.microbatch * len(kinds) + number[each.stage, each.op] for each in actions))
+
+
+def _slot(first: int, op: str) -> int:
+    """Where an operation of a stage waits: at the stage's first place for outputs, at its second one for gradients."""
+    values = [need.value for need in OPERATIONS[op].needs if need.stage]
+    return first + (values[0] == "input gradients") if values else NOTHING
+
+
+def _ends_of_minibatches(actions: Sequence[Action], stages: int, microbatches: int) -> tuple[bytes, bytes]:
+    """For each action, whether it completes the weight gradients of a minibatch, or the last stage's forwards."""
+    updates, reports = bytearray(len(actions)), bytearray(len(actions))
+    completing: dict[tuple[int, int], int] = {}
+    forwards: dict[int, int] = {}
+    for n, action in enumerate(actions):
+        if action.updates:
+            completing[action.stage, action.microbatch // microbatches] = n
+        if action.stage == stages - 1 and "outputs" in action.operation.makes:
+            forwards[action.microbatch // microbatches] = n
+    for n in completing.values():
+        updates[n] = 1
+    for n in forwards.values():
+        reports[n] = 1
+    return bytes(updates), bytes(reports)
+
+
+def _wires(station: Station) -> dict[Wire, list[int]]:
+    """The station's wires, and the kinds of its actions that send over each."""
+    found: dict[Wire, list[int]] = {}
+    for kind, wires in enumerate(station.outputs):
+        for wire in wires:
+            found.setdefault(wire, []).append(kind)
+    return found
+
+
+def _upper_first(forward: bool, sender: int, reader: int) -> tuple[int, int]:
+    return (sender, reader) if forward else (reader, sender)
+
+
+def _spans(station: Station, devices: tuple[str, ...], record: Record) -> Spans:
+    codes, updates = _codes_and_updates(station)
+    stage, op = (np.array(each)[codes % station.kinds] for each in zip(*station.work.kinds, strict=True))
     end_s = record.computed_s[station.number].copy()
     end_s[updates] = record.updated_s[station.number]
+    version = np.zeros(len(codes), dtype=np.int32)
+    for mine in (stage == each for each in dict(station.work.kinds)):
+        version[mine] = np.cumsum(updates[mine]) - updates[mine]
     return Spans(
-        op=np.array(["F", "B"])[codes % 2],
-        stage=_everywhere(station.place[0], codes),
-        minibatch=codes >> 1,
+        op=op,
+        stage=stage.astype(np.int32),
+        microbatch=codes // station.kinds,
         device=Names(_everywhere(station.device, codes), devices),
         start_s=record.start_s[station.number],
         end_s=end_s,
-        version=(np.cumsum(updates) - updates).astype(np.int32),
+        version=version,
         replica=_everywhere(station.place[1], codes),
     )
 
 
-def _reduced(station: Station, period: int, size_bytes: int, record: Record) -> Transfers:
-    codes = np.frombuffer(station.order, dtype=np.int32)
-    updates = codes % period == period - 1
-    minibatch = codes[updates] >> 1
-    stage, replica = (_everywhere(number, minibatch) for number in station.place)
+def _reduced(station: Station, size_bytes: int, record: Record) -> Transfers:
+    codes, updates = _codes_and_updates(station)
+    microbatch = codes[updates] // station.kinds
+    stage = _everywhere(station.work.kinds[0][0], microbatch)
+    replica = _everywhere(station.place[1], microbatch)
     return Transfers(
-        op=np.full(len(minibatch), "R"),
-        minibatch=minibatch,
+        op=np.full(len(microbatch), "R"),
+        microbatch=microbatch,
         from_stage=stage,
         from_replica=replica,
         to_stage=stage,
         to_replica=replica,
-        size_bytes=np.full(len(minibatch), size_bytes),
+        size_bytes=np.full(len(microbatch), size_bytes),
         start_s=record.computed_s[station.number][updates],
         end_s=record.reduced_s[station.number],
     )
+
+
+def _codes_and_updates(station: Station) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+    return np.frombuffer(station.order, dtype=np.int32), np.frombuffer(station.work.updates, dtype=np.bool_)
 
 
 def _everywhere(number: int, like: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -201,13 +311,8 @@ def _ends(devices: Sequence[Sequence[int]]) -> list[int]:
     return list(accumulate(len(each) for each in devices))
 
 
-def _order(scheme: Scheme, stage: int, stages: int, groups: list[range]) -> array[int]:
-    """The stage's order of actions as codes. Raises ScheduleError unless microbatches keep their order."""
-    order = array("i", (2 * action[2] + (action[0] == "B") for action in scheme.schedule(stage, stages, groups)))
-    codes = np.frombuffer(order, dtype=np.int32)
-    if any((np.diff(codes[codes % 2 == kind]) <= 0).any() for kind in (0, 1)):
-        raise ScheduleError("What a stage sends arrives in the order of its sending: microbatches cannot overtake.")
-    return order
+def _split(rows: int, replicas: int) -> list[range]:
+    return [rows_of(rows, replica, replicas) for replica in range(replicas)]
 
 
 def _factors(options: Options, number: int, length: int) -> array[float] | None:
@@ -216,12 +321,3 @@ def _factors(options: Options, number: int, length: int) -> array[float] | None:
     sigma = math.sqrt(math.log1p(options.slowdown**2))
     rng = np.random.default_rng([options.seed, number])
     return array("d", rng.lognormal(-(sigma**2) / 2, sigma, length).tobytes())
-
-
-def _shares(batch_size: int, pieces: int, replicas: int) -> list[list[range]]:
-    """The rows of each piece and replica: as ``run.exchange.rows_of`` shares them out."""
-
-    def parts(rows: range, count: int) -> list[range]:
-        return [rows[len(rows) * n // count : len(rows) * (n + 1) // count] for n in range(count)]
-
-    return [parts(piece, replicas) for piece in parts(range(batch_size), pieces)]

@@ -60,17 +60,33 @@ class Record(NamedTuple):
     arrived_s: list[Seconds]
 
 
-class Station:
-    """One replica of one stage, at its device: what it has to do, and where it stands.
+class Work(NamedTuple):
+    """What a station has to do: an action for each entry of ``order``, by codes.
 
-    Its ``order`` are codes, ``2 * microbatch`` for a forward, one more for a backward; ``compute_s`` what each takes,
-    the forward and the backward of every piece of a minibatch in turn; ``factors`` by how much longer each action takes
-    than that, if it differs.
+    A code is ``microbatch * len(kinds) + kind``, where ``kinds`` are the operations of the station's stages, such as
+    (F of stage 2, B of stage 2). ``compute_s`` are each kind's seconds for every microbatch of a minibatch in turn,
+    ``inputs`` where each kind waits for what is sent (``NOTHING``: nowhere). ``updates`` and ``reports`` say of every
+    entry of the order whether the stage's update follows it, and whether it ends the last stage's forwards of a
+    minibatch.
+    """
+
+    kinds: list[tuple[int, str]]
+    order: array[int]
+    compute_s: list[float]
+    inputs: list[int]
+    updates: bytes
+    reports: bytes
+
+
+class Station:
+    """One replica of a device's stages: what it has to do, and where it stands.
+
+    ``update_s`` are the seconds of each kind's update, ``factors`` by how much longer each action takes, if it differs.
     """
 
     __slots__ = (
-        "awaits", "compute_s", "device", "factors", "free_s", "inputs", "number", "order", "outputs", "place",
-        "position", "reduction", "start_s", "update_s", "updating",
+        "awaits", "compute_s", "device", "factors", "free_s", "inputs", "kinds", "number", "order", "outputs", "period",
+        "place", "position", "reduction", "start_s", "update_s", "updating", "waits_at", "work",
     )  # fmt: skip
 
     def __init__(
@@ -78,37 +94,39 @@ class Station:
         number: int,
         place: tuple[int, int],
         device: int,
-        order: array[int],
-        compute_s: list[float],
-        update_s: float,
+        work: Work,
+        update_s: list[float],
         factors: array[float] | None = None,
     ) -> None:
-        self.number, self.place, self.device = number, place, device
-        self.order, self.compute_s, self.update_s, self.factors = order, compute_s, update_s, factors
-        self.inputs: tuple[list[Arrivals], list[Arrivals]] = ([], [])  # for forwards, for backwards
-        self.outputs: tuple[list[Wire], list[Wire]] = ([], [])
+        self.number, self.place, self.device, self.work = number, place, device, work
+        self.order, self.compute_s, self.waits_at = work.order, work.compute_s, work.inputs
+        self.kinds, self.period = len(work.kinds), len(work.compute_s)
+        self.update_s, self.factors = update_s, factors
+        slots = 1 + max(work.inputs)
+        self.inputs: list[list[Arrivals]] = [[] for _ in range(slots + 1)]  # the last one is NOTHING's: always empty
+        self.outputs: list[list[Wire]] = [[] for _ in work.kinds]
         self.reduction: Reduction | None = None
         self.position, self.start_s, self.free_s, self.awaits, self.updating = 0, 0.0, 0.0, NOTHING, False
 
 
 class Wire:
-    """What one station sends another for one kind of action (0: forward, 1: backward): first in, first out."""
+    """What one station sends another of one value of a stage, which waits in its ``slot``: first in, first out."""
 
-    __slots__ = ("_free_at", "_media", "_pieces", "arrivals", "holds_s", "kind", "latency_s", "number", "reader")
+    __slots__ = ("_free_at", "_media", "_pieces", "arrivals", "holds_s", "latency_s", "number", "reader", "slot")
 
     def __init__(
-        self, number: int, network: Network, route: Route, sizes: Sequence[int | None], reader: Station, kind: int
+        self, number: int, network: Network, route: Route, sizes: Sequence[int | None], reader: Station, slot: int
     ) -> None:
-        """``sizes`` are the bytes of each piece of a minibatch, None where both stations share none of its rows."""
-        self.number, self.reader, self.kind = number, reader, kind
+        """``sizes`` are the bytes of each microbatch of a minibatch, None where the stations share none of its rows."""
+        self.number, self.reader, self.slot = number, reader, slot
         self.arrivals: Arrivals = deque()
         self._pieces = len(sizes)
         self.holds_s = [NOTHING if size is None else size / route.bandwidth_bytes_per_s for size in sizes]
         self.latency_s, self._media, self._free_at = route.latency_s, route.media, network.free_at
-        reader.inputs[kind].append(self.arrivals)
+        reader.inputs[slot].append(self.arrivals)
 
     def send(self, now: float, microbatch: int) -> float:
-        """Begin a transfer as soon as its media are free, see ``Network.send``, which this is in a hurry."""
+        """Begin a transfer as soon as its media are free: ``Network.send``, written out, as it is called so often."""
         hold_s = self.holds_s[microbatch % self._pieces]
         if hold_s != NOTHING:
             free_at = self._free_at
@@ -191,12 +209,11 @@ class Simulation:
     def __init__(self, stations: Sequence[Station], caller: Caller, synchronous: bool, processors: float) -> None:
         self._stations, self._caller, self._synchronous = stations, caller, synchronous
         self._limited, self._idle = processors < len(stations), processors
-        self._first = [station for station in stations if station.place[0] == 0]
+        self._first = [station for station in stations if station.work.kinds[0][0] == 0]
         for station in self._first:
             door: Arrivals = deque()
             caller.doors.append(door)
             station.inputs[0].append(door)
-        self._period = len(stations[0].compute_s)
         self._heap: list[tuple[float, int]] = []
         self._queue: deque[Station] = deque()
         self._wires = sum(len(wires) for station in stations for wires in station.outputs)
@@ -236,10 +253,11 @@ class Simulation:
         if position == len(order):
             return
         code = order[position]
-        inputs = station.inputs[code & 1]
+        slot = station.waits_at[code % station.kinds]
+        inputs = station.inputs[slot]
         for arrivals in inputs:
             if not arrivals:
-                station.awaits = code & 1
+                station.awaits = slot
                 return
         start_s = station.free_s
         for arrivals in inputs:
@@ -251,34 +269,33 @@ class Simulation:
             self._push(READY, station, start_s)
             return
         station.start_s = start_s
-        taken_s = station.compute_s[code % self._period]
+        taken_s = station.compute_s[code % station.period]
         if station.factors is not None:
             taken_s *= station.factors[position]
         heappush(self._heap, (start_s + taken_s, station.number))
 
     def _computed(self, station: Station, now: float) -> None:
         """Send what is computed, update after the last backward of a minibatch, go on."""
-        code = station.order[station.position]
+        position = station.position
+        microbatch, kind = divmod(station.order[position], station.kinds)
         self._note_number(station.number)
         self._note_start(station.start_s)
         self._note_end(now)
-        wires = station.outputs[code & 1]
-        for wire in wires:
+        for wire in station.outputs[kind]:
             self._note_wire(wire.number)
-            self._note_arrival(wire.send(now, code >> 1))
+            self._note_arrival(wire.send(now, microbatch))
             reader = wire.reader
-            if reader.awaits == wire.kind:
+            if reader.awaits == wire.slot:
                 self._begin(reader)
-        place = code % self._period
-        if place == self._period - 1:
+        if station.work.updates[position]:
             self._gathered(station, now)
             return
-        if not wires and place == self._period - 2 and not self._synchronous:
-            self._report(code // self._period, now)
+        if station.work.reports[position] and not self._synchronous:
+            self._report(station.order[position] // station.period, now)
         if self._limited:
             self._release(now)
         station.free_s = now
-        station.position += 1
+        station.position = position + 1
         self._begin(station)
 
     def _gathered(self, station: Station, now: float) -> None:
@@ -292,7 +309,7 @@ class Simulation:
             self._push(REDUCED, self._stations[number], due_s)
 
     def _update(self, station: Station, now: float) -> None:
-        taken_s = station.update_s
+        taken_s = station.update_s[station.order[station.position] % station.kinds]
         if station.factors is not None:
             taken_s *= station.factors[station.position]
         if self._limited or station.reduction is not None:
@@ -304,7 +321,7 @@ class Simulation:
         self._updated.note(station.number, now)
         station.free_s = now
         if self._synchronous:
-            self._report(station.order[station.position] // self._period, now)
+            self._report(station.order[station.position] // station.period, now)
         station.position += 1
         self._begin(station)
 
@@ -358,4 +375,4 @@ class Simulation:
         code, position = station.order[station.position], station.position
         factor = 1.0 if station.factors is None else station.factors[position]
         station.start_s = now
-        heappush(self._heap, (now + station.compute_s[code % self._period] * factor, station.number))
+        heappush(self._heap, (now + station.compute_s[code % station.period] * factor, station.number))

@@ -9,7 +9,11 @@ from typing import Any
 
 from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.stages import Partition, StagePlan
-from pipetrain.schemes.table import DATA_PARALLEL, SCHEMES, Scheme, check_name
+from pipetrain.schemes.scheme import Scheme
+from pipetrain.schemes.splitting import window as window_of
+from pipetrain.schemes.table import DATA_PARALLEL, SCHEMES, check_name
+from pipetrain.schemes.table import scheme as chosen_scheme
+from pipetrain.schemes.validation import check
 from pipetrain.simulation.build import Options, StationBuilder
 from pipetrain.simulation.events import Caller, Simulation
 from pipetrain.simulation.reduction import REDUCTIONS
@@ -21,7 +25,7 @@ SUMMED = ("blocks", "forward_s", "backward_s", "update_s", "weight_bytes")
 
 def simulate(
     partition: Partition,
-    scheme: str = "spectrain",
+    scheme: str | Scheme = "spectrain",
     cluster: Cluster | None = None,
     minibatches: int = 200,
     *,
@@ -45,7 +49,7 @@ def simulate(
 
     Args:
         partition: the stages and what they cost; see ``partition``.
-        scheme: the way to train.
+        scheme: the way to train, by its name or itself.
         cluster: how devices are joined and how many work at once; by default as ``Cluster()``, with the partition's
             processors.
         minibatches: how many are trained before the pipeline drains.
@@ -61,15 +65,18 @@ def simulate(
             parameter server on the first one's device.
 
     Raises:
-        ValueError: what cannot be simulated, with what to try.
+        ValueError: what cannot be simulated, with what to try; ``ScheduleError`` for a schedule that cannot run.
     """
-    chosen = SCHEMES["single" if check_name(scheme) == DATA_PARALLEL else scheme]
+    chosen = SCHEMES["single"] if check_name(scheme) == DATA_PARALLEL else chosen_scheme(scheme)
     stages, devices = _placed(partition, scheme)
     cluster = cluster or Cluster(processors=partition.processors)
+    pieces = _pieces(chosen, len(stages), partition, microbatches)
+    if chosen is not SCHEMES.get(chosen.name):  # those of the table can run
+        check(chosen, len(stages), pieces)
     options = Options(
         minibatches=_count("minibatches", minibatches),
-        pieces=_pieces(chosen, len(stages), partition, microbatches),
-        window=0 if window is None else _count("window", window),
+        microbatches=pieces,
+        window=_window(window, len(stages), pieces, chosen),
         caller_s=_seconds("caller_s", caller_s),
         overhead_s=_seconds("overhead_s", cluster.overhead_s if overhead_s is None else overhead_s),
         speeds=_speeds(speeds, devices),
@@ -77,22 +84,26 @@ def simulate(
         seed=seed,
         reduction=_reduction(reduction),
     )
-    if not options.window:
-        ahead = math.ceil(len(stages) / options.pieces) + 2 if chosen.asynchronous else 1  # as run.Pipeline.window
-        options = replace(options, window=ahead)
-    fleet = StationBuilder(stages, devices, partition.batch_size, chosen, options, cluster)
-    reports = len(devices[-1]) if chosen.asynchronous else len(fleet.stations)
-    caller = Caller(minibatches, options.pieces, options.window, caller_s, reports)
-    group = options.pieces * (minibatches if chosen.asynchronous else 1)
-    if suits(fleet.stations, cluster, group):
-        return fleet.trace(VectorizedSimulation(fleet.stations, caller, not chosen.asynchronous).run())
-    return fleet.trace(Simulation(fleet.stations, caller, not chosen.asynchronous, cluster.processors).run())
+    built = StationBuilder(stages, devices, partition.batch_size, chosen, options, cluster)
+    caller = Caller(minibatches, pieces, options.window, caller_s, built.reports)
+    group = pieces * (minibatches if chosen.asynchronous else 1)
+    if built.plain and suits(built.stations, cluster, group):
+        return built.trace(VectorizedSimulation(built.stations, caller, not chosen.asynchronous).run())
+    return built.trace(Simulation(built.stations, caller, not chosen.asynchronous, cluster.processors).run())
 
 
-def _placed(partition: Partition, scheme: str) -> tuple[list[StagePlan], list[list[int]]]:
-    """The stages to simulate and the devices of each."""
-    stages = list(partition.stages)
+def _placed(partition: Partition, scheme: str | Scheme) -> tuple[list[StagePlan], list[list[int]]]:
+    """The stages to simulate, and of each device of the schedule those of its replicas."""
+    stages, chunks = list(partition.stages), chosen_scheme(scheme).schedule.chunks if scheme != DATA_PARALLEL else 1
     devices = [list(range(stage.device, stage.device + stage.replicas)) for stage in stages]
+    if chunks > 1:
+        place, count = chosen_scheme(scheme).schedule.place, chosen_scheme(scheme).schedule.devices(len(stages))
+        devices = [[n] for n in range(count)]
+        if [stage.device for stage in stages] != [place(stage, count) for stage in range(len(stages))]:
+            raise ValueError(
+                f"The partition's stages are not where the schedule has them. Received: scheme={str(scheme)!r}, stages "
+                f"on devices {[stage.device for stage in stages]}. Try partition(..., training=Training(scheme))."
+            )
     every = [device for each in devices for device in each]
     if len({*every}) < len(every):
         raise ValueError(
@@ -124,6 +135,10 @@ def _pieces(scheme: Scheme, stages: int, partition: Partition, microbatches: int
             f"Try microbatches={least}."
         )
     return pieces
+
+
+def _window(given: int | None, stages: int, microbatches: int, scheme: Scheme) -> int:
+    return window_of(stages, microbatches, scheme.schedule.flushes) if given is None else _count("window", given)
 
 
 def _count(name: str, value: Any) -> int:

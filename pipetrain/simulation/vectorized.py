@@ -17,7 +17,10 @@ Numbers = NDArray[Any]
 
 
 def suits(stations: Sequence[Station], cluster: Cluster, group: int) -> bool:
-    """Whether it is right and worth it, for a pipeline that empties after every ``group`` of microbatches."""
+    """Whether it is right and worth it, for a pipeline that empties after every ``group`` of microbatches.
+
+    The stations are those of a builder that is ``plain``.
+    """
     count = len(stations)
     alone = stations[-1].place[0] == count - 1 and cluster.processors >= count
     own = all(level.contention == "none" for level in cluster.levels)
@@ -53,7 +56,7 @@ class VectorizedSimulation:
         self._stations, self._caller, self._synchronous = stations, caller, synchronous
         self._codes = np.array([np.frombuffer(station.order, dtype=np.int32) for station in stations])
         self._compute_s = np.array([station.compute_s for station in stations])
-        self._update_s = np.array([station.update_s for station in stations])
+        self._update_s = np.array([station.update_s[1] for station in stations])
         factors = [np.frombuffer(station.factors) for station in stations if station.factors is not None]
         self._factors = np.array(factors) if factors else None
         count, length = self._codes.shape
@@ -65,8 +68,8 @@ class VectorizedSimulation:
         self._holds_s, self._latency_s = np.zeros((2 * count, self._period // 2)), np.zeros(2 * count)
         for k, station in enumerate(stations):
             for wire in (*station.outputs[0], *station.outputs[1]):
-                self._holds_s[wire.kind * count + k] = wire.holds_s
-                self._latency_s[wire.kind * count + k] = wire.latency_s
+                self._holds_s[wire.slot * count + k] = wire.holds_s
+                self._latency_s[wire.slot * count + k] = wire.latency_s
         caller.doors.append(Entrance(self._arrived_s[0, 1]))
 
     def run(self) -> Record:
@@ -128,7 +131,7 @@ class VectorizedSimulation:
             )
         ]
         arrived_s = {
-            wire.number: self._arrived_s[wire.kind, k + 2 - 2 * wire.kind]
+            wire.number: self._arrived_s[wire.slot, k + 2 - 2 * wire.slot]
             for k, station in enumerate(self._stations)
             for wire in (*station.outputs[0], *station.outputs[1])
         }

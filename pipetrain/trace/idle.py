@@ -78,7 +78,7 @@ def _pauses(trace: Trace, places: list[tuple[int, int]]) -> Iterator[tuple[Cause
     first, last = np.diff(row, prepend=-1) != 0, np.diff(row, append=len(places)) != 0
     begin_s = np.where(first, 0.0, np.concatenate([[0.0], spans.end_s])[:-1])
     begin_s = np.minimum(begin_s, spans.start_s)
-    refilled = first | ((spans.op == "F") & (spans.minibatch == 0))  # numbers begin anew after a drain
+    refilled = first | ((spans.op == "F") & (spans.microbatch == 0))  # numbers begin anew after a drain
     yield "fill", row[refilled], begin_s[refilled], spans.start_s[refilled]
     yield "fill", row[last], spans.end_s[last], np.full(int(last.sum()), trace.duration_s)
     transfers = _among(trace.transfers, places)
@@ -108,14 +108,14 @@ def _inputs(spans: Spans, row: Keys, transfers: Transfers, row_of: Any) -> tuple
     What is sent is for the next such action of its reader: after a drain there are others of the same number.
     """
     sent = transfers[transfers.op != "R"]
-    microbatches = 1 + max(int(each.minibatch.max(initial=0)) for each in (spans, sent))
+    microbatches = 1 + max(int(each.microbatch.max(initial=0)) for each in (spans, sent))
 
-    def keys(rows: Keys, op: NDArray[np.str_], minibatch: NDArray[np.int32]) -> Keys:
-        of_rows: Keys = (2 * rows + (op == "B")) * microbatches
-        return of_rows + minibatch
+    def keys(rows: Keys, op: NDArray[np.str_], microbatch: NDArray[np.int32]) -> Keys:
+        of_rows: Keys = (2 * rows + (op != "F")) * microbatches
+        return of_rows + microbatch
 
     key = np.concatenate(
-        [keys(row_of(sent.to_stage, sent.to_replica), sent.op, sent.minibatch), keys(row, spans.op, spans.minibatch)]
+        [keys(row_of(sent.to_stage, sent.to_replica), sent.op, sent.microbatch), keys(row, spans.op, spans.microbatch)]
     )
     is_span = np.arange(len(key)) >= len(sent)
     order = np.lexsort((is_span, np.concatenate([sent.start_s, spans.start_s]), key))
@@ -137,7 +137,7 @@ def _reductions(transfers: Transfers, row_of: Any) -> tuple[Keys, Seconds, Secon
     of = transfers[transfers.op == "R"]
     if not len(of):
         return np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0), np.zeros(0)
-    together = of.to_stage.astype(np.int64) * (1 + int(of.minibatch.max())) + of.minibatch
+    together = of.to_stage.astype(np.int64) * (1 + int(of.microbatch.max())) + of.microbatch
     order = np.lexsort((of.start_s, together))
     of, together = of[order], together[order]
     # Replicas leave a sum after the last one came to it: who comes later than that is of another time.

@@ -11,13 +11,15 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipetrain.schemes.actions import Op
+from pipetrain.schemes.actions import OPERATIONS, Op
 from pipetrain.trace.columns import Columns, Names
 
 Integers = NDArray[np.int32]
 Seconds = NDArray[np.float64]
 What = Literal["F", "B", "R"]  # activations, their gradients, weights' gradients to be reduced
-CATEGORIES = {"F": "forward", "B": "backward"}
+CATEGORIES = {op: operation.about for op, operation in OPERATIONS.items()}
+OPS = {about: op for op, about in CATEGORIES.items()}
+ENDING = [op for op, operation in OPERATIONS.items() if "weight gradients" in operation.makes]
 
 
 class Span(NamedTuple):
@@ -25,7 +27,7 @@ class Span(NamedTuple):
 
     op: Op
     stage: int
-    minibatch: int
+    microbatch: int
     device: str
     start_s: float
     end_s: float
@@ -46,7 +48,7 @@ class Transfer(NamedTuple):
     """
 
     op: What
-    minibatch: int
+    microbatch: int
     from_stage: int
     from_replica: int
     to_stage: int
@@ -65,7 +67,7 @@ class Spans(Columns[Span]):
 
     op: NDArray[np.str_]
     stage: Integers
-    minibatch: Integers
+    microbatch: Integers
     device: Names
     start_s: Seconds
     end_s: Seconds
@@ -81,7 +83,7 @@ class Transfers(Columns[Transfer]):
     dtypes: ClassVar[tuple[Any, ...]] = ("U1", *[np.int32] * 5, np.int64, float, float)
 
     op: NDArray[np.str_]
-    minibatch: Integers
+    microbatch: Integers
     from_stage: Integers
     from_replica: Integers
     to_stage: Integers
@@ -94,16 +96,21 @@ class Transfers(Columns[Transfer]):
 class Trace:
     """The spans and transfers of one run, in order of their start.
 
-    Minibatches, or microbatches, and versions are numbered from the last drain on.
+    Microbatches (of schemes that have none, minibatches) and versions are numbered from the last drain on.
 
-    Both are sequences of named tuples, and have an array for each field: ``trace.spans.start_s``.
+    Both are sequences of named tuples, and have an array for each field: ``trace.spans.start_s``. ``workers`` is the
+    number of those that do one action at a time, where it is not that of stages and replicas: a device may have several
+    stages.
     """
 
-    def __init__(self, spans: Iterable[Span] = (), transfers: Iterable[Transfer] = ()) -> None:
+    def __init__(
+        self, spans: Iterable[Span] = (), transfers: Iterable[Transfer] = (), workers: int | None = None
+    ) -> None:
         self.spans, self.transfers = Spans.of(spans), Transfers.of(transfers)
+        self._workers = workers
 
     @classmethod
-    def of(cls, spans: Iterable[Span], transfers: Iterable[Transfer] = ()) -> Trace:
+    def of(cls, spans: Iterable[Span], transfers: Iterable[Transfer] = (), workers: int | None = None) -> Trace:
         """Order the spans and transfers and count time from the first span's start."""
         given, sent = Spans.of(spans), Transfers.of(transfers)
         ordered = given[np.lexsort((given.stage, given.start_s))]
@@ -112,7 +119,7 @@ class Trace:
         if origin:
             ordered = replace(ordered, start_s=ordered.start_s - origin, end_s=ordered.end_s - origin)
             sent = replace(sent, start_s=sent.start_s - origin, end_s=sent.end_s - origin)
-        return cls(ordered, sent)
+        return cls(ordered, sent, workers)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Trace) and self.spans == other.spans and self.transfers == other.transfers
@@ -135,6 +142,11 @@ class Trace:
         return [divmod(place, replicas) for place in present.tolist()]
 
     @property
+    def workers(self) -> int:
+        """How many there are that do one action at a time: those of all stages and replicas, unless some share one."""
+        return len(self.rows) if self._workers is None else self._workers
+
+    @property
     def duration_s(self) -> float:
         """Seconds from the first span's start to the last one's end."""
         return float(self.spans.end_s.max(initial=0.0))
@@ -142,7 +154,7 @@ class Trace:
     @property
     def step_s(self) -> float:
         """Seconds per minibatch while the pipeline is full: between the last stage's updates, in the middle half."""
-        mine = (self.spans.stage == self.stages - 1) & (self.spans.replica == 0) & (self.spans.op == "B")
+        mine = (self.spans.stage == self.stages - 1) & (self.spans.replica == 0) & np.isin(self.spans.op, ENDING)
         backwards = self.spans[mine]
         ends_s = backwards.end_s[np.diff(backwards.version, append=-1) != 0]  # of each minibatch's last backward
         first, last = len(ends_s) // 4, len(ends_s) - 1 - len(ends_s) // 4
@@ -156,11 +168,11 @@ class Trace:
         return float((self.spans.end_s[mine] - self.spans.start_s[mine]).sum())
 
     def bubble(self) -> float:
-        """The share of all stages' time in which they did nothing, from 0 to 1."""
+        """The share of all workers' time in which they did nothing, from 0 to 1."""
         if not len(self.spans) or not self.duration_s:
             return 0.0
         busy = float((self.spans.end_s - self.spans.start_s).sum())
-        return 1.0 - busy / (self.duration_s * len(self.rows))
+        return 1.0 - busy / (self.duration_s * self.workers)
 
     def to_chrome(self) -> dict[str, Any]:
         """The trace in Chrome's format (chrome://tracing, ui.perfetto.dev).
@@ -174,7 +186,8 @@ class Trace:
         row_of = {place: row for row, place in enumerate(self.rows)}
         events = [_event(span, row_of[span.stage, span.replica]) for span in self.spans]
         sent = [half for number, transfer in enumerate(self.transfers) for half in _halves(transfer, number)]
-        return {"displayTimeUnit": "ms", "traceEvents": names + events + sent}
+        shared = {} if self._workers is None else {"otherData": {"workers": self._workers}}
+        return {"displayTimeUnit": "ms", "traceEvents": names + events + sent, **shared}
 
     def row_names(self) -> list[str]:
         """For people: what each of ``rows`` is."""
@@ -188,22 +201,23 @@ class Trace:
     @classmethod
     def load(cls, path: str | Path) -> Trace:
         """Read a file that ``save`` wrote."""
-        events = json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        events, workers = data["traceEvents"], data.get("otherData", {}).get("workers")
         spans = (_span(event) for event in events if event["ph"] == "X")
-        return cls(spans, (_transfer(event) for event in events if event["ph"] == "b"))
+        return cls(spans, (_transfer(event) for event in events if event["ph"] == "b"), workers)
 
 
 def _event(span: Span, row: int) -> dict[str, Any]:
     return {
         "ph": "X",
-        "name": f"{span.op}{span.minibatch}",
+        "name": f"{span.op}{span.microbatch}",
         "cat": CATEGORIES[span.op],
         "pid": 0,
         "tid": row,
         "ts": span.start_s * 1e6,
         "dur": (span.end_s - span.start_s) * 1e6,
         "args": {
-            "minibatch": span.minibatch,
+            "microbatch": span.microbatch,
             "device": span.device,
             "weight_version": span.version,
             "stage": span.stage,
@@ -215,9 +229,9 @@ def _event(span: Span, row: int) -> dict[str, Any]:
 def _span(event: dict[str, Any]) -> Span:
     args = event["args"]
     return Span(
-        op="F" if event["cat"] == "forward" else "B",
+        op=OPS[event["cat"]],  # type: ignore[arg-type]
         stage=args["stage"],
-        minibatch=args["minibatch"],
+        microbatch=_microbatch(args),
         device=args["device"],
         start_s=event["ts"] / 1e6,
         end_s=(event["ts"] + event["dur"]) / 1e6,
@@ -228,7 +242,7 @@ def _span(event: dict[str, Any]) -> Span:
 
 def _halves(transfer: Transfer, number: int) -> Iterator[dict[str, Any]]:
     """A transfer as the beginning and the end of an asynchronous event, of which several may go on at once."""
-    common = {"name": f"{transfer.op}{transfer.minibatch}", "cat": "transfer", "id": number, "pid": 1}
+    common = {"name": f"{transfer.op}{transfer.microbatch}", "cat": "transfer", "id": number, "pid": 1}
     way = f"{transfer.from_stage}.{transfer.from_replica} to {transfer.to_stage}.{transfer.to_replica}"
     args = {**transfer._asdict(), "way": way}
     yield {"ph": "b", **common, "ts": transfer.start_s * 1e6, "args": args}
@@ -236,4 +250,10 @@ def _halves(transfer: Transfer, number: int) -> Iterator[dict[str, Any]]:
 
 
 def _transfer(event: dict[str, Any]) -> Transfer:
-    return Transfer(**{name: event["args"][name] for name in Transfer._fields})
+    args = event["args"] | {"microbatch": _microbatch(event["args"])}
+    return Transfer(**{name: args[name] for name in Transfer._fields})
+
+
+def _microbatch(args: dict[str, Any]) -> int:
+    """Its number; traces of version 0.1 have it under the name ``minibatch``."""
+    return int(args["microbatch"] if "microbatch" in args else args["minibatch"])

@@ -23,7 +23,7 @@ from pipetrain.compute.optimizer.clipping import SQUARED_NORM, clipped, positive
 from pipetrain.compute.optimizer.clone import clone
 from pipetrain.compute.optimizer.slots import Slot
 from pipetrain.compute.optimizer.update import Update
-from pipetrain.schemes.table import UpdateRule
+from pipetrain.schemes.scheme import UpdateRule
 
 LossFunction = Callable[[Any, list[tf.Tensor], Any], tf.Tensor]
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from pipetrain.compute.optimizer.rates import Rescaled
 from pipetrain.compute.optimizer.spikes import SpikeCompensated
-from pipetrain.schemes.table import UpdateRule
+from pipetrain.schemes.scheme import UpdateRule
 
 
 def clone(

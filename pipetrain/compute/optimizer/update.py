@@ -15,7 +15,7 @@ from pipetrain.compute.optimizer.slots import Slot, slots
 from pipetrain.compute.optimizer.spikes import SpikeCompensated
 from pipetrain.compute.optimizer.velocity import velocity_of
 from pipetrain.schemes.prediction import decayed, predict
-from pipetrain.schemes.table import UpdateRule
+from pipetrain.schemes.scheme import UpdateRule
 
 LEAST_DECAY = 1e-12  # ``decayed`` divides by it
 

@@ -1,0 +1,98 @@
+"""The thread of one device: walks its order of actions, waiting for each action's inputs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+import tensorflow as tf
+
+from pipetrain.compute.cores import pin
+from pipetrain.run.control import Control
+from pipetrain.run.mailbox import Closed
+from pipetrain.run.stage_work import StageWork
+from pipetrain.schemes.actions import Action, Op
+from pipetrain.schemes.schedules import fused
+from pipetrain.schemes.scheme import Scheme
+from pipetrain.trace.trace import Span
+
+STARTS_S = 5.0  # a thread that has not begun so long after it was asked to never will
+
+
+class DeviceThread(threading.Thread):
+    """Carries out what the schedule has for one device, from one start of the pipeline to one drain.
+
+    Args:
+        device: its number in the schedule.
+        devices: how many the schedule has.
+        stages: one replica of each of the device's stages, in their order.
+        scheme: whose schedule it walks.
+        control: what all threads share.
+    """
+
+    def __init__(
+        self, device: int, devices: int, stages: Sequence[StageWork], scheme: Scheme, control: Control
+    ) -> None:
+        super().__init__(name=f"pipetrain {' and '.join(str(stage.identity) for stage in stages)}", daemon=True)
+        self.stages = list(stages)
+        self.spans: list[Span] = []
+        self.busy_s = 0.0
+        self._place, self._scheme, self._control = (device, devices), scheme, control
+        self._by_number = {stage.identity.stage: stage for stage in stages}
+        self._at: StageWork = stages[0]
+
+    def ended(self) -> None:
+        """Wait until the thread has ended, if it was ever started: an interrupt may have come while it was."""
+        until_s = time.monotonic() + STARTS_S
+        while self.ident is None and self in threading.enumerate() and time.monotonic() < until_s:
+            time.sleep(1e-3)
+        if self.ident is not None:
+            self.join()
+
+    def run(self) -> None:
+        """The thread's body. An exception stops the pipeline and is kept for its caller."""
+        try:
+            pin(self._at.device)
+            with tf.device(self._at.device):
+                for action in self._actions():
+                    self._act(action)
+        except Closed:
+            pass
+        except BaseException as error:
+            self._control.fail(error, f"Raised in {self._at.doing()}")
+
+    def _actions(self) -> Iterator[Action]:
+        """The device's order. Where nobody waits to have the times of either, the last stage's F and B are one call."""
+        actions = self._scheme.schedule.order(*self._place, self._arrivals())
+        last = self.stages[-1].identity.stages - 1
+        return fused(actions, last) if last in self._by_number and not self._control.waits else actions
+
+    def _arrivals(self) -> Iterator[range]:
+        """The schedule's groups, as their first microbatches arrive at the device's first stage."""
+        last = -1
+        while (microbatch := self.stages[0].arriving()) is not None:
+            last = microbatch.group[-1]
+            yield microbatch.group
+        for stage in self.stages:
+            stage.ends_after(last)
+
+    def _act(self, action: Action) -> None:
+        stage = self._at = self._by_number[action.stage]
+        received = stage.receive(action)
+        self._control.rest()
+        start_s, version = time.perf_counter(), stage.version
+        middle_s = stage.perform(action, received)
+        end_s = time.perf_counter()
+        self.busy_s += end_s - start_s
+        if action.op == "FB":
+            middle_s = end_s if middle_s is None else min(max(start_s, middle_s), end_s)  # the clock may be set anew
+            self._record("F", action, version, start_s, middle_s)
+            self._record("B", action, version, middle_s, end_s)
+        else:
+            self._record(action.op, action, version, start_s, end_s)
+
+    def _record(self, op: Op, action: Action, version: int, start_s: float, end_s: float) -> None:
+        _, stage, microbatch = action
+        device, replica = self._at.device, self._at.identity.replica
+        self.spans.append(Span(op, stage, microbatch, device, start_s, end_s, version, replica))

@@ -1,0 +1,269 @@
+"""One replica of one stage at work: what each operation computes, reads, sends and updates."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from pipetrain.compute.functions.inference import Replica
+from pipetrain.compute.functions.penalties import as_mean
+from pipetrain.compute.functions.stage import BackwardResult, Forward, Inputs, SavedForBackward, Step
+from pipetrain.compute.functions.weight_binding import Newest
+from pipetrain.run.channels import Channels, take
+from pipetrain.run.control import Control
+from pipetrain.run.messages import Microbatch, Output, Updated
+from pipetrain.schemes.actions import Action
+from pipetrain.schemes.scheme import Scheme
+from pipetrain.schemes.splitting import rows_of
+from pipetrain.schemes.weight_versions import WeightVersions
+from pipetrain.trace.trace import Transfer
+
+
+class StageId(NamedTuple):
+    """Which replica of which stage this is, and of how many."""
+
+    stage: int
+    stages: int
+    replica: int
+    replicas: int
+
+    def __str__(self) -> str:
+        return f"stage {self.stage}" + (f", replica {self.replica}" if self.replicas > 1 else "")
+
+
+class StageWork:
+    """One replica of one stage, from one start of a pipeline to one drain.
+
+    Whoever has it calls, for each of its actions in the schedule's order, ``receive`` and then ``perform``; what they
+    compute goes to the neighbouring stages and to the caller.
+
+    Args:
+        identity: which replica of which stage.
+        stage: its functions and weights.
+        scheme: which weights are read.
+        microbatches: of a minibatch.
+        channels: what comes in and goes out.
+        control: where it reports.
+    """
+
+    def __init__(
+        self,
+        identity: StageId,
+        stage: Replica,
+        scheme: Scheme,
+        microbatches: int,
+        channels: Channels,
+        control: Control,
+    ) -> None:
+        self.identity, self.device = identity, stage.device
+        self.most_in_flight = 0
+        self._stage, self._channels, self._control = stage, channels, control
+        self._synchronous, self._trains = not scheme.asynchronous, scheme.trains
+        self._versions = WeightVersions(
+            scheme, *identity[:2], microbatches, Newest, lambda ahead: stage.weights(Newest(ahead))
+        )
+        self._in_flight: dict[int, tuple[Microbatch, SavedForBackward | None]] = {}
+        self._gradients: list[Any] | None = None
+        self._operations = {"F": self._forward, "B": self._backward, "FB": self._forward_backward}
+        self._last: int | None = None  # the last microbatch of all, once that is known
+        self._forwarded = -1  # the last one that has gone forward
+        self._now: tuple[Microbatch, tuple[Action, ...]] | None = None
+
+    @property
+    def version(self) -> int:
+        """The version of the weights: updates made since the start."""
+        return self._versions.version
+
+    def transfers(self) -> Iterator[Transfer]:
+        """What was sent, and the sums that it shared in."""
+        stage, _, replica, _ = self.identity
+        if self._channels.below:
+            yield from self._channels.below.transfers("F", stage, stage + 1)
+        if self._channels.above:
+            yield from self._channels.above.transfers("B", stage, stage - 1)
+        yield from self._channels.reduction.transfers(stage, replica)
+
+    def arriving(self) -> Microbatch | None:
+        """The next microbatch to come, left in place; None when no more will. Waits for it."""
+        return self._channels.inbox.peek()
+
+    def ends_after(self, microbatch: int) -> None:
+        """No microbatches come after this one: the stage below learns it when it has been given the last."""
+        self._last = microbatch
+        self._close_if_done()
+
+    def _close_if_done(self) -> None:
+        if self._channels.below and self._last is not None and self._forwarded >= self._last:
+            self._channels.below.close()
+            self._last = None
+
+    def receive(self, action: Action) -> Any:
+        """What the action needs of other stages: a microbatch, or the gradients of what it sent. Waits for it."""
+        needed = action.operation.needs[0].value
+        if needed == "outputs":
+            return self._channels.inbox.get()
+        return self._channels.returns.get() if self._channels.below else None
+
+    def perform(self, action: Action, received: Any) -> float | None:
+        """The action itself; of FB, when the forward was done, if that is known."""
+        microbatch = self._in_flight[action.microbatch][0] if action.op == "B" else received
+        self._now = microbatch, (action,)
+        middle_s = self._operations[action.op](action, received)
+        self._finish()
+        return middle_s
+
+    def _finish(self) -> None:
+        """Before the clock is read, and before anything is handed over, which so is there."""
+        self._control.finish(self.device)
+
+    def _forward(self, action: Action, microbatch: Microbatch) -> None:
+        below = self._channels.below
+        weights = self._versions.forward(microbatch.index)
+        if self._stage.recompute and not self._versions.lasts(microbatch.index):
+            weights = self._stage.weights(weights)
+        result, output, loss = None, None, None
+        if microbatch.values is not None:
+            result = self._stage.forward(weights, *self._inputs(microbatch))
+            output, loss = result.output, result.loss
+        microbatch = self._passed(microbatch, result)
+        if self._trains:
+            self._in_flight[microbatch.index] = (microbatch, result and result.kept)
+            self.most_in_flight = max(self.most_in_flight, len(self._in_flight))
+        if below:
+            sent = self._with_part_of_penalty(microbatch)
+            self._finish()
+            below.send(sent.with_values, output, microbatch.rows, microbatch.index)
+            self._forwarded = microbatch.index
+            self._close_if_done()
+        else:
+            self._control.report(Output(self._shared(microbatch), self.identity.replica, loss, output))
+
+    def _backward(self, action: Action, returned: list[tf.Tensor] | None) -> None:
+        microbatch, kept = self._in_flight.pop(action.microbatch)
+        weights = self._versions.backward(microbatch.index)
+        pulled = None if kept is None else self._pull(microbatch, weights, kept, returned)
+        del weights, kept  # held by nobody, the variables' buffers are updated in place
+        self._pass_on(microbatch, pulled)
+
+    def _forward_backward(self, action: Action, microbatch: Microbatch) -> float | None:
+        """Both as one call, which reads the weights once; one after the other where they read different ones.
+
+        Gives when the forward was done, if that is known.
+        """
+        forward, backward = action._replace(op="F"), action._replace(op="B")
+        self._now = microbatch, (forward,)
+        if microbatch.values is None or not self._versions.lasts(microbatch.index):
+            self._forward(forward, microbatch)
+            middle_s = time.perf_counter()
+            self._now = microbatch, (backward,)
+            self._backward(backward, None)
+            return middle_s
+        weights = self._versions.forward(microbatch.index)
+        self._versions.backward(microbatch.index)  # the same
+        self.most_in_flight = max(self.most_in_flight, len(self._in_flight) + 1)
+        inputs = self._inputs(microbatch)
+        self._now = microbatch, (forward, backward)
+        result = self._pull(microbatch, weights, inputs, None)
+        del weights, inputs
+        self._now = microbatch, (backward,)
+        done = self._shared(self._passed(microbatch, result.forward))
+        self._control.report(Output(done, self.identity.replica, result.forward.loss, result.forward.output))
+        self._pass_on(microbatch, result)
+        return result.forward_end_s
+
+    def _passed(self, microbatch: Microbatch, result: Forward | None) -> Microbatch:
+        """The microbatch after this stage's forward, with its layers' own losses."""
+        if result is None or result.penalty is None:
+            return microbatch.passed(None)
+        return microbatch.passed(as_mean(result.penalty, self._shared(microbatch).share))
+
+    def _inputs(self, microbatch: Microbatch) -> Inputs:
+        last = self._channels.below is None
+        targets = take(microbatch.targets, self._mine(microbatch), microbatch.rows) if last else None
+        return Inputs(microbatch.values, targets)
+
+    def _pull(
+        self, microbatch: Microbatch, weights: Any, given: SavedForBackward | Inputs, returned: list[tf.Tensor] | None
+    ) -> BackwardResult:
+        """The stage's backward, with what goes into the same call; what gradients it leaves are kept for the next."""
+        mine = self._shared(microbatch)
+        starts = [mine.loss_share] if returned is None else returned
+        step = self._begin_update(microbatch) if self._updates_by(microbatch) else None
+        total, self._gradients = self._gradients, None
+        pulled = self._stage.backward(weights, given, starts, mine.share, total, step)
+        self._gradients = pulled.gradients
+        return pulled
+
+    def _pass_on(self, microbatch: Microbatch, pulled: BackwardResult | None) -> None:
+        """The inputs' gradients go up, and with its last microbatch's a minibatch's are used."""
+        self._finish()
+        if self._channels.above:
+            by_input = None if pulled is None else pulled.by_input
+            self._channels.above.send(lambda values: values, by_input, microbatch.rows, microbatch.index)
+        if pulled is not None and pulled.gradients is None:
+            self._updated()
+        elif microbatch.index == microbatch.group[-1]:
+            self._update(microbatch)
+
+    def _updates_by(self, microbatch: Microbatch) -> bool:
+        """Whether the minibatch's gradients are complete with this one's, and no other stage or replica needs them."""
+        alone = self.identity.replicas == 1 and self._channels.norm is None
+        return alone and microbatch.index == microbatch.group[-1] and bool(self._stage.variables)
+
+    def _begin_update(self, microbatch: Microbatch) -> Step:
+        """Keeps the weights that are still read."""
+        step = Step(microbatch.learning_rate, self._versions.staleness(microbatch.index))
+        self._versions.before_update()
+        return step
+
+    def _update(self, microbatch: Microbatch) -> None:
+        step = self._begin_update(microbatch)
+        stage, _, replica, _ = self.identity
+        gradients, self._gradients = self._channels.reduction.sum(replica, self._gradients, microbatch.index), None
+        squares = self._channels.norm.squares(stage, replica, gradients) if self._channels.norm else None
+        self._stage.update(gradients, step, squares)
+        self._updated()
+
+    def _updated(self) -> None:
+        stage, _, replica, _ = self.identity
+        version = self._versions.version
+        wanted = replica == 0 and self._control.wants_snapshot(version)
+        snapshot = self._stage.snapshot() if wanted else None
+        if self._synchronous or wanted:  # else nobody waits for it, and waking the caller costs
+            self._control.report(Updated(stage, replica, version, snapshot))
+
+    def _mine(self, microbatch: Microbatch) -> range:
+        return rows_of(microbatch.rows, self.identity.replica, self.identity.replicas)
+
+    def _shared(self, microbatch: Microbatch) -> Microbatch:
+        """The microbatch with the share of the minibatch that this replica's rows are."""
+        if self.identity.replicas == 1:
+            return microbatch
+        return microbatch._replace(share=microbatch.share * self._fraction(microbatch))
+
+    def _fraction(self, microbatch: Microbatch) -> float:
+        """The part of the microbatch's rows that are this replica's."""
+        return len(self._mine(microbatch)) / microbatch.rows if microbatch.rows else 1 / self.identity.replicas
+
+    def _with_part_of_penalty(self, microbatch: Microbatch) -> Microbatch:
+        """The microbatch with what this replica contributes to the penalty of all replicas' rows."""
+        if microbatch.penalty is None or self.identity.replicas == 1:
+            return microbatch
+        return microbatch._replace(penalty=microbatch.penalty * self._fraction(microbatch))
+
+    def doing(self) -> str:
+        """For people: what this stage was doing."""
+        if self._now is None:
+            return f"{self.identity} before its first action."
+        microbatch, actions = self._now
+        if len(actions) > 1 and (had_run := self._stage.had_run()) is not None:
+            actions = (actions[had_run],)
+        kind = " or ".join(action.operation.about for action in actions)
+        which = f"minibatch {microbatch.minibatch}"
+        if len(microbatch.group) > 1:
+            which += f", microbatch {microbatch.index - microbatch.group[0]}"
+        names = " or ".join(map(str, actions))
+        return f"{self.identity}, {kind} of {which} (action {names})."
