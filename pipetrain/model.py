@@ -56,7 +56,7 @@ class PipelineModel(keras.Model):
         stages: how many stages (the model is then profiled and cut at the first ``fit``, for inputs like those of its
             first minibatch), or a ``Partition``. By default one per device. ``single`` always uses one.
         scheme: ``single``, ``data-parallel``, ``vanilla``, ``weight-stashing``, ``vertical-sync``, ``spectrain``,
-            ``spike-compensation``, ``2bw``, ``gpipe`` or ``1f1b``.
+            ``spike-compensation``, ``2bw``, ``gpipe`` or ``1f1b``; or a ``pipetrain.schemes.Scheme`` of one's own.
         cuts: instead of ``stages``, the name of the last layer of every stage but the final one.
         devices: TensorFlow devices, such as ``("CPU:0", "CPU:1")``; by default those of the workers that the program
             has joined, else all logical CPU devices if there are several, else all GPUs. Fewer devices than stages:
@@ -91,7 +91,7 @@ class PipelineModel(keras.Model):
         self,
         model: keras.Model,
         stages: int | Partition | None = None,
-        scheme: str = "spectrain",
+        scheme: str | Scheme = "spectrain",
         *,
         cuts: Sequence[str] | None = None,
         devices: Sequence[str] | None = None,
@@ -103,31 +103,33 @@ class PipelineModel(keras.Model):
         rescale_steps: int | None = None,
         name: str | None = None,
     ) -> None:
-        check_name(scheme)
+        name_of_scheme = check_name(scheme)
         check_options(scheme, horizon, spike_compensation, rescale_steps)
         checks.check_microbatches(microbatches)
         checks.check_replicas(scheme, replicas)
         devices = resolve(devices)
-        layout = Placement(model, stages, cuts, devices, replicas)
         engine: Any
         self._chosen: Scheme | None = None
-        if scheme == DATA_PARALLEL:
+        if name_of_scheme == DATA_PARALLEL:
+            layout = Placement(model, stages, cuts, devices, replicas)
             layout.training = Training("single")
             engine = DataParallelStrategy(model, layout)
         else:
             checks.check_model(model)
+            self._chosen = chosen_scheme(scheme, horizon, spike_compensation, rescale_steps)
+            layout = Placement(model, stages, cuts, devices, replicas, self._chosen.schedule)
             checks.check_precision(layout.chain.blocks)
             if scheme == "single":
                 layout = Placement(model, 1, None, devices)
-            self._chosen = chosen_scheme(scheme, horizon, spike_compensation, rescale_steps)
-            pieces = checks.checked_pieces(microbatches, scheme, self._chosen, layout.stages)
+            pieces = checks.checked_pieces(microbatches, self._chosen, layout.stages)
+            checks.check_schedule(self._chosen, layout.stages, pieces)
             layout.training = Training(scheme, microbatches=pieces, recompute=recompute, horizon=horizon)
             engine = PipelineStrategy(model, layout, self._chosen)
         with engine.strategy.scope():
             super().__init__(name=name or model.name)
         # Keras searches attributes for layers: ``inner`` is what it finds, the engine is nothing to it.
         self.inner, self._engine = engine.trained, engine
-        self.scheme, self.snapshot_every = scheme, 0
+        self.scheme, self.snapshot_every = name_of_scheme, 0
         self.options = {"horizon": horizon, "spike_compensation": spike_compensation, "rescale_steps": rescale_steps}
         self.resumption = FitSession(self, engine)
         self._fitting, self._evaluating = False, False

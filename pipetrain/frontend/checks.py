@@ -16,8 +16,10 @@ from pipetrain.compute.graph.blocks import Block, in_order
 from pipetrain.compute.graph.segment import adapted
 from pipetrain.compute.optimizer.spikes import check_compensable
 from pipetrain.compute.optimizer.velocity import check_predictable
+from pipetrain.schemes.schedules import groups_of
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.table import DATA_PARALLEL
+from pipetrain.schemes.validation import check
 
 DEFAULT_ROWS = 32  # Keras' batch size where none is given
 DEFAULT_MICROBATCHES = 4
@@ -39,7 +41,7 @@ def check_optimizer(optimizer: keras.optimizers.Optimizer, scheme: str, chosen: 
     ``chosen`` is the scheme of this name, None for data-parallel.
     """
     name, pipelined = type(optimizer).__name__, chosen is not None
-    apart = chosen is not None and stages > 1 and chosen.asynchronous
+    apart = chosen is not None and stages > 1 and (chosen.asynchronous or chosen.schedule.chunks > 1)
     refused = {
         "global_clipnorm": (
             apart,
@@ -308,15 +310,28 @@ def check_microbatches(microbatches: Any) -> None:
         raise ValueError(f"A batch has at least one microbatch. Received: microbatches={microbatches!r}. Try 4.")
 
 
-def checked_pieces(microbatches: int | None, name: str, scheme: Scheme, stages: int) -> int:
+def check_schedule(scheme: Scheme, stages: int, microbatches: int) -> None:
+    """Raise ScheduleError, a ValueError, for an order of actions that cannot run, and ValueError for halves of B."""
+    check(scheme, stages, microbatches)
+    devices, groups = scheme.schedule.devices(stages), groups_of(1, microbatches)
+    actions = [each for device in range(devices) for each in scheme.schedule.order(device, devices, groups)]
+    halves = next((each for each in actions if each.op not in ("F", "B")), None)
+    if halves is not None:
+        raise ValueError(
+            f"Training carries out F and B; other operations can be planned and simulated. Received: {halves} in the "
+            f"schedule of {scheme.name!r}. Try B where it has I and W, or FB."
+        )
+
+
+def checked_pieces(microbatches: int | None, scheme: Scheme, stages: int) -> int:
     """How many microbatches a minibatch is split into. Raises ValueError for too few of them."""
     if not scheme.splits:
         return 1
     least = scheme.least_microbatches(stages)
     if microbatches is not None and microbatches < least:
         raise ValueError(
-            f"{name!r} needs at least as many microbatches as there are stages but one: fewer do not give it its "
-            f"weights in time. Received: microbatches={microbatches}, {stages} stages. Try microbatches={stages}."
+            f"{scheme.name!r} needs at least as many microbatches as there are stages but one: fewer do not give it "
+            f"its weights in time. Received: microbatches={microbatches}, {stages} stages. Try microbatches={stages}."
         )
     return microbatches or max(DEFAULT_MICROBATCHES, stages if least > 1 else 1)
 

@@ -21,7 +21,9 @@ from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import partition, plan
 from pipetrain.plan.profile import Profile
 from pipetrain.plan.stages import DEFAULT_TRAINING, Partition
+from pipetrain.schemes.schedules import Schedule
 from pipetrain.schemes.scheme import Scheme
+from pipetrain.schemes.table import ONE_FORWARD_ONE_BACKWARD
 
 
 class Placement:
@@ -33,6 +35,7 @@ class Placement:
         cuts: the last layer of every stage but the final one, instead of ``stages``.
         devices: full TensorFlow device names.
         replicas: how many devices each stage has; None for those of a ``Partition``, or one.
+        schedule: how many stages a device has, and which.
         training: how it is trained, which decides on the memory that stages need; may be set later.
 
     ``shapes`` are those of the inputs, as far as anything has told what the model leaves open; None if nothing has.
@@ -49,9 +52,10 @@ class Placement:
         cuts: Sequence[str] | None,
         devices: Sequence[str],
         replicas: Sequence[int] | None = None,
+        schedule: Schedule = ONE_FORWARD_ONE_BACKWARD,
         training: Training = DEFAULT_TRAINING,
     ) -> None:
-        self.chain, self.training = Chain(model), training
+        self.chain, self.training, self._schedule = Chain(model), training, schedule
         if not self.chain.blocks:
             raise ValueError(f"There is nothing to cut. Received: model={model.name!r} without layers. Try one with.")
         self.shapes = shapes_of_model(model)
@@ -78,10 +82,23 @@ class Placement:
                 f"The cuts make {self.stages} stages. Received: stages={stages}, cuts={cuts!r}. Try leaving stages out."
             )
         self.replicas = _checked_replicas(replicas, self.stages)
-        self._devices = assign(devices, sum(self.replicas))
+        self._devices = self._assigned(devices)
         if self._partition is not None:  # which may have left some out, to begin a stage on the next host
             planned = [stage.device + n for stage in self._partition.stages for n in range(stage.replicas)]
             self._devices = [devices[n] for n in planned] if max(planned) < len(devices) else self._devices
+
+    def _assigned(self, devices: Sequence[str]) -> list[str]:
+        """The device of each stage's replicas, in order. Raises ValueError for stages that the schedule cannot have."""
+        count = self._schedule.devices(self.stages)
+        if self._schedule.chunks == 1:
+            return assign(devices, sum(self.replicas))
+        if max(self.replicas) > 1:
+            raise ValueError(
+                f"A schedule of {self._schedule.chunks} stages a device has no replicas. Received: "
+                f"replicas={self.replicas}. Try replicas=None, or a schedule of one stage a device."
+            )
+        on = assign(devices, count)
+        return [on[self._schedule.place(stage, count)] for stage in range(self.stages)]
 
     def adopt(self, ends: Sequence[int]) -> bool:
         """Take over another run's cuts where nothing but a profile has decided on as many; whether they are new."""
@@ -120,7 +137,8 @@ class Placement:
 
     def _checked_count(self, stages: object, devices: int) -> int:
         blocks = len(self.chain.blocks)
-        count = min(devices, blocks) if stages is None else stages
+        chunks = self._schedule.chunks
+        count = max(1, min(devices, blocks // chunks)) * chunks if stages is None else stages
         if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= blocks:
             raise ValueError(
                 f"The model {self.chain.model.name!r} has {blocks} layers, each in one stage"
@@ -130,7 +148,7 @@ class Placement:
 
     def explanation(self, batch_size: int) -> str:
         """For people: the cut of the model, and what other ways to train it on as many devices would come to."""
-        measured, devices = self._profile(batch_size, True), sum(self.replicas)
+        measured, devices = self._profile(batch_size, True), self._schedule.devices(sum(self.replicas))
         advice = advise(measured, devices, described(self._devices), self.training)
         return "\n\n".join(filter(None, [f"{self.partition(batch_size)}", advice.comparison(), measured.warning]))
 
@@ -149,7 +167,8 @@ class Placement:
         cluster, training = described(self._devices), self.training
         if self._ends:
             return plan(measured, self._ends, cluster, self.replicas, training)
-        return partition(measured, sum(self.replicas), cluster, replicas=self.replicas, training=training)
+        devices = self._schedule.devices(sum(self.replicas))
+        return partition(measured, devices, cluster, replicas=self.replicas, training=training)
 
     @property
     def ends(self) -> list[int] | None:

@@ -58,18 +58,20 @@ def advise(
     devices' memory.
     """
     cluster, training = cluster or Cluster(), training or DEFAULT_TRAINING
+    unsplit = training if training.chosen.schedule.chunks == 1 else training.under("single")
     ways: dict[str, Partition | None] = {"single": None}
     if num_devices > 1:
         ways["data-parallel"] = None
     for replicas in range(1, num_devices + 1):
-        _keep_faster(ways, plan(profile, [len(profile.blocks)], cluster, [replicas], training), cluster)
+        _keep_faster(ways, plan(profile, [len(profile.blocks)], cluster, [replicas], unsplit), cluster)
+    chunks = training.chosen.schedule.chunks
     try:
-        stages = min(num_devices, len(profile.blocks))
-        _keep_faster(ways, partition(profile, stages, cluster, training=training), cluster)
+        devices = min(num_devices, len(profile.blocks) // chunks)
+        _keep_faster(ways, partition(profile, devices, cluster, training=training), cluster)
     except NoPlan:
         ways["pipeline"] = None
-    # of the ways with replicas too, it may be any: it raises if there is none
-    _keep_faster(ways, partition(profile, num_devices, cluster, replicate=True, training=training), cluster)
+    if chunks == 1:  # of the ways with replicas too, it may be any: it raises if there is none
+        _keep_faster(ways, partition(profile, num_devices, cluster, replicate=True, training=training), cluster)
     possible = {name: way for name, way in ways.items() if way is not None}
     fastest = max(way.samples_per_second for way in possible.values())
     recommended = next(
