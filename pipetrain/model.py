@@ -115,9 +115,9 @@ class PipelineModel(keras.Model):
             layout.training = Training("single")
             engine = DataParallelStrategy(model, layout)
         else:
-            checks.check_model(model)
             self._chosen = chosen_scheme(scheme, horizon, spike_compensation, rescale_steps)
             layout = Placement(model, stages, cuts, devices, replicas, self._chosen.schedule)
+            checks.check_model(model)
             checks.check_precision(layout.chain.blocks)
             if scheme == "single":
                 layout = Placement(model, 1, None, devices)
