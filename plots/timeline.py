@@ -22,7 +22,13 @@ from pipetrain.trace.idle import IdleSpan, pauses
 from pipetrain.trace.trace import Span, Spans, Trace
 from plots.style import save
 
-FILL = {"F": "#56B4E9", "B": "#E69F00"}
+FILL = {"F": "#56B4E9", "B": "#E69F00", "I": "#F0E442", "W": "#009E73"}
+OPERATIONS = {
+    "F": "forward",
+    "B": "backward and update",
+    "I": "gradients of inputs",
+    "W": "gradients of weights, and update",
+}
 IDLE: dict[str, dict[str, Any]] = {
     "transfer": {"facecolor": "#F3D9E7", "edgecolor": "#CC79A7", "hatch": "//////"},
     "imbalance": {"facecolor": "#E3E3E3", "edgecolor": "#E3E3E3"},
@@ -66,7 +72,8 @@ def draw(trace: Trace, output: Path, first: int = 0, minibatches: int = 12, titl
     pieces = " or microbatch" if _has_pieces(trace.spans) else ""
     axes.set_xlabel(f"milliseconds\n{CAPTION.format(pieces=pieces)}")
     axes.set_yticks(range(len(rows)), trace.row_names())
-    handles = [Patch(color=FILL["F"], label="forward"), Patch(color=FILL["B"], label="backward and update")]
+    done = {*shown.op.tolist()}
+    handles = [Patch(color=FILL[op], label=about) for op, about in OPERATIONS.items() if op in done]
     causes = {each.cause for each in idle}
     handles += [Patch(**IDLE[cause], linewidth=0, label=LABELS[cause]) for cause in IDLE if cause in causes]
     figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), frameon=False)

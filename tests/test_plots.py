@@ -253,3 +253,12 @@ def test_a_run_too_short_to_be_validated_has_no_curves(tmp_path):
     assert run.pictures(folder, summaries).endswith(f"report.py {folder}\n{folder / 'learning_curves.png'}")
     (folder / "gpipe" / "history.jsonl").write_text("")
     assert run.pictures(folder, summaries) == f"All figures on one page: python plots/report.py {folder}"
+
+
+def test_the_pictures_of_schedules_are_drawn(tmp_path, monkeypatch, capsys):
+    from plots import schedules
+
+    monkeypatch.setattr("sys.argv", ["schedules.py", "--output", str(tmp_path)])
+    schedules.main()
+    drawn = sorted(path.name for path in tmp_path.iterdir())
+    assert drawn == ["1f1b.png", "1f1b.svg", "gpipe.png", "gpipe.svg", "spectrain.png", "spectrain.svg"]
