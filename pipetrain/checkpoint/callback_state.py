@@ -6,18 +6,11 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-import keras
 import numpy as np
 
 from pipetrain.checkpoint.arrays import array_of
 from pipetrain.checkpoint.store import Checkpoint
-
-# What Keras' own callbacks remember, by the names of their attributes.
-REMEMBERED = {
-    keras.callbacks.EarlyStopping: ("wait", "best", "best_epoch", "best_weights", "stopped_epoch"),
-    keras.callbacks.ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),
-    keras.callbacks.ModelCheckpoint: ("best", "_batches_seen_since_last_saving", "_last_batch_seen"),
-}
+from pipetrain.compute.keras_private import CALLBACK_STATE
 
 
 def remembered(callbacks: list[Any]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -49,7 +42,7 @@ def recall(callbacks: list[Any], found: Checkpoint) -> None:
 def _attributes(callbacks: list[Any]) -> Iterator[tuple[str, Any, str]]:
     """Key, callback and attribute of what Keras' own callbacks remember."""
     for key, callback in _named(callbacks):
-        for kind, names in REMEMBERED.items():
+        for kind, names in CALLBACK_STATE.items():
             if isinstance(callback, kind):
                 yield from ((f"{key}/{name}", callback, name) for name in names)
 

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from pipetrain.compute import keras_private
 from pipetrain.compute.profiling.progress import Progress
 
 PASSED_UNREAD = ("ArrayDataAdapter", "TFDatasetAdapter")  # whose every epoch reads anew
@@ -24,10 +25,10 @@ def start_at(epoch_iterator: Any, position: Position, first_epoch: int) -> None:
     Of the epochs before it, whatever decides on the order of later ones happens again: iterators are made, generators
     are read, a PyDataset is told of its epochs. ``first_epoch`` is the one that ``fit`` would begin with.
     """
-    enumerate_epoch = epoch_iterator._enumerate_iterator
+    enumerate_epoch = keras_private.steps_of(epoch_iterator)
 
     def resumed() -> Iterator[Any]:
-        del epoch_iterator._enumerate_iterator  # the next epochs are Keras' own
+        keras_private.set_steps(epoch_iterator, None)  # the next epochs are Keras' own
         progress = Progress("Passing over the data of epochs that are done", position.epoch - first_epoch)
         for epoch in range(first_epoch, position.epoch):
             _pass_over(epoch_iterator, enumerate_epoch())
@@ -45,7 +46,7 @@ def start_at(epoch_iterator: Any, position: Position, first_epoch: int) -> None:
                 ) from None
         yield from steps
 
-    epoch_iterator._enumerate_iterator = resumed
+    keras_private.set_steps(epoch_iterator, resumed)
 
 
 def _pass_over(epoch_iterator: Any, steps: Iterator[Any]) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from pipetrain.checkpoint.arrays import Arrays, array_of, check_weights, numbered
 from pipetrain.checkpoint.position import Position, start_at
+from pipetrain.compute.keras_private import set_initial_epoch
 from pipetrain.compute.optimizer.rates import is_scheduled
 from pipetrain.run.window import never
 
@@ -49,7 +50,8 @@ class FitSession:
 
     def end(self) -> None:
         """The end of ``fit``, whichever it is."""
-        self._model._initial_epoch, self.rests, self.at_end, self.stopped = None, never, None, False
+        set_initial_epoch(self._model, None)
+        self.rests, self.at_end, self.stopped = never, None, False
         self.exits.close()
 
     def steps_left(self, steps: int | None) -> int | None:
@@ -111,7 +113,8 @@ class FitSession:
         if self._begun_rate is not None and about["begun_rate"] == self._begun_rate:  # else the user has set another
             self._model.optimizer.learning_rate = about["epoch_rate"]
             self._rate_within = about["learning_rate"] if position.step else None
-        self._model._initial_epoch, self._steps_done = position
+        epoch, self._steps_done = position
+        set_initial_epoch(self._model, epoch)
         start_at(self.epoch_iterator, position, self._first_epoch)
         return missing
 

@@ -12,7 +12,8 @@ import tensorflow as tf
 from pipetrain.checkpoint.arrays import Arrays, assign, collected
 from pipetrain.compute.cores import is_remote
 from pipetrain.compute.graph.input_shapes import Shapes
-from pipetrain.compute.optimizer.adoption import Part, built, copy, weights_of, with_frozen
+from pipetrain.compute.keras_private import weights_of
+from pipetrain.compute.optimizer.adoption import Part, built, copy, with_frozen
 from pipetrain.compute.optimizer.clone import clone
 from pipetrain.compute.optimizer.slots import Slot, slots
 from pipetrain.frontend import checks

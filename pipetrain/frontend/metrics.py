@@ -12,7 +12,7 @@ import tensorflow as tf
 from pipetrain.compute.functions.stage import BoundaryTensors
 from pipetrain.compute.functions.undone import undone
 from pipetrain.compute.functions.weight_binding import any_rows, direct
-from pipetrain.compute.graph.segment import set_mask
+from pipetrain.compute.keras_private import set_mask
 from pipetrain.run.collector import Result
 from pipetrain.run.window import Minibatch
 

@@ -13,7 +13,8 @@ from pipetrain.checkpoint.arrays import Arrays, assign, collected
 from pipetrain.compute.functions.stage import LossFunction, Stage
 from pipetrain.compute.gc_pause import gc_paused
 from pipetrain.compute.graph.input_shapes import Shapes
-from pipetrain.compute.optimizer.adoption import Part, adopt, forget, weights_of
+from pipetrain.compute.keras_private import weights_of
+from pipetrain.compute.optimizer.adoption import Part, adopt, forget
 from pipetrain.compute.optimizer.rates import is_scheduled
 from pipetrain.compute.optimizer.slots import Slot
 from pipetrain.compute.optimizer.update import kinds_beside

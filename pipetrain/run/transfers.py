@@ -8,6 +8,7 @@ from functools import cache
 import tensorflow as tf
 
 from pipetrain.compute.cores import is_remote
+from pipetrain.compute.tensorflow_private import elements_of
 
 
 def transfer(tensor: tf.Tensor, device: str) -> tf.Tensor:
@@ -45,4 +46,4 @@ def size_bytes(tensors: Iterable[tf.Tensor | None]) -> int:
 
     A tensor that is asked for its shape gives up Python's lock for every dimension, for its elements' number once.
     """
-    return sum(each._num_elements() * each.dtype.size for each in tensors if each is not None)
+    return sum(elements_of(each) * each.dtype.size for each in tensors if each is not None)

@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from pipetrain.compute.functions.flattening import packer, unpacker
+from pipetrain.compute.tensorflow_private import number_of, run_after, waiting_for
 
 SOURCES = ("ReadVariableOp", "Placeholder", "Const")  # which take no time
 SAME_BUFFER = ("Identity", "Reshape", "ExpandDims", "Squeeze", "StopGradient")
@@ -94,10 +95,10 @@ def made_when_needed(tensors: Sequence[tf.Tensor]) -> None:
         if not readers:
             continue
         # Made first, it comes after nothing that needs the tensor: no circles.
-        first = min(readers, key=_number)
+        first = min(readers, key=number_of)
         awaited = [each.op for each in first.inputs if each.ref() not in known and each.op.type not in SOURCES]
         for operation in _only_for(tensor):
-            operation._add_control_inputs(awaited)
+            run_after(operation, awaited)
 
 
 def updated_one_by_one(gradients: Sequence[Any], weights: Sequence[tf.Tensor], handles: Sequence[tf.Tensor]) -> None:
@@ -111,7 +112,7 @@ def updated_one_by_one(gradients: Sequence[Any], weights: Sequence[tf.Tensor], h
     for weight, writing in zip(weights, updates, strict=True):
         readers = _readers(weight)
         for operation in writing:
-            operation._add_control_inputs(readers)
+            run_after(operation, readers)
     made = [
         (each.values if isinstance(each, tf.IndexedSlices) else each, writing)
         for each, writing in zip(gradients, updates, strict=True)
@@ -119,11 +120,11 @@ def updated_one_by_one(gradients: Sequence[Any], weights: Sequence[tf.Tensor], h
     ]
     needed: set[str] = set()  # for the updates so far
     before: list[tf.Operation] = []
-    for gradient, writing in sorted(made, key=lambda each: _number(origin(each[0]))):  # the last layer's first
+    for gradient, writing in sorted(made, key=lambda each: number_of(origin(each[0]))):  # the last layer's first
         own = _only_for(gradient)
         if not any(operation.name in needed for operation in own):  # else no update can come before it
             for operation in own:
-                operation._add_control_inputs(before)
+                run_after(operation, before)
         _add_needed(writing, needed)
         before = writing
 
@@ -136,7 +137,7 @@ def _add_needed(operations: Sequence[tf.Operation], needed: set[str]) -> None:
         earlier = [*(tensor.op for tensor in operation.inputs), *operation.control_inputs]
         for tensor in operation.inputs:
             if tensor.dtype == tf.resource:  # whose order TensorFlow sees to when all is traced
-                earlier += [each for each in tensor.consumers() if _number(each) < _number(operation)]
+                earlier += [each for each in tensor.consumers() if number_of(each) < number_of(operation)]
         for each in earlier:
             if each.name not in needed:
                 needed.add(each.name)
@@ -160,7 +161,7 @@ def _only_for(tensor: tf.Tensor) -> list[tf.Operation]:
     while waiting:
         for operation in (given.op for given in waiting.pop().inputs):
             readers = [each for output in operation.outputs for each in output.consumers()]
-            alone = all(each.name in found for each in (*readers, *operation._control_outputs))
+            alone = all(each.name in found for each in (*readers, *waiting_for(operation)))
             if alone and operation.name not in found:
                 found[operation.name] = operation
                 waiting.append(operation)
@@ -173,9 +174,3 @@ def origin(tensor: tf.Tensor) -> tf.Operation:
     while operation.type == "Identity":
         operation = operation.inputs[0].op
     return operation
-
-
-def _number(operation: tf.Operation) -> int:
-    """Operations are numbered as they are made."""
-    number: int = operation._id
-    return number

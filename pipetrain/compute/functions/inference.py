@@ -12,7 +12,8 @@ from pipetrain.compute.functions.penalties import summed_over_rows, total_penalt
 from pipetrain.compute.functions.split import specs
 from pipetrain.compute.functions.stage import BoundaryTensors, Forward, Stage, state_of
 from pipetrain.compute.functions.weight_binding import Newest, Weights, any_rows, direct
-from pipetrain.compute.graph.segment import Segment, mask_of
+from pipetrain.compute.graph.segment import Segment
+from pipetrain.compute.keras_private import mask_of
 
 
 class Inference:

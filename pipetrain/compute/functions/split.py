@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from pipetrain.compute.functions.graph_rewrite import operations
+from pipetrain.compute.tensorflow_private import body_of
 
 Run = Callable[[Sequence[tf.Tensor], Sequence[tf.Tensor], Sequence[tf.Tensor], Any], tuple[Sequence[tf.Tensor], Any]]
 
@@ -159,7 +160,7 @@ def _only_shape(inner: tf.Tensor, nested: Any) -> bool:
 def _origin(tensor: tf.Tensor) -> tf.Tensor:
     """Where a tensor comes from that a loop or a function hands on unchanged: a kernel is known as a weight there."""
     while tf.is_symbolic_tensor(tensor) and tensor.op.type in _BODIES:
-        body = tensor.graph._get_function(tensor.op.get_attr(_BODIES[tensor.op.type]).name).graph
+        body = body_of(tensor.graph, tensor.op.get_attr(_BODIES[tensor.op.type]).name)
         returned = _origin(body.outputs[tensor.value_index])
         while returned.op.type == "Identity":
             returned = _origin(returned.op.inputs[0])

@@ -17,7 +17,8 @@ from pipetrain.compute.functions.penalties import start_of, summed_over_rows, to
 from pipetrain.compute.functions.repeat import repeatable
 from pipetrain.compute.functions.split import SplitFunction, specs, split
 from pipetrain.compute.functions.weight_binding import BoundFunction, Newest, Weights, direct
-from pipetrain.compute.graph.segment import Segment, mask_of
+from pipetrain.compute.graph.segment import Segment
+from pipetrain.compute.keras_private import mask_of
 from pipetrain.compute.optimizer.adoption import Part
 from pipetrain.compute.optimizer.clipping import SQUARED_NORM, clipped, positive, squared_norm
 from pipetrain.compute.optimizer.clone import clone

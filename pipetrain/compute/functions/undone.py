@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from pipetrain.compute.keras_private import tracked_ids
+
 
 @contextmanager
 def undone(objects: Sequence[Any]) -> Iterator[None]:
@@ -29,5 +31,5 @@ def undone(objects: Sequence[Any]) -> Iterator[None]:
 def _copies(each: Any) -> list[tuple[Any, Any]]:
     """Every list of an object, and what its tracker knows, with a copy."""
     found = [value for value in vars(each).values() if type(value) is list]
-    found += each._tracker.stored_ids.values() if hasattr(each, "_tracker") else []
+    found += tracked_ids(each)
     return [(value, value.copy()) for value in found]

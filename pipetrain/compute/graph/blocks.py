@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from pipetrain.compute.graph.composite import composites
 from pipetrain.compute.graph.segment import Call, Segment, is_differentiable
+from pipetrain.compute.keras_private import call_node, history
 
 
 class Block(NamedTuple):
@@ -120,7 +121,7 @@ class Chain:
 def _check_outputs(model: keras.Model, composite: Sequence[str | None]) -> None:
     for tensor, kind in zip(model.outputs, composite, strict=True):
         if kind is not None:
-            operation = tensor._keras_history.operation.name
+            operation = history(tensor)[0].name
             raise ValueError(
                 f"An output of a model that is cut must be dense. Received: model={model.name!r}, whose output from "
                 f"{operation!r} is {kind}. Try {'to_tensor()' if kind == 'ragged' else 'tf.sparse.to_dense'} after it."
@@ -199,11 +200,11 @@ def _in_order(model: Any) -> Iterator[tuple[Any, Any]]:
     needs: dict[tuple[int, int], set[tuple[int, int]]] = {}
 
     def key(tensor: Any) -> tuple[int, int]:
-        operation, node_index, _ = tensor._keras_history
+        operation, node_index, _ = history(tensor)
         if id(operation) not in rank:
             rank[id(operation)] = next(unlisted)
         place = (rank[id(operation)], node_index)
-        nodes.setdefault(place, (operation, operation._inbound_nodes[node_index]))
+        nodes.setdefault(place, (operation, call_node(operation, node_index)))
         return place
 
     waiting = [key(tensor) for tensor in model.outputs if id(tensor) not in inputs]

@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from pipetrain.compute.graph.segment import Call, Segment, is_composite
+from pipetrain.compute.keras_private import is_own
 
 # Layers of Keras' own that may make a ragged or sparse tensor without saying so of their outputs.
 UNDECLARED = ("Lambda", "StringLookup", "IntegerLookup", "TextVectorization", "TFSMLayer")
@@ -38,7 +39,7 @@ def _of_inputs(calls: Sequence[Call], symbols: Sequence[Any]) -> dict[int, Any]:
 
 def _may_differ(call: Call, known: dict[int, Any]) -> bool:
     kind = type(call.operation)
-    own = kind.__module__.startswith("keras.src.") and kind.__name__ not in UNDECLARED
+    own = is_own(kind) and kind.__name__ not in UNDECLARED
     return not own or any(value in known for value in call.reads)
 
 

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from pipetrain.compute.keras_private import mask_of, set_mask
+
 DIFFERENTIABLE = ("bfloat16", "float16", "float32", "float64", "complex64", "complex128")
 
 
@@ -182,14 +184,3 @@ def adapted(value: Any, symbol: Any) -> Any:
     if shaped is not value:
         set_mask(shaped, mask_of(value))
     return shaped
-
-
-def mask_of(value: Any) -> Any:
-    """The Keras mask that a tensor carries, or None."""
-    return getattr(value, "_keras_mask", None)
-
-
-def set_mask(value: Any, mask: Any) -> None:
-    """Make a tensor carry a Keras mask."""
-    if mask is not None:
-        value._keras_mask = mask

@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from pipetrain.compute.keras_private import LISTS, forget_weights, set_variables, track, weights_of
 from pipetrain.compute.optimizer.slots import shared, slots
 
 Key = tuple[int, str]  # a weight, by its ``id``, and what a slot is of it
@@ -36,11 +37,6 @@ class Part:
     def shared(self) -> list[Any]:
         """What it has gathered that is of no single weight."""
         return shared(self.optimizer, self.weights)
-
-
-def weights_of(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
-    """The variables that an optimizer has been built for."""
-    return list(optimizer._trainable_variables) if optimizer.built else []
 
 
 def adopt(optimizer: keras.optimizers.Optimizer, weights: Sequence[keras.Variable], parts: Sequence[Part]) -> None:
@@ -98,10 +94,7 @@ def forget(optimizer: keras.optimizers.Optimizer) -> None:
     attributes = vars(optimizer)
     for kind in {slot.kind for slot in slots(optimizer, weights_of(optimizer))}:
         del attributes[kind]
-    kept = {id(optimizer._iterations), id(optimizer._learning_rate)}
-    _set_variables(optimizer, [variable for variable in optimizer._variables if id(variable) in kept])
-    attributes["_trainable_variables"], attributes["_trainable_variables_indices"] = [], {}
-    optimizer.built = False
+    forget_weights(optimizer)
 
 
 def built(optimizer: keras.optimizers.Optimizer, weights: Sequence[keras.Variable]) -> None:
@@ -114,13 +107,13 @@ def built(optimizer: keras.optimizers.Optimizer, weights: Sequence[keras.Variabl
 @contextmanager
 def _whole(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
     """What is done within is undone if it does not come to its end: half built counts as built for Keras."""
-    attributes, variables = dict(vars(optimizer)), list(optimizer._variables)
+    attributes, variables = dict(vars(optimizer)), list(optimizer.variables)
     try:
         yield
     except BaseException:
         vars(optimizer).clear()
         vars(optimizer).update(attributes)
-        _set_variables(optimizer, variables)
+        set_variables(optimizer, variables)
         raise
 
 
@@ -142,7 +135,7 @@ def _handing_out(optimizer: keras.optimizers.Optimizer, held: dict[Key, Any], pa
         queue = queues.get(id(reference_variable))
         if not queue:
             return make(reference_variable, name, initializer)
-        optimizer._track_variable(queue[0])
+        track(optimizer, queue[0])
         return queue.pop(0)
 
     vars(optimizer)["add_variable_from_reference"] = given
@@ -155,26 +148,13 @@ def _handing_out(optimizer: keras.optimizers.Optimizer, held: dict[Key, Any], pa
 def _replace(optimizer: keras.optimizers.Optimizer, pairs: Sequence[tuple[Any, Any]]) -> None:
     """Put the second of each pair where the optimizer has the first: optimizers may make slots in ways of their own."""
     instead = {id(old): new for old, new in pairs if old is not new}
-    variables = [instead.get(id(variable), variable) for variable in optimizer._variables]
+    variables = [instead.get(id(variable), variable) for variable in optimizer.variables]
     for name, value in list(vars(optimizer).items()):
-        if isinstance(value, list) and name != "_variables" and any(id(item) in instead for item in value):
+        if isinstance(value, list) and name not in LISTS[:1] and any(id(item) in instead for item in value):
             setattr(optimizer, name, [instead.get(id(item), item) for item in value])
         elif id(value) in instead:
             setattr(optimizer, name, instead[id(value)])
-    _set_variables(optimizer, variables)
-
-
-def _set_variables(optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]) -> None:
-    """These are its variables. A list that has been changed, TensorFlow would not save: they are in a new one."""
-    attributes = vars(optimizer)
-    tracker = attributes.pop("_tracker")  # which would add all variables of a list to the optimizer's
-    try:
-        if [*map(id, optimizer._variables)] != [*map(id, variables)]:
-            optimizer._variables = list(variables)
-    finally:
-        attributes["_tracker"] = tracker
-    tracker.config["variables"] = tracker.config["variables"][0], optimizer._variables
-    tracker.stored_ids["variables"] = {id(variable) for variable in variables}
+    set_variables(optimizer, variables)
 
 
 def _merged(parts: Sequence[Part]) -> dict[Key, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
+from pipetrain.compute.keras_private import copy_exclusions, rate_of
 from pipetrain.compute.optimizer.rates import Rescaled
 from pipetrain.compute.optimizer.spikes import SpikeCompensated
 from pipetrain.schemes.scheme import UpdateRule
@@ -26,15 +27,9 @@ def clone(
     with tf.device(None):  # where its variables are: a remote device would have to send back what was sent to it
         config = optimizer.get_config()
     if isinstance(config["learning_rate"], dict):
-        config["learning_rate"] = optimizer._learning_rate
+        config["learning_rate"] = rate_of(optimizer)
     copy = (SpikeCompensated if rule.spikes else type(optimizer)).from_config(config)
     if rule.rescale_steps:
-        copy.learning_rate = Rescaled(copy._learning_rate, rule.rescale_steps)
-    excluded = getattr(optimizer, "_exclude_from_weight_decay", None)
-    if excluded is not None:  # no part of the settings
-        names = optimizer._exclude_from_weight_decay_pattern
-        copy.exclude_from_weight_decay(
-            [mine for mine, theirs in zip(copies, originals, strict=True) if optimizer._var_key(theirs) in excluded],
-            [names.pattern] if names else None,
-        )
+        copy.learning_rate = Rescaled(rate_of(copy), rule.rescale_steps)
+    copy_exclusions(optimizer, copy, originals, copies)
     return copy

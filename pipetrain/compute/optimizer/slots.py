@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import keras
 
+from pipetrain.compute.keras_private import LISTS, rate_of
+
 
 class Slot(NamedTuple):
     """A variable that belongs to a weight, and what it is of it: ``_momentums``, ``_velocities``, ..."""
@@ -23,11 +25,7 @@ def slots(optimizer: keras.optimizers.Optimizer, weights: Sequence[keras.Variabl
     """
     known = {id(variable) for variable in optimizer.variables}
     for kind, items in sorted(vars(optimizer).items()):
-        if (
-            isinstance(items, list)
-            and len(items) == len(weights)
-            and kind not in ("_variables", "_trainable_variables")
-        ):
+        if isinstance(items, list) and len(items) == len(weights) and kind not in LISTS:
             for weight, item in zip(weights, items, strict=True):
                 if id(item) in known:
                     yield Slot(weight, kind, item)
@@ -36,5 +34,5 @@ def slots(optimizer: keras.optimizers.Optimizer, weights: Sequence[keras.Variabl
 def shared(optimizer: keras.optimizers.Optimizer, weights: Sequence[keras.Variable]) -> list[Any]:
     """What else the optimizer remembers, but for its count of steps and its learning rate: of no single weight."""
     others = {id(slot.variable) for slot in slots(optimizer, weights)}
-    others |= {id(optimizer.iterations), id(getattr(optimizer, "_learning_rate", None))}
+    others |= {id(optimizer.iterations), id(rate_of(optimizer))}
     return [variable for variable in optimizer.variables if id(variable) not in others]

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 from keras import ops
 
+from pipetrain.compute.keras_private import index_of
 from pipetrain.schemes.staleness_corrections import spike
 
 
@@ -23,13 +24,16 @@ def check_compensable(optimizer: keras.optimizers.Optimizer) -> None:
 
 
 class SpikeCompensated(keras.optimizers.SGD):
-    """``m <- mu*m - lr*g; w <- w + a*m + b*(-lr*g)``, with a and b by ``staleness`` (see ``corrections.spike``)."""
+    """``m <- mu*m - lr*g; w <- w + a*m + b*(-lr*g)``, with a and b by ``staleness``.
+
+    See ``staleness_corrections.spike``.
+    """
 
     staleness: Any = 0
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         """Keras' SGD, but for what is added to the variable."""
-        mu, slot = self.momentum, self.momentums[self._get_variable_index(variable)]
+        mu, slot = self.momentum, self.momentums[index_of(self, variable)]
         rate = ops.cast(learning_rate, variable.dtype)
         step = ops.multiply(ops.cast(gradient, variable.dtype), rate)
         self.assign(slot, ops.subtract(ops.multiply(slot, ops.cast(mu, variable.dtype)), step))

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from pipetrain.compute.keras_private import decays, rate_of
 from pipetrain.compute.optimizer.clone import clone
 from pipetrain.compute.optimizer.horizon_fit import HorizonFit
 from pipetrain.compute.optimizer.rates import Rescaled
@@ -110,14 +111,14 @@ class Update:
         return tf.cast(kept, value.dtype) * value, tf.cast(steps, value.dtype)
 
     def _correct_by(self, staleness: tf.Tensor | None) -> None:
-        for each in (self._optimizer, self._optimizer._learning_rate):
+        for each in (self._optimizer, rate_of(self._optimizer)):
             if isinstance(each, (SpikeCompensated, Rescaled)):
                 each.staleness = staleness
 
     def _decays(self, variable: keras.Variable) -> bool:
         if not self._optimizer.weight_decay or any(variable is each for each in self.untrained):
             return False
-        return bool(self._optimizer._use_weight_decay(variable))
+        return decays(self._optimizer, variable)
 
     def _after_decay(self, variable: keras.Variable, value: tf.Tensor) -> tf.Tensor:
         """What weight decay, with which Keras begins a step, leaves of the variable's value."""

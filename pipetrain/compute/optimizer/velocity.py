@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import keras
 import tensorflow as tf
 
+from pipetrain.compute.keras_private import first_moments, second_moments
 from pipetrain.schemes import prediction
 
 TINY = 1e-30  # before the first step all is zero, an epsilon of 0 too
@@ -69,7 +70,7 @@ class RMSpropMomentum(FromSlots):
 
     def read(self) -> list[tf.Tensor]:
         """The slots, negative."""
-        return [prediction.rmsprop(slot.value.read_value()) for slot in self._optimizer._momentums]
+        return [prediction.rmsprop(slot.value.read_value()) for slot in first_moments(self._optimizer)]
 
 
 class Adam(FromSlots):
@@ -82,8 +83,7 @@ class Adam(FromSlots):
     def read(self) -> list[tf.Tensor]:
         """The update that made the slots what they are."""
         optimizer = self._optimizer
-        squares = optimizer._velocity_hats if optimizer.amsgrad else optimizer._velocities
-        pairs = zip(optimizer._momentums, squares, strict=True)
+        pairs = zip(first_moments(optimizer), second_moments(optimizer), strict=True)
         return [self._of(m.value.read_value(), v.value.read_value()) for m, v in pairs]
 
     def _of(self, m: tf.Tensor, v: tf.Tensor) -> tf.Tensor:

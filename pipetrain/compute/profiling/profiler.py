@@ -15,6 +15,7 @@ from pipetrain.compute.cores import cores, full_name, is_remote
 from pipetrain.compute.functions.split import specs
 from pipetrain.compute.graph.blocks import Block, Chain
 from pipetrain.compute.graph.input_shapes import Shapes, checked_shapes
+from pipetrain.compute.keras_private import is_own
 from pipetrain.compute.profiling.block_functions import BlockFunctions, Keeps, size_bytes, values
 from pipetrain.compute.profiling.block_timing import Placed, sample, walk
 from pipetrain.compute.profiling.progress import Progress
@@ -98,7 +99,7 @@ def _placed(
     kept: dict[int, int] = {}  # the same, of those that some backward reads
     for index, (block, segment) in enumerate(zip(chain.blocks, chain.alone(), strict=True)):
         # Keras' own layers work alike wherever they stand; others may hold what their settings do not say.
-        own = all(type(call.operation).__module__.startswith("keras.src.") for call in block.calls)
+        own = all(is_own(type(call.operation)) for call in block.calls)
         inputs = [like[value] for value in segment.reads]
         key = f"{(own and cost_key(block)) or index}, gradients {segment.flows}, {segment.returns}, {inputs}"
         if key not in known:
