@@ -17,7 +17,7 @@ from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.memory import Training, demand
 from pipetrain.plan.partition import partition
 from pipetrain.plan.profile import BlockProfile, Profile
-from pipetrain.schemes import Action, Schedule, ScheduleError, Scheme, validation
+from pipetrain.schemes import Action, Schedule, ScheduleError, Scheme, policies, validation
 from pipetrain.schemes.policies import Flush
 from pipetrain.schemes.schedules import gpipe, orders
 
@@ -185,3 +185,29 @@ def test_the_norm_of_all_gradients_is_refused_where_devices_have_several_stages(
     pm = pipetrain.PipelineModel(networks.mlp(), cuts=networks.cuts(6, 4), scheme=looped, devices=("CPU:0", "CPU:1"))
     with pytest.raises(ValueError, match="global_clipnorm"):
         pm.compile(keras.optimizers.SGD(0.05, global_clipnorm=1.0), loss=networks.crossentropy())
+
+
+def after_the_next(device, devices, groups):
+    """Its backwards wait for the next minibatch: they cannot be in one call with their forwards."""
+    before = ()
+    for group in groups:
+        yield from (Action("F", device, microbatch) for microbatch in group)
+        yield from (Action("B", device, microbatch) for microbatch in before)
+        before = group
+    yield from (Action("B", device, microbatch) for microbatch in before)
+
+
+def one_late(microbatch, stage, stages, microbatches):
+    return max(0, microbatch - 1)
+
+
+def test_an_asynchronous_order_that_goes_back_a_minibatch_later():
+    """Every stage is one update behind, as in no scheme of the table: ``W[i+1] = W[i] - lr * grad(W[i-1])``."""
+    schedule = Schedule(after_the_next, flushes=False, found=one_late)
+    trained = []
+    for scheme, pieces in ((Scheme("late", schedule, policies.WeightStashing()), None), ("2bw", 1)):
+        pm = networks.pipeline(scheme=scheme, cuts=networks.cuts(6, 2), microbatches=pieces)
+        networks.fit(pm, *networks.data(100))
+        trained.append(pm.get_weights())
+    for ours, theirs in zip(*trained, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)

@@ -13,7 +13,7 @@ from pipetrain.run.control import Control
 from pipetrain.run.mailbox import Closed
 from pipetrain.run.stage_work import StageWork
 from pipetrain.schemes.actions import Action, Op
-from pipetrain.schemes.schedules import fused
+from pipetrain.schemes.schedules import fused, fusible
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.trace.trace import Span
 
@@ -28,17 +28,25 @@ class DeviceThread(threading.Thread):
         devices: how many the schedule has.
         stages: one replica of each of the device's stages, in their order.
         scheme: whose schedule it walks.
+        microbatches: of a minibatch.
         control: what all threads share.
     """
 
     def __init__(
-        self, device: int, devices: int, stages: Sequence[StageWork], scheme: Scheme, control: Control
+        self,
+        device: int,
+        devices: int,
+        stages: Sequence[StageWork],
+        scheme: Scheme,
+        microbatches: int,
+        control: Control,
     ) -> None:
         super().__init__(name=f"pipetrain {' and '.join(str(stage.identity) for stage in stages)}", daemon=True)
         self.stages = list(stages)
         self.spans: list[Span] = []
         self.busy_s = 0.0
         self._place, self._scheme, self._control = (device, devices), scheme, control
+        self._microbatches = microbatches
         self._by_number = {stage.identity.stage: stage for stage in stages}
         self._at: StageWork = stages[0]
 
@@ -64,9 +72,10 @@ class DeviceThread(threading.Thread):
 
     def _actions(self) -> Iterator[Action]:
         """The device's order. Where nobody waits to have the times of either, the last stage's F and B are one call."""
-        actions = self._scheme.schedule.order(*self._place, self._arrivals())
-        last = self.stages[-1].identity.stages - 1
-        return fused(actions, last) if last in self._by_number and not self._control.waits else actions
+        order, last = self._scheme.schedule.order, self.stages[-1].identity.stages - 1
+        actions = order(*self._place, self._arrivals())
+        together = last in self._by_number and fusible(order, *self._place, last, self._microbatches)
+        return fused(actions, last) if together and not self._control.waits else actions
 
     def _arrivals(self) -> Iterator[range]:
         """The schedule's groups, as their first microbatches arrive at the device's first stage."""

@@ -235,7 +235,9 @@ class Pipeline:
         for device in range(self._devices):
             stages = [works[stage] for stage in schedule.stages_on(device, len(self._stages))]
             for replicas in zip(*stages, strict=True):
-                threads.append(DeviceThread(device, self._devices, replicas, self._scheme, self._control))
+                threads.append(
+                    DeviceThread(device, self._devices, replicas, self._scheme, self._microbatches, self._control)
+                )
         return threads
 
     def _make_works(self) -> list[list[StageWork]]:

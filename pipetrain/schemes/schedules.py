@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 from pipetrain.schemes.actions import Action, held
@@ -110,7 +112,7 @@ def fused(actions: Iterator[Action], last: int) -> Iterator[Action]:
     """The same order with FB for F and B of one microbatch that follow each other at the last stage.
 
     There nothing has to arrive between the two, and one call reads the weights once. So the action after an F of the
-    last stage is asked for before that F is given.
+    last stage is asked for before that F is given: only for orders that are ``fusible``.
     """
     for action in actions:
         following = next(actions, None) if action.op == "F" and action.stage == last else None
@@ -120,6 +122,24 @@ def fused(actions: Iterator[Action], last: int) -> Iterator[Action]:
             yield action
             if following is not None:
                 yield following
+
+
+@lru_cache(maxsize=256)
+def fusible(order: Order, device: int, devices: int, last: int, microbatches: int) -> bool:
+    """Whether F and B of the last stage follow each other in the order, and no minibatch is awaited after such an F."""
+    given: list[Action] = []
+    waits = False
+
+    def arriving() -> Iterator[range]:
+        nonlocal waits
+        for group in groups_of(devices + 2, microbatches):
+            waits = waits or bool(given and given[-1].op == "F" and given[-1].stage == last)
+            yield group
+
+    for action in order(device, devices, arriving()):
+        given.append(action)
+    pairs = {(a.stage, a.op, b.stage, b.op) for a, b in pairwise(given) if a.microbatch == b.microbatch}
+    return not waits and (last, "F", last, "B") in pairs
 
 
 def groups_of(minibatches: int, microbatches: int) -> list[range]:
