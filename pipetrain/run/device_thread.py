@@ -66,7 +66,8 @@ class DeviceThread(threading.Thread):
         """The device's order. Where nobody waits to have the times of either, the last stage's F and B are one call."""
         actions = self._scheme.schedule.order(*self._place, self._arrivals())
         last = self.stages[-1].identity.stages - 1
-        return fused(actions, last) if last in self._by_number and not self._control.waits else actions
+        fuses = self._scheme.trains and last in self._by_number and not self._control.waits
+        return fused(actions, last) if fuses else actions  # which looks ahead: what only goes forward would wait
 
     def _arrivals(self) -> Iterator[range]:
         """The schedule's groups, as their first microbatches arrive at the device's first stage."""
