@@ -38,9 +38,7 @@ class Resumable(Protocol):
     def state(self) -> Arrays:
         """All that training needs to go on; drains."""
 
-    def restore(
-        self, arrays: Arrays, ends: list[int], shapes: Shapes | None, updates: int, fitted: int
-    ) -> list[str]:
+    def restore(self, arrays: Arrays, ends: list[int], shapes: Shapes | None, updates: int, fitted: int) -> list[str]:
         """Go on from there, after so many updates, ``fitted`` of them of this ``fit``; gives what was not there."""
 
 

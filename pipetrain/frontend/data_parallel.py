@@ -13,7 +13,6 @@ import tensorflow as tf
 from pipetrain.checkpoint.arrays import Arrays, assign, collected
 from pipetrain.checkpoint.session import FitSession
 from pipetrain.compute.cores import is_remote
-from pipetrain.compute.graph.input_shapes import Shapes
 from pipetrain.compute.keras_private import weights_of
 from pipetrain.compute.optimizer.adoption import Part, built, copy, with_frozen
 from pipetrain.compute.optimizer.clone import clone
@@ -86,7 +85,9 @@ class DataParallelStrategy:
             return specs
         _, _, batches = next(iter(epoch_iterator))
         # of all devices' parts, whose rows may differ in number, the first
-        return keras.tree.map_structure(lambda part: self.distribution.experimental_local_results(part)[0], next(batches))
+        return keras.tree.map_structure(
+            lambda part: self.distribution.experimental_local_results(part)[0], next(batches)
+        )
 
     def _load(self) -> None:
         """Mirror the model's weights, other state and seeds."""

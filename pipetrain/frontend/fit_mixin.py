@@ -83,9 +83,7 @@ class FitMixin(StrategyModel):
                 self.session = None
                 session.end()
 
-    def _begin(
-        self, method: str, x: Any, y: Any, batch_size: int | None, users: Any, first_epoch: int
-    ) -> FitSession:
+    def _begin(self, method: str, x: Any, y: Any, batch_size: int | None, users: Any, first_epoch: int) -> FitSession:
         self._assert_compile_called(method)
         checks.check_data(x, y)
         checks.check_compiled(self.optimizer, self._strategy.optimizer)

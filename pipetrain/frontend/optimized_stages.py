@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from pipetrain.compute.functions.stage import Stage
-from pipetrain.compute.optimizer.adoption import Part, adopt
+from pipetrain.compute.optimizer.adoption import adopt
 from pipetrain.compute.optimizer.slots import Slot
 
 

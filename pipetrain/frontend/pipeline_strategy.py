@@ -245,9 +245,11 @@ class PipelineStrategy:
     @contextmanager
     def evaluating(self, owner: keras.Model, steps: int | None) -> Iterator[None]:
         """Meanwhile Keras' ``evaluate`` of the owner takes its results from a pipeline that only runs forwards."""
-        with self.evaluator.running(steps) as evaluation:
-            with Meanwhile(owner, test_function=self._test_function(evaluation), data_reader=None):
-                yield
+        with (
+            self.evaluator.running(steps) as evaluation,
+            Meanwhile(owner, test_function=self._test_function(evaluation), data_reader=None),
+        ):
+            yield
 
     def _test_function(self, evaluation: Evaluation) -> StepFunction:
         update: StepMetrics | None = None

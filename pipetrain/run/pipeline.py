@@ -104,7 +104,9 @@ class Pipeline:
         for work in works:
             work.most_in_flight = 0
         busy_s = self._busy_s + sum(thread.busy_s for thread in self._threads)
-        known = self._settings.exact_times or not any(is_remote(replica.device) for stage in self._stages for replica in stage)
+        known = self._settings.exact_times or not any(
+            is_remote(replica.device) for stage in self._stages for replica in stage
+        )
         workers = sum(map(len, self._stages)) // self._scheme.schedule.chunks
         updated = self.made > 0 or min((work.version for work in works), default=0) > 0
         return Activity(busy_s if known else None, workers, most, updated)
