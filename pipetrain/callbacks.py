@@ -14,6 +14,7 @@ import keras
 
 from pipetrain.checkpoint.callback_state import recall, remembered
 from pipetrain.checkpoint.position import Position
+from pipetrain.checkpoint.session import FitSession
 from pipetrain.checkpoint.store import Checkpoint, Store
 from pipetrain.plan.text_table import counted
 
@@ -38,11 +39,7 @@ class Snapshots(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Ask for the snapshots."""
-        if self.model.snapshot_every:
-            raise ValueError(
-                "Only one Snapshots callback can be served. Received: callbacks with two. Try one with both functions."
-            )
-        self.model.snapshot_every = self._every_steps
+        _session(self).keep_snapshots(self._every_steps)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Hand over those that are complete."""
@@ -52,10 +49,6 @@ class Snapshots(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Hand over those that the drain has completed."""
         self.on_train_batch_end(epoch)
-
-    def on_train_end(self, logs: Any = None) -> None:
-        """No more."""
-        self.model.snapshot_every = 0
 
 
 class PipelineCheckpoint(keras.callbacks.Callback):
@@ -103,6 +96,7 @@ class PipelineCheckpoint(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Go on from the newest checkpoint that is whole, if there is one."""
+        self._session = _session(self)
         self._check()
         self._position, self._saved_at, self._resumed = Position(0, 0), -1, None
         self._due, self._finite, self._logs = False, True, {}
@@ -112,7 +106,7 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         if found is not None:
             self._go_on_from(found)
         self._updates = int(self.model.optimizer.iterations.numpy())
-        self.model.resumption.rests, self.model.resumption.at_end = self._rests, self._at_end
+        self._session.rests, self._session.at_end = self._rests, self._at_end
         self._listen()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -123,8 +117,8 @@ class PipelineCheckpoint(keras.callbacks.Callback):
             self._position = Position(epoch, 0)
             return
         if self._position.step:
-            self.model.resumption.restore_metrics(found.arrays, found.about)
-        recall(self.model.resumption.callbacks, found)
+            self._session.restore_metrics(found.arrays, found.about)
+        recall(self._session.callbacks, found)
         found.arrays.clear()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -137,12 +131,12 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         self._position = Position(self._position.epoch, batch + 1)
         self._logs = {key: float(value) for key, value in (logs or {}).items()}
         self._finite = math.isfinite(self._logs.get("loss", 0.0))
-        self._due = self._finite and self._rests(self._updates) and not self.model.resumption.in_flight
+        self._due = self._finite and self._rests(self._updates) and not self._session.in_flight
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """The next epoch begins with the first minibatch, unless this one was stopped within."""
         self._finite = self._finite and math.isfinite((logs or {}).get("loss", 0.0))
-        if self.model.resumption.stopped:  # and what was then in flight is in the logs by now
+        if self._session.stopped:  # and what was then in flight is in the logs by now
             self._logs = {key: float((logs or {}).get(key, value)) for key, value in self._logs.items()}
         else:
             self._position = Position(epoch + 1, 0)
@@ -150,24 +144,18 @@ class PipelineCheckpoint(keras.callbacks.Callback):
     def _at_end(self) -> None:
         """The last checkpoint, from which more epochs can go on."""
         updates = int(self.model.optimizer.iterations.numpy())
-        resumption = self.model.resumption
         if self._position.step:  # stopped within the epoch: what was in flight then is done too
             epoch, step = self._position.epoch, self._position.step + updates - self._updates
             whole = self.params["steps"] is not None and step >= self.params["steps"]  # None: nobody knows
             self._position = Position(epoch + 1, 0) if whole else Position(epoch, step)
-        known = {} if self._position.step else {"epoch_rate": resumption.about()["learning_rate"]}
+        known = {} if self._position.step else {"epoch_rate": self._session.about()["learning_rate"]}
         trained = self._resumed is None or updates > self._resumed.about["updates"]
         self._updates, self._due = updates, self._finite and trained
-        ended = any(getattr(each, "stopped_epoch", 0) for each in resumption.callbacks)
+        ended = any(getattr(each, "stopped_epoch", 0) for each in self._session.callbacks)
         self._save_if_due(ended=ended, **known)
 
     def _check(self) -> None:
-        if not hasattr(self.model, "resumption"):
-            raise TypeError(
-                f"PipelineCheckpoint saves pipelines. Received: model of class {type(self.model).__name__}. "
-                "Try pipetrain.PipelineModel, or keras.callbacks.BackupAndRestore."
-            )
-        if self.model.resumption.at_end is not None:
+        if self._session.at_end is not None:
             raise ValueError("One PipelineCheckpoint can be served. Received: callbacks with two. Try one of them.")
         if self.model.steps_per_execution != 1:
             raise ValueError(
@@ -192,16 +180,16 @@ class PipelineCheckpoint(keras.callbacks.Callback):
 
     def _save(self, known: dict[str, Any]) -> None:
         """Write a checkpoint; ``known`` is what of its facts is otherwise than the model says."""
-        arrays = self.model.resumption.state()
+        arrays = self._session.state()
         about = {
-            **self.model.resumption.about(),
+            **self._session.about(),
             "position": self._position,
             "logs": self._logs,
             "ended": False,
             **known,
         }
         try:
-            about["callbacks"], more = remembered(self.model.resumption.callbacks)
+            about["callbacks"], more = remembered(self._session.callbacks)
             self._store.write(self._updates, {**arrays, **more}, about)
             self._saved_at = self._updates
         except (OSError, TypeError, ValueError) as error:  # the latter: a callback's state that JSON cannot hold
@@ -216,9 +204,9 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         about, position, epochs = found.about, Position(*found.about["position"]), self.params["epochs"]
         if about["ended"]:  # by EarlyStopping, whatever epochs are left
             position = Position(max(epochs, position.epoch), 0)
-        missing = self.model.resumption.restore(found.arrays, about, position)
+        missing = self._session.restore(found.arrays, about, position)
         self._resumed, self._position = found, position
-        different = [*_differences(self.model.resumption.about(), about), *(f"{kind} from zero" for kind in missing)]
+        different = [*_differences(self._session.about(), about), *(f"{kind} from zero" for kind in missing)]
         done = f"{counted(about['updates'], 'step')} done"
         if about["ended"]:
             done += ", after which EarlyStopping had ended training: nothing is left"
@@ -235,7 +223,7 @@ class PipelineCheckpoint(keras.callbacks.Callback):
             return
         for number in (signal.SIGINT, signal.SIGTERM):
             before = signal.signal(number, self._heard)
-            self.model.resumption.exits.callback(signal.signal, number, before or signal.SIG_DFL)
+            self._session.exits.callback(signal.signal, number, before or signal.SIG_DFL)
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
         self._signal = number
@@ -253,6 +241,17 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         if self._signal == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + self._signal)
+
+
+def _session(callback: keras.callbacks.Callback) -> FitSession:
+    """The ``fit`` that the callback is given to. Raises TypeError for that of another model than a PipelineModel."""
+    session = getattr(callback.model, "session", None)
+    if not isinstance(session, FitSession):
+        raise TypeError(
+            f"{type(callback).__name__} is for pipelines. Received: model of class {type(callback.model).__name__}. "
+            "Try pipetrain.PipelineModel, or a callback of Keras such as BackupAndRestore."
+        )
+    return session
 
 
 def _say(what: str) -> None:

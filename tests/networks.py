@@ -52,7 +52,7 @@ def crossentropy(**settings):
 def pipeline(model=None, optimizer=None, **settings):
     """A compiled PipelineModel, the MLP in four stages unless told otherwise."""
     model = mlp() if model is None else model
-    if "stages" not in settings and "cuts" not in settings:
+    if "stages" not in settings and "cuts" not in settings and settings.get("scheme") != "single":
         settings["cuts"] = cuts(6, 4)
     pm = pipetrain.PipelineModel(model, **settings)
     pm.compile(optimizer or keras.optimizers.SGD(0.05, momentum=0.9), loss=crossentropy(), metrics=["accuracy"])
@@ -73,7 +73,7 @@ def compiled(scheme, make=small, **settings):
     model = make()
     if scheme != "keras":
         pieces = 2 if scheme in ("gpipe", "1f1b") else None
-        first = [layer.name for layer in model.layers if layer.weights][:-1][:2]
+        first = [layer.name for layer in model.layers if layer.weights][:-1][:2] if scheme != "single" else None
         model = pipetrain.PipelineModel(model, cuts=first, scheme=scheme, microbatches=pieces)
     model.compile(**{"optimizer": keras.optimizers.SGD(0.05, momentum=0.9), "loss": crossentropy(), **settings})
     return model

@@ -146,13 +146,13 @@ def test_a_cut_that_nothing_has_decided_is_not_decided_by_evaluating():
     x, y = networks.data(40)
     model, pm = pair(networks.mlp(3), networks.crossentropy(), stages=2)
     assert_same(*both(model, pm, x, y))
-    stages = pm._engine.evaluator._stages
-    assert len(stages) == 2 and pm._engine.layout.ends is None
+    stages = pm._strategy.evaluator._stages
+    assert len(stages) == 2 and pm._strategy.placement.ends is None
     pm.predict(x, verbose=0)
-    assert pm._engine.evaluator._stages is stages  # measured and traced once
+    assert pm._strategy.evaluator._stages is stages  # measured and traced once
     pm.fit(x, y, verbose=0)
     assert_same(*both(model, pm, x, y))
-    assert pm._engine.evaluator._ends == pm._engine.layout.ends
+    assert pm._strategy.evaluator._ends == pm._strategy.placement.ends
     again = pipetrain.PipelineModel(model, stages=pm.partition())
     np.testing.assert_allclose(again.predict(x, verbose=0), model.predict(x, verbose=0), rtol=1e-5, atol=1e-6)
 
@@ -238,13 +238,13 @@ def test_new_weights_count_and_old_ones_are_let_go(mlp):
     model, pm = mlp
     x, y = networks.data(40)
     both(model, pm, x, y)
-    traced = [replica._forward for stage in pm._engine.evaluator._stages for replica in stage]
+    traced = [replica._forward for stage in pm._strategy.evaluator._stages for replica in stage]
     model.set_weights([weight * 1.5 for weight in model.get_weights()])
     assert_same(*both(model, pm, x, y))
     pm.compile("sgd", networks.crossentropy(reduction="sum"), metrics=["sparse_categorical_accuracy"])
     model.compile("sgd", networks.crossentropy(reduction="sum"), metrics=["sparse_categorical_accuracy"])
     assert_same(*both(model, pm, x, y))
-    replicas = [replica for stage in pm._engine.evaluator._stages for replica in stage]
+    replicas = [replica for stage in pm._strategy.evaluator._stages for replica in stage]
     assert [replica._forward for replica in replicas] == traced
     assert not any(replica.weights() for replica in replicas)
 
@@ -299,7 +299,7 @@ def test_an_exception_in_a_stage_names_it_and_leaves_no_thread(stage, replicas, 
     x, y = networks.data(100)
     model, pm = pair(networks.mlp(), networks.crossentropy(), cuts=networks.cuts(6, 3), replicas=replicas)
     assert_same(*both(model, pm, x, y))
-    broken, original = pm._engine.evaluator._stages[stage][-1], Inference.forward
+    broken, original = pm._strategy.evaluator._stages[stage][-1], Inference.forward
     for call in (lambda: pm.evaluate(x, y, verbose=0), lambda: pm.predict(x, verbose=0)):
         count = []
 

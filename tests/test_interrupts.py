@@ -66,7 +66,7 @@ def pipeline(scheme, **cut):
     pieces = 2 if scheme in ("gpipe", "1f1b") else None
     pm = pipetrain.PipelineModel(
         networks.mlp(3, 8, name="small"),
-        **(cut or {"cuts": ("d0",)}),
+        **(cut or {"cuts": ("d0",) if scheme != "single" else None}),
         scheme=scheme,
         microbatches=pieces,
         devices=("CPU:0", "CPU:1"),
@@ -79,7 +79,7 @@ def pipeline(scheme, **cut):
 def begin_anew(pm, weights):
     """The first weights, and an optimizer that has gathered nothing."""
     pm.set_weights(weights)
-    with pm._engine.strategy.scope():
+    with pm._strategy.distribution.scope():
         for variable in pm.optimizer.variables:
             if not variable.path.endswith("learning_rate"):
                 variable.assign(np.zeros(variable.shape, variable.dtype))
@@ -217,7 +217,7 @@ def test_interrupted_while_its_threads_start_or_end(scheme, undisturbed, monkeyp
                 patch.setattr(Pipeline, name, interrupted)
                 METHODS["train_on_batch"](pm)
             assert_whole(pm)
-            assert int(pm.optimizer.iterations) == pm._engine._pipeline.updates <= 1
+            assert int(pm.optimizer.iterations) == pm._strategy._fitted() <= 1
         assert_trains_as_undisturbed(pm, weights, want)
 
 
@@ -235,7 +235,7 @@ def test_a_snapshot_that_somebody_holds_takes_no_weights_back(scheme):
             raise KeyboardInterrupt
 
     pm = pipeline(scheme)
-    ask = keras.callbacks.LambdaCallback(on_train_begin=lambda logs: setattr(pm, "snapshot_every", 2))
+    ask = keras.callbacks.LambdaCallback(on_train_begin=lambda logs: pm.session.keep_snapshots(2))
     with pytest.raises(KeyboardInterrupt):
         fit(
             pm,

@@ -56,7 +56,7 @@ def state(model):
 
 def stages_state(pm):
     """The slots at work in the stages, by weight and kind."""
-    return {(slot.weight.path, slot.kind): slot.variable.numpy() for slot in pm._engine._slots()}
+    return {(slot.weight.path, slot.kind): slot.variable.numpy() for slot in pm._strategy._stages.slots()}
 
 
 def assert_same(one, other, tolerance=0.0):

@@ -109,7 +109,7 @@ def test_replicas_of_a_stage_stay_bitwise_equal():
     x, y = networks.data(100)
     pm = networks.pipeline(cuts=networks.cuts(6, 3), replicas=(3, 2, 1))
     pm.fit(x, y, batch_size=16, verbose=0)
-    for first, *others in pm._engine._stages:
+    for first, *others in pm._strategy._stages.replicas:
         for other in others:
             networks.assert_equal(other.weights(), first.weights())
 
@@ -119,7 +119,7 @@ def test_an_exception_in_a_replica_names_it_and_leaves_no_thread(stage, replica,
     x, y = networks.data(100)
     pm = networks.pipeline(cuts=networks.cuts(6, 3), replicas=(2, 2, 2))
     pm.fit(x, y, batch_size=16, verbose=0)
-    broken = pm._engine._stages[stage][replica]
+    broken = pm._strategy._stages.replicas[stage][replica]
     original = Stage.backward
 
     def backward(self, *args):
@@ -148,7 +148,7 @@ def test_statistics_are_averaged_and_dropout_differs_between_replicas():
     pm.fit(x, x, batch_size=4, verbose=0, shuffle=False)
     np.testing.assert_allclose(pm.model.get_layer("norm").moving_mean, [(1 + 12) / 2])
     np.testing.assert_allclose(pm.model.get_layer("norm").moving_variance, [(1 + 4) / 2])
-    seeds = [replica._state[-1].numpy() for replica in pm._engine._stages[0]]
+    seeds = [replica._state[-1].numpy() for replica in pm._strategy._stages.replicas[0]]
     assert seeds[0][0] != seeds[1][0]
 
 
@@ -183,7 +183,7 @@ def test_a_partition_brings_its_replicas():
     sgd = keras.optimizers.SGD()
     assert [
         len(stage)
-        for stage in networks.pipeline(model, stages=cut)._engine.layout.build(16, sgd, None, scheme("vanilla"))
+        for stage in networks.pipeline(model, stages=cut)._strategy.placement.build(16, sgd, None, scheme("vanilla"))
     ] == [2, 1]
 
 

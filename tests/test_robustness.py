@@ -73,13 +73,13 @@ def test_an_exception_in_any_stage_reaches_the_caller(scheme):
     pm.compile(keras.optimizers.SGD(0.05, momentum=0.9), networks.crossentropy())
     pm.fit(x, y, batch_size=BATCH, verbose=0)
     number = 5
-    minibatch, piece = divmod(number, pm._engine.microbatches)
+    minibatch, piece = divmod(number, pm._strategy.microbatches)
     for k, breakable in enumerate(breakables):
         for op, kind in (("F", "forward"), ("B", "backward")):
             breakable.arm(op, number)
             with pytest.raises(tf.errors.OpError, match="boom") as caught:
                 pm.fit(x, y, batch_size=BATCH, verbose=0)
-            which = f"{minibatch}, microbatch {piece}" if pm._engine.microbatches > 1 else f"{minibatch}"
+            which = f"{minibatch}, microbatch {piece}" if pm._strategy.microbatches > 1 else f"{minibatch}"
             assert f"stage {k}, {kind} of minibatch {which} (action {k}{op}{number})" in caught.value.__notes__[-1]
         breakable.broken = None
     history = pm.fit(x, y, batch_size=BATCH, verbose=0).history

@@ -1,47 +1,89 @@
-"""How far a ``fit`` is, all that it needs to go on from there, and going on."""
+"""One ``fit``, from its beginning to its end: how far it is, all that it needs to go on from there, and going on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol
 
 import keras
 import numpy as np
 
 from pipetrain.checkpoint.arrays import Arrays, array_of, check_weights, numbered
 from pipetrain.checkpoint.position import Position, start_at
+from pipetrain.checkpoint.training_time import TrainingTime
+from pipetrain.compute.graph.input_shapes import Shapes
 from pipetrain.compute.keras_private import set_initial_epoch
 from pipetrain.compute.optimizer.rates import is_scheduled
 from pipetrain.run.window import never
 
 
-class FitSession:
-    """What a callback that saves and resumes training has to do with; one for each PipelineModel.
+class Resumable(Protocol):
+    """Whoever trains, as far as a session goes on with what it has come to."""
 
-    ``rests(n)`` says after which updates nothing may be in flight: see ``Window``. ``at_end`` is called when all
-    callbacks have seen the end of training, ``exits`` is what they want done whichever way ``fit`` ends. ``callbacks``
-    are the user's, of the present ``fit``. ``stopped`` says whether the epoch was left after a minibatch because a
-    callback wanted training to stop.
+    @property
+    def model(self) -> keras.Model:
+        """The wrapped model."""
+
+    @property
+    def in_flight(self) -> int:
+        """How many minibatches are under way whose logs no step has had yet."""
+
+    def about(self) -> dict[str, Any]:
+        """How the model is cut and how many updates this ``fit`` has made, up to the last drain, for JSON."""
+
+    def begin_epoch(self, steps: int | None) -> None:
+        """The next steps read from a new iterator, at most so many minibatches."""
+
+    def state(self) -> Arrays:
+        """All that training needs to go on; drains."""
+
+    def restore(self, arrays: Arrays, ends: list[int], shapes: Shapes | None, updates: int, fitted: int) -> list[str]:
+        """Go on from there, after so many updates, ``fitted`` of them of this ``fit``; gives what was not there."""
+
+
+class FitSession:
+    """One ``fit``, or one ``train_on_batch``: made when it begins; what callbacks want of it, they tell it.
+
+    Attributes:
+        callbacks: the user's.
+        rows: those of the first minibatch, if they are known before it is there.
+        shapes: those of its inputs, likewise.
+        exact_trace: whether the trace is to have the times at which GPUs and workers had finished.
+        rests: ``rests(n)`` says after which updates nothing may be in flight: see ``Window``.
+        at_end: called when all callbacks have seen the end of training.
+        exits: what callbacks want done whichever way ``fit`` ends.
+        figures: each gives numbers for the progress bar alone, after a step.
+        stopped: whether the epoch was left after a minibatch because a callback wanted training to stop.
+        time: that training takes, without evaluations and snapshots.
 
     Args:
-        model: the PipelineModel.
-        engine: what trains it.
+        owner: the model that ``fit`` was called of.
+        trainer: what trains it.
+        callbacks, rows, shapes, exact_trace: see above.
+        first_epoch: the epoch that ``fit`` would begin with.
     """
 
-    def __init__(self, model: keras.Model, engine: Any) -> None:
-        self._model, self._engine = model, engine
-        self.exits = ExitStack()
-        self.epoch_iterator: Any = None
-        self.begin([], 0)
-
-    def begin(self, callbacks: list[Any], first_epoch: int) -> None:
-        """A new ``fit``."""
+    def __init__(
+        self,
+        owner: keras.Model,
+        trainer: Resumable,
+        callbacks: list[Any],
+        first_epoch: int = 0,
+        rows: int | None = None,
+        shapes: Shapes | None = None,
+        exact_trace: bool = False,
+    ) -> None:
+        self._owner, self._trainer = owner, trainer
+        self.callbacks, self._first_epoch = callbacks, first_epoch
+        self.rows, self.shapes, self.exact_trace = rows, shapes, exact_trace
         self.rests: Callable[[int], bool] = never
         self.at_end: Callable[[], None] | None = None
-        self.callbacks, self._first_epoch = callbacks, first_epoch
+        self.exits, self.time = ExitStack(), TrainingTime()
+        self.figures: list[Callable[[], Mapping[str, float]]] = []
         self.stopped = False
-        self._steps_done = 0
+        self._snapshot_every = self._steps_done = self._evaluations = 0
+        self._epoch_iterator: Any = None
         self._metrics: list[np.ndarray] = []
         self._logs: dict[str, float] = {}
         self._kept: Arrays | None = None
@@ -50,37 +92,60 @@ class FitSession:
 
     def end(self) -> None:
         """The end of ``fit``, whichever it is."""
-        set_initial_epoch(self._model, None)
-        self.rests, self.at_end, self.stopped = never, None, False
+        set_initial_epoch(self._owner, None)
         self.exits.close()
 
-    def steps_left(self, steps: int | None) -> int | None:
-        """Of an epoch's ``steps``, those that are not done already."""
-        left, self._steps_done = steps and steps - self._steps_done, 0
-        return left
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Meanwhile Keras' loop is one of an evaluation within this ``fit``."""
+        self._evaluations += 1
+        try:
+            with self.time.paused():
+                yield
+        finally:
+            self._evaluations -= 1
+
+    @property
+    def is_evaluating(self) -> bool:
+        """Whether what Keras' loop does is part of an evaluation."""
+        return self._evaluations > 0
+
+    def keep_snapshots(self, every_steps: int) -> None:
+        """Keep the weights after every so many updates of this ``fit``. Raises ValueError if it is asked for twice."""
+        if self._snapshot_every:
+            raise ValueError(
+                "Only one Snapshots callback can be served. Received: callbacks with two. Try one with both functions."
+            )
+        self._snapshot_every = every_steps
+
+    @property
+    def snapshot_every(self) -> int:
+        """The updates from one snapshot to the next; 0 for none."""
+        return self._snapshot_every
+
+    def reads(self, epoch_iterator: Any) -> None:
+        """Keras' loop will read its data from there."""
+        self._epoch_iterator = epoch_iterator
 
     @property
     def in_flight(self) -> int:
         """How many minibatches are under way whose logs no step has had yet; 0 after an update that ``rests``."""
-        return self._engine.in_flight
+        return self._trainer.in_flight
 
     def about(self) -> dict[str, Any]:
         """How the model is trained, and how far it is, in what JSON can hold."""
-        optimizer, layout = self._model.optimizer, self._engine.layout
+        optimizer = self._owner.optimizer
         return {
             "updates": int(optimizer.iterations.numpy()),
-            "fitted": self._engine.fitted,
             "learning_rate": self._rate(),
             "epoch_rate": self._epoch_rate,
             "begun_rate": self._begun_rate,
             "metrics": self._metric_names(),
             "optimizer": type(optimizer).__name__,
-            "scheme": self._model.scheme,
-            "options": self._model.options,
-            "batch_size": self._engine.rows,
-            "ends": layout.ends or [],
-            "replicas": list(layout.replicas),
-            "input_shapes": layout.shapes,
+            "scheme": self._owner.scheme,
+            "options": self._owner.options,
+            "batch_size": self.rows,
+            **self._trainer.about(),
         }
 
     def state(self) -> Arrays:
@@ -88,7 +153,7 @@ class FitSession:
 
         Weights and other state, and the optimizers' slots, by the wrapped model's variables; and the metrics.
         """
-        arrays = self._engine.state()
+        arrays = self._trainer.state()
         return arrays | (self._metric_arrays() if self._kept is None else self._kept)
 
     def keep_metrics(self) -> None:
@@ -102,20 +167,20 @@ class FitSession:
         Gives the optimizer's slots that are not among the arrays, and start anew. Raises ValueError for another
         model's state.
         """
-        check_weights(self._engine.model, arrays)
+        check_weights(self._trainer.model, arrays)
         if position.epoch < self._first_epoch:
             raise ValueError(
                 f"The checkpoint is of an earlier epoch. Received: initial_epoch={self._first_epoch}, a checkpoint in "
                 f"epoch {position.epoch} (the first is 0). Try the initial_epoch that it was made with."
             )
         shapes = about.get("input_shapes") and tuple(map(tuple, about["input_shapes"]))
-        missing = self._engine.restore(arrays, about["ends"], shapes, about["updates"], about["fitted"])
+        missing = self._trainer.restore(arrays, about["ends"], shapes, about["updates"], about["fitted"])
         if self._begun_rate is not None and about["begun_rate"] == self._begun_rate:  # else the user has set another
-            self._model.optimizer.learning_rate = about["epoch_rate"]
+            self._owner.optimizer.learning_rate = about["epoch_rate"]
             self._rate_within = about["learning_rate"] if position.step else None
         epoch, self._steps_done = position
-        set_initial_epoch(self._model, epoch)
-        start_at(self.epoch_iterator, position, self._first_epoch)
+        set_initial_epoch(self._owner, epoch)
+        start_at(self._epoch_iterator, position, self._first_epoch)
         return missing
 
     def note_epoch(self) -> None:
@@ -123,11 +188,16 @@ class FitSession:
         self._epoch_rate, self.stopped, self._kept = self._rate(), False, None
         self._metrics, self._logs = [], {}  # of an epoch of which nothing was left
 
-    def epoch_begun(self) -> None:
-        """All callbacks have seen the epoch begin: what is resumed has the rate and the metrics of its middle."""
+    def begin_epoch(self, steps: int | None) -> None:
+        """All callbacks have seen the epoch begin, of so many minibatches; those that are done already are left out.
+
+        What is resumed has the rate and the metrics of its middle.
+        """
+        left, self._steps_done = steps and steps - self._steps_done, 0
+        self._trainer.begin_epoch(left)
         if self._rate_within is not None:
-            self._model.optimizer.learning_rate, self._rate_within = self._rate_within, None
-        if len(self._metrics) == len(self._model.metrics_variables):  # not sooner: a callback may have evaluated
+            self._owner.optimizer.learning_rate, self._rate_within = self._rate_within, None
+        if len(self._metrics) == len(self._owner.metrics_variables):  # not sooner: a callback may have evaluated
             self.metrics_built()
 
     def restore_metrics(self, arrays: Arrays, about: dict[str, Any]) -> None:
@@ -137,7 +207,7 @@ class FitSession:
 
     def metrics_built(self) -> None:
         """The metrics have their variables: a pipeline's when it sees the first results."""
-        variables = self._model.metrics_variables
+        variables = self._owner.metrics_variables
         if self._metrics and len(self._metrics) == len(variables) and self._names == self._metric_names():
             for variable, value in zip(variables, self._metrics, strict=True):
                 variable.assign(value)
@@ -149,11 +219,11 @@ class FitSession:
         return self._logs
 
     def _rate(self) -> float | None:
-        optimizer = getattr(self._model, "optimizer", None)  # none before compile
-        return None if optimizer is None or is_scheduled(optimizer) else float(array_of(optimizer.learning_rate))
+        optimizer = self._owner.optimizer
+        return None if is_scheduled(optimizer) else float(array_of(optimizer.learning_rate))
 
     def _metric_arrays(self) -> Arrays:
-        return {f"metric/{n}": array_of(each) for n, each in enumerate(self._model.metrics_variables)}
+        return {f"metric/{n}": array_of(each) for n, each in enumerate(self._owner.metrics_variables)}
 
     def _metric_names(self) -> list[str]:
-        return [metric.name for metric in self._model.metrics for _ in metric.variables]
+        return [metric.name for metric in self._owner.metrics for _ in metric.variables]

@@ -18,7 +18,7 @@ from pipetrain.compute.optimizer.spikes import check_compensable
 from pipetrain.compute.optimizer.velocity import check_predictable
 from pipetrain.schemes.schedules import groups_of
 from pipetrain.schemes.scheme import Scheme
-from pipetrain.schemes.table import DATA_PARALLEL
+from pipetrain.schemes.table import DATA_PARALLEL, SCHEMES
 from pipetrain.schemes.validation import check
 
 DEFAULT_ROWS = 32  # Keras' batch size where none is given
@@ -107,7 +107,7 @@ def check_compiled(now: Any, compiled: Any) -> None:
 
 
 def check_backup(callbacks: Sequence[Any], scheme: str, beside_slots: Callable[[], Sequence[str]]) -> None:
-    """Refuse Keras' backup where training needs more to go on than a Keras file holds."""
+    """Refuse Keras' backup where training needs more to go on than a Keras file holds: ``beside_slots``."""
     backs_up = any(isinstance(each, keras.callbacks.BackupAndRestore) for each in callbacks)
     if backs_up and (left_out := beside_slots()):
         raise ValueError(
@@ -302,12 +302,37 @@ def _checked(value: Any, expected: Any) -> tf.Tensor:
     return tensor
 
 
-def check_microbatches(microbatches: Any) -> None:
-    """Refuse anything but None or a count."""
+def check_microbatches(microbatches: Any, scheme: str | Scheme) -> None:
+    """Refuse anything but None or a count, and several microbatches of a scheme that does not split minibatches."""
     if microbatches is not None and (
         isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1
     ):
         raise ValueError(f"A batch has at least one microbatch. Received: microbatches={microbatches!r}. Try 4.")
+    chosen = scheme if isinstance(scheme, Scheme) else SCHEMES.get(scheme)
+    if microbatches not in (None, 1) and not (chosen is not None and chosen.splits):
+        splitting = [name for name, each in SCHEMES.items() if each.splits]
+        raise ValueError(
+            f"This scheme does not split a minibatch. Received: microbatches={microbatches!r}, "
+            f"scheme={str(scheme)!r}. Try leaving it out, or one of: {', '.join(splitting)}."
+        )
+
+
+def check_recompute(recompute: bool, scheme: str) -> None:
+    """Refuse to run forwards again where Keras keeps what it needs."""
+    if recompute and scheme == DATA_PARALLEL:
+        raise ValueError(
+            f"Only stages run their forward again. Received: recompute={recompute!r}, scheme={scheme!r}. "
+            "Try leaving it out, or scheme='single'."
+        )
+
+
+def check_cuts(cuts: Any, scheme: str) -> None:
+    """Refuse cuts of the unsplit model."""
+    if cuts is not None and scheme == "single":
+        raise ValueError(
+            f"The scheme 'single' has one stage. Received: cuts={cuts!r}, scheme={scheme!r}. Try leaving it out, or "
+            "scheme='1f1b', whose result is that of the unsplit model."
+        )
 
 
 def check_schedule(scheme: Scheme, stages: int, microbatches: int) -> None:
@@ -323,7 +348,7 @@ def check_schedule(scheme: Scheme, stages: int, microbatches: int) -> None:
         )
 
 
-def checked_pieces(microbatches: int | None, scheme: Scheme, stages: int) -> int:
+def checked_microbatches(microbatches: int | None, scheme: Scheme, stages: int) -> int:
     """How many microbatches a minibatch is split into. Raises ValueError for too few of them."""
     if not scheme.splits:
         return 1

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -10,14 +11,16 @@ import keras
 import tensorflow as tf
 
 from pipetrain.checkpoint.arrays import Arrays, assign, collected
+from pipetrain.checkpoint.session import FitSession
 from pipetrain.compute.cores import is_remote
-from pipetrain.compute.graph.input_shapes import Shapes
 from pipetrain.compute.keras_private import weights_of
 from pipetrain.compute.optimizer.adoption import Part, built, copy, with_frozen
 from pipetrain.compute.optimizer.clone import clone
 from pipetrain.compute.optimizer.slots import Slot, slots
 from pipetrain.frontend import checks
 from pipetrain.frontend.placement import Placement
+from pipetrain.frontend.strategy import StepFunction
+from pipetrain.schemes.table import DATA_PARALLEL
 from pipetrain.trace.trace import Trace
 
 
@@ -37,26 +40,41 @@ class DataParallelStrategy:
 
     Args:
         model: the model to train.
-        layout: its devices carry one replica each; its stages are not used.
+        placement: its devices carry one replica each; its stages are not used.
     """
 
-    def __init__(self, model: keras.Model, layout: Placement) -> None:
-        self.model, self.layout = model, layout
-        check_own(layout.distinct_devices)
-        self.strategy = _strategy(tuple(layout.distinct_devices))
-        with self.strategy.scope():
+    def __init__(self, model: keras.Model, placement: Placement) -> None:
+        self.model, self.placement = model, placement
+        check_own(placement.distinct_devices)
+        self.distribution = _mirrored(tuple(placement.distinct_devices))
+        with self.distribution.scope():
             self.trained = keras.models.clone_model(model)
-        self._training = False
-        self._snapshot_every = 0
+        self._session: FitSession | None = None
+        self._is_training = False  # whether the weights live in the copy
+        self._fitted_from = 0  # the optimizer's count of steps when this fit began
+        self._newest_snapshot = 0
         self.optimizer: keras.optimizers.Optimizer | None = None
         self._replaced: tuple[Any, Any] = (None, None)  # the optimizer of the last ``compile``, and what trains instead
         self._given_steps = 0  # of the former, when it and the latter were last alike
-        self.rows: int | None = None
-        self.rows_done = 0  # not counted
-        self.trace, self.waits = Trace(()), False
-        self.load()
+        self._load()
 
-    def batch_like(self, epoch_iterator: Any) -> Any:
+    @property
+    def trace(self) -> Trace:
+        """Empty: TensorFlow runs the replicas, and stages have no actions."""
+        return Trace(())
+
+    def build_metrics(self, own: Callable[[Any, Any], None], epoch_iterator: Any, batch: Any) -> None:
+        """Keras' own, of a batch like those that will be read; and the optimizer, see ``_build``."""
+        self._build()
+        if epoch_iterator is not None:
+            batch = self._batch_like(epoch_iterator)
+        own(None, batch)
+
+    def train_function(self, own: Callable[[], StepFunction]) -> StepFunction:
+        """Keras' own, which TensorFlow runs on every device."""
+        return own()
+
+    def _batch_like(self, epoch_iterator: Any) -> Any:
         """One device's part of a batch, or its specs, which do where they say how many dimensions there are.
 
         To read a batch is to put a data set that is shuffled, or a generator, out of step.
@@ -67,13 +85,15 @@ class DataParallelStrategy:
             return specs
         _, _, batches = next(iter(epoch_iterator))
         # of all devices' parts, whose rows may differ in number, the first
-        return keras.tree.map_structure(lambda part: self.strategy.experimental_local_results(part)[0], next(batches))
+        return keras.tree.map_structure(
+            lambda part: self.distribution.experimental_local_results(part)[0], next(batches)
+        )
 
-    def load(self) -> None:
+    def _load(self) -> None:
         """Mirror the model's weights, other state and seeds."""
         _copy(self.model, self.trained)
 
-    def adopted(self, optimizer: Any, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def keras_arguments(self, optimizer: Any, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The optimizer and the metrics of ``compile``, made anew: a strategy refuses variables not its own.
 
         What is frozen in the model by now is so in the copy. What the optimizer has gathered for the model goes along.
@@ -111,7 +131,7 @@ class DataParallelStrategy:
         gathered = self._gathered(source)
         if gathered.weights:
             weights = with_frozen(self.model.trainable_variables, gathered.weights)
-            if target._distribution_strategy is self.strategy:  # which refuses others' variables
+            if target._distribution_strategy is self.distribution:  # which refuses others' variables
                 copies = dict(zip(map(id, self.model.variables), self.trained.variables, strict=True))
                 weights = [copies[id(weight)] for weight in weights]
             with target._distribution_strategy.scope():
@@ -138,72 +158,64 @@ class DataParallelStrategy:
         """Whether the optimizer of ``compile`` has made other steps since its copy was last like it."""
         return int(self._replaced[0].iterations.numpy()) != self._given_steps
 
-    def compiled(self, optimizer: keras.optimizers.Optimizer) -> None:
-        """Only the count of its steps is wanted from the optimizer; Keras does the rest."""
-        self.optimizer = optimizer
+    def compiled(self, owner: keras.Model, loss: Any) -> None:
+        """Keras has compiled the owner with an optimizer of the copy's."""
+        checks.check_optimizer(owner.optimizer, DATA_PARALLEL, None, self.placement.stages)
+        self.optimizer = owner.optimizer
 
-    def prepare(self, rows: int | None, shapes: Shapes | None) -> None:
-        """Before training: mirror the model's weights."""
-        self.rows = rows
-        self.layout.learn(shapes)
-        self.load()
-        self.build()
-        with self.strategy.scope():
+    def begin(self, session: FitSession) -> None:
+        """A ``fit`` begins: mirror the model's weights."""
+        self.placement.learn(session.shapes)
+        self._load()
+        self._build()
+        with self.distribution.scope():
             self._take_on()
-        self._first_update = int(self.optimizer.iterations.numpy())
+        self._session, self._fitted_from = session, int(self.optimizer.iterations.numpy())
 
-    def build(self) -> None:
+    def _build(self) -> None:
         """The optimizer has all of its slots, if there is one: interrupted in Keras' hands, it would have some."""
         if self.optimizer is not None:
-            with self.strategy.scope():
+            with self.distribution.scope():
                 built(self.optimizer, self.trained.trainable_variables)
 
-    def beside_slots(self) -> tuple[()]:
-        """Nothing: a Keras file holds all that training needs to go on."""
-        return ()
-
-    def leftovers(self) -> tuple[()]:
-        """None: a step of data parallelism is over when it returns."""
-        return ()
-
-    def begin_epoch(self, steps: int | None, snapshot_every: int, rests: Any) -> None:
-        """From here on the weights live in the copy."""
-        self._training, self._snapshot_every, self._given = True, snapshot_every, 0
-
-    def activity(self) -> None:
-        """Not known: Keras runs the replicas."""
+    def begin_epoch(self, steps: int | None) -> None:
+        """From here on the weights live in the copy; Keras counts the steps."""
+        self._is_training, self._newest_snapshot = True, 0
 
     @property
     def in_flight(self) -> int:
         """None: a step of data parallelism is over when it returns."""
         return 0
 
-    @property
-    def fitted(self) -> int:
+    def about(self) -> dict[str, Any]:
+        """How many updates this ``fit`` has made, on which devices."""
+        return {"fitted": self._fitted(), **self.placement.about()}
+
+    def _fitted(self) -> int:
         """Updates since the start of ``fit``."""
-        return int(self.optimizer.iterations.numpy()) - self._first_update
+        return int(self.optimizer.iterations.numpy()) - self._fitted_from
 
     def state(self) -> Arrays:
         """All that training needs to go on; each replica gets the mean of all statistics, as it will again then."""
-        self.synchronize()
-        self.load()
+        self.drain()
+        self._load()
         return collected(self.model, self._slots(), [self._gathered(self.optimizer).shared])
 
     def restore(self, arrays: Arrays, ends: Any, shapes: Any, updates: int, fitted: int) -> list[str]:
         """Go on from there, after so many updates, ``fitted`` of them of this ``fit``; gives what was not there."""
-        with self.strategy.scope():
+        with self.distribution.scope():
             missing = assign(self.model, arrays, self._slots(), [self._gathered(self.optimizer).shared])
-            self.load()
+            self._load()
             self.optimizer.iterations.assign(updates)
-        self._first_update = updates - fitted
+        self._fitted_from = updates - fitted
         return missing
 
     def _slots(self) -> Iterator[Slot]:
         return slots(self.optimizer, self._gathered(self.optimizer).weights)
 
-    def synchronize(self) -> None:
-        """The mirrored weights flow back into the model."""
-        if self._training:
+    def drain(self) -> None:
+        """The mirrored weights flow back into the model; every step is over when it returns."""
+        if self._is_training:
             _copy(self.trained, self.model)
 
     def finish(self) -> None:
@@ -212,17 +224,32 @@ class DataParallelStrategy:
 
     def abort(self, store: bool) -> None:
         """The end of training by an exception; the weights flow back if ``store``, and what the optimizer gathered."""
-        if store and self._training:
-            self.synchronize()
+        if store and self._is_training:
+            self.drain()
             self._hand_back()
-        self._training = False
+        self._is_training, self._session = False, None
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Drained; the copy then takes the model's weights."""
+        self.drain()
+        yield
+        self._load()
+
+    def evaluating(self, owner: keras.Model, steps: int | None) -> AbstractContextManager[None]:
+        """Keras' own loop evaluates the copy, on all devices."""
+        return nullcontext()
+
+    def predicting(self, owner: keras.Model, steps: int | None) -> AbstractContextManager[None]:
+        """Keras' own loop lets the copy predict, on all devices."""
+        return nullcontext()
 
     def snapshots(self) -> Iterator[int]:
         """The present step, if its weights are wanted; the model then holds them."""
-        step = int(self.optimizer.iterations.numpy()) - self._first_update
-        if self._snapshot_every and step % self._snapshot_every == 0 and step != self._given:
-            self._given = step
-            self.synchronize()
+        every = self._session.snapshot_every if self._session else 0
+        if every and (step := self._fitted()) % every == 0 and step != self._newest_snapshot:
+            self._newest_snapshot = step
+            self.drain()
             yield step
 
 
@@ -232,7 +259,7 @@ def _copy(source: keras.Model, target: keras.Model) -> None:
 
 
 @cache
-def _strategy(devices: tuple[str, ...]) -> tf.distribute.Strategy:
+def _mirrored(devices: tuple[str, ...]) -> tf.distribute.Strategy:
     """One strategy for each set of devices.
 
     Every strategy numbers its collective operations from the same number, so that of two with the same devices the

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from pipetrain.compute.functions.inference import Inference
 from pipetrain.compute.graph.input_shapes import Shapes
@@ -15,7 +16,7 @@ from pipetrain.frontend.input_data import InputData, InputsAlone, untuned
 from pipetrain.frontend.placement import Placement
 from pipetrain.run.collector import Result
 from pipetrain.run.pipeline import Pipeline
-from pipetrain.run.window import Minibatch, Window, never
+from pipetrain.run.window import Minibatch, Window
 from pipetrain.schemes.table import INFERENCE
 
 
@@ -26,12 +27,12 @@ class Evaluator:
 
     Args:
         model: the model whose weights are read.
-        layout: its stages.
+        placement: its stages.
     """
 
-    def __init__(self, model: keras.Model, layout: Placement) -> None:
-        self._layout = layout
-        self.feed, self.inputs = InputData(model), InputsAlone(model)
+    def __init__(self, model: keras.Model, placement: Placement) -> None:
+        self._placement = placement
+        self.data, self.inputs = InputData(model), InputsAlone(model)
         self._stages: list[list[Inference]] = []
         self._ends: list[int] | None = None
         self._running: list[Evaluation] = []
@@ -57,16 +58,16 @@ class Evaluator:
 
     def pipeline(self, shapes: Shapes) -> Pipeline:
         """A pipeline that only runs forwards, for minibatches of which the first one's inputs have such shapes."""
-        ends = self._layout.ends or self._ends or self._layout.measured_ends(checks.DEFAULT_ROWS, shapes)
+        ends = self._placement.ends or self._ends or self._placement.measured_ends(checks.DEFAULT_ROWS, shapes)
         if ends != self._ends:
-            self._stages, self._ends = self._layout.inferences(ends), ends
+            self._stages, self._ends = self._placement.inferences(ends), ends
         pipeline = Pipeline(self._stages, INFERENCE, 1)
         pipeline.trace_for(None)
         return pipeline
 
     def pack(self, outputs: list[Any]) -> Any:
         """The model's outputs in the structure that calling it gives."""
-        return self._layout.chain.pack(outputs)
+        return self._placement.chain.pack(outputs)
 
 
 class Evaluation:
@@ -78,30 +79,30 @@ class Evaluation:
     def __init__(self, evaluator: Evaluator, steps: int | None) -> None:
         self._evaluator, self._steps = evaluator, steps
         self._pipeline: Pipeline | None = None
-        self._ahead: Window | None = None
+        self._window: Window | None = None
         self.targets: Any = None
 
     def step(self, iterator: Iterator[Any]) -> tuple[Minibatch, Result]:
         """The iterator's next minibatch and its result. Raises StopIteration at the data's end."""
-        if self._ahead is None:
-            self._ahead = self._open(self._evaluator.feed, iterator)
-        return self._ahead.step()
+        if self._window is None:
+            self._window = self._open(self._evaluator.data, iterator)
+        return self._window.step()
 
     def predictions(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """The model's outputs for every minibatch."""
         try:
-            ahead = self._open(self._evaluator.inputs, iterator)
+            window = self._open(self._evaluator.inputs, iterator)
             while True:
-                _, result = ahead.step()
+                _, result = window.step()
                 yield self._evaluator.pack(result.predictions.tensors)
         except StopIteration:
             return
 
-    def _open(self, feed: InputData, iterator: Iterator[Any]) -> Window:
-        minibatches = feed.open(iterator, self._steps)
-        self.targets = feed.targets
-        self._pipeline = self._evaluator.pipeline(feed.shapes)
-        return Window(self._pipeline, minibatches, self._steps, never)
+    def _open(self, data: InputData, iterator: Iterator[Any]) -> Window:
+        minibatches = data.open(iterator, self._steps)
+        self.targets = data.targets
+        self._pipeline = self._evaluator.pipeline(data.shapes)
+        return Window(self._pipeline, minibatches, self._steps)
 
     def rest(self) -> None:
         """What is in flight finishes; the next step goes on."""
@@ -122,10 +123,11 @@ class Predicted:
 
     Args:
         evaluation: what makes the predictions.
+        strategy: all else is left to it.
     """
 
-    def __init__(self, evaluation: Evaluation) -> None:
-        self._evaluation = evaluation
+    def __init__(self, evaluation: Evaluation, strategy: tf.distribute.Strategy) -> None:
+        self._evaluation, self._strategy = evaluation, strategy
         self._dataset: Any = None
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Predicted:
@@ -136,3 +138,6 @@ class Predicted:
     def __iter__(self) -> Iterator[Any]:
         """The predictions."""
         return self._evaluation.predictions(iter(self._dataset))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._strategy, name)

@@ -1,4 +1,4 @@
-"""The callback between the user's and Keras' progress bar, that ties Keras' loop to the pipeline."""
+"""The callback between the user's and Keras' progress bar, that ties Keras' loop to the session of its ``fit``."""
 
 from __future__ import annotations
 
@@ -7,42 +7,44 @@ from typing import Any
 
 import keras
 
-from pipetrain.frontend.progress_metrics import ProgressMetrics
+from pipetrain.checkpoint.session import FitSession
 
 
 class FitCallback(keras.callbacks.Callback):
-    """Tells the model where an epoch's data begin and how many steps it has; stops at a loss that is not finite.
+    """Tells the session where an epoch's data begin and how many steps it has; stops at a loss that is not finite.
 
     ``keras.callbacks.TerminateOnNaN`` among the user's callbacks is left to do the latter.
+
+    Args:
+        session: of this ``fit``.
     """
 
-    def __init__(self, users: list[Any]) -> None:
+    def __init__(self, session: FitSession) -> None:
         super().__init__()
-        self._stop_at_nan = not any(isinstance(each, keras.callbacks.TerminateOnNaN) for each in users)
-        self._step, self._pulse = 0, ProgressMetrics()
+        self._session, self._step = session, 0
+        self._stop_at_nan = not any(isinstance(each, keras.callbacks.TerminateOnNaN) for each in session.callbacks)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """The next steps read from a new iterator."""
-        self.model.begin_epoch(self.params.get("steps"))
-        self.model.resumption.epoch_begun()
-        self._pulse.begin_epoch()
+        self._session.begin_epoch(self.params.get("steps"))
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Check the loss; what is added to the logs here, only the progress bar sees."""
         self._step += 1
-        self.model.resumption.stopped = self.model.stop_training  # Keras asks for it now, and leaves the epoch
+        self._session.stopped = self.model.stop_training  # Keras asks for it now, and leaves the epoch
         if self._stop_at_nan and not math.isfinite(logs["loss"]):
             raise FloatingPointError(
                 f"The loss is {logs['loss']} at step {self._step}. Received: scheme={self.model.scheme!r}. "
                 "Try a smaller learning rate, or clipnorm; the model keeps the weights of its last drain or snapshot."
             )
-        if self.params.get("verbose") and self.model.rows_done:
-            logs.update(self._pulse.figures(self.model.rows_done, self.model.activity()))
+        if self.params.get("verbose"):
+            for figures in self._session.figures:
+                logs.update(figures())
 
     def on_train_end(self, logs: Any = None) -> None:
         """All callbacks have seen it."""
-        if self.model.resumption.at_end is not None:
-            self.model.resumption.at_end()
+        if self._session.at_end is not None:
+            self._session.at_end()
 
 
 def as_list(callbacks: Any) -> list[Any]:

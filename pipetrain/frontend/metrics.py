@@ -34,7 +34,8 @@ class TrackedMetrics:
     Args:
         model: the compiled model.
         outputs: symbolic tensors like the results' predictions.
-        engine: gives predictions the structure that calling the model gives, and keeps the count of what is counted.
+        pack: gives predictions the structure that calling the model gives.
+        counted: counts the minibatches that the optimizer has been told of.
         built: called when the metrics have their variables, at the first minibatch that an epoch trains on.
     """
 
@@ -42,11 +43,12 @@ class TrackedMetrics:
         self,
         model: keras.Model,
         outputs: list[Any],
-        engine: Any,
+        pack: Callable[[list[tf.Tensor]], Any],
+        counted: tf.Variable,
         built: Callable[[], None],
     ) -> None:
         self._model, self._outputs, self._built = model, outputs, built
-        self._pack, self._counted = engine.pack, engine.counted
+        self._pack, self._counted = pack, counted
         self._functions: dict[Any, Any] = {}
 
     def of_training(self, targets: Any) -> StepMetrics:

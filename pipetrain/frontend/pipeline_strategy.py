@@ -1,8 +1,8 @@
-"""The pipeline behind a PipelineModel: feeds it Keras' data, keeps the model's weights in step with it."""
+"""Training by a pipeline of stages: feeds it Keras' data, and keeps the model's weights in step with it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,84 +10,100 @@ import keras
 import tensorflow as tf
 
 from pipetrain.checkpoint.arrays import Arrays, assign, collected
-from pipetrain.compute.functions.stage import LossFunction, Stage
+from pipetrain.checkpoint.session import FitSession
 from pipetrain.compute.gc_pause import gc_paused
 from pipetrain.compute.graph.input_shapes import Shapes
 from pipetrain.compute.keras_private import weights_of
-from pipetrain.compute.optimizer.adoption import Part, adopt, forget
+from pipetrain.compute.optimizer.adoption import forget
 from pipetrain.compute.optimizer.rates import is_scheduled
-from pipetrain.compute.optimizer.slots import Slot
-from pipetrain.compute.optimizer.update import kinds_beside
+from pipetrain.compute.optimizer.update import gathers, kinds_beside, slots_per_weight
 from pipetrain.frontend import checks
-from pipetrain.frontend.evaluation import Evaluator
-from pipetrain.frontend.input_data import InputData
+from pipetrain.frontend.attributes import Meanwhile
+from pipetrain.frontend.evaluation import Evaluation, Evaluator, Predicted
+from pipetrain.frontend.input_data import InputData, Untuned
+from pipetrain.frontend.metrics import StepMetrics, TrackedMetrics
+from pipetrain.frontend.optimized_stages import OptimizedStages
 from pipetrain.frontend.placement import Placement
+from pipetrain.frontend.progress_metrics import ProgressMetrics
+from pipetrain.frontend.strategy import StepFunction
 from pipetrain.run.collector import Result
-from pipetrain.run.pipeline import Activity, Pipeline
+from pipetrain.run.pipeline import Pipeline
+from pipetrain.run.run_settings import RunSettings
 from pipetrain.run.window import Minibatch, Window
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.trace.trace import Trace
 
 
 class PipelineStrategy:
-    """Between two drains the weights live in the stages; otherwise in the model.
+    """A ``Strategy`` of stages. Between two drains the weights live in the stages; otherwise in the model.
 
     Args:
         model: the model to train.
-        layout: its stages.
+        placement: its stages.
         scheme: order of actions and choice of weights.
     """
 
-    def __init__(self, model: keras.Model, layout: Placement, scheme: Scheme) -> None:
+    def __init__(self, model: keras.Model, placement: Placement, scheme: Scheme) -> None:
         self.model = self.trained = model
-        self.strategy = tf.distribute.get_strategy()
-        self.layout, self.microbatches = layout, layout.training.microbatches
-        self._scheme = scheme
-        self._pieces = self.microbatches * layout.replicas[-1]  # into which a minibatch's loss falls
-        self.rows: int | None = None  # of the first minibatch, if they are known before it is there
-        self.rows_done = 0  # of all minibatches whose results some step has taken
-        self.evaluator = Evaluator(model, layout)
+        self.placement, self.microbatches = placement, placement.training.microbatches
+        self.distribution = Untuned(tf.distribute.get_strategy())
+        self.evaluator = Evaluator(model, placement)
         self.optimizer: keras.optimizers.Optimizer | None = None
-        self._stages: list[list[Stage]] = []
-        self._weights: list[keras.Variable] = []  # all that the stages train
-        self._parts: list[Part] = []  # every optimizer at work: of all replicas of all stages that have weights
+        self._scheme = scheme
+        self._loss_parts = self.microbatches * placement.replicas[-1]  # of a minibatch's rows, each with its own loss
+        self._stages = OptimizedStages()
         self._pipeline: Pipeline | None = None
-        self._ahead: Window | None = None
-        self._snapshot_every = 0
-        self.counted = tf.Variable(0, dtype=tf.int64, trainable=False)  # of the updates since the last drain
-        self.waits = False  # for GPUs, so that the trace has their times of completion
+        self._session: FitSession | None = None
+        self._window: Window | None = None
+        self._fitted_before = self._made_before = 0  # updates of this fit, and of the pipeline, as they were last set
+        self._rows_done = 0  # of all minibatches whose results some step has taken
+        self._counted = tf.Variable(0, dtype=tf.int64, trainable=False)  # of the updates since the last drain
 
-    def load(self) -> None:
-        """Nothing to do: the stages take the model's weights when they start."""
-
-    def adopted(self, optimizer: Any, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The optimizer and the settings of ``compile``, as they are."""
+    def keras_arguments(self, optimizer: Any, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The optimizer and the other arguments of ``compile``, as they are."""
         return optimizer, settings
 
-    def compiled(self, optimizer: keras.optimizers.Optimizer, loss: Any, compute_loss: LossFunction) -> None:
-        """The optimizer and the loss are new: stages are made anew at the next ``prepare``."""
+    def compiled(self, owner: keras.Model, loss: Any) -> None:
+        """The optimizer and the loss are new: stages are made anew when the next ``fit`` begins."""
+        optimizer, stages = owner.optimizer, self.placement.stages
+        checks.check_loop(owner.run_eagerly, owner.steps_per_execution)
+        checks.check_optimizer(optimizer, self._scheme.name, self._scheme, stages)
+        rule = self._scheme.rule(0, 2 * stages)
+        self.placement.training = self.placement.training._replace(
+            slots=slots_per_weight(optimizer, rule),
+            gathers=gathers(optimizer, rule, self.model.trainable_variables),
+        )
         if optimizer is not self.optimizer:
             checks.check_own(weights_of(optimizer), self.model.variables, optimizer)
-            self._stages = []
-        self._loss_is_mean: bool | None = checks.loss_is_mean(loss, self._pieces)
-        if self._pieces > 1 and checks.is_measured(loss):
+            self._stages = OptimizedStages()
+        self._loss_is_mean: bool | None = checks.loss_is_mean(loss, self._loss_parts)
+        if self._loss_parts > 1 and checks.is_measured(loss):
             self._loss_is_mean = None  # seen when the first minibatch is there
-        self.optimizer, self._loss, self._compute_loss = optimizer, loss, compute_loss
+        chain = self.placement.chain
+        self._metrics = TrackedMetrics(owner, self.model.outputs, chain.pack, self._counted, self._metrics_built)
+        self.optimizer, self._loss = optimizer, loss
         self._scheduled = is_scheduled(optimizer)  # then each stage's own copy knows the rate
-        self._feed = InputData(self.model, None if self._scheduled else optimizer.learning_rate.value)
+        self._data = InputData(self.model, None if self._scheduled else optimizer.learning_rate.value)
         self._pipeline = None
 
-    def pack(self, outputs: list[tf.Tensor]) -> Any:
-        """The model's outputs in the structure that calling it gives."""
-        return self.layout.chain.pack(outputs)
+    def _metrics_built(self) -> None:
+        if self._session is not None:
+            self._session.metrics_built()
 
-    def prepare(self, rows: int | None, shapes: Shapes | None) -> None:
-        """Before training on minibatches of this many rows: make the stages, if there are none for this compilation.
+    def begin(self, session: FitSession) -> None:
+        """A ``fit`` begins: make the stages, if there are none for this compilation.
 
-        Where the cut is to be decided, and not all of the inputs' ``shapes`` are known, the first minibatch is awaited.
+        Where the cut is to be decided, and not all of the inputs' shapes are known, the first minibatch is awaited.
         """
-        self.rows = rows
-        self.layout.learn(shapes)
+        self._prepare(session.rows, session.shapes)
+        checks.check_backup(session.callbacks, self._scheme.name, self._kinds_beside)
+        self._session = session
+        self._set_fitted(0)
+        self._progress = ProgressMetrics(session.time)
+        session.figures.append(self._figures)
+
+    def _prepare(self, rows: int | None, shapes: Shapes | None) -> None:
+        self.placement.learn(shapes)
         checks.check_rows(rows, self.microbatches)
         if self._pipeline is not None and not self._pipeline.rests:
             self.abort(store=True)  # an interrupt cut an abort short
@@ -97,86 +113,167 @@ class PipelineStrategy:
                 f"learning_rate={self.optimizer._learning_rate!r}. Try compile again."
             )
         checks.check_own(weights_of(self.optimizer), self.model.variables, self.optimizer)
-        if self._pipeline is not None or self.layout.can_build:
-            self._start(rows or checks.DEFAULT_ROWS)
+        if self._pipeline is None and self.placement.can_build:
+            self._make_pipeline(rows or checks.DEFAULT_ROWS)
+        if self._pipeline is not None:
+            self._stages.adopt_from(self.optimizer)
 
-    def _start(self, rows: int) -> None:
-        if self._pipeline is None:
-            with gc_paused():
-                self._stages = self._new_stages(rows)
-                self._parts = [stage.part() for replicas in self._stages for stage in replicas if stage.variables]
-                self._pipeline = Pipeline(self._stages, self._scheme, self.microbatches)
-        self._begin()
-        self._pipeline.first_update = self._pipeline.updates
-        self._pipeline.waits = self.waits
+    def _make_pipeline(self, rows: int) -> None:
+        """Make the stages for this compilation; compiled again, the same optimizer keeps what it has gathered."""
+        with gc_paused():
+            weights = self.model.trainable_variables
+            made = self.placement.build(rows, self.optimizer, self._metrics.loss, self._scheme)
+            stages = OptimizedStages(made, weights)
+            stages.go_on_from(self._stages)
+            self._stages = stages
+            self._pipeline = Pipeline(stages.replicas, self._scheme, self.microbatches, self._run_settings)
 
-    def _new_stages(self, rows: int) -> list[list[Stage]]:
-        """Stages for this compilation; compiled again, the same optimizer keeps what it has gathered."""
-        gathered = {(id(slot.weight), slot.kind): slot.variable for slot in self._slots()}
-        self._weights = self.model.trainable_variables
-        stages = self.layout.build(rows, self.optimizer, self._compute_loss, self._scheme)
-        for slot in slots_of(stages):
-            if (id(slot.weight), slot.kind) in gathered:  # else its layer was frozen
-                slot.variable.assign(gathered[id(slot.weight), slot.kind])
-        return stages
+    def _run_settings(self) -> RunSettings:
+        """Asked when the pipeline's threads start."""
+        self._stages.adopt_from(self.optimizer)
+        return RunSettings(
+            updates=self._updates(),
+            steps=self._fitted(),
+            snapshot_every=self._session.snapshot_every,
+            loss_is_mean=self._loss_is_mean,
+            exact_times=self._session.exact_trace,
+        )
 
-    def _begin(self) -> None:
-        """Before the pipeline starts: what has been set in the optimizer since it was at work, the stages take over."""
-        adopt(self.optimizer, self._weights, self._parts)
-        updates = int(self.optimizer.iterations.numpy()) - int(self.counted.numpy())
-        self._pipeline.first_update += updates - self._pipeline.updates
-        self._pipeline.updates = updates
+    def _updates(self) -> int:
+        """Those of the optimizer up to the last drain."""
+        return int(self.optimizer.iterations.numpy()) - int(self._counted.numpy())
 
-    def begin_epoch(self, steps: int | None, snapshot_every: int, rests: Callable[[int], bool]) -> None:
-        """The next ``step`` reads from a new iterator, at most ``steps`` minibatches; see ``Window``."""
-        self._snapshot_every = snapshot_every
-        self._steps, self._ahead, self._rests = steps, None, rests
+    def _set_fitted(self, updates: int) -> None:
+        self._fitted_before, self._made_before = updates, self._pipeline.made if self._pipeline else 0
 
-    def step(self, iterator: Iterator[Any]) -> tuple[Minibatch, Result]:
-        """The next minibatch and its result; later ones are in flight. Raises StopIteration at the data's end.
+    def _fitted(self) -> int:
+        """Updates since the start of ``fit``, up to the last drain."""
+        return self._fitted_before + self._pipeline.made - self._made_before if self._pipeline else 0
 
-        Whoever asks counts it in the optimizer's ``iterations``, and in ``counted``.
-        """
-        if self._pipeline is not None and self._pipeline.rests:
-            self._begin()
-        if self._ahead is None:
+    def build_metrics(self, own: Callable[[Any, Any], None], epoch_iterator: Any, batch: Any) -> None:
+        """Keras' own, which without a distribution strategy leaves it to the first results: no data are read."""
+        own(epoch_iterator, batch)
+
+    def begin_epoch(self, steps: int | None) -> None:
+        """The next step reads from a new iterator, at most so many minibatches."""
+        self._steps, self._window = steps, None
+        self._step_metrics: StepMetrics | None = None
+        self._progress.begin_epoch()
+
+    def train_function(self, own: Callable[[], StepFunction]) -> StepFunction:
+        """One minibatch in and one result out."""
+        return self._train_step
+
+    def _train_step(self, iterator: Iterator[Any]) -> Any:
+        """The logs of the next minibatch; later ones are in flight. Raises StopIteration at the data's end."""
+        if self._window is None:
             with gc_paused():  # the stages are traced, if this is the first epoch
-                self._ahead = self._read_ahead(iterator)
-        minibatch, result = self._ahead.step()
-        self.rows_done += minibatch.x[0].shape[0]
-        return minibatch, result
+                self._window = self._open(iterator)
+        minibatch, result = self._window.step()
+        self._rows_done += minibatch.x[0].shape[0]
+        return self._logs(minibatch, result)
 
-    def leftovers(self) -> Iterator[tuple[Minibatch, Result]]:
-        """The results of this epoch's minibatches that no step has taken."""
-        if self._ahead is not None:
-            yield from self._ahead.rest()
+    def _logs(self, minibatch: Minibatch, result: Result, counts: bool = True) -> Any:
+        """Update the metrics, and the optimizer's count if it ``counts``."""
+        if self._step_metrics is None:
+            self._step_metrics = self._metrics.of_training(self._data.targets)
+        return self._step_metrics(minibatch, result, counts)
 
-    def synchronize(self) -> None:
-        """Drain: whatever is in flight finishes, and the weights flow back into the model."""
+    def _open(self, iterator: Iterator[Any]) -> Window:
+        """Read the first minibatch; all that has waited for it is made."""
+        minibatches = self._data.open(iterator, self._steps, self._scheme.asynchronous)
+        checks.check_rows(self._data.rows, self.microbatches)
+        if self._loss_is_mean is None:
+            outputs = self.placement.chain.specs(len(self.placement.chain.blocks))
+            self._loss_is_mean = checks.measured_mean(self._metrics.loss, self._data.targets, outputs)
+        if self._pipeline is None:
+            self.placement.learn(self._data.shapes)
+            self._make_pipeline(self._data.rows)
+        if self._pipeline.trace_for(self._data.targets):
+            checks.check_minimised(self._loss, self._stages.first)
+        checks.check_masks(self._pipeline.output_masks, self._loss_is_mean, self._loss_parts)
+        return Window(self._pipeline, minibatches, self._steps, lambda n: self._session.rests(n), self._updates())
+
+    def drain(self) -> None:
+        """Whatever is in flight finishes, and the weights flow back into the model.
+
+        Of an epoch that was stopped, the metrics count the minibatches that no step takes any more.
+        """
         self.evaluator.rest()
         if self._pipeline is not None:
             with self._counting():
                 self._pipeline.drain()
+        if self._session is not None and self._session.stopped and not self._session.is_evaluating and self._window:
+            for minibatch, result in self._window.rest():
+                self._logs(minibatch, result, counts=False)  # the optimizer has, since they are done
 
     def finish(self) -> None:
         """The end of training."""
-        self.synchronize()
-        self._ahead = None
+        self.drain()
+        self._window = self._session = None
 
     def abort(self, store: bool) -> None:
         """Stop at once; hand the weights back if ``store``."""
-        self._ahead = None
+        self._window = self._session = None
         if self._pipeline is not None:
             with self._counting():
                 self._pipeline.abort(store)
             if not store:  # what is not finite is in the optimizers too
-                self._pipeline, self._stages = None, []
+                self._pipeline, self._stages = None, OptimizedStages()
                 forget(self.optimizer)
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        """What the pipeline updates, the optimizer counts: from where it is, should someone have set it.
+
+        Each step counts its own minibatch; here those are added that are ahead of the last step.
+        """
+        before = self._pipeline.made
+        try:
+            yield
+        finally:
+            if ahead := self._pipeline.made - before - int(self._counted.numpy()):
+                self.optimizer.iterations.assign_add(ahead)
+            self._counted.assign(0)
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Drained: the stages take the model's weights when they start again."""
+        self.drain()
+        yield
+
+    @contextmanager
+    def evaluating(self, owner: keras.Model, steps: int | None) -> Iterator[None]:
+        """Meanwhile Keras' ``evaluate`` of the owner takes its results from a pipeline that only runs forwards."""
+        with (
+            self.evaluator.running(steps) as evaluation,
+            Meanwhile(owner, test_function=self._test_function(evaluation), data_reader=None),
+        ):
+            yield
+
+    def _test_function(self, evaluation: Evaluation) -> StepFunction:
+        update: StepMetrics | None = None
+
+        def step(iterator: Iterator[Any]) -> Any:
+            nonlocal update
+            done = evaluation.step(iterator)
+            update = update or self._metrics.of_testing(evaluation.targets)
+            return update(*done)
+
+        return step
+
+    @contextmanager
+    def predicting(self, owner: keras.Model, steps: int | None) -> Iterator[None]:
+        """Meanwhile Keras' ``predict`` of the owner reads predictions instead of data, and computes nothing."""
+        with self.evaluator.running(steps) as evaluation:
+            reader = Predicted(evaluation, self.distribution)
+            with Meanwhile(owner, predict_function=_only, data_reader=reader):
+                yield
 
     def snapshots(self) -> Iterator[int]:
         """Each version kept by now: the model holds its weights, and the stages rest, until the next is asked for."""
         if self._scheme.asynchronous and not self.in_flight:  # at rest: none may be left to a checkpoint's past
-            self.synchronize()
+            self.drain()
         if self._pipeline is None or not self._pipeline.snapshots:
             return
         newest, rested = [tf.identity(variable.value) for variable in self.model.variables], self._pipeline.rests
@@ -192,66 +289,31 @@ class PipelineStrategy:
                         variable.assign(value)
 
     @property
-    def targets(self) -> Any:
-        """Specs of this epoch's labels and sample weights."""
-        return self._feed.targets
-
-    @property
     def trace(self) -> Trace:
         """What happened up to the last drain."""
         return self._pipeline.trace if self._pipeline else Trace(())
 
-    @contextmanager
-    def _counting(self) -> Iterator[None]:
-        """What the pipeline updates, the optimizer counts: from where it is, should someone have set it.
-
-        Each step counts its own minibatch; here those are added that are ahead of the last step.
-        """
-        before = self._pipeline.updates
-        try:
-            yield
-        finally:
-            if ahead := self._pipeline.updates - before - int(self.counted.numpy()):
-                self.optimizer.iterations.assign_add(ahead)
-            self.counted.assign(0)
-
-    def _read_ahead(self, iterator: Iterator[Any]) -> Window:
-        minibatches = self._feed.open(iterator, self._steps, self._scheme.asynchronous)
-        checks.check_rows(self._feed.rows, self.microbatches)
-        if self._loss_is_mean is None:
-            outputs = self.layout.chain.specs(len(self.layout.chain.blocks))
-            self._loss_is_mean = checks.measured_mean(self._compute_loss, self._feed.targets, outputs)
-        if self._pipeline is None:
-            self.layout.learn(self._feed.shapes)
-            self._start(self._feed.rows)
-        self._pipeline.loss_is_mean, self._pipeline.snapshot_every = self._loss_is_mean, self._snapshot_every
-        if self._pipeline.trace_for(self._feed.targets):
-            checks.check_minimised(self._loss, [stage for stage, *_ in self._stages])
-        checks.check_masks(self._pipeline.output_masks, self._loss_is_mean, self._pieces)
-        return Window(self._pipeline, minibatches, self._steps, self._rests)
-
-    def activity(self) -> Activity | None:
-        """What the stages have done so far."""
-        return self._pipeline.activity() if self._pipeline else None
+    def _figures(self) -> Mapping[str, float]:
+        """For the progress bar."""
+        return self._progress.figures(self._rows_done, self._pipeline.activity())
 
     @property
     def in_flight(self) -> int:
         """How many minibatches are under way whose results no step has taken."""
-        return self._ahead.in_flight if self._ahead else 0
+        return self._window.in_flight if self._window else 0
 
-    @property
-    def fitted(self) -> int:
-        """Updates since the start of ``fit``, up to the last drain."""
-        return self._pipeline.updates - self._pipeline.first_update if self._pipeline else 0
+    def about(self) -> dict[str, Any]:
+        """How the model is cut, and how many updates this ``fit`` has made."""
+        return {"fitted": self._fitted(), **self.placement.about()}
 
     def state(self) -> Arrays:
         """All that training needs to go on; drains."""
-        self.synchronize()
-        return collected(self.model, self._slots(), self._shared())
+        self.drain()
+        return collected(self.model, self._stages.slots(), self._stages.shared())
 
-    def beside_slots(self) -> list[str]:
+    def _kinds_beside(self) -> list[str]:
         """What training needs to go on that no slot of the compiled optimizer holds."""
-        stages = self.layout.stages
+        stages = self.placement.stages
         rules = {self._scheme.rule(stage, stages) for stage in range(stages)}
         return sorted({kind for rule in rules for kind in kinds_beside(self.optimizer, rule)})
 
@@ -262,29 +324,23 @@ class PipelineStrategy:
 
         ``ends`` and ``shapes`` are where that run was cut, and what its inputs were like.
         """
-        self.synchronize()
-        if self.layout.adopt(ends):
-            self._pipeline, self._stages = None, []
+        self.drain()
+        if self.placement.adopt(ends):
+            self._pipeline, self._stages = None, OptimizedStages()
         if self._pipeline is None:
-            self.prepare(self.rows, self.layout.shapes or shapes)
+            self._prepare(self._session.rows, self.placement.shapes or shapes)
         if self._pipeline is None:
             raise ValueError(
                 "The model leaves dimensions of its inputs open, and neither the checkpoint nor the data say, before "
-                f"the first minibatch, what they are. Received: stages={self.layout.stages}, a checkpoint of "
+                f"the first minibatch, what they are. Received: stages={self.placement.stages}, a checkpoint of "
                 f"{len(ends)} stages. Try partition(input_shapes=...) before fit, or as many stages."
             )
-        missing = assign(self.model, arrays, self._slots(), self._shared())
+        missing = assign(self.model, arrays, self._stages.slots(), self._stages.shared())
         self.optimizer.iterations.assign(updates)
-        self._pipeline.updates, self._pipeline.first_update = updates, updates - fitted
+        self._set_fitted(fitted)
         return missing
 
-    def _slots(self) -> Iterator[Slot]:
-        return slots_of(self._stages)
 
-    def _shared(self) -> Iterator[list[Any]]:
-        return (part.shared for part in self._parts)
-
-
-def slots_of(stages: Sequence[Sequence[Stage]]) -> Iterator[Slot]:
-    """What the optimizers of all stages have gathered, by the model's own variables."""
-    return (slot for replicas in stages for stage in replicas for slot in stage.slots())
+def _only(batches: list[Any]) -> Any:
+    (batch,) = batches
+    return batch

@@ -121,6 +121,10 @@ class Placement:
         """Whether the cut is decided, or what is known of the inputs is enough to decide it."""
         return self.ends is not None or self.shapes is not None
 
+    def about(self) -> dict[str, Any]:
+        """Where it is cut, as far as that is decided, its replicas, and the inputs' shapes, for a checkpoint."""
+        return {"ends": self.ends or [], "replicas": list(self.replicas), "input_shapes": self.shapes}
+
     @property
     def distinct_devices(self) -> list[str]:
         """The devices in use, each once."""

@@ -23,6 +23,7 @@ from pipetrain.run.global_norm import GlobalNorm
 from pipetrain.run.mailbox import Closed, Mailbox
 from pipetrain.run.messages import Microbatch, Output, Updated
 from pipetrain.run.reduction import Reduction
+from pipetrain.run.run_settings import RunSettings
 from pipetrain.run.stage_work import StageId, StageWork
 from pipetrain.run.switch_interval import let_go, shorten
 from pipetrain.run.transfers import here
@@ -38,11 +39,13 @@ class Activity(NamedTuple):
     """Seconds that all devices' threads spent in actions, how many these are, and how many microbatches a stage held.
 
     The seconds are not known of stages on other processes' devices, whose calls return before the work is done.
+    ``updated``: whether every stage has made an update by now.
     """
 
     busy_s: float | None
     workers: int
     most_in_flight: int
+    updated: bool
 
 
 class Pipeline:
@@ -55,30 +58,33 @@ class Pipeline:
         stages: the replicas of every stage in order.
         scheme: order of actions and choice of weights.
         microbatches: pieces that a minibatch is split into.
+        settings: asked whenever the threads start.
 
-    ``loss_is_mean`` says whether a minibatch's loss is the mean (else the sum) over its rows. Set ``snapshot_every`` to
-    keep in ``snapshots`` the weights of every so many updates after ``first_update``; ``waits``, before the first
-    ``post``, to have GPUs' times of completion in the trace.
+    ``made`` are the updates of all runs up to the last drain, ``snapshots`` the weights that were kept.
     """
 
-    def __init__(self, stages: Sequence[Sequence[Replica]], scheme: Scheme, microbatches: int) -> None:
+    def __init__(
+        self,
+        stages: Sequence[Sequence[Replica]],
+        scheme: Scheme,
+        microbatches: int,
+        settings: Callable[[], RunSettings] = RunSettings,
+    ) -> None:
         self._stages = [list(replicas) for replicas in stages]
         self._scheme, self._microbatches = scheme, microbatches
-        self.loss_is_mean = True
+        self._ask_settings, self._settings = settings, RunSettings()
         self._devices = scheme.schedule.devices(len(self._stages))
         self._threads: list[DeviceThread] = []
         self._boxes: list[Mailbox[Any]] = []
         self._spans: deque[Span] = deque(maxlen=KEPT_SPANS)
         self._transfers: deque[Transfer] = deque(maxlen=KEPT_SPANS)
-        self.waits = False
-        self.updates = self.first_update = 0  # of the optimizer up to the last drain; where snapshots count from
+        self.made = 0
         self._results: deque[Result] = deque()
         self._error: BaseException | None = None
         self._failing = threading.Lock()
         self._closed = False
         self._busy_s = 0.0
         self._traced_for: Any = ()
-        self.snapshot_every = 0
         self.snapshots: deque[Snapshot] = deque()
 
     @property
@@ -98,8 +104,12 @@ class Pipeline:
         for work in works:
             work.most_in_flight = 0
         busy_s = self._busy_s + sum(thread.busy_s for thread in self._threads)
-        known = self.waits or not any(is_remote(replica.device) for stage in self._stages for replica in stage)
-        return Activity(busy_s if known else None, sum(map(len, self._stages)) // self._scheme.schedule.chunks, most)
+        known = self._settings.exact_times or not any(
+            is_remote(replica.device) for stage in self._stages for replica in stage
+        )
+        workers = sum(map(len, self._stages)) // self._scheme.schedule.chunks
+        updated = self.made > 0 or min((work.version for work in works), default=0) > 0
+        return Activity(busy_s if known else None, workers, most, updated)
 
     @property
     def trace(self) -> Trace:
@@ -141,7 +151,7 @@ class Pipeline:
                 minibatch=self._posted,
                 group=group,
                 share=len(piece) / rows if rows else 1 / len(pieces),  # a minibatch without rows has a result too
-                loss_is_mean=self.loss_is_mean,
+                loss_is_mean=self._settings.loss_is_mean,
                 rows=len(piece),
                 learning_rate=learning_rate,
                 values=None,
@@ -215,13 +225,14 @@ class Pipeline:
     def _start(self) -> None:
         self._error, self._closed = None, False
         self._posted = 0
+        settings = self._settings = self._ask_settings()
         self._reports: Mailbox[Output | Updated] = Mailbox()
-        self._control = Control(self._reports.put, self._fail, self._wants_snapshot, self.waits)
+        self._control = Control(self._reports.put, self._fail, self._wants_snapshot, settings.exact_times)
         replicas = [len(stage) for stage in self._stages]
-        self._collector = Collector(replicas, not self._scheme.asynchronous, self.updates - self.first_update)
+        self._collector = Collector(replicas, not self._scheme.asynchronous, settings.steps)
         for stage in self._stages:
             for number, replica in enumerate(stage):
-                replica.load(self.updates, number)
+                replica.load(settings.updates, number)
         threads = self._make_threads()
         self._threads = threads  # from here on an interrupt finds all that is to be undone
         shorten(self)
@@ -279,8 +290,8 @@ class Pipeline:
             raise
         threads = self._threads
         works = [work for thread in threads for work in thread.stages]
-        updates = self.updates + min(work.version for work in works)
-        self._threads, self._boxes, self.updates = [], [], updates
+        made = self.made + min(work.version for work in works)
+        self._threads, self._boxes, self.made = [], [], made
         self._spans.extend(sorted(chain(*(thread.spans for thread in threads)), key=_start_s))
         self._transfers.extend(sorted(chain(*(work.transfers() for work in works)), key=_start_s))
         self._busy_s += sum(thread.busy_s for thread in threads)
@@ -295,8 +306,8 @@ class Pipeline:
             stage.store(values)
 
     def _wants_snapshot(self, version: int) -> bool:
-        step = self.updates - self.first_update + version
-        return self.snapshot_every > 0 and step % self.snapshot_every == 0
+        steps, every = self._settings.steps + version, self._settings.snapshot_every
+        return every > 0 and steps % every == 0
 
     def _collect(self, report: Output | Updated) -> None:
         self._collector.add(report)

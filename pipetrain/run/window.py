@@ -31,7 +31,7 @@ class Window:
     ``minibatches``: Keras may go on reading from the same iterator in the next epoch.
 
     Where ``rests(n)`` is true of the updates n that all minibatches posted so far come to, nothing more is posted
-    until every result is taken: the weights are then those of exactly n updates.
+    until every result is taken: the weights are then those of exactly n updates. ``updates`` are those made before.
     """
 
     def __init__(
@@ -39,10 +39,11 @@ class Window:
         pipeline: Pipeline,
         minibatches: Iterator[Minibatch],
         steps: int | None,
-        rests: Callable[[int], bool],
+        rests: Callable[[int], bool] = never,
+        updates: int = 0,
     ) -> None:
         self._pipeline, self._minibatches = pipeline, minibatches
-        self._left, self._rests, self._updates = steps, rests, pipeline.updates
+        self._left, self._rests, self._updates = steps, rests, updates
         self._posted: deque[Minibatch] = deque()
 
     @property

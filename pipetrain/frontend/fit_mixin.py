@@ -1,0 +1,140 @@
+"""``fit`` and ``train_on_batch``: Keras' own, whose steps a strategy takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import tensorflow as tf
+
+from pipetrain.checkpoint.session import FitSession
+from pipetrain.compute.functions.undone import undone
+from pipetrain.compute.graph.input_shapes import shapes_of_data
+from pipetrain.frontend import checks
+from pipetrain.frontend.attributes import Meanwhile
+from pipetrain.frontend.fit_callback import FitCallback, as_list, with_last
+from pipetrain.frontend.metrics import built_when_traced
+from pipetrain.frontend.strategy import StepFunction
+from pipetrain.frontend.strategy_model import StrategyModel
+
+
+class FitMixin(StrategyModel):
+    """Training: each call of Keras' loop that concerns it goes to the strategy, or to the session of this ``fit``."""
+
+    exact_trace: bool
+
+    def fit(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        verbose: Any = "auto",
+        callbacks: Any = None,
+        **settings: Any,
+    ) -> Any:
+        """Keras' ``fit``, its arguments and its History.
+
+        The logs of a step are those of its own minibatch, though later ones are in flight.
+
+        Raises:
+            ValueError: before training, for data or settings that cannot be trained on.
+            FloatingPointError: at the first loss that is not finite, naming the step; the model keeps the weights of
+                its last drain or snapshot and momentum starts anew. ``keras.callbacks.TerminateOnNaN`` stops quietly.
+            WorkerLost: a worker that stages are on ended, hangs or cannot be reached; the model keeps the weights of
+                its last drain.
+            Exception: whatever a stage raised, with a note on the stage, the action and the minibatch.
+        """
+        users = as_list(callbacks)
+        checks.check_callbacks(users)
+        first_epoch = settings.get("initial_epoch", 0)
+        with self._training("fit", x, y, batch_size, users, first_epoch) as session:
+            callbacks = with_last(callbacks, FitCallback(session))
+            return super().fit(x, y, batch_size, epochs, verbose, callbacks, **settings)
+
+    def train_on_batch(self, x: Any, y: Any = None, *args: Any, **settings: Any) -> Any:
+        """Keras' ``train_on_batch``: one minibatch through the pipeline, which then drains."""
+        if self.session is not None:
+            raise RuntimeError(
+                "The pipeline is full of other minibatches. Received: train_on_batch within fit. Try it after fit."
+            )
+        with self._training("train_on_batch", x, y, None) as session:
+            session.begin_epoch(1)
+            return super().train_on_batch(x, y, *args, **settings)
+
+    @contextmanager
+    def _training(
+        self, method: str, x: Any, y: Any, batch_size: int | None, users: Any = (), first_epoch: int = 0
+    ) -> Iterator[FitSession]:
+        """A session. Whatever ends it, no thread is left and the weights are in the model, unless a worker has them."""
+        with self._watched() as watch:
+            session = self._begin(method, x, y, batch_size, users, first_epoch)
+            try:
+                self.session = session
+                with Meanwhile(self, data_reader=None):
+                    yield session
+                    self._strategy.finish()
+            except BaseException as error:
+                lost = watch.caused(error) or watch.lost is not None
+                self._strategy.abort(store=not lost and not isinstance(error, FloatingPointError))
+                raise
+            finally:
+                self.session = None
+                session.end()
+
+    def _begin(self, method: str, x: Any, y: Any, batch_size: int | None, users: Any, first_epoch: int) -> FitSession:
+        self._assert_compile_called(method)
+        checks.check_data(x, y)
+        checks.check_compiled(self.optimizer, self._strategy.optimizer)
+        rows, shapes = checks.first_rows(x, batch_size), shapes_of_data(x, self._strategy.trained)
+        session = FitSession(self, self._strategy, users, first_epoch, rows, shapes, self.exact_trace)
+        self._strategy.begin(session)
+        return session
+
+    def make_train_function(self, force: bool = False) -> None:
+        """What Keras' loop calls for every step: the strategy's function."""
+
+        def own() -> StepFunction:
+            super(FitMixin, self).make_train_function(force)
+            return self.train_function
+
+        self.train_function = self._strategy.train_function(own)
+
+    def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
+        """Keras' own, without reading the first batch, which would put a shuffled data set out of step."""
+        if iterator is not None and self._session_in_loop is not None:
+            self._session_in_loop.reads(iterator)
+        own = super()._maybe_symbolic_build
+        with undone(built_when_traced(self)):
+            self._strategy.build_metrics(own, iterator, data_batch)
+
+    def reset_metrics(self) -> None:
+        """Keras' own, which its loop calls before an epoch begins."""
+        super().reset_metrics()
+        if self._session_in_loop is not None:
+            self._session_in_loop.note_epoch()
+
+    def get_metrics_result(self) -> Any:
+        """Keras' metrics so far; of an epoch that was stopped, those of the minibatches still in flight too."""
+        if tf.executing_eagerly():  # not while Keras traces a step that ends in this call
+            self._strategy.drain()
+            if self._session_in_loop is not None and self._session_in_loop.stopped:
+                self._session_in_loop.keep_metrics()
+        return super().get_metrics_result()
+
+    def _get_metrics_result_or_logs(self, logs: Any) -> Any:
+        """Keras' own, for an epoch's end; of an epoch that was resumed and had no step left, the checkpoint's logs."""
+        session = self._session_in_loop
+        if not logs and session is not None and session.logs:
+            self._strategy.drain()
+            return session.logs
+        return super()._get_metrics_result_or_logs(logs)
+
+    def snapshots(self) -> Iterator[int]:
+        """Steps whose weights were kept for the session's ``keep_snapshots``, and not yet given out.
+
+        While the loop body runs the wrapped model holds that step's weights and the stages rest.
+        """
+        with nullcontext() if self.session is None else self.session.time.paused():
+            yield from self._strategy.snapshots()

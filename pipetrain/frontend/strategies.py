@@ -1,0 +1,71 @@
+"""Which strategy trains by which scheme."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import keras
+
+from pipetrain.frontend import checks
+from pipetrain.frontend.data_parallel import DataParallelStrategy
+from pipetrain.frontend.pipeline_strategy import PipelineStrategy
+from pipetrain.frontend.placement import Placement
+from pipetrain.frontend.strategy import Strategy
+from pipetrain.plan.memory import Training
+from pipetrain.plan.stages import Partition
+from pipetrain.schemes.scheme import Scheme
+from pipetrain.schemes.table import DATA_PARALLEL, check_name, check_options
+from pipetrain.schemes.table import scheme as chosen_scheme
+
+
+class Options(NamedTuple):
+    """How a model is to be trained: the arguments of ``PipelineModel``, but for full names of devices."""
+
+    scheme: str | Scheme
+    stages: int | Partition | None
+    cuts: Sequence[str] | None
+    devices: Sequence[str]
+    replicas: Sequence[int] | None
+    microbatches: int | None
+    recompute: bool
+    horizon: str
+    spike_compensation: bool
+    rescale_steps: int | None
+
+
+def check(options: Options) -> None:
+    """Raise ValueError, before a model is looked at, for what the scheme does not have."""
+    name = check_name(options.scheme)
+    check_options(options.scheme, options.horizon, options.spike_compensation, options.rescale_steps)
+    checks.check_microbatches(options.microbatches, options.scheme)
+    checks.check_replicas(name, options.replicas)
+    checks.check_recompute(options.recompute, name)
+    checks.check_cuts(options.cuts, name)
+
+
+def strategy_of(model: keras.Model, options: Options) -> Strategy:
+    """What trains the model by the scheme that the options name. Raises ValueError, TypeError for what cannot be."""
+    return OTHERS.get(check_name(options.scheme), _pipeline)(model, options)
+
+
+def _data_parallel(model: keras.Model, options: Options) -> Strategy:
+    _, stages, cuts, devices, replicas, *_ = options
+    return DataParallelStrategy(model, Placement(model, stages, cuts, devices, replicas, training=Training("single")))
+
+
+def _pipeline(model: keras.Model, options: Options) -> Strategy:
+    name, stages, cuts, devices, replicas, microbatches, recompute, *of_policy = options
+    scheme = chosen_scheme(name, *of_policy)
+    placement = Placement(model, stages, cuts, devices, replicas, scheme.schedule)
+    checks.check_model(model)
+    checks.check_precision(placement.chain.blocks)
+    if scheme.name == "single":
+        placement = Placement(model, 1, None, devices)
+    count = checks.checked_microbatches(microbatches, scheme, placement.stages)
+    checks.check_schedule(scheme, placement.stages, count)
+    placement.training = Training(name, microbatches=count, recompute=recompute, horizon=options.horizon)
+    return PipelineStrategy(model, placement, scheme)
+
+
+OTHERS: dict[str, Callable[[keras.Model, Options], Strategy]] = {DATA_PARALLEL: _data_parallel}  # than pipelines

@@ -1,0 +1,84 @@
+"""What a PipelineModel asks of whoever trains it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import keras
+import tensorflow as tf
+
+from pipetrain.checkpoint.session import FitSession, Resumable
+from pipetrain.frontend.placement import Placement
+from pipetrain.trace.trace import Trace
+
+StepFunction = Callable[[Iterator[Any]], Any]  # takes a minibatch from an iterator, and gives Keras' logs
+
+
+class Strategy(Resumable, Protocol):
+    """How a model is trained, from its first ``compile`` on; Keras' own loop asks for one minibatch after another.
+
+    The order is ``keras_arguments``, ``compiled``, then for every ``fit``: ``begin``, ``begin_epoch`` for each epoch,
+    steps, and ``finish`` or ``abort``. ``drain`` and ``changing`` may come at any time, and so, once drained, may
+    ``evaluating`` and ``predicting``.
+    """
+
+    @property
+    def trained(self) -> keras.Model:
+        """The model whose variables Keras sees: the wrapped one, or a copy of it."""
+
+    @property
+    def placement(self) -> Placement:
+        """The model's devices, and how it is cut for them."""
+
+    @property
+    def distribution(self) -> tf.distribute.Strategy:
+        """TensorFlow's strategy: Keras' variables are made in its scope, and its loop takes data sets from it."""
+
+    @property
+    def optimizer(self) -> keras.optimizers.Optimizer | None:
+        """The optimizer of the last ``compile``."""
+
+    @property
+    def trace(self) -> Trace:
+        """What was recorded of the actions of stages, up to the last drain."""
+
+    def keras_arguments(self, optimizer: Any, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The optimizer and the other arguments of ``compile``, as Keras is to get them."""
+
+    def compiled(self, owner: keras.Model, loss: Any) -> None:
+        """Keras has compiled the owner, a PipelineModel. Raises ValueError, by name, for what cannot be exact."""
+
+    def begin(self, session: FitSession) -> None:
+        """A ``fit`` begins. Raises ValueError for what it cannot train on, or with."""
+
+    def build_metrics(self, own: Callable[[Any, Any], None], epoch_iterator: Any, batch: Any) -> None:
+        """What Keras builds before its loop begins, by its ``own`` function of where the data come from, or a batch."""
+
+    def train_function(self, own: Callable[[], StepFunction]) -> StepFunction:
+        """What takes a minibatch and gives its logs; Keras' ``own``, should that serve."""
+
+    def drain(self) -> None:
+        """All minibatches so far are applied, and the weights in the model.
+
+        Of an epoch that was stopped, the metrics have counted them too.
+        """
+
+    def finish(self) -> None:
+        """The end of training: drains."""
+
+    def abort(self, store: bool) -> None:
+        """The end of training by an exception, at once; the weights so far are in the model if ``store``."""
+
+    def changing(self) -> AbstractContextManager[None]:
+        """Drained: what is changed in the wrapped model meanwhile, training goes on with."""
+
+    def evaluating(self, owner: keras.Model, steps: int | None) -> AbstractContextManager[None]:
+        """Meanwhile Keras' ``evaluate`` of the owner gives the model's results, at most ``steps`` minibatches."""
+
+    def predicting(self, owner: keras.Model, steps: int | None) -> AbstractContextManager[None]:
+        """Meanwhile Keras' ``predict`` of the owner gives the model's outputs, for at most ``steps`` minibatches."""
+
+    def snapshots(self) -> Iterator[int]:
+        """Steps of which the session wants the weights, each once; the model holds them until the next is asked for."""

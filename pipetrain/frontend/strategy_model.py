@@ -1,0 +1,51 @@
+"""A Keras model that a strategy trains: what fit, evaluation and saving have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+
+from pipetrain.checkpoint.session import FitSession
+from pipetrain.cluster.health import HealthMonitor
+from pipetrain.frontend.attributes import Meanwhile
+from pipetrain.frontend.strategy import Strategy
+
+
+class StrategyModel(keras.Model):
+    """Keras' loop asks it for data sets and functions, and it asks its strategy.
+
+    ``session`` is the ``fit`` that is under way, None if there is none; ``data_reader`` is what makes data sets in
+    place of the strategy's distribution.
+    """
+
+    _strategy: Strategy
+    session: FitSession | None = None
+    data_reader: Any = None
+    _watch: HealthMonitor | None = None
+
+    @property
+    def model(self) -> keras.Model:
+        """The wrapped model."""
+        return self._strategy.model
+
+    @property
+    def distribute_strategy(self) -> Any:
+        """Where Keras' loop takes its data sets from; while it predicts, predictions in place of data."""
+        return self.data_reader or self._strategy.distribution
+
+    @property
+    def _session_in_loop(self) -> FitSession | None:
+        """The session of the ``fit`` that Keras' loop is in, unless what it does is an evaluation within."""
+        return None if self.session is None or self.session.is_evaluating else self.session
+
+    @contextmanager
+    def _watched(self) -> Iterator[HealthMonitor]:
+        """Meanwhile workers that are lost are noticed; within itself it is the one that there is."""
+        if self._watch is not None:
+            yield self._watch
+            return
+        with HealthMonitor(self._strategy.placement.stages_on) as watch, Meanwhile(self, _watch=watch):
+            yield watch
