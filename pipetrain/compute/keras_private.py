@@ -157,3 +157,60 @@ def set_steps(epoch_iterator: Any, steps: Callable[[], Iterator[Any]] | None) ->
         del epoch_iterator._enumerate_iterator
     else:
         epoch_iterator._enumerate_iterator = steps
+
+
+def distributed_spec(epoch_iterator: Any) -> Any:
+    """The specs of what the data set of Keras' loop gives, as a distribution strategy has it."""
+    return epoch_iterator._distributed_dataset.element_spec
+
+
+def flat_layers(model: keras.Model) -> list[Any]:
+    """Every layer of a model, those of nested ones too, in one order."""
+    return list(model._flatten_layers())
+
+
+def distribution_of(optimizer: keras.optimizers.Optimizer) -> Any:
+    """The distribution strategy in whose scope an optimizer was made."""
+    return optimizer._distribution_strategy
+
+
+def compiled_loss(model: keras.Model) -> Any:
+    """What ``compile`` made of the loss, None without one: the public ``compute_loss`` adds penalties to it."""
+    return model._compile_loss
+
+
+def update_loss(model: keras.Model, loss: Any, rows: Any) -> None:
+    """Count a loss in the tracker of the compiled model, by so many rows."""
+    model._loss_tracker.update_state(loss, sample_weight=rows)
+
+
+def built_when_traced(model: keras.Model) -> list[Any]:
+    """What Keras builds in the first call of a compiled model's loss and metrics."""
+    metrics, loss = model._compile_metrics, model._compile_loss
+    users = [] if metrics is None else keras.tree.flatten((metrics._user_metrics, metrics._user_weighted_metrics))
+    return [each for each in (metrics, loss, *users) if isinstance(each, keras.Metric | keras.losses.Loss)]
+
+
+class HookedModel(keras.Model):
+    """A model whose class may change what Keras' loop has no public way to change.
+
+    Each hook is given Keras' ``own`` function, and does what that does unless it is overridden.
+    """
+
+    def check_compile_called(self, method: str) -> None:
+        """Raise Keras' ValueError where the model is not compiled."""
+        self._assert_compile_called(method)
+
+    def build_before_loop(self, own: Callable[..., None], iterator: Any, data_batch: Any) -> None:
+        """Before an epoch's or an evaluation's loop: build what needs a batch, which ``own`` reads of the iterator."""
+        own(iterator=iterator, data_batch=data_batch)
+
+    def logs_of_epoch(self, own: Callable[[Any], Any], logs: Any) -> Any:
+        """The logs of an epoch that has ended, by those of its last step."""
+        return own(logs)
+
+    def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
+        self.build_before_loop(super()._maybe_symbolic_build, iterator, data_batch)
+
+    def _get_metrics_result_or_logs(self, logs: Any) -> Any:
+        return self.logs_of_epoch(super()._get_metrics_result_or_logs, logs)

@@ -13,10 +13,11 @@ import tensorflow as tf
 from pipetrain.checkpoint.arrays import Arrays, assign, collected
 from pipetrain.checkpoint.session import FitSession
 from pipetrain.compute.cores import is_remote
-from pipetrain.compute.keras_private import weights_of
+from pipetrain.compute.keras_private import count_of, distributed_spec, distribution_of, flat_layers, weights_of
 from pipetrain.compute.optimizer.adoption import Part, built, copy, with_frozen
 from pipetrain.compute.optimizer.clone import clone
 from pipetrain.compute.optimizer.slots import Slot, slots
+from pipetrain.compute.tensorflow_private import one_replica
 from pipetrain.frontend import checks
 from pipetrain.frontend.placement import Placement
 from pipetrain.frontend.strategy import StepFunction
@@ -79,8 +80,8 @@ class DataParallelStrategy:
 
         To read a batch is to put a data set that is shuffled, or a generator, out of step.
         """
-        given = epoch_iterator._distributed_dataset.element_spec
-        specs = keras.tree.map_structure(lambda spec: getattr(spec, "_value_specs", (spec,))[0], given)
+        given = distributed_spec(epoch_iterator)
+        specs = keras.tree.map_structure(one_replica, given)
         if all(each.shape.rank for each in keras.tree.flatten(specs)):
             return specs
         _, _, batches = next(iter(epoch_iterator))
@@ -102,7 +103,7 @@ class DataParallelStrategy:
         def mirrored(value: Any) -> Any:
             return type(value).from_config(value.get_config()) if isinstance(value, keras.Metric) else value
 
-        for layer, copied in zip(self.model._flatten_layers(), self.trained._flatten_layers(), strict=True):
+        for layer, copied in zip(flat_layers(self.model), flat_layers(self.trained), strict=True):
             copied.trainable = layer.trainable
         own = optimizer
         if isinstance(optimizer, keras.optimizers.Optimizer):
@@ -131,14 +132,14 @@ class DataParallelStrategy:
         gathered = self._gathered(source)
         if gathered.weights:
             weights = with_frozen(self.model.trainable_variables, gathered.weights)
-            if target._distribution_strategy is self.distribution:  # which refuses others' variables
+            if distribution_of(target) is self.distribution:  # which refuses others' variables
                 copies = dict(zip(map(id, self.model.variables), self.trained.variables, strict=True))
                 weights = [copies[id(weight)] for weight in weights]
-            with target._distribution_strategy.scope():
+            with distribution_of(target).scope():
                 built(target, weights)
             mine = self._gathered(target)
             copy(gathered, mine.slots, mine.shared)
-        target._iterations.assign(tf.convert_to_tensor(source._iterations))
+        count_of(target).assign(tf.convert_to_tensor(count_of(source)))
 
     def _hand_back(self) -> None:
         """The optimizer of ``compile`` gets what its copy has gathered: it may train the model in another way next."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -11,10 +11,10 @@ import tensorflow as tf
 from pipetrain.checkpoint.session import FitSession
 from pipetrain.compute.functions.undone import undone
 from pipetrain.compute.graph.input_shapes import shapes_of_data
+from pipetrain.compute.keras_private import built_when_traced
 from pipetrain.frontend import checks
 from pipetrain.frontend.attributes import Meanwhile
 from pipetrain.frontend.fit_callback import FitCallback, as_list, with_last
-from pipetrain.frontend.metrics import built_when_traced
 from pipetrain.frontend.strategy import StepFunction
 from pipetrain.frontend.strategy_model import StrategyModel
 
@@ -84,7 +84,7 @@ class FitMixin(StrategyModel):
                 session.end()
 
     def _begin(self, method: str, x: Any, y: Any, batch_size: int | None, users: Any, first_epoch: int) -> FitSession:
-        self._assert_compile_called(method)
+        self.check_compile_called(method)
         checks.check_data(x, y)
         checks.check_compiled(self.optimizer, self._strategy.optimizer)
         rows, shapes = checks.first_rows(x, batch_size), shapes_of_data(x, self._strategy.trained)
@@ -101,11 +101,10 @@ class FitMixin(StrategyModel):
 
         self.train_function = self._strategy.train_function(own)
 
-    def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
+    def build_before_loop(self, own: Callable[..., None], iterator: Any, data_batch: Any) -> None:
         """Keras' own, without reading the first batch, which would put a shuffled data set out of step."""
         if iterator is not None and self._session_in_loop is not None:
             self._session_in_loop.reads(iterator)
-        own = super()._maybe_symbolic_build
         with undone(built_when_traced(self)):
             self._strategy.build_metrics(own, iterator, data_batch)
 
@@ -123,13 +122,13 @@ class FitMixin(StrategyModel):
                 self._session_in_loop.keep_metrics()
         return super().get_metrics_result()
 
-    def _get_metrics_result_or_logs(self, logs: Any) -> Any:
+    def logs_of_epoch(self, own: Callable[[Any], Any], logs: Any) -> Any:
         """Keras' own, for an epoch's end; of an epoch that was resumed and had no step left, the checkpoint's logs."""
         session = self._session_in_loop
         if not logs and session is not None and session.logs:
             self._strategy.drain()
             return session.logs
-        return super()._get_metrics_result_or_logs(logs)
+        return own(logs)
 
     def snapshots(self) -> Iterator[int]:
         """Steps whose weights were kept for the session's ``keep_snapshots``, and not yet given out.

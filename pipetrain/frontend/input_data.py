@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from pipetrain.compute.functions.weight_binding import any_rows, direct
 from pipetrain.compute.graph.input_shapes import Shapes
+from pipetrain.compute.tensorflow_private import type_spec_of
 from pipetrain.frontend import checks
 from pipetrain.run.window import Minibatch
 
@@ -70,7 +71,7 @@ class InputData:
                 optional, more = None, number != steps
             else:
                 if following is None:
-                    following = direct(self._next.get_concrete_function(spec, iterator._type_spec))
+                    following = direct(self._next.get_concrete_function(spec, type_spec_of(iterator)))
                 try:
                     minibatch, optional, numbers = following(optional, handle)
                 except tf.errors.OpError:  # in reading the next one, which is nothing to this one

@@ -12,7 +12,7 @@ import tensorflow as tf
 from pipetrain.compute.functions.stage import BoundaryTensors
 from pipetrain.compute.functions.undone import undone
 from pipetrain.compute.functions.weight_binding import any_rows, direct
-from pipetrain.compute.keras_private import set_mask
+from pipetrain.compute.keras_private import built_when_traced, compiled_loss, set_mask, update_loss
 from pipetrain.run.collector import Result
 from pipetrain.run.window import Minibatch
 
@@ -61,9 +61,9 @@ class TrackedMetrics:
 
     def loss(self, y: Any, outputs: list[tf.Tensor], sample_weight: Any) -> tf.Tensor:
         """The compiled loss; zero without one, where layers add losses of their own."""
-        if self._model._compile_loss is None:
+        if compiled_loss(self._model) is None:
             return tf.zeros([])
-        return self._model._compile_loss(y, self._pack(outputs), sample_weight)
+        return compiled_loss(self._model)(y, self._pack(outputs), sample_weight)
 
     def _score(self, body: Callable[..., Any], targets: Any, built: Callable[[], None] = _nothing) -> StepMetrics:
         update: Any = None
@@ -94,7 +94,7 @@ class TrackedMetrics:
         self, targets: Any, predictions: BoundaryTensors, loss: tf.Tensor, rows: tf.Tensor, updates: tf.Tensor
     ) -> Any:
         self._set_masks(predictions)
-        if getattr(self._model._compile_loss, "metrics", ()):  # each output's own loss, beside their sum
+        if getattr(compiled_loss(self._model), "metrics", ()):  # each output's own loss, beside their sum
             y, sample_weight = targets
             self.loss(y, predictions.tensors, sample_weight)
         logs = self._update(targets, predictions, loss, rows)
@@ -116,16 +116,9 @@ class TrackedMetrics:
     def _update(self, targets: Any, predictions: BoundaryTensors, loss: tf.Tensor, rows: tf.Tensor) -> Any:
         """What Keras' own steps do after the forward: the tracker of the loss weighs it by rows."""
         y, sample_weight = targets
-        self._model._loss_tracker.update_state(loss, sample_weight=tf.cast(rows, "float32"))
+        update_loss(self._model, loss, tf.cast(rows, "float32"))
         return self._model.compute_metrics(None, y, self._pack(predictions.tensors), sample_weight=sample_weight)
 
     def _set_masks(self, predictions: BoundaryTensors) -> None:
         for tensor, mask in zip(*predictions, strict=True):
             set_mask(tensor, mask)
-
-
-def built_when_traced(model: keras.Model) -> list[Any]:
-    """What Keras builds in the first call of a compiled model's loss and metrics."""
-    metrics, loss = model._compile_metrics, model._compile_loss
-    users = [] if metrics is None else keras.tree.flatten((metrics._user_metrics, metrics._user_weighted_metrics))
-    return [each for each in (metrics, loss, *users) if isinstance(each, keras.Metric | keras.losses.Loss)]

@@ -8,10 +8,8 @@ from typing import Any
 
 import keras
 
+from pipetrain.compute.keras_private import COMPILED
 from pipetrain.frontend.strategy_model import StrategyModel
-
-# What ``compile`` sets, and saving and loading go by.
-COMPILED = ("compiled", "optimizer", "loss", "_compile_config", "_compile_loss", "_compile_metrics", "_loss_tracker")
 
 
 class SavingMixin(StrategyModel):

@@ -10,11 +10,12 @@ import keras
 
 from pipetrain.checkpoint.session import FitSession
 from pipetrain.cluster.health import HealthMonitor
+from pipetrain.compute.keras_private import HookedModel
 from pipetrain.frontend.attributes import Meanwhile
 from pipetrain.frontend.strategy import Strategy
 
 
-class StrategyModel(keras.Model):
+class StrategyModel(HookedModel):
     """Keras' loop asks it for data sets and functions, and it asks its strategy.
 
     ``session`` is the ``fit`` that is under way, None if there is none; ``data_reader`` is what makes data sets in
