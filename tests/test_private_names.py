@@ -11,8 +11,6 @@ ROOT = Path(__file__).parents[1]
 ADAPTERS = {ROOT / "pipetrain/compute/keras_private.py", ROOT / "pipetrain/compute/tensorflow_private.py"}
 ROOMS = ("pipetrain", "experiments", "models", "plots")
 SOURCES = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
-    path for room in ("pipetrain", "experiments", "models", "plots") for path in (ROOT / room).rglob("*.py")
-)
 PUBLIC = {"_replace", "_asdict", "_fields", "_make", "_exit"}  # of named tuples and of os
 
 
