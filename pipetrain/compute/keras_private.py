@@ -43,11 +43,6 @@ def set_mask(value: Any, mask: Any) -> None:
         value._keras_mask = mask
 
 
-def is_ragged(symbol: Any) -> bool:
-    """Whether a symbolic tensor is declared as ragged, which Keras before 3.10 does not know."""
-    return bool(getattr(symbol, "ragged", False))
-
-
 def is_own(kind: type) -> bool:
     """Whether a class is Keras' own, and no subclass of somebody else."""
     return kind.__module__.startswith("keras.src.")

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from pipetrain.compute.graph.segment import Call, Segment, is_composite
-from pipetrain.compute.keras_private import is_own, is_ragged
+from pipetrain.compute.keras_private import is_own
 
 # Layers of Keras' own that may make a ragged or sparse tensor without saying so of their outputs.
 UNDECLARED = ("Lambda", "StringLookup", "IntegerLookup", "TextVectorization", "TFSMLayer")
@@ -44,7 +44,7 @@ def _may_differ(call: Call, known: dict[int, Any]) -> bool:
 
 
 def _is_declared(symbol: Any) -> bool:
-    return symbol.sparse or is_ragged(symbol)
+    return bool(symbol.sparse or symbol.ragged)
 
 
 def _traced(call: Call, symbols: Sequence[Any], known: dict[int, Any]) -> Iterator[Any]:
