@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import keras
@@ -13,18 +13,18 @@ from pipetrain.checkpoint.arrays import Arrays, assign, collected
 from pipetrain.checkpoint.session import FitSession
 from pipetrain.compute.gc_pause import gc_paused
 from pipetrain.compute.graph.input_shapes import Shapes
-from pipetrain.compute.keras_private import weights_of
 from pipetrain.compute.optimizer.adoption import forget
-from pipetrain.compute.optimizer.rates import is_scheduled
-from pipetrain.compute.optimizer.update import gathers, kinds_beside, slots_per_weight
-from pipetrain.frontend import checks
-from pipetrain.frontend.attributes import Meanwhile
-from pipetrain.frontend.evaluation import Evaluation, Evaluator, Predicted
-from pipetrain.frontend.input_data import InputData, Untuned
-from pipetrain.frontend.metrics import StepMetrics, TrackedMetrics
+from pipetrain.compute.optimizer.update import kinds_beside
+from pipetrain.frontend.checks.data import check_rows
+from pipetrain.frontend.checks.loop import check_backup
+from pipetrain.frontend.compilation import Compilation
+from pipetrain.frontend.evaluation import Evaluator
+from pipetrain.frontend.input_data import DEFAULT_ROWS, Untuned
+from pipetrain.frontend.metrics import StepMetrics
 from pipetrain.frontend.optimized_stages import OptimizedStages
 from pipetrain.frontend.placement import Placement
 from pipetrain.frontend.progress_metrics import ProgressMetrics
+from pipetrain.frontend.snapshots import handed_out
 from pipetrain.frontend.strategy import StepFunction
 from pipetrain.run.collector import Result
 from pipetrain.run.pipeline import Pipeline
@@ -48,9 +48,8 @@ class PipelineStrategy:
         self.placement, self.microbatches = placement, placement.training.microbatches
         self.distribution = Untuned(tf.distribute.get_strategy())
         self.evaluator = Evaluator(model, placement)
-        self.optimizer: keras.optimizers.Optimizer | None = None
         self._scheme = scheme
-        self._loss_parts = self.microbatches * placement.replicas[-1]  # of a minibatch's rows, each with its own loss
+        self._compilation: Compilation | None = None
         self._stages = OptimizedStages()
         self._pipeline: Pipeline | None = None
         self._session: FitSession | None = None
@@ -59,32 +58,21 @@ class PipelineStrategy:
         self._rows_done = 0  # of all minibatches whose results some step has taken
         self._counted = tf.Variable(0, dtype=tf.int64, trainable=False)  # of the updates since the last drain
 
+    @property
+    def optimizer(self) -> keras.optimizers.Optimizer | None:
+        """The compiled optimizer."""
+        return self._compilation.optimizer if self._compilation else None
+
     def keras_arguments(self, optimizer: Any, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The optimizer and the other arguments of ``compile``, as they are."""
         return optimizer, settings
 
     def compiled(self, owner: keras.Model, loss: Any) -> None:
         """The optimizer and the loss are new: stages are made anew when the next ``fit`` begins."""
-        optimizer, stages = owner.optimizer, self.placement.stages
-        checks.check_loop(owner.run_eagerly, owner.steps_per_execution)
-        checks.check_optimizer(optimizer, self._scheme.name, self._scheme, stages)
-        rule = self._scheme.rule(0, 2 * stages)
-        self.placement.training = self.placement.training._replace(
-            slots=slots_per_weight(optimizer, rule),
-            gathers=gathers(optimizer, rule, self.model.trainable_variables),
-        )
-        if optimizer is not self.optimizer:
-            checks.check_own(weights_of(optimizer), self.model.variables, optimizer)
+        compilation = Compilation(owner, loss, self._scheme, self.placement, self._counted, self._metrics_built)
+        if compilation.optimizer is not self.optimizer:
             self._stages = OptimizedStages()
-        self._loss_is_mean: bool | None = checks.loss_is_mean(loss, self._loss_parts)
-        if self._loss_parts > 1 and checks.is_measured(loss):
-            self._loss_is_mean = None  # seen when the first minibatch is there
-        chain = self.placement.chain
-        self._metrics = TrackedMetrics(owner, self.model.outputs, chain.pack, self._counted, self._metrics_built)
-        self.optimizer, self._loss = optimizer, loss
-        self._scheduled = is_scheduled(optimizer)  # then each stage's own copy knows the rate
-        self._data = InputData(self.model, None if self._scheduled else optimizer.learning_rate.value)
-        self._pipeline = None
+        self._compilation, self._pipeline = compilation, None
 
     def _metrics_built(self) -> None:
         if self._session is not None:
@@ -96,7 +84,7 @@ class PipelineStrategy:
         Where the cut is to be decided, and not all of the inputs' shapes are known, the first minibatch is awaited.
         """
         self._prepare(session.rows, session.shapes)
-        checks.check_backup(session.callbacks, self._scheme.name, self._kinds_beside)
+        check_backup(session.callbacks, self._scheme.name, self._kinds_beside)
         self._session = session
         self._set_fitted(0)
         self._progress = ProgressMetrics(session.time)
@@ -104,17 +92,12 @@ class PipelineStrategy:
 
     def _prepare(self, rows: int | None, shapes: Shapes | None) -> None:
         self.placement.learn(shapes)
-        checks.check_rows(rows, self.microbatches)
+        check_rows(rows, self.microbatches)
         if self._pipeline is not None and not self._pipeline.rests:
             self.abort(store=True)  # an interrupt cut an abort short
-        if is_scheduled(self.optimizer) != self._scheduled:
-            raise ValueError(
-                "The learning rate became a schedule, or ceased to be one, after compile. Received: "
-                f"learning_rate={self.optimizer._learning_rate!r}. Try compile again."
-            )
-        checks.check_own(weights_of(self.optimizer), self.model.variables, self.optimizer)
+        self._compilation.check()
         if self._pipeline is None and self.placement.can_build:
-            self._make_pipeline(rows or checks.DEFAULT_ROWS)
+            self._make_pipeline(rows or DEFAULT_ROWS)
         if self._pipeline is not None:
             self._stages.adopt_from(self.optimizer)
 
@@ -122,7 +105,7 @@ class PipelineStrategy:
         """Make the stages for this compilation; compiled again, the same optimizer keeps what it has gathered."""
         with gc_paused():
             weights = self.model.trainable_variables
-            made = self.placement.build(rows, self.optimizer, self._metrics.loss, self._scheme)
+            made = self.placement.build(rows, self.optimizer, self._compilation.metrics.loss, self._scheme)
             stages = OptimizedStages(made, weights)
             stages.go_on_from(self._stages)
             self._stages = stages
@@ -135,7 +118,7 @@ class PipelineStrategy:
             updates=self._updates(),
             steps=self._fitted(),
             snapshot_every=self._session.snapshot_every,
-            loss_is_mean=self._loss_is_mean,
+            loss_is_mean=self._compilation.loss_is_mean,
             exact_times=self._session.exact_trace,
         )
 
@@ -176,22 +159,22 @@ class PipelineStrategy:
     def _logs(self, minibatch: Minibatch, result: Result, counts: bool = True) -> Any:
         """Update the metrics, and the optimizer's count if it ``counts``."""
         if self._step_metrics is None:
-            self._step_metrics = self._metrics.of_training(self._data.targets)
+            self._step_metrics = self._compilation.metrics.of_training(self._compilation.data.targets)
         return self._step_metrics(minibatch, result, counts)
 
     def _open(self, iterator: Iterator[Any]) -> Window:
         """Read the first minibatch; all that has waited for it is made."""
-        minibatches = self._data.open(iterator, self._steps, self._scheme.asynchronous)
-        checks.check_rows(self._data.rows, self.microbatches)
-        if self._loss_is_mean is None:
-            outputs = self.placement.chain.specs(len(self.placement.chain.blocks))
-            self._loss_is_mean = checks.measured_mean(self._metrics.loss, self._data.targets, outputs)
+        compilation, chain = self._compilation, self.placement.chain
+        data = compilation.data
+        minibatches = data.open(iterator, self._steps, self._scheme.asynchronous)
+        check_rows(data.rows, self.microbatches)
+        compilation.measure_loss(chain.specs(len(chain.blocks)))
         if self._pipeline is None:
-            self.placement.learn(self._data.shapes)
-            self._make_pipeline(self._data.rows)
-        if self._pipeline.trace_for(self._data.targets):
-            checks.check_minimised(self._loss, self._stages.first)
-        checks.check_masks(self._pipeline.output_masks, self._loss_is_mean, self._loss_parts)
+            self.placement.learn(data.shapes)
+            self._make_pipeline(data.rows)
+        if self._pipeline.trace_for(data.targets):
+            compilation.check_traced(self._stages.first)
+        compilation.check_masks(self._pipeline.output_masks)
         return Window(self._pipeline, minibatches, self._steps, lambda n: self._session.rests(n), self._updates())
 
     def drain(self) -> None:
@@ -242,51 +225,20 @@ class PipelineStrategy:
         self.drain()
         yield
 
-    @contextmanager
-    def evaluating(self, owner: keras.Model, steps: int | None) -> Iterator[None]:
+    def evaluating(self, owner: keras.Model, steps: int | None) -> AbstractContextManager[None]:
         """Meanwhile Keras' ``evaluate`` of the owner takes its results from a pipeline that only runs forwards."""
-        with (
-            self.evaluator.running(steps) as evaluation,
-            Meanwhile(owner, test_function=self._test_function(evaluation), data_reader=None),
-        ):
-            yield
+        return self.evaluator.evaluating(owner, steps, lambda targets: self._compilation.metrics.of_testing(targets))
 
-    def _test_function(self, evaluation: Evaluation) -> StepFunction:
-        update: StepMetrics | None = None
-
-        def step(iterator: Iterator[Any]) -> Any:
-            nonlocal update
-            done = evaluation.step(iterator)
-            update = update or self._metrics.of_testing(evaluation.targets)
-            return update(*done)
-
-        return step
-
-    @contextmanager
-    def predicting(self, owner: keras.Model, steps: int | None) -> Iterator[None]:
+    def predicting(self, owner: keras.Model, steps: int | None) -> AbstractContextManager[None]:
         """Meanwhile Keras' ``predict`` of the owner reads predictions instead of data, and computes nothing."""
-        with self.evaluator.running(steps) as evaluation:
-            reader = Predicted(evaluation, self.distribution)
-            with Meanwhile(owner, predict_function=_only, data_reader=reader):
-                yield
+        return self.evaluator.predicting(owner, steps, self.distribution)
 
     def snapshots(self) -> Iterator[int]:
-        """Each version kept by now: the model holds its weights, and the stages rest, until the next is asked for."""
+        """Each version kept by now; see ``handed_out``."""
         if self._scheme.asynchronous and not self.in_flight:  # at rest: none may be left to a checkpoint's past
             self.drain()
-        if self._pipeline is None or not self._pipeline.snapshots:
-            return
-        newest, rested = [tf.identity(variable.value) for variable in self.model.variables], self._pipeline.rests
-        with self._pipeline.paused():
-            try:
-                while self._pipeline.snapshots:
-                    snapshot = self._pipeline.snapshots.popleft()
-                    self._pipeline.restore(snapshot)
-                    yield snapshot.version
-            finally:  # after a drain they are what training goes on with; an abort has handed back newer ones
-                for variable, value in zip(self.model.variables, newest, strict=True):
-                    if self._pipeline is not None and self._pipeline.rests == rested:
-                        variable.assign(value)
+        if self._pipeline is not None:
+            yield from handed_out(self._pipeline, self.model)
 
     @property
     def trace(self) -> Trace:
@@ -339,8 +291,3 @@ class PipelineStrategy:
         self.optimizer.iterations.assign(updates)
         self._set_fitted(fitted)
         return missing
-
-
-def _only(batches: list[Any]) -> Any:
-    (batch,) = batches
-    return batch
