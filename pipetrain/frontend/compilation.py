@@ -46,7 +46,8 @@ class Compilation:
         counted: tf.Variable,
         built: Callable[[], None],
     ) -> None:
-        self.optimizer, self._model, self._loss = owner.optimizer, placement.chain.model, loss
+        self.optimizer, self._loss, self._chain = owner.optimizer, loss, placement.chain
+        self._model = placement.chain.model
         check_loop(owner.run_eagerly, owner.steps_per_execution)
         check_optimizer(self.optimizer, scheme.name, scheme, placement.stages)
         self._check_own()
@@ -80,9 +81,10 @@ class Compilation:
         """Whether a minibatch's loss is the mean over its rows, else the sum of theirs; known once it is measured."""
         return bool(self._is_mean)
 
-    def measure_loss(self, outputs: Sequence[Any]) -> None:
-        """Try the loss, if only that tells what kind it is, on labels such as were read and outputs of these specs."""
+    def measure_loss(self) -> None:
+        """Try the loss, if only that tells what kind it is, on labels such as were read."""
         if self._is_mean is None:
+            outputs = self._chain.specs(len(self._chain.blocks))
             self._is_mean = measured_mean(self.metrics.loss, self.data.targets, outputs)
 
     def check_traced(self, stages: Sequence[Stage]) -> None:

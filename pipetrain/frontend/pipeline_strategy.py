@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -20,16 +20,13 @@ from pipetrain.frontend.checks.loop import check_backup
 from pipetrain.frontend.compilation import Compilation
 from pipetrain.frontend.evaluation import Evaluator
 from pipetrain.frontend.input_data import DEFAULT_ROWS, Untuned
-from pipetrain.frontend.metrics import StepMetrics
 from pipetrain.frontend.optimized_stages import OptimizedStages
+from pipetrain.frontend.pipeline_fit import PipelineFit
 from pipetrain.frontend.placement import Placement
-from pipetrain.frontend.progress_metrics import ProgressMetrics
 from pipetrain.frontend.snapshots import handed_out
 from pipetrain.frontend.strategy import StepFunction
-from pipetrain.run.collector import Result
 from pipetrain.run.pipeline import Pipeline
 from pipetrain.run.run_settings import RunSettings
-from pipetrain.run.window import Minibatch, Window
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.trace.trace import Trace
 
@@ -52,10 +49,8 @@ class PipelineStrategy:
         self._compilation: Compilation | None = None
         self._stages = OptimizedStages()
         self._pipeline: Pipeline | None = None
-        self._session: FitSession | None = None
-        self._window: Window | None = None
+        self._fit: PipelineFit | None = None
         self._fitted_before = self._made_before = 0  # updates of this fit, and of the pipeline, as they were last set
-        self._rows_done = 0  # of all minibatches whose results some step has taken
         self._counted = tf.Variable(0, dtype=tf.int64, trainable=False)  # of the updates since the last drain
 
     @property
@@ -75,8 +70,8 @@ class PipelineStrategy:
         self._compilation, self._pipeline = compilation, None
 
     def _metrics_built(self) -> None:
-        if self._session is not None:
-            self._session.metrics_built()
+        if self._fit is not None:
+            self._fit.session.metrics_built()
 
     def begin(self, session: FitSession) -> None:
         """A ``fit`` begins: make the stages, if there are none for this compilation.
@@ -85,10 +80,11 @@ class PipelineStrategy:
         """
         self._prepare(session.rows, session.shapes)
         check_backup(session.callbacks, self._scheme.name, self._kinds_beside)
-        self._session = session
+        self._fit = PipelineFit(
+            session, self._compilation, self._pipeline_for_data, self._updates, self._scheme.asynchronous
+        )
         self._set_fitted(0)
-        self._progress = ProgressMetrics(session.time)
-        session.figures.append(self._figures)
+        session.figures.append(lambda: self._fit.figures(self._pipeline.activity()))
 
     def _prepare(self, rows: int | None, shapes: Shapes | None) -> None:
         self.placement.learn(shapes)
@@ -117,9 +113,9 @@ class PipelineStrategy:
         return RunSettings(
             updates=self._updates(),
             steps=self._fitted(),
-            snapshot_every=self._session.snapshot_every,
+            snapshot_every=self._fit.session.snapshot_every,
             loss_is_mean=self._compilation.loss_is_mean,
-            exact_times=self._session.exact_trace,
+            exact_times=self._fit.session.exact_trace,
         )
 
     def _updates(self) -> int:
@@ -139,43 +135,24 @@ class PipelineStrategy:
 
     def begin_epoch(self, steps: int | None) -> None:
         """The next step reads from a new iterator, at most so many minibatches."""
-        self._steps, self._window = steps, None
-        self._step_metrics: StepMetrics | None = None
-        self._progress.begin_epoch()
+        self._fit.begin_epoch(steps)
 
     def train_function(self, own: Callable[[], StepFunction]) -> StepFunction:
         """One minibatch in and one result out."""
-        return self._train_step
+        return self._fit.step
 
-    def _train_step(self, iterator: Iterator[Any]) -> Any:
-        """The logs of the next minibatch; later ones are in flight. Raises StopIteration at the data's end."""
-        if self._window is None:
-            with gc_paused():  # the stages are traced, if this is the first epoch
-                self._window = self._open(iterator)
-        minibatch, result = self._window.step()
-        self._rows_done += minibatch.x[0].shape[0]
-        return self._logs(minibatch, result)
-
-    def _logs(self, minibatch: Minibatch, result: Result, counts: bool = True) -> Any:
-        """Update the metrics, and the optimizer's count if it ``counts``."""
-        if self._step_metrics is None:
-            self._step_metrics = self._compilation.metrics.of_training(self._compilation.data.targets)
-        return self._step_metrics(minibatch, result, counts)
-
-    def _open(self, iterator: Iterator[Any]) -> Window:
-        """Read the first minibatch; all that has waited for it is made."""
-        compilation, chain = self._compilation, self.placement.chain
-        data = compilation.data
-        minibatches = data.open(iterator, self._steps, self._scheme.asynchronous)
+    def _pipeline_for_data(self) -> Pipeline:
+        """The pipeline, when the first minibatch has been read: all that has waited for it is made."""
+        data = self._compilation.data
         check_rows(data.rows, self.microbatches)
-        compilation.measure_loss(chain.specs(len(chain.blocks)))
+        self._compilation.measure_loss()
         if self._pipeline is None:
             self.placement.learn(data.shapes)
             self._make_pipeline(data.rows)
         if self._pipeline.trace_for(data.targets):
-            compilation.check_traced(self._stages.first)
-        compilation.check_masks(self._pipeline.output_masks)
-        return Window(self._pipeline, minibatches, self._steps, lambda n: self._session.rests(n), self._updates())
+            self._compilation.check_traced(self._stages.first)
+        self._compilation.check_masks(self._pipeline.output_masks)
+        return self._pipeline
 
     def drain(self) -> None:
         """Whatever is in flight finishes, and the weights flow back into the model.
@@ -186,18 +163,17 @@ class PipelineStrategy:
         if self._pipeline is not None:
             with self._counting():
                 self._pipeline.drain()
-        if self._session is not None and self._session.stopped and not self._session.is_evaluating and self._window:
-            for minibatch, result in self._window.rest():
-                self._logs(minibatch, result, counts=False)  # the optimizer has, since they are done
+        if self._fit is not None:
+            self._fit.count_stopped()
 
     def finish(self) -> None:
         """The end of training."""
         self.drain()
-        self._window = self._session = None
+        self._fit = None
 
     def abort(self, store: bool) -> None:
         """Stop at once; hand the weights back if ``store``."""
-        self._window = self._session = None
+        self._fit = None
         if self._pipeline is not None:
             with self._counting():
                 self._pipeline.abort(store)
@@ -245,14 +221,10 @@ class PipelineStrategy:
         """What happened up to the last drain."""
         return self._pipeline.trace if self._pipeline else Trace(())
 
-    def _figures(self) -> Mapping[str, float]:
-        """For the progress bar."""
-        return self._progress.figures(self._rows_done, self._pipeline.activity())
-
     @property
     def in_flight(self) -> int:
         """How many minibatches are under way whose results no step has taken."""
-        return self._window.in_flight if self._window else 0
+        return self._fit.in_flight if self._fit else 0
 
     def about(self) -> dict[str, Any]:
         """How the model is cut, and how many updates this ``fit`` has made."""
@@ -280,7 +252,7 @@ class PipelineStrategy:
         if self.placement.adopt(ends):
             self._pipeline, self._stages = None, OptimizedStages()
         if self._pipeline is None:
-            self._prepare(self._session.rows, self.placement.shapes or shapes)
+            self._prepare(self._fit.session.rows, self.placement.shapes or shapes)
         if self._pipeline is None:
             raise ValueError(
                 "The model leaves dimensions of its inputs open, and neither the checkpoint nor the data say, before "
