@@ -22,7 +22,7 @@ from experiments.datasets import Dataset
 from experiments.networks import input_shape
 from experiments.records import CHECKPOINTS, Settings, Summary
 from pipetrain.callbacks import PipelineCheckpoint, Snapshots
-from pipetrain.frontend.data_parallel import check_own
+from pipetrain.frontend.checks.devices import check_local
 from pipetrain.frontend.device_choice import available
 from pipetrain.schemes.table import DATA_PARALLEL
 
@@ -117,7 +117,7 @@ def check(settings: Settings) -> None:
         layers = [keras.layers.Dense(1) for _ in range(settings.stages)]
         pipelined(keras.Sequential([keras.Input((1,)), *layers]), settings)
     else:
-        check_own(available())
+        check_local(available())
 
 
 def train(settings: Settings, data: Dataset, output: Path, verbose: bool, keep: bool = True) -> Summary:

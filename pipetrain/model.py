@@ -7,10 +7,11 @@ from typing import Any
 
 import keras
 
-from pipetrain.frontend import checks
+from pipetrain.frontend.checks.optimizer import check_optimizer_kind
 from pipetrain.frontend.device_choice import resolve
 from pipetrain.frontend.evaluation_mixin import EvaluationMixin
 from pipetrain.frontend.fit_mixin import FitMixin
+from pipetrain.frontend.input_data import DEFAULT_ROWS
 from pipetrain.frontend.saving import SavingMixin
 from pipetrain.frontend.strategies import Options, check, strategy_of
 from pipetrain.plan.stages import Partition
@@ -48,7 +49,7 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
         replicas: how many devices each stage has, such as ``(2, 1, 1)``; by default one, or those of the ``Partition``.
             Each replica takes its part of every minibatch's rows, and their gradients are summed: training is that of
             the unreplicated stage, but for BatchNormalization and Dropout, which see or draw for a replica's rows.
-        microbatches: pieces per minibatch for ``gpipe``, ``1f1b`` and ``2bw``, 4 by default (for ``2bw`` at least one
+        microbatches: how many per minibatch for ``gpipe``, ``1f1b`` and ``2bw``, 4 by default (for ``2bw`` at least one
             per stage, and never fewer than stages - 1); the other schemes have one.
         recompute: keep only the inputs of a stage's forward and run it again before its backward, with the same
             seeds: less memory, more time, equal results. ``vanilla`` and ``spectrain``, whose backward reads newer
@@ -129,7 +130,7 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
     def exact_trace(self, wanted: bool) -> None:
         self._exact_trace = wanted
 
-    def partition(self, batch_size: int = checks.DEFAULT_ROWS, input_shapes: Any = None) -> Partition:
+    def partition(self, batch_size: int = DEFAULT_ROWS, input_shapes: Any = None) -> Partition:
         """How the model is cut: profiled at this batch size, if nothing has decided it yet.
 
         ``input_shapes`` as for ``pipetrain.profile``, where the model leaves dimensions open: by default, those of the
@@ -139,7 +140,7 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
         with self._watched():
             return self._strategy.placement.partition(batch_size, verbose=True)
 
-    def explain(self, batch_size: int = checks.DEFAULT_ROWS, input_shapes: Any = None) -> str:
+    def explain(self, batch_size: int = DEFAULT_ROWS, input_shapes: Any = None) -> str:
         """For people: how the model is cut, and what other ways to train it on these devices would come to.
 
         ``input_shapes`` as for ``partition``.
@@ -166,7 +167,7 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
         An optimizer's ``global_clipnorm=c`` makes every gradient ``g * min(1, c/n)``, ``n**2`` being the sum of the
         squares of all stages' gradients of a minibatch: for synchronous schemes, or one stage.
         """
-        checks.check_optimizer_kind(optimizer)
+        check_optimizer_kind(optimizer)
         settings |= {"loss_weights": loss_weights, "metrics": metrics, "weighted_metrics": weighted_metrics}
         with self._strategy.distribution.scope():
             optimizer, settings = self._strategy.keras_arguments(optimizer, settings)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
@@ -12,26 +12,17 @@ import tensorflow as tf
 
 from pipetrain.checkpoint.arrays import Arrays, assign, collected
 from pipetrain.checkpoint.session import FitSession
-from pipetrain.compute.cores import is_remote
 from pipetrain.compute.keras_private import count_of, distributed_spec, distribution_of, flat_layers, weights_of
 from pipetrain.compute.optimizer.adoption import Part, built, copy, with_frozen
 from pipetrain.compute.optimizer.clone import clone
 from pipetrain.compute.optimizer.slots import Slot, slots
 from pipetrain.compute.tensorflow_private import one_replica
-from pipetrain.frontend import checks
+from pipetrain.frontend.checks.devices import check_local
+from pipetrain.frontend.checks.optimizer import check_optimizer, check_own
 from pipetrain.frontend.placement import Placement
 from pipetrain.frontend.strategy import StepFunction
 from pipetrain.schemes.table import DATA_PARALLEL
 from pipetrain.trace.trace import Trace
-
-
-def check_own(devices: Sequence[str]) -> None:
-    """ValueError for devices of other processes, which MirroredStrategy does not reach."""
-    if any(map(is_remote, devices)):
-        raise ValueError(
-            f"data-parallel has its copies on this process's devices. Received: devices={[*devices]}. "
-            "Try a pipeline with replicas, or TensorFlow's MultiWorkerMirroredStrategy."
-        )
 
 
 class DataParallelStrategy:
@@ -46,7 +37,7 @@ class DataParallelStrategy:
 
     def __init__(self, model: keras.Model, placement: Placement) -> None:
         self.model, self.placement = model, placement
-        check_own(placement.distinct_devices)
+        check_local(placement.distinct_devices)
         self.distribution = _mirrored(tuple(placement.distinct_devices))
         with self.distribution.scope():
             self.trained = keras.models.clone_model(model)
@@ -113,7 +104,7 @@ class DataParallelStrategy:
         return own, {**kept, **metrics}
 
     def _own(self, optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-        checks.check_own(self._gathered(optimizer).weights, self.model.variables, optimizer)
+        check_own(self._gathered(optimizer).weights, self.model.variables, optimizer)
         own = clone(optimizer, self.model.trainable_variables, self.trained.trainable_variables)
         self._hand_on(optimizer, own)
         given, before = self._replaced
@@ -152,7 +143,7 @@ class DataParallelStrategy:
         """Where the optimizer of ``compile`` has trained the model otherwise meanwhile, its copy goes on from it."""
         given, own = self._replaced
         if own is not None and own is self.optimizer and self._trained_elsewhere():
-            checks.check_own(weights_of(given), self.model.variables, given)
+            check_own(weights_of(given), self.model.variables, given)
             self._hand_on(given, own)
 
     def _trained_elsewhere(self) -> bool:
@@ -161,7 +152,7 @@ class DataParallelStrategy:
 
     def compiled(self, owner: keras.Model, loss: Any) -> None:
         """Keras has compiled the owner with an optimizer of the copy's."""
-        checks.check_optimizer(owner.optimizer, DATA_PARALLEL, None, self.placement.stages)
+        check_optimizer(owner.optimizer, DATA_PARALLEL, None, self.placement.stages)
         self.optimizer = owner.optimizer
 
     def begin(self, session: FitSession) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import keras
@@ -11,8 +12,9 @@ import tensorflow as tf
 
 from pipetrain.compute.functions.inference import Inference
 from pipetrain.compute.graph.input_shapes import Shapes
-from pipetrain.frontend import checks
-from pipetrain.frontend.input_data import InputData, InputsAlone, untuned
+from pipetrain.frontend.attributes import Meanwhile
+from pipetrain.frontend.input_data import DEFAULT_ROWS, InputData, InputsAlone, untuned
+from pipetrain.frontend.metrics import StepMetrics
 from pipetrain.frontend.placement import Placement
 from pipetrain.run.collector import Result
 from pipetrain.run.pipeline import Pipeline
@@ -51,6 +53,29 @@ class Evaluator:
         finally:
             self._running = before
 
+    @contextmanager
+    def evaluating(
+        self, owner: keras.Model, steps: int | None, metrics_of: Callable[[Any], StepMetrics]
+    ) -> Iterator[None]:
+        """Meanwhile Keras' ``evaluate`` of the owner takes its results from stages; ``metrics_of`` targets' specs."""
+        with self.running(steps) as evaluation:
+            update = cache(lambda: metrics_of(evaluation.targets))  # when the first minibatch has been read
+
+            def step(iterator: Iterator[Any]) -> Any:
+                done = evaluation.step(iterator)
+                return update()(*done)
+
+            with Meanwhile(owner, test_function=step, data_reader=None):
+                yield
+
+    @contextmanager
+    def predicting(self, owner: keras.Model, steps: int | None, distribution: tf.distribute.Strategy) -> Iterator[None]:
+        """Meanwhile Keras' ``predict`` of the owner reads predictions, by whose ``distribution`` it would read data."""
+        with self.running(steps) as evaluation:
+            reader = Predicted(evaluation, distribution)
+            with Meanwhile(owner, predict_function=_only, data_reader=reader):
+                yield
+
     def rest(self) -> None:
         """What is in flight finishes, and the devices let go of the weights; evaluations go on with the model's."""
         for evaluation in self._running:
@@ -58,7 +83,7 @@ class Evaluator:
 
     def pipeline(self, shapes: Shapes) -> Pipeline:
         """A pipeline that only runs forwards, for minibatches of which the first one's inputs have such shapes."""
-        ends = self._placement.ends or self._ends or self._placement.measured_ends(checks.DEFAULT_ROWS, shapes)
+        ends = self._placement.ends or self._ends or self._placement.measured_ends(DEFAULT_ROWS, shapes)
         if ends != self._ends:
             self._stages, self._ends = self._placement.inferences(ends), ends
         pipeline = Pipeline(self._stages, INFERENCE, 1)
@@ -141,3 +166,8 @@ class Predicted:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._strategy, name)
+
+
+def _only(batches: list[Any]) -> Any:
+    (batch,) = batches
+    return batch

@@ -12,9 +12,12 @@ from pipetrain.checkpoint.session import FitSession
 from pipetrain.compute.functions.undone import undone
 from pipetrain.compute.graph.input_shapes import shapes_of_data
 from pipetrain.compute.keras_private import built_when_traced
-from pipetrain.frontend import checks
 from pipetrain.frontend.attributes import Meanwhile
+from pipetrain.frontend.checks.data import check_data
+from pipetrain.frontend.checks.loop import check_callbacks
+from pipetrain.frontend.checks.optimizer import check_compiled
 from pipetrain.frontend.fit_callback import FitCallback, as_list, with_last
+from pipetrain.frontend.input_data import first_rows
 from pipetrain.frontend.strategy import StepFunction
 from pipetrain.frontend.strategy_model import StrategyModel
 
@@ -47,7 +50,7 @@ class FitMixin(StrategyModel):
             Exception: whatever a stage raised, with a note on the stage, the action and the minibatch.
         """
         users = as_list(callbacks)
-        checks.check_callbacks(users)
+        check_callbacks(users)
         first_epoch = settings.get("initial_epoch", 0)
         with self._training("fit", x, y, batch_size, users, first_epoch) as session:
             callbacks = with_last(callbacks, FitCallback(session))
@@ -85,9 +88,9 @@ class FitMixin(StrategyModel):
 
     def _begin(self, method: str, x: Any, y: Any, batch_size: int | None, users: Any, first_epoch: int) -> FitSession:
         self.check_compile_called(method)
-        checks.check_data(x, y)
-        checks.check_compiled(self.optimizer, self._strategy.optimizer)
-        rows, shapes = checks.first_rows(x, batch_size), shapes_of_data(x, self._strategy.trained)
+        check_data(x, y)
+        check_compiled(self.optimizer, self._strategy.optimizer)
+        rows, shapes = first_rows(x, batch_size), shapes_of_data(x, self._strategy.trained)
         session = FitSession(self, self._strategy, users, first_epoch, rows, shapes, self.exact_trace)
         self._strategy.begin(session)
         return session

@@ -12,8 +12,10 @@ import tensorflow as tf
 from pipetrain.compute.functions.weight_binding import any_rows, direct
 from pipetrain.compute.graph.input_shapes import Shapes
 from pipetrain.compute.tensorflow_private import type_spec_of
-from pipetrain.frontend import checks
+from pipetrain.frontend.checks.data import checked_inputs, is_array
 from pipetrain.run.window import Minibatch
+
+DEFAULT_ROWS = 32  # Keras' batch size where none is given
 
 
 class InputData:
@@ -99,7 +101,7 @@ class InputData:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         y, sample_weight = keras.tree.map_structure(_tensor, (y, sample_weight))
         rate = None if self._rate is None else self._rate.read_value()
-        return Minibatch(checks.checked_inputs(x, self._model), y, sample_weight, rate)
+        return Minibatch(checked_inputs(x, self._model), y, sample_weight, rate)
 
 
 class InputsAlone(InputData):
@@ -107,7 +109,7 @@ class InputsAlone(InputData):
 
     def _prepared(self, data: Any) -> Minibatch:
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-        return Minibatch(checks.checked_inputs(x, self._model), None, None)
+        return Minibatch(checked_inputs(x, self._model), None, None)
 
 
 class Untuned:
@@ -139,6 +141,17 @@ def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
     options = tf.data.Options()
     options.autotune.enabled = False
     return dataset.with_options(options)
+
+
+def first_rows(x: Any, batch_size: int | None) -> int | None:
+    """The rows of the first minibatch, where they can be known before it is there."""
+    arrays = [array for array in keras.tree.flatten(x) if is_array(array)]
+    if arrays:
+        return min(batch_size or DEFAULT_ROWS, len(arrays[0]))
+    if isinstance(x, tf.data.Dataset):
+        shapes = [spec.shape for spec in tf.nest.flatten(x.element_spec) if isinstance(spec, tf.TensorSpec)]
+        return int(shapes[0][0]) if shapes and shapes[0].rank and shapes[0][0] is not None else None
+    return None
 
 
 def _with_number(minibatch: Minibatch) -> Minibatch:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import keras
@@ -13,23 +13,20 @@ from pipetrain.checkpoint.arrays import Arrays, assign, collected
 from pipetrain.checkpoint.session import FitSession
 from pipetrain.compute.gc_pause import gc_paused
 from pipetrain.compute.graph.input_shapes import Shapes
-from pipetrain.compute.keras_private import weights_of
 from pipetrain.compute.optimizer.adoption import forget
-from pipetrain.compute.optimizer.rates import is_scheduled
-from pipetrain.compute.optimizer.update import gathers, kinds_beside, slots_per_weight
-from pipetrain.frontend import checks
-from pipetrain.frontend.attributes import Meanwhile
-from pipetrain.frontend.evaluation import Evaluation, Evaluator, Predicted
-from pipetrain.frontend.input_data import InputData, Untuned
-from pipetrain.frontend.metrics import StepMetrics, TrackedMetrics
+from pipetrain.compute.optimizer.update import kinds_beside
+from pipetrain.frontend.checks.data import check_rows
+from pipetrain.frontend.checks.loop import check_backup
+from pipetrain.frontend.compilation import Compilation
+from pipetrain.frontend.evaluation import Evaluator
+from pipetrain.frontend.input_data import DEFAULT_ROWS, Untuned
 from pipetrain.frontend.optimized_stages import OptimizedStages
+from pipetrain.frontend.pipeline_fit import PipelineFit
 from pipetrain.frontend.placement import Placement
-from pipetrain.frontend.progress_metrics import ProgressMetrics
+from pipetrain.frontend.snapshots import handed_out
 from pipetrain.frontend.strategy import StepFunction
-from pipetrain.run.collector import Result
 from pipetrain.run.pipeline import Pipeline
 from pipetrain.run.run_settings import RunSettings
-from pipetrain.run.window import Minibatch, Window
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.trace.trace import Trace
 
@@ -48,16 +45,18 @@ class PipelineStrategy:
         self.placement, self.microbatches = placement, placement.training.microbatches
         self.distribution = Untuned(tf.distribute.get_strategy())
         self.evaluator = Evaluator(model, placement)
-        self.optimizer: keras.optimizers.Optimizer | None = None
         self._scheme = scheme
-        self._loss_parts = self.microbatches * placement.replicas[-1]  # of a minibatch's rows, each with its own loss
+        self._compilation: Compilation | None = None
         self._stages = OptimizedStages()
         self._pipeline: Pipeline | None = None
-        self._session: FitSession | None = None
-        self._window: Window | None = None
+        self._fit: PipelineFit | None = None
         self._fitted_before = self._made_before = 0  # updates of this fit, and of the pipeline, as they were last set
-        self._rows_done = 0  # of all minibatches whose results some step has taken
         self._counted = tf.Variable(0, dtype=tf.int64, trainable=False)  # of the updates since the last drain
+
+    @property
+    def optimizer(self) -> keras.optimizers.Optimizer | None:
+        """The compiled optimizer."""
+        return self._compilation.optimizer if self._compilation else None
 
     def keras_arguments(self, optimizer: Any, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The optimizer and the other arguments of ``compile``, as they are."""
@@ -65,30 +64,14 @@ class PipelineStrategy:
 
     def compiled(self, owner: keras.Model, loss: Any) -> None:
         """The optimizer and the loss are new: stages are made anew when the next ``fit`` begins."""
-        optimizer, stages = owner.optimizer, self.placement.stages
-        checks.check_loop(owner.run_eagerly, owner.steps_per_execution)
-        checks.check_optimizer(optimizer, self._scheme.name, self._scheme, stages)
-        rule = self._scheme.rule(0, 2 * stages)
-        self.placement.training = self.placement.training._replace(
-            slots=slots_per_weight(optimizer, rule),
-            gathers=gathers(optimizer, rule, self.model.trainable_variables),
-        )
-        if optimizer is not self.optimizer:
-            checks.check_own(weights_of(optimizer), self.model.variables, optimizer)
+        compilation = Compilation(owner, loss, self._scheme, self.placement, self._counted, self._metrics_built)
+        if compilation.optimizer is not self.optimizer:
             self._stages = OptimizedStages()
-        self._loss_is_mean: bool | None = checks.loss_is_mean(loss, self._loss_parts)
-        if self._loss_parts > 1 and checks.is_measured(loss):
-            self._loss_is_mean = None  # seen when the first minibatch is there
-        chain = self.placement.chain
-        self._metrics = TrackedMetrics(owner, self.model.outputs, chain.pack, self._counted, self._metrics_built)
-        self.optimizer, self._loss = optimizer, loss
-        self._scheduled = is_scheduled(optimizer)  # then each stage's own copy knows the rate
-        self._data = InputData(self.model, None if self._scheduled else optimizer.learning_rate.value)
-        self._pipeline = None
+        self._compilation, self._pipeline = compilation, None
 
     def _metrics_built(self) -> None:
-        if self._session is not None:
-            self._session.metrics_built()
+        if self._fit is not None:
+            self._fit.session.metrics_built()
 
     def begin(self, session: FitSession) -> None:
         """A ``fit`` begins: make the stages, if there are none for this compilation.
@@ -96,25 +79,21 @@ class PipelineStrategy:
         Where the cut is to be decided, and not all of the inputs' shapes are known, the first minibatch is awaited.
         """
         self._prepare(session.rows, session.shapes)
-        checks.check_backup(session.callbacks, self._scheme.name, self._kinds_beside)
-        self._session = session
+        check_backup(session.callbacks, self._scheme.name, self._kinds_beside)
+        self._fit = PipelineFit(
+            session, self._compilation, self._pipeline_for_data, self._updates, self._scheme.asynchronous
+        )
         self._set_fitted(0)
-        self._progress = ProgressMetrics(session.time)
-        session.figures.append(self._figures)
+        session.figures.append(lambda: self._fit.figures(self._pipeline.activity()))
 
     def _prepare(self, rows: int | None, shapes: Shapes | None) -> None:
         self.placement.learn(shapes)
-        checks.check_rows(rows, self.microbatches)
+        check_rows(rows, self.microbatches)
         if self._pipeline is not None and not self._pipeline.rests:
             self.abort(store=True)  # an interrupt cut an abort short
-        if is_scheduled(self.optimizer) != self._scheduled:
-            raise ValueError(
-                "The learning rate became a schedule, or ceased to be one, after compile. Received: "
-                f"learning_rate={self.optimizer._learning_rate!r}. Try compile again."
-            )
-        checks.check_own(weights_of(self.optimizer), self.model.variables, self.optimizer)
+        self._compilation.check()
         if self._pipeline is None and self.placement.can_build:
-            self._make_pipeline(rows or checks.DEFAULT_ROWS)
+            self._make_pipeline(rows or DEFAULT_ROWS)
         if self._pipeline is not None:
             self._stages.adopt_from(self.optimizer)
 
@@ -122,7 +101,7 @@ class PipelineStrategy:
         """Make the stages for this compilation; compiled again, the same optimizer keeps what it has gathered."""
         with gc_paused():
             weights = self.model.trainable_variables
-            made = self.placement.build(rows, self.optimizer, self._metrics.loss, self._scheme)
+            made = self.placement.build(rows, self.optimizer, self._compilation.metrics.loss, self._scheme)
             stages = OptimizedStages(made, weights)
             stages.go_on_from(self._stages)
             self._stages = stages
@@ -134,9 +113,9 @@ class PipelineStrategy:
         return RunSettings(
             updates=self._updates(),
             steps=self._fitted(),
-            snapshot_every=self._session.snapshot_every,
-            loss_is_mean=self._loss_is_mean,
-            exact_times=self._session.exact_trace,
+            snapshot_every=self._fit.session.snapshot_every,
+            loss_is_mean=self._compilation.loss_is_mean,
+            exact_times=self._fit.session.exact_trace,
         )
 
     def _updates(self) -> int:
@@ -156,43 +135,24 @@ class PipelineStrategy:
 
     def begin_epoch(self, steps: int | None) -> None:
         """The next step reads from a new iterator, at most so many minibatches."""
-        self._steps, self._window = steps, None
-        self._step_metrics: StepMetrics | None = None
-        self._progress.begin_epoch()
+        self._fit.begin_epoch(steps)
 
     def train_function(self, own: Callable[[], StepFunction]) -> StepFunction:
         """One minibatch in and one result out."""
-        return self._train_step
+        return self._fit.step
 
-    def _train_step(self, iterator: Iterator[Any]) -> Any:
-        """The logs of the next minibatch; later ones are in flight. Raises StopIteration at the data's end."""
-        if self._window is None:
-            with gc_paused():  # the stages are traced, if this is the first epoch
-                self._window = self._open(iterator)
-        minibatch, result = self._window.step()
-        self._rows_done += minibatch.x[0].shape[0]
-        return self._logs(minibatch, result)
-
-    def _logs(self, minibatch: Minibatch, result: Result, counts: bool = True) -> Any:
-        """Update the metrics, and the optimizer's count if it ``counts``."""
-        if self._step_metrics is None:
-            self._step_metrics = self._metrics.of_training(self._data.targets)
-        return self._step_metrics(minibatch, result, counts)
-
-    def _open(self, iterator: Iterator[Any]) -> Window:
-        """Read the first minibatch; all that has waited for it is made."""
-        minibatches = self._data.open(iterator, self._steps, self._scheme.asynchronous)
-        checks.check_rows(self._data.rows, self.microbatches)
-        if self._loss_is_mean is None:
-            outputs = self.placement.chain.specs(len(self.placement.chain.blocks))
-            self._loss_is_mean = checks.measured_mean(self._metrics.loss, self._data.targets, outputs)
+    def _pipeline_for_data(self) -> Pipeline:
+        """The pipeline, when the first minibatch has been read: all that has waited for it is made."""
+        data = self._compilation.data
+        check_rows(data.rows, self.microbatches)
+        self._compilation.measure_loss()
         if self._pipeline is None:
-            self.placement.learn(self._data.shapes)
-            self._make_pipeline(self._data.rows)
-        if self._pipeline.trace_for(self._data.targets):
-            checks.check_minimised(self._loss, self._stages.first)
-        checks.check_masks(self._pipeline.output_masks, self._loss_is_mean, self._loss_parts)
-        return Window(self._pipeline, minibatches, self._steps, lambda n: self._session.rests(n), self._updates())
+            self.placement.learn(data.shapes)
+            self._make_pipeline(data.rows)
+        if self._pipeline.trace_for(data.targets):
+            self._compilation.check_traced(self._stages.first)
+        self._compilation.check_masks(self._pipeline.output_masks)
+        return self._pipeline
 
     def drain(self) -> None:
         """Whatever is in flight finishes, and the weights flow back into the model.
@@ -203,18 +163,17 @@ class PipelineStrategy:
         if self._pipeline is not None:
             with self._counting():
                 self._pipeline.drain()
-        if self._session is not None and self._session.stopped and not self._session.is_evaluating and self._window:
-            for minibatch, result in self._window.rest():
-                self._logs(minibatch, result, counts=False)  # the optimizer has, since they are done
+        if self._fit is not None:
+            self._fit.count_stopped()
 
     def finish(self) -> None:
         """The end of training."""
         self.drain()
-        self._window = self._session = None
+        self._fit = None
 
     def abort(self, store: bool) -> None:
         """Stop at once; hand the weights back if ``store``."""
-        self._window = self._session = None
+        self._fit = None
         if self._pipeline is not None:
             with self._counting():
                 self._pipeline.abort(store)
@@ -242,65 +201,30 @@ class PipelineStrategy:
         self.drain()
         yield
 
-    @contextmanager
-    def evaluating(self, owner: keras.Model, steps: int | None) -> Iterator[None]:
+    def evaluating(self, owner: keras.Model, steps: int | None) -> AbstractContextManager[None]:
         """Meanwhile Keras' ``evaluate`` of the owner takes its results from a pipeline that only runs forwards."""
-        with (
-            self.evaluator.running(steps) as evaluation,
-            Meanwhile(owner, test_function=self._test_function(evaluation), data_reader=None),
-        ):
-            yield
+        return self.evaluator.evaluating(owner, steps, lambda targets: self._compilation.metrics.of_testing(targets))
 
-    def _test_function(self, evaluation: Evaluation) -> StepFunction:
-        update: StepMetrics | None = None
-
-        def step(iterator: Iterator[Any]) -> Any:
-            nonlocal update
-            done = evaluation.step(iterator)
-            update = update or self._metrics.of_testing(evaluation.targets)
-            return update(*done)
-
-        return step
-
-    @contextmanager
-    def predicting(self, owner: keras.Model, steps: int | None) -> Iterator[None]:
+    def predicting(self, owner: keras.Model, steps: int | None) -> AbstractContextManager[None]:
         """Meanwhile Keras' ``predict`` of the owner reads predictions instead of data, and computes nothing."""
-        with self.evaluator.running(steps) as evaluation:
-            reader = Predicted(evaluation, self.distribution)
-            with Meanwhile(owner, predict_function=_only, data_reader=reader):
-                yield
+        return self.evaluator.predicting(owner, steps, self.distribution)
 
     def snapshots(self) -> Iterator[int]:
-        """Each version kept by now: the model holds its weights, and the stages rest, until the next is asked for."""
+        """Each version kept by now; see ``handed_out``."""
         if self._scheme.asynchronous and not self.in_flight:  # at rest: none may be left to a checkpoint's past
             self.drain()
-        if self._pipeline is None or not self._pipeline.snapshots:
-            return
-        newest, rested = [tf.identity(variable.value) for variable in self.model.variables], self._pipeline.rests
-        with self._pipeline.paused():
-            try:
-                while self._pipeline.snapshots:
-                    snapshot = self._pipeline.snapshots.popleft()
-                    self._pipeline.restore(snapshot)
-                    yield snapshot.version
-            finally:  # after a drain they are what training goes on with; an abort has handed back newer ones
-                for variable, value in zip(self.model.variables, newest, strict=True):
-                    if self._pipeline is not None and self._pipeline.rests == rested:
-                        variable.assign(value)
+        if self._pipeline is not None:
+            yield from handed_out(self._pipeline, self.model)
 
     @property
     def trace(self) -> Trace:
         """What happened up to the last drain."""
         return self._pipeline.trace if self._pipeline else Trace(())
 
-    def _figures(self) -> Mapping[str, float]:
-        """For the progress bar."""
-        return self._progress.figures(self._rows_done, self._pipeline.activity())
-
     @property
     def in_flight(self) -> int:
         """How many minibatches are under way whose results no step has taken."""
-        return self._window.in_flight if self._window else 0
+        return self._fit.in_flight if self._fit else 0
 
     def about(self) -> dict[str, Any]:
         """How the model is cut, and how many updates this ``fit`` has made."""
@@ -328,7 +252,7 @@ class PipelineStrategy:
         if self.placement.adopt(ends):
             self._pipeline, self._stages = None, OptimizedStages()
         if self._pipeline is None:
-            self._prepare(self._session.rows, self.placement.shapes or shapes)
+            self._prepare(self._fit.session.rows, self.placement.shapes or shapes)
         if self._pipeline is None:
             raise ValueError(
                 "The model leaves dimensions of its inputs open, and neither the checkpoint nor the data say, before "
@@ -339,8 +263,3 @@ class PipelineStrategy:
         self.optimizer.iterations.assign(updates)
         self._set_fitted(fitted)
         return missing
-
-
-def _only(batches: list[Any]) -> Any:
-    (batch,) = batches
-    return batch

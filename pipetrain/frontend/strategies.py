@@ -7,7 +7,15 @@ from typing import NamedTuple
 
 import keras
 
-from pipetrain.frontend import checks
+from pipetrain.frontend.checks.model import check_model, check_precision
+from pipetrain.frontend.checks.options import (
+    check_cuts,
+    check_microbatches,
+    check_recompute,
+    check_replicas,
+    check_schedule,
+    checked_microbatches,
+)
 from pipetrain.frontend.data_parallel import DataParallelStrategy
 from pipetrain.frontend.pipeline_strategy import PipelineStrategy
 from pipetrain.frontend.placement import Placement
@@ -38,10 +46,10 @@ def check(options: Options) -> None:
     """Raise ValueError, before a model is looked at, for what the scheme does not have."""
     name = check_name(options.scheme)
     check_options(options.scheme, options.horizon, options.spike_compensation, options.rescale_steps)
-    checks.check_microbatches(options.microbatches, options.scheme)
-    checks.check_replicas(name, options.replicas)
-    checks.check_recompute(options.recompute, name)
-    checks.check_cuts(options.cuts, name)
+    check_microbatches(options.microbatches, options.scheme)
+    check_replicas(name, options.replicas)
+    check_recompute(options.recompute, name)
+    check_cuts(options.cuts, name)
 
 
 def strategy_of(model: keras.Model, options: Options) -> Strategy:
@@ -58,12 +66,12 @@ def _pipeline(model: keras.Model, options: Options) -> Strategy:
     name, stages, cuts, devices, replicas, microbatches, recompute, *of_policy = options
     scheme = chosen_scheme(name, *of_policy)
     placement = Placement(model, stages, cuts, devices, replicas, scheme.schedule)
-    checks.check_model(model)
-    checks.check_precision(placement.chain.blocks)
+    check_model(model)
+    check_precision(placement.chain.blocks)
     if scheme.name == "single":
         placement = Placement(model, 1, None, devices)
-    count = checks.checked_microbatches(microbatches, scheme, placement.stages)
-    checks.check_schedule(scheme, placement.stages, count)
+    count = checked_microbatches(microbatches, scheme, placement.stages)
+    check_schedule(scheme, placement.stages, count)
     placement.training = Training(name, microbatches=count, recompute=recompute, horizon=options.horizon)
     return PipelineStrategy(model, placement, scheme)
 

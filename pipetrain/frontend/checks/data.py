@@ -1,0 +1,64 @@
+"""Refuses data that do not fit the model, or each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from pipetrain.compute.graph.blocks import in_order
+from pipetrain.compute.graph.segment import adapted
+
+
+def check_data(x: Any, y: Any) -> None:
+    """Refuse missing data and arrays of different lengths."""
+    if x is None:
+        raise ValueError(
+            "There is nothing to train on. Received: x=None. Try fit(x, y) with arrays or a tf.data.Dataset."
+        )
+    lengths = {len(array) for array in keras.tree.flatten((x, y)) if is_array(array)}
+    if 0 in lengths:
+        raise ValueError("There is nothing to train on. Received: x or y with no rows. Try at least one row.")
+    if len(lengths) > 1:
+        raise ValueError(
+            f"Inputs and labels differ in length. Received: x and y with {sorted(lengths)} rows. "
+            "Try as many labels as inputs."
+        )
+
+
+def check_rows(rows: int | None, microbatches: int) -> None:
+    """Refuse a batch with fewer rows than microbatches."""
+    if rows is not None and rows < microbatches:
+        raise ValueError(
+            f"The batch is smaller than its microbatches. Received: {rows} rows, microbatches={microbatches}. "
+            f"Try microbatches={rows} or a batch size of at least {microbatches}."
+        )
+
+
+def checked_inputs(x: Any, model: keras.Model) -> list[tf.Tensor]:
+    """The minibatch's inputs in the model's order, types and ranks. Raises ValueError where they cannot agree."""
+    given = in_order(x, model)
+    names = [tensor.name for tensor in model.inputs]
+    if len(given) != len(names):
+        raise ValueError(f"The model takes {len(names)} inputs. Received: x with {len(given)}. Try x as {names!r}.")
+    return [_checked(value, expected) for value, expected in zip(given, model.inputs, strict=True)]
+
+
+def _checked(value: Any, expected: Any) -> tf.Tensor:
+    if isinstance(value, tf.SparseTensor | tf.RaggedTensor):
+        raise ValueError(
+            f"Inputs must be dense. Received: x of type {type(value).__name__}. Try tf.sparse.to_dense or to_tensor()."
+        )
+    tensor = adapted(tf.convert_to_tensor(value), expected)
+    if not tf.TensorShape([None, *expected.shape[1:]]).is_compatible_with(tensor.shape):
+        raise ValueError(
+            f"The data do not fit the model. Received: x of shape {tuple(tensor.shape)} for {expected.name!r}. "
+            f"Try shape {tuple(expected.shape)}."
+        )
+    return tensor
+
+
+def is_array(value: Any) -> bool:
+    """Whether it has rows and is not read from an iterator."""
+    return hasattr(value, "__len__") and hasattr(value, "shape") and hasattr(value, "dtype")

@@ -1,0 +1,38 @@
+"""Refuses ways of running Keras' loop, and callbacks in it, that training by stages does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+
+
+def check_loop(run_eagerly: bool, steps_per_execution: int) -> None:
+    """Refuse ways of running a step that a pipeline does not have."""
+    if run_eagerly:
+        raise ValueError("Stages run as TensorFlow functions. Received: run_eagerly=True. Try run_eagerly=False.")
+    if steps_per_execution != 1:
+        raise ValueError(
+            f"Minibatches enter the pipeline one by one. Received: steps_per_execution={steps_per_execution}. Try 1."
+        )
+
+
+def check_callbacks(callbacks: Sequence[Any]) -> None:
+    """Refuse the callback that swaps weights with averages of them, which are not kept."""
+    if any(isinstance(each, keras.callbacks.SwapEMAWeights) for each in callbacks):
+        raise ValueError(
+            "There are no averages of weights (use_ema) to swap with. Received: callbacks with SwapEMAWeights. "
+            "Try without it."
+        )
+
+
+def check_backup(callbacks: Sequence[Any], scheme: str, beside_slots: Callable[[], Sequence[str]]) -> None:
+    """Refuse Keras' backup where training needs more to go on than a Keras file holds: ``beside_slots``."""
+    backs_up = any(isinstance(each, keras.callbacks.BackupAndRestore) for each in callbacks)
+    if backs_up and (left_out := beside_slots()):
+        raise ValueError(
+            f"Training would not go on as it was: to predict weights, {scheme!r} remembers more of the last step than "
+            f"a Keras file holds. Received: callbacks with BackupAndRestore, which leaves out {[*left_out]}. "
+            "Try pipetrain.callbacks.PipelineCheckpoint."
+        )

@@ -1,0 +1,42 @@
+"""Refuses losses that cannot be put together from parts of a minibatch, or that no weight decides on."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from pipetrain.compute.functions.stage import Stage
+
+
+def check_masks(masks: Sequence[Any], loss_is_mean: bool, parts: int) -> None:
+    """Raise ValueError for masked outputs whose loss is a mean over what the mask leaves, a piece at a time."""
+    if parts > 1 and loss_is_mean and any(mask is not None for mask in masks):
+        raise ValueError(
+            "An output of the model is masked, and Keras divides its loss by the number of entries that are not: it "
+            f"cannot be put together from those of its microbatches and replicas. Received: {parts} parts of a "
+            "batch. Try reduction='sum', or microbatches=1 and one replica of the last stage."
+        )
+
+
+def check_minimised(loss: Any, stages: Sequence[Stage]) -> None:
+    """Refuse what has no loss, and weights of which none gets a gradient; warn of those that get none, as Keras does.
+
+    ``stages`` have been traced.
+    """
+    if loss is None and not any(stage.is_penalized for stage in stages):
+        raise ValueError(
+            "There is nothing to minimise: no layer adds a loss. Received: compile with loss=None. Try loss='mse'."
+        )
+    untrained = [variable.path for stage in stages for variable in stage.untrained]
+    if untrained and len(untrained) == sum(len(stage.variables) for stage in stages):
+        raise ValueError(
+            "No gradient of the loss reaches a weight that is trained. Received: trainable variables "
+            f"{_some(untrained)}. Try a loss of outputs that depend on them, or a model without stop_gradient."
+        )
+    if untrained:
+        warnings.warn(f"The loss has no gradient by these variables, which stay: {_some(untrained)}.", stacklevel=2)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 12 else f"{', '.join(names[:6])}, ... ({len(names)} in all)"

@@ -1,0 +1,30 @@
+"""Refuses models that a pipeline would not train as Keras does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import keras
+
+from pipetrain.compute.graph.blocks import Block
+
+
+def check_model(model: keras.Model) -> None:
+    """Refuse a model that changes how it is trained: a pipeline would not."""
+    for method in ("train_step", "compute_loss"):
+        if not getattr(type(model), method).__module__.startswith("keras."):
+            raise TypeError(
+                f"A pipeline has its own training step. Received: model={model.name!r}, whose class "
+                f"{type(model).__name__} overrides {method}. Try a plain Functional model, with the loss in compile."
+            )
+
+
+def check_precision(blocks: Sequence[Block]) -> None:
+    """Refuse layers that need loss scaling, which stages do not have."""
+    for call in (call for block in blocks for call in block.calls):
+        policy = getattr(call.operation, "dtype_policy", None)
+        if policy is not None and policy.compute_dtype == "float16":
+            raise ValueError(
+                f"float16 needs loss scaling, which a pipeline does not have. Received: layer {call.name!r} with "
+                f"dtype policy {policy.name!r}. Try the policy 'mixed_bfloat16'."
+            )

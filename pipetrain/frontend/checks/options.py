@@ -1,0 +1,79 @@
+"""Refuses arguments of ``PipelineModel`` that the scheme does not have, or that no training can have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipetrain.schemes.schedules import groups_of
+from pipetrain.schemes.scheme import Scheme
+from pipetrain.schemes.table import DATA_PARALLEL, SCHEMES
+from pipetrain.schemes.validation import check
+
+DEFAULT_MICROBATCHES = 4
+
+
+def check_microbatches(microbatches: Any, scheme: str | Scheme) -> None:
+    """Refuse anything but None or a count, and several microbatches of a scheme that does not split minibatches."""
+    if microbatches is not None and (
+        isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1
+    ):
+        raise ValueError(f"A batch has at least one microbatch. Received: microbatches={microbatches!r}. Try 4.")
+    chosen = scheme if isinstance(scheme, Scheme) else SCHEMES.get(scheme)
+    if microbatches not in (None, 1) and not (chosen is not None and chosen.splits):
+        splitting = [name for name, each in SCHEMES.items() if each.splits]
+        raise ValueError(
+            f"This scheme does not split a minibatch. Received: microbatches={microbatches!r}, "
+            f"scheme={str(scheme)!r}. Try leaving it out, or one of: {', '.join(splitting)}."
+        )
+
+
+def check_replicas(scheme: str, replicas: Any) -> None:
+    """Raise ValueError for replicas of a scheme that has no stages."""
+    if scheme in ("single", DATA_PARALLEL) and replicas is not None:
+        raise ValueError(
+            f"The scheme {scheme!r} has no stages to replicate. Received: replicas={replicas!r}. Try leaving it out."
+        )
+
+
+def check_recompute(recompute: bool, scheme: str) -> None:
+    """Refuse to run forwards again where Keras keeps what it needs."""
+    if recompute and scheme == DATA_PARALLEL:
+        raise ValueError(
+            f"Only stages run their forward again. Received: recompute={recompute!r}, scheme={scheme!r}. "
+            "Try leaving it out, or scheme='single'."
+        )
+
+
+def check_cuts(cuts: Any, scheme: str) -> None:
+    """Refuse cuts of the unsplit model."""
+    if cuts is not None and scheme == "single":
+        raise ValueError(
+            f"The scheme 'single' has one stage. Received: cuts={cuts!r}, scheme={scheme!r}. Try leaving it out, or "
+            "scheme='1f1b', whose result is that of the unsplit model."
+        )
+
+
+def check_schedule(scheme: Scheme, stages: int, microbatches: int) -> None:
+    """Raise ScheduleError, a ValueError, for an order of actions that cannot run, and ValueError for halves of B."""
+    check(scheme, stages, microbatches)
+    devices, groups = scheme.schedule.devices(stages), groups_of(1, microbatches)
+    actions = [each for device in range(devices) for each in scheme.schedule.order(device, devices, groups)]
+    halves = next((each for each in actions if each.op not in ("F", "B")), None)
+    if halves is not None:
+        raise ValueError(
+            f"Training carries out F and B; other operations can be planned and simulated. Received: {halves} in the "
+            f"schedule of {scheme.name!r}. Try B where it has I and W, or FB."
+        )
+
+
+def checked_microbatches(microbatches: int | None, scheme: Scheme, stages: int) -> int:
+    """How many microbatches a minibatch is split into. Raises ValueError for too few of them."""
+    if not scheme.splits:
+        return 1
+    least = scheme.least_microbatches(stages)
+    if microbatches is not None and microbatches < least:
+        raise ValueError(
+            f"{scheme.name!r} needs at least as many microbatches as there are stages but one: fewer do not give it "
+            f"its weights in time. Received: microbatches={microbatches}, {stages} stages. Try microbatches={stages}."
+        )
+    return microbatches or max(DEFAULT_MICROBATCHES, stages if least > 1 else 1)

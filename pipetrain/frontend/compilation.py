@@ -1,0 +1,96 @@
+"""What one ``compile`` decides for a pipeline: the optimizer, the loss, the metrics, and how minibatches are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from pipetrain.compute.functions.stage import Stage
+from pipetrain.compute.keras_private import rate_of, weights_of
+from pipetrain.compute.optimizer.rates import is_scheduled
+from pipetrain.compute.optimizer.update import gathers, slots_per_weight
+from pipetrain.frontend.checks.loop import check_loop
+from pipetrain.frontend.checks.loss import check_masks, check_minimised
+from pipetrain.frontend.checks.optimizer import check_optimizer, check_own
+from pipetrain.frontend.input_data import InputData
+from pipetrain.frontend.loss_reduction import is_measured, loss_is_mean, measured_mean
+from pipetrain.frontend.metrics import TrackedMetrics
+from pipetrain.frontend.placement import Placement
+from pipetrain.schemes.scheme import Scheme
+
+
+class Compilation:
+    """Lives from one ``compile`` to the next.
+
+    Args:
+        owner: the PipelineModel, which Keras has compiled.
+        loss: the one that ``compile`` was given.
+        scheme: by which it is trained.
+        placement: the stages, which learn how many slots the optimizer has.
+        counted: counts the minibatches that the optimizer has been told of.
+        built: called when the metrics have their variables.
+
+    Raises:
+        ValueError: for an optimizer, a loss or a way to run steps that a pipeline does not have.
+    """
+
+    def __init__(
+        self,
+        owner: keras.Model,
+        loss: Any,
+        scheme: Scheme,
+        placement: Placement,
+        counted: tf.Variable,
+        built: Callable[[], None],
+    ) -> None:
+        self.optimizer, self._loss, self._chain = owner.optimizer, loss, placement.chain
+        self._model = placement.chain.model
+        check_loop(owner.run_eagerly, owner.steps_per_execution)
+        check_optimizer(self.optimizer, scheme.name, scheme, placement.stages)
+        self._check_own()
+        self._parts = placement.training.microbatches * placement.replicas[-1]  # of its rows, each with its own loss
+        self._is_mean: bool | None = loss_is_mean(loss, self._parts)
+        if self._parts > 1 and is_measured(loss):
+            self._is_mean = None  # seen when the first minibatch is there
+        rule = scheme.rule(0, 2 * placement.stages)
+        placement.training = placement.training._replace(
+            slots=slots_per_weight(self.optimizer, rule),
+            gathers=gathers(self.optimizer, rule, self._model.trainable_variables),
+        )
+        self.metrics = TrackedMetrics(owner, self._model.outputs, placement.chain.pack, counted, built)
+        self._scheduled = is_scheduled(self.optimizer)  # then each stage's own copy knows the rate
+        self.data = InputData(self._model, None if self._scheduled else self.optimizer.learning_rate.value)
+
+    def _check_own(self) -> None:
+        check_own(weights_of(self.optimizer), self._model.variables, self.optimizer)
+
+    def check(self) -> None:
+        """Raise ValueError if the optimizer is not any more as it was compiled."""
+        if is_scheduled(self.optimizer) != self._scheduled:
+            raise ValueError(
+                "The learning rate became a schedule, or ceased to be one, after compile. Received: "
+                f"learning_rate={rate_of(self.optimizer)!r}. Try compile again."
+            )
+        self._check_own()
+
+    @property
+    def loss_is_mean(self) -> bool:
+        """Whether a minibatch's loss is the mean over its rows, else the sum of theirs; known once it is measured."""
+        return bool(self._is_mean)
+
+    def measure_loss(self) -> None:
+        """Try the loss, if only that tells what kind it is, on labels such as were read."""
+        if self._is_mean is None:
+            outputs = self._chain.specs(len(self._chain.blocks))
+            self._is_mean = measured_mean(self.metrics.loss, self.data.targets, outputs)
+
+    def check_traced(self, stages: Sequence[Stage]) -> None:
+        """Raise ValueError if there is nothing to minimise in these stages, which have just been traced."""
+        check_minimised(self._loss, stages)
+
+    def check_masks(self, masks: Sequence[Any]) -> None:
+        """Raise ValueError if the loss cannot be put together where outputs have these masks."""
+        check_masks(masks, self.loss_is_mean, self._parts)
