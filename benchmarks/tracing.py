@@ -81,7 +81,7 @@ def act(self: Any, action: Action) -> None:
     """``DeviceThread._act`` without a clock and without a span."""
     stage = self._at = self._by_number[action.stage]
     received = stage.receive(action)
-    self._control.rest()
+    self._control.wait_if_paused()
     stage.perform(action, received)
 
 

@@ -74,10 +74,10 @@ def test_split_gradients_equal_the_tape_s(layers):
     spec = model.inputs[0]
     shape = (5, *spec.shape[1:])
     x = tf.zeros(shape, spec.dtype) + 3 if spec.dtype == "int32" else tf.random.stateless_normal(shape, (1, 2))
-    flows = [x] if x.dtype.is_floating else []
+    differentiable = [x] if x.dtype.is_floating else []
 
-    def run(weights, state, flows, constants):
-        data = flows[0] if flows else constants[0]
+    def run(weights, state, differentiable, constants):
+        data = differentiable[0] if differentiable else constants[0]
         (output,), state, losses = segment.stateless_call(weights, state, [data], training=True, return_losses=True)
         return [output, *losses], (output, state)
 
@@ -85,15 +85,15 @@ def test_split_gradients_equal_the_tape_s(layers):
     def whole(weights, state, x):
         with tf.GradientTape() as tape:
             tape.watch([*weights, x])
-            outputs, (_, state) = run(weights, state, [x] if flows else [], [x])
-        starts = [tf.ones_like(output) for output in outputs]
-        return outputs[0], state, tape.gradient(outputs, [*weights, *([x] if flows else [])], starts)
+            outputs, (_, state) = run(weights, state, [x] if differentiable else [], [x])
+        output_gradients = [tf.ones_like(output) for output in outputs]
+        return outputs[0], state, tape.gradient(outputs, [*weights, *([x] if differentiable else [])], output_gradients)
 
     anything = [tf.TensorSpec([None, *shape[1:]], x.dtype)]
-    step = split(run, specs(weights), specs(state), anything if flows else [], anything)
-    (output, new_state), residuals = step.forward(weights, state, flows, [x])
-    starts = [tf.ones(output.shape)] + [tf.constant(1.0)] * (len(step.outputs) - 1)
-    by_weight, by_flow = step.backward(weights, residuals, starts)
+    step = split(run, specs(weights), specs(state), anything if differentiable else [], anything)
+    (output, new_state), residuals = step.forward(weights, state, differentiable, [x])
+    output_gradients = [tf.ones(output.shape)] + [tf.constant(1.0)] * (len(step.outputs) - 1)
+    by_weight, by_flow = step.backward(weights, residuals, output_gradients)
     expected_output, expected_state, gradients = whole(weights, state, x)
     np.testing.assert_array_equal(output, expected_output)
     networks.assert_equal(new_state, expected_state)
@@ -106,8 +106,8 @@ def test_backward_takes_other_weights_than_forward():
     layer = L.Dense(3, activation="tanh")
     segment = Chain(keras.Sequential([keras.Input((2,)), layer])).segment(0, 1)
 
-    def run(weights, state, flows, constants):
-        (output,), _ = segment.stateless_call(weights, state, flows, training=True)
+    def run(weights, state, differentiable, constants):
+        (output,), _ = segment.stateless_call(weights, state, differentiable, training=True)
         return [output], output
 
     x = tf.constant([[0.5, -1.0]])

@@ -89,7 +89,7 @@ def test_the_simulator_walks_the_same_order(microbatches):
         mine = [span for span in trace.spans if span.device == f"device:{device}"]
         assert [Action(*span[:3]) for span in mine] == order
         assert all(a.end_s <= b.start_s for a, b in itertools.pairwise(mine))
-    assert trace.workers == 2
+    assert trace.ranks == 2
     assert trace.bubble() == pytest.approx(1 - found.slowest_s / found.step_s, abs=0.15)
 
 
@@ -106,7 +106,7 @@ def test_a_schedule_of_two_stages_a_device_equals_the_unsplit_model(microbatches
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
     on = {span.stage: span.device for span in pm.trace.spans}
     assert on[0] == on[2] != on[1] == on[3]
-    assert pm.trace.workers == 2
+    assert pm.trace.ranks == 2
     assert "4 stages" in str(pm.partition())
 
 

@@ -9,7 +9,7 @@ from pipetrain.run.pipeline import Activity
 class ProgressMetrics:
     """Figures of an epoch so far: samples/s, the most microbatches in flight, and the share of all stages' time idle.
 
-    ``samples_per_s = rows / s``, ``bubble = 1 - busy seconds of all workers / (workers * s)``, where ``s`` are the
+    ``samples_per_s = rows / s``, ``bubble = 1 - busy seconds of all ranks / (ranks * s)``, where ``s`` are the
     seconds that training took, without evaluations and snapshots, from the end of the epoch's first step on by which
     every stage has made an update: before it, stages are made and their functions are traced. ``samples_per_second`` in
     the summaries of ``experiments/run.py`` is the same quantity, between two steps far from the first.
@@ -37,6 +37,6 @@ class ProgressMetrics:
         self._most = max(self._most, activity.most_in_flight)
         shown: dict[str, float] = {"samples_per_s": round((rows - self._rows) / passed_s), "in_flight": self._most}
         if activity.busy_s is not None:
-            busy = (busy_s - self._busy_s) / (passed_s * activity.workers)
+            busy = (busy_s - self._busy_s) / (passed_s * activity.ranks)
             shown["bubble"] = round(min(max(1 - busy, 0.0), 1.0), 2)
         return shown

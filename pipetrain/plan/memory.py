@@ -32,7 +32,7 @@ class Training(NamedTuple):
         """The scheme itself."""
         return scheme(self.scheme, self.horizon)
 
-    def pieces(self, stages: int) -> int:
+    def microbatches_of(self, stages: int) -> int:
         """How many microbatches a minibatch has in a pipeline of so many stages."""
         chosen = self.chosen
         return max(self.microbatches, chosen.least_microbatches(stages)) if chosen.splits else 1
@@ -68,7 +68,7 @@ def demand(training: Training, stage: int, stages: int) -> Demand:
     likewise what is predicted to be read once. Activations: of all microbatches in flight; with recomputation of one,
     and the inputs of the others.
     """
-    trained, microbatches = training.chosen, training.pieces(stages)
+    trained, microbatches = training.chosen, training.microbatches_of(stages)
     order = _order(training, stage, stages)
     in_flight = peak_in_flight(order) / microbatches
     versions = WeightVersions(trained, stage, stages, microbatches, newest=lambda ahead: ahead, keep=lambda ahead: 0)
@@ -85,7 +85,7 @@ def demand(training: Training, stage: int, stages: int) -> Demand:
 
 def _order(training: Training, stage: int, stages: int) -> list[Action]:
     """The stage's own actions in its device's order, for as many minibatches as fill the pipeline."""
-    schedule, groups = training.chosen.schedule, groups_of(3 * stages, training.pieces(stages))
+    schedule, groups = training.chosen.schedule, groups_of(3 * stages, training.microbatches_of(stages))
     devices = schedule.devices(stages)
     return [each for each in schedule.order(schedule.place(stage, devices), devices, groups) if each.stage == stage]
 

@@ -33,8 +33,8 @@ class Destination(NamedTuple):
 class Sender:
     """What one of ``replicas`` replicas sends to all replicas of a neighbouring stage, one message to each."""
 
-    def __init__(self, doors: Sequence[Destination], replica: int = 0, replicas: int = 1) -> None:
-        self._doors, self._replica, self._replicas = list(doors), replica, replicas
+    def __init__(self, destinations: Sequence[Destination], replica: int = 0, replicas: int = 1) -> None:
+        self._destinations, self._replica, self._replicas = list(destinations), replica, replicas
         self._sent: list[tuple[int, int, int, float, float]] = []
 
     def send(self, message: Callable[[Rows], Any], values: Rows, rows: int, microbatch: int | None = None) -> None:
@@ -43,15 +43,15 @@ class Sender:
         What is sent of a ``microbatch`` that is named is recorded.
         """
         mine = rows_of(rows, self._replica, self._replicas)
-        for replica, door in enumerate(self._doors):
-            theirs = _part(values, mine, rows_of(rows, replica, len(self._doors)))
-            if theirs is None or microbatch is None or is_remote(door.device):  # sent by the call that reads it
-                door.mailbox.put(message(moved_to(door.device, theirs)))
+        for replica, destination in enumerate(self._destinations):
+            theirs = _part(values, mine, rows_of(rows, replica, len(self._destinations)))
+            if theirs is None or microbatch is None or is_remote(destination.device):  # sent by the call that reads it
+                destination.mailbox.put(message(moved_to(destination.device, theirs)))
                 continue
             start_s = time.perf_counter()
-            moved = moved_to(door.device, theirs)
+            moved = moved_to(destination.device, theirs)
             end_s = time.perf_counter()
-            door.mailbox.put(message(moved))  # before the bookkeeping: somebody may wait for it
+            destination.mailbox.put(message(moved))  # before the bookkeeping: somebody may wait for it
             self._sent.append((microbatch, replica, _size_bytes(moved), start_s, end_s))
 
     def transfers(self, op: What, stage: int, to_stage: int) -> Iterator[Transfer]:
@@ -61,8 +61,8 @@ class Sender:
 
     def close(self) -> None:
         """Say that nothing more will come."""
-        for door in self._doors:
-            door.mailbox.put(None)
+        for destination in self._destinations:
+            destination.mailbox.put(None)
 
 
 class Receiver(Generic[Message]):

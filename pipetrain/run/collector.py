@@ -1,4 +1,4 @@
-"""Puts the workers' reports together: microbatches to results, stages' weights to snapshots."""
+"""Puts the reports of all stages together: microbatches to results, stages' weights to snapshots."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ class Control:
         self.running = threading.Event()
         self.running.set()
 
-    def rest(self) -> None:
-        """Wait while the workers are to rest."""
+    def wait_if_paused(self) -> None:
+        """Wait while no action may begin."""
         if not self.running.is_set():  # waiting would take the event's lock, which all share
             self.running.wait()
 

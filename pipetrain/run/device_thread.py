@@ -89,7 +89,7 @@ class DeviceThread(threading.Thread):
     def _act(self, action: Action) -> None:
         stage = self._at = self._by_number[action.stage]
         received = stage.receive(action)
-        self._control.rest()
+        self._control.wait_if_paused()
         start_s, version = time.perf_counter(), stage.version
         middle_s = stage.perform(action, received)
         end_s = time.perf_counter()

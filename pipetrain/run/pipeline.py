@@ -43,7 +43,7 @@ class Activity(NamedTuple):
     """
 
     busy_s: float | None
-    workers: int
+    ranks: int
     most_in_flight: int
     updated: bool
 
@@ -107,16 +107,16 @@ class Pipeline:
         known = self._settings.exact_times or not any(
             is_remote(replica.device) for stage in self._stages for replica in stage
         )
-        workers = sum(map(len, self._stages)) // self._scheme.schedule.chunks
+        ranks = sum(map(len, self._stages)) // self._scheme.schedule.chunks
         updated = self.made > 0 or min((work.version for work in works), default=0) > 0
-        return Activity(busy_s if known else None, workers, most, updated)
+        return Activity(busy_s if known else None, ranks, most, updated)
 
     @property
     def trace(self) -> Trace:
         """What happened up to the last drain."""
         since_s = self._spans[0].start_s if self._spans else 0.0
-        workers = None if self._scheme.schedule.chunks == 1 else self._devices
-        return Trace.of(self._spans, (each for each in self._transfers if each.start_s >= since_s), workers)
+        ranks = None if self._scheme.schedule.chunks == 1 else self._devices
+        return Trace.of(self._spans, (each for each in self._transfers if each.start_s >= since_s), ranks)
 
     def trace_for(self, targets: Any) -> bool:
         """Trace every stage, the last one for labels and sample weights of these specs; whether that was to be done.
@@ -142,7 +142,7 @@ class Pipeline:
         if not self._threads:
             self._start()
         rows = int(x[0].shape[0])
-        pieces = self._pieces(rows)
+        pieces = self._microbatch_rows(rows)
         first = self._posted * self._microbatches  # a short minibatch may have fewer: its last numbers are left out
         group = range(first, first + len(pieces))
         for index, piece in zip(group, pieces, strict=True):
@@ -163,7 +163,7 @@ class Pipeline:
             )
         self._posted += 1
 
-    def _pieces(self, rows: int) -> list[range]:
+    def _microbatch_rows(self, rows: int) -> list[range]:
         """The rows of each microbatch. Asynchronous schemes count on their number, so that some may be empty."""
         parts = self._microbatches if self._scheme.asynchronous else max(1, min(self._microbatches, rows))
         return microbatch_rows(rows, parts)
@@ -262,7 +262,7 @@ class Pipeline:
         norm = GlobalNorm(self._stages) if self._stages[0][0].global_clipnorm else None
         self._boxes += norm.mailboxes if norm else []
         self._boxes.append(self._reports)
-        self._entrance = _outlet(down[0], self._stages[0], 0, 1)
+        self._entrance = _sender(down[0], self._stages[0], 0, 1)
         works: list[list[StageWork]] = [[] for _ in self._stages]
         last = len(self._stages) - 1
         for k, stage in enumerate(self._stages):
@@ -271,8 +271,8 @@ class Pipeline:
                 channels = Channels(
                     inbox=Receiver(down[k][number], _joined_microbatches),
                     returns=Receiver(up[k][number], joined),
-                    above=_outlet(up[k - 1], self._stages[k - 1], number, len(stage)) if k > 0 else None,
-                    below=_outlet(down[k + 1], self._stages[k + 1], number, len(stage)) if k < last else None,
+                    above=_sender(up[k - 1], self._stages[k - 1], number, len(stage)) if k > 0 else None,
+                    below=_sender(down[k + 1], self._stages[k + 1], number, len(stage)) if k < last else None,
                     reduction=reductions[k],
                     norm=norm,
                 )
@@ -349,10 +349,10 @@ def _mailboxes(readers: int, writers: int) -> list[list[Mailbox[Any]]]:
     return [[Mailbox() for _ in range(writers)] for _ in range(readers)]
 
 
-def _outlet(boxes: list[list[Mailbox[Any]]], readers: Sequence[Replica], replica: int, replicas: int) -> Sender:
+def _sender(boxes: list[list[Mailbox[Any]]], readers: Sequence[Replica], replica: int, replicas: int) -> Sender:
     """From one replica to every reader: the mailbox that is the replica's among each reader's."""
-    doors = [Destination(mine[replica], reader.device) for mine, reader in zip(boxes, readers, strict=True)]
-    return Sender(doors, replica, replicas)
+    destinations = [Destination(mine[replica], reader.device) for mine, reader in zip(boxes, readers, strict=True)]
+    return Sender(destinations, replica, replicas)
 
 
 def _joined_microbatches(parts: Sequence[Microbatch | None]) -> Microbatch:

@@ -144,9 +144,9 @@ class StageWork:
     def _backward(self, action: Action, returned: list[tf.Tensor] | None) -> None:
         microbatch, kept = self._in_flight.pop(action.microbatch)
         weights = self._versions.backward(microbatch.index)
-        pulled = None if kept is None else self._pull(microbatch, weights, kept, returned)
+        result = None if kept is None else self._run_backward(microbatch, weights, kept, returned)
         del weights, kept  # held by nobody, the variables' buffers are updated in place
-        self._pass_on(microbatch, pulled)
+        self._pass_on(microbatch, result)
 
     def _forward_backward(self, action: Action, microbatch: Microbatch) -> float | None:
         """Both as one call, which reads the weights once; one after the other where they read different ones.
@@ -166,7 +166,7 @@ class StageWork:
         self.most_in_flight = max(self.most_in_flight, len(self._in_flight) + 1)
         inputs = self._inputs(microbatch)
         self._now = microbatch, (forward, backward)
-        result = self._pull(microbatch, weights, inputs, None)
+        result = self._run_backward(microbatch, weights, inputs, None)
         del weights, inputs
         self._now = microbatch, (backward,)
         done = self._shared(self._passed(microbatch, result.forward))
@@ -185,25 +185,25 @@ class StageWork:
         targets = take(microbatch.targets, self._mine(microbatch), microbatch.rows) if last else None
         return Inputs(microbatch.values, targets)
 
-    def _pull(
+    def _run_backward(
         self, microbatch: Microbatch, weights: Any, given: SavedForBackward | Inputs, returned: list[tf.Tensor] | None
     ) -> BackwardResult:
         """The stage's backward, with what goes into the same call; what gradients it leaves are kept for the next."""
         mine = self._shared(microbatch)
-        starts = [mine.loss_share] if returned is None else returned
+        output_gradients = [mine.loss_share] if returned is None else returned
         step = self._begin_update(microbatch) if self._updates_by(microbatch) else None
         total, self._gradients = self._gradients, None
-        pulled = self._stage.backward(weights, given, starts, mine.share, total, step)
-        self._gradients = pulled.gradients
-        return pulled
+        result = self._stage.backward(weights, given, output_gradients, mine.share, total, step)
+        self._gradients = result.gradients
+        return result
 
-    def _pass_on(self, microbatch: Microbatch, pulled: BackwardResult | None) -> None:
+    def _pass_on(self, microbatch: Microbatch, result: BackwardResult | None) -> None:
         """The inputs' gradients go up, and with its last microbatch's a minibatch's are used."""
         self._finish()
         if self._channels.above:
-            by_input = None if pulled is None else pulled.by_input
+            by_input = None if result is None else result.by_input
             self._channels.above.send(lambda values: values, by_input, microbatch.rows, microbatch.index)
-        if pulled is not None and pulled.gradients is None:
+        if result is not None and result.gradients is None:
             self._updated()
         elif microbatch.index == microbatch.group[-1]:
             self._update(microbatch)

@@ -67,7 +67,7 @@ class StationBuilder:
         self._stages, self._devices, self._batch_size = stages, devices, batch_size
         self._scheme, self._options, self._network = scheme, options, Network(cluster)
         self._shares = [
-            [[piece[r.start : r.stop] for r in _split(len(piece), len(each))] for piece in self._pieces()]
+            [[piece[r.start : r.stop] for r in _split(len(piece), len(each))] for piece in self._microbatch_rows()]
             for each in devices
         ]
         self._numbers = [range(end - len(each), end) for each, end in zip(devices, _ends(devices), strict=True)]
@@ -100,10 +100,10 @@ class StationBuilder:
             for wire, kinds in _wires(station).items()
         ]
         sent += [_reduced(self.stations[n], size, record) for n, size in self._sent_bytes.items()]
-        workers = None if self._scheme.schedule.chunks == 1 else len(self.stations)
-        return Trace.of(Spans.joined(spans), Transfers.joined(sent), workers)
+        ranks = None if self._scheme.schedule.chunks == 1 else len(self.stations)
+        return Trace.of(Spans.joined(spans), Transfers.joined(sent), ranks)
 
-    def _pieces(self) -> list[range]:
+    def _microbatch_rows(self) -> list[range]:
         return microbatch_rows(self._batch_size, self._options.microbatches)
 
     def _place(self, stage: int) -> int:

@@ -112,7 +112,7 @@ class Station:
 class Wire:
     """What one station sends another of one value of a stage, which waits in its ``slot``: first in, first out."""
 
-    __slots__ = ("_free_at", "_media", "_pieces", "arrivals", "holds_s", "latency_s", "number", "reader", "slot")
+    __slots__ = ("_free_at", "_media", "_microbatches", "arrivals", "holds_s", "latency_s", "number", "reader", "slot")
 
     def __init__(
         self, number: int, network: Network, route: Route, sizes: Sequence[int | None], reader: Station, slot: int
@@ -120,14 +120,14 @@ class Wire:
         """``sizes`` are the bytes of each microbatch of a minibatch, None where the stations share none of its rows."""
         self.number, self.reader, self.slot = number, reader, slot
         self.arrivals: Arrivals = deque()
-        self._pieces = len(sizes)
+        self._microbatches = len(sizes)
         self.holds_s = [NOTHING if size is None else size / route.bandwidth_bytes_per_s for size in sizes]
         self.latency_s, self._media, self._free_at = route.latency_s, route.media, network.free_at
         reader.inputs[slot].append(self.arrivals)
 
     def send(self, now: float, microbatch: int) -> float:
         """Begin a transfer as soon as its media are free: ``Network.send``, written out, as it is called so often."""
-        hold_s = self.holds_s[microbatch % self._pieces]
+        hold_s = self.holds_s[microbatch % self._microbatches]
         if hold_s != NOTHING:
             free_at = self._free_at
             for medium in self._media:
@@ -160,9 +160,14 @@ class Caller:
     A result is there after so many ``reports`` of its minibatch. Everything posted arrives at once at all ``doors``.
     """
 
-    def __init__(self, minibatches: int, pieces: int, window: int, caller_s: float, reports: int) -> None:
+    def __init__(self, minibatches: int, microbatches: int, window: int, caller_s: float, reports: int) -> None:
         self.doors: list[Any] = []  # which times are appended to
-        self._pieces, self._caller_s, self._window, self._minibatches = pieces, caller_s, window, minibatches
+        self._microbatches, self._caller_s, self._window, self._minibatches = (
+            microbatches,
+            caller_s,
+            window,
+            minibatches,
+        )
         self._missing = [reports] * minibatches
         self._latest_s = [0.0] * minibatches
         self._taken, self._posted, self._now = 0, 0, 0.0
@@ -187,7 +192,7 @@ class Caller:
 
     def _post(self) -> None:
         for door in self.doors:
-            door.extend([self._now] * self._pieces)
+            door.extend([self._now] * self._microbatches)
         self._posted += 1
 
 

@@ -98,19 +98,19 @@ class Trace:
 
     Microbatches (of schemes that have none, minibatches) and versions are numbered from the last drain on.
 
-    Both are sequences of named tuples, and have an array for each field: ``trace.spans.start_s``. ``workers`` is the
+    Both are sequences of named tuples, and have an array for each field: ``trace.spans.start_s``. ``ranks`` is the
     number of those that do one action at a time, where it is not that of stages and replicas: a device may have several
     stages.
     """
 
     def __init__(
-        self, spans: Iterable[Span] = (), transfers: Iterable[Transfer] = (), workers: int | None = None
+        self, spans: Iterable[Span] = (), transfers: Iterable[Transfer] = (), ranks: int | None = None
     ) -> None:
         self.spans, self.transfers = Spans.of(spans), Transfers.of(transfers)
-        self._workers = workers
+        self._ranks = ranks
 
     @classmethod
-    def of(cls, spans: Iterable[Span], transfers: Iterable[Transfer] = (), workers: int | None = None) -> Trace:
+    def of(cls, spans: Iterable[Span], transfers: Iterable[Transfer] = (), ranks: int | None = None) -> Trace:
         """Order the spans and transfers and count time from the first span's start."""
         given, sent = Spans.of(spans), Transfers.of(transfers)
         ordered = given[np.lexsort((given.stage, given.start_s))]
@@ -119,7 +119,7 @@ class Trace:
         if origin:
             ordered = replace(ordered, start_s=ordered.start_s - origin, end_s=ordered.end_s - origin)
             sent = replace(sent, start_s=sent.start_s - origin, end_s=sent.end_s - origin)
-        return cls(ordered, sent, workers)
+        return cls(ordered, sent, ranks)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Trace) and self.spans == other.spans and self.transfers == other.transfers
@@ -142,9 +142,9 @@ class Trace:
         return [divmod(place, replicas) for place in present.tolist()]
 
     @property
-    def workers(self) -> int:
+    def ranks(self) -> int:
         """How many there are that do one action at a time: those of all stages and replicas, unless some share one."""
-        return len(self.rows) if self._workers is None else self._workers
+        return len(self.rows) if self._ranks is None else self._ranks
 
     @property
     def duration_s(self) -> float:
@@ -168,11 +168,11 @@ class Trace:
         return float((self.spans.end_s[mine] - self.spans.start_s[mine]).sum())
 
     def bubble(self) -> float:
-        """The share of all workers' time in which they did nothing, from 0 to 1."""
+        """The share of all ranks' time in which they did nothing, from 0 to 1."""
         if not len(self.spans) or not self.duration_s:
             return 0.0
         busy = float((self.spans.end_s - self.spans.start_s).sum())
-        return 1.0 - busy / (self.duration_s * self.workers)
+        return 1.0 - busy / (self.duration_s * self.ranks)
 
     def to_chrome(self) -> dict[str, Any]:
         """The trace in Chrome's format (chrome://tracing, ui.perfetto.dev).
@@ -186,7 +186,7 @@ class Trace:
         row_of = {place: row for row, place in enumerate(self.rows)}
         events = [_event(span, row_of[span.stage, span.replica]) for span in self.spans]
         sent = [half for number, transfer in enumerate(self.transfers) for half in _halves(transfer, number)]
-        shared = {} if self._workers is None else {"otherData": {"workers": self._workers}}
+        shared = {} if self._ranks is None else {"otherData": {"ranks": self._ranks}}
         return {"displayTimeUnit": "ms", "traceEvents": names + events + sent, **shared}
 
     def row_names(self) -> list[str]:
@@ -202,9 +202,9 @@ class Trace:
     def load(cls, path: str | Path) -> Trace:
         """Read a file that ``save`` wrote."""
         data = json.loads(Path(path).read_text(encoding="utf-8"))
-        events, workers = data["traceEvents"], data.get("otherData", {}).get("workers")
+        events, ranks = data["traceEvents"], data.get("otherData", {}).get("ranks")
         spans = (_span(event) for event in events if event["ph"] == "X")
-        return cls(spans, (_transfer(event) for event in events if event["ph"] == "b"), workers)
+        return cls(spans, (_transfer(event) for event in events if event["ph"] == "b"), ranks)
 
 
 def _event(span: Span, row: int) -> dict[str, Any]:

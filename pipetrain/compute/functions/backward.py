@@ -71,7 +71,7 @@ class Backward:
         parts: Parts,
         weights: Weights,
         given: Any,
-        starts: Sequence[Any],
+        output_gradients: Sequence[Any],
         staleness: tf.Tensor | None,
         total: Gradients | None,
     ) -> Results:
@@ -79,7 +79,7 @@ class Backward:
         if parts not in self._calls:
             self._calls[parts] = self._bound(self._traced(parts))
         self._begun += parts.runs
-        results: Results = self._calls[parts](weights, given, starts, staleness, total)
+        results: Results = self._calls[parts](weights, given, output_gradients, staleness, total)
         return results
 
     def had_run(self) -> bool:
@@ -90,11 +90,11 @@ class Backward:
 
     def _traced(self, parts: Parts) -> Any:
         forward, backward = self._halves.forward, self._halves.backward
-        weights, residuals, starts = backward.structured_input_signature[0]
+        weights, residuals, output_gradients = backward.structured_input_signature[0]
         like = backward.structured_outputs[0]
         given = forward.structured_input_signature[0][1:] if parts.runs else packed_specs(residuals)
 
-        def call(weights: Any, given: Any, starts: Any, staleness: Any, total: Gradients | None) -> Results:
+        def call(weights: Any, given: Any, output_gradients: Any, staleness: Any, total: Gradients | None) -> Results:
             ran = ran_at_s = None
             if parts.runs:
                 ran, given = inlined(forward, weights, *given)
@@ -102,8 +102,8 @@ class Backward:
                     counted = self._ran.assign_add(1).op
                     ran_at_s = tf.timestamp() if self._timed else None
                 with tf.control_dependencies([counted]):
-                    starts = [tf.identity(start) for start in starts]
-            gradients, by_input = inlined(backward, weights, unpacked(given, residuals), starts)
+                    output_gradients = [tf.identity(start) for start in output_gradients]
+            gradients, by_input = inlined(backward, weights, unpacked(given, residuals), output_gradients)
             if total is not None:
                 gradients = added(total, gradients, like)
             if parts.updates:
@@ -114,7 +114,7 @@ class Backward:
             return Results(ran, ran_at_s, None if parts.updates else gradients, by_input)
 
         others = self._staleness if parts.updates else None, like if parts.adds else None
-        return tf.function(call, autograph=False).get_concrete_function(weights, given, starts, *others)
+        return tf.function(call, autograph=False).get_concrete_function(weights, given, output_gradients, *others)
 
 
 def _there(values: Any) -> list[tf.Tensor]:

@@ -41,7 +41,7 @@ def as_mean(penalty: tf.Tensor, share: float) -> tf.Tensor:
     return penalty if penalty.shape.rank == 0 else penalty[0] + penalty[1] / share
 
 
-def start_of(spec: tf.TensorSpec, share: float) -> Any:
+def penalty_gradient(spec: tf.TensorSpec, share: float) -> Any:
     """What the gradient of a ``total_penalty`` like this starts from."""
     return share if spec.shape.rank == 0 else (share, 1.0)
 

@@ -28,13 +28,13 @@ Run = Callable[[Sequence[tf.Tensor], Sequence[tf.Tensor], Sequence[tf.Tensor], A
 class SplitFunction(NamedTuple):
     """The two halves of one training step of a stage, traced once each.
 
-    ``forward(weights, state, flows, constants) -> (aux, residuals)``, where residuals are as ``split`` is asked to hand
-    them over, and ``backward(weights, residuals, output_gradients) -> (weight_gradients, flow_gradients)``; the
-    gradient of a weight that the outputs do not depend on is None. ``flows`` are the inputs that want a gradient,
-    ``constants`` those that want none. ``state`` are tensors that training changes without gradients (BatchNorm
-    statistics, seeds): they go in, and come out in ``aux``. ``outputs`` are the specs of what gradients start from,
-    ``residuals`` the symbolic tensors that are kept. ``reached`` says which flows the outputs depend on: only they are
-    given a gradient.
+    ``forward(weights, state, differentiable, constants) -> (aux, residuals)``, where residuals are as ``split`` is
+    asked to hand them over, and ``backward(weights, residuals, output_gradients) -> (weight_gradients,
+    input_gradients)``; the gradient of a weight that the outputs do not depend on is None. ``differentiable`` are the
+    inputs that want a gradient, ``constants`` those that want none. ``state`` are tensors that training changes without
+    gradients (BatchNorm statistics, seeds): they go in, and come out in ``aux``. ``outputs`` are the specs of what is
+    differentiated, ``residuals`` the symbolic tensors that are kept. ``reached`` says on which differentiable inputs
+    the outputs depend: only these are given a gradient.
     """
 
     forward: Any
@@ -45,9 +45,14 @@ class SplitFunction(NamedTuple):
 
 
 def split(
-    run: Run, weights: Any, state: Any, flows: Any, constants: Any, handed: Callable[[list[tf.Tensor]], Any] = list
+    run: Run,
+    weights: Any,
+    state: Any,
+    differentiable: Any,
+    constants: Any,
+    handed: Callable[[list[tf.Tensor]], Any] = list,
 ) -> SplitFunction:
-    """Trace ``run(weights, state, flows, constants) -> (outputs, aux)`` into a forward and a backward function.
+    """Trace ``run(weights, state, differentiable, constants) -> (outputs, aux)`` into forward and backward functions.
 
     Args:
         run: the computation; ``outputs`` are the floating-point tensors that gradients start from.
@@ -56,14 +61,18 @@ def split(
     """
     halves: dict[str, Any] = {}
 
-    def forward(weights: list[tf.Tensor], state: list[tf.Tensor], flows: list[tf.Tensor], constants: Any) -> Any:
+    def forward(
+        weights: list[tf.Tensor], state: list[tf.Tensor], differentiable: list[tf.Tensor], constants: Any
+    ) -> Any:
         with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch([*weights, *flows])
-            outputs, aux = run(weights, state, flows, constants)
+            tape.watch([*weights, *differentiable])
+            outputs, aux = run(weights, state, differentiable, constants)
 
         def pull(output_gradients: list[tf.Tensor]) -> Any:
-            none = [None] * len(weights), [None] * len(flows)
-            by_weight, by_flow = tape.gradient(outputs, [weights, flows], output_gradients) if outputs else none
+            none = [None] * len(weights), [None] * len(differentiable)
+            by_weight, by_flow = (
+                tape.gradient(outputs, [weights, differentiable], output_gradients) if outputs else none
+            )
             halves["reached"] = [gradient is not None for gradient in by_flow]
             return by_weight, [tf.convert_to_tensor(gradient) for gradient in by_flow if gradient is not None]
 
@@ -73,7 +82,7 @@ def split(
         halves.update(nested=nested, captures=captures, gradients=gradients)
         return aux, handed(captures.residuals)
 
-    traced = tf.function(forward, autograph=False).get_concrete_function(weights, state, flows, constants)
+    traced = tf.function(forward, autograph=False).get_concrete_function(weights, state, differentiable, constants)
     nested, captures = halves["nested"], halves["captures"]
 
     def backward(weights: list[tf.Tensor], residuals: list[tf.Tensor], output_gradients: list[tf.Tensor]) -> Any:

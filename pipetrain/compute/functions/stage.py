@@ -13,7 +13,7 @@ import tensorflow as tf
 from pipetrain.compute.cores import is_prompt, is_remote
 from pipetrain.compute.functions.backward import Backward, Parts, added
 from pipetrain.compute.functions.packed import packed
-from pipetrain.compute.functions.penalties import start_of, summed_over_rows, total_penalty
+from pipetrain.compute.functions.penalties import penalty_gradient, summed_over_rows, total_penalty
 from pipetrain.compute.functions.repeat import repeatable
 from pipetrain.compute.functions.split import SplitFunction, specs, split
 from pipetrain.compute.functions.weight_binding import BoundFunction, Newest, Weights, direct
@@ -154,7 +154,7 @@ class Stage:
                 mine.assign(original.value)
             self._state = [state_of(variable, replica) for variable in self._model_state]
         if self._optimizer_step.fit:
-            self._optimizer_step.fit.rest()
+            self._optimizer_step.fit.reset()
 
     def store(self, values: Sequence[tf.Tensor]) -> None:
         """Hand weights and state, as ``outcome`` or ``snapshot`` gave them, to the model."""
@@ -191,11 +191,11 @@ class Stage:
         """
         self._returns = [returned and n not in unreached for n, returned in enumerate(self.segment.returns)]
         inputs = [_any_rows(spec) for spec in specs(self.segment.inputs)]
-        flows, constants = self._sorted(BoundaryTensors(inputs, list(masks)), targets)
+        differentiable, constants = self._sorted(BoundaryTensors(inputs, list(masks)), targets)
         with tf.device(self.device):
-            halves = self._split(masks, flows, constants)
+            halves = self._split(masks, differentiable, constants)
             twice = repeatable(halves.forward) if self.recompute else None
-            self._forward, self._starts = self._bound(twice.first if twice else halves.forward), halves.outputs
+            self._forward, self._gradient_specs = self._bound(twice.first if twice else halves.forward), halves.outputs
             self._again = self._bound(twice.again) if twice else self._forward
             self._draws = twice is not None
             handles = [variable.value.handle for variable in self.variables]
@@ -203,7 +203,7 @@ class Stage:
             self._backward = Backward(halves, self._bound, self._step, handles, self._staleness, timed)
             self._gradients = halves.backward.structured_outputs[0]
             reached = iter(halves.reached)
-            self.unreached = [n for n, flow in enumerate(self.segment.flows) if flow and not next(reached)]
+            self.unreached = [n for n, flow in enumerate(self.segment.differentiable) if flow and not next(reached)]
             missing = [n for n, gradient in enumerate(self._gradients) if gradient is None]
             self.untrained = [self._weights[n] for n in missing]
             self._optimizer_step.untrained = [self.variables[n] for n in missing]
@@ -212,9 +212,9 @@ class Stage:
         self.is_penalized = penalty is not None
         return [mask if mask is None else tf.TensorSpec(mask.shape, mask.dtype) for mask in output.masks]
 
-    def _split(self, masks: Any, flows: Any, constants: Any) -> SplitFunction:
+    def _split(self, masks: Any, differentiable: Any, constants: Any) -> SplitFunction:
         self._added, self._summed = 0, []
-        given = specs(self._weights), specs(self._model_state), flows, constants, packed
+        given = specs(self._weights), specs(self._model_state), differentiable, constants, packed
         halves = split(self._run, *given)
         if self._divided and self._added:
             self._summed = summed_over_rows(self.segment, masks, training=True)
@@ -261,13 +261,14 @@ class Stage:
         """
         runs = isinstance(given, Inputs)
         parts, staleness = Parts(runs, total is not None, step is not None), None
-        starts = [self._constant(start, spec.dtype) for start, spec in zip(gradients, self._starts, strict=False)]
-        starts += [self._constant(start_of(spec, share), spec.dtype) for spec in self._starts[len(starts) :]]
+        specs_of, penalties = self._gradient_specs[: len(gradients)], self._gradient_specs[len(gradients) :]
+        output_gradients = [self._constant(each, spec.dtype) for each, spec in zip(gradients, specs_of, strict=False)]
+        output_gradients += [self._constant(penalty_gradient(spec, share), spec.dtype) for spec in penalties]
         if step is not None:
             self._set_rate(step.learning_rate)
             staleness = self._stale(step.staleness)
         taken = [self._state, *self._sorted(*given)] if runs else self._residuals(weights, given)
-        results = self._backward(parts, weights, taken, starts, staleness, total)
+        results = self._backward(parts, weights, taken, output_gradients, staleness, total)
         if step is not None and self._optimizer_step.fit:
             self._optimizer_step.fit.updated()
         if not runs:
@@ -346,22 +347,24 @@ class Stage:
 
     def _sorted(self, values: BoundaryTensors, targets: Any) -> tuple[list[Any], Any]:
         """Tensors that want a gradient, and all else that goes in."""
-        flows = [tensor for tensor, flow in zip(values.tensors, self.segment.flows, strict=True) if flow]
-        others = [tensor for tensor, flow in zip(values.tensors, self.segment.flows, strict=True) if not flow]
-        return flows, (others, values.masks, targets)
+        differentiable = [
+            tensor for tensor, flow in zip(values.tensors, self.segment.differentiable, strict=True) if flow
+        ]
+        others = [tensor for tensor, flow in zip(values.tensors, self.segment.differentiable, strict=True) if not flow]
+        return differentiable, (others, values.masks, targets)
 
-    def _run(self, weights: Any, state: Any, flows: Any, constants: Any) -> Any:
+    def _run(self, weights: Any, state: Any, differentiable: Any, constants: Any) -> Any:
         others, masks, targets = constants
-        outputs, state, penalties = self.segment.run(weights, state, flows, others, masks)
-        starts = [tensor for tensor, returned in zip(outputs, self._returns, strict=True) if returned]
+        outputs, state, penalties = self.segment.run(weights, state, differentiable, others, masks)
+        differentiated = [tensor for tensor, returned in zip(outputs, self._returns, strict=True) if returned]
         loss = None
         if self._loss:
             loss = self._loss_of(outputs, targets)
-            starts = [loss if loss.shape.rank == 0 else tf.reduce_sum(loss)]  # a number, or one of every example
+            differentiated = [loss if loss.shape.rank == 0 else tf.reduce_sum(loss)]  # a number, or one for each row
         self._added = self.segment.added(penalties)
         penalty = total_penalty(penalties, self._summed)
         values = BoundaryTensors(outputs, [mask_of(output) for output in outputs])
-        return starts if penalty is None else [*starts, penalty], (values, loss, penalty, state)
+        return differentiated if penalty is None else [*differentiated, penalty], (values, loss, penalty, state)
 
     def _loss_of(self, outputs: list[tf.Tensor], targets: Any) -> tf.Tensor:
         y, sample_weight = targets

@@ -106,8 +106,8 @@ class Chain:
         return (call for block in self.blocks[first:end] for call in block.calls)
 
     def _segment(self, calls: Sequence[Call], reads: list[int], writes: list[int], trained: set[int]) -> Segment:
-        flows, returns = ([value in trained for value in values] for values in (reads, writes))
-        return Segment(calls, reads, writes, self._symbols, flows, returns)
+        differentiable, returns = ([value in trained for value in values] for values in (reads, writes))
+        return Segment(calls, reads, writes, self._symbols, differentiable, returns)
 
     def _trained(self) -> set[int]:
         """Values that want a gradient: those of types with one that trainable weights had a part in."""

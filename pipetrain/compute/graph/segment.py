@@ -47,7 +47,7 @@ class Segment(keras.Layer):
         reads: Sequence[int],
         writes: Sequence[int],
         symbols: Sequence[Any],
-        flows: Sequence[bool],
+        differentiable: Sequence[bool],
         returns: Sequence[bool],
     ) -> None:
         super().__init__(autocast=False)
@@ -58,7 +58,7 @@ class Segment(keras.Layer):
         self.reads, self.writes = list(reads), list(writes)
         self.inputs = [symbols[value] for value in reads]
         self.outputs = [symbols[value] for value in writes]
-        self.flows, self.returns = list(flows), list(returns)
+        self.differentiable, self.returns = list(differentiable), list(returns)
         self.built = True
 
     def call(self, inputs: Sequence[Any], training: bool | None = None) -> list[Any]:
@@ -88,16 +88,21 @@ class Segment(keras.Layer):
         """Nothing to do: every output has the mask that its layer gave it."""
 
     def run(
-        self, weights: Sequence[Any], state: Sequence[Any], flows: Sequence[Any], others: Sequence[Any], masks: Any
+        self,
+        weights: Sequence[Any],
+        state: Sequence[Any],
+        differentiable: Sequence[Any],
+        others: Sequence[Any],
+        masks: Any,
     ) -> tuple[list[Any], list[Any], list[Any]]:
         """The calls in training mode as a pure function: outputs, the new state, and the layers' own losses.
 
-        ``weights`` and ``state`` stand for the trainable and the other variables, ``flows`` are the inputs that want a
-        gradient and ``others`` the rest, ``masks`` those of all inputs. As in plain Keras, no gradient goes through
-        what a layer assigns to its state. Raises ValueError for a layer that assigns to anything else.
+        ``weights`` and ``state`` stand for the trainable and the other variables, ``differentiable`` are the inputs
+        that want a gradient and ``others`` the rest, ``masks`` those of all inputs. As in plain Keras, no gradient goes
+        through what a layer assigns to its state. Raises ValueError for a layer that assigns to anything else.
         """
-        flowing, still = iter(flows), iter(others)
-        tensors = [next(flowing if flow else still) for flow in self.flows]
+        flowing, still = iter(differentiable), iter(others)
+        tensors = [next(flowing if flow else still) for flow in self.differentiable]
         return self._pure(weights, state, tensors, masks, training=True)
 
     def infer(

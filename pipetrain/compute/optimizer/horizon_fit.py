@@ -40,9 +40,9 @@ class HorizonFit:
         specs = [tf.TensorSpec(each.shape, each.dtype) for each in variables]
         observe = tf.function(self._observed, autograph=False)
         self._observe = direct(observe.get_concrete_function(specs, specs))
-        self.rest()
+        self.reset()
 
-    def rest(self) -> None:
+    def reset(self) -> None:
         """Training begins, or goes on after a drain: an observation under way is given up."""
         self._begun: tuple[Any, Any] | None = None
         self._updates = 0

@@ -68,18 +68,18 @@ class BlockFunctions:
         inner_bytes = sum(size for ref, size in sizes.items() if ref not in known)
         return Keeps(inner_bytes, [x.ref() in sizes for x in inputs], [x.ref() in sizes for x in outputs])
 
-    def _run(self, weights: Any, state: Any, flows: Any, constants: Any) -> Any:
+    def _run(self, weights: Any, state: Any, differentiable: Any, constants: Any) -> Any:
         segment = self._segment
-        outputs, state, _ = segment.run(weights, state, flows, constants, [None] * len(segment.reads))
-        flowing, still = iter(flows), iter(constants)
-        inputs = [next(flowing if flow else still) for flow in segment.flows]
+        outputs, state, _ = segment.run(weights, state, differentiable, constants, [None] * len(segment.reads))
+        flowing, still = iter(differentiable), iter(constants)
+        inputs = [next(flowing if flow else still) for flow in segment.differentiable]
         self._traced.update(inputs=inputs, outputs=outputs)
         return [x for x, returned in zip(outputs, segment.returns, strict=True) if returned], (outputs, state)
 
     def _sorted(self, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        flows = self._segment.flows
-        wanted = [x for x, flow in zip(inputs, flows, strict=True) if flow]
-        return wanted, [x for x, flow in zip(inputs, flows, strict=True) if not flow]
+        differentiable = self._segment.differentiable
+        wanted = [x for x, flow in zip(inputs, differentiable, strict=True) if flow]
+        return wanted, [x for x, flow in zip(inputs, differentiable, strict=True) if not flow]
 
 
 def size_bytes(spec: tf.TensorSpec) -> int:

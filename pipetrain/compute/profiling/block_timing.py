@@ -34,7 +34,7 @@ class Placed(NamedTuple):
     """A block with its functions, and specs of what goes in and comes out."""
 
     segment: Segment
-    solo: BlockFunctions
+    functions: BlockFunctions
     inputs: list[tf.TensorSpec]
     outputs: list[tf.TensorSpec]
 
@@ -78,8 +78,8 @@ def walk(blocks: Sequence[Placed], device: str, others: Sequence[str]) -> Second
         taken, timing = _until_steady(once)
     empty_s = _empty_call([call for each in taken for call in each.calls])
     forward, backward = (np.median(each, axis=0) for each in list(zip(*taken, strict=True))[:2])
-    forward -= [empty_s(block.solo.forward_tensors) for block in blocks]
-    backward -= [empty_s(block.solo.backward_tensors) for block in blocks]
+    forward -= [empty_s(block.functions.forward_tensors) for block in blocks]
+    backward -= [empty_s(block.functions.backward_tensors) for block in blocks]
     update_s = float(np.median([each.update for each in taken])) - empty_s(1)
     return Seconds(np.maximum(forward, 0.0), np.maximum(backward, 0.0), max(update_s, 0.0), timing.error_s)
 
@@ -129,7 +129,7 @@ class _Ready(NamedTuple):
     given: dict[int, tf.Tensor]
     weights: list[list[tf.Tensor]]
     state: list[list[tf.Tensor]]
-    starts: list[list[tf.Tensor]]
+    output_gradients: list[list[tf.Tensor]]
     copies: list[keras.Variable]
     update: Callable[[list[Any]], Any]
 
@@ -143,7 +143,7 @@ class _Ready(NamedTuple):
                 {value: sample(spec) for value, spec in inputs if value not in made},
                 [values(block.segment.trainable_variables) for block in blocks],
                 [values(block.segment.non_trainable_variables) for block in blocks],
-                [block.solo.ones(block.outputs) for block in blocks],
+                [block.functions.ones(block.outputs) for block in blocks],
                 copies,
                 _update(blocks, copies),
             )
@@ -151,17 +151,17 @@ class _Ready(NamedTuple):
 
 def _whole(blocks: Sequence[Placed], device: str) -> Callable[[], None]:
     """A function that walks once, in one call: Python would hold up the one whose blocks are timed."""
-    given, weights, state, starts, _, update = _Ready.on(device, blocks)
+    given, weights, state, output_gradients, _, update = _Ready.on(device, blocks)
 
     def run() -> tuple[list[Any], list[Any]]:
         known, kept, by_weight, by_flow = dict(given), [], [], []
         for n, block in enumerate(blocks):
             inputs = [known[value] for value in block.segment.reads]
-            outputs, residuals = block.solo.forward(weights[n], state[n], inputs)
+            outputs, residuals = block.functions.forward(weights[n], state[n], inputs)
             known.update(zip(block.segment.writes, outputs, strict=True))
             kept.append(residuals)
         for n in range(len(blocks) - 1, -1, -1):
-            gradients, others = blocks[n].solo.backward(weights[n], kept.pop(), starts[n])
+            gradients, others = blocks[n].functions.backward(weights[n], kept.pop(), output_gradients[n])
             by_weight[:0] = gradients
             by_flow += others
         return by_weight, by_flow  # what is not returned is not computed
@@ -181,7 +181,7 @@ def _whole(blocks: Sequence[Placed], device: str) -> Callable[[], None]:
 def _walker(blocks: Sequence[Placed], device: str) -> Callable[[], TimedBlocks]:
     """A function that walks once and times every call."""
     last = {value: n for n, block in enumerate(blocks) for value in block.segment.reads}
-    given, weights, state, starts, _, update = _Ready.on(device, blocks)
+    given, weights, state, output_gradients, _, update = _Ready.on(device, blocks)
     with tf.device(device):
         nothing = [_nothing(count) for count in (1, MANY)]
 
@@ -192,7 +192,7 @@ def _walker(blocks: Sequence[Placed], device: str) -> Callable[[], TimedBlocks]:
             for n, block in enumerate(blocks):
                 inputs = [known[value] for value in block.segment.reads]
                 start_s = time.perf_counter()
-                outputs, residuals = block.solo.forward(weights[n], state[n], inputs)
+                outputs, residuals = block.functions.forward(weights[n], state[n], inputs)
                 forward_s[n] = _since(start_s)
                 kept.append(residuals)
                 known.update(zip(block.segment.writes, outputs, strict=True))
@@ -204,7 +204,7 @@ def _walker(blocks: Sequence[Placed], device: str) -> Callable[[], TimedBlocks]:
             for n in range(len(blocks) - 1, -1, -1):
                 residuals = kept.pop()
                 start_s = time.perf_counter()
-                by_weight, _ = blocks[n].solo.backward(weights[n], residuals, starts[n])
+                by_weight, _ = blocks[n].functions.backward(weights[n], residuals, output_gradients[n])
                 backward_s[n] = _since(start_s)
                 gradients[:0] = by_weight
             return TimedBlocks(forward_s, backward_s, _seconds(lambda: update(gradients)), calls)
@@ -217,7 +217,7 @@ def _timed_there(blocks: Sequence[Placed], device: str) -> Callable[[], TimedBlo
 
     Seen from here, each would have the way there and back in it.
     """
-    given, weights, state, starts, copies, update = _Ready.on(device, blocks)
+    given, weights, state, output_gradients, copies, update = _Ready.on(device, blocks)
     with tf.device(device):
         seen = tf.Variable(0.0)
 
@@ -225,12 +225,14 @@ def _timed_there(blocks: Sequence[Placed], device: str) -> Callable[[], TimedBlo
         known, kept, by_weight, times = dict(given), [], [], [tf.timestamp()]
         for n, block in enumerate(blocks):
             inputs = [known[value] for value in block.segment.reads]
-            outputs, residuals = block.solo.forward(*_from(times[-1], (weights[n], state[n], inputs)))
+            outputs, residuals = block.functions.forward(*_from(times[-1], (weights[n], state[n], inputs)))
             times.append(_after([*outputs, *residuals], seen))
             known.update(zip(block.segment.writes, outputs, strict=True))
             kept.append(residuals)
         for n in range(len(blocks) - 1, -1, -1):
-            gradients, others = blocks[n].solo.backward(*_from(times[-1], (weights[n], kept.pop(), starts[n])))
+            gradients, others = blocks[n].functions.backward(
+                *_from(times[-1], (weights[n], kept.pop(), output_gradients[n]))
+            )
             times.append(_after([*gradients, *others], seen))
             by_weight[:0] = gradients
         update(_from(times[-1], by_weight))
@@ -278,7 +280,7 @@ def _update(blocks: Sequence[Placed], copies: list[keras.Variable]) -> Callable[
     optimizer.build(copies)
     step = Update(optimizer, copies)
     apply = tf.function(lambda gradients: step.apply(gradients), autograph=False)
-    call = either(apply.get_concrete_function([each for block in blocks for each in block.solo.gradients]))
+    call = either(apply.get_concrete_function([each for block in blocks for each in block.functions.gradients]))
     return lambda gradients, kept=step: call(gradients)  # a function alone would not keep the optimizer's variables
 
 

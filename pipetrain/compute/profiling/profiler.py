@@ -101,16 +101,16 @@ def _placed(
         # Keras' own layers work alike wherever they stand; others may hold what their settings do not say.
         own = all(is_own(type(call.operation)) for call in block.calls)
         inputs = [like[value] for value in segment.reads]
-        key = f"{(own and cost_key(block)) or index}, gradients {segment.flows}, {segment.returns}, {inputs}"
+        key = f"{(own and cost_key(block)) or index}, gradients {segment.differentiable}, {segment.returns}, {inputs}"
         if key not in known:
-            solo = BlockFunctions(segment, inputs)
+            functions = BlockFunctions(segment, inputs)
             weights, state = values(segment.trainable_variables), values(segment.non_trainable_variables)
-            outputs, residuals = solo.forward(weights, state, [sample(spec) for spec in inputs])
-            outputs, keeps = specs(outputs), solo.keeps(residuals)
+            outputs, residuals = functions.forward(weights, state, [sample(spec) for spec in inputs])
+            outputs, keeps = specs(outputs), functions.keeps(residuals)
             del residuals, weights, state
-            known[key] = solo, outputs, keeps, workspace(solo, segment, inputs, batch_size, device)
-        solo, outputs, keeps, beside = known[key]
-        placed.append(Placed(segment, solo, inputs, outputs))
+            known[key] = functions, outputs, keeps, workspace(functions, segment, inputs, batch_size, device)
+        functions, outputs, keeps, beside = known[key]
+        placed.append(Placed(segment, functions, inputs, outputs))
         like.update(zip(segment.writes, outputs, strict=True))
         made.update(dict.fromkeys(segment.writes, index))
         pairs = [*zip(segment.reads, keeps.inputs, strict=True), *zip(segment.writes, keeps.outputs, strict=True)]

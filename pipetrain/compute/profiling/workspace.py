@@ -48,7 +48,7 @@ class _Used(NamedTuple):
 
 
 def workspace(
-    solo: BlockFunctions, segment: Segment, inputs: Sequence[tf.TensorSpec], rows: int, device: str
+    functions: BlockFunctions, segment: Segment, inputs: Sequence[tf.TensorSpec], rows: int, device: str
 ) -> Workspace:
     """The workspace of a block with inputs like these, of so many rows.
 
@@ -57,7 +57,7 @@ def workspace(
     resources.
     """
     try:
-        used = _used(solo, segment, inputs, device)
+        used = _used(functions, segment, inputs, device)
     except FAILURES:
         return Workspace(0, 0)
     whole = used.beside_bytes
@@ -77,26 +77,28 @@ def _first_row(spec: tf.TensorSpec, symbol: Any, rows: int) -> tf.TensorSpec:
     return tf.TensorSpec([spec.shape[0] // rows, *spec.shape[1:]], spec.dtype)
 
 
-def _used(solo: BlockFunctions, segment: Segment, inputs: Sequence[tf.TensorSpec], device: str) -> _Used:
+def _used(functions: BlockFunctions, segment: Segment, inputs: Sequence[tf.TensorSpec], device: str) -> _Used:
     weights, state = values(segment.trainable_variables), values(segment.non_trainable_variables)
     given = [sample(spec) for spec in inputs]
-    outputs, _ = solo.forward(weights, state, given)
-    arguments = [weights, state, given, solo.ones(specs(outputs))]
+    outputs, _ = functions.forward(weights, state, given)
+    arguments = [weights, state, given, functions.ones(specs(outputs))]
     with tf.device(None):  # it runs in another place than what is measured
-        step = tf.function(_step(solo), autograph=False).get_concrete_function(*arguments)
+        step = tf.function(_step(functions), autograph=False).get_concrete_function(*arguments)
     account = _account(step, tf.nest.flatten(arguments), device)
     kernels = (used.peak_bytes - used.live_bytes for node in account for used in node.memory)
     backward = accumulate(size for _, size in sorted(_allocations(account)))
     return _Used(max(kernels, default=0), max(backward, default=0), sum(map(size_bytes, specs(step.outputs))))
 
 
-def _step(solo: BlockFunctions) -> Any:
-    def step(weights: list[Any], state: list[Any], inputs: list[Any], starts: list[Any]) -> list[Any]:
-        outputs, residuals = solo.forward(weights, state, inputs)
+def _step(functions: BlockFunctions) -> Any:
+    def step(weights: list[Any], state: list[Any], inputs: list[Any], output_gradients: list[Any]) -> list[Any]:
+        outputs, residuals = functions.forward(weights, state, inputs)
         with tf.control_dependencies([*outputs, *residuals]):
-            residuals, starts = [*map(tf.identity, residuals)], [*map(tf.identity, starts)]
+            residuals, output_gradients = [*map(tf.identity, residuals)], [*map(tf.identity, output_gradients)]
         with tf.name_scope(BACKWARD):
-            gradients = tf.nest.flatten(solo.backward(weights, residuals, starts), expand_composites=True)
+            gradients = tf.nest.flatten(
+                functions.backward(weights, residuals, output_gradients), expand_composites=True
+            )
         return [gradient for gradient in gradients if gradient is not None]
 
     return step
