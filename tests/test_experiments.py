@@ -184,7 +184,7 @@ def test_a_run_goes_on_under_another_scheme_in_other_stages(main, tmp_path, monk
 
 
 @pytest.mark.parametrize("scheme", ["vanilla", "single", "data-parallel"])
-def test_microbatches_that_no_scheme_of_the_run_has_are_refused(scheme, tmp_path, capsys):
+def test_microbatches_that_no_scheme_of_the_run_has_are_refused(main, scheme, tmp_path, capsys):
     assert main(["--scheme", scheme, "--microbatches", "2", "--output", str(tmp_path)]) == 2
     assert f"microbatches=2, scheme='{scheme}'" in capsys.readouterr().err
 
