@@ -84,7 +84,7 @@ def begin(arguments: Sequence[str], start_s: float) -> dict[str, float]:
     options = run.parse(arguments)
     run.start_tensorflow(options.stages)
     import experiments.training  # noqa: F401
-    from pipetrain.frontend import pipeline_strategy, placement
+    from pipetrain.frontend import pipeline_fit, placement
     from pipetrain.run import pipeline
 
     watch = Stopwatch("import", start_s)
@@ -94,14 +94,14 @@ def begin(arguments: Sequence[str], start_s: float) -> dict[str, float]:
     watch.timed(placement, "partition", "partition")
     watch.timed(placement.Placement, "build", "stages")
     watch.timed(pipeline.Pipeline, "trace_for", "trace", then="first minibatch")
-    step = pipeline_strategy.PipelineStrategy.step
+    step = pipeline_fit.PipelineFit.step
 
     def only_step(*arguments: Any) -> Any:
         step(*arguments)
         watch.turn_to("model")
         raise SystemExit
 
-    pipeline_strategy.PipelineStrategy.step = only_step
+    pipeline_fit.PipelineFit.step = only_step
     try:
         run.main(arguments)
     except SystemExit:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from pipetrain.schemes.table import HORIZONS
+from pipetrain.schemes.table import HORIZONS, SCHEMES
 
 CHECKPOINTS = "checkpoints"  # the folder, within a run's
 LOST = 75  # exit status of a run that has lost a worker; EX_TEMPFAIL of sysexits.h
@@ -51,3 +52,9 @@ class Summary:
     max_val_accuracy: float | None
     peak_memory_bytes: int
     diverged_at: int | None
+
+
+def microbatches_for(scheme: str, schemes: Iterable[str], microbatches: int | None) -> int | None:
+    """Those of this scheme in a run of several: none where it does not split minibatches and another one does."""
+    splitting = [name for name in schemes if name in SCHEMES and SCHEMES[name].splits]
+    return microbatches if scheme in splitting or not splitting else None

@@ -35,7 +35,7 @@ sys.path.insert(0, str(ROOT))
 from experiments import datasets, resuming  # noqa: E402
 from experiments.networks import NETWORKS, sizes  # noqa: E402
 from experiments.options import add_training, fill_in, positive, rate, whole, writable  # noqa: E402
-from experiments.records import LOST, POLICY_OPTIONS, Settings, Summary  # noqa: E402
+from experiments.records import LOST, POLICY_OPTIONS, Settings, Summary, microbatches_for  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
 from pipetrain.plan.text_table import text_table  # noqa: E402
 from pipetrain.schemes import table  # noqa: E402
@@ -236,7 +236,18 @@ def begin(options: argparse.Namespace, ends: ExitStack) -> tuple[Path, list[Summ
     same = {
         field.name: getattr(options, field.name) for field in fields(Settings) if field.name not in ("scheme", "size")
     }
-    settings = [Settings(scheme=scheme, size=size, **{**same, **having(scheme, options)}) for scheme in options.scheme]
+    settings = [
+        Settings(
+            scheme=scheme,
+            size=size,
+            **{
+                **same,
+                **having(scheme, options),
+                "microbatches": microbatches_for(scheme, options.scheme, options.microbatches),
+            },
+        )
+        for scheme in options.scheme
+    ]
     return output, run(possible(settings, options.every), options, output)
 
 

@@ -6,7 +6,6 @@ import json
 import math
 import resource
 import shutil
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -23,6 +22,7 @@ from experiments.networks import input_shape
 from experiments.records import CHECKPOINTS, Settings, Summary
 from pipetrain.callbacks import PipelineCheckpoint, Snapshots
 from pipetrain.frontend.checks.devices import check_local
+from pipetrain.frontend.checks.options import check_microbatches
 from pipetrain.frontend.device_choice import available
 from pipetrain.schemes.table import DATA_PARALLEL
 
@@ -31,7 +31,10 @@ TIMED_STEPS = (50, 250)  # samples per second are measured between these, or ove
 
 
 class Recorder(keras.callbacks.Callback):
-    """Writes a row of history every so many steps, and times the steps without the evaluations between them."""
+    """Writes a row of history every so many steps, and keeps the time that training took up to each step.
+
+    That is the session's, which stands still in evaluations, and so the same as in the progress bar.
+    """
 
     def __init__(self, data: Dataset, settings: Settings, path: Path) -> None:
         super().__init__()
@@ -45,7 +48,7 @@ class Recorder(keras.callbacks.Callback):
             .prefetch(1)
         )
         self._means = {0: 0.0}  # Keras' running mean of the loss after every so many steps
-        self._paused_s = 0.0
+        self._before_s = 0.0  # what training took before this session, when it was resumed
         self._latest: dict[str, float] = {}
         self.rows: list[dict[str, float]] = []
         self.seen_s: list[float] = []
@@ -53,7 +56,6 @@ class Recorder(keras.callbacks.Callback):
 
     def evaluate(self, step: int, model: keras.Model) -> None:
         """The function of a ``Snapshots`` callback: validate the weights of this step."""
-        start = time.perf_counter()
         result = model.evaluate(self._validation, verbose=0, return_dict=True)
         self._latest = {"val_loss": float(result["loss"]), "val_accuracy": float(result["accuracy"])}
         every = self._settings.eval_every
@@ -62,13 +64,12 @@ class Recorder(keras.callbacks.Callback):
         self.rows.append({"step": step, "train_loss": train_loss, **self._latest})
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(self.rows[-1]) + "\n")
-        self._paused_s += time.perf_counter() - start
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Keep the loss and the time of this step; show the latest validation in the progress bar."""
         if (batch + 1) % self._settings.eval_every == 0:
             self._means[batch + 1] = float(logs["loss"])
-        self.seen_s.append(time.perf_counter() - self._paused_s)
+        self.seen_s.append(self._before_s + self.model.session.time.seconds)
         logs.update(self._latest)
 
     def get_state(self) -> dict[str, Any]:
@@ -80,7 +81,7 @@ class Recorder(keras.callbacks.Callback):
         """Go on from a checkpoint: later rows of the history are forgotten."""
         self._means = {int(step): mean for step, mean in state["means"].items()}
         self._latest, self.rows, self.seen_s = state["latest"], state["rows"], state["seen_s"]
-        self._paused_s = time.perf_counter() - (self.seen_s[-1] if self.seen_s else 0.0)
+        self._before_s = (self.seen_s[-1] if self.seen_s else 0.0) - self.model.session.time.seconds
         self._path.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
 
     def samples_per_second(self) -> float | None:
@@ -113,6 +114,7 @@ def pipelined(model: keras.Model, settings: Settings) -> pipetrain.PipelineModel
 
 def check(settings: Settings) -> None:
     """Raise ValueError, before anything is trained, for settings that no network can be trained with."""
+    check_microbatches(settings.microbatches, settings.scheme)
     if settings.scheme != DATA_PARALLEL:
         layers = [keras.layers.Dense(1) for _ in range(settings.stages)]
         pipelined(keras.Sequential([keras.Input((1,)), *layers]), settings)

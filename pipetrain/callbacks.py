@@ -99,14 +99,15 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         self._session = _session(self)
         self._check()
         self._position, self._saved_at, self._resumed = Position(0, 0), -1, None
-        self._due, self._finite, self._logs = False, True, {}
+        self._due, self._finite = False, True
+        self._logs: dict[str, float] = {}
         found, damaged = self._store.newest()
         for what in damaged:
             _say(f"{what}; the one before it is used.")
         if found is not None:
             self._go_on_from(found)
         self._updates = int(self.model.optimizer.iterations.numpy())
-        self._session.rests, self._session.at_end = self._rests, self._at_end
+        self._session.drains_after, self._session.at_end = self._drains_after, self._at_end
         self._listen()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -131,7 +132,7 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         self._position = Position(self._position.epoch, batch + 1)
         self._logs = {key: float(value) for key, value in (logs or {}).items()}
         self._finite = math.isfinite(self._logs.get("loss", 0.0))
-        self._due = self._finite and self._rests(self._updates) and not self._session.in_flight
+        self._due = self._finite and self._drains_after(self._updates) and not self._session.in_flight
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """The next epoch begins with the first minibatch, unless this one was stopped within."""
@@ -169,7 +170,7 @@ class PipelineCheckpoint(keras.callbacks.Callback):
             )
         self._store.check()
 
-    def _rests(self, updates: int) -> bool:
+    def _drains_after(self, updates: int) -> bool:
         return self._signal is not None or updates % self._every_steps == 0
 
     def _save_if_due(self, **known: Any) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import keras
 
 from pipetrain.frontend.checks.optimizer import check_optimizer_kind
-from pipetrain.frontend.device_choice import resolve
 from pipetrain.frontend.evaluation_mixin import EvaluationMixin
 from pipetrain.frontend.fit_mixin import FitMixin
 from pipetrain.frontend.input_data import DEFAULT_ROWS
@@ -85,15 +84,25 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
         rescale_steps: int | None = None,
         name: str | None = None,
     ) -> None:
-        policy = {"horizon": horizon, "spike_compensation": spike_compensation, "rescale_steps": rescale_steps}
-        options = Options(scheme, stages, cuts, devices, replicas, microbatches, recompute, **policy)
+        options = Options(
+            scheme,
+            stages,
+            cuts,
+            devices,
+            replicas,
+            microbatches,
+            recompute,
+            horizon,
+            spike_compensation,
+            rescale_steps,
+        )
         check(options)
-        strategy = strategy_of(model, options._replace(devices=resolve(devices)))
+        strategy = strategy_of(model, options)
         with strategy.distribution.scope():
             super().__init__(name=name or model.name)
         # Keras searches attributes for layers: ``inner`` is what it finds, the strategy is nothing to it.
         self.inner, self._strategy = strategy.trained, strategy
-        self.scheme, self.options = check_name(scheme), policy
+        self.scheme, self.options = check_name(scheme), options.of_policy()
         self._exact_trace = False
         if hasattr(model, "output_names"):  # by which Keras finds each output's loss and metrics
             self.output_names = model.output_names

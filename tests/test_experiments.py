@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from experiments import datasets, resuming, run, training
-from experiments.records import Settings
+from experiments.records import Settings, microbatches_for
 from pipetrain.schemes.table import NAMES
 from pipetrain.trace.trace import Trace
 
@@ -181,6 +181,32 @@ def test_a_run_goes_on_under_another_scheme_in_other_stages(main, tmp_path, monk
     assert json.loads((tmp_path / "vanilla" / "config.json").read_text())["stages"] == 3
     assert main(["--resume", str(tmp_path / "spectrain")]) == 2
     assert "There is no run to go on with" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("scheme", ["vanilla", "single", "data-parallel"])
+def test_microbatches_that_no_scheme_of_the_run_has_are_refused(main, scheme, tmp_path, capsys):
+    assert main(["--scheme", scheme, "--microbatches", "2", "--output", str(tmp_path)]) == 2
+    assert f"microbatches=2, scheme='{scheme}'" in capsys.readouterr().err
+
+
+def test_microbatches_are_those_of_the_schemes_that_split():
+    found = {scheme: microbatches_for(scheme, NAMES, 8) for scheme in NAMES}
+    assert {scheme for scheme, count in found.items() if count == 8} == {"2bw", "gpipe", "1f1b"}
+    assert set(found.values()) == {8, None}
+    assert microbatches_for("vanilla", ["vanilla", "single"], 8) == 8  # to be refused
+
+
+def test_a_run_of_old_goes_on_without_microbatches_that_were_ignored(tmp_path):
+    rates = {"learning_rate": 0.01, "momentum": 0.9, "eval_every": 20, "seed": 0, "microbatches": 8, "size": {}}
+    known = {"model": "snn", "dataset": "fashion_mnist_small", "stages": 2, "batch_size": 9, "steps": 9, **rates}
+    for scheme in ("vanilla", "gpipe"):
+        (tmp_path / scheme).mkdir()
+        (tmp_path / scheme / "config.json").write_text(json.dumps({"scheme": scheme, **known}))
+    found = resuming.settings(tmp_path, [], {})
+    assert {scheme: each.microbatches for scheme, each in found.items()} == {"vanilla": None, "gpipe": 8}
+    found = resuming.settings(tmp_path, [], {"microbatches": 4})
+    assert {scheme: each.microbatches for scheme, each in found.items()} == {"vanilla": None, "gpipe": 4}
+    assert resuming.settings(tmp_path, ["vanilla"], {"microbatches": 4})["vanilla"].microbatches == 4  # to be refused
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import pipetrain
-from pipetrain.callbacks import Snapshots
+from pipetrain.callbacks import PipelineCheckpoint, Snapshots
 from pipetrain.cli.main import main
+from pipetrain.schemes.table import SCHEMES
 
 
 def refused(match, kind=ValueError):
@@ -187,3 +188,37 @@ def test_a_horizon_that_no_scheme_of_a_simulation_has(capsys):
     for chosen in ([], ["--scheme", "vanilla", "--scheme", "spectrain"]):  # one that has it will do
         assert main([*arguments, *chosen]) == 2
         assert "nowhere.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("scheme", ["vanilla", "spectrain", "single", "data-parallel"])
+def test_microbatches_of_a_scheme_that_does_not_split(scheme):
+    with refused(f"microbatches=2, scheme='{scheme}'. Try leaving it out, or one of: 2bw, gpipe, 1f1b"):
+        pipetrain.PipelineModel(None, scheme=scheme, microbatches=2)  # before the model is looked at
+    for one in (None, 1):
+        assert pipetrain.PipelineModel(networks.mlp(), scheme=scheme, stages=2, microbatches=one).scheme == scheme
+
+
+def test_microbatches_of_a_scheme_of_one_s_own_that_does_not_split():
+    own = SCHEMES["vanilla"]._replace(name="own")
+    with refused("microbatches=2, scheme='own'"):
+        pipetrain.PipelineModel(None, scheme=own, microbatches=2)
+    assert pipetrain.PipelineModel(networks.mlp(), stages=2, scheme=own._replace(splits=True), microbatches=2).built
+
+
+def test_recomputing_where_there_are_no_stages():
+    with refused("recompute=True, scheme='data-parallel'. Try leaving it out"):
+        pipetrain.PipelineModel(None, scheme="data-parallel", recompute=True)
+    assert pipetrain.PipelineModel(networks.mlp(), stages=1, scheme="data-parallel", recompute=False).built
+
+
+def test_cuts_of_the_unsplit_model():
+    with refused(r"cuts=\('d1',\), scheme='single'. Try leaving it out"):
+        pipetrain.PipelineModel(None, scheme="single", cuts=("d1",))
+
+
+@pytest.mark.parametrize("callback", [Snapshots(2, print), PipelineCheckpoint("nowhere")])
+def test_callbacks_for_pipelines_in_a_plain_model_s_fit(callback):
+    model, (x, y) = networks.small(), networks.data(20)
+    model.compile("sgd", networks.crossentropy())
+    with refused(f"{type(callback).__name__} is for pipelines.*class Sequential", TypeError):
+        networks.fit(model, x, y, callbacks=[callback])

@@ -163,7 +163,7 @@ def test_nan_stops_and_names_the_step(scheme):
 
 def test_of_two_stages_that_fail_at_once_the_first_is_reported(monkeypatch):
     """The second comes while the first is still being noted."""
-    pipe, second_came = pipeline.Pipeline([], SCHEME_TABLE["1f1b"], 1), threading.Event()
+    pipe, second_came = pipeline.Pipeline([[]], SCHEME_TABLE["1f1b"], 1), threading.Event()
     pipe._control, noting = mock.Mock(), threading.Event()
 
     def add_note(error, note):

@@ -50,7 +50,7 @@ class FitSession:
         rows: those of the first minibatch, if they are known before it is there.
         shapes: those of its inputs, likewise.
         exact_trace: whether the trace is to have the times at which GPUs and workers had finished.
-        rests: ``rests(n)`` says after which updates nothing may be in flight: see ``Window``.
+        drains_after: ``drains_after(n)`` says after which updates nothing may be in flight: see ``Window``.
         at_end: called when all callbacks have seen the end of training.
         exits: what callbacks want done whichever way ``fit`` ends.
         figures: each gives numbers for the progress bar alone, after a step.
@@ -77,7 +77,7 @@ class FitSession:
         self._owner, self._trainer = owner, trainer
         self.callbacks, self._first_epoch = callbacks, first_epoch
         self.rows, self.shapes, self.exact_trace = rows, shapes, exact_trace
-        self.rests: Callable[[int], bool] = never
+        self.drains_after: Callable[[int], bool] = never
         self.at_end: Callable[[], None] | None = None
         self.exits, self.time = ExitStack(), TrainingTime()
         self.figures: list[Callable[[], Mapping[str, float]]] = []
@@ -129,7 +129,7 @@ class FitSession:
 
     @property
     def in_flight(self) -> int:
-        """How many minibatches are under way whose logs no step has had yet; 0 after an update that ``rests``."""
+        """How many minibatches are under way whose logs no step has had; 0 after an update that it ``drains_after``."""
         return self._trainer.in_flight
 
     def about(self) -> dict[str, Any]:

@@ -1,8 +1,10 @@
-"""Attributes that have another value for a while."""
+"""Attributes that have another value for a while, or none."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
+
+Value = TypeVar("Value")
 
 
 class Meanwhile:
@@ -27,3 +29,10 @@ class Meanwhile:
     def _set(self, values: dict[str, Any]) -> None:
         for name, value in values.items():
             setattr(self._target, name, value)
+
+
+def known(value: Value | None) -> Value:
+    """The value of an attribute that has one by now. Raises RuntimeError if it is None."""
+    if value is None:
+        raise RuntimeError("Something is asked of a model before it is compiled, or fit has begun. Try that first.")
+    return value

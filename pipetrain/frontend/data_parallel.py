@@ -17,6 +17,7 @@ from pipetrain.compute.optimizer.adoption import Part, built, copy, with_frozen
 from pipetrain.compute.optimizer.clone import clone
 from pipetrain.compute.optimizer.slots import Slot, slots
 from pipetrain.compute.tensorflow_private import one_replica
+from pipetrain.frontend.attributes import known
 from pipetrain.frontend.checks.devices import check_local
 from pipetrain.frontend.checks.optimizer import check_optimizer, check_own
 from pipetrain.frontend.placement import Placement
@@ -162,7 +163,7 @@ class DataParallelStrategy:
         self._build()
         with self.distribution.scope():
             self._take_on()
-        self._session, self._fitted_from = session, int(self.optimizer.iterations.numpy())
+        self._session, self._fitted_from = session, self._updates()
 
     def _build(self) -> None:
         """The optimizer has all of its slots, if there is one: interrupted in Keras' hands, it would have some."""
@@ -185,7 +186,10 @@ class DataParallelStrategy:
 
     def _fitted(self) -> int:
         """Updates since the start of ``fit``."""
-        return int(self.optimizer.iterations.numpy()) - self._fitted_from
+        return self._updates() - self._fitted_from
+
+    def _updates(self) -> int:
+        return int(known(self.optimizer).iterations.numpy())
 
     def state(self) -> Arrays:
         """All that training needs to go on; each replica gets the mean of all statistics, as it will again then."""
@@ -198,7 +202,7 @@ class DataParallelStrategy:
         with self.distribution.scope():
             missing = assign(self.model, arrays, self._slots(), [self._gathered(self.optimizer).shared])
             self._load()
-            self.optimizer.iterations.assign(updates)
+            known(self.optimizer).iterations.assign(updates)
         self._fitted_from = updates - fitted
         return missing
 

@@ -46,7 +46,7 @@ class Evaluator:
         try:
             self._running = [*before, evaluation]
             yield evaluation
-            evaluation.rest()
+            evaluation.drain()
         except BaseException:
             evaluation.abort()
             raise
@@ -76,10 +76,10 @@ class Evaluator:
             with Meanwhile(owner, predict_function=_only, data_reader=reader):
                 yield
 
-    def rest(self) -> None:
+    def drain(self) -> None:
         """What is in flight finishes, and the devices let go of the weights; evaluations go on with the model's."""
         for evaluation in self._running:
-            evaluation.rest()
+            evaluation.drain()
 
     def pipeline(self, shapes: Shapes) -> Pipeline:
         """A pipeline that only runs forwards, for minibatches of which the first one's inputs have such shapes."""
@@ -129,7 +129,7 @@ class Evaluation:
         self._pipeline = self._evaluator.pipeline(data.shapes)
         return Window(self._pipeline, minibatches, self._steps)
 
-    def rest(self) -> None:
+    def drain(self) -> None:
         """What is in flight finishes; the next step goes on."""
         if self._pipeline is not None:
             self._pipeline.drain()

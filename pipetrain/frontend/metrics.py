@@ -53,11 +53,11 @@ class TrackedMetrics:
 
     def of_training(self, targets: Any) -> StepMetrics:
         """For labels and sample weights of these specs, where a result's loss is the minibatch's."""
-        return self._score(self._update_train, targets, self._built)
+        return self._step_metrics(self._update_train, targets, self._built)
 
     def of_testing(self, targets: Any) -> StepMetrics:
         """Likewise, where a result's loss is the regularization penalty alone."""
-        return self._score(self._update_test, targets)
+        return self._step_metrics(self._update_test, targets)
 
     def loss(self, y: Any, outputs: list[tf.Tensor], sample_weight: Any) -> tf.Tensor:
         """The compiled loss; zero without one, where layers add losses of their own."""
@@ -65,11 +65,13 @@ class TrackedMetrics:
             return tf.zeros([])
         return compiled_loss(self._model)(y, self._pack(outputs), sample_weight)
 
-    def _score(self, body: Callable[..., Any], targets: Any, built: Callable[[], None] = _nothing) -> StepMetrics:
+    def _step_metrics(
+        self, body: Callable[..., Any], targets: Any, built: Callable[[], None] = _nothing
+    ) -> StepMetrics:
         update: Any = None
         number = cache(tf.constant)  # which would take a moment of every minibatch
 
-        def score(minibatch: Minibatch, result: Result, counts: bool = False) -> Any:
+        def step_metrics(minibatch: Minibatch, result: Result, counts: bool = False) -> Any:
             nonlocal update
             rows, updates = number(int(minibatch.x[0].shape[0])), number(int(counts))
             if update is None:
@@ -80,7 +82,7 @@ class TrackedMetrics:
             targets_now = minibatch.y, minibatch.sample_weight
             return update(targets_now, result.predictions, result.loss, rows, updates)
 
-        return score
+        return step_metrics
 
     def _traced(self, body: Callable[..., Any], *specs: Any) -> Any:
         """A function for these specs. If it is interrupted, so are the metrics that it builds: both begin anew."""

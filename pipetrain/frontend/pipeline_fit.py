@@ -59,7 +59,7 @@ class PipelineFit:
     def _open(self, iterator: Iterator[Any]) -> Window:
         minibatches = self._compilation.data.open(iterator, self._steps, self._ahead)
         pipeline = self._pipeline()
-        return Window(pipeline, minibatches, self._steps, lambda n: self.session.rests(n), self._updates())
+        return Window(pipeline, minibatches, self._steps, lambda n: self.session.drains_after(n), self._updates())
 
     def _logs(self, minibatch: Minibatch, result: Result, counts: bool = True) -> Any:
         """Update the metrics, and the optimizer's count if it ``counts``."""
@@ -70,7 +70,7 @@ class PipelineFit:
     def count_stopped(self) -> None:
         """Of an epoch that was stopped, the metrics count the minibatches that no step takes any more."""
         if self._window is not None and self.session.stopped and not self.session.is_evaluating:
-            for minibatch, result in self._window.rest():
+            for minibatch, result in self._window.remaining():
                 self._logs(minibatch, result, counts=False)  # the optimizer has, since they are done
 
     @property

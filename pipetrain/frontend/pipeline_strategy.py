@@ -15,6 +15,7 @@ from pipetrain.compute.gc_pause import gc_paused
 from pipetrain.compute.graph.input_shapes import Shapes
 from pipetrain.compute.optimizer.adoption import forget
 from pipetrain.compute.optimizer.update import kinds_beside
+from pipetrain.frontend.attributes import known
 from pipetrain.frontend.checks.data import check_rows
 from pipetrain.frontend.checks.loop import check_backup
 from pipetrain.frontend.compilation import Compilation
@@ -46,7 +47,7 @@ class PipelineStrategy:
         self.distribution = Untuned(tf.distribute.get_strategy())
         self.evaluator = Evaluator(model, placement)
         self._scheme = scheme
-        self._compilation: Compilation | None = None
+        self._last_compilation: Compilation | None = None
         self._stages = OptimizedStages()
         self._pipeline: Pipeline | None = None
         self._fit: PipelineFit | None = None
@@ -56,7 +57,11 @@ class PipelineStrategy:
     @property
     def optimizer(self) -> keras.optimizers.Optimizer | None:
         """The compiled optimizer."""
-        return self._compilation.optimizer if self._compilation else None
+        return self._last_compilation.optimizer if self._last_compilation else None
+
+    @property
+    def _compilation(self) -> Compilation:
+        return known(self._last_compilation)
 
     def keras_arguments(self, optimizer: Any, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The optimizer and the other arguments of ``compile``, as they are."""
@@ -67,7 +72,7 @@ class PipelineStrategy:
         compilation = Compilation(owner, loss, self._scheme, self.placement, self._counted, self._metrics_built)
         if compilation.optimizer is not self.optimizer:
             self._stages = OptimizedStages()
-        self._compilation, self._pipeline = compilation, None
+        self._last_compilation, self._pipeline = compilation, None
 
     def _metrics_built(self) -> None:
         if self._fit is not None:
@@ -80,16 +85,15 @@ class PipelineStrategy:
         """
         self._prepare(session.rows, session.shapes)
         check_backup(session.callbacks, self._scheme.name, self._kinds_beside)
-        self._fit = PipelineFit(
-            session, self._compilation, self._pipeline_for_data, self._updates, self._scheme.asynchronous
-        )
+        fit = PipelineFit(session, self._compilation, self._pipeline_for_data, self._updates, self._scheme.asynchronous)
+        self._fit = fit
         self._set_fitted(0)
-        session.figures.append(lambda: self._fit.figures(self._pipeline.activity()))
+        session.figures.append(lambda: fit.figures(known(self._pipeline).activity()))
 
     def _prepare(self, rows: int | None, shapes: Shapes | None) -> None:
         self.placement.learn(shapes)
         check_rows(rows, self.microbatches)
-        if self._pipeline is not None and not self._pipeline.rests:
+        if self._pipeline is not None and not self._pipeline.is_drained:
             self.abort(store=True)  # an interrupt cut an abort short
         self._compilation.check()
         if self._pipeline is None and self.placement.can_build:
@@ -109,18 +113,19 @@ class PipelineStrategy:
 
     def _run_settings(self) -> RunSettings:
         """Asked when the pipeline's threads start."""
-        self._stages.adopt_from(self.optimizer)
+        self._stages.adopt_from(self._compilation.optimizer)
+        session = known(self._fit).session
         return RunSettings(
             updates=self._updates(),
             steps=self._fitted(),
-            snapshot_every=self._fit.session.snapshot_every,
+            snapshot_every=session.snapshot_every,
             loss_is_mean=self._compilation.loss_is_mean,
-            exact_times=self._fit.session.exact_trace,
+            exact_times=session.exact_trace,
         )
 
     def _updates(self) -> int:
         """Those of the optimizer up to the last drain."""
-        return int(self.optimizer.iterations.numpy()) - int(self._counted.numpy())
+        return int(self._compilation.optimizer.iterations.numpy()) - int(self._counted.numpy())
 
     def _set_fitted(self, updates: int) -> None:
         self._fitted_before, self._made_before = updates, self._pipeline.made if self._pipeline else 0
@@ -135,11 +140,11 @@ class PipelineStrategy:
 
     def begin_epoch(self, steps: int | None) -> None:
         """The next step reads from a new iterator, at most so many minibatches."""
-        self._fit.begin_epoch(steps)
+        known(self._fit).begin_epoch(steps)
 
     def train_function(self, own: Callable[[], StepFunction]) -> StepFunction:
         """One minibatch in and one result out."""
-        return self._fit.step
+        return known(self._fit).step
 
     def _pipeline_for_data(self) -> Pipeline:
         """The pipeline, when the first minibatch has been read: all that has waited for it is made."""
@@ -149,19 +154,20 @@ class PipelineStrategy:
         if self._pipeline is None:
             self.placement.learn(data.shapes)
             self._make_pipeline(data.rows)
-        if self._pipeline.trace_for(data.targets):
+        pipeline = known(self._pipeline)
+        if pipeline.trace_for(data.targets):
             self._compilation.check_traced(self._stages.first)
-        self._compilation.check_masks(self._pipeline.output_masks)
-        return self._pipeline
+        self._compilation.check_masks(pipeline.output_masks)
+        return pipeline
 
     def drain(self) -> None:
         """Whatever is in flight finishes, and the weights flow back into the model.
 
         Of an epoch that was stopped, the metrics count the minibatches that no step takes any more.
         """
-        self.evaluator.rest()
+        self.evaluator.drain()
         if self._pipeline is not None:
-            with self._counting():
+            with self._counting(self._pipeline):
                 self._pipeline.drain()
         if self._fit is not None:
             self._fit.count_stopped()
@@ -175,24 +181,24 @@ class PipelineStrategy:
         """Stop at once; hand the weights back if ``store``."""
         self._fit = None
         if self._pipeline is not None:
-            with self._counting():
+            with self._counting(self._pipeline):
                 self._pipeline.abort(store)
             if not store:  # what is not finite is in the optimizers too
                 self._pipeline, self._stages = None, OptimizedStages()
                 forget(self.optimizer)
 
     @contextmanager
-    def _counting(self) -> Iterator[None]:
+    def _counting(self, pipeline: Pipeline) -> Iterator[None]:
         """What the pipeline updates, the optimizer counts: from where it is, should someone have set it.
 
         Each step counts its own minibatch; here those are added that are ahead of the last step.
         """
-        before = self._pipeline.made
+        before = pipeline.made
         try:
             yield
         finally:
-            if ahead := self._pipeline.made - before - int(self._counted.numpy()):
-                self.optimizer.iterations.assign_add(ahead)
+            if ahead := pipeline.made - before - int(self._counted.numpy()):
+                self._compilation.optimizer.iterations.assign_add(ahead)
             self._counted.assign(0)
 
     @contextmanager
@@ -252,7 +258,7 @@ class PipelineStrategy:
         if self.placement.adopt(ends):
             self._pipeline, self._stages = None, OptimizedStages()
         if self._pipeline is None:
-            self._prepare(self._fit.session.rows, self.placement.shapes or shapes)
+            self._prepare(known(self._fit).session.rows, self.placement.shapes or shapes)
         if self._pipeline is None:
             raise ValueError(
                 "The model leaves dimensions of its inputs open, and neither the checkpoint nor the data say, before "
@@ -260,6 +266,6 @@ class PipelineStrategy:
                 f"{len(ends)} stages. Try partition(input_shapes=...) before fit, or as many stages."
             )
         missing = assign(self.model, arrays, self._stages.slots(), self._stages.shared())
-        self.optimizer.iterations.assign(updates)
+        self._compilation.optimizer.iterations.assign(updates)
         self._set_fitted(fitted)
         return missing

@@ -17,7 +17,7 @@ def handed_out(pipeline: Pipeline, model: keras.Model) -> Iterator[int]:
     """
     if not pipeline.snapshots:
         return
-    newest, rested = [tf.identity(variable.value) for variable in model.variables], pipeline.rests
+    newest, drained = [tf.identity(variable.value) for variable in model.variables], pipeline.is_drained
     with pipeline.paused():
         try:
             while pipeline.snapshots:
@@ -25,6 +25,6 @@ def handed_out(pipeline: Pipeline, model: keras.Model) -> Iterator[int]:
                 pipeline.restore(snapshot)
                 yield snapshot.version
         finally:  # after a drain they are what training goes on with; an abort has handed back newer ones
-            if pipeline.rests == rested:
+            if pipeline.is_drained == drained:
                 for variable, value in zip(model.variables, newest, strict=True):
                     variable.assign(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 
@@ -17,6 +17,7 @@ from pipetrain.frontend.checks.options import (
     checked_microbatches,
 )
 from pipetrain.frontend.data_parallel import DataParallelStrategy
+from pipetrain.frontend.device_choice import resolve
 from pipetrain.frontend.pipeline_strategy import PipelineStrategy
 from pipetrain.frontend.placement import Placement
 from pipetrain.frontend.strategy import Strategy
@@ -28,18 +29,22 @@ from pipetrain.schemes.table import scheme as chosen_scheme
 
 
 class Options(NamedTuple):
-    """How a model is to be trained: the arguments of ``PipelineModel``, but for full names of devices."""
+    """How a model is to be trained: the arguments of ``PipelineModel``."""
 
     scheme: str | Scheme
     stages: int | Partition | None
     cuts: Sequence[str] | None
-    devices: Sequence[str]
+    devices: Sequence[str] | None
     replicas: Sequence[int] | None
     microbatches: int | None
     recompute: bool
     horizon: str
     spike_compensation: bool
     rescale_steps: int | None
+
+    def of_policy(self) -> dict[str, Any]:
+        """Those of the scheme's policy, for a checkpoint."""
+        return {name: getattr(self, name) for name in ("horizon", "spike_compensation", "rescale_steps")}
 
 
 def check(options: Options) -> None:
@@ -59,20 +64,22 @@ def strategy_of(model: keras.Model, options: Options) -> Strategy:
 
 def _data_parallel(model: keras.Model, options: Options) -> Strategy:
     _, stages, cuts, devices, replicas, *_ = options
-    return DataParallelStrategy(model, Placement(model, stages, cuts, devices, replicas, training=Training("single")))
+    placement = Placement(model, stages, cuts, resolve(devices), replicas, training=Training("single"))
+    return DataParallelStrategy(model, placement)
 
 
 def _pipeline(model: keras.Model, options: Options) -> Strategy:
-    name, stages, cuts, devices, replicas, microbatches, recompute, *of_policy = options
-    scheme = chosen_scheme(name, *of_policy)
-    placement = Placement(model, stages, cuts, devices, replicas, scheme.schedule)
+    name, stages, cuts, devices, replicas, microbatches, recompute, horizon, spike_compensation, rescale_steps = options
+    scheme = chosen_scheme(name, horizon, spike_compensation, rescale_steps)
+    on = resolve(devices)
+    placement = Placement(model, stages, cuts, on, replicas, scheme.schedule)
     check_model(model)
     check_precision(placement.chain.blocks)
     if scheme.name == "single":
-        placement = Placement(model, 1, None, devices)
+        placement = Placement(model, 1, None, on)
     count = checked_microbatches(microbatches, scheme, placement.stages)
     check_schedule(scheme, placement.stages, count)
-    placement.training = Training(name, microbatches=count, recompute=recompute, horizon=options.horizon)
+    placement.training = Training(name, microbatches=count, recompute=recompute, horizon=horizon)
     return PipelineStrategy(model, placement, scheme)
 
 

@@ -88,7 +88,7 @@ class Pipeline:
         self.snapshots: deque[Snapshot] = deque()
 
     @property
-    def rests(self) -> bool:
+    def is_drained(self) -> bool:
         """Whether the weights are in the model: the next ``post`` takes them from there."""
         return not self._threads
 

@@ -20,7 +20,7 @@ class Minibatch(NamedTuple):
 
 
 def never(updates: int) -> bool:
-    """For ``Window``: no need to rest."""
+    """For ``Window``: no need to drain."""
     return False
 
 
@@ -30,8 +30,9 @@ class Window:
     So the logs of a step are those of its own minibatch, whatever is in flight. ``steps`` bounds what is read of
     ``minibatches``: Keras may go on reading from the same iterator in the next epoch.
 
-    Where ``rests(n)`` is true of the updates n that all minibatches posted so far come to, nothing more is posted
-    until every result is taken: the weights are then those of exactly n updates. ``updates`` are those made before.
+    Where ``drains_after(n)`` is true of the updates n that all minibatches posted so far come to, nothing more is
+    posted until every result is taken: the weights are then those of exactly n updates. ``updates`` are those made
+    before.
     """
 
     def __init__(
@@ -39,11 +40,11 @@ class Window:
         pipeline: Pipeline,
         minibatches: Iterator[Minibatch],
         steps: int | None,
-        rests: Callable[[int], bool] = never,
+        drains_after: Callable[[int], bool] = never,
         updates: int = 0,
     ) -> None:
         self._pipeline, self._minibatches = pipeline, minibatches
-        self._left, self._rests, self._updates = steps, rests, updates
+        self._left, self._drains_after, self._updates = steps, drains_after, updates
         self._posted: deque[Minibatch] = deque()
 
     @property
@@ -54,7 +55,7 @@ class Window:
     def step(self) -> tuple[Minibatch, Result]:
         """The next minibatch and its result. Raises StopIteration when the data have ended."""
         while len(self._posted) < self._pipeline.window and self._left != 0:
-            if self._posted and self._rests(self._updates):
+            if self._posted and self._drains_after(self._updates):
                 break
             minibatch = next(self._minibatches, None)
             if minibatch is None:
@@ -68,7 +69,7 @@ class Window:
             raise StopIteration
         return self._posted.popleft(), self._pipeline.result()
 
-    def rest(self) -> Iterator[tuple[Minibatch, Result]]:
+    def remaining(self) -> Iterator[tuple[Minibatch, Result]]:
         """What was posted ahead and not yet returned; nothing more is read."""
         self._left = 0
         while self._posted:
