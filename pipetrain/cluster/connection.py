@@ -7,7 +7,6 @@ import gc
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,10 +20,10 @@ from pipetrain.cluster.server import ABOUT, keep_to_loopback, listening
 JOB = "worker"
 RETRY_S = 0.2
 
-Given = Mapping[str, Any] | Sequence[str] | str | os.PathLike[str] | tf.distribute.cluster_resolver.ClusterResolver
+Given = Any  # a mapping, addresses, a path, or one of TensorFlow's cluster resolvers, which have no types
 
 
-def connect(cluster: Given | None = None, timeout_s: float = 20.0) -> list[str]:
+def connect(cluster: Given = None, timeout_s: float = 20.0) -> list[str]:
     """Join the workers of a cluster; returns their devices, GPUs or else CPU devices, in the order of the workers.
 
     Before any variable or model is made: TensorFlow would read those made before, and no longer write them. From then
@@ -80,7 +79,7 @@ def _beat(task: int) -> None:
         _HEARTBEATS[task].start()
 
 
-def described_by(cluster: Given | None) -> Hosts:
+def described_by(cluster: Given) -> Hosts:
     """The workers that ``connect`` would join. Raises ValueError for what describes none."""
     if cluster is None:
         text = os.environ.get("TF_CONFIG")

@@ -113,8 +113,9 @@ def _started(own: Sequence[int], cpu_devices: int, port: int) -> subprocess.Pope
 
 def _address(process: subprocess.Popen[str], until_s: float) -> str:
     """What the worker says that its address is."""
+    assert process.stdout is not None  # it is a pipe
     ready, _, _ = select.select([process.stdout], [], [], max(until_s - time.monotonic(), 0))
-    line = process.stdout.readline() if ready and process.stdout else ""
+    line = process.stdout.readline() if ready else ""
     match = re.match(r"Worker at (\S+),", line)
     if match is None:
         raise ChildProcessError(

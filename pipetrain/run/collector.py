@@ -55,7 +55,7 @@ class Collector:
             outputs = self._outputs[report.microbatch.minibatch]
             outputs.append(report)
             if len(outputs) == self._last_replicas * len(report.microbatch.group):
-                in_order = sorted(outputs, key=lambda output: (output.microbatch.index, output.replica))
+                in_order = sorted(outputs, key=lambda output: (output.microbatch.number, output.replica))
                 self._waiting.append(_joined([output for output in in_order if output.loss is not None]))
                 del self._outputs[report.microbatch.minibatch]
         else:
@@ -88,7 +88,7 @@ def _joined(outputs: list[Output]) -> Result:
     else:
         terms += added
         loss = terms[0] if len(terms) == 1 else tf.add_n(terms)
-    predictions = [output.predictions for output in outputs]
+    predictions = [output.predictions for output in outputs if output.predictions is not None]
     return Result(loss, predictions[0] if len(predictions) == 1 else _stacked(predictions))
 
 

@@ -12,14 +12,14 @@ from pipetrain.compute.functions.stage import BoundaryTensors
 class Microbatch(NamedTuple):
     """One microbatch on its way down the stages.
 
-    ``index`` counts microbatches since the pipeline was last empty, ``minibatch`` counts minibatches;
+    ``number`` counts microbatches since the pipeline was last empty, ``minibatch`` counts minibatches;
     ``group`` are the microbatches of the same minibatch. ``share`` is its part of the minibatch's rows, ``rows`` how
     many they are; ``loss_is_mean`` says whether a loss is the mean over them. ``values`` are None for a replica that
     has none of the rows. ``targets`` are the labels and sample weights, for the last stage; ``penalty`` the
     regularization losses of the stages passed.
     """
 
-    index: int
+    number: int
     minibatch: int
     group: range
     share: float
@@ -35,7 +35,7 @@ class Microbatch(NamedTuple):
         """The factor of this microbatch's loss in the minibatch's."""
         return self.share if self.loss_is_mean else 1.0
 
-    def with_values(self, values: BoundaryTensors | None) -> Microbatch:
+    def with_values(self, values: Any) -> Microbatch:
         """This microbatch with the values, or some of their rows."""
         return self._replace(values=values)
 

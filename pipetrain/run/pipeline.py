@@ -7,14 +7,15 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import tensorflow as tf
 
 from pipetrain.compute.cores import is_remote
 from pipetrain.compute.functions.inference import Replica
-from pipetrain.compute.functions.stage import BoundaryTensors
+from pipetrain.compute.functions.stage import BoundaryTensors, Stage
 from pipetrain.run.channels import Channels, Destination, Receiver, Sender, joined, take
 from pipetrain.run.collector import Collector, Result, Snapshot
 from pipetrain.run.control import Control
@@ -145,9 +146,9 @@ class Pipeline:
         pieces = self._microbatch_rows(rows)
         first = self._posted * self._microbatches  # a short minibatch may have fewer: its last numbers are left out
         group = range(first, first + len(pieces))
-        for index, piece in zip(group, pieces, strict=True):
+        for number, piece in zip(group, pieces, strict=True):
             microbatch = Microbatch(
-                index=index,
+                number=number,
                 minibatch=self._posted,
                 group=group,
                 share=len(piece) / rows if rows else 1 / len(pieces),  # a minibatch without rows has a result too
@@ -158,9 +159,7 @@ class Pipeline:
                 targets=take((y, sample_weight), piece, rows),
             )
             inputs = BoundaryTensors(take(x, piece, rows), [None] * len(x)) if piece or not rows else None
-            self._guarded(
-                lambda sent=microbatch, inputs=inputs: self._entrance.send(sent.with_values, inputs, sent.rows)
-            )
+            self._guarded(partial(self._entrance.send, microbatch.with_values, inputs, microbatch.rows))
         self._posted += 1
 
     def _microbatch_rows(self, rows: int) -> list[range]:
@@ -259,7 +258,7 @@ class Pipeline:
         reductions = [Reduction(stage) for stage in self._stages]
         self._boxes = [box for way in (down, up) for stage in way for boxes in stage for box in boxes]
         self._boxes += [box for reduction in reductions for box in reduction.mailboxes]
-        norm = GlobalNorm(self._stages) if self._stages[0][0].global_clipnorm else None
+        norm = GlobalNorm(cast("list[list[Stage]]", self._stages)) if self._stages[0][0].global_clipnorm else None
         self._boxes += norm.mailboxes if norm else []
         self._boxes.append(self._reports)
         self._entrance = _sender(down[0], self._stages[0], 0, 1)
@@ -270,7 +269,7 @@ class Pipeline:
                 identity = StageId(k, len(self._stages), number, len(stage))
                 channels = Channels(
                     inbox=Receiver(down[k][number], _joined_microbatches),
-                    returns=Receiver(up[k][number], joined),
+                    returns=Receiver(up[k][number], cast("Callable[[list[Any]], list[Any] | None]", joined)),
                     above=_sender(up[k - 1], self._stages[k - 1], number, len(stage)) if k > 0 else None,
                     below=_sender(down[k + 1], self._stages[k + 1], number, len(stage)) if k < last else None,
                     reduction=reductions[k],
@@ -301,7 +300,8 @@ class Pipeline:
 
         A worker that is lost meanwhile so leaves the model as it was, and not with some stages of another version.
         """
-        outcomes = [here(stage.outcome(others)) for stage, *others in self._stages]
+        stages: list[list[Any]] = [*self._stages]  # each of one kind
+        outcomes = [here(stage.outcome(others)) for stage, *others in stages]
         for (stage, *_), values in zip(self._stages, outcomes, strict=True):
             stage.store(values)
 
@@ -360,7 +360,7 @@ def _joined_microbatches(parts: Sequence[Microbatch | None]) -> Microbatch:
     present = [part for part in parts if part is not None]
     penalties = [part.penalty for part in present if part.penalty is not None]
     values = joined([part.values for part in present])
-    return present[0]._replace(values=values, penalty=tf.add_n(penalties) if penalties else None)
+    return present[0].with_values(values)._replace(penalty=tf.add_n(penalties) if penalties else None)
 
 
 def _add_note(error: BaseException, note: str) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import tensorflow as tf
 
 from pipetrain.compute.functions.inference import Replica
+from pipetrain.compute.functions.stage import Stage
 from pipetrain.run.mailbox import Mailbox
 from pipetrain.run.transfers import size_bytes, transfer
 from pipetrain.trace.trace import Transfer
@@ -47,7 +48,7 @@ class Reduction:
         shares = [None if gradients is None else [gradients[n] for n in owned] for owned in self._owned]
         total, owned = None, self._owned[replica]
         for share in self._exchanged(replica, shares):
-            total = total if share is None else self._stages[replica].accumulate(total, share, owned)
+            total = total if share is None else cast(Stage, self._stages[replica]).accumulate(total, share, owned)
         sums = self._exchanged(replica, [total] * len(self._stages))
         end_s = time.perf_counter()
         sent = [*shares[:replica], *shares[replica + 1 :], *[total] * (len(shares) - 1)]

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, cast
 
 import tensorflow as tf
 
 from pipetrain.compute.functions.inference import Replica
 from pipetrain.compute.functions.penalties import as_mean
-from pipetrain.compute.functions.stage import BackwardResult, Forward, Inputs, SavedForBackward, Step
+from pipetrain.compute.functions.stage import (
+    BackwardResult,
+    BoundaryTensors,
+    Forward,
+    Inputs,
+    SavedForBackward,
+    Stage,
+    Step,
+)
 from pipetrain.compute.functions.weight_binding import Newest
 from pipetrain.run.channels import Channels, take
 from pipetrain.run.control import Control
@@ -67,10 +75,19 @@ class StageWork:
         )
         self._in_flight: dict[int, tuple[Microbatch, SavedForBackward | None]] = {}
         self._gradients: list[Any] | None = None
-        self._operations = {"F": self._forward, "B": self._backward, "FB": self._forward_backward}
+        self._operations: dict[str, Callable[..., float | None]] = {
+            "F": self._forward,
+            "B": self._backward,
+            "FB": self._forward_backward,
+        }
         self._last: int | None = None  # the last microbatch of all, once that is known
         self._forwarded = -1  # the last one that has gone forward
         self._now: tuple[Microbatch, tuple[Action, ...]] | None = None
+
+    @property
+    def _trained(self) -> Stage:
+        """The stage, which has a backward: asked for where the scheme trains."""
+        return cast(Stage, self._stage)
 
     @property
     def version(self) -> int:
@@ -121,8 +138,8 @@ class StageWork:
 
     def _forward(self, action: Action, microbatch: Microbatch) -> None:
         below = self._channels.below
-        weights = self._versions.forward(microbatch.index)
-        if self._stage.recompute and not self._versions.lasts(microbatch.index):
+        weights = self._versions.forward(microbatch.number)
+        if self._stage.recompute and not self._versions.lasts(microbatch.number):
             weights = self._stage.weights(weights)
         result, output, loss = None, None, None
         if microbatch.values is not None:
@@ -130,20 +147,20 @@ class StageWork:
             output, loss = result.output, result.loss
         microbatch = self._passed(microbatch, result)
         if self._trains:
-            self._in_flight[microbatch.index] = (microbatch, result and result.kept)
+            self._in_flight[microbatch.number] = (microbatch, result and result.kept)
             self.most_in_flight = max(self.most_in_flight, len(self._in_flight))
         if below:
             sent = self._with_part_of_penalty(microbatch)
             self._finish()
-            below.send(sent.with_values, output, microbatch.rows, microbatch.index)
-            self._forwarded = microbatch.index
+            below.send(sent.with_values, output, microbatch.rows, microbatch.number)
+            self._forwarded = microbatch.number
             self._close_if_done()
         else:
             self._control.report(Output(self._shared(microbatch), self.identity.replica, loss, output))
 
     def _backward(self, action: Action, returned: list[tf.Tensor] | None) -> None:
         microbatch, kept = self._in_flight.pop(action.microbatch)
-        weights = self._versions.backward(microbatch.index)
+        weights = self._versions.backward(microbatch.number)
         result = None if kept is None else self._run_backward(microbatch, weights, kept, returned)
         del weights, kept  # held by nobody, the variables' buffers are updated in place
         self._pass_on(microbatch, result)
@@ -155,22 +172,23 @@ class StageWork:
         """
         forward, backward = action._replace(op="F"), action._replace(op="B")
         self._now = microbatch, (forward,)
-        if microbatch.values is None or not self._versions.lasts(microbatch.index):
+        if microbatch.values is None or not self._versions.lasts(microbatch.number):
             self._forward(forward, microbatch)
             middle_s = time.perf_counter()
             self._now = microbatch, (backward,)
             self._backward(backward, None)
             return middle_s
-        weights = self._versions.forward(microbatch.index)
-        self._versions.backward(microbatch.index)  # the same
+        weights = self._versions.forward(microbatch.number)
+        self._versions.backward(microbatch.number)  # the same
         self.most_in_flight = max(self.most_in_flight, len(self._in_flight) + 1)
         inputs = self._inputs(microbatch)
         self._now = microbatch, (forward, backward)
         result = self._run_backward(microbatch, weights, inputs, None)
         del weights, inputs
         self._now = microbatch, (backward,)
-        done = self._shared(self._passed(microbatch, result.forward))
-        self._control.report(Output(done, self.identity.replica, result.forward.loss, result.forward.output))
+        made = cast(Forward, result.forward)
+        done = self._shared(self._passed(microbatch, made))
+        self._control.report(Output(done, self.identity.replica, made.loss, made.output))
         self._pass_on(microbatch, result)
         return result.forward_end_s
 
@@ -183,7 +201,7 @@ class StageWork:
     def _inputs(self, microbatch: Microbatch) -> Inputs:
         last = self._channels.below is None
         targets = take(microbatch.targets, self._mine(microbatch), microbatch.rows) if last else None
-        return Inputs(microbatch.values, targets)
+        return Inputs(cast(BoundaryTensors, microbatch.values), targets)
 
     def _run_backward(
         self, microbatch: Microbatch, weights: Any, given: SavedForBackward | Inputs, returned: list[tf.Tensor] | None
@@ -193,7 +211,7 @@ class StageWork:
         output_gradients = [mine.loss_share] if returned is None else returned
         step = self._begin_update(microbatch) if self._updates_by(microbatch) else None
         total, self._gradients = self._gradients, None
-        result = self._stage.backward(weights, given, output_gradients, mine.share, total, step)
+        result = self._trained.backward(weights, given, output_gradients, mine.share, total, step)
         self._gradients = result.gradients
         return result
 
@@ -202,36 +220,36 @@ class StageWork:
         self._finish()
         if self._channels.above:
             by_input = None if result is None else result.by_input
-            self._channels.above.send(lambda values: values, by_input, microbatch.rows, microbatch.index)
+            self._channels.above.send(lambda values: values, by_input, microbatch.rows, microbatch.number)
         if result is not None and result.gradients is None:
             self._updated()
-        elif microbatch.index == microbatch.group[-1]:
+        elif microbatch.number == microbatch.group[-1]:
             self._update(microbatch)
 
     def _updates_by(self, microbatch: Microbatch) -> bool:
         """Whether the minibatch's gradients are complete with this one's, and no other stage or replica needs them."""
         alone = self.identity.replicas == 1 and self._channels.norm is None
-        return alone and microbatch.index == microbatch.group[-1] and bool(self._stage.variables)
+        return alone and microbatch.number == microbatch.group[-1] and bool(self._stage.variables)
 
     def _begin_update(self, microbatch: Microbatch) -> Step:
         """Keeps the weights that are still read."""
-        step = Step(microbatch.learning_rate, self._versions.staleness(microbatch.index))
+        step = Step(microbatch.learning_rate, self._versions.staleness(microbatch.number))
         self._versions.before_update()
         return step
 
     def _update(self, microbatch: Microbatch) -> None:
         step = self._begin_update(microbatch)
         stage, _, replica, _ = self.identity
-        gradients, self._gradients = self._channels.reduction.sum(replica, self._gradients, microbatch.index), None
+        gradients, self._gradients = self._channels.reduction.sum(replica, self._gradients, microbatch.number), None
         squares = self._channels.norm.squares(stage, replica, gradients) if self._channels.norm else None
-        self._stage.update(gradients, step, squares)
+        self._trained.update(gradients, step, squares)
         self._updated()
 
     def _updated(self) -> None:
         stage, _, replica, _ = self.identity
         version = self._versions.version
         wanted = replica == 0 and self._control.wants_snapshot(version)
-        snapshot = self._stage.snapshot() if wanted else None
+        snapshot = self._trained.snapshot() if wanted else None
         if self._synchronous or wanted:  # else nobody waits for it, and waking the caller costs
             self._control.report(Updated(stage, replica, version, snapshot))
 
@@ -259,11 +277,11 @@ class StageWork:
         if self._now is None:
             return f"{self.identity} before its first action."
         microbatch, actions = self._now
-        if len(actions) > 1 and (had_run := self._stage.had_run()) is not None:
+        if len(actions) > 1 and (had_run := self._trained.had_run()) is not None:
             actions = (actions[had_run],)
         kind = " or ".join(action.operation.about for action in actions)
         which = f"minibatch {microbatch.minibatch}"
         if len(microbatch.group) > 1:
-            which += f", microbatch {microbatch.index - microbatch.group[0]}"
+            which += f", microbatch {microbatch.number - microbatch.group[0]}"
         names = " or ".join(map(str, actions))
         return f"{self.identity}, {kind} of {which} (action {names})."

@@ -37,9 +37,9 @@ def repeatable(forward: Any) -> Repeatable | None:
         return aux, packed(drawn)
 
     def again(*given: Any) -> Any:
-        *given, drawn = given
+        *given_to_first, drawn = given
         values = dict(zip([each.name for each in made], unpacked(drawn, specs(made)), strict=True))
-        return without(forward, stateful, values, *given)
+        return without(forward, stateful, values, *given_to_first)
 
     traced = [tf.function(each, autograph=False) for each in (first, again)]
     drawn = packed_specs(specs(made))

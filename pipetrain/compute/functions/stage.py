@@ -207,7 +207,8 @@ class Stage:
             missing = [n for n, gradient in enumerate(self._gradients) if gradient is None]
             self.untrained = [self._weights[n] for n in missing]
             self._optimizer_step.untrained = [self.variables[n] for n in missing]
-            self._update = self._squared_norm = None  # traced when they are needed
+            self._update: Any = None  # traced when they are needed
+            self._squared_norm: Any = None
         output, _, penalty, _ = halves.forward.structured_outputs[0]
         self.is_penalized = penalty is not None
         return [mask if mask is None else tf.TensorSpec(mask.shape, mask.dtype) for mask in output.masks]
@@ -227,7 +228,7 @@ class Stage:
         return direct(step.get_concrete_function(self._gradients, squares, self._staleness))
 
     def _step(self, gradients: list[Any], squared_norms: tf.Tensor | None, staleness: tf.Tensor | None) -> None:
-        if squared_norms is not None:
+        if squared_norms is not None and self.global_clipnorm:
             gradients = clipped(gradients, squared_norms, self.global_clipnorm)
         self._optimizer_step.apply(gradients, staleness)
 
@@ -267,7 +268,7 @@ class Stage:
         if step is not None:
             self._set_rate(step.learning_rate)
             staleness = self._stale(step.staleness)
-        taken = [self._state, *self._sorted(*given)] if runs else self._residuals(weights, given)
+        taken = [self._state, *self._sorted(*given)] if isinstance(given, Inputs) else self._residuals(weights, given)
         results = self._backward(parts, weights, taken, output_gradients, staleness, total)
         if step is not None and self._optimizer_step.fit:
             self._optimizer_step.fit.updated()
@@ -370,6 +371,7 @@ class Stage:
         y, sample_weight = targets
         try:
             with keras.StatelessScope():  # trackers of single losses are the caller's to update
+                assert self._loss is not None  # asked for by the last stage alone
                 return self._loss(y, outputs, sample_weight)
         except (TypeError, ValueError) as error:
             labels, shapes = tf.nest.map_structure(lambda each: tuple(each.shape), (y, outputs))

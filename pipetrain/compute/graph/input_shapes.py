@@ -118,7 +118,7 @@ def _leaves(value: Any) -> Any:
 
 
 def _is_size(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool) and value >= 1
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= 1)
 
 
 def _example(model: keras.Model) -> Any:

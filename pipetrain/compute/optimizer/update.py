@@ -14,7 +14,7 @@ from pipetrain.compute.optimizer.horizon_fit import HorizonFit
 from pipetrain.compute.optimizer.rates import Rescaled
 from pipetrain.compute.optimizer.slots import Slot, slots
 from pipetrain.compute.optimizer.spikes import SpikeCompensated
-from pipetrain.compute.optimizer.velocity import velocity_of
+from pipetrain.compute.optimizer.velocity import Velocity, velocity_of
 from pipetrain.schemes.prediction import decayed, predict
 from pipetrain.schemes.scheme import UpdateRule
 
@@ -40,7 +40,9 @@ class Update:
         rule: UpdateRule = UpdateRule(),  # noqa: B008 - a tuple, never changed
     ) -> None:
         self._optimizer, self._variables, self._furthest = optimizer, list(variables), rule.furthest
-        self._rate = self._velocity = self.fit = None
+        self._rate: tf.Variable | None = None
+        self._velocity: Velocity | None = None
+        self.fit: HorizonFit | None = None
         self.untrained: Sequence[keras.Variable] = ()
         if rule.predicts and (isinstance(optimizer, keras.optimizers.Adam) or optimizer.weight_decay):
             self._rate = tf.Variable(0.0, trainable=False)  # of the last step, which slots or decay do not carry
@@ -85,6 +87,7 @@ class Update:
 
     def velocity(self) -> list[tf.Tensor]:
         """The last update of each variable, weight decay left out; zeros before the first step."""
+        assert self._velocity is not None  # asked for only where the rule predicts
         return self._velocity.read()
 
     def predicted(self, horizon: tf.Tensor) -> list[tf.Tensor]:

@@ -27,9 +27,11 @@ def check_predictable(optimizer: keras.optimizers.Optimizer, scheme: str) -> Non
 
 
 class Velocity(Protocol):
-    """v of ``W[t+s] ~ W[t] + s * v`` for every variable. ``kept``: variables of its own, one for each or none."""
+    """v of ``W[t+s] ~ W[t] + s * v`` for every variable. ``kept`` are one for each or none."""
 
-    kept: Sequence[tf.Variable]
+    @property
+    def kept(self) -> Sequence[tf.Variable]:
+        """Variables of its own."""
 
     def read(self) -> list[tf.Tensor]:
         """The last step's; zeros before the first."""
@@ -89,8 +91,8 @@ class Adam(FromSlots):
     def _of(self, m: tf.Tensor, v: tf.Tensor) -> tf.Tensor:
         optimizer = self._optimizer
         step = tf.cast(tf.maximum(optimizer.iterations.value, 1), m.dtype)
-        betas = [tf.cast(beta, m.dtype) for beta in (optimizer.beta_1, optimizer.beta_2)]
-        return prediction.adam(m, v, tf.cast(self._rate, m.dtype), *betas, optimizer.epsilon or TINY, step)
+        beta_1, beta_2 = (tf.cast(beta, m.dtype) for beta in (optimizer.beta_1, optimizer.beta_2))
+        return prediction.adam(m, v, tf.cast(self._rate, m.dtype), beta_1, beta_2, optimizer.epsilon or TINY, step)
 
 
 class Displacement:

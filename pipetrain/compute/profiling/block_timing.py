@@ -154,7 +154,10 @@ def _whole(blocks: Sequence[Placed], device: str) -> Callable[[], None]:
     given, weights, state, output_gradients, _, update = _Ready.on(device, blocks)
 
     def run() -> tuple[list[Any], list[Any]]:
-        known, kept, by_weight, by_flow = dict(given), [], [], []
+        known = dict(given)
+        kept: list[Any] = []
+        by_weight: list[Any] = []
+        by_flow: list[Any] = []
         for n, block in enumerate(blocks):
             inputs = [known[value] for value in block.segment.reads]
             outputs, residuals = block.functions.forward(weights[n], state[n], inputs)
@@ -186,7 +189,10 @@ def _walker(blocks: Sequence[Placed], device: str) -> Callable[[], TimedBlocks]:
         nothing = [_nothing(count) for count in (1, MANY)]
 
     def once() -> TimedBlocks:
-        known, kept, gradients, calls = dict(given), [], [], []
+        known = dict(given)
+        kept: list[Any] = []
+        gradients: list[Any] = []
+        calls: list[Any] = []
         forward_s, backward_s = [0.0] * len(blocks), [0.0] * len(blocks)
         with tf.device(device):
             for n, block in enumerate(blocks):
@@ -222,7 +228,9 @@ def _timed_there(blocks: Sequence[Placed], device: str) -> Callable[[], TimedBlo
         seen = tf.Variable(0.0)
 
     def run() -> tf.Tensor:
-        known, kept, by_weight, times = dict(given), [], [], [tf.timestamp()]
+        known, times = dict(given), [tf.timestamp()]
+        kept: list[Any] = []
+        by_weight: list[Any] = []
         for n, block in enumerate(blocks):
             inputs = [known[value] for value in block.segment.reads]
             outputs, residuals = block.functions.forward(*_from(times[-1], (weights[n], state[n], inputs)))
@@ -281,7 +289,11 @@ def _update(blocks: Sequence[Placed], copies: list[keras.Variable]) -> Callable[
     step = Update(optimizer, copies)
     apply = tf.function(lambda gradients: step.apply(gradients), autograph=False)
     call = either(apply.get_concrete_function([each for block in blocks for each in block.functions.gradients]))
-    return lambda gradients, kept=step: call(gradients)  # a function alone would not keep the optimizer's variables
+
+    def update(gradients: Any, kept: Any = step) -> Any:  # a function alone would not keep the optimizer's variables
+        return call(gradients)
+
+    return update
 
 
 class Timing(NamedTuple):
