@@ -12,8 +12,8 @@ import subprocess
 import sys
 import time
 
-import interrupted
 import keras
+import killed_training
 import networks
 import numpy as np
 import pytest
@@ -621,7 +621,7 @@ class Training:
     def __init__(self, directory, **environment):
         self.result = directory / "result.npz"
         self._process = subprocess.Popen(
-            [sys.executable, interrupted.__file__, str(directory / "checkpoints"), str(self.result)],
+            [sys.executable, killed_training.__file__, str(directory / "checkpoints"), str(self.result)],
             env={**os.environ, **environment},
             stdout=subprocess.PIPE,
             text=True,
@@ -653,7 +653,7 @@ def never_stopped(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(interrupted, "STEP_S", 0.0)
-        interrupted.main(folder / "checkpoints", folder / "result.npz")
+        killed_training.main(folder / "checkpoints", folder / "result.npz")
     return saved(folder / "result.npz")
 
 

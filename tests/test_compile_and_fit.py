@@ -218,7 +218,7 @@ def test_losses_of_several_outputs(form):
 
 
 SCHEDULES = keras.optimizers.schedules
-OPTIMIZERS = {  # others in test_keras
+OPTIMIZERS = {  # others in test_keras.py
     "CosineDecay": lambda: SGD(SCHEDULES.CosineDecay(0.1, 8, warmup_target=0.2, warmup_steps=2)),
     "PiecewiseConstantDecay": lambda: SGD(SCHEDULES.PiecewiseConstantDecay([2, 5], [0.1, 0.05, 0.01]), momentum=0.9),
     "weight_decay": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),

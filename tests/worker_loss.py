@@ -1,4 +1,4 @@
-"""A process that loses a worker: ``losing.py SIGNAL [METHOD]`` sends it to the second of two in the midst of ``fit``.
+"""A process that loses a worker: ``worker_loss.py SIGNAL [METHOD]`` sends it to the second of two in the midst of ``fit``.
 
 Or in the midst of ``evaluate``, or before any other method.
 
