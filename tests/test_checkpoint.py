@@ -652,7 +652,7 @@ def never_stopped(tmp_path_factory):
     """The weights of the same training, in this process."""
     folder = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(interrupted, "STEP_S", 0.0)
+        patched.setattr(killed_training, "STEP_S", 0.0)
         killed_training.main(folder / "checkpoints", folder / "result.npz")
     return saved(folder / "result.npz")
 
