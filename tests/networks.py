@@ -29,6 +29,20 @@ def mlp(depth=6, width=16, seed=0, name=None):
     return keras.Sequential(layers, name=name)
 
 
+def convolutional_layers():
+    """An input, a convolution with state, a draw and a penalty behind it, and a dense layer."""
+    return [
+        keras.Input((8, 8, 3)),
+        keras.layers.Conv2D(4, 3, padding="same"),
+        keras.layers.BatchNormalization(),
+        keras.layers.ReLU(),
+        keras.layers.MaxPooling2D(),
+        keras.layers.SpatialDropout2D(0.2, seed=3),
+        keras.layers.Flatten(),
+        keras.layers.Dense(5, kernel_regularizer="l2"),
+    ]
+
+
 def ends(depth, stages):
     """As even as can be: the index after each stage's last layer."""
     return [depth * (n + 1) // stages for n in range(stages)]
