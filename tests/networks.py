@@ -43,6 +43,19 @@ def convolutional_layers():
     ]
 
 
+def one_layer(layer, width=4):
+    """The layer between two dense ones, of one seed."""
+    keras.utils.set_random_seed(0)
+    x = keras.Input((width,))
+    first, last = keras.layers.Dense(width, name="first"), keras.layers.Dense(2, name="last")
+    return keras.Model(x, last(layer(first(x))))
+
+
+def normal(*shape):
+    """The same normally distributed numbers at every call."""
+    return np.random.default_rng(0).normal(size=shape).astype("float32")
+
+
 def ends(depth, stages):
     """As even as can be: the index after each stage's last layer."""
     return [depth * (n + 1) // stages for n in range(stages)]

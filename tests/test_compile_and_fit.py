@@ -11,6 +11,8 @@ import pytest
 import tensorflow as tf
 from networks import assert_alike, assert_equal, compiled, fit, fresh
 
+import pipetrain
+
 L = keras.layers
 X, Y = networks.data(70)  # three minibatches of 20, one of 10
 WEIGHTS = np.linspace(0.1, 2, len(X)).astype("float32")
@@ -394,3 +396,28 @@ def test_the_count_of_steps_in_a_batch_callback(scheme):
     )
     train(model, callbacks=[look])
     assert counts == [1, 2, 3, 4]
+
+
+def plain_and_pipeline(make_optimizer, **settings):
+    """An MLP trained by Keras, and its equal as a synchronous pipeline."""
+    plain, model = networks.mlp(), networks.mlp()
+    plain.compile(make_optimizer(plain), networks.crossentropy())
+    pm = pipetrain.PipelineModel(model, cuts=networks.cuts(6, 3), scheme="1f1b", microbatches=1, **settings)
+    pm.compile(make_optimizer(model), networks.crossentropy())
+    return plain, pm
+
+
+@pytest.mark.parametrize("by", ["name", "variable"])
+def test_weights_excluded_from_decay_stay_excluded(by):
+    def optimizer(model):
+        chosen = keras.optimizers.AdamW(0.01, weight_decay=0.5)
+        if by == "name":
+            chosen.exclude_from_weight_decay(var_names=["kernel"])
+        else:
+            chosen.exclude_from_weight_decay(var_list=[model.layers[1].kernel])
+        return chosen
+
+    plain, pm = plain_and_pipeline(optimizer)
+    for model in (plain, pm):
+        fit(model, *networks.data(200))
+    networks.assert_close(pm.get_weights(), plain.get_weights(), 2e-5)

@@ -367,3 +367,10 @@ def test_a_broken_or_short_source_is_heard(mlp):
         warnings.simplefilter("always")
         assert len(pm.predict(tf.data.Dataset.from_tensor_slices(x).batch(BATCH), steps=6, verbose=0)) == 64
     assert any("ran out of data" in str(warning.message) for warning in caught)
+
+
+def test_evaluating_within_predict():
+    pm = networks.pipeline()
+    x, y = networks.data(32)
+    look = keras.callbacks.LambdaCallback(on_predict_batch_end=lambda step, logs: pm.evaluate(x, y, verbose=0))
+    np.testing.assert_allclose(pm.predict(x, verbose=0, callbacks=[look]), pm.model.predict(x, verbose=0), rtol=1e-5)

@@ -332,3 +332,10 @@ def test_another_scheme_goes_on_without_the_options_that_it_lacks(tmp_path):
     assert not (tmp_path / "vanilla").exists()
     resuming.adopt(tmp_path, "spectrain", "vanilla")
     assert (tmp_path / "vanilla" / "checkpoints" / "step-20.npz").exists()
+
+
+@pytest.mark.parametrize("rate", ["-1", "nan", "inf"])
+def test_impossible_learning_rates_are_refused(rate, capsys):
+    with pytest.raises(SystemExit):
+        run.main(["--learning-rate", rate])
+    assert "a finite number of at least 0 is needed" in capsys.readouterr().err

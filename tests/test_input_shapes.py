@@ -397,3 +397,12 @@ def test_a_sequential_model_is_asked_for_its_shape_too():
     assert pipetrain.profile(model, 4, verbose=False, input_shapes={"image": (8, 8, 3)}).blocks
     with pytest.raises(ValueError, match=r"leaves open.*'image'"):
         pipetrain.PipelineModel(model, stages=2).explain(4)
+
+
+def test_a_model_of_fixed_batch_size_takes_microbatches_and_a_short_last_batch():
+    layers = [L.Dense(8, activation="tanh", name="one"), L.Dense(networks.CLASSES)]
+    model = keras.Sequential([keras.Input(batch_shape=(20, networks.FEATURES)), *layers])
+    pm = pipetrain.PipelineModel(model, cuts=("one",), scheme="gpipe", microbatches=4)
+    pm.compile(keras.optimizers.SGD(0.1), networks.crossentropy())
+    networks.fit(pm, *networks.data(50))
+    assert int(pm.optimizer.iterations) == 3

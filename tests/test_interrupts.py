@@ -299,3 +299,40 @@ def alarms_interrupt():
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     yield
     signal.signal(signal.SIGALRM, before)
+
+
+def test_a_second_interrupt_while_threads_are_joined_leaves_a_model_that_trains(monkeypatch):
+    pm, x, y = networks.pipeline(), *networks.data(200)
+    from pipetrain.run.device_thread import DeviceThread
+
+    def interrupt(batch, logs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt, match="second"):
+        joins = iter([KeyboardInterrupt("second")])
+
+        def join(self, *args):
+            for error in joins:
+                raise error
+            return super(DeviceThread, self).join(*args)
+
+        patch.setattr(DeviceThread, "join", join)
+        fit(pm, x, y, callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=interrupt)])
+    assert np.isfinite(pm.get_weights()[0]).all()
+    fit(pm, x, y)
+
+
+@pytest.mark.parametrize("scheme", ["keras", "1f1b"])
+def test_an_interrupted_fit_counts_its_steps(scheme):
+    x, y = networks.data(80)
+
+    def interrupt(batch, logs):
+        if batch == 2:
+            raise KeyboardInterrupt
+
+    model = networks.fresh(scheme)
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, x, y, callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=interrupt)])
+    assert int(model.optimizer.iterations) == 3
+    fit(model, x, y)
+    assert int(model.optimizer.iterations) == 7

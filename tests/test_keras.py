@@ -12,7 +12,6 @@ import pytest
 import tensorflow as tf
 
 import pipetrain
-from pipetrain.callbacks import Snapshots
 from pipetrain.schemes.table import NAMES, SCHEMES
 
 BATCH = 16
@@ -36,15 +35,6 @@ def test_every_scheme_learns(scheme):
     assert history["val_accuracy"][-1] > 0.6
     assert pm.evaluate(x, y, verbose=0, return_dict=True)["accuracy"] == pytest.approx(history["val_accuracy"][-1])
     np.testing.assert_allclose(pm.predict(x, verbose=0), pm.model.predict(x, verbose=0), rtol=1e-5, atol=1e-6)
-
-
-def test_data_parallel_equals_one_device():
-    x, y = networks.data(10 * BATCH)
-    pm = networks.pipeline(scheme="data-parallel")
-    single = plain(keras.optimizers.SGD(0.05, momentum=0.9))
-    for model in (pm, single):
-        model.fit(x, y, batch_size=BATCH, shuffle=False, epochs=2, verbose=0)
-    networks.assert_close(pm.get_weights(), single.get_weights())
 
 
 OPTIMIZERS = {
@@ -252,31 +242,6 @@ def test_stages_may_share_a_device():
         results.append(pm.get_weights())
     networks.assert_equal(results[0], results[1])
     networks.assert_equal(results[0], results[2])
-
-
-def test_snapshots_are_the_weights_of_their_step():
-    x, y = networks.data(23 * BATCH)
-    kept = {}
-
-    def keep(step, model):
-        kept[step] = [weight.copy() for weight in model.get_weights()]
-
-    networks.pipeline().fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[Snapshots(5, keep)])
-    assert sorted(kept) == [5, 10, 15, 20]
-    short = networks.pipeline()
-    short.fit(x[: 5 * BATCH], y[: 5 * BATCH], batch_size=BATCH, shuffle=False, verbose=0)
-    networks.assert_equal(kept[5], short.get_weights())  # a drain after five changes nothing about the first five
-    with pytest.raises(ValueError, match="every_steps=0"):
-        Snapshots(0, keep)
-
-
-@pytest.mark.parametrize("scheme", ["single", "data-parallel", "gpipe"])
-def test_snapshots_in_the_other_schemes(scheme):
-    x, y = networks.data(6 * BATCH)
-    steps = []
-    pm = networks.pipeline(scheme=scheme)
-    pm.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[Snapshots(2, lambda step, model: steps.append(step))])
-    assert steps == [2, 4, 6]
 
 
 def test_saved_models_need_no_pipetrain(tmp_path):

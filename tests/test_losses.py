@@ -7,6 +7,7 @@ import networks
 import numpy as np
 import pytest
 import tensorflow as tf
+from networks import fit, normal, one_layer
 
 import pipetrain
 from pipetrain.schemes.table import NAMES
@@ -261,3 +262,25 @@ def test_no_loss_at_all_is_refused_before_training(scheme):
     pm.compile(keras.optimizers.SGD(0.1))
     with pytest.raises(ValueError, match=r"nothing to minimise.*loss=None.*Try loss='mse'"):
         networks.fit(pm, data()[0], None)
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean", "max"])
+def test_a_loss_function_is_divided_as_it_reduces(reduce):
+    """A sum was taken for a mean, so that gradients were too small by the number of microbatches."""
+    x, y, weights = normal(42, 4), normal(42, 2), []
+
+    def loss(y, outputs):
+        return getattr(keras.ops, reduce)(keras.ops.square(y - outputs))
+
+    for pipeline in (False, True):
+        model = one_layer(L.ReLU())
+        if pipeline:
+            model = pipetrain.PipelineModel(model, stages=2, scheme="1f1b", microbatches=3)
+        model.compile(keras.optimizers.SGD(0.001), loss)
+        if reduce == "max" and pipeline:
+            with pytest.raises(ValueError, match="cannot be put together"):
+                fit(model, x, y, batch_size=8)
+            return
+        fit(model, x, y, batch_size=8)
+        weights.append(model.get_weights())
+    networks.assert_close(weights[1], weights[0], 1e-5)

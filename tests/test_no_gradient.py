@@ -7,6 +7,7 @@ import networks
 import numpy as np
 import pytest
 import tensorflow as tf
+from networks import fit, normal, one_layer
 
 import pipetrain
 from pipetrain.schemes.table import NAMES
@@ -144,3 +145,24 @@ def test_a_model_without_trainable_weights_runs_as_in_plain_keras():
         return networks.fit(pm, *networks.data(60)).history["loss"]
 
     np.testing.assert_allclose(run(True), run(False), rtol=1e-5)
+
+
+class Centering(L.Layer):
+    def build(self, shape):
+        self.mean = self.add_weight(shape=shape[1:], initializer="zeros", trainable=False)
+
+    def call(self, x):
+        self.mean.assign(0.9 * self.mean + 0.1 * keras.ops.mean(x, axis=0))
+        return x - self.mean
+
+
+def test_no_gradient_flows_through_what_a_layer_assigns():
+    x, y, weights = normal(32, 4), normal(32, 2), []
+    for pipeline in (False, True):
+        model = one_layer(Centering())
+        if pipeline:
+            model = pipetrain.PipelineModel(model, stages=3, scheme="1f1b", microbatches=1)
+        model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
+        fit(model, x, y, batch_size=8)
+        weights.append(model.get_weights())
+    networks.assert_close(weights[1], weights[0], 1e-5)

@@ -187,3 +187,13 @@ def test_a_backward_timed_on_a_worker_has_both_its_products():
     for _ in range(5):
         once()
     assert counting.count == before + 5
+
+
+def test_bytes_of_a_block_whose_first_dimension_is_not_the_batch():
+    x = keras.Input((8, 8, 4))
+    windows = keras.ops.reshape(x, (-1, 16, 4))
+    inner = L.Dense(4, name="inner")(windows)
+    model = keras.Model(x, L.Dense(2)(L.Flatten()(keras.ops.reshape(inner, (-1, 8, 8, 4)))))
+    profile = pipetrain.profile(model, batch_size=3, verbose=False)
+    sizes = {block.name: block.output_bytes for block in profile.blocks}
+    assert sizes["inner"] == 3 * 8 * 8 * 4 * 4

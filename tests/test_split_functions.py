@@ -7,7 +7,9 @@ import networks
 import numpy as np
 import pytest
 import tensorflow as tf
+from networks import fit, normal
 
+import pipetrain
 from pipetrain.compute.functions.backward import Backward
 from pipetrain.compute.functions.graph_rewrite import inlined, made_when_needed, updated_one_by_one
 from pipetrain.compute.functions.packed import packed, packed_specs, unpacked
@@ -222,3 +224,69 @@ def test_a_gradient_is_made_when_the_one_before_it_is_used(make, by_all):
     same.apply(used(pulled(WEIGHTS, x)), expected)
     for got, want in zip(variables, expected, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+class Inner(L.Layer):
+    """tanh(x @ w), inside a tf.function or not."""
+
+    def __init__(self, wrap, **settings):
+        super().__init__(**settings)
+        self._call = tf.function(lambda x, w: tf.tanh(x @ w), autograph=False) if wrap else lambda x, w: tf.tanh(x @ w)
+
+    def build(self, shape):
+        self.w = self.add_weight(shape=(shape[-1], 4), initializer=keras.initializers.GlorotUniform(seed=1))
+
+    def call(self, x):
+        return self._call(x, tf.convert_to_tensor(self.w))
+
+
+def test_backward_reads_its_own_weights_within_a_layer_s_tf_function():
+    """They were taken from forward, so that vanilla trained as weight stashing does."""
+    x, y, weights = normal(80, 4), normal(80, 2), []
+    for wrap in (False, True):
+        keras.utils.set_random_seed(0)
+        layers = [keras.Input((4,)), Inner(wrap, name="a"), Inner(wrap, name="b"), L.Dense(2)]
+        pm = pipetrain.PipelineModel(keras.Sequential(layers), cuts=("a", "b"), scheme="vanilla")
+        pm.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+        fit(pm, x, y, batch_size=8)
+        weights.append(pm.get_weights())
+    networks.assert_close(weights[1], weights[0], 1e-6)
+
+
+class Reversal(L.Layer):
+    """Turns the gradient round, so many times as strong."""
+
+    def __init__(self, strength):
+        super().__init__()
+        self.strength = strength
+
+    def call(self, x):
+        @tf.custom_gradient
+        def turned(x):
+            return tf.identity(x), lambda gradient: -gradient * tf.convert_to_tensor(self.strength)
+
+        return turned(x)
+
+
+@pytest.mark.parametrize("make", [tf.constant, tf.Variable])
+@pytest.mark.parametrize("scheme", ["1f1b", "spectrain"])
+def test_a_custom_gradient_reads_what_is_no_weight_of_a_layer(make, scheme):
+    """Cutting failed: AttributeError, Tensor.op is undefined when eager execution is enabled."""
+
+    def model(strength):
+        keras.utils.set_random_seed(0)
+        layers = [L.Dense(8), Reversal(strength), L.Dense(6, "relu", name="middle"), Reversal(strength), L.Dense(5)]
+        return keras.Sequential([keras.Input((12,)), *layers])
+
+    x, y = networks.data(60)
+    strengths = make(0.5), make(0.5)
+    plain = model(strengths[0])
+    pm = pipetrain.PipelineModel(model(strengths[1]), cuts=("middle",), scheme=scheme, microbatches=1)
+    batch_size = 20 if scheme == "1f1b" else 60  # all at once: an update of what is not stale
+    for each, strength in zip((plain, pm), strengths, strict=True):
+        each.compile(keras.optimizers.SGD(0.1, momentum=0.9), networks.crossentropy())
+        each.fit(x, y, batch_size=batch_size, verbose=0, shuffle=False)
+        if make is tf.Variable:
+            strength.assign(2.0)
+        each.fit(x, y, batch_size=batch_size, verbose=0, shuffle=False)
+    networks.assert_close(pm.get_weights(), plain.get_weights())
