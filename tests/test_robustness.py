@@ -215,7 +215,7 @@ def test_weights_are_all_of_one_step_when_handing_them_back_fails(monkeypatch):
     before, original = pm.get_weights(), Stage.outcome
 
     def broken(self, others):
-        if self is pm._engine._stages[-1][0]:
+        if self is pm._strategy._stages.replicas[-1][0]:
             raise InterruptedError
         return original(self, others)
 
