@@ -292,8 +292,9 @@ def test_orbax_checkpoints(scheme, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} >= {"2"}
 
 
-@pytest.mark.parametrize("call", ["evaluate", "get_metrics_result"])
-@pytest.mark.parametrize("scheme", ["spectrain", "1f1b"])
+@pytest.mark.parametrize(
+    ("scheme", "call"), networks.combinations(["spectrain", "1f1b"], ["evaluate", "get_metrics_result"])
+)
 def test_evaluating_in_a_batch_callback_does_not_end_the_epoch(scheme, call):
     x, y = networks.data(200)
     pm, steps = networks.pipeline(scheme=scheme), []

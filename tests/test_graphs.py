@@ -130,11 +130,13 @@ MODELS = [
 ]
 
 
+@pytest.mark.parametrize("counts", networks.by_default([(1, 3), (2, 4)], (2, 4)))
 @pytest.mark.parametrize("make", MODELS)
-def test_outputs_loss_gradients_and_state_equal_the_whole_model_s(make):
+def test_outputs_loss_gradients_and_state_equal_the_whole_model_s(make, counts):
     keras.utils.set_random_seed(0)
     model = make()
-    counts = range(1, min(4, len(Chain(model).blocks)) + 1)
+    blocks = len(Chain(model).blocks)
+    counts = {min(stages, blocks) for stages in counts}
     assert transparency.error(model, *counts, rows=4, recompute=(False, True)) < 1e-6
 
 
@@ -305,8 +307,9 @@ def test_recomputation_changes_no_weight(scheme):
     networks.assert_equal(trained(True), trained(False))
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16"])
-@pytest.mark.parametrize("scheme", ["spectrain", "1f1b"])
+@pytest.mark.parametrize(
+    ("scheme", "policy"), networks.combinations(["spectrain", "1f1b"], ["mixed_bfloat16", "bfloat16"])
+)
 def test_half_precision_trains(policy, scheme):
     keras.utils.set_random_seed(0)
     previous = keras.config.dtype_policy()

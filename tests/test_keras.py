@@ -51,7 +51,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_equal_plain_keras(name):
     x, y = networks.data(10 * BATCH)
-    pm = networks.pipeline(optimizer=OPTIMIZERS[name](), scheme="1f1b", microbatches=2)
+    pm = networks.pipeline(optimizer=OPTIMIZERS[name](), scheme="1f1b", microbatches=2, cuts=networks.cuts(6, 2))
     single = plain(OPTIMIZERS[name]())
     for model in (pm, single):
         model.fit(x, y, batch_size=BATCH, shuffle=False, epochs=2, verbose=0)
@@ -118,7 +118,7 @@ def test_generators_and_datasets(steps):
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
     results = []
     for data in (source(), dataset, *([dataset.repeat()] if steps else [])):
-        pm = networks.pipeline()
+        pm = networks.fresh("vanilla")
         pm.fit(data, steps_per_epoch=steps, verbose=0, shuffle=False)
         results.append(pm.get_weights())
     for other in results[1:]:
@@ -148,7 +148,7 @@ def test_an_epoch_of_so_many_steps_leaves_the_next_one_its_data():
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
     results = []
     for settings in ({}, {"steps_per_epoch": 3, "epochs": 2}, {"steps_per_epoch": 1, "epochs": 6}):
-        pm = networks.pipeline(scheme="1f1b", microbatches=2)
+        pm = networks.fresh("1f1b")
         pm.fit(dataset, verbose=0, shuffle=False, **settings)
         assert int(pm.optimizer.iterations.numpy()) == 6
         results.append(pm.get_weights())
@@ -236,7 +236,7 @@ def test_embeddings_and_recurrence():
 def test_stages_may_share_a_device():
     x, y = networks.data(6 * BATCH)
     results = []
-    for devices in (("CPU:0",), ("CPU:0", "CPU:1"), ("CPU:0", "CPU:1", "CPU:2", "CPU:3")):
+    for devices in (("CPU:0",), ("CPU:0", "CPU:1"), ("CPU:0", "CPU:1", "CPU:2")):
         pm = networks.pipeline(devices=devices)
         pm.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
         results.append(pm.get_weights())

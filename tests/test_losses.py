@@ -57,9 +57,9 @@ def unreduced(kind=keras.losses.MeanSquaredError, reduction="none"):
     return kind(reduction=reduction)
 
 
-@pytest.mark.parametrize("reduction", ["none", None])
-@pytest.mark.parametrize("microbatches", [1, 3])
-@pytest.mark.parametrize("scheme", SYNCHRONOUS)
+@pytest.mark.parametrize(
+    ("scheme", "microbatches", "reduction"), networks.combinations(SYNCHRONOUS, [1, 3], ["none", None], pairs=True)
+)
 def test_losses_that_are_not_reduced_train_as_in_plain_keras(scheme, microbatches, reduction):
     loss = unreduced(reduction=reduction)
     got = run(model(), loss, *data(), cuts=("first",), scheme=scheme, microbatches=microbatches)
@@ -168,8 +168,10 @@ def variational():
     return keras.Model(x, Adds(lambda y, x: tf.reduce_mean((y - x) ** 2), name="same")(y, x))
 
 
-@pytest.mark.parametrize("built", [autoencoder, variational])
-@pytest.mark.parametrize("cuts", [("first",), ("second",), ("first", "second", "last")])
+@pytest.mark.parametrize(
+    ("built", "cuts"),
+    networks.combinations([autoencoder, variational], [("second",), ("first",), ("first", "second", "last")]),
+)
 def test_losses_that_layers_alone_add_train_as_in_plain_keras(built, cuts):
     x, _ = data()
     assert_alike(run(built(), None, x, None, cuts=cuts), run(built(), None, x, None))
@@ -189,6 +191,9 @@ REDUCED = {
 }
 
 
+SUMS = [("gpipe", None, "each"), ("1f1b", (2, 3), "sum")]
+
+
 def penalized(first, second="sum"):
     """Losses of layers in two stages beside a regularizer and the compiled one."""
     keras.utils.set_random_seed(0)
@@ -198,13 +203,13 @@ def penalized(first, second="sum"):
     return keras.Model(x, Adds(REDUCED[second], name="two")(y))
 
 
-@pytest.mark.parametrize("first", ["sum", "each"])
 @pytest.mark.parametrize(
-    ("scheme", "divided"),
-    [("gpipe", {"microbatches": 4}), ("1f1b", {"microbatches": 3, "replicas": (2, 3)})],
+    ("scheme", "replicas", "first"),
+    networks.combinations(["gpipe", "1f1b"], [None, (2, 3)], ["sum", "each"], default=SUMS),
 )
-def test_losses_of_layers_that_are_sums_over_rows_stay_sums(scheme, divided, first):
+def test_losses_of_layers_that_are_sums_over_rows_stay_sums(scheme, replicas, first):
     x, y = data()
+    divided = {"microbatches": 3, "replicas": replicas} if replicas else {"microbatches": 4}
     got = run(penalized(first), "mse", x, y, cuts=("one",), scheme=scheme, **divided)
     assert_alike(got, run(penalized(first), "mse", x, y))
 

@@ -268,8 +268,7 @@ class Reversal(L.Layer):
         return turned(x)
 
 
-@pytest.mark.parametrize("make", [tf.constant, tf.Variable])
-@pytest.mark.parametrize("scheme", ["1f1b", "spectrain"])
+@pytest.mark.parametrize(("make", "scheme"), networks.combinations([tf.constant, tf.Variable], ["1f1b", "spectrain"]))
 def test_a_custom_gradient_reads_what_is_no_weight_of_a_layer(make, scheme):
     """Cutting failed: AttributeError, Tensor.op is undefined when eager execution is enabled."""
 
