@@ -153,6 +153,15 @@ def fresh(scheme):
     return model
 
 
+def begin_anew(pm, weights):
+    """The first weights, and an optimizer that has gathered nothing."""
+    pm.set_weights(weights)
+    with pm._strategy.distribution.scope():
+        for variable in pm.optimizer.variables:
+            if not variable.path.endswith("learning_rate"):
+                variable.assign(np.zeros(variable.shape, variable.dtype))
+
+
 def assert_alike(train, settings=None, make=small, scheme="1f1b"):
     """What ``train(model)`` gives, and the weights it leaves, are the same for Keras and for the pipeline.
 

@@ -69,8 +69,12 @@ def trained(model, **settings):
     return model.get_weights()
 
 
-@pytest.mark.parametrize("dtype", ["complex64", "complex128", "float64", "float16", "bfloat16"])
-@pytest.mark.parametrize("cuts", [("there",), ("first", "back")])
+@pytest.mark.parametrize(
+    ("dtype", "cuts"),
+    networks.combinations(
+        ["complex64", "complex128", "float64", "float16", "bfloat16"], [("there",), ("first", "back")]
+    ),
+)
 def test_types_that_have_gradients_cross_as_in_plain_keras(dtype, cuts):
     networks.assert_close(trained(casting(dtype), cuts=cuts, scheme="1f1b"), trained(casting(dtype)))
 

@@ -293,8 +293,7 @@ def test_a_fixed_batch_and_half_precision():
     np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.parametrize("replicas", [None, (2, 2, 2)])
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize(("stage", "replicas"), networks.combinations([0, 2], [None, (2, 2, 2)]))
 def test_an_exception_in_a_stage_names_it_and_leaves_no_thread(stage, replicas, monkeypatch):
     x, y = networks.data(100)
     model, pm = pair(networks.mlp(), networks.crossentropy(), cuts=networks.cuts(6, 3), replicas=replicas)

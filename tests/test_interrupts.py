@@ -17,7 +17,7 @@ import networks
 import numpy as np
 import pytest
 import tensorflow as tf
-from networks import by_default, fit
+from networks import begin_anew, by_default, fit
 
 import pipetrain
 from pipetrain.schemes.table import NAMES
@@ -74,15 +74,6 @@ def pipeline(scheme, **cut):
     loss = keras.losses.CategoricalCrossentropy(from_logits=True)
     pm.compile(keras.optimizers.SGD(0.05, momentum=0.9), loss, metrics=metrics)
     return pm
-
-
-def begin_anew(pm, weights):
-    """The first weights, and an optimizer that has gathered nothing."""
-    pm.set_weights(weights)
-    with pm._strategy.distribution.scope():
-        for variable in pm.optimizer.variables:
-            if not variable.path.endswith("learning_rate"):
-                variable.assign(np.zeros(variable.shape, variable.dtype))
 
 
 def trained(pm, weights):
