@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from functools import cache
@@ -21,12 +22,67 @@ def by_default(names, *chosen):
     return [name if name in chosen else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
+def combinations(*values, default=None, pairs=False):
+    """Every combination of these values as a test's parameters, of which few run by default.
+
+    By default run those of ``default``; without it as many as it takes for every value to run once, or with ``pairs``
+    for every pair of values of two parameters.
+    """
+    every = list(itertools.product(*(range(len(each)) for each in values)))
+    combined = [tuple(each[n] for each, n in zip(values, numbers)) for numbers in every]
+    if default is not None:
+        assert all(each in combined for each in default)
+        chosen = {numbers for numbers, each in zip(every, combined) if each in default}
+    else:
+        chosen = _covering(every, 2 if pairs else 1)
+    marks = [() if numbers in chosen else pytest.mark.slow for numbers in every]
+    return [pytest.param(*each, marks=mark) for each, mark in zip(combined, marks)]
+
+
+def _covering(every, size):
+    """Greedily, of all combinations of numbers, so many that ``size`` numbers of different places occur together."""
+    met = {numbers: set(itertools.combinations(enumerate(numbers), size)) for numbers in every}
+    left, chosen = set().union(*met.values()), set()
+    while left:
+        best = max(every, key=lambda numbers: len(met[numbers] & left))
+        chosen.add(best)
+        left -= met[best]
+    return chosen
+
+
 def mlp(depth=6, width=16, seed=0, name=None):
     """A tanh MLP: ``depth`` dense layers named d0, d1, ..."""
     keras.utils.set_random_seed(seed)
     layers = [keras.layers.Dense(width, activation="tanh", name=f"d{n}") for n in range(depth - 1)]
     layers = [keras.Input((FEATURES,)), *layers, keras.layers.Dense(CLASSES, name=f"d{depth - 1}")]
     return keras.Sequential(layers, name=name)
+
+
+def convolutional_layers():
+    """An input, a convolution with state, a draw and a penalty behind it, and a dense layer."""
+    return [
+        keras.Input((8, 8, 3)),
+        keras.layers.Conv2D(4, 3, padding="same"),
+        keras.layers.BatchNormalization(),
+        keras.layers.ReLU(),
+        keras.layers.MaxPooling2D(),
+        keras.layers.SpatialDropout2D(0.2, seed=3),
+        keras.layers.Flatten(),
+        keras.layers.Dense(5, kernel_regularizer="l2"),
+    ]
+
+
+def one_layer(layer, width=4):
+    """The layer between two dense ones, of one seed."""
+    keras.utils.set_random_seed(0)
+    x = keras.Input((width,))
+    first, last = keras.layers.Dense(width, name="first"), keras.layers.Dense(2, name="last")
+    return keras.Model(x, last(layer(first(x))))
+
+
+def normal(*shape):
+    """The same normally distributed numbers at every call."""
+    return np.random.default_rng(0).normal(size=shape).astype("float32")
 
 
 def ends(depth, stages):
@@ -50,10 +106,10 @@ def crossentropy(**settings):
 
 
 def pipeline(model=None, optimizer=None, **settings):
-    """A compiled PipelineModel, the MLP in four stages unless told otherwise."""
+    """A compiled PipelineModel, the MLP in three stages unless told otherwise."""
     model = mlp() if model is None else model
     if "stages" not in settings and "cuts" not in settings and settings.get("scheme") != "single":
-        settings["cuts"] = cuts(6, 4)
+        settings["cuts"] = cuts(6, 3)
     pm = pipetrain.PipelineModel(model, **settings)
     pm.compile(optimizer or keras.optimizers.SGD(0.05, momentum=0.9), loss=crossentropy(), metrics=["accuracy"])
     return pm
@@ -95,6 +151,15 @@ def fresh(scheme):
     model.optimizer.learning_rate = 0.05
     model.optimizer.iterations.assign(0)
     return model
+
+
+def begin_anew(pm, weights):
+    """The first weights, and an optimizer that has gathered nothing."""
+    pm.set_weights(weights)
+    with pm._strategy.distribution.scope():
+        for variable in pm.optimizer.variables:
+            if not variable.path.endswith("learning_rate"):
+                variable.assign(np.zeros(variable.shape, variable.dtype))
 
 
 def assert_alike(train, settings=None, make=small, scheme="1f1b"):

@@ -290,3 +290,20 @@ def test_orbax_checkpoints(scheme, tmp_path):
     model = fresh(scheme)
     train(model, C.OrbaxCheckpoint(tmp_path, save_freq="epoch"))
     assert {path.name for path in tmp_path.iterdir()} >= {"2"}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "call"), networks.combinations(["spectrain", "1f1b"], ["evaluate", "get_metrics_result"])
+)
+def test_evaluating_in_a_batch_callback_does_not_end_the_epoch(scheme, call):
+    x, y = networks.data(200)
+    pm, steps = networks.pipeline(scheme=scheme), []
+
+    def look(batch, logs):
+        steps.append(batch)
+        if batch == 3:
+            pm.evaluate(x, y, verbose=0) if call == "evaluate" else pm.get_metrics_result()
+
+    fit(pm, x, y, callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=look)])
+    assert steps == list(range(10))
+    assert int(pm.optimizer.iterations) == 10

@@ -12,8 +12,8 @@ import subprocess
 import sys
 import time
 
-import interrupted
 import keras
+import killed_training
 import networks
 import numpy as np
 import pytest
@@ -333,9 +333,12 @@ def test_stopped_anywhere_a_synchronous_run_goes_on_as_never_stopped(at, data, t
         assert values == pytest.approx(whole[name][-len(values) :], rel=1e-4)
 
 
-@pytest.mark.parametrize("data", [arrays, unknown])
-@pytest.mark.parametrize("at", networks.by_default(STOPS, (0, 2), (1, STEPS - 2), (1, None)))
-@pytest.mark.parametrize("scheme", networks.by_default(["spectrain", "2bw"], "spectrain"))
+IN_FLIGHT = [("spectrain", (0, 2), arrays), ("spectrain", (1, STEPS - 2), unknown), ("spectrain", (1, None), unknown)]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "at", "data"), networks.combinations(["spectrain", "2bw"], STOPS, [arrays, unknown], default=IN_FLIGHT)
+)
 def test_stopped_anywhere_what_is_in_flight_is_done(scheme, at, data, tmp_path):
     """Minibatches that were under way when a callback stopped training are done, and not done again."""
     (epoch, step), _, history = stopped(tmp_path, at, data, scheme=scheme)
@@ -391,10 +394,10 @@ class Looks(keras.callbacks.Callback):
         self.weights.append(self.model.get_weights())
 
 
-@pytest.mark.parametrize("metrics", [None, ["accuracy"]])
-@pytest.mark.parametrize(("scheme", "batch"), [("1f1b", STEPS - 1), ("spectrain", STEPS - 3)])
-def test_an_epoch_without_a_step_left_has_its_logs_and_is_validated(scheme, batch, metrics, tmp_path):
+@pytest.mark.parametrize(("scheme", "metrics"), networks.combinations(["1f1b", "spectrain"], [None, ["accuracy"]]))
+def test_an_epoch_without_a_step_left_has_its_logs_and_is_validated(scheme, metrics, tmp_path):
     """Of data of unknown length nobody knows that the stop, and what was in flight then, came to their end."""
+    batch = STEPS - 1 if scheme == "1f1b" else STEPS - 3
     x, y = networks.data(24, seed=3)
     settings = {**unknown(), "epochs": 2, "validation_data": (x, y), "verbose": 0}
     histories, kept = [], []
@@ -621,7 +624,7 @@ class Training:
     def __init__(self, directory, **environment):
         self.result = directory / "result.npz"
         self._process = subprocess.Popen(
-            [sys.executable, interrupted.__file__, str(directory / "checkpoints"), str(self.result)],
+            [sys.executable, killed_training.__file__, str(directory / "checkpoints"), str(self.result)],
             env={**os.environ, **environment},
             stdout=subprocess.PIPE,
             text=True,
@@ -652,8 +655,8 @@ def never_stopped(tmp_path_factory):
     """The weights of the same training, in this process."""
     folder = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(interrupted, "STEP_S", 0.0)
-        interrupted.main(folder / "checkpoints", folder / "result.npz")
+        patched.setattr(killed_training, "STEP_S", 0.0)
+        killed_training.main(folder / "checkpoints", folder / "result.npz")
     return saved(folder / "result.npz")
 
 

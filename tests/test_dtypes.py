@@ -7,6 +7,7 @@ import networks
 import numpy as np
 import pytest
 import tensorflow as tf
+from networks import fit, normal
 
 import pipetrain
 from pipetrain.schemes.table import NAMES
@@ -68,8 +69,12 @@ def trained(model, **settings):
     return model.get_weights()
 
 
-@pytest.mark.parametrize("dtype", ["complex64", "complex128", "float64", "float16", "bfloat16"])
-@pytest.mark.parametrize("cuts", [("there",), ("first", "back")])
+@pytest.mark.parametrize(
+    ("dtype", "cuts"),
+    networks.combinations(
+        ["complex64", "complex128", "float64", "float16", "bfloat16"], [("there",), ("first", "back")]
+    ),
+)
 def test_types_that_have_gradients_cross_as_in_plain_keras(dtype, cuts):
     networks.assert_close(trained(casting(dtype), cuts=cuts, scheme="1f1b"), trained(casting(dtype)))
 
@@ -112,3 +117,12 @@ def test_a_type_without_gradients_is_refused_by_name():
     pm.compile(keras.optimizers.SGD(0.05, momentum=0.9), networks.crossentropy())
     with pytest.raises(ValueError, match=r"No gradient crosses a cut in the type float8_e5m2.*'there'.*Try a cut"):
         networks.fit(pm, *networks.data(40))
+
+
+def test_a_layer_of_another_type_than_it_declares_may_end_a_stage():
+    """One-hot lookups declare float32 and give int64."""
+    x = keras.Input((1,), dtype="int32")
+    encoded = L.IntegerLookup(vocabulary=[1, 2, 3], output_mode="one_hot", name="look")(x)
+    pm = pipetrain.PipelineModel(keras.Model(x, L.Dense(2)(encoded)), cuts=("look",), scheme="vanilla")
+    pm.compile("sgd", "mse")
+    assert np.isfinite(fit(pm, np.arange(20)[:, None] % 4, normal(20, 2), batch_size=5).history["loss"]).all()

@@ -293,8 +293,7 @@ def test_a_fixed_batch_and_half_precision():
     np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.parametrize("replicas", [None, (2, 2, 2)])
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize(("stage", "replicas"), networks.combinations([0, 2], [None, (2, 2, 2)]))
 def test_an_exception_in_a_stage_names_it_and_leaves_no_thread(stage, replicas, monkeypatch):
     x, y = networks.data(100)
     model, pm = pair(networks.mlp(), networks.crossentropy(), cuts=networks.cuts(6, 3), replicas=replicas)
@@ -367,3 +366,10 @@ def test_a_broken_or_short_source_is_heard(mlp):
         warnings.simplefilter("always")
         assert len(pm.predict(tf.data.Dataset.from_tensor_slices(x).batch(BATCH), steps=6, verbose=0)) == 64
     assert any("ran out of data" in str(warning.message) for warning in caught)
+
+
+def test_evaluating_within_predict():
+    pm = networks.pipeline()
+    x, y = networks.data(32)
+    look = keras.callbacks.LambdaCallback(on_predict_batch_end=lambda step, logs: pm.evaluate(x, y, verbose=0))
+    np.testing.assert_allclose(pm.predict(x, verbose=0, callbacks=[look]), pm.model.predict(x, verbose=0), rtol=1e-5)

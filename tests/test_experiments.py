@@ -138,7 +138,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def test_a_run_that_was_stopped_goes_on_to_the_same_history(main, tmp_path, capsys):
     """Interrupted as by Ctrl-C; 1f1b, whose weights no drain changes."""
-    checkpoints = ("--scheme", "1f1b", "--checkpoint-every", "10", *SMALL, "--steps", "200", "--eval-every", "10")
+    checkpoints = ("--scheme", "1f1b", "--checkpoint-every", "10", *SMALL, "--steps", "60")
     assert main(["--output", str(tmp_path / "whole"), *checkpoints]) == 0
     output = tmp_path / "stopped"
     arguments = [sys.executable, "-c", INTERRUPTED, str(ROOT), "--output", str(output), *checkpoints]
@@ -154,11 +154,11 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_history(main, tmp_path, caps
         [json.loads(line) for line in (folder / "1f1b" / "history.jsonl").read_text().splitlines()]
         for folder in (output, tmp_path / "whole")
     )
-    assert [row["step"] for row in history] == list(range(10, 201, 10))
+    assert [row["step"] for row in history] == list(range(10, 61, 10))
     for key in ("train_loss", "val_loss"):
         assert [row[key] for row in history] == pytest.approx([row[key] for row in expected], rel=1e-4)
     assert not (output / "1f1b" / "checkpoints").exists()
-    assert json.loads((output / "1f1b" / "summary.json").read_text())["steps"] == 200
+    assert json.loads((output / "1f1b" / "summary.json").read_text())["steps"] == 60
     assert main(["--resume", str(output)]) == 0
     assert "It has ended already." in capsys.readouterr().out
 
@@ -358,3 +358,10 @@ def test_another_scheme_goes_on_without_the_options_that_it_lacks(tmp_path):
     assert not (tmp_path / "vanilla").exists()
     resuming.adopt(tmp_path, "spectrain", "vanilla")
     assert (tmp_path / "vanilla" / "checkpoints" / "step-20.npz").exists()
+
+
+@pytest.mark.parametrize("rate", ["-1", "nan", "inf"])
+def test_impossible_learning_rates_are_refused(rate, capsys):
+    with pytest.raises(SystemExit):
+        run.main(["--learning-rate", rate])
+    assert "a finite number of at least 0 is needed" in capsys.readouterr().err

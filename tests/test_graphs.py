@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import transparency
+from networks import fit, normal, one_layer
 
 import pipetrain
 from pipetrain.compute.graph.blocks import Chain
@@ -129,11 +130,13 @@ MODELS = [
 ]
 
 
+@pytest.mark.parametrize("counts", networks.by_default([(1, 3), (2, 4)], (2, 4)))
 @pytest.mark.parametrize("make", MODELS)
-def test_outputs_loss_gradients_and_state_equal_the_whole_model_s(make):
+def test_outputs_loss_gradients_and_state_equal_the_whole_model_s(make, counts):
     keras.utils.set_random_seed(0)
     model = make()
-    counts = range(1, min(4, len(Chain(model).blocks)) + 1)
+    blocks = len(Chain(model).blocks)
+    counts = {min(stages, blocks) for stages in counts}
     assert transparency.error(model, *counts, rows=4, recompute=(False, True)) < 1e-6
 
 
@@ -304,8 +307,9 @@ def test_recomputation_changes_no_weight(scheme):
     networks.assert_equal(trained(True), trained(False))
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16"])
-@pytest.mark.parametrize("scheme", ["spectrain", "1f1b"])
+@pytest.mark.parametrize(
+    ("scheme", "policy"), networks.combinations(["spectrain", "1f1b"], ["mixed_bfloat16", "bfloat16"])
+)
 def test_half_precision_trains(policy, scheme):
     keras.utils.set_random_seed(0)
     previous = keras.config.dtype_policy()
@@ -396,3 +400,68 @@ def test_every_keras_application(name):
 
 def test_a_keras_application():
     assert transparency.error_of_application("MobileNet", 3) < 1e-4  # of the smaller ones; the others are slow
+
+
+def test_dictionaries_of_inputs_go_by_keys_not_by_layers_names():
+    a, b = keras.Input((2,), name="b"), keras.Input((2,), name="a")  # named after each other's key
+    model = keras.Model({"a": a, "b": b}, L.Dense(1)(L.Concatenate()([a, 2 * b])))
+    x, y = {"a": normal(16, 2), "b": 3 + normal(16, 2)}, normal(16, 1)
+    pm = pipetrain.PipelineModel(keras.models.clone_model(model), stages=2, scheme="1f1b", microbatches=1)
+    pm.set_weights(model.get_weights())
+    losses = []
+    for each in (model, pm):
+        each.compile(keras.optimizers.SGD(0.01), "mse")
+        losses.append(fit(each, x, y, batch_size=8).history["loss"])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+    with pytest.raises(ValueError, match=r"missing: \['b'\].*Received: x with \['a', 'c'\]"):
+        fit(pm, {"a": x["a"], "c": x["b"]}, y)
+
+
+class Quiet(L.Layer):
+    """Inner layers that behave otherwise in training, of which ``call`` does not know."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.normal, self.drop = L.BatchNormalization(momentum=0.5), L.Dropout(0.5, seed=3)
+
+    def call(self, x):
+        return self.drop(self.normal(x))
+
+
+def test_training_reaches_layers_inside_layers():
+    x, y, weights = normal(32, 4), normal(32, 2), []
+    for pipeline in (False, True):
+        model = one_layer(Quiet())
+        if pipeline:
+            model = pipetrain.PipelineModel(model, stages=3, scheme="1f1b", microbatches=1)
+        model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
+        fit(model, x, y, batch_size=8)
+        weights.append(model.get_weights())
+    networks.assert_close(weights[1], weights[0], 1e-5)
+
+
+class Positions(L.Layer):
+    """Adds to each word's vector one that is learnt for its place."""
+
+    def build(self, shape):
+        self.table = self.add_weight(shape=shape[1:], initializer="uniform", name="table")
+
+    def call(self, x):
+        return x + keras.ops.take(self.table, keras.ops.arange(x.shape[1]), axis=0)
+
+
+@pytest.mark.parametrize("settings", [{"microbatches": 4}, {"microbatches": 2, "replicas": (3, 1)}])
+def test_sparse_gradients_are_summed_over_microbatches_and_replicas_before_the_update(settings):
+    """Adam squared the gradient of each microbatch, and each replica, for itself."""
+
+    def model():
+        keras.utils.set_random_seed(0)
+        layers = [L.Embedding(7, 4), Positions(name="positions"), L.Flatten(), L.Dense(3)]
+        return keras.Sequential([keras.Input((5,), dtype="int32"), *layers])
+
+    x, y = np.random.default_rng(0).integers(0, 7, (40, 5)), np.arange(40) % 3
+    plain, pm = model(), pipetrain.PipelineModel(model(), cuts=("positions",), scheme="gpipe", **settings)
+    for each in (plain, pm):
+        each.compile(keras.optimizers.Adam(0.01), networks.crossentropy())
+        fit(each, x, y)
+    networks.assert_close(pm.get_weights(), plain.get_weights())

@@ -17,7 +17,7 @@ import networks
 import numpy as np
 import pytest
 import tensorflow as tf
-from networks import by_default, fit
+from networks import begin_anew, by_default, fit
 
 import pipetrain
 from pipetrain.schemes.table import NAMES
@@ -74,15 +74,6 @@ def pipeline(scheme, **cut):
     loss = keras.losses.CategoricalCrossentropy(from_logits=True)
     pm.compile(keras.optimizers.SGD(0.05, momentum=0.9), loss, metrics=metrics)
     return pm
-
-
-def begin_anew(pm, weights):
-    """The first weights, and an optimizer that has gathered nothing."""
-    pm.set_weights(weights)
-    with pm._strategy.distribution.scope():
-        for variable in pm.optimizer.variables:
-            if not variable.path.endswith("learning_rate"):
-                variable.assign(np.zeros(variable.shape, variable.dtype))
 
 
 def trained(pm, weights):
@@ -299,3 +290,40 @@ def alarms_interrupt():
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     yield
     signal.signal(signal.SIGALRM, before)
+
+
+def test_a_second_interrupt_while_threads_are_joined_leaves_a_model_that_trains(monkeypatch):
+    pm, x, y = networks.pipeline(), *networks.data(200)
+    from pipetrain.run.device_thread import DeviceThread
+
+    def interrupt(batch, logs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt, match="second"):
+        joins = iter([KeyboardInterrupt("second")])
+
+        def join(self, *args):
+            for error in joins:
+                raise error
+            return super(DeviceThread, self).join(*args)
+
+        patch.setattr(DeviceThread, "join", join)
+        fit(pm, x, y, callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=interrupt)])
+    assert np.isfinite(pm.get_weights()[0]).all()
+    fit(pm, x, y)
+
+
+@pytest.mark.parametrize("scheme", ["keras", "1f1b"])
+def test_an_interrupted_fit_counts_its_steps(scheme):
+    x, y = networks.data(80)
+
+    def interrupt(batch, logs):
+        if batch == 2:
+            raise KeyboardInterrupt
+
+    model = networks.fresh(scheme)
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, x, y, callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=interrupt)])
+    assert int(model.optimizer.iterations) == 3
+    fit(model, x, y)
+    assert int(model.optimizer.iterations) == 7

@@ -7,6 +7,7 @@ import networks
 import numpy as np
 import pytest
 import tensorflow as tf
+from networks import fit, normal, one_layer
 
 import pipetrain
 from pipetrain.schemes.table import NAMES
@@ -56,9 +57,9 @@ def unreduced(kind=keras.losses.MeanSquaredError, reduction="none"):
     return kind(reduction=reduction)
 
 
-@pytest.mark.parametrize("reduction", ["none", None])
-@pytest.mark.parametrize("microbatches", [1, 3])
-@pytest.mark.parametrize("scheme", SYNCHRONOUS)
+@pytest.mark.parametrize(
+    ("scheme", "microbatches", "reduction"), networks.combinations(SYNCHRONOUS, [1, 3], ["none", None], pairs=True)
+)
 def test_losses_that_are_not_reduced_train_as_in_plain_keras(scheme, microbatches, reduction):
     loss = unreduced(reduction=reduction)
     got = run(model(), loss, *data(), cuts=("first",), scheme=scheme, microbatches=microbatches)
@@ -167,8 +168,10 @@ def variational():
     return keras.Model(x, Adds(lambda y, x: tf.reduce_mean((y - x) ** 2), name="same")(y, x))
 
 
-@pytest.mark.parametrize("built", [autoencoder, variational])
-@pytest.mark.parametrize("cuts", [("first",), ("second",), ("first", "second", "last")])
+@pytest.mark.parametrize(
+    ("built", "cuts"),
+    networks.combinations([autoencoder, variational], [("second",), ("first",), ("first", "second", "last")]),
+)
 def test_losses_that_layers_alone_add_train_as_in_plain_keras(built, cuts):
     x, _ = data()
     assert_alike(run(built(), None, x, None, cuts=cuts), run(built(), None, x, None))
@@ -188,6 +191,9 @@ REDUCED = {
 }
 
 
+SUMS = [("gpipe", None, "each"), ("1f1b", (2, 3), "sum")]
+
+
 def penalized(first, second="sum"):
     """Losses of layers in two stages beside a regularizer and the compiled one."""
     keras.utils.set_random_seed(0)
@@ -197,13 +203,13 @@ def penalized(first, second="sum"):
     return keras.Model(x, Adds(REDUCED[second], name="two")(y))
 
 
-@pytest.mark.parametrize("first", ["sum", "each"])
 @pytest.mark.parametrize(
-    ("scheme", "divided"),
-    [("gpipe", {"microbatches": 4}), ("1f1b", {"microbatches": 3, "replicas": (2, 3)})],
+    ("scheme", "replicas", "first"),
+    networks.combinations(["gpipe", "1f1b"], [None, (2, 3)], ["sum", "each"], default=SUMS),
 )
-def test_losses_of_layers_that_are_sums_over_rows_stay_sums(scheme, divided, first):
+def test_losses_of_layers_that_are_sums_over_rows_stay_sums(scheme, replicas, first):
     x, y = data()
+    divided = {"microbatches": 3, "replicas": replicas} if replicas else {"microbatches": 4}
     got = run(penalized(first), "mse", x, y, cuts=("one",), scheme=scheme, **divided)
     assert_alike(got, run(penalized(first), "mse", x, y))
 
@@ -261,3 +267,25 @@ def test_no_loss_at_all_is_refused_before_training(scheme):
     pm.compile(keras.optimizers.SGD(0.1))
     with pytest.raises(ValueError, match=r"nothing to minimise.*loss=None.*Try loss='mse'"):
         networks.fit(pm, data()[0], None)
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean", "max"])
+def test_a_loss_function_is_divided_as_it_reduces(reduce):
+    """A sum was taken for a mean, so that gradients were too small by the number of microbatches."""
+    x, y, weights = normal(42, 4), normal(42, 2), []
+
+    def loss(y, outputs):
+        return getattr(keras.ops, reduce)(keras.ops.square(y - outputs))
+
+    for pipeline in (False, True):
+        model = one_layer(L.ReLU())
+        if pipeline:
+            model = pipetrain.PipelineModel(model, stages=2, scheme="1f1b", microbatches=3)
+        model.compile(keras.optimizers.SGD(0.001), loss)
+        if reduce == "max" and pipeline:
+            with pytest.raises(ValueError, match="cannot be put together"):
+                fit(model, x, y, batch_size=8)
+            return
+        fit(model, x, y, batch_size=8)
+        weights.append(model.get_weights())
+    networks.assert_close(weights[1], weights[0], 1e-5)

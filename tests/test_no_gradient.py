@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import keras
 import networks
 import numpy as np
 import pytest
 import tensorflow as tf
+from networks import fit, normal, one_layer
 
 import pipetrain
 from pipetrain.schemes.table import NAMES
@@ -85,10 +88,13 @@ def trained(model, optimizer="momentum", **settings):
     return pm.get_weights()
 
 
+plain_keras = cache(trained)  # once for all cuts
+
+
 @pytest.mark.filterwarnings("ignore:.*radient")
 @pytest.mark.parametrize(("model", "cuts"), CUTS)
 def test_the_cut_does_not_matter(model, cuts):
-    networks.assert_close(trained(model, cuts=cuts, scheme="1f1b"), trained(model))
+    networks.assert_close(trained(model, cuts=cuts, scheme="1f1b"), plain_keras(model))
 
 
 @pytest.mark.filterwarnings("ignore:.*radient")
@@ -96,7 +102,7 @@ def test_the_cut_does_not_matter(model, cuts):
 @pytest.mark.parametrize(("scheme", "replicas"), [("gpipe", (1, 1, 1)), ("1f1b", (2, 2, 1))])
 def test_nor_do_optimizers_microbatches_and_replicas(optimizer, scheme, replicas):
     got = trained(stopped, optimizer, cuts=("third", "stop"), scheme=scheme, replicas=replicas)
-    networks.assert_close(got, trained(stopped, optimizer), 2e-5)
+    networks.assert_close(got, plain_keras(stopped, optimizer), 2e-5)
 
 
 @pytest.mark.filterwarnings("ignore:.*radient")
@@ -144,3 +150,24 @@ def test_a_model_without_trainable_weights_runs_as_in_plain_keras():
         return networks.fit(pm, *networks.data(60)).history["loss"]
 
     np.testing.assert_allclose(run(True), run(False), rtol=1e-5)
+
+
+class Centering(L.Layer):
+    def build(self, shape):
+        self.mean = self.add_weight(shape=shape[1:], initializer="zeros", trainable=False)
+
+    def call(self, x):
+        self.mean.assign(0.9 * self.mean + 0.1 * keras.ops.mean(x, axis=0))
+        return x - self.mean
+
+
+def test_no_gradient_flows_through_what_a_layer_assigns():
+    x, y, weights = normal(32, 4), normal(32, 2), []
+    for pipeline in (False, True):
+        model = one_layer(Centering())
+        if pipeline:
+            model = pipetrain.PipelineModel(model, stages=3, scheme="1f1b", microbatches=1)
+        model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
+        fit(model, x, y, batch_size=8)
+        weights.append(model.get_weights())
+    networks.assert_close(weights[1], weights[0], 1e-5)

@@ -251,8 +251,12 @@ def test_data_parallelism_gives_back_to_the_optimizer_of_compile_what_its_copy_g
         assert int(given.iterations) == int(plain.optimizer.iterations)
 
 
-@pytest.mark.parametrize("scheme", ["gpipe", "single", "data-parallel"])
-@pytest.mark.parametrize("name", by_default(OPTIMIZERS, "adam", "nadam", "muon"))
+FROZEN = [("gpipe", "muon"), ("single", "adam"), ("data-parallel", "nadam")]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "name"), networks.combinations(["gpipe", "single", "data-parallel"], list(OPTIMIZERS), default=FROZEN)
+)
 def test_a_layer_that_is_frozen_for_a_while_finds_its_slots_again(scheme, name):
     """Compiled with the same optimizer each time; the layer in the middle is frozen for the second."""
     models = [make(way, OPTIMIZERS[name]) for way in ("keras", scheme)]
@@ -436,7 +440,8 @@ def test_momentum_that_is_not_finite_is_forgotten(scheme):
     ],
     ids=["pickle", "deepcopy", "copy", "clone_model", "get_config", "to_json", "serialize", "save_model"],
 )
-def test_copies_are_refused_by_name(way):
+def test_copies_are_refused_by_name(way, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # Keras opens the file before it asks for what to write
     with pytest.raises(ValueError, match=r"cannot be copied, pickled or described.*Received: 'small'. Try save"):
         way(networks.fresh("1f1b"))
 
@@ -457,3 +462,62 @@ def test_saving_leaves_the_wrapped_model_as_it_was(scheme, tmp_path):
     loaded = keras.models.load_model(tmp_path / "after.keras")
     assert isinstance(loaded.optimizer, keras.optimizers.SGD)
     assert loaded.evaluate(X, Y, verbose=0) == pytest.approx(pm.evaluate(X, Y, verbose=0), rel=1e-5)
+
+
+def test_an_optimizer_that_trained_another_model_is_refused():
+    plain = networks.mlp()
+    plain.compile(keras.optimizers.SGD(0.1, momentum=0.9), networks.crossentropy())
+    fit(plain, *networks.data(60))
+    with pytest.raises(ValueError, match=r"trained another model.*SGD after 3 steps.*from_config"):
+        networks.pipeline(networks.mlp(), optimizer=plain.optimizer)
+
+
+def test_compiling_again_keeps_momentum_and_steps():
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 5, 0.5)
+    plain, pm = (make(scheme, lambda: keras.optimizers.SGD(schedule, momentum=0.9)) for scheme in ("keras", "1f1b"))
+    for model in (plain, pm):
+        fit(model, *networks.data(100))
+        model.compile(model.optimizer, networks.crossentropy())
+        fit(model, *networks.data(100))
+    networks.assert_close(pm.get_weights(), plain.get_weights())
+    assert int(pm.optimizer.iterations) == 10
+
+
+def test_a_schedule_goes_by_the_count_of_steps_that_the_user_sets():
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 5, 0.5)
+    plain, pm = (make(scheme, lambda: keras.optimizers.SGD(schedule)) for scheme in ("keras", "1f1b"))
+    for model in (plain, pm):
+        fit(model, *networks.data(100))
+        model.optimizer.iterations.assign(0)
+        fit(model, *networks.data(100))
+    networks.assert_close(pm.get_weights(), plain.get_weights())
+
+
+@pytest.mark.parametrize("scheme", ["keras", "1f1b", "spectrain"])
+def test_reading_weights_keeps_the_count_of_steps_that_the_user_set(scheme):
+    """Reading the weights put back the pipeline's own count."""
+    x, y = networks.data(80)
+    model = networks.fresh(scheme)
+    fit(model, x, y)
+    model.optimizer.iterations.assign(100)
+    model.get_weights()
+    assert int(model.optimizer.iterations) == 100
+    fit(model, x, y)
+    assert int(model.optimizer.iterations) == 104
+
+
+def test_slots_stay_with_their_layers_whichever_are_frozen():
+    """The optimizer's slots go with their layers, whichever are trained."""
+    model = networks.mlp(depth=4)
+    optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
+    pm = pipetrain.PipelineModel(model, stages=2, scheme="1f1b")
+    for frozen in ("d1", "d2"):
+        for layer in model.layers:
+            layer.trainable = layer.name != frozen
+        pm.compile(optimizer, loss=networks.crossentropy())
+        if frozen == "d2":
+            optimizer.learning_rate = 0.0
+            before = [weight.numpy() for weight in model.get_layer("d1").weights]
+        x, y = networks.data(32)
+        pm.fit(x, y, batch_size=16, verbose=0)
+    networks.assert_equal([weight.numpy() for weight in model.get_layer("d1").weights], before)

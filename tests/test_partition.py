@@ -353,3 +353,44 @@ def test_plan_on_the_command_line(tmp_path, capsys):
     with pytest.raises(SystemExit):
         command_line.main([*common, "--devices", "0"])
     assert "'0' is not a number from 1 up" in capsys.readouterr().err
+
+
+def made_up(seconds, output_bytes=None):
+    outputs = output_bytes or [0] * len(seconds)
+    blocks = (BlockProfile(f"b{n}", s / 3, 2 * s / 3, o, 10 * n) for n, (s, o) in enumerate(zip(seconds, outputs)))
+    return Profile("made up", 32, tuple(blocks))
+
+
+def joined_by(bandwidth, latency=0.0):
+    return Cluster((Level(Link(bandwidth, latency)),))
+
+
+def test_partition_of_one_to_six():
+    cut = partition(made_up([1, 2, 3, 4, 5, 6]), 2, joined_by(1e12))
+    assert cut.cuts == ("b3",)
+    assert cut.slowest_s == pytest.approx(11)
+    assert "b4 - b5" in str(cut)
+
+
+def test_transfers_count_where_there_is_a_neighbour():
+    profile = made_up([3, 3, 3], [4, 100, 7])
+    cut = plan(profile, [1, 3], joined_by(1.0, 1.0))
+    assert [stage.total_s for stage in cut.stages] == pytest.approx([3 + 5, 6 + 5])
+    assert partition(profile, 2, joined_by(1.0)).cuts == ("b0",)  # not after b1, whose output is large
+
+
+@pytest.mark.parametrize("devices", [0, 4])
+def test_more_stages_than_blocks_are_refused(devices):
+    with pytest.raises(ValueError, match=f"num_devices={devices}"):
+        partition(made_up([1, 2, 3]), devices)
+
+
+def test_profiles_survive_json(tmp_path):
+    profile = made_up([0.1, 0.25, 3e-7], [1, 2, 3])
+    assert Profile.from_json(profile.to_json()) == profile
+    profile.save(tmp_path / "p.json")
+    assert Profile.load(tmp_path / "p.json") == profile
+    assert "b2" in str(profile)
+    for text in ("", "{}", '{"blocks": [1]}', "[]"):
+        with pytest.raises(ValueError, match="Not a profile"):
+            Profile.from_json(text)

@@ -102,9 +102,14 @@ def trained(layer, scheme, recompute, steps=6):
     return pm.get_weights()
 
 
-@pytest.mark.parametrize("draw", DRAWS)
-def test_the_backward_has_the_forwards_draws(draw):
-    kept, again = (trained(Drawing(draw), "1f1b", recompute) for recompute in (False, True))
+def every_draw(x):
+    """All of them side by side."""
+    return L.Add()([Drawing(draw)(x) for draw in DRAWS])
+
+
+@pytest.mark.parametrize("layer", networks.by_default([every_draw, *map(Drawing, DRAWS)], every_draw))
+def test_the_backward_has_the_forwards_draws(layer):
+    kept, again = (trained(layer, "1f1b", recompute) for recompute in (False, True))
     networks.assert_close(again, kept, 1e-6)
 
 

@@ -6,11 +6,15 @@ import keras
 import networks
 import numpy as np
 import pytest
+import tensorflow as tf
+from networks import fit, normal, one_layer
 
 import pipetrain
 from pipetrain.callbacks import PipelineCheckpoint, Snapshots
 from pipetrain.cli.main import main
 from pipetrain.schemes.table import SCHEMES
+
+L = keras.layers
 
 
 def refused(match, kind=ValueError):
@@ -222,3 +226,67 @@ def test_callbacks_for_pipelines_in_a_plain_model_s_fit(callback):
     model.compile("sgd", networks.crossentropy())
     with refused(f"{type(callback).__name__} is for pipelines.*class Sequential", TypeError):
         networks.fit(model, x, y, callbacks=[callback])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_train_on_batch_says_what_is_missing(compiled):
+    pm = pipetrain.PipelineModel(networks.mlp(), stages=2)
+    if compiled:
+        pm.compile(keras.optimizers.SGD(0.1))
+    with pytest.raises(ValueError, match="loss=None" if compiled else r"compile\(\)"):
+        pm.train_on_batch(*networks.data(20))
+
+
+def test_sparse_inputs_are_refused():
+    x, y = networks.data(20)
+    data = tf.data.Dataset.from_tensors((tf.sparse.from_dense(x), y))
+    with pytest.raises(ValueError, match=r"must be dense.*SparseTensor"):
+        networks.pipeline().fit(data, verbose=0)
+
+
+def test_a_schedule_set_after_compile_is_refused():
+    pm = networks.pipeline()
+    pm.optimizer.learning_rate = keras.optimizers.schedules.ExponentialDecay(0.1, 5, 0.5)
+    with pytest.raises(ValueError, match=r"became a schedule.*compile again"):
+        fit(pm, *networks.data(40))
+
+
+@pytest.mark.parametrize("layer", ["spectral", "stateful", "global seed"])
+def test_layers_that_assign_to_what_is_no_state_are_refused(layer):
+    """The normalized kernel, the recurrent memory and the seed were silently dropped."""
+    if layer == "stateful":
+        x = keras.Input(batch_shape=(4, 3, 2))
+        model = keras.Model(x, L.Dense(2)(L.LSTM(4, stateful=True, name="inner")(x)))
+        x = normal(8, 3, 2)
+    else:
+        inner = (
+            L.SpectralNormalization(L.Dense(4))
+            if layer == "spectral"
+            else L.Lambda(keras.random.dropout, arguments={"rate": 0.5})
+        )
+        model, x = one_layer(inner), normal(8, 4)
+    pm = pipetrain.PipelineModel(model, stages=2, scheme="1f1b", microbatches=1)
+    pm.compile("sgd", "mse")
+    with pytest.raises(ValueError, match=r"assigns, while it runs.*Received: variable.*Try"):
+        pm.fit(x, normal(8, 2), batch_size=4, verbose=0)
+
+
+def test_refusals_of_models_cuts_and_labels_say_what_to_do():
+    x = keras.Input((4,))
+    with pytest.raises(ValueError, match=r"nothing to cut.*Received: model="):
+        pipetrain.PipelineModel(keras.Model(x, x))
+    with pytest.raises(ValueError, match=r"cuts='first'.*Try cuts=\('first',\)"):
+        pipetrain.PipelineModel(one_layer(L.ReLU()), cuts="first")
+    pm = pipetrain.PipelineModel(one_layer(L.ReLU()), stages=2, scheme="vanilla")
+    pm.compile("sgd", "mse")
+    with pytest.raises(ValueError, match=r"The loss cannot be computed.*Received: y of shape \(None, 3\)"):
+        fit(pm, normal(8, 4), normal(8, 3))
+
+
+def test_train_on_batch_within_fit_is_refused():
+    pm = networks.pipeline()
+    x, y = networks.data(64)
+    again = keras.callbacks.LambdaCallback(on_train_batch_end=lambda step, logs: pm.train_on_batch(x, y))
+    with pytest.raises(RuntimeError, match="train_on_batch within fit"):
+        pm.fit(x, y, batch_size=16, verbose=0, callbacks=[again])
+    pm.train_on_batch(x, y)

@@ -11,8 +11,10 @@ import networks
 import numpy as np
 import pytest
 import tensorflow as tf
+from networks import fit
 
 import pipetrain
+from pipetrain.compute.functions.stage import Stage
 from pipetrain.run import pipeline, switch_interval
 from pipetrain.schemes.table import SCHEMES as SCHEME_TABLE
 
@@ -23,14 +25,16 @@ SCHEMES = networks.by_default(SCHEME_TABLE, "single", "spectrain", "gpipe", "1f1
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_delays_change_no_bit(scheme, monkeypatch):
     x, y = networks.data(rows=ROWS)
-    weights = []
+    pm, results = networks.pipeline(scheme=scheme), []
+    first = pm.get_weights()
     for delay_s in (0.0, 0.01):
         networks.delay(monkeypatch, delay_s, "forward", "backward", "update")
-        pm = networks.pipeline(scheme=scheme)
+        networks.begin_anew(pm, first)
+        keras.utils.set_random_seed(0)
         history = pm.fit(x, y, batch_size=BATCH, epochs=2, verbose=0).history
-        weights.append((pm.get_weights(), history))
-    networks.assert_equal(weights[0][0], weights[1][0])
-    assert weights[0][1] == weights[1][1]
+        results.append((pm.get_weights(), history))
+    networks.assert_equal(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1]
 
 
 class Breakable(keras.layers.Layer):
@@ -193,3 +197,34 @@ def test_pipelines_that_overlap_leave_pythons_switch_interval_as_it_was(ended_fi
     assert sys.getswitchinterval() == pytest.approx(switch_interval.SHORT_S)
     switch_interval.let_go(holders[1 - ended_first])
     assert sys.getswitchinterval() == pytest.approx(usual_s)
+
+
+@pytest.mark.parametrize("scheme", ["spectrain", "1f1b"])
+def test_training_goes_on_after_a_loss_that_was_not_finite(scheme):
+    x, y = networks.data(200)
+    pm = networks.pipeline(scheme=scheme)
+    with pytest.raises(FloatingPointError):
+        fit(pm, x * np.nan, y)
+    history = fit(pm, x, y, epochs=2).history
+    assert np.isfinite(history["loss"]).all()
+
+
+def test_weights_are_all_of_one_step_when_handing_them_back_fails(monkeypatch):
+    """A worker that died then left some stages' weights newer than the others'."""
+    x, y = networks.data(80)
+    pm = networks.pipeline(scheme="vanilla")
+    fit(pm, x, y)
+    before, original = pm.get_weights(), Stage.outcome
+
+    def broken(self, others):
+        if self is pm._strategy._stages.replicas[-1][0]:
+            raise InterruptedError
+        return original(self, others)
+
+    with monkeypatch.context() as patch, pytest.raises(InterruptedError):
+        patch.setattr(Stage, "outcome", broken)
+        fit(pm, x, y)
+    networks.assert_equal(pm.get_weights(), before)
+    assert int(pm.optimizer.iterations) == 4
+    fit(pm, x, y)
+    assert int(pm.optimizer.iterations) == 8

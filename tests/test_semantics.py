@@ -13,6 +13,7 @@ from keras import optimizers
 
 ASYNCHRONOUS = ("vanilla", "weight-stashing", "vertical-sync", "spectrain")
 LATER = ("local", "fitted", "spike-compensation", "2bw")  # tried with fewer numbers of stages
+FEWER = [("vanilla", 1), ("weight-stashing", 2), ("spectrain", 2), ("vertical-sync", 6), ("spectrain", 6)]
 BATCH = 16
 HALVED = keras.optimizers.schedules.PiecewiseConstantDecay([7, 35], [0.05, 0.025, 0.1])
 PREDICTED = {
@@ -53,10 +54,8 @@ def constantly(rate):
 @pytest.mark.parametrize(
     ("scheme", "stages"),
     [
-        *((name, n) for name in ASYNCHRONOUS for n in (1, 2, 4, 6)),
-        *((name, 4) for name in LATER),
-        *(pytest.param(name, n, marks=pytest.mark.slow) for name in LATER for n in (2, 6)),
-        *(pytest.param(name, 3, marks=pytest.mark.slow) for name in ASYNCHRONOUS),  # even stages, as six are
+        *networks.combinations(ASYNCHRONOUS, (1, 2, 3, 4, 6), default=[*FEWER, *((name, 4) for name in ASYNCHRONOUS)]),
+        *networks.combinations(LATER, (2, 4, 6), default=[(name, 4) for name in LATER]),
     ],
 )
 def test_asynchronous_schemes_equal_the_reference(scheme, stages):
@@ -126,9 +125,13 @@ def plain_keras(rows):
     return plain.get_weights(), history
 
 
-@pytest.mark.parametrize("microbatches", [1, pytest.param(3, marks=pytest.mark.slow), 4, 7])  # 3: as uneven as 7
-@pytest.mark.parametrize("stages", [1, 2, 4, 6])
-@pytest.mark.parametrize("scheme", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(
+    ("scheme", "stages", "microbatches"),
+    [
+        *networks.combinations(["gpipe", "1f1b"], [1, 2, 4, 6], [1, 4, 7], pairs=True),
+        *networks.combinations(["gpipe", "1f1b"], [1, 2, 4, 6], [3], default=[]),  # as uneven as 7
+    ],
+)
 def test_synchronous_schemes_equal_plain_keras(scheme, stages, microbatches):
     x, y = networks.data(rows=5 * BATCH + 9)  # the last batch is short
     model, (weights, expected) = networks.mlp(), plain_keras(len(x))

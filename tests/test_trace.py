@@ -16,7 +16,7 @@ from pipetrain.compute.functions.stage import Inputs, Stage
 from pipetrain.compute.gc_pause import gc_paused
 from pipetrain.run import channels, control, pipeline
 from pipetrain.trace.idle import Idle, idle, pauses
-from pipetrain.trace.trace import Trace
+from pipetrain.trace.trace import Span, Trace
 
 ROWS, BATCH, WIDTH = 10 * 16, 16, 16
 
@@ -204,3 +204,15 @@ def test_devices_are_waited_for_if_the_trace_shall_be_exact(monkeypatch):
     pm.fit(x, y, batch_size=BATCH, verbose=0)
     assert len({*waited}) == 2
     assert len(waited) == 10 * (2 + 1 + 2 + 2)  # at each action's end, before F of stage 0 sends, and after gradients
+
+
+def test_traces_survive_chrome_json(tmp_path):
+    spans = [Span("F", 0, 0, "CPU:0", 10.0, 10.5, 0), Span("B", 1, 0, "CPU:1", 10.5, 11.5, 3)]
+    trace = Trace.of(reversed(spans))
+    assert (trace.stages, trace.duration_s) == (2, 1.5)
+    assert trace.bubble() == pytest.approx(0.5)
+    trace.save(tmp_path / "trace.json")
+    loaded = Trace.load(tmp_path / "trace.json")
+    assert [span[:4] for span in loaded.spans] == [span[:4] for span in trace.spans]
+    assert [span.end_s for span in loaded.spans] == pytest.approx([0.5, 1.5])
+    assert Trace(()).bubble() == 0.0

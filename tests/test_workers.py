@@ -33,7 +33,7 @@ SCHEMES = (
 
 def compare(workers, *cases):
     """Weights after two epochs, and what fit, evaluate and predict said, on so many workers and in one process."""
-    command = [sys.executable, str(HERE / "on_workers.py"), str(workers), *cases]
+    command = [sys.executable, str(HERE / "worker_training.py"), str(workers), *cases]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=ENVIRONMENT)
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert [each["case"] for each in found] == list(cases), done.stderr[-3000:]

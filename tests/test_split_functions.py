@@ -1,16 +1,13 @@
-"""Blocks, split functions and the profiler, against the unsplit model."""
+"""Forward and backward as functions of their weights: split, packed, joined and ordered, against one tape."""
 
 from __future__ import annotations
-
-import itertools
-from pathlib import Path
-from unittest.mock import Mock
 
 import keras
 import networks
 import numpy as np
 import pytest
 import tensorflow as tf
+from networks import fit, normal
 
 import pipetrain
 from pipetrain.compute.functions.backward import Backward
@@ -19,24 +16,8 @@ from pipetrain.compute.functions.packed import packed, packed_specs, unpacked
 from pipetrain.compute.functions.split import specs, split
 from pipetrain.compute.graph.blocks import Chain
 from pipetrain.compute.optimizer.update import Update
-from pipetrain.compute.profiling import block_timing, profile_cache, profiler
-from pipetrain.compute.profiling.progress import Progress
-from pipetrain.plan.profile import BlockProfile, Profile
 
 L = keras.layers
-
-
-def convolutional():
-    return [
-        keras.Input((8, 8, 3)),
-        L.Conv2D(4, 3, padding="same"),
-        L.BatchNormalization(),
-        L.ReLU(),
-        L.MaxPooling2D(),
-        L.SpatialDropout2D(0.2, seed=3),
-        L.Flatten(),
-        L.Dense(5, kernel_regularizer="l2"),
-    ]
 
 
 def recurrent():
@@ -64,7 +45,7 @@ def attentive():
     return [keras.Input((6, 8)), L.LayerNormalization(), SelfAttention(), L.Dense(3, activation="gelu")]
 
 
-@pytest.mark.parametrize("layers", [convolutional, recurrent, attentive])
+@pytest.mark.parametrize("layers", [networks.convolutional_layers, recurrent, attentive])
 def test_split_gradients_equal_the_tape_s(layers):
     keras.utils.set_random_seed(1)
     model = keras.Sequential(layers())
@@ -161,174 +142,6 @@ def test_cutting_leaves_the_model_as_it_was():
     assert model.layers[2].output.shape == (None, 16)
 
 
-@pytest.mark.measures
-def test_a_profile_measures_and_touches_nothing():
-    model = keras.Sequential(convolutional())
-    before = [variable.numpy().copy() for variable in model.variables]
-    measured = pipetrain.profile(model, batch_size=16, verbose=False)
-    networks.assert_equal([variable.numpy() for variable in model.variables], before)
-    assert [block.name for block in measured.blocks] == [layer.name for layer in model.layers]
-    convolution = measured.blocks[0]
-    assert convolution.weight_bytes == 4 * (3 * 3 * 3 * 4 + 4)
-    assert convolution.output_bytes == 4 * 16 * 8 * 8 * 4
-    assert convolution.forward_s > 0
-    assert convolution.backward_s > 0
-    assert measured.batch_size == 16
-
-
-class Clock:
-    """Time that passes while a layer sleeps, and a little whenever somebody looks."""
-
-    def __init__(self):
-        self.now_s = 0.0
-
-    def perf_counter(self):
-        self.sleep(1e-6)
-        return self.now_s
-
-    def sleep(self, seconds):
-        self.now_s += seconds
-
-
-class Sleeper(L.Layer):
-    def __init__(self, clock, forward_s=0.0, backward_s=0.0):
-        super().__init__()
-        self.clock, self.forward_s, self.backward_s = clock, forward_s, backward_s
-
-    def call(self, x):
-        def sleep(seconds):
-            self.clock.sleep(float(seconds))
-            return np.float32(0)
-
-        @tf.custom_gradient
-        def slow(x):
-            def gradient(dy):
-                return dy + tf.numpy_function(sleep, [self.backward_s], tf.float32)
-
-            return x + tf.numpy_function(sleep, [self.forward_s], tf.float32), gradient
-
-        outputs = slow(x)
-        outputs.set_shape(x.shape)
-        return outputs
-
-    def compute_output_shape(self, shape):
-        return shape
-
-
-@pytest.mark.measures
-def test_the_profile_finds_the_sleepers(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(block_timing, "time", clock)
-    monkeypatch.setattr(profiler, "_others", lambda device: [])  # which would sleep meanwhile
-    layers = [Sleeper(clock, *each) for each in [(), (0.02,), (), (0, 0.03), ()]]
-    model = keras.Sequential([keras.Input((4,)), L.Dense(4), *layers, L.Dense(2)])
-    measured = pipetrain.profile(model, batch_size=8, verbose=False)
-    forward, backward = ([getattr(b, key) for b in measured.blocks] for key in ("forward_s", "backward_s"))
-    assert np.argmax(forward) == 2
-    assert np.argmax(backward) == 4
-    assert forward[2] == pytest.approx(0.02, abs=1e-4)
-    assert backward[4] == pytest.approx(0.03, abs=1e-4)
-    cut = pipetrain.partition(measured, num_devices=2)
-    assert cut.slowest_s < 0.031  # one sleeper a stage
-
-
-def test_the_same_model_is_always_cut_the_same_way():
-    cuts = set()
-    for _ in range(3):
-        pm = pipetrain.PipelineModel(networks.mlp(), stages=3)
-        cuts.add(pm.partition(batch_size=16).cuts)
-    assert len(cuts) == 1
-
-
-def test_a_damaged_profile_cache_is_measured_anew(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first = pipetrain.PipelineModel(networks.mlp(), stages=3).partition(batch_size=16)
-    (file,) = (tmp_path / "pipetrain").iterdir()
-    file.write_text(file.read_text()[:100])
-    second = pipetrain.PipelineModel(networks.mlp(), stages=3).partition(batch_size=16)
-    assert first.stages[0].first == second.stages[0].first == "d0"
-    assert len(file.read_text()) > 100
-
-
-def test_the_profile_cache_tells_kernels_apart(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for setting in ("0", "1", "0"):
-        monkeypatch.setenv("TF_ENABLE_ONEDNN_OPTS", setting)
-        pipetrain.PipelineModel(networks.mlp(), stages=3).partition(batch_size=16)
-    assert len(list((tmp_path / "pipetrain").iterdir())) == 2
-
-
-@pytest.mark.parametrize("links", [True, False])
-def test_of_two_processes_that_measure_at_once_the_first_ones_profile_counts(links, monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    if not links:
-        monkeypatch.setattr(Path, "hardlink_to", Mock(side_effect=PermissionError))
-    chain, numbers = Chain(networks.mlp()), itertools.count(1)
-
-    def profile_chain(*_):
-        """While one measures, another does so too, from its beginning to its end."""
-        number = next(numbers)
-        if number == 1:
-            assert profile().blocks[0].forward_s == 2.0
-        return Profile("m", 16, tuple(BlockProfile(block.name, number, 1.0, 0, 0) for block in chain.blocks))
-
-    def profile():
-        return profile_cache.cached_profile(chain, 16, ((networks.FEATURES,),), "CPU:0")
-
-    monkeypatch.setattr(profile_cache, "profile_chain", profile_chain)
-    mine, later = profile(), profile()
-    assert mine == later
-    assert mine.blocks[0].forward_s == 2.0
-    assert next(numbers) == 3
-    assert len(list((tmp_path / "pipetrain").iterdir())) == 1
-
-
-@pytest.mark.measures
-def test_a_noisy_machine_is_measured_longer_and_said_so():
-    rng = np.random.default_rng(0)
-    steady, timing = block_timing._until_steady(lambda: block_timing.TimedBlocks([0.01], [0.02], 0.03, []))
-    assert timing == pytest.approx((0.06, 0.0))
-    assert len(steady) == block_timing.WALKS
-    noisy, timing = block_timing._until_steady(
-        lambda: block_timing.TimedBlocks([rng.choice([0.1, 0.3])], [0.0], 0.0, [])
-    )
-    assert timing.error_s > block_timing.STEADY * timing.median_s
-    assert sum(each.whole for each in noisy) == pytest.approx(block_timing.AT_MOST_S, abs=0.3)
-    profile = Profile("m", 1, (BlockProfile("b", 0.1, 0.1, 0, 0),), spread=0.2)
-    assert "(within 20%)" in str(profile)
-    assert "too busy" in str(profile)
-    assert Profile.from_json(profile.to_json()) == profile
-
-
-class Counted(L.Dense):
-    """Counts how often the gradient of its inputs is computed, by an operation that TensorFlow may leave out."""
-
-    def call(self, x):
-        def counted(dx):
-            self.count = getattr(self, "count", 0) + 1
-            return dx
-
-        @tf.custom_gradient
-        def same(x):
-            return tf.identity(x), lambda dy: tf.ensure_shape(
-                tf.numpy_function(counted, [dy], tf.float32, stateful=False), dy.shape
-            )
-
-        return super().call(same(x))
-
-
-def test_a_backward_timed_on_a_worker_has_both_its_products():
-    """Of weights and of inputs; the latter nothing reads there."""
-    counting = Counted(8)
-    model = keras.Sequential([keras.Input((8,)), L.Dense(8), counting, L.Dense(8)])
-    placed, _ = profiler._placed(Chain(model), 4, ((8,),), "/device:CPU:0", Progress("", 0))
-    once = block_timing._timed_there(placed, "/device:CPU:0")
-    before = counting.count
-    for _ in range(5):
-        once()
-    assert counting.count == before + 5
-
-
 def layers_of(weights, x):
     for weight in weights:
         x = tf.tanh(x @ weight)
@@ -411,3 +224,68 @@ def test_a_gradient_is_made_when_the_one_before_it_is_used(make, by_all):
     same.apply(used(pulled(WEIGHTS, x)), expected)
     for got, want in zip(variables, expected, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+class Inner(L.Layer):
+    """tanh(x @ w), inside a tf.function or not."""
+
+    def __init__(self, wrap, **settings):
+        super().__init__(**settings)
+        self._call = tf.function(lambda x, w: tf.tanh(x @ w), autograph=False) if wrap else lambda x, w: tf.tanh(x @ w)
+
+    def build(self, shape):
+        self.w = self.add_weight(shape=(shape[-1], 4), initializer=keras.initializers.GlorotUniform(seed=1))
+
+    def call(self, x):
+        return self._call(x, tf.convert_to_tensor(self.w))
+
+
+def test_backward_reads_its_own_weights_within_a_layer_s_tf_function():
+    """They were taken from forward, so that vanilla trained as weight stashing does."""
+    x, y, weights = normal(80, 4), normal(80, 2), []
+    for wrap in (False, True):
+        keras.utils.set_random_seed(0)
+        layers = [keras.Input((4,)), Inner(wrap, name="a"), Inner(wrap, name="b"), L.Dense(2)]
+        pm = pipetrain.PipelineModel(keras.Sequential(layers), cuts=("a", "b"), scheme="vanilla")
+        pm.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+        fit(pm, x, y, batch_size=8)
+        weights.append(pm.get_weights())
+    networks.assert_close(weights[1], weights[0], 1e-6)
+
+
+class Reversal(L.Layer):
+    """Turns the gradient round, so many times as strong."""
+
+    def __init__(self, strength):
+        super().__init__()
+        self.strength = strength
+
+    def call(self, x):
+        @tf.custom_gradient
+        def turned(x):
+            return tf.identity(x), lambda gradient: -gradient * tf.convert_to_tensor(self.strength)
+
+        return turned(x)
+
+
+@pytest.mark.parametrize(("make", "scheme"), networks.combinations([tf.constant, tf.Variable], ["1f1b", "spectrain"]))
+def test_a_custom_gradient_reads_what_is_no_weight_of_a_layer(make, scheme):
+    """Cutting failed: AttributeError, Tensor.op is undefined when eager execution is enabled."""
+
+    def model(strength):
+        keras.utils.set_random_seed(0)
+        layers = [L.Dense(8), Reversal(strength), L.Dense(6, "relu", name="middle"), Reversal(strength), L.Dense(5)]
+        return keras.Sequential([keras.Input((12,)), *layers])
+
+    x, y = networks.data(60)
+    strengths = make(0.5), make(0.5)
+    plain = model(strengths[0])
+    pm = pipetrain.PipelineModel(model(strengths[1]), cuts=("middle",), scheme=scheme, microbatches=1)
+    batch_size = 20 if scheme == "1f1b" else 60  # all at once: an update of what is not stale
+    for each, strength in zip((plain, pm), strengths, strict=True):
+        each.compile(keras.optimizers.SGD(0.1, momentum=0.9), networks.crossentropy())
+        each.fit(x, y, batch_size=batch_size, verbose=0, shuffle=False)
+        if make is tf.Variable:
+            strength.assign(2.0)
+        each.fit(x, y, batch_size=batch_size, verbose=0, shuffle=False)
+    networks.assert_close(pm.get_weights(), plain.get_weights())

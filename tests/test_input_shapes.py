@@ -78,12 +78,6 @@ MODELS = {
 KEYS = ("known", "picture", "sentence")  # in the order in which Keras has a dictionary's
 
 
-def cases(names, *chosen):
-    """Every scheme with each of these; those chosen run by default."""
-    pairs = [(scheme, name) for scheme in SCHEMES for name in names]
-    return [pytest.param(*each, marks=[] if each in chosen else pytest.mark.slow) for each in pairs]
-
-
 def arrays(name, rows, seed=0):
     """Random minibatches: x in the model's structure, and labels."""
     rng = np.random.default_rng(seed)
@@ -119,7 +113,7 @@ def profiled(monkeypatch):
 CHOSEN = [("spectrain", "dictionary"), ("gpipe", "images"), ("1f1b", "list")]
 
 
-@pytest.mark.parametrize(("scheme", "name"), cases(MODELS, *CHOSEN))
+@pytest.mark.parametrize(("scheme", "name"), networks.combinations(SCHEMES, list(MODELS), default=CHOSEN))
 def test_arrays_say_what_the_inputs_are_like(name, scheme, profiled):
     """Synchronous schemes train as plain Keras does, in one microbatch and in several."""
     make, shapes = MODELS[name]
@@ -181,7 +175,7 @@ SOURCES = {
 READ = [("1f1b", "generator"), ("1f1b", "shuffled"), ("vanilla", "padded batches")]
 
 
-@pytest.mark.parametrize(("scheme", "source"), cases(SOURCES, *READ))
+@pytest.mark.parametrize(("scheme", "source"), networks.combinations(SCHEMES, list(SOURCES), default=READ))
 def test_the_first_minibatch_decides_where_the_data_do_not_tell(scheme, source, profiled):
     """Minibatches of different lengths, read once and in order: as plain Keras has them."""
     pm = compiled(text(), stages=2, scheme=scheme, microbatches=1 if scheme in ("gpipe", "1f1b") else None)
@@ -397,3 +391,12 @@ def test_a_sequential_model_is_asked_for_its_shape_too():
     assert pipetrain.profile(model, 4, verbose=False, input_shapes={"image": (8, 8, 3)}).blocks
     with pytest.raises(ValueError, match=r"leaves open.*'image'"):
         pipetrain.PipelineModel(model, stages=2).explain(4)
+
+
+def test_a_model_of_fixed_batch_size_takes_microbatches_and_a_short_last_batch():
+    layers = [L.Dense(8, activation="tanh", name="one"), L.Dense(networks.CLASSES)]
+    model = keras.Sequential([keras.Input(batch_shape=(20, networks.FEATURES)), *layers])
+    pm = pipetrain.PipelineModel(model, cuts=("one",), scheme="gpipe", microbatches=4)
+    pm.compile(keras.optimizers.SGD(0.1), networks.crossentropy())
+    networks.fit(pm, *networks.data(50))
+    assert int(pm.optimizer.iterations) == 3

@@ -1,4 +1,4 @@
-"""Planning: actions, schedules, weight versions, profiles, partitions, traces. No TensorFlow."""
+"""What a scheme is: actions, schedules, weight versions, prediction. No TensorFlow."""
 
 from __future__ import annotations
 
@@ -6,14 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipetrain.plan.cluster import Cluster, Level, Link
-from pipetrain.plan.partition import partition, plan
-from pipetrain.plan.profile import BlockProfile, Profile
 from pipetrain.schemes import prediction, schedules, staleness_corrections, validation
 from pipetrain.schemes.actions import OPERATIONS, Action
 from pipetrain.schemes.table import SCHEMES, check_name, scheme
 from pipetrain.schemes.weight_versions import WeightVersions
-from pipetrain.trace.trace import Span, Trace
 
 ASYNCHRONOUS = """\
 0: F0  F1  F2  F3  .   .   .   B0  F4  B1  F5  B2  .   B3  .   B4  .   B5
@@ -242,56 +238,3 @@ def test_options_that_a_scheme_does_not_have(options, message):
 def test_unknown_scheme_names_the_valid_ones():
     with pytest.raises(ValueError, match=r"scheme='zigzag'.*weight-stashing"):
         check_name("zigzag")
-
-
-def made_up(seconds, output_bytes=None):
-    outputs = output_bytes or [0] * len(seconds)
-    blocks = (BlockProfile(f"b{n}", s / 3, 2 * s / 3, o, 10 * n) for n, (s, o) in enumerate(zip(seconds, outputs)))
-    return Profile("made up", 32, tuple(blocks))
-
-
-def joined_by(bandwidth, latency=0.0):
-    return Cluster((Level(Link(bandwidth, latency)),))
-
-
-def test_partition_of_one_to_six():
-    cut = partition(made_up([1, 2, 3, 4, 5, 6]), 2, joined_by(1e12))
-    assert cut.cuts == ("b3",)
-    assert cut.slowest_s == pytest.approx(11)
-    assert "b4 - b5" in str(cut)
-
-
-def test_transfers_count_where_there_is_a_neighbour():
-    profile = made_up([3, 3, 3], [4, 100, 7])
-    cut = plan(profile, [1, 3], joined_by(1.0, 1.0))
-    assert [stage.total_s for stage in cut.stages] == pytest.approx([3 + 5, 6 + 5])
-    assert partition(profile, 2, joined_by(1.0)).cuts == ("b0",)  # not after b1, whose output is large
-
-
-@pytest.mark.parametrize("devices", [0, 4])
-def test_more_stages_than_blocks_are_refused(devices):
-    with pytest.raises(ValueError, match=f"num_devices={devices}"):
-        partition(made_up([1, 2, 3]), devices)
-
-
-def test_profiles_survive_json(tmp_path):
-    profile = made_up([0.1, 0.25, 3e-7], [1, 2, 3])
-    assert Profile.from_json(profile.to_json()) == profile
-    profile.save(tmp_path / "p.json")
-    assert Profile.load(tmp_path / "p.json") == profile
-    assert "b2" in str(profile)
-    for text in ("", "{}", '{"blocks": [1]}', "[]"):
-        with pytest.raises(ValueError, match="Not a profile"):
-            Profile.from_json(text)
-
-
-def test_traces_survive_chrome_json(tmp_path):
-    spans = [Span("F", 0, 0, "CPU:0", 10.0, 10.5, 0), Span("B", 1, 0, "CPU:1", 10.5, 11.5, 3)]
-    trace = Trace.of(reversed(spans))
-    assert (trace.stages, trace.duration_s) == (2, 1.5)
-    assert trace.bubble() == pytest.approx(0.5)
-    trace.save(tmp_path / "trace.json")
-    loaded = Trace.load(tmp_path / "trace.json")
-    assert [span[:4] for span in loaded.spans] == [span[:4] for span in trace.spans]
-    assert [span.end_s for span in loaded.spans] == pytest.approx([0.5, 1.5])
-    assert Trace(()).bubble() == 0.0

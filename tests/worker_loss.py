@@ -1,6 +1,6 @@
-"""A process that loses a worker: ``losing.py SIGNAL [METHOD]`` sends it to the second of two in the midst of ``fit``.
+"""A process that loses one of its two workers: ``worker_loss.py SIGNAL [METHOD]``.
 
-Or in the midst of ``evaluate``, or before any other method.
+The second worker is sent SIGNAL in the midst of ``fit`` or ``evaluate``, or before any other METHOD.
 
 Prints, as JSON, what that raised, after how many seconds and refusals to answer, and what is left.
 """

@@ -1,6 +1,6 @@
 """Trains the same networks on worker processes and in this process; prints what came out, one line of JSON a case.
 
-``python on_workers.py WORKERS CASE ...``: a process of its own, for TensorFlow joins one cluster, before all else.
+``python worker_training.py WORKERS CASE ...``: a process of its own, for TensorFlow joins one cluster, before all else.
 """
 
 from __future__ import annotations

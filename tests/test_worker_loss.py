@@ -25,7 +25,7 @@ from pipetrain.cluster.health import NOTICED_S, HealthMonitor, WorkerLost
 from pipetrain.cluster.sockets import peers, sever
 
 ROOT = Path(__file__).parents[1]
-LOSING = Path(__file__).with_name("losing.py")
+SCRIPT = Path(__file__).with_name("worker_loss.py")
 RUN_S = 900  # no run here takes nearly so long, not on a busy machine either; one that hangs is ended
 
 
@@ -98,7 +98,7 @@ def test_a_worker_that_was_started_anew_is_lost_too(impatient, monkeypatch):
 def lost(number: int, method: str = "fit") -> dict:
     """What a process says that lost a worker by this signal."""
     done = subprocess.run(
-        [sys.executable, LOSING, str(number), method],
+        [sys.executable, SCRIPT, str(number), method],
         capture_output=True,
         text=True,
         timeout=300,

@@ -1,4 +1,4 @@
-"""A training process to be killed: ``interrupted.py DIRECTORY RESULT [SCHEME]``.
+"""A training process to be killed: ``killed_training.py DIRECTORY RESULT [SCHEME]``.
 
 Checkpoints come after every second step. ``KILL_AT=n`` kills the process in the midst of its n-th checkpoint: when the
 file is written and not yet renamed. The final weights go to RESULT.

@@ -11,6 +11,8 @@ import pytest
 import tensorflow as tf
 from networks import assert_alike, assert_equal, compiled, fit, fresh
 
+import pipetrain
+
 L = keras.layers
 X, Y = networks.data(70)  # three minibatches of 20, one of 10
 WEIGHTS = np.linspace(0.1, 2, len(X)).astype("float32")
@@ -218,7 +220,7 @@ def test_losses_of_several_outputs(form):
 
 
 SCHEDULES = keras.optimizers.schedules
-OPTIMIZERS = {  # others in test_keras
+OPTIMIZERS = {  # others in test_keras.py
     "CosineDecay": lambda: SGD(SCHEDULES.CosineDecay(0.1, 8, warmup_target=0.2, warmup_steps=2)),
     "PiecewiseConstantDecay": lambda: SGD(SCHEDULES.PiecewiseConstantDecay([2, 5], [0.1, 0.05, 0.01]), momentum=0.9),
     "weight_decay": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
@@ -394,3 +396,28 @@ def test_the_count_of_steps_in_a_batch_callback(scheme):
     )
     train(model, callbacks=[look])
     assert counts == [1, 2, 3, 4]
+
+
+def plain_and_pipeline(make_optimizer, **settings):
+    """An MLP trained by Keras, and its equal as a synchronous pipeline."""
+    plain, model = networks.mlp(), networks.mlp()
+    plain.compile(make_optimizer(plain), networks.crossentropy())
+    pm = pipetrain.PipelineModel(model, cuts=networks.cuts(6, 3), scheme="1f1b", microbatches=1, **settings)
+    pm.compile(make_optimizer(model), networks.crossentropy())
+    return plain, pm
+
+
+@pytest.mark.parametrize("by", ["name", "variable"])
+def test_weights_excluded_from_decay_stay_excluded(by):
+    def optimizer(model):
+        chosen = keras.optimizers.AdamW(0.01, weight_decay=0.5)
+        if by == "name":
+            chosen.exclude_from_weight_decay(var_names=["kernel"])
+        else:
+            chosen.exclude_from_weight_decay(var_list=[model.layers[1].kernel])
+        return chosen
+
+    plain, pm = plain_and_pipeline(optimizer)
+    for model in (plain, pm):
+        fit(model, *networks.data(200))
+    networks.assert_close(pm.get_weights(), plain.get_weights(), 2e-5)

@@ -1,0 +1,199 @@
+"""What layers take: measured, kept in the cache, and told apart from what a busy machine adds."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from unittest.mock import Mock
+
+import keras
+import networks
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import pipetrain
+from pipetrain.compute.graph.blocks import Chain
+from pipetrain.compute.profiling import block_timing, profile_cache, profiler
+from pipetrain.compute.profiling.progress import Progress
+from pipetrain.plan.profile import BlockProfile, Profile
+
+L = keras.layers
+
+
+@pytest.mark.measures
+def test_a_profile_measures_and_touches_nothing():
+    model = keras.Sequential(networks.convolutional_layers())
+    before = [variable.numpy().copy() for variable in model.variables]
+    measured = pipetrain.profile(model, batch_size=16, verbose=False)
+    networks.assert_equal([variable.numpy() for variable in model.variables], before)
+    assert [block.name for block in measured.blocks] == [layer.name for layer in model.layers]
+    convolution = measured.blocks[0]
+    assert convolution.weight_bytes == 4 * (3 * 3 * 3 * 4 + 4)
+    assert convolution.output_bytes == 4 * 16 * 8 * 8 * 4
+    assert convolution.forward_s > 0
+    assert convolution.backward_s > 0
+    assert measured.batch_size == 16
+
+
+class Clock:
+    """Time that passes while a layer sleeps, and a little whenever somebody looks."""
+
+    def __init__(self):
+        self.now_s = 0.0
+
+    def perf_counter(self):
+        self.sleep(1e-6)
+        return self.now_s
+
+    def sleep(self, seconds):
+        self.now_s += seconds
+
+
+class Sleeper(L.Layer):
+    def __init__(self, clock, forward_s=0.0, backward_s=0.0):
+        super().__init__()
+        self.clock, self.forward_s, self.backward_s = clock, forward_s, backward_s
+
+    def call(self, x):
+        def sleep(seconds):
+            self.clock.sleep(float(seconds))
+            return np.float32(0)
+
+        @tf.custom_gradient
+        def slow(x):
+            def gradient(dy):
+                return dy + tf.numpy_function(sleep, [self.backward_s], tf.float32)
+
+            return x + tf.numpy_function(sleep, [self.forward_s], tf.float32), gradient
+
+        outputs = slow(x)
+        outputs.set_shape(x.shape)
+        return outputs
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+@pytest.mark.measures
+def test_the_profile_finds_the_sleepers(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(block_timing, "time", clock)
+    monkeypatch.setattr(profiler, "_others", lambda device: [])  # which would sleep meanwhile
+    layers = [Sleeper(clock, *each) for each in [(), (0.02,), (), (0, 0.03), ()]]
+    model = keras.Sequential([keras.Input((4,)), L.Dense(4), *layers, L.Dense(2)])
+    measured = pipetrain.profile(model, batch_size=8, verbose=False)
+    forward, backward = ([getattr(b, key) for b in measured.blocks] for key in ("forward_s", "backward_s"))
+    assert np.argmax(forward) == 2
+    assert np.argmax(backward) == 4
+    assert forward[2] == pytest.approx(0.02, abs=1e-4)
+    assert backward[4] == pytest.approx(0.03, abs=1e-4)
+    cut = pipetrain.partition(measured, num_devices=2)
+    assert cut.slowest_s < 0.031  # one sleeper a stage
+
+
+def test_the_same_model_is_always_cut_the_same_way():
+    cuts = set()
+    for _ in range(3):
+        pm = pipetrain.PipelineModel(networks.mlp(), stages=3)
+        cuts.add(pm.partition(batch_size=16).cuts)
+    assert len(cuts) == 1
+
+
+def test_a_damaged_profile_cache_is_measured_anew(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = pipetrain.PipelineModel(networks.mlp(), stages=3).partition(batch_size=16)
+    (file,) = (tmp_path / "pipetrain").iterdir()
+    file.write_text(file.read_text()[:100])
+    second = pipetrain.PipelineModel(networks.mlp(), stages=3).partition(batch_size=16)
+    assert first.stages[0].first == second.stages[0].first == "d0"
+    assert len(file.read_text()) > 100
+
+
+def test_the_profile_cache_tells_kernels_apart(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for setting in ("0", "1", "0"):
+        monkeypatch.setenv("TF_ENABLE_ONEDNN_OPTS", setting)
+        pipetrain.PipelineModel(networks.mlp(), stages=3).partition(batch_size=16)
+    assert len(list((tmp_path / "pipetrain").iterdir())) == 2
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_of_two_processes_that_measure_at_once_the_first_ones_profile_counts(links, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if not links:
+        monkeypatch.setattr(Path, "hardlink_to", Mock(side_effect=PermissionError))
+    chain, numbers = Chain(networks.mlp()), itertools.count(1)
+
+    def profile_chain(*_):
+        """While one measures, another does so too, from its beginning to its end."""
+        number = next(numbers)
+        if number == 1:
+            assert profile().blocks[0].forward_s == 2.0
+        return Profile("m", 16, tuple(BlockProfile(block.name, number, 1.0, 0, 0) for block in chain.blocks))
+
+    def profile():
+        return profile_cache.cached_profile(chain, 16, ((networks.FEATURES,),), "CPU:0")
+
+    monkeypatch.setattr(profile_cache, "profile_chain", profile_chain)
+    mine, later = profile(), profile()
+    assert mine == later
+    assert mine.blocks[0].forward_s == 2.0
+    assert next(numbers) == 3
+    assert len(list((tmp_path / "pipetrain").iterdir())) == 1
+
+
+@pytest.mark.measures
+def test_a_noisy_machine_is_measured_longer_and_said_so():
+    rng = np.random.default_rng(0)
+    steady, timing = block_timing._until_steady(lambda: block_timing.TimedBlocks([0.01], [0.02], 0.03, []))
+    assert timing == pytest.approx((0.06, 0.0))
+    assert len(steady) == block_timing.WALKS
+    noisy, timing = block_timing._until_steady(
+        lambda: block_timing.TimedBlocks([rng.choice([0.1, 0.3])], [0.0], 0.0, [])
+    )
+    assert timing.error_s > block_timing.STEADY * timing.median_s
+    assert sum(each.whole for each in noisy) == pytest.approx(block_timing.AT_MOST_S, abs=0.3)
+    profile = Profile("m", 1, (BlockProfile("b", 0.1, 0.1, 0, 0),), spread=0.2)
+    assert "(within 20%)" in str(profile)
+    assert "too busy" in str(profile)
+    assert Profile.from_json(profile.to_json()) == profile
+
+
+class Counted(L.Dense):
+    """Counts how often the gradient of its inputs is computed, by an operation that TensorFlow may leave out."""
+
+    def call(self, x):
+        def counted(dx):
+            self.count = getattr(self, "count", 0) + 1
+            return dx
+
+        @tf.custom_gradient
+        def same(x):
+            return tf.identity(x), lambda dy: tf.ensure_shape(
+                tf.numpy_function(counted, [dy], tf.float32, stateful=False), dy.shape
+            )
+
+        return super().call(same(x))
+
+
+def test_a_backward_timed_on_a_worker_has_both_its_products():
+    """Of weights and of inputs; the latter nothing reads there."""
+    counting = Counted(8)
+    model = keras.Sequential([keras.Input((8,)), L.Dense(8), counting, L.Dense(8)])
+    placed, _ = profiler._placed(Chain(model), 4, ((8,),), "/device:CPU:0", Progress("", 0))
+    once = block_timing._timed_there(placed, "/device:CPU:0")
+    before = counting.count
+    for _ in range(5):
+        once()
+    assert counting.count == before + 5
+
+
+def test_bytes_of_a_block_whose_first_dimension_is_not_the_batch():
+    x = keras.Input((8, 8, 4))
+    windows = keras.ops.reshape(x, (-1, 16, 4))
+    inner = L.Dense(4, name="inner")(windows)
+    model = keras.Model(x, L.Dense(2)(L.Flatten()(keras.ops.reshape(inner, (-1, 8, 8, 4)))))
+    profile = pipetrain.profile(model, batch_size=3, verbose=False)
+    sizes = {block.name: block.output_bytes for block in profile.blocks}
+    assert sizes["inner"] == 3 * 8 * 8 * 4 * 4
