@@ -1,1 +1,1 @@
-"""Refusals: what would go wrong later is named before training starts. Whatever it is that is refused has a module."""
+"""Refusals: what would go wrong later is named before training starts. There is a module for each kind of thing."""
