@@ -94,7 +94,7 @@ def cut_network(count: int) -> list[Stage]:
 
 def train(stages: list[Stage], x: tf.Tensor, y: tf.Tensor) -> None:
     """One minibatch through all stages and back."""
-    from pipetrain.compute.functions.stage import BoundaryTensors, Step
+    from pipetrain.compute.functions.stage_values import BoundaryTensors, Step
     from pipetrain.compute.functions.weight_binding import Newest
 
     values, kept, gradients = BoundaryTensors([x], [None]), [], [1.0]

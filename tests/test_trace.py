@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import pipetrain
-from pipetrain.compute.functions.stage import Inputs, Stage
+from pipetrain.compute.functions.stage import Stage
+from pipetrain.compute.functions.stage_values import Inputs
 from pipetrain.compute.gc_pause import gc_paused
 from pipetrain.run import channels, control, pipeline
 from pipetrain.trace.idle import Idle, idle, pauses

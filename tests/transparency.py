@@ -8,7 +8,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from pipetrain.compute.functions.stage import BoundaryTensors, Stage
+from pipetrain.compute.functions.stage import Stage
+from pipetrain.compute.functions.stage_values import BoundaryTensors
 from pipetrain.compute.functions.weight_binding import Newest
 from pipetrain.compute.graph.blocks import Chain
 

@@ -9,7 +9,7 @@ from typing import Any
 from pipetrain.plan.cluster import size_bytes
 
 
-def positive(text: str) -> float:
+def positive_number(text: str) -> float:
     """A finite number above 0."""
     try:
         value = float(text)
@@ -22,7 +22,7 @@ def positive(text: str) -> float:
 
 def share(text: str) -> float:
     """A finite number from 0 up."""
-    return 0.0 if text == "0" else positive(text)
+    return 0.0 if text == "0" else positive_number(text)
 
 
 def count(text: str) -> int:

@@ -10,7 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import tensorflow as tf
 
 from pipetrain.compute.cores import is_remote
-from pipetrain.compute.functions.stage import BoundaryTensors
+from pipetrain.compute.functions.stage_values import BoundaryTensors
 from pipetrain.run.global_norm import GlobalNorm
 from pipetrain.run.mailbox import Mailbox
 from pipetrain.run.reduction import Reduction

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from pipetrain.compute.functions.stage import BoundaryTensors
+from pipetrain.compute.functions.stage_values import BoundaryTensors
 from pipetrain.run.messages import Output, Updated
 
 

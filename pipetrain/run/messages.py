@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from pipetrain.compute.functions.stage import BoundaryTensors
+from pipetrain.compute.functions.stage_values import BoundaryTensors
 
 
 class Microbatch(NamedTuple):

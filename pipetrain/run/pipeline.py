@@ -15,7 +15,8 @@ import tensorflow as tf
 
 from pipetrain.compute.cores import is_remote
 from pipetrain.compute.functions.inference import Replica
-from pipetrain.compute.functions.stage import BoundaryTensors, Stage
+from pipetrain.compute.functions.stage import Stage
+from pipetrain.compute.functions.stage_values import BoundaryTensors
 from pipetrain.run.channels import Channels, Destination, Receiver, Sender, joined, take
 from pipetrain.run.collector import Collector, Result, Snapshot
 from pipetrain.run.control import Control

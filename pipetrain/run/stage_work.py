@@ -10,13 +10,13 @@ import tensorflow as tf
 
 from pipetrain.compute.functions.inference import Replica
 from pipetrain.compute.functions.penalties import as_mean
-from pipetrain.compute.functions.stage import (
+from pipetrain.compute.functions.stage import Stage
+from pipetrain.compute.functions.stage_values import (
     BackwardResult,
     BoundaryTensors,
     Forward,
     Inputs,
     SavedForBackward,
-    Stage,
     Step,
 )
 from pipetrain.compute.functions.weight_binding import Newest

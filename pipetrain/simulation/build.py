@@ -17,9 +17,10 @@ from pipetrain.schemes.actions import OPERATIONS, SENT, Action
 from pipetrain.schemes.schedules import groups_of
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.splitting import microbatch_rows, rows_of
-from pipetrain.simulation.events import NOTHING, Record, Station, Wire, Work
+from pipetrain.simulation.journal import Record
 from pipetrain.simulation.network import Network
 from pipetrain.simulation.reduction import Ring, Server
+from pipetrain.simulation.stations import NOTHING, Station, Wire, Work
 from pipetrain.trace.columns import Names
 from pipetrain.trace.trace import Spans, Trace, Transfers
 

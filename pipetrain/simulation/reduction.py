@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipetrain.simulation.events import Due
 from pipetrain.simulation.network import Network, Route
+from pipetrain.simulation.stations import Due
 
 REDUCTIONS = ("ring", "server")
 

@@ -15,8 +15,9 @@ from pipetrain.schemes.table import DATA_PARALLEL, SCHEMES, check_name
 from pipetrain.schemes.table import scheme as chosen_scheme
 from pipetrain.schemes.validation import check
 from pipetrain.simulation.build import Options, StationBuilder
-from pipetrain.simulation.events import Caller, Simulation
+from pipetrain.simulation.events import Simulation
 from pipetrain.simulation.reduction import REDUCTIONS
+from pipetrain.simulation.stations import Caller
 from pipetrain.simulation.vectorized import VectorizedSimulation, suits
 from pipetrain.trace.trace import Trace
 

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from pipetrain.plan.cluster import Cluster
 from pipetrain.schemes.validation import ScheduleError
-from pipetrain.simulation.events import Caller, Record, Seconds, Station
+from pipetrain.simulation.journal import Record, Seconds
+from pipetrain.simulation.stations import Caller, Station
 
 AT_ONCE = 30  # stations that have something to do, on average, from which on arrays are faster than a heap
 Numbers = NDArray[Any]

@@ -10,7 +10,8 @@ import tensorflow as tf
 
 from pipetrain.compute.functions.penalties import summed_over_rows, total_penalty
 from pipetrain.compute.functions.split import specs
-from pipetrain.compute.functions.stage import BoundaryTensors, Forward, Stage, state_of
+from pipetrain.compute.functions.stage import Stage, state_of
+from pipetrain.compute.functions.stage_values import BoundaryTensors, Forward
 from pipetrain.compute.functions.weight_binding import Newest, Weights, any_rows, direct
 from pipetrain.compute.graph.segment import Segment
 from pipetrain.compute.keras_private import mask_of

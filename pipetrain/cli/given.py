@@ -1,0 +1,97 @@
+"""What planning and simulating start from: a profiled model, devices, and how it is to be trained."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from pipetrain.cli.argument_types import count, input_shape, input_shapes, size, slots
+from pipetrain.cli.quiet import start_tensorflow
+from pipetrain.plan.cluster import Cluster
+from pipetrain.plan.memory import Training
+from pipetrain.plan.profile import Profile
+from pipetrain.schemes import table
+
+
+class Given(NamedTuple):
+    """See above."""
+
+    profile: Profile
+    cluster: Cluster
+    training: Training
+
+
+def check_horizon(named: str | Sequence[str] | None, horizon: str) -> None:
+    """Refuse a horizon that none of the schemes has."""
+    chosen = [named] if isinstance(named, str) else named or ["spectrain"]
+    if not any(table.has(each, "horizon") for each in chosen):
+        table.check_options(chosen[0], horizon, False, None)
+
+
+def given(options: argparse.Namespace) -> Given:
+    """Profile the model that the options name. Raises OSError, TypeError, ValueError for what cannot be planned."""
+    check_horizon(options.scheme, options.horizon)
+    cluster = Cluster.load(options.cluster) if options.cluster else None
+    start_tensorflow(options.devices)
+    import keras
+
+    from pipetrain.compute.profiling.profiler import profile
+    from pipetrain.frontend.device_choice import available, described
+
+    device = available()[0]
+    cluster = cluster or described([device])
+    if options.memory is not None:
+        cluster = replace(cluster, memory_bytes=options.memory)
+    model = keras.saving.load_model(options.model, compile=False)
+    scheme = options.scheme if isinstance(options.scheme, str) else "spectrain"
+    gathers = options.slots != 1  # SGD with momentum alone uses each gradient at once
+    training = Training(scheme, options.slots, options.microbatches, options.recompute, options.horizon, gathers)
+    shapes = input_shapes(options.input_shape)
+    return Given(profile(model, options.batch_size, device, sys.stdout.isatty(), shapes), cluster, training)
+
+
+def add_common(command: argparse.ArgumentParser) -> None:
+    """The options of both commands."""
+    command.add_argument("model", type=Path, metavar="MODEL.keras", help="a model that Keras saved")
+    command.add_argument("--devices", type=count, required=True, metavar="N", help="how many devices there are")
+    command.add_argument(
+        "--cluster", type=Path, metavar="FILE", help="how they are joined (default: as here), see below"
+    )
+    command.add_argument(
+        "--batch-size", type=count, default=128, metavar="N", help="rows of a minibatch (default: 128)"
+    )
+    command.add_argument(
+        "--input-shape",
+        type=input_shape,
+        action="append",
+        default=[],
+        metavar="[NAME=]N,N",
+        help="where the model leaves dimensions open: an input's sizes without the batch, such as 64,64,3; given once "
+        "for each input in order, or by name",
+    )
+    command.add_argument("--memory", type=size, metavar="SIZE", help="what a device holds, such as 16GiB")
+    command.add_argument(
+        "--slots",
+        type=slots,
+        default=1,
+        metavar="N",
+        help="optimizer variables a weight: 1 for momentum, 2 for Adam",
+    )
+    command.add_argument(
+        "--microbatches",
+        type=count,
+        default=4,
+        metavar="N",
+        help="for gpipe, 1f1b and 2bw, which has stages - 1 at least (default: 4)",
+    )
+    command.add_argument(
+        "--horizon",
+        choices=table.HORIZONS,
+        default=table.HORIZONS[0],
+        help="how spectrain predicts, which decides on the memory (default: %(default)s)",
+    )
+    command.add_argument("--recompute", action="store_true", help="run forwards again instead of keeping activations")

@@ -1,0 +1,50 @@
+"""``python -m pipetrain plan``: how to train a saved model on several devices, without training it."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from pipetrain.cli.given import add_common, given
+from pipetrain.plan.advice import advise
+from pipetrain.schemes import table
+
+ABOUT = """Plan how to train a saved Keras model on several devices, without training it.
+
+Profiles the model's layers on this machine, cuts it into stages, and says what to expect of one device, of data
+parallelism, of a pipeline, and of a pipeline whose slow stages have several devices.
+"""
+EXAMPLES = """examples:
+  python -m pipetrain plan model.keras --devices 4
+  python -m pipetrain plan model.keras --devices 8 --cluster cluster.json --batch-size 256 --memory 16GiB
+
+a cluster file, for hosts with 4 GPUs each:
+  {"memory": "16GiB",
+   "levels": [{"devices": 4, "bandwidth": "12GB/s", "latency_us": 10},
+              {"bandwidth": "10Gb/s", "latency_us": 50}]}
+"""
+
+
+def add(commands: Any) -> None:
+    """Add the command ``plan``."""
+    command = commands.add_parser(
+        "plan",
+        help="how to train a saved model on several devices",
+        description=ABOUT,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_common(command)
+    command.add_argument(
+        "--scheme",
+        choices=[*table.SCHEMES],
+        default="spectrain",
+        help="decides on the memory (default: spectrain)",
+    )
+    command.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print the plan."""
+    profile, cluster, training = given(options)
+    print(f"{advise(profile, options.devices, cluster, training)}\n{profile.warning}".rstrip())

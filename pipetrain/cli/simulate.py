@@ -1,0 +1,107 @@
+"""``python -m pipetrain simulate``: what training on devices that need not be there would be like."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from pipetrain.cli.argument_types import count, positive_number, share
+from pipetrain.cli.given import add_common, given
+from pipetrain.plan.advice import advise
+from pipetrain.schemes import table
+from pipetrain.simulation.comparison import Comparison, compare
+from pipetrain.simulation.reduction import REDUCTIONS
+
+ABOUT = """Simulate training a saved Keras model on devices that need not be there.
+
+Profiles the model's layers on this machine, cuts it into stages for the devices and links described, and walks the very
+schedules of training through a simulated run: every forward, backward, update and transfer. Says for each scheme the
+samples/s once the pipeline is full, how much of the time devices do nothing (bubble), which stage computes for most and
+for least of it, and how much they wait for what is on its way (transfer).
+"""
+EXAMPLES = """examples:
+  python -m pipetrain simulate model.keras --devices 4 --cluster cluster.json
+  python -m pipetrain simulate model.keras --devices 8 --cluster cluster.json --speed 40 --scheme gpipe --scheme 2bw
+  python -m pipetrain simulate model.keras --devices 4 --scheme spectrain --output trace.json
+
+a cluster file, for hosts with 4 GPUs each, which are joined by a switch: what a GPU sends, and what it receives, has to
+queue at its port; each host has one network card for all its GPUs:
+  {"memory": "16GiB",
+   "levels": [{"devices": 4, "bandwidth": "12GB/s", "latency_us": 10, "contention": "port"},
+              {"bandwidth": "10Gb/s", "latency_us": 50, "contention": "port"}]}
+"contention" may be "none" (each two devices have a link of their own, the default), "port" or "bus" (one transfer at a
+time in all the group). Without a cluster file the devices are joined as this machine's are; if these are logical CPU
+devices, no more of them work at once than it has cores.
+
+Open what --output writes in ui.perfetto.dev.
+"""
+
+
+def add(commands: Any) -> None:
+    """Add the command ``simulate``."""
+    command = commands.add_parser(
+        "simulate",
+        help="what training it on devices that need not be there would be like",
+        description=ABOUT,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_common(command)
+    command.add_argument(
+        "--scheme",
+        choices=table.NAMES,
+        action="append",
+        help="may be given several times (default: single, data-parallel and spectrain)",
+    )
+    command.add_argument(
+        "--minibatches", type=count, default=200, metavar="N", help="how many are trained (default: 200)"
+    )
+    command.add_argument(
+        "--speed",
+        type=positive_number,
+        default=1.0,
+        metavar="X",
+        help="of the devices, this machine's being 1 (default: 1)",
+    )
+    command.add_argument(
+        "--reduction", choices=REDUCTIONS, default=REDUCTIONS[0], help="how devices sum gradients (default: ring)"
+    )
+    command.add_argument(
+        "--slowdown", type=share, default=0.0, metavar="X", help="how much actions' times vary, such as 0.1"
+    )
+    command.add_argument("--seed", type=int, default=0, metavar="N", help="of that variation (default: 0)")
+    command.add_argument("--output", type=Path, metavar="FILE", help="write the trace, or one for each scheme")
+    command.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print what was simulated, and write the traces that are asked for."""
+    made = given(options)
+    chosen = options.scheme or ["single", table.DATA_PARALLEL, "spectrain"]
+    profile = made.profile.faster(options.speed)
+    comparison = compare(
+        profile,
+        options.devices,
+        chosen,
+        made.cluster,
+        made.training,
+        minibatches=options.minibatches,
+        reduction=options.reduction,
+        slowdown=options.slowdown,
+        seed=options.seed,
+    )
+    if options.output:
+        _save(comparison, options.output)
+    title = f"{profile.model}: batch {profile.batch_size}, {options.minibatches} minibatches simulated"
+    parts = [title, comparison]
+    if not options.scheme:
+        advice = advise(profile, options.devices, made.cluster, made.training)
+        parts += ["", f"Recommended by the cost model: {advice.recommended}. {advice.reason}"]
+    print("\n".join(map(str, [*parts, made.profile.warning])).rstrip())
+
+
+def _save(comparison: Comparison, output: Path) -> None:
+    """One trace there; several in files beside it that have the schemes' names."""
+    for scheme, trace in comparison.traces.items():
+        trace.save(output if len(comparison.traces) == 1 else output.with_stem(f"{output.stem}-{scheme}"))
