@@ -157,7 +157,7 @@ def test_interrupted_again_and_again_one_object_trains(scheme, undisturbed):
     assert_trains_as_undisturbed(pm, weights, want)
 
 
-@pytest.mark.parametrize("moment", by_default(range(MOMENTS), 7, 17))
+@pytest.mark.parametrize("moment", by_default(range(MOMENTS), 11))
 def test_interrupted_while_it_is_profiled(moment, undisturbed, tmp_path, monkeypatch):
     """What is measured decides on the cut, which is of no consequence to what a synchronous scheme comes to."""
     want = undisturbed("1f1b", "fit")

@@ -84,9 +84,9 @@ how = {
 }
 
 
-@settings(max_examples=20, **how)
+@settings(max_examples=12, **how)  # among the first twelve is every kind of step that is among the first twenty
 @given(random_models.recipes())
-def test_twenty_random_models_learn_as_in_plain_keras(recipe):
+def test_twelve_random_models_learn_as_in_plain_keras(recipe):
     check(recipe)
 
 

@@ -62,7 +62,7 @@ def test_asynchronous_schemes_equal_the_reference(scheme, stages):
     compare(reference.Settings(scheme, constantly(0.05)), stages, optimizers.SGD(0.05, momentum=0.9))
 
 
-@pytest.mark.parametrize("name", PREDICTED)
+@pytest.mark.parametrize("name", networks.by_default(PREDICTED, "nesterov", "decay", "adamw", "rmsprop momentum"))
 def test_predictions_of_every_optimizer_at_changing_rates(name):
     """The rate changes between two steps of a fit: predictions go by that of the last step."""
     optimizer, expected = PREDICTED[name]
