@@ -72,7 +72,7 @@ def test_learning_rates_travel_with_the_minibatch():
     networks.assert_close(pm.get_weights(), single.get_weights())
 
 
-@pytest.mark.parametrize("scheme", networks.by_default(SCHEMES, "spectrain", "gpipe", "2bw"))
+@pytest.mark.parametrize("scheme", networks.by_default(SCHEMES, "spectrain", "2bw"))
 def test_logs_are_those_of_their_own_minibatch(scheme):
     """With a learning rate of zero every loss is known beforehand, so the running means are too."""
     x, y = networks.data(7 * BATCH + 3)

@@ -78,7 +78,10 @@ def test_horizons_with_adamw(scheme):
     compare(settings, 4, optimizers.AdamW(2e-3, weight_decay=0.1))
 
 
-@pytest.mark.parametrize("scheme", ["weight-stashing", "vertical-sync", "spectrain", "2bw"])
+@pytest.mark.parametrize(
+    "scheme",
+    networks.by_default(["weight-stashing", "vertical-sync", "spectrain", "2bw"], "vertical-sync", "spectrain", "2bw"),
+)
 def test_corrections_equal_the_reference(scheme):
     """Spike compensation and rescaled rates, both at once where a scheme has both."""
     steps = None if scheme == "2bw" else 40
@@ -92,7 +95,7 @@ def test_rescaled_rates_of_a_schedule_and_another_optimizer():
     compare(settings, 4, optimizers.Adam(schedule), rescale_steps=40)
 
 
-@pytest.mark.parametrize("microbatches", [5, 8])
+@pytest.mark.parametrize("microbatches", networks.by_default([5, 8], 5))
 def test_2bw_of_any_number_of_microbatches(microbatches):
     """Batches of 16 rows, and a short one in the midst, of fewer rows than microbatches."""
     x, y = networks.data(rows=12 * BATCH)
