@@ -167,7 +167,7 @@ def test_a_skip_is_carried_through_every_stage_it_passes_and_counted():
 
 def test_frozen_layers_get_no_gradients():
     chain = Chain(frozen_start())
-    assert [sum(chain.segment(end, end + 1).flows) for end in range(4)] == [0, 0, 0, 1]
+    assert [sum(chain.segment(end, end + 1).differentiable) for end in range(4)] == [0, 0, 0, 1]
 
 
 def test_names_of_nested_layers():
