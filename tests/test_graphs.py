@@ -214,9 +214,10 @@ def test_dictionaries_masks_and_several_losses_train_as_in_plain_keras(weighted,
     weights = {"kind": np.linspace(0, 1, 150), "size": np.linspace(1, 0, 150)} if weighted else None
     keras.utils.set_random_seed(0)
     plain = compiled(many_inputs_and_outputs())
-    pm = pipetrain.PipelineModel(
-        keras.models.clone_model(plain), stages=3, scheme="gpipe", microbatches=1, recompute=recompute
-    )
+    model = keras.models.clone_model(plain)
+    names = [block.name for block in Chain(model).blocks]
+    cuts = (names[0], names[4])
+    pm = pipetrain.PipelineModel(model, cuts=cuts, scheme="gpipe", microbatches=1, recompute=recompute)
     pm.set_weights(plain.get_weights())
     compiled(pm)
     settings = {"sample_weight": weights, "batch_size": 32, "epochs": 2, "shuffle": False, "verbose": 0}
