@@ -42,7 +42,7 @@ class HalfWayStage(reference.Stage):
 
 
 def test_a_policy_trains_as_its_rule_says(monkeypatch):
-    pm = networks.pipeline(scheme=half_way)
+    pm = networks.pipeline(scheme=half_way, cuts=networks.cuts(6, 4))
     layers = [layer.get_weights() for layer in pm.model.layers]
     x, y = networks.data(200)
     networks.fit(pm, x, y)
@@ -98,7 +98,8 @@ def test_a_schedule_of_two_stages_a_device_equals_the_unsplit_model(microbatches
     x, y = networks.data(110)
     single = networks.mlp()
     single.compile(keras.optimizers.SGD(0.05, momentum=0.9), loss=networks.crossentropy(), metrics=["accuracy"])
-    pm = networks.pipeline(scheme=looped, devices=("CPU:0", "CPU:1"), microbatches=microbatches, recompute=recompute)
+    settings = {"devices": ("CPU:0", "CPU:1"), "microbatches": microbatches, "recompute": recompute}
+    pm = networks.pipeline(scheme=looped, cuts=networks.cuts(6, 4), **settings)
     history = [networks.fit(model, x, y, epochs=2, validation_data=(x, y)).history for model in (single, pm)]
     for name, values in history[0].items():
         np.testing.assert_allclose(history[1][name], values, rtol=1e-5, err_msg=name)

@@ -110,27 +110,27 @@ def profiled(monkeypatch):
     return found
 
 
-CHOSEN = [("spectrain", "dictionary"), ("gpipe", "images"), ("1f1b", "list")]
+DIVIDED = [("gpipe", 1), ("gpipe", 4), ("1f1b", 1), ("1f1b", 4)]
+WAYS = [*DIVIDED, *((scheme, None) for scheme in SCHEMES if scheme not in ("gpipe", "1f1b"))]
+CHOSEN = [(("spectrain", None), "dictionary"), (("gpipe", 4), "images"), (("1f1b", 1), "list")]
 
 
-@pytest.mark.parametrize(("scheme", "name"), networks.combinations(SCHEMES, list(MODELS), default=CHOSEN))
-def test_arrays_say_what_the_inputs_are_like(name, scheme, profiled):
+@pytest.mark.parametrize(("way", "name"), networks.combinations(WAYS, list(MODELS), default=CHOSEN))
+def test_arrays_say_what_the_inputs_are_like(name, way, profiled):
     """Synchronous schemes train as plain Keras does, in one microbatch and in several."""
     make, shapes = MODELS[name]
+    scheme, microbatches = way
     x, y = arrays(name, 24)
-    synchronous = scheme in ("gpipe", "1f1b", "single", "data-parallel")
-    if synchronous:
+    pm = compiled(make(), stages=2, scheme=scheme, microbatches=microbatches)
+    got = networks.fit(pm, x, y, batch_size=8, epochs=2)
+    assert np.isfinite(got.history["loss"]).all()
+    if scheme in ("gpipe", "1f1b", "single", "data-parallel"):
         plain = compiled(make())
         want = networks.fit(plain, x, y, batch_size=8, epochs=2)
-    for pieces in (1, 4) if scheme in ("gpipe", "1f1b") else (None,):
-        pm = compiled(make(), stages=2, scheme=scheme, microbatches=pieces)
-        got = networks.fit(pm, x, y, batch_size=8, epochs=2)
-        assert np.isfinite(got.history["loss"]).all()
-        if synchronous:
-            np.testing.assert_allclose(got.history["loss"], want.history["loss"], rtol=1e-5)
-            networks.assert_close(pm.get_weights(), plain.get_weights())
-            assert pm.evaluate(x, y, verbose=0) == pytest.approx(plain.evaluate(x, y, verbose=0), rel=1e-5)
-            networks.assert_close(pm.predict(x, verbose=0), plain.predict(x, verbose=0))
+        np.testing.assert_allclose(got.history["loss"], want.history["loss"], rtol=1e-5)
+        networks.assert_close(pm.get_weights(), plain.get_weights())
+        assert pm.evaluate(x, y, verbose=0) == pytest.approx(plain.evaluate(x, y, verbose=0), rel=1e-5)
+        networks.assert_close(pm.predict(x, verbose=0), plain.predict(x, verbose=0))
     assert profiled == [shapes] * len(profiled) and (profiled or scheme in ("single", "data-parallel"))
 
 
@@ -355,16 +355,21 @@ def test_a_fixed_batch_and_unknown_dimensions():
     assert costs.blocks[0].output_bytes == 4 * 6 * 9 * 6
 
 
-@pytest.mark.parametrize("command", ["plan", "simulate"])
-def test_shapes_on_the_command_line(command, tmp_path, capsys):
+@pytest.fixture
+def main(tmp_path, capsys):
+    """A command for a model in a file and shapes of its inputs: the exit status and what was said."""
     images().save(tmp_path / "images.keras")
     both("list").save(tmp_path / "both.keras")
 
-    def main(file, *arguments):
+    def main(file, *arguments, command="plan"):
         given = [f"--input-shape={each}" for each in arguments]
         status = command_line.main([command, str(tmp_path / file), "--devices", "6", "--batch-size", "8", *given])
         return status, "".join(capsys.readouterr())
 
+    return main
+
+
+def test_shapes_on_the_command_line(main, capsys):
     assert main("images.keras", "20,16,3")[0] == 0
     assert main("images.keras", "image=20,16,3")[0] == 0
     status, said = main("images.keras")
@@ -377,6 +382,15 @@ def test_shapes_on_the_command_line(command, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main("images.keras", "20x16")
     assert "is no shape, such as 64,64,3" in capsys.readouterr().err
+
+
+def test_shapes_for_a_simulation(main):
+    """Read as those of a plan are."""
+    assert main("images.keras", "20,16,3", command="simulate")[0] == 0
+    status, said = main("images.keras", command="simulate")
+    assert status == 2 and "input 'image' of shape (None, None, None, 3)" in said
+    status, said = main("both.keras", "8,9,4", "7", "2", command="simulate")
+    assert status == 2 and "Received: " in said and "Try " in said
 
 
 def test_a_sequential_model_is_asked_for_its_shape_too():

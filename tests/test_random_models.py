@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 import random_models
-from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 
 import pipetrain
 from pipetrain.compute.graph.blocks import Chain
@@ -78,20 +78,22 @@ def check(recipe):
 
 how = {
     "deadline": None,
-    "derandomize": True,
+    "database": None,
     "phases": (Phase.explicit, Phase.generate),  # a model takes seconds, and shrinking one hundreds of models
     "suppress_health_check": list(HealthCheck),
 }
 
 
-@settings(max_examples=20, **how)
+@seed(1973)  # whose twelve models have every kind of step but one
+@settings(max_examples=12, **how)
 @given(random_models.recipes())
-def test_twenty_random_models_learn_as_in_plain_keras(recipe):
+def test_twelve_random_models_learn_as_in_plain_keras(recipe):
     check(recipe)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
+@seed(0)
 @settings(max_examples=200, **how)
 @given(random_models.recipes())
 def test_two_hundred_random_models_learn_as_in_plain_keras(recipe):

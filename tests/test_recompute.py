@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 import pipetrain
+from pipetrain.schemes import table
 
 L = keras.layers
 SCHEMES = ["vanilla", "weight-stashing", "vertical-sync", "spectrain", "2bw", "gpipe", "1f1b"]
@@ -96,7 +97,8 @@ def trained(layer, scheme, recompute, steps=6):
     x = keras.Input((networks.FEATURES,))
     y = layer(L.Dense(6, "tanh", name="first")(x))
     model = keras.Model(x, L.Dense(networks.CLASSES, name="last")(L.Dense(6, "tanh", name="middle")(y)))
-    pm = pipetrain.PipelineModel(model, cuts=("middle",), scheme=scheme, recompute=recompute, microbatches=2)
+    microbatches = 2 if table.SCHEMES[scheme].splits else None
+    pm = pipetrain.PipelineModel(model, cuts=("middle",), scheme=scheme, recompute=recompute, microbatches=microbatches)
     pm.compile(keras.optimizers.SGD(0.05, momentum=0.9), networks.crossentropy())
     networks.fit(pm, *networks.data(20 * steps))
     return pm.get_weights()

@@ -116,26 +116,26 @@ def test_replicas_of_a_stage_stay_bitwise_equal():
             networks.assert_equal(other.weights(), first.weights())
 
 
-@pytest.mark.parametrize(("stage", "replica"), [(0, 1), (1, 0), (2, 1)])
-def test_an_exception_in_a_replica_names_it_and_leaves_no_thread(stage, replica, monkeypatch):
+def test_an_exception_in_a_replica_names_it_and_leaves_no_thread(monkeypatch):
     x, y = networks.data(100)
     pm = networks.pipeline(cuts=networks.cuts(6, 3), replicas=(2, 2, 2))
     pm.fit(x, y, batch_size=16, verbose=0)
-    broken = pm._strategy._stages.replicas[stage][replica]
     original = Stage.backward
+    for stage, replica in ((0, 1), (1, 0), (2, 1)):
+        broken = pm._strategy._stages.replicas[stage][replica]
 
-    def backward(self, *args):
-        if self is broken:
-            raise KeyError("boom")
-        return original(self, *args)
+        def backward(self, *args, broken=broken):
+            if self is broken:
+                raise KeyError("boom")
+            return original(self, *args)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Stage, "backward", backward)
-        with pytest.raises(KeyError, match="boom") as caught:
-            pm.fit(x, y, batch_size=16, verbose=0)
-    assert f"stage {stage}, replica {replica}, backward of minibatch 0" in "\n".join(caught.value.__notes__)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("pipetrain")]
-    assert np.isfinite(pm.fit(x, y, batch_size=16, verbose=0).history["loss"]).all()
+        with monkeypatch.context() as patch:
+            patch.setattr(Stage, "backward", backward)
+            with pytest.raises(KeyError, match="boom") as caught:
+                pm.fit(x, y, batch_size=16, verbose=0)
+        assert f"stage {stage}, replica {replica}, backward of minibatch 0" in "\n".join(caught.value.__notes__)
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("pipetrain")]
+        assert np.isfinite(pm.fit(x, y, batch_size=16, verbose=0).history["loss"]).all()
 
 
 def test_statistics_are_averaged_and_dropout_differs_between_replicas():

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -136,11 +137,19 @@ def pipeline(scheme):
     return networks.pipeline(cuts=networks.cuts(6, STAGES), scheme=scheme, microbatches=pieces)
 
 
-@pytest.mark.parametrize("scheme", CALLS)
-def test_eager_operations_and_bytes_of_a_minibatch(scheme, monkeypatch):
+@cache
+def measured(scheme):
+    """A trained pipeline and its work on a minibatch, once for all tests."""
     pm = pipeline(scheme)
     train(pm, 8)  # traces
-    calls, moved, _ = Work(monkeypatch).per_minibatch(pm)
+    with pytest.MonkeyPatch.context() as patched:
+        return pm, *Work(patched).per_minibatch(pm)
+
+
+@pytest.mark.parametrize("scheme", CALLS)
+def test_eager_operations_and_bytes_of_a_minibatch(scheme):
+    pm, calls, moved, _ = measured(scheme)
+    moved = dict(moved)
     expected, pieces = CALLS[scheme], 2 if scheme == "1f1b" else 1
     caller = threading.current_thread().name
     stages = [f"pipetrain stage {stage}" for stage in range(STAGES)]
@@ -158,10 +167,8 @@ def test_eager_operations_and_bytes_of_a_minibatch(scheme, monkeypatch):
 
 
 @pytest.mark.parametrize("scheme", HELD)
-def test_tensors_that_python_holds_of_a_minibatch(scheme, monkeypatch):
-    pm = pipeline(scheme)
-    train(pm, 8)
-    _, _, held = Work(monkeypatch).per_minibatch(pm)
+def test_tensors_that_python_holds_of_a_minibatch(scheme):
+    *_, held = measured(scheme)
     expected = HELD[scheme]
     stages = [f"pipetrain stage {stage}" for stage in range(STAGES)]
     first = {CALL: expected.stage[CALL] - 1}

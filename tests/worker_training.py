@@ -1,5 +1,7 @@
 """Trains the same networks on worker processes and in this process; prints what came out, one line of JSON a case.
 
+The case ``join`` says what was joined and how it ended instead.
+
 ``python worker_training.py WORKERS CASE ...``: a process of its own, for TensorFlow joins one cluster, before all else.
 """
 
@@ -22,6 +24,28 @@ if TYPE_CHECKING:
     import numpy as np
 
 ROWS, BATCH = 96, 16
+
+
+def joined(workers: pipetrain.LocalWorkers, devices: list[str]) -> dict:
+    """What is known of the workers, and what joining others says."""
+    from pipetrain.cluster.connection import about
+    from pipetrain.frontend.device_choice import available, described
+
+    cluster = described(devices)
+    try:
+        pipetrain.connect(workers.addresses[:1])
+    except RuntimeError as error:
+        other = str(error)
+    return {
+        "devices": devices,
+        "again": pipetrain.connect(workers.addresses),
+        "available": available(),
+        "cores": [about(task)["cores"] for task in range(len(devices))],
+        "bandwidth": cluster.link(0, 1).bandwidth_bytes_per_s,
+        "latency_s": cluster.link(0, 1).latency_s,
+        "processors": cluster.processors,
+        "other": other,
+    }
 
 
 def settings(case: str, workers: int) -> dict:
@@ -96,8 +120,12 @@ if __name__ == "__main__":
 
         from pipetrain import callbacks
 
-        for each in cases:
+        facts = joined(running, remote) if "join" in cases else {}
+        for each in (each for each in cases if each != "join"):
             here, said_here = trained(each, count, ["CPU:0"])
             there, said_there = trained(each, count, remote)
             result = {"case": each, "weights": difference(here, there), "said": difference(said_here, said_there)}
             print(json.dumps(result), flush=True)
+    if facts:
+        facts["statuses"] = [process.returncode for process in running.processes]
+        print(json.dumps({"case": "join", **facts}), flush=True)
