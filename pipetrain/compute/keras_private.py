@@ -50,7 +50,7 @@ def is_own(kind: type) -> bool:
 
 def keeps_call(kind: type[keras.Model]) -> bool:
     """Whether a class of models leaves ``call`` to Keras, so that its calls are those of its recorded graph."""
-    return kind.call.__module__.startswith("keras.src.models.")
+    return bool(kind.call.__module__.startswith("keras.src.models."))
 
 
 def weights_of(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
