@@ -102,10 +102,10 @@ Profiled = Callable[[int], Profile]  # of so many rows
 
 def profiles(model: str, device: Device) -> Profiled:
     """The network's profile by rows."""
-    from pipetrain.compute.profiling.operation_count import works
+    from pipetrain.compute.profiling.operation_count import operation_counts
 
     network = models.build(model, INPUTS[model], CLASSES.get(model, 10))
-    return lambda rows: roofline(model, rows, works(network, rows), device)
+    return lambda rows: roofline(model, rows, operation_counts(network, rows), device)
 
 
 def outcomes(

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 import pipetrain
 from pipetrain.compute.graph.blocks import Chain
-from pipetrain.compute.profiling import block_timing, profile_cache, profiler
+from pipetrain.compute.profiling import block_passes, block_timing, profile_cache, profiler
 from pipetrain.compute.profiling.progress import Progress
 from pipetrain.plan.profile import BlockProfile, Profile
 
@@ -78,7 +78,7 @@ class Sleeper(L.Layer):
 @pytest.mark.measures
 def test_the_profile_finds_the_sleepers(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(block_timing, "time", clock)
+    monkeypatch.setattr(block_passes, "time", clock)
     monkeypatch.setattr(profiler, "_others", lambda device: [])  # which would sleep meanwhile
     layers = [Sleeper(clock, *each) for each in [(), (0.02,), (), (0, 0.03), ()]]
     model = keras.Sequential([keras.Input((4,)), L.Dense(4), *layers, L.Dense(2)])
@@ -146,11 +146,11 @@ def test_of_two_processes_that_measure_at_once_the_first_ones_profile_counts(lin
 @pytest.mark.measures
 def test_a_noisy_machine_is_measured_longer_and_said_so():
     rng = np.random.default_rng(0)
-    steady, timing = block_timing._until_steady(lambda: block_timing.TimedBlocks([0.01], [0.02], 0.03, []))
+    steady, timing = block_timing._until_steady(lambda: block_passes.TimedBlocks([0.01], [0.02], 0.03, []))
     assert timing == pytest.approx((0.06, 0.0))
-    assert len(steady) == block_timing.WALKS
+    assert len(steady) == block_timing.PASSES
     noisy, timing = block_timing._until_steady(
-        lambda: block_timing.TimedBlocks([rng.choice([0.1, 0.3])], [0.0], 0.0, [])
+        lambda: block_passes.TimedBlocks([rng.choice([0.1, 0.3])], [0.0], 0.0, [])
     )
     assert timing.error_s > block_timing.STEADY * timing.median_s
     assert sum(each.whole for each in noisy) == pytest.approx(block_timing.AT_MOST_S, abs=0.3)
@@ -182,7 +182,7 @@ def test_a_backward_timed_on_a_worker_has_both_its_products():
     counting = Counted(8)
     model = keras.Sequential([keras.Input((8,)), L.Dense(8), counting, L.Dense(8)])
     placed, _ = profiler._placed(Chain(model), 4, ((8,),), "/device:CPU:0", Progress("", 0))
-    once = block_timing._timed_there(placed, "/device:CPU:0")
+    once = block_passes.remote_pass(placed, "/device:CPU:0")
     before = counting.count
     for _ in range(5):
         once()

@@ -11,7 +11,7 @@ import pytest
 
 import models
 from experiments import speedup
-from pipetrain.compute.profiling.operation_count import analytic, works
+from pipetrain.compute.profiling.operation_count import analytic, operation_counts
 from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.roofline import (
     TESLA_P40,
@@ -106,7 +106,7 @@ def test_counts_are_the_published_ones(name, shape, multiplications, measured_s,
     zeros = lambda self, shape, dtype=None: keras.ops.zeros(shape, dtype)  # noqa: E731
     monkeypatch.setattr(keras.initializers.VarianceScaling, "__call__", zeros)  # drawing them takes seconds
     model = models.build(name, shape, 1000)
-    assert sum(work.flops for work in works(model, 1)) / 2 == pytest.approx(multiplications, rel=0.02)
+    assert sum(work.flops for work in operation_counts(model, 1)) / 2 == pytest.approx(multiplications, rel=0.02)
     if measured_s:
         assert analytic(model, 16, GTX_1080).total_s == pytest.approx(measured_s, rel=0.25)
 
@@ -114,10 +114,10 @@ def test_counts_are_the_published_ones(name, shape, multiplications, measured_s,
 def test_recurrent_and_attention_layers_are_counted():
     words = keras.Input((6, 8))
     lstm = keras.Model(words, keras.layers.LSTM(5, return_sequences=True)(words))
-    assert sum(work.flops for work in works(lstm, 3)) == 2 * 3 * 6 * (8 + 5) * 20
+    assert sum(work.flops for work in operation_counts(lstm, 3)) == 2 * 3 * 6 * (8 + 5) * 20
     attention = keras.Model(words, keras.layers.MultiHeadAttention(2, 4)(words, words))
     projections, scores = 4 * 2 * 3 * 6 * 8 * 8, 2 * 2 * 3 * 2 * 6 * 4 * 6
-    assert sum(work.flops for work in works(attention, 3)) == projections + scores
+    assert sum(work.flops for work in operation_counts(attention, 3)) == projections + scores
 
 
 def test_bytes_are_those_of_a_measured_profile():

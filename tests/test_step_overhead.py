@@ -56,7 +56,7 @@ HELD = {"vanilla": Calls({CALL: 3}, {CALL: 4}, {CALL: 6}), "spectrain": Calls({C
 
 # Functions traced for each stage in its life: the two halves and the backward nested in the first, the backward with
 # the update (the last stage's with the forward, too), and what gives the weights.
-STAGE_TRACES = {"forward": 1, "pull": 1, "backward": 1, "call": 1, "list": 1}
+STAGE_TRACES = {"forward": 1, "differentiate": 1, "backward": 1, "call": 1, "list": 1}
 # Each reads or predicts them in its own call: forward and backward, which are one at the last stage, and what gives
 # them alone. A forward that predicts once the pipeline is full has nothing to predict before: traced both ways.
 WITH_WEIGHTS = {

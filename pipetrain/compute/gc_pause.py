@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Without Python's collector, if it is on: it would walk a graph again and again while that is traced."""
+    """Without Python's collector, if it is on: it would visit all of a graph again and again while that is traced."""
     enabled = gc.isenabled()
     try:
         gc.disable()

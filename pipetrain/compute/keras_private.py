@@ -48,6 +48,11 @@ def is_own(kind: type) -> bool:
     return kind.__module__.startswith("keras.src.")
 
 
+def keeps_call(kind: type[keras.Model]) -> bool:
+    """Whether a class of models leaves ``call`` to Keras, so that its calls are those of its recorded graph."""
+    return bool(kind.call.__module__.startswith("keras.src.models."))
+
+
 def weights_of(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
     """The variables that an optimizer has been built for."""
     return list(optimizer._trainable_variables) if optimizer.built else []

@@ -10,6 +10,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from pipetrain.compute.keras_private import is_own
+
 WHOLE_BATCH = (keras.losses.Dice, keras.losses.Tversky, keras.losses.Circle)  # which look at all rows at once
 
 
@@ -48,8 +50,7 @@ def is_measured(loss: Any) -> bool:
 
 def _goes_by_rows(loss: keras.losses.Loss) -> bool:
     """Whether this is a loss of Keras' that looks at one row at a time."""
-    kind = type(loss)
-    return kind.__module__.startswith("keras.src.") and not isinstance(loss, WHOLE_BATCH)
+    return is_own(type(loss)) and not isinstance(loss, WHOLE_BATCH)
 
 
 def measured_mean(loss: Callable[..., tf.Tensor], targets: Any, outputs: Sequence[Any]) -> bool:

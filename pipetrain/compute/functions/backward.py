@@ -75,7 +75,7 @@ class Backward:
         staleness: tf.Tensor | None,
         total: Gradients | None,
     ) -> Results:
-        """One call. ``given`` are the packed residuals, or what the forward takes: state, flows and constants."""
+        """One call. ``given`` are the packed residuals, or all that the forward takes beside weights."""
         if parts not in self._calls:
             self._calls[parts] = self._bound(self._traced(parts))
         self._begun += parts.runs

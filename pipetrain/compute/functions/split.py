@@ -9,7 +9,7 @@ that nested function captures is exactly what the forward must hand over:
   maximum pooling of a tensor that is there anyway;
 - of a tensor of which it reads nothing but the *shape* (as gradients of sums do, where the number of rows is not
   known), only the shape is handed over: half of what some networks would keep;
-- everything else is a *residual*: returned by the forward, kept, and passed to the backward.
+- everything else is a *residual*: returned by the forward, saved, and passed to the backward.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SplitFunction(NamedTuple):
     input_gradients)``; the gradient of a weight that the outputs do not depend on is None. ``differentiable`` are the
     inputs that want a gradient, ``constants`` those that want none. ``state`` are tensors that training changes without
     gradients (BatchNorm statistics, seeds): they go in, and come out in ``aux``. ``outputs`` are the specs of what is
-    differentiated, ``residuals`` the symbolic tensors that are kept. ``reached`` says on which differentiable inputs
+    differentiated, ``residuals`` the symbolic tensors that are saved. ``reached`` says on which differentiable inputs
     the outputs depend: only these are given a gradient.
     """
 
@@ -56,7 +56,7 @@ def split(
 
     Args:
         run: the computation; ``outputs`` are the floating-point tensors that gradients start from.
-        weights, state, flows: lists of ``tf.TensorSpec``; ``constants`` any nested structure of them.
+        weights, state, differentiable: lists of ``tf.TensorSpec``; ``constants`` any nested structure of them.
         handed: what the forward is to give of its residuals; the backward takes these as they are.
     """
     halves: dict[str, Any] = {}
@@ -68,21 +68,23 @@ def split(
             tape.watch([*weights, *differentiable])
             outputs, aux = run(weights, state, differentiable, constants)
 
-        def pull(output_gradients: list[tf.Tensor]) -> Any:
+        def differentiate(output_gradients: list[tf.Tensor]) -> Any:
             none = [None] * len(weights), [None] * len(differentiable)
-            by_weight, by_flow = (
+            by_weight, by_input = (
                 tape.gradient(outputs, [weights, differentiable], output_gradients) if outputs else none
             )
-            halves["reached"] = [gradient is not None for gradient in by_flow]
-            return by_weight, [tf.convert_to_tensor(gradient) for gradient in by_flow if gradient is not None]
+            halves["reached"] = [gradient is not None for gradient in by_input]
+            return by_weight, [tf.convert_to_tensor(gradient) for gradient in by_input if gradient is not None]
 
         gradients = specs(outputs)
-        nested = tf.function(pull, autograph=False).get_concrete_function(gradients)
+        nested = tf.function(differentiate, autograph=False).get_concrete_function(gradients)
         captures = _Captures(nested, weights)
         halves.update(nested=nested, captures=captures, gradients=gradients)
         return aux, handed(captures.residuals)
 
-    traced = tf.function(forward, autograph=False).get_concrete_function(weights, state, differentiable, constants)
+    traced_forward = tf.function(forward, autograph=False).get_concrete_function(
+        weights, state, differentiable, constants
+    )
     nested, captures = halves["nested"], halves["captures"]
 
     def backward(weights: list[tf.Tensor], residuals: list[tf.Tensor], output_gradients: list[tf.Tensor]) -> Any:
@@ -90,11 +92,13 @@ def split(
         return operations(nested, [*output_gradients, *values], shapes)
 
     residuals = specs(captures.residuals)
-    pulled = tf.function(backward, autograph=False).get_concrete_function(weights, residuals, halves["gradients"])
-    pulled.graph.nested = nested  # its loops' functions are no longer known to TensorFlow once it is gone
+    traced_backward = tf.function(backward, autograph=False).get_concrete_function(
+        weights, residuals, halves["gradients"]
+    )
+    traced_backward.graph.nested = nested  # its loops' functions are no longer known to TensorFlow once it is gone
     return SplitFunction(
-        forward=traced,
-        backward=pulled,
+        forward=traced_forward,
+        backward=traced_backward,
         outputs=halves["gradients"],
         residuals=captures.residuals,
         reached=halves["reached"],
@@ -125,11 +129,11 @@ class _Captures:
             if ref not in known and (tensor.op.name in from_weights or _is_pool_of(tensor, read))
         ]
         known.update(tensor.ref() for tensor in self._derived)
-        self._kept = [tensor for ref, tensor in read.items() if ref not in known]
+        self._saved = [tensor for ref, tensor in read.items() if ref not in known]
         shapes = [(outer, op) for outer, inner in pairs if outer.ref() not in read for op in inner.consumers()]
         self._shape_reads = [op.outputs[0] for _, op in shapes]
         # not int32: on a GPU such tensors live on the host, which functions do not return well
-        self.residuals = [*self._kept, *(tf.shape(outer, tf.int64) for outer, _ in shapes)]
+        self.residuals = [*self._saved, *(tf.shape(outer, tf.int64) for outer, _ in shapes)]
 
     def fill_in(
         self, weights: Sequence[tf.Tensor], residuals: Sequence[tf.Tensor]
@@ -138,8 +142,8 @@ class _Captures:
 
         None for those of which only the shape is read, and the shapes by the names of the tensors that hold them.
         """
-        kept, shapes = residuals[: len(self._kept)], residuals[len(self._kept) :]
-        given = zip([*self._weights, *self._kept], [*weights, *kept], strict=True)
+        saved, shapes = residuals[: len(self._saved)], residuals[len(self._saved) :]
+        given = zip([*self._weights, *self._saved], [*weights, *saved], strict=True)
         values = {old.ref(): new for old, new in given}
         graph = tf.compat.v1.get_default_graph()
         values.update((tensor.ref(), graph.capture(tensor)) for tensor in self._outer)

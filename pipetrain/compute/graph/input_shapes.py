@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from pipetrain.compute.graph.blocks import in_order, structure_of
+from pipetrain.compute.graph.input_order import in_order, structure_of
 
 Shapes = tuple[tuple[int, ...], ...]  # of a model's inputs in its order, without the batch
 

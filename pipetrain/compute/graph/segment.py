@@ -38,7 +38,7 @@ class Segment(keras.Layer):
         calls: in an order in which they can run.
         reads, writes: the values that come in and go out.
         symbols: the symbolic tensor of every value.
-        flows, returns: which values that come in and go out want a gradient.
+        differentiable, returns: which values that come in and go out want a gradient.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ from pipetrain.compute.graph.segment import Segment
 
 
 class Keeps(NamedTuple):
-    """What a block keeps from forward to backward: bytes that only it knows; of its inputs and outputs, which."""
+    """What a block saves for its backward: bytes that only it has, and which of its inputs and outputs."""
 
     inner_bytes: int
     inputs: list[bool]
@@ -62,7 +62,7 @@ class BlockFunctions:
     def keeps(self, residuals: Sequence[tf.Tensor]) -> Keeps:
         """What these residuals are."""
         pairs = zip(self._halves.residuals, residuals, strict=True)
-        sizes = {symbol.ref(): _kept_bytes(value) for symbol, value in pairs}
+        sizes = {symbol.ref(): _saved_bytes(value) for symbol, value in pairs}
         inputs, outputs = self._traced["inputs"], self._traced["outputs"]
         known = {tensor.ref() for tensor in (*inputs, *outputs)}
         inner_bytes = sum(size for ref, size in sizes.items() if ref not in known)
@@ -87,7 +87,7 @@ def size_bytes(spec: tf.TensorSpec) -> int:
     return int(np.prod(spec.shape.as_list(), dtype=np.int64)) * spec.dtype.size
 
 
-def _kept_bytes(value: tf.Tensor) -> int:
+def _saved_bytes(value: tf.Tensor) -> int:
     """Bytes of a tensor, or of the list that a loop keeps of its steps' tensors, taken to have four bytes a number."""
     if value.dtype == tf.resource:
         return 0
@@ -113,5 +113,5 @@ def either(concrete: Any) -> Callable[..., Any]:
 
 
 def _tensors(concrete: Any) -> int:
-    """How many tensors go in and come out: what a call costs beside its work."""
+    """How many tensors go in and come out: what a call costs beside its operations."""
     return len(concrete.inputs) + len(concrete.outputs)

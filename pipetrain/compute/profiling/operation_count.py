@@ -19,10 +19,10 @@ NOTHING = ("Flatten", "Reshape", "Identity")  # what only gives a tensor another
 
 def analytic(model: keras.Model, batch_size: int, device: Device) -> Profile:
     """The profile of a model on a described device, by counting and a roofline; see ``plan.roofline``."""
-    return roofline(model.name, batch_size, works(model, batch_size), device)
+    return roofline(model.name, batch_size, operation_counts(model, batch_size), device)
 
 
-def works(model: keras.Model, batch_size: int) -> list[Work]:
+def operation_counts(model: keras.Model, batch_size: int) -> list[Work]:
     """What every block does forward for so many rows, and its bytes.
 
     Matrix products are those of dense, convolution, LSTM and attention layers. All else, activations within those

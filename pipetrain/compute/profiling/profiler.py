@@ -17,12 +17,13 @@ from pipetrain.compute.graph.blocks import Block, Chain
 from pipetrain.compute.graph.input_shapes import Shapes, checked_shapes
 from pipetrain.compute.keras_private import is_own
 from pipetrain.compute.profiling.block_functions import BlockFunctions, Keeps, size_bytes, values
-from pipetrain.compute.profiling.block_timing import Placed, sample, walk
+from pipetrain.compute.profiling.block_passes import Placed, sample
+from pipetrain.compute.profiling.block_timing import time_blocks
 from pipetrain.compute.profiling.progress import Progress
 from pipetrain.compute.profiling.workspace import Workspace, workspace
 from pipetrain.plan.profile import BlockProfile, Profile
 
-WINDOW_BYTES = 2**30  # of blocks that are walked together
+WINDOW_BYTES = 2**30  # of blocks that are timed together
 
 
 def profile(
@@ -31,7 +32,7 @@ def profile(
     """Measure every layer's forward and backward seconds, weight bytes, and bytes that cross a cut after it.
 
     The blocks run one after another, all forwards, then all backwards, on random data (zeros for integer inputs):
-    four such walks, or more where the machine is not steady. Each figure is the median less the time of an empty call;
+    four such passes, or more where the machine is not steady. Each figure is the median less the time of an empty call;
     the profile's ``spread`` says how steady they are. The optimizer's step is that of SGD with momentum. The model's
     weights, statistics and seeds are read and never written.
 
@@ -62,7 +63,7 @@ def profile_chain(chain: Chain, batch_size: int, shapes: Shapes, device: str, ve
         placed, costs = _placed(chain, batch_size, shapes, device, progress)
         errors_s = 0.0
         for first, end in _windows(costs):
-            seconds = walk(placed[first:end], device, others)
+            seconds = time_blocks(placed[first:end], device, others)
             errors_s += seconds.error
             weights = max(sum(cost.weight_bytes for cost in costs[first:end]), 1)
             for n, (forward_s, backward_s) in enumerate(zip(seconds.forward, seconds.backward, strict=True), first):
@@ -79,7 +80,7 @@ def profile_chain(chain: Chain, batch_size: int, shapes: Shapes, device: str, ve
 
 
 def _others(device: str) -> list[str]:
-    """Devices that are at work meanwhile: CPU devices beside one, of this process, or of a cluster's workers."""
+    """Devices that are busy meanwhile: CPU devices beside one, of this process, or of a cluster's workers."""
     cpus = [cpu.name for cpu in tf.config.list_logical_devices("CPU") if is_remote(cpu.name) == is_remote(device)]
     others = [cpu for cpu in cpus if device in cpus and cpu != device]
     return others if is_remote(device) else others[: len(cores()) - 1]  # each on a core of its own
@@ -96,9 +97,9 @@ def _placed(
     placed: list[Placed] = []
     costs: list[BlockProfile] = []
     made = dict.fromkeys(chain.crossing(0), 0)  # the block that made each value, or first has it
-    kept: dict[int, int] = {}  # the same, of those that some backward reads
+    saved: dict[int, int] = {}  # the same, of those that some backward reads
     for index, (block, segment) in enumerate(zip(chain.blocks, chain.alone(), strict=True)):
-        # Keras' own layers work alike wherever they stand; others may hold what their settings do not say.
+        # Keras' own layers do the same wherever they stand; others may hold what their settings do not say.
         own = all(is_own(type(call.operation)) for call in block.calls)
         inputs = [like[value] for value in segment.reads]
         key = f"{(own and cost_key(block)) or index}, gradients {segment.differentiable}, {segment.returns}, {inputs}"
@@ -114,7 +115,7 @@ def _placed(
         like.update(zip(segment.writes, outputs, strict=True))
         made.update(dict.fromkeys(segment.writes, index))
         pairs = [*zip(segment.reads, keeps.inputs, strict=True), *zip(segment.writes, keeps.outputs, strict=True)]
-        kept.update((value, made[value]) for value, keep in pairs if keep and value in made)
+        saved.update((value, made[value]) for value, keep in pairs if keep and value in made)
         costs.append(
             BlockProfile(
                 name=block.name,
@@ -128,7 +129,7 @@ def _placed(
             )
         )
         progress.show(len(costs))
-    for value, index in kept.items():
+    for value, index in saved.items():
         more = costs[index].activation_bytes + size_bytes(like[value])
         costs[index] = replace(costs[index], activation_bytes=more)
     return placed, costs
@@ -147,7 +148,7 @@ def _windows(costs: Sequence[BlockProfile]) -> Iterator[tuple[int, int]]:
 
 
 def cost_key(block: Block) -> str | None:
-    """Equal for blocks that do the same work, whatever their names; None where Keras cannot tell a layer's settings."""
+    """Equal for blocks that compute the same, whatever their names; None where Keras cannot tell a layer's settings."""
     keys = []
     for call in block.calls:
         try:

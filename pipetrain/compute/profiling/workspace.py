@@ -1,4 +1,4 @@
-"""What a block's kernels have in memory for themselves while they are at work."""
+"""What a block's kernels have in memory for themselves while they run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import tensorflow as tf
 from pipetrain.compute.functions.split import specs
 from pipetrain.compute.graph.segment import Segment
 from pipetrain.compute.profiling.block_functions import BlockFunctions, size_bytes, values
-from pipetrain.compute.profiling.block_timing import sample
+from pipetrain.compute.profiling.block_passes import sample
 
 BACKWARD = "workspace_backward"  # under which name a step's backward is
 SMALL = 0.05  # kernels' own, as a part of what goes in, that is taken to go with the rows

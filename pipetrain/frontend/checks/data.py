@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from pipetrain.compute.graph.blocks import in_order
+from pipetrain.compute.graph.input_order import in_order
 from pipetrain.compute.graph.segment import adapted
 
 

@@ -1,0 +1,241 @@
+"""One pass over consecutive blocks as a stage would run them: all forwards, all backwards, the optimizer's step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from pipetrain.compute.cores import finish
+from pipetrain.compute.functions.split import specs
+from pipetrain.compute.functions.weight_binding import direct
+from pipetrain.compute.graph.segment import Segment
+from pipetrain.compute.optimizer.update import Update
+from pipetrain.compute.profiling.block_functions import BlockFunctions, either, values
+
+MANY = 33  # tensors of an empty call, beside those of one tensor
+
+
+class Placed(NamedTuple):
+    """A block with its functions, and specs of what goes in and comes out."""
+
+    segment: Segment
+    functions: BlockFunctions
+    inputs: list[tf.TensorSpec]
+    outputs: list[tf.TensorSpec]
+
+
+class TimedBlocks(NamedTuple):
+    """Seconds of one pass; ``calls`` of the empty calls between the blocks, with one tensor and with ``MANY``."""
+
+    forward: list[float]
+    backward: list[float]
+    update: float
+    calls: list[tuple[float, float]]
+
+    @property
+    def whole(self) -> float:
+        """All but the empty calls."""
+        return sum(self.forward) + sum(self.backward) + self.update
+
+
+class _Prepared(NamedTuple):
+    """What a pass needs on its device: inputs by value, weights, state and gradients by block, the optimizer's step."""
+
+    given: dict[int, tf.Tensor]
+    weights: list[list[tf.Tensor]]
+    state: list[list[tf.Tensor]]
+    output_gradients: list[list[tf.Tensor]]
+    copies: list[keras.Variable]
+    update: Callable[[list[Any]], Any]
+
+    @classmethod
+    def on(cls, device: str, blocks: Sequence[Placed]) -> _Prepared:
+        made = {value for block in blocks for value in block.segment.writes}
+        inputs = [pair for block in blocks for pair in zip(block.segment.reads, block.inputs, strict=True)]
+        with tf.device(device):
+            copies = [keras.Variable(tf.zeros(each.shape, each.dtype)) for each in _variables(blocks)]
+            return cls(
+                {value: sample(spec) for value, spec in inputs if value not in made},
+                [values(block.segment.trainable_variables) for block in blocks],
+                [values(block.segment.non_trainable_variables) for block in blocks],
+                [block.functions.ones(block.outputs) for block in blocks],
+                copies,
+                _update(blocks, copies),
+            )
+
+
+def untimed_pass(blocks: Sequence[Placed], device: str) -> Callable[[], None]:
+    """A function that makes one pass in one call: Python would hold up the thread whose blocks are timed."""
+    given, weights, state, output_gradients, _, update = _Prepared.on(device, blocks)
+
+    def run() -> tuple[list[Any], list[Any]]:
+        known = dict(given)
+        saved: list[Any] = []
+        by_weight: list[Any] = []
+        by_input: list[Any] = []
+        for n, block in enumerate(blocks):
+            inputs = [known[value] for value in block.segment.reads]
+            outputs, residuals = block.functions.forward(weights[n], state[n], inputs)
+            known.update(zip(block.segment.writes, outputs, strict=True))
+            saved.append(residuals)
+        for n in range(len(blocks) - 1, -1, -1):
+            gradients, others = blocks[n].functions.backward(weights[n], saved.pop(), output_gradients[n])
+            by_weight[:0] = gradients
+            by_input += others
+        return by_weight, by_input  # what is not returned is not computed
+
+    with tf.device(device):
+        call = direct(tf.function(run, autograph=False).get_concrete_function())
+
+    def once() -> None:
+        with tf.device(device):
+            gradients, _ = call()
+            update(gradients)
+        finish(device)  # calls of another process would queue up there, and keep it busy long after
+
+    return once
+
+
+def local_pass(blocks: Sequence[Placed], device: str) -> Callable[[], TimedBlocks]:
+    """A function that makes one pass and times every call, on a device of this process."""
+    last = {value: n for n, block in enumerate(blocks) for value in block.segment.reads}
+    given, weights, state, output_gradients, _, update = _Prepared.on(device, blocks)
+    with tf.device(device):
+        nothing = [_nothing(count) for count in (1, MANY)]
+
+    def once() -> TimedBlocks:
+        known = dict(given)
+        saved: list[Any] = []
+        gradients: list[Any] = []
+        calls: list[Any] = []
+        forward_s, backward_s = [0.0] * len(blocks), [0.0] * len(blocks)
+        with tf.device(device):
+            for n, block in enumerate(blocks):
+                inputs = [known[value] for value in block.segment.reads]
+                start_s = time.perf_counter()
+                outputs, residuals = block.functions.forward(weights[n], state[n], inputs)
+                forward_s[n] = _since(start_s)
+                saved.append(residuals)
+                known.update(zip(block.segment.writes, outputs, strict=True))
+                for value in block.segment.reads:
+                    if last[value] == n:
+                        del known[value]
+                del inputs, outputs, residuals  # what no backward needs is free for the next block
+                calls.append((_seconds(nothing[0]), _seconds(nothing[1])))
+            for n in range(len(blocks) - 1, -1, -1):
+                residuals = saved.pop()
+                start_s = time.perf_counter()
+                by_weight, _ = blocks[n].functions.backward(weights[n], residuals, output_gradients[n])
+                backward_s[n] = _since(start_s)
+                gradients[:0] = by_weight
+            return TimedBlocks(forward_s, backward_s, _seconds(lambda: update(gradients)), calls)
+
+    return once
+
+
+def remote_pass(blocks: Sequence[Placed], device: str) -> Callable[[], TimedBlocks]:
+    """A function that makes one pass in one call, timed by the process whose device it is.
+
+    Timed from this process, every call would include the way there and back.
+    """
+    given, weights, state, output_gradients, copies, update = _Prepared.on(device, blocks)
+    with tf.device(device):
+        seen = tf.Variable(0.0)
+
+    def run() -> tf.Tensor:
+        known, times = dict(given), [tf.timestamp()]
+        saved: list[Any] = []
+        by_weight: list[Any] = []
+        for n, block in enumerate(blocks):
+            inputs = [known[value] for value in block.segment.reads]
+            outputs, residuals = block.functions.forward(*_from(times[-1], (weights[n], state[n], inputs)))
+            times.append(_after([*outputs, *residuals], seen))
+            known.update(zip(block.segment.writes, outputs, strict=True))
+            saved.append(residuals)
+        for n in range(len(blocks) - 1, -1, -1):
+            gradients, others = blocks[n].functions.backward(
+                *_from(times[-1], (weights[n], saved.pop(), output_gradients[n]))
+            )
+            times.append(_after([*gradients, *others], seen))
+            by_weight[:0] = gradients
+        update(_from(times[-1], by_weight))
+        return tf.stack([*times, _after([copy.value.read_value() for copy in copies], seen)])
+
+    with tf.device(device):
+        call = direct(tf.function(run, autograph=False).get_concrete_function())
+
+    def once() -> TimedBlocks:
+        with tf.device(device):
+            taken = np.diff(tf.nest.flatten(call())[0].numpy()).tolist()
+        count = len(blocks)
+        return TimedBlocks(taken[:count], taken[count : 2 * count][::-1], taken[-1], [(0.0, 0.0)])
+
+    return once
+
+
+def _from(when: tf.Tensor, tensors: Any) -> Any:
+    """The same tensors, but not before this time: so what reads them, inlined or not, cannot begin earlier."""
+    with tf.control_dependencies([when]):
+        return tf.nest.map_structure(tf.identity, tensors)
+
+
+def _after(tensors: Sequence[tf.Tensor], seen: tf.Variable) -> tf.Tensor:
+    """The time when all these are there; to wait for a call alone is to wait for its side effects.
+
+    A number of each goes into a variable: what nothing reads but for its order, TensorFlow would not compute.
+    """
+    present = [each for each in tensors if each is not None]
+    numbers = [each for each in present if each.dtype.is_floating or each.dtype.is_integer]
+    read = [tf.reduce_sum(tf.cast(tf.reshape(each, [-1])[:1], tf.float32)) for each in numbers]
+    with tf.control_dependencies([*map(tf.identity, present), seen.assign(tf.add_n([tf.zeros([]), *read]))]):
+        return tf.timestamp()
+
+
+def _variables(blocks: Sequence[Placed]) -> list[keras.Variable]:
+    return [variable for block in blocks for variable in block.segment.trainable_variables]
+
+
+def _update(blocks: Sequence[Placed], copies: list[keras.Variable]) -> Callable[[list[Any]], Any]:
+    """One step of SGD with momentum on copies of the blocks' variables, from their gradients."""
+    if not copies:
+        return lambda gradients: None
+    optimizer = keras.optimizers.SGD(1e-3, momentum=0.9)
+    optimizer.build(copies)
+    step = Update(optimizer, copies)
+    apply = tf.function(lambda gradients: step.apply(gradients), autograph=False)
+    call = either(apply.get_concrete_function([each for block in blocks for each in block.functions.gradients]))
+
+    def update(gradients: Any, owner: Any = step) -> Any:  # the call alone does not keep the optimizer's variables
+        return call(gradients)
+
+    return update
+
+
+def sample(spec: tf.TensorSpec) -> tf.Tensor:
+    """A tensor like this: normally distributed numbers, or zeros where they are integers."""
+    if spec.dtype.is_floating:
+        return tf.cast(tf.random.stateless_normal(spec.shape, seed=(0, 0)), spec.dtype)
+    return tf.zeros(spec.shape, spec.dtype)
+
+
+def _nothing(count: int) -> Callable[[], Any]:
+    """A call with so many tensors that does nothing."""
+    tensors = [tf.constant(0.0)] * count
+    call = direct(tf.function(lambda *each: each).get_concrete_function(*specs(tensors)))
+    return lambda: call(*tensors)
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    start_s = time.perf_counter()
+    call()
+    return _since(start_s)
+
+
+def _since(start_s: float) -> float:
+    tf.test.experimental.sync_devices()
+    return time.perf_counter() - start_s
