@@ -17,6 +17,7 @@ from pipetrain.checkpoint.position import Position
 from pipetrain.checkpoint.session import FitSession
 from pipetrain.checkpoint.store import Checkpoint, Store
 from pipetrain.plan.text_table import counted
+from pipetrain.schemes.arguments import checked_count
 
 
 class Snapshots(keras.callbacks.Callback):
@@ -33,9 +34,8 @@ class Snapshots(keras.callbacks.Callback):
 
     def __init__(self, every_steps: int, function: Callable[[int, keras.Model], None]) -> None:
         super().__init__()
-        if isinstance(every_steps, bool) or not isinstance(every_steps, int) or every_steps < 1:
-            raise ValueError(f"Snapshots come every so many steps. Received: every_steps={every_steps!r}. Try 20.")
-        self._every_steps, self._function = every_steps, function
+        self._every_steps = checked_count("every_steps", every_steps, "Snapshots come every so many steps", 20)
+        self._function = function
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Ask for the snapshots."""
@@ -81,11 +81,10 @@ class PipelineCheckpoint(keras.callbacks.Callback):
 
     def __init__(self, directory: str | Path, every_steps: int = 100, keep: int = 3, resume: bool = True) -> None:
         super().__init__()
-        for name, value in {"every_steps": every_steps, "keep": keep}.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is a number from 1 up. Received: {name}={value!r}. Try {name}=3.")
-        self._every_steps, self._resume = every_steps, resume
-        self._store = Store(Path(directory).absolute(), keep)
+        self._every_steps = checked_count("every_steps", every_steps, "Checkpoints come every so many steps", 100)
+        self._resume = resume
+        kept = checked_count("keep", keep, "The newest checkpoints are kept, one at least", 3)
+        self._store = Store(Path(directory).absolute(), kept)
         self._resumed: Checkpoint | None = None
         self._signal: int | None = None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from pipetrain.compute.cores import cores
+from pipetrain.schemes.arguments import checked_count
 
 
 def set_cpu_devices(count: int) -> None:
@@ -17,8 +18,7 @@ def set_cpu_devices(count: int) -> None:
         ValueError: count below 1.
         RuntimeError: TensorFlow has already started with another number of CPU devices.
     """
-    if not isinstance(count, int) or count < 1:
-        raise ValueError(f"There must be at least one CPU device. Received: count={count!r}. Try set_cpu_devices(4).")
+    count = checked_count("count", count, "There must be at least one CPU device", 4)
     cpu = tf.config.list_physical_devices("CPU")[0]
     configured = tf.config.get_logical_device_configuration(cpu)
     if configured is not None and len(configured) == count:

@@ -8,12 +8,14 @@ from typing import Any
 import keras
 
 from pipetrain.frontend.checks.optimizer import check_optimizer_kind
+from pipetrain.frontend.checks.options import check_copies
 from pipetrain.frontend.evaluation_mixin import EvaluationMixin
 from pipetrain.frontend.fit_mixin import FitMixin
 from pipetrain.frontend.input_data import DEFAULT_ROWS
 from pipetrain.frontend.saving import SavingMixin
 from pipetrain.frontend.strategies import Options, check, strategy_of
 from pipetrain.plan.stages import Partition
+from pipetrain.schemes.arguments import checked_bool
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.table import HORIZONS, check_name
 from pipetrain.trace.trace import Trace
@@ -38,10 +40,12 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
         model: a Sequential or Functional model: branches, skips, several inputs and outputs, nested models and
             shared layers included. A subclassed model called inside one is a layer that stays whole.
         stages: how many stages (the model is then profiled and cut at the first ``fit``, for inputs like those of its
-            first minibatch), or a ``Partition``. By default one per device. ``single`` always uses one.
+            first minibatch), or a ``Partition``. By default one per device. ``single`` always uses one;
+            ``data-parallel`` has as many copies of the model, each on a device: of those given, as many as these.
         scheme: ``single``, ``data-parallel``, ``vanilla``, ``weight-stashing``, ``vertical-sync``, ``spectrain``,
             ``spike-compensation``, ``2bw``, ``gpipe`` or ``1f1b``; or a ``pipetrain.schemes.Scheme`` of one's own.
-        cuts: instead of ``stages``, the name of the last layer of every stage but the final one.
+        cuts: instead of ``stages``, the name of the last layer of every stage but the final one; of schemes that have
+            several.
         devices: TensorFlow devices, such as ``("CPU:0", "CPU:1")``; by default those of the workers that the program
             has joined, else all logical CPU devices if there are several, else all GPUs. Fewer devices than stages:
             neighbours share.
@@ -97,6 +101,9 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
             rescale_steps,
         )
         check(options)
+        check_copies(stages, devices, check_name(scheme))
+        steps = None if rescale_steps is None else int(rescale_steps)  # checkpoints, being JSON, have no NumPy numbers
+        options = options._replace(spike_compensation=bool(spike_compensation), rescale_steps=steps)
         strategy = strategy_of(model, options)
         with strategy.distribution.scope():
             super().__init__(name=name or model.name)
@@ -137,7 +144,9 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
 
     @exact_trace.setter
     def exact_trace(self, wanted: bool) -> None:
-        self._exact_trace = wanted
+        self._exact_trace = checked_bool(
+            "exact_trace", wanted, "A trace's times are either exact (True) or not (False)"
+        )
 
     def partition(self, batch_size: int = DEFAULT_ROWS, input_shapes: Any = None) -> Partition:
         """How the model is cut: profiled at this batch size, if nothing has decided it yet.

@@ -105,11 +105,17 @@ def crossentropy(**settings):
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True, **settings)
 
 
+def layout(scheme, cuts):
+    """How to say the number of stages: by cuts, where the scheme has any; for data-parallel a copy for each stage."""
+    return {"single": {}, "data-parallel": {"stages": len(cuts) + 1}}.get(str(scheme), {"cuts": cuts})
+
+
 def pipeline(model=None, optimizer=None, **settings):
     """A compiled PipelineModel, the MLP in three stages unless told otherwise."""
     model = mlp() if model is None else model
-    if "stages" not in settings and "cuts" not in settings and settings.get("scheme") != "single":
-        settings["cuts"] = cuts(6, 3)
+    if "stages" not in settings and "cuts" not in settings:
+        copies = settings.get("scheme") == "data-parallel" and settings.get("devices")
+        settings |= {} if copies else layout(settings.get("scheme"), cuts(6, 3))
     pm = pipetrain.PipelineModel(model, **settings)
     pm.compile(optimizer or keras.optimizers.SGD(0.05, momentum=0.9), loss=crossentropy(), metrics=["accuracy"])
     return pm
@@ -129,8 +135,8 @@ def compiled(scheme, make=small, **settings):
     model = make()
     if scheme != "keras":
         pieces = 2 if scheme in ("gpipe", "1f1b") else None
-        first = [layer.name for layer in model.layers if layer.weights][:-1][:2] if scheme != "single" else None
-        model = pipetrain.PipelineModel(model, cuts=first, scheme=scheme, microbatches=pieces)
+        first = [layer.name for layer in model.layers if layer.weights][:-1][:2]
+        model = pipetrain.PipelineModel(model, scheme=scheme, microbatches=pieces, **layout(scheme, first))
     model.compile(**{"optimizer": keras.optimizers.SGD(0.05, momentum=0.9), "loss": crossentropy(), **settings})
     return model
 

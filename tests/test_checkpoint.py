@@ -47,7 +47,8 @@ def model():
 
 def pipeline(optimizer=None, **settings):
     keras.utils.set_random_seed(0)
-    return networks.pipeline(model(), optimizer, **{"stages": 3, **settings})
+    cut = {} if "devices" in settings else {"stages": 3}
+    return networks.pipeline(model(), optimizer, **{**cut, **settings})
 
 
 def arrays():

@@ -292,7 +292,8 @@ def test_a_plainly_trained_model_is_taken_on_with_its_optimizer(scheme):
     plain, model = make("keras", OPTIMIZERS["adam"]), make("keras", OPTIMIZERS["adam"])
     for each in (plain, model):
         fit(each, X, Y)
-    pm = pipetrain.PipelineModel(model, cuts=("d0",), scheme=scheme, devices=("CPU:0", "CPU:1"))
+    how = networks.layout(scheme, ("d0",))
+    pm = pipetrain.PipelineModel(model, scheme=scheme, devices=("CPU:0", "CPU:1"), **how)
     pm.compile(model.optimizer, networks.crossentropy())
     fit(plain, X, Y)
     fit(pm, X, Y)

@@ -385,6 +385,42 @@ def test_more_stages_than_blocks_are_refused(devices):
         partition(made_up([1, 2, 3]), devices)
 
 
+@pytest.mark.parametrize("devices", [2.0, True, "2", None, 0])
+@pytest.mark.parametrize("ask", [partition, advise])
+def test_numbers_of_devices_that_are_none(ask, devices):
+    with pytest.raises(ValueError, match=f"numbers from 1 up. Received: num_devices={devices!r}. Try num_devices=4"):
+        ask(made_up([1, 2, 3]), devices)
+
+
+@pytest.mark.parametrize("replicas", [2, "11", (1, 0), (True, 1), (1.0, 1)])
+def test_replicas_that_are_no_numbers(replicas):
+    with pytest.raises(ValueError, match=r"numbers from 1 up. Received: replicas="):
+        partition(made_up([1, 2, 3]), 2, replicas=replicas)
+
+
+def test_numbers_of_numpy_are_numbers():
+    profile = made_up([1, 2, 3])
+    expected = partition(profile, 3, replicas=(2, 1))
+    assert partition(profile, np.int64(3), replicas=(np.int64(2), np.int32(1))) == expected
+
+
+@pytest.mark.parametrize(
+    ("training", "message"),
+    [
+        (Training("nonsense"), "Unknown scheme. Received: scheme='nonsense'. Try one of: single"),
+        (Training("data-parallel"), "no schedule.*Received: scheme='data-parallel'. Try scheme='single'"),
+        (Training("vanilla", horizon="local"), "horizon='local', scheme='vanilla'"),
+        (Training("gpipe", microbatches=2.0), "training.microbatches=2.0"),
+        (Training(slots=-1), "training.slots=-1"),
+        ("gpipe", "training='gpipe'. Try training=Training"),
+    ],
+)
+@pytest.mark.parametrize("ask", [partition, advise])
+def test_training_that_cannot_be_planned(ask, training, message):
+    with pytest.raises(ValueError, match=message):
+        ask(made_up([1, 2, 3]), 2, training=training)
+
+
 def test_profiles_survive_json(tmp_path):
     profile = made_up([0.1, 0.25, 3e-7], [1, 2, 3])
     assert Profile.from_json(profile.to_json()) == profile

@@ -51,7 +51,7 @@ def test_stages_that_contradict_the_cuts():
         pipetrain.PipelineModel(networks.mlp(6), stages=3, cuts=("d1",))
 
 
-@pytest.mark.parametrize("microbatches", [0, -1, 1.5])
+@pytest.mark.parametrize("microbatches", [0, -1, 1.5, True, "2", np.int64(0), np.float64(2)])
 def test_impossible_numbers_of_microbatches(microbatches):
     with refused("microbatches="):
         pipetrain.PipelineModel(networks.mlp(), stages=2, scheme="gpipe", microbatches=microbatches)
@@ -160,7 +160,7 @@ def test_a_loss_that_microbatches_cannot_rebuild():
         pm.compile("sgd", loss)
 
 
-@pytest.mark.parametrize("replicas", [(2,), (2, 0), (1, 1.5), (1, 1, 1)])
+@pytest.mark.parametrize("replicas", [(2,), (2, 0), (1, 1.5), (1, 1, 1), (True, 1), ("2", 1), 2])
 def test_replicas_are_a_number_for_each_stage(replicas):
     with refused("2 stages.*replicas="):
         pipetrain.PipelineModel(networks.mlp(), stages=2, replicas=replicas)
@@ -181,7 +181,7 @@ def test_cpu_devices_are_fixed_once_tensorflow_runs():
 
 @pytest.mark.parametrize("every_steps", [0, 2.5, True, "4"])
 def test_impossible_numbers_of_steps_between_snapshots(every_steps):
-    with refused(r"every so many steps.*every_steps=.*Try 20"):
+    with refused(r"every so many steps.*every_steps=.*Try every_steps=20"):
         Snapshots(every_steps, print)
 
 
@@ -213,6 +213,52 @@ def test_recomputing_where_there_are_no_stages():
     with refused("recompute=True, scheme='data-parallel'. Try leaving it out"):
         pipetrain.PipelineModel(None, scheme="data-parallel", recompute=True)
     assert pipetrain.PipelineModel(networks.mlp(), stages=1, scheme="data-parallel", recompute=False).built
+
+
+@pytest.mark.parametrize("wrong", ["no", 1, None])
+def test_what_is_on_or_off_is_a_bool(wrong):
+    """A word is true, "no" too."""
+    with refused(f"either.*Received: recompute={wrong!r}. Try recompute=True"):
+        pipetrain.PipelineModel(None, recompute=wrong)
+    with refused(f"either.*Received: spike_compensation={wrong!r}. Try"):
+        pipetrain.PipelineModel(None, spike_compensation=wrong)
+    pm = pipetrain.PipelineModel(networks.small(), stages=2)
+    with refused(f"either.*Received: exact_trace={wrong!r}. Try exact_trace=True"):
+        pm.exact_trace = wrong
+    assert pm.exact_trace is False
+
+
+def test_numbers_of_numpy_are_numbers(tmp_path):
+    """They come from arithmetic on shapes; a checkpoint, which is JSON, has them as Python's."""
+    how = {"stages": 2, "replicas": (np.int64(2), np.int32(1)), "recompute": np.bool_(True)}
+    pm = networks.pipeline(**how, scheme="gpipe", microbatches=np.int64(3))
+    assert pm._strategy.microbatches == 3 and pm._strategy.placement.replicas == (2, 1)
+    pm = networks.pipeline(scheme="vanilla", spike_compensation=np.bool_(True), rescale_steps=np.int64(8))
+    saving = PipelineCheckpoint(tmp_path, every_steps=np.int64(2), keep=np.int64(1))
+    networks.fit(pm, *networks.data(80), callbacks=[saving, Snapshots(np.int64(2), lambda *_: None)])
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000004.npz"]
+
+
+@pytest.mark.parametrize("name", ["every_steps", "keep"])
+@pytest.mark.parametrize("wrong", [0, True, 2.0])
+def test_impossible_numbers_of_checkpoints(name, wrong):
+    with refused(f"checkpoints.*Received: {name}={wrong!r}. Try {name}=".replace("checkpoints", "[Cc]heckpoints")):
+        PipelineCheckpoint("nowhere", **{name: wrong})
+
+
+def test_cuts_of_a_model_that_every_device_has_whole():
+    with refused(r"cuts=\('d1',\), scheme='data-parallel'. Try devices="):
+        pipetrain.PipelineModel(None, scheme="data-parallel", cuts=("d1",))
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_stages_and_devices_that_contradict_each_other_where_each_has_a_copy(stages):
+    devices = ("CPU:0", "CPU:1")
+    with refused(rf"Received: stages={stages}, devices=\('CPU:0', 'CPU:1'\). Try leaving stages out"):
+        pipetrain.PipelineModel(None, stages, "data-parallel", devices=devices)
+    for how in ({"devices": devices}, {"stages": 2}, {"stages": 2, "devices": devices}):
+        pm = pipetrain.PipelineModel(networks.small(), scheme="data-parallel", **how)
+        assert pm._strategy.distribution.num_replicas_in_sync == 2
 
 
 def test_cuts_of_the_unsplit_model():

@@ -337,6 +337,16 @@ def test_every_scheme_is_simulated(scheme):
     [
         ({"scheme": "zigzag"}, "scheme='zigzag'"),
         ({"minibatches": 0}, "minibatches=0"),
+        ({"minibatches": True}, "minibatches=True"),
+        (
+            {"scheme": "vanilla", "microbatches": 4},
+            "microbatches=4, scheme='vanilla'. Try leaving it out, or one of: 2bw",
+        ),
+        ({"scheme": "single", "microbatches": 2}, "microbatches=2, scheme='single'"),
+        ({"scheme": "data-parallel", "microbatches": 2}, "microbatches=2, scheme='data-parallel'"),
+        ({"scheme": SCHEMES["vanilla"]._replace(name="own"), "microbatches": 2}, "microbatches=2, scheme='own'"),
+        ({"scheme": "gpipe", "microbatches": 0}, "microbatches=0. Try microbatches=4"),
+        ({"scheme": "gpipe", "microbatches": 2.0}, "microbatches=2.0"),
         ({"window": 0}, "window=0"),
         ({"scheme": "gpipe", "microbatches": 99}, "microbatches=99, batch_size=32"),
         ({"scheme": "2bw", "microbatches": 1}, "Try microbatches=2"),
@@ -352,8 +362,24 @@ def test_what_cannot_be_simulated(options, message):
         simulate(cut([(1, 1, 0, 0, 0)] * 3), **options)
 
 
+def test_one_microbatch_is_a_minibatch_of_any_scheme():
+    partition = cut([(1, 1, 0, 0, 0)] * 3)
+    assert simulate(partition, "vanilla", microbatches=np.int64(1)) == simulate(partition, "vanilla")
+    assert simulate(partition, "gpipe", microbatches=np.int64(4)) == simulate(partition, "gpipe", microbatches=4)
+
+
+def test_microbatches_are_for_those_of_several_schemes_that_split():
+    simulated = compare(chain(8), 4, ["gpipe", "vanilla"], minibatches=4, microbatches=8)
+    pieces = {name: 1 + max(span.microbatch for span in trace.spans) for name, trace in simulated.traces.items()}
+    assert pieces == {"gpipe": 4 * 8, "vanilla": 4}
+    with pytest.raises(ValueError, match="microbatches=8, scheme='vanilla'"):
+        compare(chain(8), 4, ["vanilla", "single"], microbatches=8)
+
+
 def test_other_refusals():
     partition = cut([(1, 1, 0, 0, 0)] * 2)
+    with pytest.raises(ValueError, match=r"Unknown scheme. Received: scheme='nonsense'. Try one of"):
+        simulate(replace(partition, training=Training("nonsense")))
     same = replace(partition, stages=tuple(replace(stage, device=0) for stage in partition.stages))
     with pytest.raises(ValueError, match=r"devices=\[\[0\], \[0\]\]"):
         simulate(same)

@@ -21,6 +21,7 @@ from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import partition, plan
 from pipetrain.plan.profile import Profile
 from pipetrain.plan.stages import DEFAULT_TRAINING, Partition
+from pipetrain.schemes.arguments import is_count
 from pipetrain.schemes.schedules import Schedule
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.table import ONE_FORWARD_ONE_BACKWARD
@@ -238,9 +239,9 @@ def _checked_replicas(replicas: Sequence[int] | None, stages: int) -> tuple[int,
     if replicas is None:
         return (1,) * stages
     counts = tuple(replicas) if isinstance(replicas, Sequence) else ()
-    if len(counts) != stages or any(not isinstance(count, int) or count < 1 for count in counts):
+    if len(counts) != stages or not all(map(is_count, counts)):
         raise ValueError(
             f"Replicas are one number from 1 up for each of {stages} stages. Received: replicas={replicas!r}. "
             f"Try {(2, *(1,) * (stages - 1))}."
         )
-    return counts
+    return tuple(map(int, counts))

@@ -8,10 +8,11 @@ from pipetrain.plan.capacity import NoPlan
 from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.cost import Costs, Place
 from pipetrain.plan.memory import Training
-from pipetrain.plan.partition import partition, plan
+from pipetrain.plan.partition import DEVICES, checked_training, partition, plan
 from pipetrain.plan.profile import Profile, mib
-from pipetrain.plan.stages import DEFAULT_TRAINING, Partition
+from pipetrain.plan.stages import Partition
 from pipetrain.plan.text_table import text_table
+from pipetrain.schemes.arguments import checked_count
 
 WAYS = ("single", "data-parallel", "pipeline", "hybrid")  # the simplest first
 MARGIN = 1.05  # what a less simple way must gain to be worth it
@@ -57,7 +58,8 @@ def advise(
     The recommended way is the simplest that is within 5% of the fastest. Raises NoPlan, a ValueError, if none fits the
     devices' memory.
     """
-    cluster, training = cluster or Cluster(), training or DEFAULT_TRAINING
+    cluster, training = cluster or Cluster(), checked_training(training)
+    num_devices = checked_count("num_devices", num_devices, DEVICES, 4)
     unsplit = training if training.chosen.schedule.chunks == 1 else training.under("single")
     ways: dict[str, Partition | None] = {"single": None}
     if num_devices > 1:

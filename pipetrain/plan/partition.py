@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-
-import numpy as np
+from typing import Any
 
 from pipetrain.plan.capacity import Capacity
 from pipetrain.plan.cluster import Cluster
@@ -14,7 +13,11 @@ from pipetrain.plan.memory import Training
 from pipetrain.plan.profile import Profile
 from pipetrain.plan.search import Choice, Problem, fastest, most_even
 from pipetrain.plan.stages import DEFAULT_TRAINING, Partition, described, located
+from pipetrain.schemes.arguments import checked_count, is_count
 from pipetrain.schemes.schedules import Schedule
+from pipetrain.schemes.table import scheme
+
+DEVICES = "Devices, and the replicas of each stage, are numbers from 1 up"
 
 
 def partition(
@@ -45,10 +48,12 @@ def partition(
         training: scheme, optimizer slots, microbatches and recomputation, which decide on the memory.
 
     Raises:
-        ValueError: fewer blocks than devices (without ``replicate``); no cut that fits the memory, naming the stage
-            that is too large in the leanest one, and what would help.
+        ValueError: what is no number of devices, or no training that can be planned; fewer blocks than devices (without
+            ``replicate``); no cut that fits the memory, naming the stage that is too large in the leanest one, and what
+            would help.
     """
-    cluster, training = cluster or Cluster(), training or DEFAULT_TRAINING
+    cluster, training = cluster or Cluster(), checked_training(training)
+    num_devices, replicas = checked_count("num_devices", num_devices, DEVICES, 4), _checked_replicas(replicas)
     blocks = len(profile.blocks)
     if replicate and replicas is not None:
         raise ValueError(f"Replicas are given or looked for. Received: replicate=True, {replicas=}. Try one of them.")
@@ -63,12 +68,6 @@ def partition(
         num_devices, replicas = num_devices * chunks, None
     counts = None if replicate else tuple(replicas or (1,) * num_devices)
     stages = 1 if counts is None else len(counts)
-    whole = [num_devices, *(counts or ())]
-    if any(isinstance(each, bool) or not isinstance(each, (int, np.integer)) or each < 1 for each in whole):
-        raise ValueError(
-            "Devices, and the replicas of each stage, are numbers from 1 up. "
-            f"Received: num_devices={num_devices!r}, replicas={replicas!r}. Try num_devices=4."
-        )
     if stages > blocks:
         raise ValueError(
             f"A chain of {blocks} blocks can be cut into 1 to {blocks} stages. Received: num_devices={num_devices}. "
@@ -100,7 +99,7 @@ def plan(
     training: Training | None = None,
 ) -> Partition:
     """The partition whose stage n ends before block ``ends[n]`` and has ``replicas[n]`` devices, one after another."""
-    training = training or DEFAULT_TRAINING
+    training = checked_training(training)
     costs = Costs(profile, cluster or Cluster(), training.microbatches)
     counts = replicas or [1] * len(ends)
     choices, first, device = [], 0, 0
@@ -108,6 +107,28 @@ def plan(
         choices.append(Choice(first, end, Place(device, count, device + count)))
         first, device = end, device + count
     return described(profile, costs, choices, training)
+
+
+def checked_training(training: Training | None) -> Training:
+    """The training to plan for, by default the usual one. Raises ValueError for what is none, or has no stages."""
+    if training is None:
+        return DEFAULT_TRAINING
+    if not isinstance(training, Training):
+        raise ValueError(
+            f"What is planned for is a Training. Received: training={training!r}. Try training=Training('spectrain')."
+        )
+    checked_count("training.microbatches", training.microbatches, "A batch has at least one microbatch", 4)
+    checked_count("training.slots", training.slots, "An optimizer has no variables for a weight, or more", 1, least=0)
+    scheme(training.scheme, training.horizon)  # refuses what is no scheme of stages
+    return training
+
+
+def _checked_replicas(replicas: Any) -> tuple[int, ...] | None:
+    if replicas is None:
+        return None
+    if isinstance(replicas, str) or not isinstance(replicas, Sequence) or not all(map(is_count, replicas)):
+        raise ValueError(f"{DEVICES}. Received: replicas={replicas!r}. Try replicas=(2, 1).")
+    return tuple(map(int, replicas)) or None
 
 
 def _problem(costs: Costs, devices: int, replicas: Sequence[int] | None, schedule: Schedule) -> Problem:

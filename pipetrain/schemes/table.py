@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from numbers import Integral
+from typing import Any
 
 from pipetrain.schemes import policies, schedules
+from pipetrain.schemes.arguments import checked_bool, checked_count
 from pipetrain.schemes.schedules import Schedule
 from pipetrain.schemes.scheme import Scheme
 
@@ -81,7 +82,7 @@ def scheme(
             ``staleness_corrections.rescaled`` fades away.
     """
     check_options(name, horizon, spike_compensation, rescale_steps)
-    chosen = name if isinstance(name, Scheme) else SCHEMES[name]
+    chosen = name if isinstance(name, Scheme) else _named(name)
     if horizon == "local":
         chosen = chosen._replace(policy=policies.LocalSpecTrain())
     return chosen._replace(
@@ -89,6 +90,15 @@ def scheme(
         spikes=chosen.spikes or spike_compensation,
         rescale_steps=chosen.rescale_steps or int(rescale_steps or 0),
     )
+
+
+def _named(name: str) -> Scheme:
+    if name == DATA_PARALLEL:
+        raise ValueError(
+            f"{DATA_PARALLEL} has no schedule: it is no pipeline. Received: scheme={name!r}. Try scheme='single', one "
+            "stage, which a plan may replicate."
+        )
+    return SCHEMES[check_name(name)]
 
 
 def has(name: str | Scheme, option: str) -> bool:
@@ -110,16 +120,12 @@ def check_options(name: str | Scheme, horizon: object, spike_compensation: objec
             f"Only spectrain predicts weights. Received: horizon={horizon!r}, scheme={str(name)!r}. "
             "Try scheme='spectrain', or without horizon."
         )
-    if not isinstance(spike_compensation, bool):
-        raise ValueError(
-            "Spike compensation is either on (True) or off (False). "
-            f"Received: spike_compensation={spike_compensation!r}. Try True."
-        )
-    if rescale_steps is not None and (
-        isinstance(rescale_steps, bool) or not isinstance(rescale_steps, Integral) or rescale_steps < 1
-    ):
-        raise ValueError(f"Steps are a number from 1 up. Received: rescale_steps={rescale_steps!r}. Try 1000.")
-    given = {"spike_compensation": spike_compensation or None, "rescale_steps": rescale_steps}
+    spikes = checked_bool(
+        "spike_compensation", spike_compensation, "Spike compensation is either on (True) or off (False)"
+    )
+    if rescale_steps is not None:
+        checked_count("rescale_steps", rescale_steps, "Steps are a number from 1 up", 1000)
+    given = {"spike_compensation": spikes or None, "rescale_steps": rescale_steps}
     for option, value in given.items():
         if value is not None and not has(name, option):
             raise ValueError(
@@ -127,3 +133,22 @@ def check_options(name: str | Scheme, horizon: object, spike_compensation: objec
                 f"Received: {option}={value!r}, scheme={str(name)!r}. "
                 f"Try an asynchronous scheme such as vanilla, or without {option}."
             )
+
+
+def check_microbatches(microbatches: Any, name: str | Scheme) -> None:
+    """Refuse anything but None or a count, and several microbatches of a scheme that does not split minibatches."""
+    if microbatches is None:
+        return
+    count = checked_count("microbatches", microbatches, "A batch has at least one microbatch", 4)
+    if count > 1 and not splits(name):
+        splitting = [each.name for each in SCHEMES.values() if each.splits]
+        raise ValueError(
+            f"This scheme does not split a minibatch. Received: microbatches={microbatches!r}, "
+            f"scheme={str(name)!r}. Try leaving it out, or one of: {', '.join(splitting)}."
+        )
+
+
+def splits(name: str | Scheme) -> bool:
+    """Whether the scheme, or that of this name, divides minibatches into microbatches."""
+    chosen = name if isinstance(name, Scheme) else SCHEMES.get(name)
+    return chosen is not None and chosen.splits

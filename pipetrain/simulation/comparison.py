@@ -12,7 +12,7 @@ from pipetrain.plan.memory import Training
 from pipetrain.plan.profile import Profile
 from pipetrain.plan.stages import DEFAULT_TRAINING, Partition
 from pipetrain.plan.text_table import text_table
-from pipetrain.schemes.table import DATA_PARALLEL, check_name
+from pipetrain.schemes.table import DATA_PARALLEL, check_microbatches, check_name, splits
 from pipetrain.simulation.simulator import simulate
 from pipetrain.trace.idle import idle
 from pipetrain.trace.trace import Trace
@@ -64,6 +64,7 @@ def compare(
     schemes: Sequence[str],
     cluster: Cluster | None = None,
     training: Training | None = None,
+    microbatches: int | None = None,
     **options: Any,
 ) -> Comparison:
     """Simulate each scheme with the partition that suits it, and ``single`` to compare with.
@@ -77,9 +78,15 @@ def compare(
         schemes: their names.
         cluster: how devices are joined and what they hold.
         training: what decides on the memory; its scheme does not matter.
+        microbatches: pieces of a minibatch, of the schemes that split it.
         options: of ``simulate``.
+
+    Raises:
+        ValueError: what cannot be planned or simulated; ``microbatches`` where none of the schemes splits minibatches.
     """
     cluster, training = cluster or Cluster(), training or DEFAULT_TRAINING
+    for scheme in [each for each in schemes if splits(each)] or schemes:
+        check_microbatches(microbatches, scheme)
     partitions: dict[str, Partition | None] = {}
     for scheme in schemes:
         pipelined = check_name(scheme) != DATA_PARALLEL
@@ -88,7 +95,9 @@ def compare(
     one = advise(profile, 1, Cluster(cluster.levels, processors=cluster.processors)).ways["single"]
     assert one is not None  # memory has no limit here
     traces = {
-        scheme: simulate(each, scheme, cluster, **options) for scheme, each in partitions.items() if each is not None
+        scheme: simulate(each, scheme, cluster, microbatches=microbatches if splits(scheme) else None, **options)
+        for scheme, each in partitions.items()
+        if each is not None
     }
     return Comparison(
         profile.batch_size, partitions, traces, traces.get("single") or simulate(one, "single", cluster, **options)

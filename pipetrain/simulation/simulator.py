@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from pipetrain.plan.cluster import Cluster
+from pipetrain.plan.partition import checked_training
 from pipetrain.plan.stages import Partition, StagePlan
+from pipetrain.schemes.arguments import checked_count
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.splitting import window as window_of
-from pipetrain.schemes.table import DATA_PARALLEL, SCHEMES, check_name
+from pipetrain.schemes.table import DATA_PARALLEL, SCHEMES, check_microbatches, check_name
 from pipetrain.schemes.table import scheme as chosen_scheme
 from pipetrain.schemes.validation import check
 from pipetrain.simulation.build import Options, StationBuilder
@@ -21,6 +22,7 @@ from pipetrain.simulation.stations import Caller
 from pipetrain.simulation.vectorized import VectorizedSimulation, suits
 from pipetrain.trace.trace import Trace
 
+COUNTED = "A simulation counts from 1 up"
 SUMMED = ("blocks", "forward_s", "backward_s", "update_s", "weight_bytes")
 
 
@@ -54,7 +56,7 @@ def simulate(
         cluster: how devices are joined and how many work at once; by default as ``Cluster()``, with the partition's
             processors.
         minibatches: how many are trained before the pipeline drains.
-        microbatches: pieces of a minibatch, for schemes that have any; by default as the partition was made for.
+        microbatches: pieces of a minibatch, for schemes that split it; by default as the partition was made for.
         overhead_s: seconds that every action takes beside its computing; by default the cluster's.
         caller_s: seconds that the caller takes between a minibatch's result and posting the next one.
         speeds: of the devices, 1 being that of the profile; by default all 1.
@@ -69,13 +71,15 @@ def simulate(
         ValueError: what cannot be simulated, with what to try; ``ScheduleError`` for a schedule that cannot run.
     """
     chosen = SCHEMES["single"] if check_name(scheme) == DATA_PARALLEL else chosen_scheme(scheme)
+    check_microbatches(microbatches, scheme)
+    checked_training(partition.training)
     stages, devices = _placed(partition, scheme)
     cluster = cluster or Cluster(processors=partition.processors)
     pieces = _pieces(chosen, len(stages), partition, microbatches)
-    if chosen is not SCHEMES.get(chosen.name):  # those of the table can run
+    if chosen != SCHEMES.get(chosen.name):  # those of the table can run
         check(chosen, len(stages), pieces)
     options = Options(
-        minibatches=_count("minibatches", minibatches),
+        minibatches=checked_count("minibatches", minibatches, COUNTED, 200),
         microbatches=pieces,
         window=_window(window, len(stages), pieces, chosen),
         caller_s=_seconds("caller_s", caller_s),
@@ -86,8 +90,8 @@ def simulate(
         reduction=_reduction(reduction),
     )
     built = StationBuilder(stages, devices, partition.batch_size, chosen, options, cluster)
-    caller = Caller(minibatches, pieces, options.window, caller_s, built.reports)
-    group = pieces * (minibatches if chosen.asynchronous else 1)
+    caller = Caller(options.minibatches, pieces, options.window, caller_s, built.reports)
+    group = pieces * (options.minibatches if chosen.asynchronous else 1)
     if built.plain and suits(built.stations, cluster, group):
         return built.trace(VectorizedSimulation(built.stations, caller, not chosen.asynchronous).run())
     return built.trace(Simulation(built.stations, caller, not chosen.asynchronous, cluster.processors).run())
@@ -126,9 +130,7 @@ def _pieces(scheme: Scheme, stages: int, partition: Partition, microbatches: int
     if not scheme.splits:
         return 1
     least = scheme.least_microbatches(stages)
-    pieces = max(partition.training.microbatches, least)
-    if microbatches is not None:
-        pieces = _count("microbatches", microbatches)
+    pieces = max(int(partition.training.microbatches), least) if microbatches is None else int(microbatches)
     if pieces < least or pieces > partition.batch_size:
         raise ValueError(
             "A minibatch has at least as many rows as microbatches, and 2bw as many of these as stages but one. "
@@ -139,13 +141,9 @@ def _pieces(scheme: Scheme, stages: int, partition: Partition, microbatches: int
 
 
 def _window(given: int | None, stages: int, microbatches: int, scheme: Scheme) -> int:
-    return window_of(stages, microbatches, scheme.schedule.flushes) if given is None else _count("window", given)
-
-
-def _count(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"A simulation counts from 1 up. Received: {name}={value!r}. Try {name}=4.")
-    return value
+    if given is not None:
+        return checked_count("window", given, COUNTED, 4)
+    return window_of(stages, microbatches, scheme.schedule.flushes)
 
 
 def _seconds(name: str, value: float) -> float:

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from pipetrain.schemes.arguments import checked_bool, is_count
 from pipetrain.schemes.schedules import groups_of
 from pipetrain.schemes.scheme import Scheme
-from pipetrain.schemes.table import DATA_PARALLEL, SCHEMES
+from pipetrain.schemes.table import DATA_PARALLEL
+from pipetrain.schemes.table import check_microbatches as check_microbatches  # beside the others, for who asks all
 from pipetrain.schemes.validation import check
 
 DEFAULT_MICROBATCHES = 4
-
-
-def check_microbatches(microbatches: Any, scheme: str | Scheme) -> None:
-    """Refuse anything but None or a count, and several microbatches of a scheme that does not split minibatches."""
-    if microbatches is not None and (
-        isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1
-    ):
-        raise ValueError(f"A batch has at least one microbatch. Received: microbatches={microbatches!r}. Try 4.")
-    chosen = scheme if isinstance(scheme, Scheme) else SCHEMES.get(scheme)
-    if microbatches not in (None, 1) and not (chosen is not None and chosen.splits):
-        splitting = [name for name, each in SCHEMES.items() if each.splits]
-        raise ValueError(
-            f"This scheme does not split a minibatch. Received: microbatches={microbatches!r}, "
-            f"scheme={str(scheme)!r}. Try leaving it out, or one of: {', '.join(splitting)}."
-        )
 
 
 def check_replicas(scheme: str, replicas: Any) -> None:
@@ -35,9 +23,10 @@ def check_replicas(scheme: str, replicas: Any) -> None:
         )
 
 
-def check_recompute(recompute: bool, scheme: str) -> None:
-    """Refuse to run forwards again where Keras keeps what it needs."""
-    if recompute and scheme == DATA_PARALLEL:
+def check_recompute(recompute: Any, scheme: str) -> None:
+    """Refuse anything but a bool, and to run forwards again where Keras keeps what it needs."""
+    wanted = checked_bool("recompute", recompute, "Stages either run their forward again (True) or not (False)")
+    if wanted and scheme == DATA_PARALLEL:
         raise ValueError(
             f"Only stages run their forward again. Received: recompute={recompute!r}, scheme={scheme!r}. "
             "Try leaving it out, or scheme='single'."
@@ -45,11 +34,27 @@ def check_recompute(recompute: bool, scheme: str) -> None:
 
 
 def check_cuts(cuts: Any, scheme: str) -> None:
-    """Refuse cuts of the unsplit model."""
+    """Refuse cuts of a model that is not split."""
+    if cuts is not None and scheme == DATA_PARALLEL:
+        raise ValueError(
+            f"data-parallel has the whole model on every device. Received: cuts={cuts!r}, scheme={scheme!r}. "
+            "Try devices=('CPU:0', 'CPU:1'), or stages=2 for the first two devices."
+        )
     if cuts is not None and scheme == "single":
         raise ValueError(
             f"The scheme 'single' has one stage. Received: cuts={cuts!r}, scheme={scheme!r}. Try leaving it out, or "
             "scheme='1f1b', whose result is that of the unsplit model."
+        )
+
+
+def check_copies(stages: Any, devices: Sequence[str] | None, scheme: str) -> None:
+    """Refuse another number of stages than devices where every device has a copy of the model."""
+    if scheme != DATA_PARALLEL or devices is None or isinstance(devices, str) or not is_count(stages):
+        return  # what is no number, or no devices, is refused as for pipelines
+    if stages != len(devices):
+        raise ValueError(
+            f"data-parallel has a copy of the model on every device. Received: stages={stages!r}, "
+            f"devices={tuple(devices)!r}. Try leaving stages out, or {stages} devices."
         )
 
 
@@ -76,4 +81,4 @@ def checked_microbatches(microbatches: int | None, scheme: Scheme, stages: int) 
             f"{scheme.name!r} needs at least as many microbatches as there are stages but one: fewer do not give it "
             f"its weights in time. Received: microbatches={microbatches}, {stages} stages. Try microbatches={stages}."
         )
-    return microbatches or max(DEFAULT_MICROBATCHES, stages if least > 1 else 1)
+    return int(microbatches or 0) or max(DEFAULT_MICROBATCHES, stages if least > 1 else 1)
