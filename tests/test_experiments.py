@@ -14,8 +14,9 @@ import networks
 import numpy as np
 import pytest
 
+import pipetrain
 from experiments import datasets, resuming, run, training
-from experiments.records import Settings, microbatches_for
+from experiments.records import LOST, Settings, microbatches_for
 from pipetrain.schemes.table import NAMES
 from pipetrain.trace.trace import Trace
 
@@ -358,6 +359,38 @@ def test_another_scheme_goes_on_without_the_options_that_it_lacks(tmp_path):
     assert not (tmp_path / "vanilla").exists()
     resuming.adopt(tmp_path, "spectrain", "vanilla")
     assert (tmp_path / "vanilla" / "checkpoints" / "step-20.npz").exists()
+
+
+class Foreign(ConnectionError):
+    """Another library's, which has lost a worker of its own."""
+
+
+Foreign.__name__ = Foreign.__qualname__ = "WorkerLost"
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (pipetrain.WorkerLost("a:1 is lost. Received: silence", ["a:1"]), LOST),
+        (Foreign("theirs"), 2),
+        (ConnectionRefusedError("nobody there"), 2),
+        (ChildProcessError("ended at once"), 2),
+        (ValueError("no such thing"), 2),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_only_the_loss_of_a_worker_of_ours_ends_with_its_status(error, status, main, monkeypatch, tmp_path, capsys):
+    """The supervisor begins anew at that status, which would not help with anything else."""
+
+    def lose(*_):
+        raise error
+
+    monkeypatch.setattr(run, "begin", lose)
+    assert main(["--output", str(tmp_path)]) == status
+    assert capsys.readouterr().err == f"run.py: {error}\n"
+    monkeypatch.setattr(run, "end_with_supervisor", lambda: None)
+    status = LOST if isinstance(error, ConnectionError) else 2
+    assert main(["--output", str(tmp_path), "--supervised"]) == status  # which asks for workers that are not there
 
 
 @pytest.mark.parametrize("rate", ["-1", "nan", "inf"])

@@ -198,6 +198,41 @@ def test_pipelines_that_overlap_leave_pythons_switch_interval_as_it_was(ended_fi
     assert sys.getswitchinterval() == pytest.approx(usual_s)
 
 
+@pytest.mark.parametrize("ended_first", [0, 1])
+def test_models_trained_at_once_leave_pythons_switch_interval_as_it_was(ended_first):
+    """The second begins when the first is under way; whichever ends first, the other keeps its short interval."""
+    usual_s, (x, y) = sys.getswitchinterval(), networks.data(60)
+    models = [networks.pipeline(networks.small(), scheme="vanilla", cuts=("d0",)) for _ in range(2)]
+    under_way, ended, seen_s, errors = [threading.Event(), threading.Event()], threading.Event(), [], []
+
+    def note(number):
+        def after_batch(batch, logs):
+            under_way[number].set()
+            assert under_way[1 - number].wait(60)
+            assert number == ended_first or ended.wait(60)
+            seen_s.append(sys.getswitchinterval())
+
+        return keras.callbacks.LambdaCallback(on_train_batch_end=after_batch)
+
+    def train(number):
+        try:
+            fit(models[number], x, y, callbacks=[note(number)])
+        except BaseException as error:
+            errors.append(error)
+        if number == ended_first:
+            ended.set()
+
+    threads = [threading.Thread(target=train, args=(number,)) for number in range(2)]
+    threads[0].start()
+    assert under_way[0].wait(60)
+    threads[1].start()
+    for thread in threads:
+        thread.join()
+    assert not errors and [int(each.optimizer.iterations) for each in models] == [3, 3]
+    assert seen_s == pytest.approx([switch_interval.SHORT_S] * 6)
+    assert sys.getswitchinterval() == pytest.approx(usual_s)
+
+
 @pytest.mark.parametrize("scheme", ["spectrain", "1f1b"])
 def test_training_goes_on_after_a_loss_that_was_not_finite(scheme):
     x, y = networks.data(200)
