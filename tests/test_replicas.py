@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from concurrent import futures
+from fractions import Fraction
 from functools import cache
 
 import keras
@@ -21,9 +22,9 @@ from pipetrain.compute.functions.stage import Stage
 from pipetrain.plan.cluster import Cluster, Level, Link
 from pipetrain.plan.partition import plan
 from pipetrain.run.channels import joined, take
-from pipetrain.run.reduction import shared_out
-from pipetrain.schemes.splitting import rows_of
+from pipetrain.schemes.splitting import reduction_bytes, rows_of, shared_out
 from pipetrain.schemes.table import scheme
+from pipetrain.simulation.simulator import simulate
 from pipetrain.trace.trace import Trace
 
 L = keras.layers
@@ -265,6 +266,22 @@ def test_tensors_without_the_batch_first_are_refused_between_replicas():
 
 def test_replicas_share_the_summing_out_by_size():
     assert shared_out([100, 1, 100, 1, 50], 2) == [[0, 4], [2, 1, 3]]
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_replicas_send_what_the_rule_says(replicas):
+    """Of float32: each variable's gradient to the replica that sums it, and the sum from it to every other one."""
+    pm = networks.pipeline(networks.mlp(2, 7), cuts=("d0",), scheme="vanilla", replicas=(replicas, 1))
+    networks.fit(pm, *networks.data(40))
+    sizes = [4 * int(np.prod(each.shape)) for each in pm.layers[0].variables]
+    owned = [sum(sizes[n] for n in mine) for mine in shared_out(sizes, replicas)]
+    expected = {(n, reduction_bytes(sum(sizes), each, replicas)) for n, each in enumerate(owned)}
+    assert {(each.from_replica, each.size_bytes) for each in pm.trace.transfers if each.op == "R"} == expected
+    partition = pm.partition(20)
+    simulated = simulate(partition, "vanilla", minibatches=2).transfers
+    even = {each.size_bytes for each in simulated if each.op == "R"}
+    assert even == {reduction_bytes(sum(sizes), Fraction(sum(sizes), replicas), replicas)}
+    assert abs(sum(size for _, size in expected) - replicas * even.pop()) < replicas
 
 
 def test_replicas_on_one_device_take_their_own_rows():

@@ -13,14 +13,15 @@ from pipetrain.compute.functions.inference import Replica
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.run.mailbox import Mailbox
 from pipetrain.run.transfers import size_bytes, transfer
+from pipetrain.schemes.splitting import shared_out
 from pipetrain.trace.trace import Transfer
 
 
 class Reduction:
     """Every replica sums about an r-th of the weights' gradients and sends the sums to the others.
 
-    The order of a sum is that of the replicas, whoever comes first: all have bitwise equal sums. Each sends
-    ``2 * (r-1)/r`` of the gradients' bytes.
+    The order of a sum is that of the replicas, whoever comes first: all have bitwise equal sums. Which
+    replica sums which gradients, ``shared_out`` says; what each sends, ``reduction_bytes``.
 
     Args:
         stages: the stage's replicas.
@@ -67,17 +68,6 @@ class Reduction:
         for other, share in enumerate(shares):
             self._to[other][replica].put(share)
         return [_moved(box.get(), self._stages[replica].device) for box in self._to[replica]]
-
-
-def shared_out(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """Which of so many owners gets which item: the largest first, to the owner who has least."""
-    owned: list[list[int]] = [[] for _ in range(count)]
-    loads = [0] * count
-    for n in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
-        owner = loads.index(min(loads))
-        owned[owner].append(n)
-        loads[owner] += sizes[n]
-    return owned
 
 
 def _moved(gradients: list[Any] | None, device: str) -> list[Any] | None:

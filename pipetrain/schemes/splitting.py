@@ -1,8 +1,10 @@
-"""How minibatches are split: into microbatches, over replicas, and how many are under way at once."""
+"""How minibatches are split: into microbatches, over replicas who sum gradients, and how many are under way at once."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from fractions import Fraction
 
 
 def rows_of(rows: int, part: int, parts: int) -> range:
@@ -17,6 +19,26 @@ def rows_of(rows: int, part: int, parts: int) -> range:
 def microbatch_rows(rows: int, microbatches: int) -> list[range]:
     """The rows of each microbatch of a minibatch."""
     return [rows_of(rows, part, microbatches) for part in range(microbatches)]
+
+
+def shared_out(sizes: Sequence[int], count: int) -> list[list[int]]:
+    """Which of so many owners gets which item: the largest first, to the owner who has least."""
+    owned: list[list[int]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for n in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
+        owner = loads.index(min(loads))
+        owned[owner].append(n)
+        loads[owner] += sizes[n]
+    return owned
+
+
+def reduction_bytes(size_bytes: int, owned_bytes: int | Fraction, replicas: int) -> int:
+    """What one of r replicas sends, who sums ``owned`` bytes of the gradients, so that all have the sums of all.
+
+    ``size + (r-2) * owned``: to the others the gradients that they sum, and to each of them the sums of its own; about
+    ``2 * (r-1)/r`` of the size.
+    """
+    return math.floor(size_bytes + (replicas - 2) * owned_bytes)
 
 
 def window(stages: int, microbatches: int, flushes: bool) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 
+from pipetrain.schemes.splitting import reduction_bytes
 from pipetrain.simulation.network import Network, Route
 from pipetrain.simulation.stations import Due
 
@@ -12,6 +14,9 @@ REDUCTIONS = ("ring", "server")
 
 class Ring:
     """All replicas wait for the last, then sum the gradients in a ring; each updates its own weights.
+
+    Of the gradients only their bytes together are known: every replica is taken to sum an r-th of them. In training it
+    sums whole variables, see ``splitting.shared_out``.
 
     Args:
         network: the links.
@@ -23,7 +28,8 @@ class Ring:
     def __init__(self, network: Network, stations: Sequence[int], devices: Sequence[int], size_bytes: int) -> None:
         self._network, self._stations, self._devices = network, stations, devices
         self._size_bytes, self._entered = size_bytes, 0
-        self.sent_bytes = [2 * (len(devices) - 1) * size_bytes // len(devices)] * len(devices)
+        replicas = len(devices)
+        self.sent_bytes = [reduction_bytes(size_bytes, Fraction(size_bytes) / replicas, replicas)] * replicas
 
     def enter(self, station: int, now: float) -> Due:
         """The last one's coming sets the ring going."""
