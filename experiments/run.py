@@ -165,7 +165,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     workers = parser.add_mutually_exclusive_group()
     workers.add_argument(
-        "--cluster", metavar="FILE", help="a hosts file: stages go to the workers that run there, see README"
+        "--cluster",
+        metavar="FILE",
+        help="a hosts file: stages go to the workers that run there, see docs/guide/hosts.md",
     )
     workers.add_argument(
         "--local-workers",

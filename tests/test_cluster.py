@@ -162,13 +162,13 @@ class Clock:
 def test_workers_are_asked_until_the_time_is_over(why, monkeypatch):
     clock, asked_s = Clock(), []
 
-    def greeted(address, timeout_s):
+    def probed(address, timeout_s):
         asked_s.append(clock.now_s)
         clock.sleep(timeout_s if why == "no answer" else 0.0)
         return why if clock.now_s < 100.0 else ""
 
     monkeypatch.setattr(connection, "time", clock)
-    monkeypatch.setattr(connection, "greeted", greeted)
+    monkeypatch.setattr(connection, "probed", probed)
     if why:
         with pytest.raises(ConnectionError, match=rf"10\.0\.0\.1:2222 \({why}\), tried for 5 s"):
             connection._check_answers(Hosts(("10.0.0.1:2222",)), 5.0)

@@ -293,6 +293,8 @@ def test_help_teaches(capsys):
     text = capsys.readouterr().out
     assert "examples:" in text
     assert "python experiments/run.py --scheme all" in text
+    named = [word.strip(",;.()") for word in text.split() if word.startswith("docs/")]
+    assert named == ["docs/guide/hosts.md"] and (ROOT / named[0]).exists()
 
 
 def test_figures_are_drawn(all_schemes, tmp_path):

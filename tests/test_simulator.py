@@ -7,6 +7,7 @@ import json
 import math
 import subprocess
 import sys
+from array import array
 from dataclasses import replace
 from unittest import mock
 
@@ -21,12 +22,14 @@ from pipetrain.plan.cluster import Cluster, Level, Link
 from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import plan
 from pipetrain.plan.profile import BlockProfile, Profile
-from pipetrain.schemes import schedules, validation
+from pipetrain.schemes import ScheduleError, schedules, validation
 from pipetrain.schemes.actions import Action
 from pipetrain.schemes.table import NAMES, SCHEMES
 from pipetrain.simulation import simulator, vectorized
+from pipetrain.simulation.build import StationBuilder
 from pipetrain.simulation.comparison import compare
 from pipetrain.simulation.simulator import simulate
+from pipetrain.simulation.stations import Station, Work
 from pipetrain.trace.idle import idle, pauses
 from pipetrain.trace.trace import Span, Trace, Transfer
 
@@ -360,6 +363,30 @@ def test_every_scheme_is_simulated(scheme):
 def test_what_cannot_be_simulated(options, message):
     with pytest.raises(ValueError, match=rf"Received: .*{message}|{message}"):
         simulate(cut([(1, 1, 0, 0, 0)] * 3), **options)
+
+
+@pytest.mark.parametrize(("stages", "kernel"), [(2, "Simulation"), (80, "VectorizedSimulation")])
+def test_stations_that_wait_for_each_other_say_where(stages, kernel, monkeypatch):
+    monkeypatch.setattr(simulator, "StationBuilder", backward_first)
+    with (
+        mock.patch.object(simulator, kernel, wraps=getattr(simulator, kernel)) as used,
+        pytest.raises(ScheduleError, match=r"Deadlock: device 0 stands before 0B0, its action 0\."),
+    ):
+        simulate(equal(stages), "vanilla", AT_ONCE, 200)
+    assert used.call_count == 1
+
+
+def test_where_a_station_stands_is_the_device_and_the_stage_of_its_action():
+    work = Work([(1, "F"), (1, "B"), (3, "F"), (3, "B")], array("i", [0, 4 * 5 + 2]), [], [0], b"", b"")
+    assert Station(0, (1, 0), 1, work, []).where(1) == "device 1 stands before 3F5, its action 1"
+
+
+def backward_first(*arguments):
+    """Stations of which the first begins with a backward."""
+    built = StationBuilder(*arguments)
+    order = built.stations[0].order
+    order.insert(0, order.pop(order.index(1)))
+    return built
 
 
 def test_one_microbatch_is_a_minibatch_of_any_scheme():

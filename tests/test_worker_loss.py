@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from pipetrain.cluster import health, probe
 from pipetrain.cluster.health import NOTICED_S, HealthMonitor, WorkerLost
-from pipetrain.cluster.sockets import peers, sever
+from pipetrain.cluster.sockets import remote_addresses, sever
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = Path(__file__).with_name("worker_loss.py")
@@ -73,7 +73,7 @@ def test_other_connections_stay_open(hanging):
     with socket.create_server(("127.0.0.1", 0)) as other, socket.create_connection(other.getsockname()) as call:
         accepted, _ = other.accept()
         there = f"127.0.0.1:{other.getsockname()[1]}"
-        assert there in peers(1) and there not in peers(call.getsockname()[1])
+        assert there in remote_addresses(1) and there not in remote_addresses(call.getsockname()[1])
         sever([hanging])
         accepted.sendall(b"x")
         assert call.recv(1) == b"x"
@@ -85,7 +85,7 @@ def test_a_worker_that_was_started_anew_is_lost_too(impatient, monkeypatch):
     addresses = {f"/job:worker/replica:0/task:{n}/device:CPU:0": f"127.0.0.1:{n + 1}" for n in range(2)}
     monkeypatch.setattr(health, "worker_of", addresses.get)
     for module in (health, probe):
-        monkeypatch.setattr(module, "greeted", lambda address, timeout_s: "")
+        monkeypatch.setattr(module, "probed", lambda address, timeout_s: "")
     says = "Unable to find a context_id matching the specified one. From /job:worker/replica:0/task:1"
     stages = {device: [n] for n, device in enumerate(addresses)}
     anew = r"127\.0\.0\.1:2, stage 1: it was started anew"

@@ -31,14 +31,14 @@ from pipetrain.cluster.health import WorkerLost  # noqa: E402
 
 def refusals() -> list[str]:
     """Why workers did not answer, each time that one was asked from now on."""
-    found, original = [], probe.greeted
+    found, original = [], probe.probed
 
-    def greeted(address: str, timeout_s: float) -> str:
+    def probed(address: str, timeout_s: float) -> str:
         why = original(address, timeout_s)
         found.extend([why] if why else [])
         return why
 
-    health.greeted = probe.greeted = greeted
+    health.probed = probe.probed = probed
     return found
 
 

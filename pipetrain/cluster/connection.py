@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from pipetrain.cluster.heartbeat import Heartbeat
 from pipetrain.cluster.hosts import Hosts
-from pipetrain.cluster.probe import NO_HOST, greeted
+from pipetrain.cluster.probe import NO_HOST, probed
 from pipetrain.cluster.server import ABOUT, keep_to_loopback, listening
 
 JOB = "worker"
@@ -164,7 +164,7 @@ def _check_answers(hosts: Hosts, timeout_s: float) -> None:
 def _unreachable(address: str, until_s: float) -> str:
     """Why no gRPC server answers there; empty if one does."""
     while True:
-        why = greeted(address, max(until_s - time.monotonic(), RETRY_S))
+        why = probed(address, max(until_s - time.monotonic(), RETRY_S))
         if why in ("", NO_HOST) or time.monotonic() + RETRY_S > until_s:
             return why
         time.sleep(RETRY_S)

@@ -10,7 +10,7 @@ from types import TracebackType
 import tensorflow as tf
 
 from pipetrain.cluster.connection import JOB, worker_of
-from pipetrain.cluster.probe import ANSWER_S, ASK_S, MISSED, greeted, missing
+from pipetrain.cluster.probe import ANSWER_S, ASK_S, MISSED, missing, probed
 from pipetrain.cluster.sockets import SEVER_S, sever
 
 NOTICED_S = MISSED * (ASK_S + ANSWER_S)  # a worker that is lost is noticed within so long
@@ -94,7 +94,7 @@ class HealthMonitor:
         """A worker's thread: asks until the context is left or somebody is lost."""
         missed = 0
         while not self._left.wait(ASK_S) and self.lost is None:
-            why = greeted(address, ANSWER_S)
+            why = probed(address, ANSWER_S)
             missed = missed + 1 if why else 0  # one alone may be this process', stopped for a while
             if missed == MISSED:
                 self._lose({address: why})

@@ -1,4 +1,4 @@
-"""Whether a worker is there: the greeting that any gRPC server answers, busy or not, and one that hangs does not."""
+"""Whether a worker is there: any gRPC server answers the connection preface, busy or not; one that hangs does not."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from pipetrain.cluster.hosts import split
 
-# HTTP/2's greeting: the preface and empty settings, which a gRPC server answers with its own settings.
-GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+# HTTP/2's connection preface, with empty settings, which a gRPC server answers with its own settings.
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 SETTINGS_FRAME = 4
 NO_HOST, SILENT = "no such host", "no answer"
 ASK_S = 1.0  # between two questions to a worker
@@ -18,13 +18,13 @@ ANSWER_S = 2.0  # how long it has to answer one
 MISSED = 4  # so many without an answer, one after another: it is lost. One alone may be this process', held up itself
 
 
-def greeted(address: str, timeout_s: float) -> str:
-    """Greet what listens there once: why no gRPC server answers, empty if one does."""
+def probed(address: str, timeout_s: float) -> str:
+    """Probe what listens there once: why no gRPC server answers, empty if one does."""
     host, port = split(address)
     try:
         with socket.create_connection((host.strip("[]"), port), timeout_s) as each:
             each.settimeout(timeout_s)
-            each.sendall(GREETING)
+            each.sendall(PREFACE)
             answer = each.recv(9)
         return "" if len(answer) > 3 and answer[3] == SETTINGS_FRAME else "something else listens there"
     except (socket.gaierror, UnicodeError):  # the latter of names that cannot be any host's
@@ -44,7 +44,7 @@ def missing(addresses: Iterable[str]) -> dict[str, str]:
 
 def _why_not(address: str) -> str:
     for left in reversed(range(MISSED)):
-        why = greeted(address, ANSWER_S)
+        why = probed(address, ANSWER_S)
         if not why or not left:
             return why
         time.sleep(ASK_S / MISSED)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipetrain.cluster.hosts import is_loopback, split
-from pipetrain.cluster.sockets import watch_peers
+from pipetrain.cluster.sockets import watch_workers
 from pipetrain.run.stderr import quiet_stderr
 
 # TensorFlow's file system in memory: what a process writes there, and a controller reads, on the worker's device.
@@ -63,7 +63,7 @@ def serve(serving: Serving) -> None:
     with quiet_stderr():
         address = _start(serving)
     print(f"Worker at {address}, {serving.cpu_devices} CPU device(s). {_exposure(serving)}", flush=True)
-    watch_peers(split(address)[1])
+    watch_workers(split(address)[1])
     if serving.attended:
         threading.Thread(target=_attend, args=(stop,), daemon=True).start()
     _wait(stop, serving.waits)

@@ -24,22 +24,22 @@ def sever(addresses: Iterable[str]) -> None:
             theirs |= {each[4][:2] for each in socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)}
     for each in _connected():
         with contextlib.suppress(OSError):  # it may have ended by now
-            if _peer(each) in theirs:
+            if _remote_address(each) in theirs:
                 each.shutdown(socket.SHUT_RDWR)
 
 
-def peers(port: int) -> set[str]:
+def remote_addresses(port: int) -> set[str]:
     """Addresses that this process has connected to, which itself listens on a port (on Linux)."""
     found = set()
     for each in _connected():
         with contextlib.suppress(OSError):
-            host, theirs = _peer(each)
+            host, theirs = _remote_address(each)
             if each.getsockname()[1] != port:
                 found.add(f"[{host}]:{theirs}" if ":" in host else f"{host}:{theirs}")
     return found
 
 
-def watch_peers(port: int) -> None:
+def watch_workers(port: int) -> None:
     """A worker's thread: another worker that hangs must not hold up this one, which waits for what that one sends.
 
     TensorFlow would wait for ever, and serve no other controller meanwhile.
@@ -48,9 +48,9 @@ def watch_peers(port: int) -> None:
     def watch() -> None:
         while True:
             time.sleep(ASK_S)
-            sever(address for address, why in missing(peers(port)).items() if why == SILENT)
+            sever(address for address, why in missing(remote_addresses(port)).items() if why == SILENT)
 
-    threading.Thread(target=watch, name="watch of peers", daemon=True).start()
+    threading.Thread(target=watch, name="watch of workers", daemon=True).start()
 
 
 def _connected() -> Iterator[socket.socket]:
@@ -64,6 +64,6 @@ def _connected() -> Iterator[socket.socket]:
                     yield each
 
 
-def _peer(each: socket.socket) -> tuple[str, int]:
+def _remote_address(each: socket.socket) -> tuple[str, int]:
     host, port = each.getpeername()[:2]
     return host.removeprefix("::ffff:"), port

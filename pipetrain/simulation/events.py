@@ -34,9 +34,9 @@ class Simulation:
         self._limited, self._idle = processors < len(stations), processors
         self._first = [station for station in stations if station.work.kinds[0][0] == 0]
         for station in self._first:
-            door: Arrivals = deque()
-            caller.doors.append(door)
-            station.inputs[0].append(door)
+            arrivals: Arrivals = deque()
+            caller.inputs.append(arrivals)
+            station.inputs[0].append(arrivals)
         self._heap: list[tuple[float, int]] = []
         self._queue: deque[Station] = deque()
         self._wires = sum(len(wires) for station in stations for wires in station.outputs)
@@ -64,7 +64,7 @@ class Simulation:
                 self._other(kind, stations[number], now)
         for station in stations:
             if station.position < len(station.order):
-                raise ScheduleError(f"Deadlock: stage {station.place[0]} stands at its action {station.position}.")
+                raise ScheduleError(f"Deadlock: {station.where(station.position)}.")
         start_s, computed_s = self._worked.of_each(count)
         (updated_s,), (reduced_s,) = self._updated.of_each(count), self._reduced.of_each(count)
         (arrived_s,) = self._arrived.of_each(self._wires)

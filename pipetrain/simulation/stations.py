@@ -62,6 +62,12 @@ class Station:
         self.reduction: Reduction | None = None
         self.position, self.start_s, self.free_s, self.awaits, self.updating = 0, 0.0, 0.0, NOTHING, False
 
+    def where(self, position: int) -> str:
+        """For people: which device it is, and which action it has at this position of its order."""
+        microbatch, kind = divmod(self.order[position], self.kinds)
+        stage, op = self.work.kinds[kind]
+        return f"device {self.place[0]} stands before {stage}{op}{microbatch}, its action {position}"
+
 
 class Wire:
     """What one station sends another of one value of a stage, which waits in its ``slot``: first in, first out."""
@@ -111,11 +117,12 @@ class Reduction(Protocol):
 class Caller:
     """Posts minibatches, so many ahead of the results it has taken, each ``caller_s`` after a result.
 
-    A result is there after so many ``reports`` of its minibatch. Everything posted arrives at once at all ``doors``.
+    A result is there after so many ``reports`` of its minibatch. Everything posted arrives at once at all ``inputs``,
+    those of the first stage's stations.
     """
 
     def __init__(self, minibatches: int, microbatches: int, window: int, caller_s: float, reports: int) -> None:
-        self.doors: list[Any] = []  # which times are appended to
+        self.inputs: list[Any] = []  # which times are appended to
         self._microbatches, self._caller_s, self._window, self._minibatches = (
             microbatches,
             caller_s,
@@ -145,6 +152,6 @@ class Caller:
         return self._posted > before
 
     def _post(self) -> None:
-        for door in self.doors:
-            door.extend([self._now] * self._microbatches)
+        for arrivals in self.inputs:
+            arrivals.extend([self._now] * self._microbatches)
         self._posted += 1

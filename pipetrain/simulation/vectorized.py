@@ -28,8 +28,8 @@ def suits(stations: Sequence[Station], cluster: Cluster, group: int) -> bool:
     return alone and own and group * count >= AT_ONCE * (group + count)
 
 
-class Entrance:
-    """Where the caller's minibatches arrive: a row of times, filled from the left."""
+class ArrivalRow:
+    """When the caller's minibatches arrive: a row of times, filled from the left."""
 
     def __init__(self, row: Seconds) -> None:
         self._row, self._filled = row, 0
@@ -71,7 +71,7 @@ class VectorizedSimulation:
             for wire in (*station.outputs[0], *station.outputs[1]):
                 self._holds_s[wire.slot * count + k] = wire.holds_s
                 self._latency_s[wire.slot * count + k] = wire.latency_s
-        caller.doors.append(Entrance(self._arrived_s[0, 1]))
+        caller.inputs.append(ArrivalRow(self._arrived_s[0, 1]))
 
     def run(self) -> Record:
         """Until all is done. Raises ScheduleError if the stations wait for each other."""
@@ -89,7 +89,7 @@ class VectorizedSimulation:
             done = working[ready]
             if not len(done):
                 k = working[0]
-                raise ScheduleError(f"Deadlock: stage {k} stands at its action {position[k]}.")
+                raise ScheduleError(f"Deadlock: {self._stations[k].where(int(position[k]))}.")
             self._act(done, at[ready], code[ready], came_s[ready])
             position[done] += 1
             working = np.flatnonzero(position < length)
