@@ -69,13 +69,13 @@ def test_all_examples_are_in_the_guide():
             assert f"\n    python examples/{path.name}\n" in path.read_text(encoding="utf-8")
 
 
-@pytest.mark.slow  # 17 s; most tests train a Sequential model by default
 def test_where_things_go_is_where_they_are():
     named = re.findall(r"`(\w+/[\w/]*(?:\.py)?)`", (ROOT / "CONTRIBUTING.md").read_text())
     assert len(named) > 10
     assert [each for each in named if not (ROOT / each).exists() and not (ROOT / "pipetrain" / each).exists()] == []
 
 
+@pytest.mark.slow  # 17 s; most tests train a Sequential model by default
 def test_sequential(start):
     said = output(start("sequential.py"))
     assert len(accuracies(said)) == 5
