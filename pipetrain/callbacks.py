@@ -98,7 +98,7 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         self._session = _session(self)
         self._check()
         self._position, self._saved_at, self._resumed = Position(0, 0), -1, None
-        self._due, self._finite = False, True
+        self._due, self._finite, self._is_over = False, True, False
         self._logs: dict[str, float] = {}
         found, damaged = self._store.newest()
         for what in damaged:
@@ -153,6 +153,8 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         self._updates, self._due = updates, self._finite and trained
         ended = any(getattr(each, "stopped_epoch", 0) for each in self._session.callbacks)
         self._save_if_due(ended=ended, **known)
+        self._is_over = True
+        self._obey()  # where nothing was due: a run that had nothing left to do, or a loss that is not finite
 
     def _check(self) -> None:
         if self._session.at_end is not None:
@@ -205,7 +207,7 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         if about["ended"]:  # by EarlyStopping, whatever epochs are left
             position = Position(max(epochs, position.epoch), 0)
         missing = self._session.restore(found.arrays, about, position)
-        self._resumed, self._position = found, position
+        self._resumed, self._position, self._saved_at = found, position, about["updates"]
         different = [*_differences(self._session.about(), about), *(f"{kind} from zero" for kind in missing)]
         done = f"{counted(about['updates'], 'step')} done"
         if about["ended"]:
@@ -221,6 +223,7 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         self._signal = None
         if threading.current_thread() is not threading.main_thread():
             return
+        self._session.exits.callback(self._obey_late)
         for number in (signal.SIGINT, signal.SIGTERM):
             before = signal.signal(number, self._heard)
             self._session.exits.callback(signal.signal, number, before or signal.SIG_DFL)
@@ -230,17 +233,23 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, signal.SIG_DFL)  # the second one ends the process
 
+    def _obey_late(self) -> None:
+        """A signal that came after the last checkpoint; an exception that ends ``fit`` is left to end it."""
+        if self._is_over:
+            self._obey()
+
     def _obey(self) -> None:
         if self._signal is None:
             return
-        name = signal.Signals(self._signal).name
+        number, self._signal = self._signal, None
+        name = signal.Signals(number).name
         kept = (
             f"step {self._saved_at} is in {self._store.directory}" if self._saved_at >= 0 else "nothing could be saved"
         )
         _say(f"Stopped by {name} after {counted(self._updates, 'step')}: {kept}. Run it again to go on.")
-        if self._signal == signal.SIGINT:
+        if number == signal.SIGINT:
             raise KeyboardInterrupt
-        raise SystemExit(128 + self._signal)
+        raise SystemExit(128 + number)
 
 
 def _session(callback: keras.callbacks.Callback) -> FitSession:

@@ -22,6 +22,7 @@ import tensorflow as tf
 import pipetrain
 from pipetrain.callbacks import PipelineCheckpoint, Snapshots
 from pipetrain.checkpoint.store import Store
+from pipetrain.frontend.pipeline_strategy import PipelineStrategy
 
 BATCH, STEPS = 8, 10
 L = keras.layers
@@ -597,6 +598,51 @@ def test_a_signal_drains_saves_and_says_so(number, ends, trained, tmp_path, caps
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
     again, _ = run(tmp_path / "cut", scheme="1f1b", every_steps=100)
     networks.assert_close(again.get_weights(), whole, 1e-6)
+
+
+def interrupt(*_, **logs):
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize(("number", "ends"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_a_signal_is_obeyed_where_nothing_is_left_to_train(number, ends, trained, tmp_path, capsys):
+    """No checkpoint was due then, and the signal was lost."""
+    trained(tmp_path, scheme="1f1b")
+    signalling = keras.callbacks.LambdaCallback(on_train_end=lambda logs: os.kill(os.getpid(), number))
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(ends) as raised:
+        run(tmp_path, scheme="1f1b", callbacks=[signalling])
+    if ends is SystemExit:
+        assert raised.value.code == 143
+    assert f"Stopped by {number.name} after 30 steps: step 30 is in {tmp_path}" in capsys.readouterr().out
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
+    again, history = run(tmp_path, scheme="1f1b")  # the signal is not heard twice
+    assert int(again.optimizer.iterations) == 30 and history == {}
+
+
+def test_a_signal_after_the_last_checkpoint_is_obeyed(tmp_path, monkeypatch, capsys):
+    """While the pipeline's threads end."""
+    finish = PipelineStrategy.finish
+    monkeypatch.setattr(PipelineStrategy, "finish", lambda self: interrupt() or finish(self))
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, scheme="1f1b", every_steps=100)
+    assert f"Stopped by SIGINT after 30 steps: step 30 is in {tmp_path}" in capsys.readouterr().out
+
+
+def test_a_signal_is_obeyed_where_the_loss_is_not_finite(tmp_path, capsys):
+    """Such weights are not saved."""
+    x, y = networks.data(BATCH * STEPS)
+    pm = pipeline(scheme="1f1b")
+    callbacks = [keras.callbacks.LambdaCallback(on_train_batch_end=interrupt), keras.callbacks.TerminateOnNaN()]
+    with pytest.raises(KeyboardInterrupt):
+        pm.fit(x * np.nan, y, BATCH, verbose=0, callbacks=[*callbacks, PipelineCheckpoint(tmp_path)])
+    assert "Stopped by SIGINT after 1 step: nothing could be saved" in capsys.readouterr().out
+    assert not Store(tmp_path, 3).paths()
+
+
+def test_an_exception_is_raised_though_a_signal_came_before(tmp_path):
+    stopping = [keras.callbacks.LambdaCallback(on_train_batch_end=interrupt), Stop(1)]
+    assert run(tmp_path, scheme="1f1b", callbacks=stopping)[1] is None
 
 
 @pytest.mark.parametrize("at", [4, 19])
