@@ -22,9 +22,8 @@ from experiments.networks import input_shape
 from experiments.records import CHECKPOINTS, Settings, Summary
 from pipetrain.callbacks import PipelineCheckpoint, Snapshots
 from pipetrain.frontend.checks.devices import check_local
-from pipetrain.frontend.checks.options import check_microbatches
 from pipetrain.frontend.device_choice import available
-from pipetrain.schemes.table import DATA_PARALLEL
+from pipetrain.schemes.table import DATA_PARALLEL, check_microbatches
 
 EVALUATION_ROWS = 500  # per batch; evaluation is no part of what is timed
 TIMED_STEPS = (50, 250)  # samples per second are measured between these, or over the second half of a shorter run
