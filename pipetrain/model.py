@@ -176,6 +176,7 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
         An optimizer's ``global_clipnorm=c`` makes every gradient ``g * min(1, c/n)``, ``n**2`` being the sum of the
         squares of all stages' gradients of a minibatch: for synchronous schemes, or one stage.
         """
+        self.check_no_session("compile")
         check_optimizer_kind(optimizer)
         settings |= {"loss_weights": loss_weights, "metrics": metrics, "weighted_metrics": weighted_metrics}
         with self._strategy.distribution.scope():

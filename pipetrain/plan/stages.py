@@ -11,8 +11,8 @@ from pipetrain.plan.memory import Training, demand
 from pipetrain.plan.profile import Profile, mib
 from pipetrain.plan.search import Choice
 from pipetrain.plan.text_table import counted, text_table
+from pipetrain.schemes.dry_run import waiting
 from pipetrain.schemes.schedules import Schedule
-from pipetrain.schemes.validation import waiting
 
 DEFAULT_TRAINING = Training()
 

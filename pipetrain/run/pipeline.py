@@ -144,8 +144,8 @@ class Pipeline:
         if not self._threads:
             self._start()
         rows = int(x[0].shape[0])
-        pieces = self._microbatch_rows(rows)
-        first = self._posted * self._microbatches  # a short minibatch may have fewer: its last numbers are left out
+        pieces = microbatch_rows(rows, self._microbatches)  # orders count on their number: some may be empty
+        first = self._posted * self._microbatches
         group = range(first, first + len(pieces))
         for number, piece in zip(group, pieces, strict=True):
             microbatch = Microbatch(
@@ -162,11 +162,6 @@ class Pipeline:
             inputs = BoundaryTensors(take(x, piece, rows), [None] * len(x)) if piece or not rows else None
             self._guarded(partial(self._entrance.send, microbatch.with_values, inputs, microbatch.rows))
         self._posted += 1
-
-    def _microbatch_rows(self, rows: int) -> list[range]:
-        """The rows of each microbatch. Asynchronous schemes count on their number, so that some may be empty."""
-        parts = self._microbatches if self._scheme.asynchronous else max(1, min(self._microbatches, rows))
-        return microbatch_rows(rows, parts)
 
     def result(self) -> Result:
         """The next minibatch's loss and predictions, in order; waits for them. Raises what a stage raised."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterator
+from typing import Any, ClassVar, NamedTuple, cast
 
 import tensorflow as tf
 
@@ -23,7 +23,7 @@ from pipetrain.compute.functions.weight_binding import Newest
 from pipetrain.run.channels import Channels, take
 from pipetrain.run.control import Control
 from pipetrain.run.messages import Microbatch, Output, Updated
-from pipetrain.schemes.actions import Action
+from pipetrain.schemes.actions import OPERATIONS, Action
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.splitting import rows_of
 from pipetrain.schemes.weight_versions import WeightVersions
@@ -42,6 +42,10 @@ class StageId(NamedTuple):
         return f"stage {self.stage}" + (f", replica {self.replica}" if self.replicas > 1 else "")
 
 
+FROM_ABOVE = frozenset(op for op, operation in OPERATIONS.items() if "outputs" in operation.received)
+FROM_BELOW = frozenset(op for op, operation in OPERATIONS.items() if "input gradients" in operation.received)
+
+
 class StageWork:
     """One replica of one stage, from one start of a pipeline to one drain.
 
@@ -55,7 +59,11 @@ class StageWork:
         microbatches: of a minibatch.
         channels: what comes in and goes out.
         control: where it reports.
+
+    ``carries_out`` are the operations that it has a method for.
     """
+
+    carries_out: ClassVar[dict[str, str]] = {"F": "_forward", "B": "_backward", "FB": "_forward_backward"}
 
     def __init__(
         self,
@@ -75,11 +83,8 @@ class StageWork:
         )
         self._in_flight: dict[int, tuple[Microbatch, SavedForBackward | None]] = {}
         self._gradients: list[Any] | None = None
-        self._operations: dict[str, Callable[..., float | None]] = {
-            "F": self._forward,
-            "B": self._backward,
-            "FB": self._forward_backward,
-        }
+        self._operations = {op: getattr(self, name) for op, name in self.carries_out.items()}
+        self._completed = 0  # of the minibatch, the microbatches whose weight gradients are there
         self._last: int | None = None  # the last microbatch of all, once that is known
         self._forwarded = -1  # the last one that has gone forward
         self._now: tuple[Microbatch, tuple[Action, ...]] | None = None
@@ -119,15 +124,16 @@ class StageWork:
 
     def receive(self, action: Action) -> Any:
         """What the action needs of other stages: a microbatch, or the gradients of what it sent. Waits for it."""
-        needed = action.operation.needs[0].value
-        if needed == "outputs":
+        if action.op in FROM_ABOVE:
             return self._channels.inbox.get()
-        return self._channels.returns.get() if self._channels.below else None
+        return self._channels.returns.get() if self._channels.below and action.op in FROM_BELOW else None
 
     def perform(self, action: Action, received: Any) -> float | None:
         """The action itself; of FB, when the forward was done, if that is known."""
-        microbatch = self._in_flight[action.microbatch][0] if action.op == "B" else received
+        microbatch = received if action.op in FROM_ABOVE else self._in_flight[action.microbatch][0]
         self._now = microbatch, (action,)
+        if microbatch.number != action.microbatch:
+            raise RuntimeError(f"Microbatch {microbatch.number} has come where the order has {action}.")
         middle_s = self._operations[action.op](action, received)
         self._finish()
         return middle_s
@@ -218,18 +224,23 @@ class StageWork:
     def _pass_on(self, microbatch: Microbatch, result: BackwardResult | None) -> None:
         """The inputs' gradients go up, and with its last microbatch's a minibatch's are used."""
         self._finish()
+        self._completed = 0 if self._is_last(microbatch) else self._completed + 1
         if self._channels.above:
             by_input = None if result is None else result.by_input
             self._channels.above.send(lambda values: values, by_input, microbatch.rows, microbatch.number)
         if result is not None and result.gradients is None:
             self._updated()
-        elif microbatch.number == microbatch.group[-1]:
+        elif not self._completed:
             self._update(microbatch)
 
     def _updates_by(self, microbatch: Microbatch) -> bool:
         """Whether the minibatch's gradients are complete with this one's, and no other stage or replica needs them."""
         alone = self.identity.replicas == 1 and self._channels.norm is None
-        return alone and microbatch.number == microbatch.group[-1] and bool(self._stage.variables)
+        return alone and self._is_last(microbatch) and bool(self._stage.variables)
+
+    def _is_last(self, microbatch: Microbatch) -> bool:
+        """Whether only this one's weight gradients are missing of its minibatch's, see ``actions.completes``."""
+        return self._completed + 1 == len(microbatch.group)
 
     def _begin_update(self, microbatch: Microbatch) -> Step:
         """Keeps the weights that are still read."""

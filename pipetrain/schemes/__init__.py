@@ -5,9 +5,9 @@ knows of tensors, threads, seconds or bytes. What a scheme of one's own is made 
 """
 
 from pipetrain.schemes.actions import Action
+from pipetrain.schemes.dry_run import ScheduleError
 from pipetrain.schemes.policies import Policy, Read, Reader
 from pipetrain.schemes.schedules import Schedule
 from pipetrain.schemes.scheme import Scheme
-from pipetrain.schemes.validation import ScheduleError
 
 __all__ = ["Action", "Policy", "Read", "Reader", "Schedule", "ScheduleError", "Scheme"]

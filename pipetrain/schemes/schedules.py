@@ -1,6 +1,6 @@
 """Schedules: the order in which each device works, and which weight version each forward then finds.
 
-Four stages of the asynchronous pipeline, one column a unit of time (``validation.grid`` prints it)::
+Four stages of the asynchronous pipeline, one column a unit of time (``dry_run.grid`` prints it)::
 
     0: F0 F1 F2 F3 .  .  .  B0 F4 B1 ...
     1: .  F0 F1 F2 .  .  B0 F3 B1 F4 ...

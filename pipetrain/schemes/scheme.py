@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from pipetrain.schemes.policies import Policy, Reader
@@ -60,12 +61,41 @@ class Scheme(NamedTuple):
         """Microbatch m at stage k of N, M of them being a minibatch, for the policy."""
         return Reader(microbatch, stage, stages, microbatches, self.schedule.found)
 
-    def rule(self, stage: int, stages: int) -> UpdateRule:
-        """What the updates of stage k of N do."""
-        steady = self.reader(2 * stages, stage, stages, 1)  # a minibatch that finds the pipeline full
-        furthest = self.policy.forward(steady).horizon
+    def check(self) -> None:
+        """Raise ValueError for a schedule or a policy that is none, or that cannot be looked up."""
+        if not isinstance(self.schedule, Schedule) or not callable(self.schedule.order):
+            raise ValueError(
+                f"A scheme has a Schedule. Received: schedule={self.schedule!r}, scheme={self.name!r}. "
+                "Try Schedule(order)."
+            )
+        ways = all(callable(getattr(self.policy, way, None)) for way in ("forward", "backward"))
+        if isinstance(self.policy, type) or not ways or not hasattr(self.policy, "predicts"):
+            raise ValueError(
+                "A policy is an object that has forward, backward and predicts. Received: "
+                f"policy={self.policy!r}, scheme={self.name!r}. Try an object of policies.WeightStashing()'s kind."
+            )
+        try:
+            hash(self)
+        except TypeError as error:
+            raise ValueError(
+                "What has been planned for a scheme is looked up by its parts, which so have a hash. Received: "
+                f"scheme={self.name!r}, {error}. Try @dataclass(frozen=True) for the policy."
+            ) from error
+
+    def rule(self, stage: int, stages: int, microbatches: int = 1) -> UpdateRule:
+        """What the updates of stage k of N do, M microbatches being a minibatch."""
+        furthest = _furthest(self, stage, stages, microbatches)
         return UpdateRule(self.policy.predicts, furthest, furthest if self.fits else 0, self.spikes, self.rescale_steps)
 
     def least_microbatches(self, stages: int) -> int:
         """The fewest microbatches that give every version in time."""
         return max(1, stages - 1) if self.splits and self.asynchronous else 1
+
+
+@lru_cache(maxsize=4096)
+def _furthest(scheme: Scheme, stage: int, stages: int, microbatches: int) -> int:
+    """The most updates that stage k of N predicts ahead until the pipeline has long been full."""
+    if not scheme.policy.predicts:
+        return 0
+    readers = [scheme.reader(m, stage, stages, microbatches) for m in range((2 * stages + 1) * microbatches)]
+    return max(way(each).horizon for each in readers for way in (scheme.policy.forward, scheme.policy.backward))

@@ -13,7 +13,7 @@ from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.splitting import window as window_of
 from pipetrain.schemes.table import DATA_PARALLEL, SCHEMES, check_name
 from pipetrain.schemes.table import scheme as chosen_scheme
-from pipetrain.schemes.validation import check
+from pipetrain.schemes.validation import check_own
 from pipetrain.simulation.build import Options, StationBuilder
 from pipetrain.simulation.events import Simulation
 from pipetrain.simulation.reduction import REDUCTIONS
@@ -72,8 +72,7 @@ def simulate(
     stages, devices = _placed(partition, scheme)
     cluster = cluster or Cluster(processors=partition.processors)
     pieces = _pieces(chosen, len(stages), partition, microbatches)
-    if chosen is not SCHEMES.get(chosen.name):  # those of the table can run
-        check(chosen, len(stages), pieces)
+    check_own(chosen, len(stages), pieces)
     options = Options(
         minibatches=_count("minibatches", minibatches),
         microbatches=pieces,

@@ -8,7 +8,11 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pipetrain.schemes.actions import OPERATIONS
 from pipetrain.trace.trace import Seconds, Spans, Trace, Transfers
+
+FORWARDS = [op for op, operation in OPERATIONS.items() if "outputs" in operation.received]
+BACKWARDS = [op for op, operation in OPERATIONS.items() if "input gradients" in operation.received]
 
 Keys = NDArray[np.int64]
 Cause = Literal["transfer", "imbalance", "fill"]
@@ -78,7 +82,7 @@ def _pauses(trace: Trace, places: list[tuple[int, int]]) -> Iterator[tuple[Cause
     first, last = np.diff(row, prepend=-1) != 0, np.diff(row, append=len(places)) != 0
     begin_s = np.where(first, 0.0, np.concatenate([[0.0], spans.end_s])[:-1])
     begin_s = np.minimum(begin_s, spans.start_s)
-    refilled = first | ((spans.op == "F") & (spans.microbatch == 0))  # numbers begin anew after a drain
+    refilled = first | (np.isin(spans.op, FORWARDS) & (spans.microbatch == 0))  # numbers begin anew after a drain
     yield "fill", row[refilled], begin_s[refilled], spans.start_s[refilled]
     yield "fill", row[last], spans.end_s[last], np.full(int(last.sum()), trace.duration_s)
     transfers = _among(trace.transfers, places)
@@ -111,7 +115,8 @@ def _inputs(spans: Spans, row: Keys, transfers: Transfers, row_of: Any) -> tuple
     microbatches = 1 + max(int(each.microbatch.max(initial=0)) for each in (spans, sent))
 
     def keys(rows: Keys, op: NDArray[np.str_], microbatch: NDArray[np.int32]) -> Keys:
-        of_rows: Keys = (2 * rows + (op != "F")) * microbatches
+        kind = np.where(np.isin(op, FORWARDS), 0, np.where(np.isin(op, BACKWARDS), 1, 2))  # what is sent: F or B
+        of_rows: Keys = (3 * rows + kind) * microbatches
         return of_rows + microbatch
 
     key = np.concatenate(

@@ -19,6 +19,7 @@ Seconds = NDArray[np.float64]
 What = Literal["F", "B", "R"]  # activations, their gradients, weights' gradients to be reduced
 CATEGORIES = {op: operation.about for op, operation in OPERATIONS.items()}
 OPS = {about: op for op, about in CATEGORIES.items()}
+LONGEST = f"U{max(map(len, OPERATIONS))}"  # the type of their names
 ENDING = [op for op, operation in OPERATIONS.items() if "weight gradients" in operation.makes]
 
 
@@ -63,7 +64,7 @@ class Spans(Columns[Span]):
     """Spans as columns."""
 
     record: ClassVar[Any] = Span
-    dtypes: ClassVar[tuple[Any, ...]] = ("U1", np.int32, np.int32, None, float, float, np.int32, np.int32)
+    dtypes: ClassVar[tuple[Any, ...]] = (LONGEST, np.int32, np.int32, None, float, float, np.int32, np.int32)
 
     op: NDArray[np.str_]
     stage: Integers

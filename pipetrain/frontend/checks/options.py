@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from pipetrain.run.stage_work import StageWork
 from pipetrain.schemes.schedules import groups_of
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.table import DATA_PARALLEL, SCHEMES
@@ -58,11 +59,11 @@ def check_schedule(scheme: Scheme, stages: int, microbatches: int) -> None:
     check(scheme, stages, microbatches)
     devices, groups = scheme.schedule.devices(stages), groups_of(1, microbatches)
     actions = [each for device in range(devices) for each in scheme.schedule.order(device, devices, groups)]
-    halves = next((each for each in actions if each.op not in ("F", "B")), None)
-    if halves is not None:
+    other = next((each for each in actions if each.op not in StageWork.carries_out), None)
+    if other is not None:
         raise ValueError(
-            f"Training carries out F and B; other operations can be planned and simulated. Received: {halves} in the "
-            f"schedule of {scheme.name!r}. Try B where it has I and W, or FB."
+            f"Training carries out {', '.join(StageWork.carries_out)}; other operations can be planned and simulated. "
+            f"Received: {other} in the schedule of {scheme.name!r}. Try B where it has I and W."
         )
 
 
