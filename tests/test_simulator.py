@@ -422,11 +422,9 @@ def test_devices_that_compute_faster():
 
 
 def test_simulate_on_the_command_line(tmp_path, capsys, monkeypatch):
-    def given(options, cluster):
-        return command_line.Given(chain(8), cluster, Training(microbatches=options.microbatches))
-
-    monkeypatch.setattr(command_line, "_given", given)
-    monkeypatch.setattr(command_line, "start_tensorflow", lambda devices: None)
+    monkeypatch.setattr("pipetrain.cli.given.start_tensorflow", lambda devices: None)
+    monkeypatch.setattr("keras.saving.load_model", lambda path, compile: None)
+    monkeypatch.setattr("pipetrain.compute.profiling.profiler.profile", lambda *_: chain(8))
     levels = [{"devices": 4, "bandwidth": "12GB/s", "contention": "port"}, {"bandwidth": "10Gb/s"}]
     (tmp_path / "cluster.json").write_text(json.dumps({"levels": levels}))
     common = [

@@ -18,7 +18,7 @@ from pipetrain.schemes import table
 
 
 class Given(NamedTuple):
-    """See above."""
+    """A profile, the devices and how they are joined, and how it is trained."""
 
     profile: Profile
     cluster: Cluster

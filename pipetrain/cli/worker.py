@@ -55,6 +55,7 @@ def add(commands: Any) -> None:
         "end (default: %(default)s)",
     )
     option("--attended", action="store_true", help="end when standard input does: whoever started it has gone")
+    command.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
