@@ -22,7 +22,7 @@ class ScheduleError(ValueError):
 
 
 class Feed(NamedTuple):
-    """How minibatches arrive, as in training.
+    """The arrival of minibatches, as in training.
 
     The caller posts each group at most ``ahead`` after the last one that it has the result of: when every stage has
     done with it where the pipeline ``flushes``, else when the last stage has gone forward. Device d asks its order for
@@ -54,9 +54,9 @@ class Feed(NamedTuple):
 def check(scheme: Scheme, stages: int, microbatches: int) -> None:
     """Dry-run a scheme's schedule for so many stages, fed as training feeds it.
 
-    Raises ScheduleError, naming the action, for an order that leaves something out or does it twice, that reads what is
-    not there yet, in which microbatches overtake each other, or that waits for ever; ValueError for a number of stages
-    that the schedule does not have.
+    Raises ScheduleError, naming the action, for an order that omits or repeats an action, that reads what is not there
+    yet, in which microbatches overtake each other, or that deadlocks; ValueError for a number of stages that the
+    schedule does not have.
     """
     schedule = scheme.schedule
     devices = schedule.devices(stages)
@@ -165,7 +165,7 @@ def _of(steps: Sequence[Step], device: int) -> list[Action]:
 
 
 def _missing(action: Action, stages: int, made: Made) -> list[str]:
-    """For people: what the action needs that is not there."""
+    """The missing inputs of an action, as text."""
     return [
         f"{need.value} of stage {action.stage + need.stage}"
         for need in action.operation.needs

@@ -190,7 +190,7 @@ class Trace:
         return {"displayTimeUnit": "ms", "traceEvents": names + events + sent, **shared}
 
     def row_names(self) -> list[str]:
-        """For people: what each of ``rows`` is."""
+        """The name of each of ``rows``."""
         several = {stage for stage, replica in self.rows if replica}
         return [f"stage {stage}" + f", replica {replica}" * (stage in several) for stage, replica in self.rows]
 
