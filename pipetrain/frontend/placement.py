@@ -151,7 +151,7 @@ class Placement:
         return count
 
     def explanation(self, batch_size: int) -> str:
-        """For people: the cut of the model, and what other ways to train it on as many devices would come to."""
+        """A text: the cut of the model, and the estimates of other ways to train it on as many devices."""
         measured, devices = self._profile(batch_size, True), self._schedule.devices(sum(self.replicas))
         advice = advise(measured, devices, described(self._devices), self.training)
         return "\n\n".join(filter(None, [f"{self.partition(batch_size)}", advice.comparison(), measured.warning]))

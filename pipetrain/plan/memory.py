@@ -1,4 +1,4 @@
-"""What a stage keeps in a device's memory while it trains."""
+"""The memory that a stage needs on a device during training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipetrain.schemes.weight_versions import WeightVersions
 
 
 class Training(NamedTuple):
-    """How a model is trained, as far as its memory goes.
+    """The settings of training that determine its memory.
 
     ``slots`` are the optimizer's variables per weight: 1 for SGD with momentum, 2 for Adam; ``gathers``: whether all
     gradients of a stage are there before the first is used, as with all optimizers but SGD with momentum, and there

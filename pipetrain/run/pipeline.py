@@ -38,9 +38,9 @@ Value = TypeVar("Value")
 
 
 class Activity(NamedTuple):
-    """Seconds that all devices' threads spent in actions, how many these are, and how many microbatches a stage held.
+    """Seconds of all devices' threads in actions, the number of threads, and the most microbatches a stage held.
 
-    The seconds are not known of stages on other processes' devices, whose calls return before the work is done.
+    The seconds are not known for stages on other processes' devices, whose calls return before the work is done.
     ``updated``: whether every stage has made an update by now.
     """
 
@@ -51,16 +51,16 @@ class Activity(NamedTuple):
 
 
 class Pipeline:
-    """Stages at work: ``post`` minibatches, take as many ``result``s, ``drain``.
+    """A running pipeline: ``post`` minibatches, take as many ``result``s, ``drain``.
 
-    Threads live from the first ``post`` to the next ``drain`` or ``abort``. The former takes the weights from the
-    model, the latter hand them back.
+    Threads live from the first ``post`` to the next ``drain`` or ``abort``. ``post`` takes the weights from the model;
+    ``drain`` and ``abort`` write them back.
 
     Args:
         stages: the replicas of every stage in order.
         scheme: order of actions and choice of weights.
         microbatches: pieces that a minibatch is split into.
-        settings: asked whenever the threads start.
+        settings: called whenever the threads start.
 
     ``made`` are the updates of all runs up to the last drain, ``snapshots`` the weights that were kept.
     """
@@ -100,7 +100,7 @@ class Pipeline:
         return window(len(self._stages), self._microbatches, self._scheme.schedule.flushes)
 
     def activity(self) -> Activity:
-        """What the stages have done since the pipeline was made; the most in flight, since it was asked last."""
+        """The stages' activity since the pipeline was made; the most in flight since the last call."""
         works = [work for thread in self._threads for work in thread.stages]
         most = max((work.most_in_flight for work in works), default=0)
         for work in works:
@@ -123,7 +123,8 @@ class Pipeline:
     def trace_for(self, targets: Any) -> bool:
         """Trace every stage, the last one for labels and sample weights of these specs; whether that was to be done.
 
-        Once for each structure. Stages whose outputs the loss does not depend on are traced again, to know it.
+        This is done once for each structure. Stages on whose outputs the loss does not depend are traced again with
+        this knowledge.
         """
         if targets == self._traced_for:
             return False
@@ -170,7 +171,7 @@ class Pipeline:
         return self._results.popleft()
 
     def drain(self) -> None:
-        """Let everything in flight finish, end the threads, hand the weights back. Raises what a stage raised."""
+        """Let everything in flight finish, end the threads, write the weights back. Raises what a stage raised."""
         if not self._threads:
             return
         if self._closed and self._error is None:  # an interrupt cut an abort short
@@ -191,7 +192,7 @@ class Pipeline:
         self._end(store=True)
 
     def abort(self, store: bool) -> None:
-        """End the threads at once, whatever is in flight, and hand the weights back if ``store``."""
+        """End the threads at once, whatever is in flight, and write the weights back if ``store``."""
         if self._threads:
             self._close()
             for thread in self._threads:
@@ -202,7 +203,7 @@ class Pipeline:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Meanwhile no stage begins an action; what is in flight stays in flight."""
+        """During the context no stage begins an action; what is in flight stays in flight."""
         if not self._threads:
             yield
             return
@@ -235,7 +236,7 @@ class Pipeline:
             thread.start()
 
     def _make_threads(self) -> list[DeviceThread]:
-        """A thread for each device of the schedule, or for each replica of what it has."""
+        """A thread for each device of the schedule, or for each replica of the device's stages."""
         works, schedule = self._make_works(), self._scheme.schedule
         threads = []
         for device in range(self._devices):
@@ -275,7 +276,7 @@ class Pipeline:
         return works
 
     def _end(self, store: bool) -> None:
-        """The threads have ended. As long as they are there, all of this happens again after an interrupt."""
+        """Clean up after the threads; an interrupt before they are removed repeats this."""
         let_go(self)
         try:
             if store:
@@ -292,9 +293,9 @@ class Pipeline:
         self._busy_s += sum(thread.busy_s for thread in threads)
 
     def _hand_back(self) -> None:
-        """What the stages have come to goes to the model, when all of it is here.
+        """Write all stages' weights and state into the model, after all of them have been fetched.
 
-        A worker that is lost meanwhile so leaves the model as it was, and not with some stages of another version.
+        If a worker is lost during that, the model is not changed, and its stages do not have different versions.
         """
         stages: list[list[Any]] = [*self._stages]  # each of one kind
         outcomes = [here(stage.outcome(others)) for stage, *others in stages]
@@ -341,18 +342,18 @@ def _start_s(record: Span | Transfer) -> float:
 
 
 def _mailboxes(readers: int, writers: int) -> list[list[Mailbox[Any]]]:
-    """For every reader, one of each writer."""
+    """A mailbox for every reader and every writer."""
     return [[Mailbox() for _ in range(writers)] for _ in range(readers)]
 
 
 def _sender(boxes: list[list[Mailbox[Any]]], readers: Sequence[Replica], replica: int, replicas: int) -> Sender:
-    """From one replica to every reader: the mailbox that is the replica's among each reader's."""
+    """The sender of one replica: to each reader, the mailbox for this writer."""
     destinations = [Destination(mine[replica], reader.device) for mine, reader in zip(boxes, readers, strict=True)]
     return Sender(destinations, replica, replicas)
 
 
 def _joined_microbatches(parts: Sequence[Microbatch | None]) -> Microbatch:
-    """One microbatch from what the replicas above sent of it: their rows one after another, their penalties added."""
+    """One microbatch joined from the parts of the replicas above: rows concatenated, penalties added."""
     present = [part for part in parts if part is not None]
     penalties = [part.penalty for part in present if part.penalty is not None]
     values = joined([part.values for part in present])

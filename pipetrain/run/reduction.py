@@ -19,8 +19,8 @@ from pipetrain.trace.trace import Transfer
 class Reduction:
     """Every replica sums about an r-th of the weights' gradients and sends the sums to the others.
 
-    The order of a sum is that of the replicas, whoever comes first: all have bitwise equal sums. Each sends
-    ``2 * (r-1)/r`` of the gradients' bytes.
+    Sums are added in the order of the replicas, whichever arrives first, so all replicas have bitwise equal sums. Each
+    sends ``2 * (r-1)/r`` of the gradients' bytes.
 
     Args:
         stages: the stage's replicas.
@@ -34,7 +34,7 @@ class Reduction:
 
     @property
     def mailboxes(self) -> list[Mailbox[Any]]:
-        """All that replicas may wait at."""
+        """All mailboxes at which replicas may wait."""
         return [box for boxes in self._to for box in boxes]
 
     def sum(self, replica: int, gradients: list[Any] | None, microbatch: int) -> list[Any]:
@@ -58,19 +58,19 @@ class Reduction:
         return [of[n] for n in range(len(of))]
 
     def transfers(self, stage: int, replica: int) -> Iterator[Transfer]:
-        """What this replica's sums took, as those of this stage."""
+        """The transfers of this replica's sums, recorded for this stage."""
         for microbatch, size, start_s, end_s in self._done[replica]:
             yield Transfer("R", microbatch, stage, replica, stage, replica, size, start_s, end_s)
 
     def _exchanged(self, replica: int, shares: list[Any]) -> list[Any]:
-        """Give every replica its share; get what each of them gives this one, in their order."""
+        """Send every replica its share; receive what each of them sends, in the order of replicas."""
         for other, share in enumerate(shares):
             self._to[other][replica].put(share)
         return [_moved(box.get(), self._stages[replica].device) for box in self._to[replica]]
 
 
 def shared_out(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """Which of so many owners gets which item: the largest first, to the owner who has least."""
+    """The items of each of a number of owners: the largest item first, to the owner with the least so far."""
     owned: list[list[int]] = [[] for _ in range(count)]
     loads = [0] * count
     for n in sorted(range(len(sizes)), key=lambda n: -sizes[n]):

@@ -1,4 +1,4 @@
-"""One replica of one stage at work: what each operation computes, reads, sends and updates."""
+"""One replica of one stage: what each operation computes, reads, sends and updates."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ FROM_BELOW = frozenset(op for op, operation in OPERATIONS.items() if "input grad
 class StageWork:
     """One replica of one stage, from one start of a pipeline to one drain.
 
-    Whoever has it calls, for each of its actions in the schedule's order, ``receive`` and then ``perform``; what they
-    compute goes to the neighbouring stages and to the caller.
+    The device's thread calls ``receive`` and then ``perform`` for each of the stage's actions in the schedule's order;
+    results go to the neighbouring stages and to the caller.
 
     Args:
         identity: which replica of which stage.
@@ -91,7 +91,7 @@ class StageWork:
 
     @property
     def _trained(self) -> Stage:
-        """The stage, which has a backward: asked for where the scheme trains."""
+        """The stage as one that has a backward; used only where the scheme trains."""
         return cast(Stage, self._stage)
 
     @property
@@ -100,7 +100,7 @@ class StageWork:
         return self._versions.version
 
     def transfers(self) -> Iterator[Transfer]:
-        """What was sent, and the sums that it shared in."""
+        """The recorded transfers: what was sent, and the sums with other replicas."""
         stage, _, replica, _ = self.identity
         if self._channels.below:
             yield from self._channels.below.transfers("F", stage, stage + 1)
@@ -109,11 +109,11 @@ class StageWork:
         yield from self._channels.reduction.transfers(stage, replica)
 
     def arriving(self) -> Microbatch | None:
-        """The next microbatch to come, left in place; None when no more will. Waits for it."""
+        """The next microbatch, left in place; None when no more will come. Waits for it."""
         return self._channels.inbox.peek()
 
     def ends_after(self, microbatch: int) -> None:
-        """No microbatches come after this one: the stage below learns it when it has been given the last."""
+        """No microbatches come after this one; the stage below is told after it has received the last one."""
         self._last = microbatch
         self._close_if_done()
 
@@ -123,13 +123,13 @@ class StageWork:
             self._last = None
 
     def receive(self, action: Action) -> Any:
-        """What the action needs of other stages: a microbatch, or the gradients of what it sent. Waits for it."""
+        """Wait for what the action needs of other stages: a microbatch, or the gradients of what was sent."""
         if action.op in FROM_ABOVE:
             return self._channels.inbox.get()
         return self._channels.returns.get() if self._channels.below and action.op in FROM_BELOW else None
 
     def perform(self, action: Action, received: Any) -> float | None:
-        """The action itself; of FB, when the forward was done, if that is known."""
+        """Execute the action; for FB returns the time when the forward was finished, if known."""
         microbatch = received if action.op in FROM_ABOVE else self._in_flight[action.microbatch][0]
         self._now = microbatch, (action,)
         if microbatch.number != action.microbatch:
@@ -139,7 +139,7 @@ class StageWork:
         return middle_s
 
     def _finish(self) -> None:
-        """Before the clock is read, and before anything is handed over, which so is there."""
+        """Wait for the device if exact times are wanted, before the clock is read and results are sent."""
         self._control.finish(self.device)
 
     def _forward(self, action: Action, microbatch: Microbatch) -> None:
@@ -172,9 +172,9 @@ class StageWork:
         self._pass_on(microbatch, result)
 
     def _forward_backward(self, action: Action, microbatch: Microbatch) -> float | None:
-        """Both as one call, which reads the weights once; one after the other where they read different ones.
+        """Forward and backward as one call, which reads the weights once; as two calls if they read different versions.
 
-        Gives when the forward was done, if that is known.
+        Returns the time when the forward was finished, if known.
         """
         forward, backward = action._replace(op="F"), action._replace(op="B")
         self._now = microbatch, (forward,)
@@ -212,7 +212,7 @@ class StageWork:
     def _run_backward(
         self, microbatch: Microbatch, weights: Any, given: SavedForBackward | Inputs, returned: list[tf.Tensor] | None
     ) -> BackwardResult:
-        """The stage's backward, with what goes into the same call; what gradients it leaves are kept for the next."""
+        """The stage's backward, with sum and update in the same call where possible; remaining gradients are kept."""
         mine = self._shared(microbatch)
         output_gradients = [mine.loss_share] if returned is None else returned
         step = self._begin_update(microbatch) if self._updates_by(microbatch) else None
@@ -222,7 +222,7 @@ class StageWork:
         return result
 
     def _pass_on(self, microbatch: Microbatch, result: BackwardResult | None) -> None:
-        """The inputs' gradients go up, and with its last microbatch's a minibatch's are used."""
+        """Send the inputs' gradients up; after the minibatch's last microbatch begin the update."""
         self._finish()
         self._completed = 0 if self._is_last(microbatch) else self._completed + 1
         if self._channels.above:
@@ -243,7 +243,7 @@ class StageWork:
         return self._completed + 1 == len(microbatch.group)
 
     def _begin_update(self, microbatch: Microbatch) -> Step:
-        """Keeps the weights that are still read."""
+        """Keep the weight versions that are still read."""
         step = Step(microbatch.learning_rate, self._versions.staleness(microbatch.number))
         self._versions.before_update()
         return step
@@ -274,7 +274,7 @@ class StageWork:
         return microbatch._replace(share=microbatch.share * self._fraction(microbatch))
 
     def _fraction(self, microbatch: Microbatch) -> float:
-        """The part of the microbatch's rows that are this replica's."""
+        """This replica's share of the microbatch's rows."""
         return len(self._mine(microbatch)) / microbatch.rows if microbatch.rows else 1 / self.identity.replicas
 
     def _with_part_of_penalty(self, microbatch: Microbatch) -> Microbatch:
@@ -284,7 +284,7 @@ class StageWork:
         return microbatch._replace(penalty=microbatch.penalty * self._fraction(microbatch))
 
     def doing(self) -> str:
-        """For people: what this stage was doing."""
+        """What this stage was doing, as text for an error message."""
         if self._now is None:
             return f"{self.identity} before its first action."
         microbatch, actions = self._now

@@ -1,7 +1,7 @@
 """What a scheme is, as pure functions of numbers.
 
-Actions, the order of them, which weights each reads, and what an update makes up for. One paper, one file. Nothing here
-knows of tensors, threads, seconds or bytes. What a scheme of one's own is made of is named here.
+Actions, their order, the weights that each reads, and corrections for staleness. Nothing here depends on tensors,
+threads, seconds or bytes. The names that your own schemes need are exported here.
 """
 
 from pipetrain.schemes.actions import Action

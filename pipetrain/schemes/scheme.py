@@ -1,4 +1,4 @@
-"""A scheme: an order of actions, the weights that they read, and what an update makes up for."""
+"""A scheme: an order of actions, the weights that they read, and corrections of updates for staleness."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipetrain.schemes.schedules import Schedule
 
 
 class UpdateRule(NamedTuple):
-    """What the updates of one stage do beside the optimizer's own step.
+    """What the updates of one stage do in addition to the optimizer's own step.
 
     ``predicts``: the velocity is wanted; ``furthest``: for no more updates ahead than these (0: for any number);
     ``fit_horizon``: over so many updates its best multiple is learnt (0: not); ``spikes``, ``rescale_steps``: see
@@ -25,18 +25,18 @@ class UpdateRule(NamedTuple):
 
     @property
     def corrects(self) -> bool:
-        """Whether an update goes by the staleness of its gradient."""
+        """Whether an update depends on the staleness of its gradient."""
         return self.spikes or self.rescale_steps > 0
 
 
 class Scheme(NamedTuple):
-    """A way to train: the order of actions, the weights they read, and a line for people.
+    """A way to train: the order of actions, the weights they read, and a line of description.
 
-    A scheme of one's own is given wherever a name is: ``PipelineModel(model, scheme=Scheme(...))``.
+    Your own scheme is accepted wherever a name is: ``PipelineModel(model, scheme=Scheme(...))``.
 
     ``trains``: whether every forward is followed by a backward. ``splits``: whether minibatches are divided into
-    microbatches. ``fits``: whether predictions take the multiple of the velocity that came nearest so far. ``spikes``
-    and ``rescale_steps``: spike compensation, and the steps over which rates are rescaled by staleness (0: not).
+    microbatches. ``fits``: whether predictions use a fitted multiple of the velocity. ``spikes`` and ``rescale_steps``:
+    spike compensation, and the steps over which rates are rescaled by staleness (0: not).
     """
 
     name: str
@@ -88,7 +88,7 @@ class Scheme(NamedTuple):
         return UpdateRule(self.policy.predicts, furthest, furthest if self.fits else 0, self.spikes, self.rescale_steps)
 
     def least_microbatches(self, stages: int) -> int:
-        """The fewest microbatches that give every version in time."""
+        """The smallest number of microbatches with which every weight version is there in time."""
         return max(1, stages - 1) if self.splits and self.asynchronous else 1
 
 

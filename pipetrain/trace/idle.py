@@ -21,9 +21,9 @@ Cause = Literal["transfer", "imbalance", "fill"]
 class Idle(NamedTuple):
     """The seconds in which one replica of a stage did not compute.
 
-    ``transfer_s``: all that it waited for was computed, and on its way. ``imbalance_s``: it was not yet computed; or a
-    processor, or the next minibatch, was. ``fill_s``: before its first action and after its last one, of the trace and
-    of each drain.
+    ``transfer_s``: everything that it waited for was computed and being transferred. ``imbalance_s``: an input was not
+    yet computed, or no processor was free, or the next minibatch had not arrived. ``fill_s``: the time before its first
+    action and after its last one, of the trace and of each drain.
     """
 
     transfer_s: float
@@ -49,8 +49,9 @@ class IdleSpan(NamedTuple):
 def idle(trace: Trace) -> dict[tuple[int, int], Idle]:
     """For every stage and replica of the trace, the seconds in which it was idle, by cause.
 
-    What replicas wait for each other's gradients, within the span of a backward, is idle too: ``imbalance`` until the
-    last one has computed its own, ``transfer`` from then on. Of a trace that knows of no transfers, no idle is theirs.
+    The time in which replicas wait for each other's gradients, within the span of a backward, is idle too:
+    ``imbalance`` until the last replica has computed its gradients, ``transfer`` after that. In a trace without
+    transfers no idle time is assigned to them.
     """
     places = trace.rows
     seconds: dict[Cause, Seconds] = {cause: np.zeros(len(places)) for cause in ("transfer", "imbalance", "fill")}
