@@ -94,6 +94,11 @@ def cuts(depth, stages):
     return [f"d{end - 1}" for end in ends(depth, stages)[:-1]]
 
 
+def parts(scheme, *layers):
+    """The argument that makes stages end at these layers, or as many parts where a scheme has no stages."""
+    return {"stages": len(layers) + 1} if scheme in ("single", "data-parallel") else {"cuts": layers}
+
+
 def data(rows=400, seed=0):
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(rows, FEATURES)).astype("float32")

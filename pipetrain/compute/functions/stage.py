@@ -70,6 +70,7 @@ class Stage:
         self._divided = divided
         self.segment, self.device, self.recompute, self._loss = segment, device, recompute, loss
         self._rule = rule
+        self._missing: list[int] = []  # numbers of the weights that no gradient reaches
         self._weights, self._model_state = segment.trainable_variables, segment.non_trainable_variables
         with tf.device(device):
             self.variables = [_like(variable) for variable in self._weights]
@@ -77,12 +78,20 @@ class Stage:
             # The norm of all stages' gradients is not the clone's to know: the stage clips before it updates.
             self.global_clipnorm, self.optimizer.global_clipnorm = positive(optimizer.global_clipnorm), None
             self.optimizer.build(self.variables)
-            self._optimizer_step = Update(self.optimizer, self.variables, rule)
+            self._optimizer_step = Update(self.optimizer, self.variables, rule, lambda: self._among(self.variables))
             weights = tf.function(list, autograph=False).get_concrete_function(specs(self._weights))
             self._read = self._bound(weights)
         self._state: list[tf.Tensor] = []
         self._constants: dict[Any, tf.Tensor] = {}
         self._learning_rate: float | None = None
+
+    @property
+    def untrained(self) -> list[keras.Variable]:
+        """The model's trainable variables that no gradient reaches, as ``trace`` found."""
+        return self._among(self._weights)
+
+    def _among(self, variables: Sequence[keras.Variable]) -> list[keras.Variable]:
+        return [variables[n] for n in self._missing]
 
     def slots(self) -> Iterator[Slot]:
         """The slots of the stage's optimizer, by the model's own variables."""
@@ -154,9 +163,7 @@ class Stage:
             self._gradients = halves.backward.structured_outputs[0]
             reached = iter(halves.reached)
             self.unreached = [n for n, flow in enumerate(self.segment.differentiable) if flow and not next(reached)]
-            missing = [n for n, gradient in enumerate(self._gradients) if gradient is None]
-            self.untrained = [self._weights[n] for n in missing]
-            self._optimizer_step.untrained = [self.variables[n] for n in missing]
+            self._missing = [n for n, gradient in enumerate(self._gradients) if gradient is None]
             self._update: Any = None  # traced when they are needed
             self._squared_norm: Any = None
         output, _, penalty, _ = halves.forward.structured_outputs[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -24,13 +24,11 @@ LEAST_DECAY = 1e-12  # ``decayed`` divides by it
 class Update:
     """Applies gradients to variables and predicts them: ``W[t+s] ~ W[t] + s * v`` (see ``schemes.prediction``).
 
-    ``untrained`` are the variables that no gradient reaches, which Keras does not change; they must be set before the
-    first prediction.
-
     Args:
         optimizer: built for the variables.
         variables: what it updates.
         rule: what an update does in addition; by default nothing.
+        untrained: gives the variables that no gradient reaches, which Keras does not change.
     """
 
     def __init__(
@@ -38,12 +36,13 @@ class Update:
         optimizer: keras.optimizers.Optimizer,
         variables: Sequence[keras.Variable],
         rule: UpdateRule = UpdateRule(),  # noqa: B008 - a tuple, never changed
+        untrained: Callable[[], Sequence[keras.Variable]] = tuple,
     ) -> None:
         self._optimizer, self._variables, self._furthest = optimizer, list(variables), rule.furthest
         self._rate: tf.Variable | None = None
         self._velocity: Velocity | None = None
         self.fit: HorizonFit | None = None
-        self.untrained: Sequence[keras.Variable] = ()
+        self._untrained = untrained
         if rule.predicts and (isinstance(optimizer, keras.optimizers.Adam) or optimizer.weight_decay):
             self._rate = tf.Variable(0.0, trainable=False)  # of the last step, which slots or decay do not carry
         if rule.predicts:
@@ -119,7 +118,7 @@ class Update:
                 each.staleness = staleness
 
     def _decays(self, variable: keras.Variable) -> bool:
-        if not self._optimizer.weight_decay or any(variable is each for each in self.untrained):
+        if not self._optimizer.weight_decay or any(variable is each for each in self._untrained()):
             return False
         return decays(self._optimizer, variable)
 
