@@ -50,7 +50,7 @@ class Pipeline:
     Args:
         stages: the replicas of every stage in order.
         scheme: order of actions and choice of weights.
-        microbatches: pieces that a minibatch is split into.
+        microbatches: how many a minibatch is split into.
         settings: called whenever the threads start.
 
     ``made`` are the updates of all runs up to the last drain, ``snapshots`` the weights that were kept,
@@ -134,22 +134,22 @@ class Pipeline:
         """Send a minibatch on its way; starts the threads if the pipeline is empty."""
         running = self._running or self._start()
         rows = int(x[0].shape[0])
-        pieces = microbatch_rows(rows, self._microbatches)  # orders count on their number: some may be empty
+        parts = microbatch_rows(rows, self._microbatches)  # orders count on their number: some may be empty
         first = running.posted * self._microbatches
-        group = range(first, first + len(pieces))
-        for number, piece in zip(group, pieces, strict=True):
+        group = range(first, first + len(parts))
+        for number, part in zip(group, parts, strict=True):
             microbatch = Microbatch(
                 number=number,
                 minibatch=running.posted,
                 group=group,
-                share=len(piece) / rows if rows else 1 / len(pieces),  # a minibatch without rows has a result too
+                share=len(part) / rows if rows else 1 / len(parts),  # a minibatch without rows has a result too
                 loss_is_mean=running.settings.loss_is_mean,
-                rows=len(piece),
+                rows=len(part),
                 learning_rate=learning_rate,
                 values=None,
-                targets=take((y, sample_weight), piece, rows),
+                targets=take((y, sample_weight), part, rows),
             )
-            inputs = BoundaryTensors(take(x, piece, rows), [None] * len(x)) if piece or not rows else None
+            inputs = BoundaryTensors(take(x, part, rows), [None] * len(x)) if part or not rows else None
             running.guarded(partial(running.entrance.send, microbatch.with_values, inputs, microbatch.rows))
         running.posted += 1
 

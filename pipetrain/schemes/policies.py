@@ -127,6 +127,11 @@ class TwoVersions:
 
     predicts = False
 
+    @staticmethod
+    def microbatches(stages: int) -> int:
+        """The fewest that it needs: ``max(1, N-1)``."""
+        return max(1, stages - 1)
+
     def forward(self, reader: Reader) -> Read:
         return Read(max(0, reader.minibatch - 1))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -29,6 +30,11 @@ class UpdateRule(NamedTuple):
         return self.spikes or self.rescale_steps > 0
 
 
+def one(stages: int) -> int:
+    """Of any number of microbatches."""
+    return 1
+
+
 class Scheme(NamedTuple):
     """A way to train: the order of actions, the weights they read, and a line of description.
 
@@ -36,7 +42,8 @@ class Scheme(NamedTuple):
 
     ``trains``: whether every forward is followed by a backward. ``splits``: whether minibatches are divided into
     microbatches. ``fits``: whether predictions use a fitted multiple of the velocity. ``spikes`` and ``rescale_steps``:
-    spike compensation, and the steps over which rates are rescaled by staleness (0: not).
+    spike compensation, and the steps over which rates are rescaled by staleness (0: not). ``least(N)``: the fewest
+    microbatches with N stages, where minibatches are divided.
     """
 
     name: str
@@ -48,6 +55,7 @@ class Scheme(NamedTuple):
     fits: bool = False
     spikes: bool = False
     rescale_steps: int = 0
+    least: Callable[[int], int] = one
 
     def __str__(self) -> str:
         return self.name
@@ -88,8 +96,8 @@ class Scheme(NamedTuple):
         return UpdateRule(self.policy.predicts, furthest, furthest if self.fits else 0, self.spikes, self.rescale_steps)
 
     def least_microbatches(self, stages: int) -> int:
-        """The smallest number of microbatches with which every weight version is there in time."""
-        return max(1, stages - 1) if self.splits and self.asynchronous else 1
+        """The fewest microbatches that give every version in time, with so many stages."""
+        return self.least(stages) if self.splits else 1
 
 
 @lru_cache(maxsize=4096)

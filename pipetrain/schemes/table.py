@@ -37,6 +37,7 @@ SCHEMES: dict[str, Scheme] = {
             policies.TwoVersions(),
             "asynchronous microbatches, the version before the newest",
             splits=True,
+            least=policies.TwoVersions.microbatches,
         ),
         Scheme("gpipe", GPIPE, policies.Flush(), "synchronous, all forwards then all backwards", splits=True),
         Scheme(

@@ -82,7 +82,7 @@ def _is_sum(together: float, again: float, alone: float, segment: Segment) -> bo
         if np.isclose(together, expected, rtol=EXACT) or (random and 1 / ROUGH < together / (expected or 1.0) < ROUGH):
             return is_sum
     raise ValueError(
-        "A loss that a layer adds cannot be put together from those of a minibatch's pieces: it is neither a mean nor "
+        "A loss that a layer adds cannot be put together from those of a minibatch's parts: it is neither a mean nor "
         f"a sum over the rows. Received: {together:.6g} for {ROWS} rows that have {alone:.6g} together one by one, in "
         f"a stage that ends with {segment.outputs[0].name!r}. Try microbatches=1 and one replica of each stage."
     )

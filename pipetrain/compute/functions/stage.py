@@ -28,7 +28,7 @@ from pipetrain.compute.functions.weight_binding import BoundFunction, Newest, We
 from pipetrain.compute.graph.segment import Segment
 from pipetrain.compute.keras_private import mask_of
 from pipetrain.compute.optimizer.adoption import Part
-from pipetrain.compute.optimizer.clipping import SQUARED_NORM, clipped, positive, squared_norm
+from pipetrain.compute.optimizer.clipping import SQUARED_NORM, clipped, limit, squared_norm
 from pipetrain.compute.optimizer.clone import clone
 from pipetrain.compute.optimizer.slots import Slot
 from pipetrain.compute.optimizer.update import Update
@@ -54,7 +54,7 @@ class Stage:
         loss: ``loss(y, outputs, sample_weight)`` for the last stage, None for the others.
         recompute: keep a forward's inputs instead of its residuals, and run it again before its backward.
         rule: what its updates do in addition to the optimizer's own step.
-        divided: whether it is given a minibatch in pieces, microbatches or a replica's rows.
+        divided: whether it is given parts of a minibatch, microbatches or a replica's rows.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Stage:
             self.variables = [_like(variable) for variable in self._weights]
             self.optimizer = clone(optimizer, self._weights, self.variables, rule)
             # The norm of all stages' gradients is not the clone's to know: the stage clips before it updates.
-            self.global_clipnorm, self.optimizer.global_clipnorm = positive(optimizer.global_clipnorm), None
+            self.global_clipnorm, self.optimizer.global_clipnorm = limit(optimizer.global_clipnorm), None
             self.optimizer.build(self.variables)
             self._optimizer_step = Update(self.optimizer, self.variables, rule, lambda: self._among(self.variables))
             weights = tf.function(list, autograph=False).get_concrete_function(specs(self._weights))

@@ -31,6 +31,6 @@ def clipped(gradients: Sequence[Any], squared_norms: tf.Tensor, clipnorm: float)
     return [None if each is None else tf.convert_to_tensor(each) * tf.cast(scale, each.dtype) for each in gradients]
 
 
-def positive(clipnorm: float | None) -> float | None:
+def limit(clipnorm: float | None) -> float | None:
     """The norm to clip to; None for values by which Keras does not clip."""
     return clipnorm if clipnorm and clipnorm > 0 else None

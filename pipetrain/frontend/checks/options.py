@@ -74,7 +74,7 @@ def checked_microbatches(microbatches: int | None, scheme: Scheme, stages: int) 
     least = scheme.least_microbatches(stages)
     if microbatches is not None and microbatches < least:
         raise ValueError(
-            f"{scheme.name!r} needs at least as many microbatches as there are stages but one: fewer do not give it "
-            f"its weights in time. Received: microbatches={microbatches}, {stages} stages. Try microbatches={stages}."
+            f"{scheme.name!r} needs at least {least} microbatches with {stages} stages: fewer do not give it its "
+            f"weights in time. Received: microbatches={microbatches}, {stages} stages. Try microbatches={stages}."
         )
     return microbatches or max(DEFAULT_MICROBATCHES, stages if least > 1 else 1)
