@@ -21,15 +21,15 @@ from pipetrain.schemes.arguments import checked_count
 
 
 class Snapshots(keras.callbacks.Callback):
-    """Calls a function with the weights after every so many updates, without draining the pipeline.
+    """Calls a function with the weights at regular numbers of updates, without draining the pipeline.
 
-    Each stage keeps its weights right after the update in question, so what the function sees is the model after
-    exactly that many updates, whatever is in flight. While the function runs the stages rest.
+    Each stage keeps its weights right after the update in question, so the function gets the model after exactly that
+    number of updates, whatever is in flight. The stages pause while the function runs.
 
     Args:
-        every_steps: call after every so many updates, counted from the start of ``fit``.
-        function: ``function(step, model)`` with the wrapped model, whose weights are those of that step. What would
-            drain the pipeline (evaluating the ``PipelineModel`` itself, for one) raises RuntimeError in it.
+        every_steps: number of updates between calls, counted from the start of ``fit``.
+        function: ``function(step, model)`` with the wrapped model, whose weights are those of that step. A call in it
+            that would drain the pipeline, such as evaluating the ``PipelineModel`` itself, raises RuntimeError.
     """
 
     def __init__(self, every_steps: int, function: Callable[[int, keras.Model], None]) -> None:
@@ -52,27 +52,29 @@ class Snapshots(keras.callbacks.Callback):
 
 
 class PipelineCheckpoint(keras.callbacks.Callback):
-    """Writes all that training needs to go on, and goes on from there when the same ``fit`` is run again.
+    """Writes checkpoints of training, and resumes from the newest one when the same ``fit`` is run again.
 
-    After every so many updates the pipeline drains, and one file is written, whole or not at all: weights, optimizer
-    slots, the seeds of Dropout and the like, metrics, the counters of epochs and minibatches, the learning rate, and
-    what EarlyStopping, ReduceLROnPlateau and ModelCheckpoint remember (and any callback of the same ``fit`` with
-    ``get_state() -> dict`` and ``set_state(dict)``, in what JSON can hold). A run that was killed and runs again, with
-    the same data in the same order (``keras.utils.set_random_seed``), ends with bitwise the same weights as one that
-    never was. With another number of stages or another scheme it goes on as well, and says what is different.
+    After every ``every_steps`` updates the pipeline drains, and one file is written atomically: weights, optimizer
+    slots, the seeds of Dropout and other random layers, metrics, the counters of epochs and minibatches, the learning
+    rate, and the state of EarlyStopping, ReduceLROnPlateau and ModelCheckpoint (and of any callback of the same ``fit``
+    with ``get_state() -> dict`` and ``set_state(dict)``, whose values JSON can hold). A run that was killed and is run
+    again, with the same data in the same order (``keras.utils.set_random_seed``), ends with bitwise the same weights as
+    an uninterrupted one. It can also be resumed with another number of stages or another scheme; a message names the
+    differences.
 
     The first SIGINT (Ctrl-C) or SIGTERM lets the pipeline drain and writes a checkpoint; then ``fit`` raises
-    KeyboardInterrupt or SystemExit(143). A second one ends the process at once. Nothing is lost or done twice, but that
-    drain is one more than a run without signals has: an asynchronous scheme then reads other versions for a few steps.
+    KeyboardInterrupt or SystemExit(143). A second one ends the process at once. No update is lost or repeated, but this
+    drain is one more than in a run without signals: an asynchronous scheme then reads other weight versions for a few
+    steps.
 
-    A checkpoint that cannot be written is reported and training goes on; one that is damaged is passed over, for the
+    If a checkpoint cannot be written, this is reported and training continues; a damaged checkpoint is skipped for the
     one before it.
 
     Args:
         directory: of the checkpoints, for this run alone; made if need be.
         every_steps: updates between checkpoints, counted from the optimizer's first.
         keep: how many to keep, the newest.
-        resume: whether to go on from the newest one; if not, there must be none.
+        resume: whether to resume from the newest one; if False, there must be none.
 
     Raises:
         ValueError: at the start of ``fit``: the checkpoints are another model's, or none can be read, or there are some
@@ -90,7 +92,7 @@ class PipelineCheckpoint(keras.callbacks.Callback):
 
     @property
     def resumed_at(self) -> int | None:
-        """The update that this ``fit`` goes on from; None if it began anew."""
+        """The update from which this ``fit`` resumed; None if it began anew."""
         return self._resumed.about["updates"] if self._resumed else None
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -268,7 +270,7 @@ def _say(what: str) -> None:
 
 
 def _differences(now: dict[str, Any], then: dict[str, Any]) -> list[str]:
-    """For people: what of the way to train is not as it was."""
+    """The differences in the way to train since the checkpoint, as text."""
     stages = [max(len(about["ends"]), 1) for about in (now, then)]
     if stages[0] != stages[1]:
         different = [f"{counted(stages[0], 'stage')} instead of {stages[1]}"]

@@ -29,47 +29,47 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
     """Trains a Keras model as a pipeline: stages on several devices, many minibatches in flight.
 
     It is a ``keras.Model``: ``compile``, ``fit``, ``evaluate``, ``predict`` and ``save`` are Keras' own, its
-    weights those of the wrapped model in the same order. While a pipeline runs, each stage owns its weights; at the
-    end of every epoch, and before evaluate, predict, get_weights, set_weights, save, save_weights and load_weights, it
-    drains and they flow back; between these the variables of the wrapped model are out of date. ``evaluate`` and
-    ``predict`` run the stages' forwards alone, with the wrapped model's results.
+    weights those of the wrapped model in the same order. While a pipeline runs, each stage owns its weights; at the end
+    of every epoch, and before evaluate, predict, get_weights, set_weights, save, save_weights and load_weights, it
+    drains and the weights are written back; between these the variables of the wrapped model are out of date.
+    ``evaluate`` and ``predict`` run the stages' forwards alone, with the wrapped model's results.
 
     Sources: SpecTrain (arXiv 1809.02839), PipeDream (arXiv 1806.03377), GPipe (arXiv 1811.06965).
 
     Args:
         model: a Sequential or Functional model: branches, skips, several inputs and outputs, nested models and
-            shared layers included. A subclassed model called inside one is a layer that stays whole.
+            shared layers included. A subclassed model called inside one is a block that is not cut.
         stages: how many stages (the model is then profiled and cut at the first ``fit``, for inputs like those of its
             first minibatch), or a ``Partition``. By default one per device. ``single`` always uses one;
             ``data-parallel`` has as many copies of the model, each on a device: of those given, as many as these.
         scheme: ``single``, ``data-parallel``, ``vanilla``, ``weight-stashing``, ``vertical-sync``, ``spectrain``,
-            ``spike-compensation``, ``2bw``, ``gpipe`` or ``1f1b``; or a ``pipetrain.schemes.Scheme`` of one's own.
-        cuts: instead of ``stages``, the name of the last layer of every stage but the final one; of schemes that have
-            several.
+            ``spike-compensation``, ``2bw``, ``gpipe`` or ``1f1b``; or your own ``pipetrain.schemes.Scheme``.
+        cuts: instead of ``stages``, the name of the last layer of every stage but the final one, for schemes with
+            several stages.
         devices: TensorFlow devices, such as ``("CPU:0", "CPU:1")``; by default those of the workers that the program
-            has joined, else all logical CPU devices if there are several, else all GPUs. Fewer devices than stages:
-            neighbours share.
+            has joined, else all logical CPU devices if there are several, else all GPUs. With fewer devices than
+            stages, neighbouring stages share a device.
         replicas: how many devices each stage has, such as ``(2, 1, 1)``; by default one, or those of the ``Partition``.
             Each replica takes its part of every minibatch's rows, and their gradients are summed: training is that of
-            the unreplicated stage, but for BatchNormalization and Dropout, which see or draw for a replica's rows.
+            the unreplicated stage, except for BatchNormalization and Dropout, which use one replica's rows only.
         microbatches: how many per minibatch for ``gpipe``, ``1f1b`` and ``2bw``, 4 by default (for ``2bw`` at least one
             per stage, and never fewer than stages - 1); the other schemes have one.
         recompute: keep only the inputs of a stage's forward and run it again before its backward, with the same
             seeds: less memory, more time, equal results. ``vanilla`` and ``spectrain``, whose backward reads newer
             weights, then also keep the forward's.
         horizon: how ``spectrain`` predicts: ``round-trip`` as the paper has it; ``local``, up to the minibatch's own
-            backward, which reads the same predicted weights (kept until then); ``fitted``, as the paper, but by that
-            multiple of the velocity which, at this stage and of late, came nearest to the weights then reached.
-        spike_compensation: for asynchronous schemes and SGD with momentum: a gradient that comes D updates late makes
-            up for what momentum would have done with it by then. ``spike-compensation`` is ``vanilla`` with it. Source:
+            backward, which reads the same predicted weights (kept until then); ``fitted``, as the paper, but with the
+            multiple of the velocity that recently was nearest to the weights then reached at this stage.
+        spike_compensation: for asynchronous schemes and SGD with momentum: a gradient with a staleness of D updates is
+            applied as momentum would have applied it by then. ``spike-compensation`` is ``vanilla`` with it. Source:
             Kosson et al. 2020 (arXiv 2003.11666).
         rescale_steps: for asynchronous schemes but ``2bw``: learning rates are divided by the staleness of the
-            gradient, fully at first, ever less so over this many steps; where that is 1 (as it is in two stages),
-            nothing changes. Source: PipeMare (arXiv 1910.05124).
+            gradient, with an effect that decreases to none over this many steps; where the staleness is at most 1 (as
+            with two stages), nothing changes. Source: PipeMare (arXiv 1910.05124).
         name: the model's name.
 
     Raises:
-        ValueError, TypeError: for whatever could not be trained, before anything is.
+        ValueError, TypeError: for what cannot be trained, before training starts.
     """
 
     def __init__(
@@ -120,11 +120,10 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
 
     @property
     def trace(self) -> Trace:
-        """What every stage did and when, and what it sent, up to the last drain; empty for ``data-parallel``.
+        """The spans and transfers of every stage up to the last drain; empty for ``data-parallel``.
 
-        ``idle(trace)`` of ``pipetrain.trace.idle`` says why each stage waited. What a CPU device is given is done when
-        the call returns, and so are spans and transfers, both on the sender's thread. A GPU's calls return earlier: see
-        ``exact_trace``.
+        ``pipetrain.idle(trace)`` returns why each stage waited. Calls on a CPU device are finished when they return, so
+        the times of spans and transfers are exact. Calls on a GPU return earlier: see ``exact_trace``.
         """
         return self._strategy.trace
 
@@ -132,13 +131,13 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
     def exact_trace(self) -> bool:
         """Whether the trace has the times at which GPUs and workers had finished; False by default.
 
-        Counts from the next ``fit``.
+        A new value applies from the next ``fit`` on.
 
-        Each action then waits for its GPU or its worker process, before it hands anything over and at its end, which
-        takes time. Otherwise their spans are from call to return of what enqueues the work, and a transfer from another
-        device may wait for the kernels that compute what is sent; the last stage goes forward and back in one call, all
-        of it recorded as forward. Transfers to workers are not recorded. On CPU devices of this process the times are
-        exact anyway.
+        If it is True, each action waits for its GPU or its worker process before it sends results and at its end, which
+        takes time. Otherwise the span of an action on a GPU or a worker is the time of the call that enqueues its work,
+        and a transfer from another device may include waiting for the kernels that compute what is sent; the last
+        stage's forward and backward are one call, recorded as a forward. Transfers to workers are not recorded. On CPU
+        devices of this process the times are always exact.
         """
         return self._exact_trace
 
@@ -149,17 +148,17 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
         )
 
     def partition(self, batch_size: int = DEFAULT_ROWS, input_shapes: Any = None) -> Partition:
-        """How the model is cut: profiled at this batch size, if nothing has decided it yet.
+        """How the model is cut; it is profiled at this batch size if it is not cut yet.
 
-        ``input_shapes`` as for ``pipetrain.profile``, where the model leaves dimensions open: by default, those of the
-        first minibatch that it was trained on. Raises ValueError where nothing tells.
+        ``input_shapes`` as for ``pipetrain.profile``, if the model leaves dimensions open; by default those of the
+        first minibatch that it was trained on. Raises ValueError if the shapes are not known.
         """
         self._strategy.placement.ask(input_shapes)
         with self._watched():
             return self._strategy.placement.partition(batch_size, verbose=True)
 
     def explain(self, batch_size: int = DEFAULT_ROWS, input_shapes: Any = None) -> str:
-        """For people: how the model is cut, and what other ways to train it on these devices would come to.
+        """A text: how the model is cut, and the estimates of other ways to train it on these devices.
 
         ``input_shapes`` as for ``partition``.
         """
@@ -180,11 +179,12 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
         weighted_metrics: Any = None,
         **settings: Any,
     ) -> None:
-        """Keras' ``compile``. Raises ValueError, by name, for what a pipeline cannot do exactly.
+        """Keras' ``compile``. Raises ValueError, with the option's name, for what a pipeline cannot do exactly.
 
         An optimizer's ``global_clipnorm=c`` makes every gradient ``g * min(1, c/n)``, ``n**2`` being the sum of the
         squares of all stages' gradients of a minibatch: for synchronous schemes, or one stage.
         """
+        self.check_no_session("compile")
         check_optimizer_kind(optimizer)
         settings |= {"loss_weights": loss_weights, "metrics": metrics, "weighted_metrics": weighted_metrics}
         with self._strategy.distribution.scope():

@@ -94,6 +94,11 @@ def cuts(depth, stages):
     return [f"d{end - 1}" for end in ends(depth, stages)[:-1]]
 
 
+def parts(scheme, *layers):
+    """The argument that makes stages end at these layers, or as many parts where a scheme has no stages."""
+    return {"stages": len(layers) + 1} if scheme in ("single", "data-parallel") else {"cuts": layers}
+
+
 def data(rows=400, seed=0):
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(rows, FEATURES)).astype("float32")
@@ -105,17 +110,12 @@ def crossentropy(**settings):
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True, **settings)
 
 
-def layout(scheme, cuts):
-    """How to say the number of stages: by cuts, where the scheme has any; for data-parallel a copy for each stage."""
-    return {"single": {}, "data-parallel": {"stages": len(cuts) + 1}}.get(str(scheme), {"cuts": cuts})
-
-
 def pipeline(model=None, optimizer=None, **settings):
     """A compiled PipelineModel, the MLP in three stages unless told otherwise."""
     model = mlp() if model is None else model
     if "stages" not in settings and "cuts" not in settings:
         copies = settings.get("scheme") == "data-parallel" and settings.get("devices")
-        settings |= {} if copies else layout(settings.get("scheme"), cuts(6, 3))
+        settings |= {} if copies else parts(settings.get("scheme"), *cuts(6, 3))
     pm = pipetrain.PipelineModel(model, **settings)
     pm.compile(optimizer or keras.optimizers.SGD(0.05, momentum=0.9), loss=crossentropy(), metrics=["accuracy"])
     return pm
@@ -136,7 +136,7 @@ def compiled(scheme, make=small, **settings):
     if scheme != "keras":
         pieces = 2 if scheme in ("gpipe", "1f1b") else None
         first = [layer.name for layer in model.layers if layer.weights][:-1][:2]
-        model = pipetrain.PipelineModel(model, scheme=scheme, microbatches=pieces, **layout(scheme, first))
+        model = pipetrain.PipelineModel(model, scheme=scheme, microbatches=pieces, **parts(scheme, *first))
     model.compile(**{"optimizer": keras.optimizers.SGD(0.05, momentum=0.9), "loss": crossentropy(), **settings})
     return model
 

@@ -17,9 +17,10 @@ from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.memory import Training, demand
 from pipetrain.plan.partition import partition
 from pipetrain.plan.profile import BlockProfile, Profile
-from pipetrain.schemes import Action, Schedule, ScheduleError, Scheme, policies, validation
+from pipetrain.schemes import Action, Read, Schedule, ScheduleError, Scheme, dry_run, policies
 from pipetrain.schemes.policies import Flush
 from pipetrain.schemes.schedules import gpipe, orders
+from pipetrain.schemes.table import SCHEMES
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -64,7 +65,7 @@ def test_a_policy_is_planned_and_simulated_like_the_others():
 
 
 def test_the_validator_draws_the_schedule_as_its_docstring_does():
-    grid = validation.grid(validation.replay(orders(breadth_first, 2, 1, 3)))
+    grid = dry_run.grid(dry_run.replay(orders(breadth_first, 2, 1, 3)))
     text = (EXAMPLES / "own_schedule.py").read_text(encoding="utf-8")
     assert all(f"    {row}\n" in text for row in grid.splitlines())
 
@@ -155,7 +156,7 @@ def halved(device, devices, groups):
         (early, ScheduleError, "1F1 <-- ERROR HERE: needs outputs of stage 0"),
         (without_a_gradient, ScheduleError, "1B0 <-- ERROR HERE: needs activations of stage 1"),
         (forgetful, ScheduleError, "1B1 is missing: 1F1 has no backward"),
-        (hasty, ScheduleError, "0F0 <-- ERROR HERE: needs a minibatch that is posted after it"),
+        (hasty, ScheduleError, "asks for minibatch 1 before it has given 0F0"),
         (halved, ValueError, "Received: 0I0 in the schedule of 'halved'"),
     ],
 )
@@ -212,3 +213,57 @@ def test_an_asynchronous_order_that_goes_back_a_minibatch_later():
         trained.append(pm.get_weights())
     for ours, theirs in zip(*trained, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-6)
+
+
+def reversed_backwards(device, devices, groups):
+    """As ``gpipe``, but the last microbatch goes back first; only for as many microbatches as there are devices."""
+    for group in groups:
+        assert len(group) % devices == 0
+        yield from (Action("F", device, microbatch) for microbatch in group)
+        yield from (Action("B", device, microbatch) for microbatch in reversed(group))
+
+
+def in_one(device, devices, groups):
+    """The last device goes forward and back in one operation."""
+    for group in groups:
+        if device < devices - 1:
+            yield from gpipe(device, devices, [group])
+        else:
+            yield from (Action("FB", device, microbatch) for microbatch in group)
+
+
+@pytest.mark.parametrize("order", [reversed_backwards, in_one])
+@pytest.mark.parametrize("rows", [80, 81])  # a last batch of one row: all microbatches but one are empty
+def test_synchronous_orders_equal_the_unsplit_model(order, rows):
+    x, y = networks.data(rows)
+    single = networks.mlp()
+    single.compile(keras.optimizers.SGD(0.05, momentum=0.9), loss=networks.crossentropy(), metrics=["accuracy"])
+    own = Scheme(order.__name__, Schedule(order), Flush(), splits=True)
+    pm = networks.pipeline(scheme=own, cuts=networks.cuts(6, 2), microbatches=4)
+    history = [networks.fit(model, x, y, epochs=2).history for model in (single, pm)]
+    for name, values in history[0].items():
+        np.testing.assert_allclose(history[1][name], values, rtol=1e-5, err_msg=name)
+    for ours, theirs in zip(pm.get_weights(), single.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+class BackwardsAhead(policies.Vanilla):
+    """The backward alone predicts, further than any forward does."""
+
+    predicts = True
+
+    def __init__(self, horizon):
+        self.horizon = horizon
+
+    def backward(self, reader):
+        return Read(reader.minibatch, self.horizon)
+
+
+def test_a_backward_predicts_as_far_as_its_policy_says():
+    trained = {}
+    for horizon in (1, 3):
+        scheme = Scheme(f"ahead {horizon}", SCHEMES["vanilla"].schedule, BackwardsAhead(horizon))
+        pm = networks.pipeline(scheme=scheme, cuts=networks.cuts(6, 2))
+        networks.fit(pm, *networks.data(100))
+        trained[horizon] = pm.get_weights()
+    assert any(not np.array_equal(a, b) for a, b in zip(*trained.values(), strict=True))

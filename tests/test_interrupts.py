@@ -66,7 +66,7 @@ def pipeline(scheme, **cut):
     pieces = 2 if scheme in ("gpipe", "1f1b") else None
     pm = pipetrain.PipelineModel(
         networks.mlp(3, 8, name="small"),
-        **(cut or networks.layout(scheme, ("d0",))),
+        **(cut or networks.parts(scheme, "d0")),
         scheme=scheme,
         microbatches=pieces,
         devices=("CPU:0", "CPU:1"),

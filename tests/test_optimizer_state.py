@@ -75,7 +75,8 @@ def by_wrapping(trained, fresh, folder):
     """A loaded model, trained on as a pipeline, by the optimizer it has."""
     loaded = by_keras_file(trained, fresh, folder)
     if isinstance(trained, pipetrain.PipelineModel):
-        pm = pipetrain.PipelineModel(loaded, cuts=("d1",), scheme=trained.scheme, devices=("CPU:0", "CPU:1"))
+        parts = networks.parts(trained.scheme, "d1")
+        pm = pipetrain.PipelineModel(loaded, **parts, scheme=trained.scheme, devices=("CPU:0", "CPU:1"))
         pm.compile(loaded.optimizer, networks.crossentropy())
         return pm
     return loaded
@@ -292,8 +293,7 @@ def test_a_plainly_trained_model_is_taken_on_with_its_optimizer(scheme):
     plain, model = make("keras", OPTIMIZERS["adam"]), make("keras", OPTIMIZERS["adam"])
     for each in (plain, model):
         fit(each, X, Y)
-    how = networks.layout(scheme, ("d0",))
-    pm = pipetrain.PipelineModel(model, scheme=scheme, devices=("CPU:0", "CPU:1"), **how)
+    pm = pipetrain.PipelineModel(model, **networks.parts(scheme, "d0"), scheme=scheme, devices=("CPU:0", "CPU:1"))
     pm.compile(model.optimizer, networks.crossentropy())
     fit(plain, X, Y)
     fit(pm, X, Y)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+
 import keras
 import networks
 import numpy as np
@@ -329,10 +332,22 @@ def test_refusals_of_models_cuts_and_labels_say_what_to_do():
         fit(pm, normal(8, 4), normal(8, 3))
 
 
-def test_train_on_batch_within_fit_is_refused():
-    pm = networks.pipeline()
+@pytest.mark.parametrize("scheme", ["spectrain", "gpipe", "data-parallel"])
+@pytest.mark.parametrize(
+    ("method", "call"),
+    [
+        ("train_on_batch", lambda pm, x, y: pm.train_on_batch(x, y)),
+        ("fit", lambda pm, x, y: pm.fit(x, y, verbose=0)),
+        ("compile", lambda pm, x, y: pm.compile("adam", networks.crossentropy())),
+    ],
+)
+def test_what_would_disturb_a_fit_is_refused_within_it(scheme, method, call):
+    pm, interval, threads = networks.pipeline(scheme=scheme), sys.getswitchinterval(), threading.active_count()
     x, y = networks.data(64)
-    again = keras.callbacks.LambdaCallback(on_train_batch_end=lambda step, logs: pm.train_on_batch(x, y))
-    with pytest.raises(RuntimeError, match="train_on_batch within fit"):
+    again = keras.callbacks.LambdaCallback(on_train_batch_end=lambda step, logs: call(pm, x, y))
+    with pytest.raises(RuntimeError, match=f"{method} within fit"):
         pm.fit(x, y, batch_size=16, verbose=0, callbacks=[again])
-    pm.train_on_batch(x, y)
+    assert sys.getswitchinterval() == interval
+    if scheme != "data-parallel":
+        assert threading.active_count() == threads
+    call(pm, x, y)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from unittest import mock
 
 import keras
 import networks
@@ -15,7 +14,7 @@ from networks import fit
 
 import pipetrain
 from pipetrain.compute.functions.stage import Stage
-from pipetrain.run import pipeline, switch_interval
+from pipetrain.run import running, switch_interval
 from pipetrain.schemes.table import SCHEMES as SCHEME_TABLE
 
 ROWS, BATCH = 12 * 16, 16
@@ -166,21 +165,23 @@ def test_nan_stops_and_names_the_step(scheme):
 
 def test_of_two_stages_that_fail_at_once_the_first_is_reported(monkeypatch):
     """The second comes while the first is still being noted."""
-    pipe, second_came = pipeline.Pipeline([[]], SCHEME_TABLE["1f1b"], 1), threading.Event()
-    pipe._control, noting = mock.Mock(), threading.Event()
+    pm = networks.pipeline(scheme="1f1b")
+    stages = pm._strategy.placement.inferences(networks.ends(6, 3))
+    at_work = running.Running(stages, SCHEME_TABLE["1f1b"], 1, running.RunSettings())
+    second_came, noting = threading.Event(), threading.Event()
 
     def add_note(error, note):
         noting.set()
         second_came.wait(0.2)  # which it cannot while this one has not ended
 
-    monkeypatch.setattr(pipeline, "_add_note", add_note)
-    first = threading.Thread(target=pipe._fail, args=(KeyError("first"), "here"))
+    monkeypatch.setattr(running, "_add_note", add_note)
+    first = threading.Thread(target=at_work._fail, args=(KeyError("first"), "here"))
     first.start()
     noting.wait()
-    pipe._fail(ValueError("second"), "there")
+    at_work._fail(ValueError("second"), "there")
     second_came.set()
     first.join()
-    assert isinstance(pipe._error, KeyError)
+    assert isinstance(at_work.error, KeyError)
 
 
 @pytest.mark.parametrize("ended_first", [0, 1])

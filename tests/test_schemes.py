@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipetrain.schemes import prediction, schedules, staleness_corrections, validation
+from pipetrain.schemes import dry_run, prediction, schedules, staleness_corrections
 from pipetrain.schemes.actions import OPERATIONS, Action
 from pipetrain.schemes.table import SCHEMES, check_name, scheme
 from pipetrain.schemes.weight_versions import WeightVersions
@@ -49,7 +49,7 @@ def test_other_text_is_no_action(text):
     ],
 )
 def test_golden_grids(schedule, shape, golden):
-    assert validation.grid(validation.replay(schedules.orders(schedule, *shape))) == golden
+    assert dry_run.grid(dry_run.replay(schedules.orders(schedule, *shape))) == golden
 
 
 @given(st.integers(1, 9), st.integers(1, 12), st.integers(1, 9))
@@ -59,7 +59,7 @@ def test_every_schedule_finishes(stages, minibatches, microbatches):
     warm_up = stages - 1
     for schedule in (schedules.asynchronous, schedules.gpipe, schedules.one_forward_one_backward):
         orders = schedules.orders(schedule, stages, minibatches, microbatches)
-        steps = validation.replay(orders)
+        steps = dry_run.replay(orders)
         if schedule is schedules.gpipe:
             assert len(steps) == minibatches * 2 * (microbatches + warm_up)  # fill, work, empty, per minibatch
         if schedule is schedules.asynchronous:
@@ -71,17 +71,17 @@ def test_every_schedule_finishes(stages, minibatches, microbatches):
 def test_a_deadlock_is_shown_where_it_is():
     orders = schedules.orders(schedules.asynchronous, 2, 2)
     orders[0] = [orders[0][i] for i in (0, 2, 1, 3)]  # 0B0 before 0F1: fine for stage 0 alone
-    assert validation.replay(orders)
+    assert dry_run.replay(orders)
     orders[1] = [Action.parse(text) for text in ("1F0", "1F1", "1B0", "1B1")]  # 1F1 needs 0F1, which waits for 1B0
-    with pytest.raises(validation.ScheduleError, match="1F1 <-- ERROR HERE: needs outputs of stage 0"):
-        validation.replay(orders)
+    with pytest.raises(dry_run.ScheduleError, match="1F1 <-- ERROR HERE: needs outputs of stage 0"):
+        dry_run.replay(orders)
 
 
 def test_microbatches_that_overtake_each_other_are_refused():
     orders = schedules.orders(schedules.asynchronous, 2, 2)
     orders[1] = [Action.parse(text) for text in ("1F1", "1B1", "1F0", "1B0")]
-    with pytest.raises(validation.ScheduleError, match="1F1 comes where 0F0 has sent"):
-        validation.replay(orders)
+    with pytest.raises(dry_run.ScheduleError, match="1F1 comes where 0F0 has sent"):
+        dry_run.replay(orders)
 
 
 @pytest.mark.parametrize(
@@ -99,20 +99,20 @@ def test_microbatches_that_overtake_each_other_are_refused():
     ],
 )
 def test_incomplete_orders_are_refused(broken, named):
-    with pytest.raises(validation.ScheduleError, match=named):
-        validation.replay([[Action.parse(text) for text in broken]])
+    with pytest.raises(dry_run.ScheduleError, match=named):
+        dry_run.replay([[Action.parse(text) for text in broken]])
 
 
 def test_halves_of_a_backward_are_an_order_too():
     """W may wait: only the gradients of inputs are awaited by the stage before (zero bubble, arXiv 2401.10241)."""
     texts = ("0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1F1 1I1 1W0 1W1")
-    steps = validation.replay([[Action.parse(text) for text in order.split()] for order in texts])
-    assert validation.grid(steps) == "0: F0  F1  .   I0  W0  I1  W1\n1: .   F0  I0  F1  I1  W0  W1"
+    steps = dry_run.replay([[Action.parse(text) for text in order.split()] for order in texts])
+    assert dry_run.grid(steps) == "0: F0  F1  .   I0  W0  I1  W1\n1: .   F0  I0  F1  I1  W0  W1"
 
 
 def test_a_backward_before_its_forward_is_refused():
-    with pytest.raises(validation.ScheduleError, match="Deadlock"):
-        validation.replay([[Action.parse("0B0"), Action.parse("0F0")]])
+    with pytest.raises(dry_run.ScheduleError, match="Deadlock"):
+        dry_run.replay([[Action.parse("0B0"), Action.parse("0F0")]])
 
 
 def walk(scheme, stage, stages, minibatches, microbatches=1):

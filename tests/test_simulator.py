@@ -22,7 +22,7 @@ from pipetrain.plan.cluster import Cluster, Level, Link
 from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import plan
 from pipetrain.plan.profile import BlockProfile, Profile
-from pipetrain.schemes import ScheduleError, schedules, validation
+from pipetrain.schemes import ScheduleError, dry_run, schedules
 from pipetrain.schemes.actions import Action
 from pipetrain.schemes.table import NAMES, SCHEMES
 from pipetrain.simulation import simulator, vectorized
@@ -81,7 +81,7 @@ chains = st.lists(one_stage, min_size=1, max_size=4)
 def test_in_unit_time_it_is_the_replay(scheme, stages, minibatches, microbatches):
     pieces = pieces_of(scheme, stages, microbatches)
     trace = simulate(equal(stages, microbatches=pieces), scheme, AT_ONCE, minibatches)
-    steps = validation.replay(schedule_of(scheme, stages, minibatches, pieces))
+    steps = dry_run.replay(schedule_of(scheme, stages, minibatches, pieces))
     expected = {action: float(time) for time, step in enumerate(steps) for action in step if action}
     assert {Action(*span[:3]): span.start_s for span in trace.spans} == expected
     assert trace.duration_s == len(steps)
@@ -160,7 +160,7 @@ def test_what_holds_for_every_run(stages, scheme, contention, processors, slowdo
         for span in spans:
             assert span.version == updates
             updates += span.op == "B" and span.microbatch % pieces == pieces - 1
-    assert validation.replay([[Action(*span[:3]) for span in rows[k, 0]] for k in range(len(stages))])
+    assert dry_run.replay([[Action(*span[:3]) for span in rows[k, 0]] for k in range(len(stages))])
     starts = {(span[:3], span.replica): span.start_s for span in trace.spans}
     for transfer in trace.transfers:
         assert transfer.start_s <= transfer.end_s

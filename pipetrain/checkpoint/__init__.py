@@ -1,4 +1,4 @@
-"""What a training run is when it is written down.
+"""The state of a training run and its files.
 
-Its files, its arrays, its place in the data, and one ``fit`` from its beginning to its end.
+Checkpoint files, arrays, the position in the data, and one ``fit`` from its beginning to its end.
 """

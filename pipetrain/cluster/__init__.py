@@ -1,1 +1,1 @@
-"""Everything about other processes and hosts: starting, finding, joining and watching workers, measuring links."""
+"""Worker processes and hosts: starting, finding, joining and watching workers, and measuring links."""

@@ -26,19 +26,20 @@ Given = Any  # a mapping, addresses, a path, or one of TensorFlow's cluster reso
 def connect(cluster: Given = None, timeout_s: float = 20.0) -> list[str]:
     """Join the workers of a cluster; returns their devices, GPUs or else CPU devices, in the order of the workers.
 
-    Before any variable or model is made: TensorFlow would read those made before, and no longer write them. From then
-    on stages go to these devices by default. Again, for the same cluster, it joins workers that have been started anew.
+    Call it before any variable or model is made: TensorFlow can read variables made before, but no longer write them.
+    Afterwards stages are placed on these devices by default. Called again for the same cluster, it joins workers that
+    have been restarted.
 
     Args:
         cluster: a hosts file, addresses ``host:port``, ``{"workers": addresses}``, or one of TensorFlow's cluster
-            resolvers (such as Slurm's, Kubernetes'), whose job ``worker`` counts. By default that of the environment
-            variable TF_CONFIG.
+            resolvers (such as Slurm's, Kubernetes'), of which the job ``worker`` is used. By default that of the
+            environment variable TF_CONFIG.
         timeout_s: how long to wait for workers that do not answer yet.
 
     Raises:
-        ValueError: for what describes no cluster, or for a worker whose TensorFlow is of another version.
-        ConnectionError: for workers that do not answer, each with what it said.
-        RuntimeError: too late, or joined to another cluster already.
+        ValueError: for an argument that describes no cluster, or a worker with another version of TensorFlow.
+        ConnectionError: for workers that do not answer, with the reason for each.
+        RuntimeError: if a variable or model was made before, or another cluster has been joined.
     """
     hosts = described_by(cluster)
     spec = tf.train.ClusterSpec({JOB: list(hosts.workers)})

@@ -1,4 +1,4 @@
-"""Workers that die, hang or are cut off: noticed while stages are on them, and what waits for them set free."""
+"""Detects workers that die, hang or are cut off while stages are on them, and ends calls that wait for them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TASK = re.compile(rf"/job:{JOB}/replica:\d+/task:(\d+)")
 
 
 class WorkerLost(ConnectionError):
-    """A worker that stages are on ended, hangs, or cannot be reached: ``workers`` are the addresses of such."""
+    """A worker with stages ended, hangs, or cannot be reached: ``workers`` are the addresses of such workers."""
 
     def __init__(self, message: str, workers: Sequence[str]) -> None:
         super().__init__(message)
@@ -29,11 +29,11 @@ class WorkerLost(ConnectionError):
 
 
 class HealthMonitor:
-    """A context in which workers are asked every second whether they are there.
+    """A context with a heartbeat: every worker is asked each second whether it is alive.
 
-    One that has ended is noticed as soon as TensorFlow uses it, at the latest as one that hangs or is cut off: within
-    ``NOTICED_S``. TensorFlow would wait for such a one for ever, in calls that nothing ends; so every connection to the
-    workers is closed then, again and again until the context is left, and those calls fail.
+    A worker that has ended is detected as soon as TensorFlow uses it; a worker that hangs or is cut off is detected
+    within ``NOTICED_S``. TensorFlow's calls would wait for such a worker without end. Every connection to the workers
+    is therefore closed repeatedly until the context is left, so that those calls fail.
 
     Args:
         stages: the stages on every device in use.

@@ -20,14 +20,14 @@ END_S = 5.0
 
 
 class LocalWorkers:
-    """So many workers on this machine, each on cores of its own: ``addresses`` is what ``connect`` joins.
+    """Workers on this machine, each on cores of its own; ``connect`` takes their ``addresses``.
 
-    A context: the workers end with it, and with this process, however that ends.
+    It is a context manager: the workers end with the context, and with this process, however that ends.
 
     Args:
-        count: how many.
+        count: number of workers.
         cpu_devices: logical CPU devices of each.
-        ports: of each; by default any that are free.
+        ports: the port of each; by default any that are free.
 
     Raises ValueError for a count below 1; ChildProcessError for a worker that does not start.
     """
@@ -54,7 +54,7 @@ class LocalWorkers:
             raise
 
     def renew(self, addresses: Iterable[str]) -> None:
-        """End these workers, should they not have ended, and start others in their places.
+        """End these workers if they have not ended, and start others in their places.
 
         Raises ChildProcessError for one that does not start.
         """

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 
 def full_name(name: str) -> str:
-    """TensorFlow's own name of a device such as ``CPU:0``; ValueError, with those it has, for one it has not."""
+    """TensorFlow's full name of a device such as ``CPU:0``; raises ValueError for an unknown one."""
     present = [device.name for device in tf.config.list_logical_devices()]
     wanted = _of_a_task(name).upper()
     for full in present:
@@ -26,24 +26,24 @@ def full_name(name: str) -> str:
 
 @cache  # asked for several times an action
 def is_remote(device: str) -> bool:
-    """Whether a device, by its full name, is another process's: TensorFlow names the cluster's job for these alone."""
+    """Whether a device, by its full name, is in another process: only then does the name have a job."""
     return device.startswith("/job:") and not device.startswith("/job:localhost/")
 
 
 def is_prompt(device: str) -> bool:
-    """Whether a device has done what it is given when the call returns: a CPU of this process has."""
+    """Whether calls on a device are finished when they return, as they are on a CPU of this process."""
     return "CPU" in device and not is_remote(device)
 
 
 def finish(device: str) -> None:
-    """Wait until a GPU or another process has done all that it was given."""
+    """Wait until a GPU or another process has finished all that was called on it."""
     if not is_prompt(device):
         with tf.device(device):
             (tf.zeros([]) + 1.0).numpy()
 
 
 def _of_a_task(name: str) -> str:
-    """A worker's device as TensorFlow writes it, which has replica 0; other names as they are."""
+    """A worker's device as TensorFlow writes it, with replica 0; other names are unchanged."""
     try:
         spec = tf.DeviceSpec.from_string(name)
     except ValueError:
@@ -58,7 +58,7 @@ def cores() -> list[int]:
 
 
 def pin(device: str) -> None:
-    """Keep this thread on its CPU device's core, where each device has one: threads that wander disturb others."""
+    """Keep this thread on its CPU device's core, where each device has one: a thread that moves slows others down."""
     known = cores()
     cpus = [cpu.name for cpu in tf.config.list_logical_devices("CPU") if not is_remote(cpu.name)]
     if device in cpus and 1 < len(cpus) <= len(known) and hasattr(os, "sched_setaffinity"):
@@ -67,7 +67,7 @@ def pin(device: str) -> None:
 
 @contextmanager
 def pinned(device: str) -> Iterator[None]:
-    """``pin``, and back at the end."""
+    """``pin`` this thread, and undo it at the end."""
     before = cores()
     try:
         pin(device)

@@ -1,4 +1,4 @@
-"""Work that makes many objects which stay: Python need not look for garbage among them meanwhile."""
+"""Pause Python's garbage collector during work that makes many long-lived objects."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Without Python's collector, if it is on: it would visit all of a graph again and again while that is traced."""
+    """Switch Python's garbage collector off, if it is on: it would visit a graph repeatedly while that is traced."""
     enabled = gc.isenabled()
     try:
         gc.disable()

@@ -1,6 +1,6 @@
 """Every private name of Keras that the package uses, each behind a name of its own, and why no public one serves.
 
-Nobody else touches them, so that a new version of Keras is met here. ``pyproject.toml`` bounds the versions.
+No other module uses them, so a new version of Keras requires changes only here. ``pyproject.toml`` bounds the versions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LISTS = ("_variables", "_trainable_variables")  # an optimizer's lists that are 
 
 
 def history(tensor: Any) -> tuple[Any, int, int]:
-    """What made a symbolic tensor: operation, node, and which of its outputs. Public operations do not lead there."""
+    """What made a symbolic tensor: operation, node, and which of its outputs. No public function gives these."""
     operation, node_index, tensor_index = tensor._keras_history
     return operation, node_index, tensor_index
 
@@ -44,12 +44,12 @@ def set_mask(value: Any, mask: Any) -> None:
 
 
 def is_own(kind: type) -> bool:
-    """Whether a class is Keras' own, and no subclass of somebody else."""
+    """Whether a class is defined by Keras, and not a user's subclass."""
     return kind.__module__.startswith("keras.src.")
 
 
 def keeps_call(kind: type[keras.Model]) -> bool:
-    """Whether a class of models leaves ``call`` to Keras, so that its calls are those of its recorded graph."""
+    """Whether a class of models keeps Keras' ``call``, so that its calls are those of its recorded graph."""
     return bool(kind.call.__module__.startswith("keras.src.models."))
 
 
@@ -59,7 +59,7 @@ def weights_of(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
 
 
 def rate_of(optimizer: keras.optimizers.Optimizer) -> Any:
-    """The learning rate itself, a variable or a schedule; the public property computes a schedule's present rate."""
+    """The learning rate itself, a variable or a schedule; the public property gives a schedule's current value."""
     return getattr(optimizer, "_learning_rate", None)
 
 
@@ -81,7 +81,7 @@ def second_moments(optimizer: keras.optimizers.Optimizer) -> list[Any]:
 
 
 def decays(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> bool:
-    """Whether weight decay is for this variable: ``exclude_from_weight_decay`` only sets it."""
+    """Whether weight decay applies to this variable: the public ``exclude_from_weight_decay`` only sets it."""
     return bool(optimizer._use_weight_decay(variable))
 
 
@@ -91,7 +91,7 @@ def copy_exclusions(
     originals: Sequence[keras.Variable],
     copies: Sequence[keras.Variable],
 ) -> None:
-    """Exclude from the target's weight decay what is excluded from the source's: no part of the settings."""
+    """Exclude from the target's weight decay what is excluded from the source's, which the settings do not contain."""
     excluded = getattr(source, "_exclude_from_weight_decay", None)
     if excluded is None:
         return
@@ -103,18 +103,18 @@ def copy_exclusions(
 
 
 def index_of(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> int:
-    """Which of the optimizer's variables this is, for an ``update_step`` of one's own."""
+    """The index of a variable among the optimizer's, for an ``update_step`` in a subclass."""
     index: int = optimizer._get_variable_index(variable)
     return index
 
 
 def track(optimizer: keras.optimizers.Optimizer, variable: Any) -> None:
-    """Count a variable among the optimizer's: the public way makes a new one."""
+    """Add an existing variable to the optimizer's: the public method makes a new one."""
     optimizer._track_variable(variable)
 
 
 def forget_weights(optimizer: keras.optimizers.Optimizer) -> None:
-    """Let an optimizer be as before ``build``, but for slots that the caller has taken away."""
+    """Return an optimizer to its state before ``build``, except for slots that the caller has removed."""
     attributes = vars(optimizer)
     kept = {id(optimizer._iterations), id(optimizer._learning_rate)}
     set_variables(optimizer, [variable for variable in optimizer.variables if id(variable) in kept])
@@ -123,7 +123,7 @@ def forget_weights(optimizer: keras.optimizers.Optimizer) -> None:
 
 
 def set_variables(optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]) -> None:
-    """These are its variables. A list that has been changed, TensorFlow would not save: they are in a new one."""
+    """Set the optimizer's variables, in a new list: TensorFlow would not save a list that has been changed."""
     attributes = vars(optimizer)
     tracker = attributes.pop("_tracker")  # which would add all variables of a list to the optimizer's
     try:
@@ -141,18 +141,18 @@ def tracked_ids(each: Any) -> list[Any]:
 
 
 def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:
-    """The epoch with which ``fit``, already begun, begins; None: the one that it was given."""
+    """Set the first epoch of a ``fit`` that has begun; None for the one that it was given."""
     model._initial_epoch = epoch
 
 
 def steps_of(epoch_iterator: Any) -> Callable[[], Iterator[Any]]:
-    """What gives an epoch's steps, as ``fit`` asks for them."""
+    """The function by which ``fit`` makes the iterator over an epoch's steps."""
     found: Callable[[], Iterator[Any]] = epoch_iterator._enumerate_iterator
     return found
 
 
 def set_steps(epoch_iterator: Any, steps: Callable[[], Iterator[Any]] | None) -> None:
-    """Give an epoch's steps in a way of one's own; None: in Keras' own again."""
+    """Replace the function that makes the iterator over an epoch's steps; None restores Keras' own."""
     if steps is None:
         del epoch_iterator._enumerate_iterator
     else:
@@ -160,12 +160,12 @@ def set_steps(epoch_iterator: Any, steps: Callable[[], Iterator[Any]] | None) ->
 
 
 def distributed_spec(epoch_iterator: Any) -> Any:
-    """The specs of what the data set of Keras' loop gives, as a distribution strategy has it."""
+    """The specs of the elements of the data set of Keras' loop, as a distribution strategy gives them."""
     return epoch_iterator._distributed_dataset.element_spec
 
 
 def flat_layers(model: keras.Model) -> list[Any]:
-    """Every layer of a model, those of nested ones too, in one order."""
+    """Every layer of a model, those of nested models included, in a fixed order."""
     return list(model._flatten_layers())
 
 
@@ -175,12 +175,12 @@ def distribution_of(optimizer: keras.optimizers.Optimizer) -> Any:
 
 
 def compiled_loss(model: keras.Model) -> Any:
-    """What ``compile`` made of the loss, None without one: the public ``compute_loss`` adds penalties to it."""
+    """The loss that ``compile`` made, None without one: the public ``compute_loss`` adds penalties to it."""
     return model._compile_loss
 
 
 def update_loss(model: keras.Model, loss: Any, rows: Any) -> None:
-    """Count a loss in the tracker of the compiled model, by so many rows."""
+    """Add a loss to the loss tracker of the compiled model, weighted by a number of rows."""
     model._loss_tracker.update_state(loss, sample_weight=rows)
 
 
@@ -192,9 +192,9 @@ def built_when_traced(model: keras.Model) -> list[Any]:
 
 
 class HookedModel(keras.Model):
-    """A model whose class may change what Keras' loop has no public way to change.
+    """A model with hooks for parts of Keras' loop that have no public hook.
 
-    Each hook is given Keras' ``own`` function, and does what that does unless it is overridden.
+    Each hook is given Keras' ``own`` function, and calls it unless the hook is overridden.
     """
 
     def check_compile_called(self, method: str) -> None:
@@ -202,11 +202,11 @@ class HookedModel(keras.Model):
         self._assert_compile_called(method)
 
     def build_before_loop(self, own: Callable[..., None], iterator: Any, data_batch: Any) -> None:
-        """Before an epoch's or an evaluation's loop: build what needs a batch, which ``own`` reads of the iterator."""
+        """Before the loop of an epoch or evaluation: build what needs a batch, which ``own`` reads."""
         own(iterator=iterator, data_batch=data_batch)
 
     def logs_of_epoch(self, own: Callable[[Any], Any], logs: Any) -> Any:
-        """The logs of an epoch that has ended, by those of its last step."""
+        """The logs of an epoch that has ended, from those of its last step."""
         return own(logs)
 
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:

@@ -1,6 +1,7 @@
 """Every private name of TensorFlow that the package uses, each behind a name of its own, and why no public one serves.
 
-Nobody else touches them, so that a new version of TensorFlow is met here. ``pyproject.toml`` bounds the versions.
+No other module uses them, so a new version of TensorFlow requires changes only here. ``pyproject.toml`` bounds the
+versions.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ import tensorflow as tf
 
 
 def number_of(operation: tf.Operation) -> int:
-    """Operations are numbered as they are made; a graph's list of them gives it only by counting."""
+    """An operation's number in order of creation; publicly it is found only by searching the graph's list."""
     number: int = operation._id
     return number
 
 
 def run_after(operation: tf.Operation, others: Sequence[tf.Operation]) -> None:
-    """Let an operation that is made already wait for others; ``tf.control_dependencies`` is for those to be made."""
+    """Let an existing operation wait for others; ``tf.control_dependencies`` applies only to new ones."""
     operation._add_control_inputs(list(others))
 
 
 def waiting_for(operation: tf.Operation) -> list[tf.Operation]:
-    """Operations that wait for this one without reading what it makes."""
+    """Operations that wait for this one without reading its outputs."""
     return list(operation._control_outputs)
 
 
@@ -33,15 +34,15 @@ def body_of(graph: Any, name: str) -> Any:
 
 
 def elements_of(tensor: tf.Tensor) -> int:
-    """How many elements an eager tensor has: asking for its shape gives up Python's lock for every dimension."""
+    """How many elements an eager tensor has: reading its shape gives up Python's global lock for every dimension."""
     return int(tensor._num_elements())
 
 
 def type_spec_of(iterator: Any) -> Any:
-    """What a function takes an iterator of a data set as; ``tf.type_spec_from_value`` refuses some."""
+    """The type spec of a data set's iterator as an argument of a function; ``tf.type_spec_from_value`` refuses some."""
     return iterator._type_spec
 
 
 def one_replica(spec: Any) -> Any:
-    """Of the spec of what a distributed data set gives, that of one replica's part."""
+    """The spec of one replica's part, from the spec of a distributed data set's element."""
     return getattr(spec, "_value_specs", (spec,))[0]

@@ -1,7 +1,7 @@
-"""How Keras' ``fit`` is served: data in, metrics out, stages on devices, and by which strategy the model is trained.
+"""Keras' ``fit`` on top of a strategy: input data, metrics, stages on devices, and the choice of the strategy.
 
-**A minibatch's way.** ``FitMixin.fit`` makes a ``FitSession``, lets the strategy ``begin`` it, and calls Keras' own
-``fit``, which asks the strategy's train function for the logs of one minibatch after another. For a pipeline that
+**The path of a minibatch.** ``FitMixin.fit`` makes a ``FitSession``, lets the strategy ``begin`` it, and calls Keras'
+own ``fit``, which asks the strategy's train function for the logs of one minibatch after another. For a pipeline that
 function is ``PipelineFit.step``. Its ``Window`` reads minibatches through ``InputData`` and posts them to the
 ``Pipeline`` until as many are in flight as its stages need to be busy. The threads of the stages, each in its order,
 pass activations down and gradients up, and each stage updates its own weights. The last stage reports losses and

@@ -56,9 +56,8 @@ class Compilation:
         if self._parts > 1 and is_measured(loss):
             self._is_mean = None  # seen when the first minibatch is there
         rule = scheme.rule(0, 2 * placement.stages)
-        placement.training = placement.training._replace(
-            slots=slots_per_weight(self.optimizer, rule),
-            gathers=gathers(self.optimizer, rule, self._model.trainable_variables),
+        placement.learn_optimizer(
+            slots_per_weight(self.optimizer, rule), gathers(self.optimizer, rule, self._model.trainable_variables)
         )
         self.metrics = TrackedMetrics(owner, self._model.outputs, placement.chain.pack, counted, built)
         self._scheduled = is_scheduled(self.optimizer)  # then each stage's own copy knows the rate

@@ -49,6 +49,7 @@ class FitMixin(StrategyModel):
                 its last drain.
             Exception: whatever a stage raised, with a note on the stage, the action and the minibatch.
         """
+        self.check_no_session("fit")
         users = as_list(callbacks)
         check_callbacks(users)
         first_epoch = settings.get("initial_epoch", 0)
@@ -58,13 +59,17 @@ class FitMixin(StrategyModel):
 
     def train_on_batch(self, x: Any, y: Any = None, *args: Any, **settings: Any) -> Any:
         """Keras' ``train_on_batch``: one minibatch through the pipeline, which then drains."""
-        if self.session is not None:
-            raise RuntimeError(
-                "The pipeline is full of other minibatches. Received: train_on_batch within fit. Try it after fit."
-            )
+        self.check_no_session("train_on_batch")
         with self._training("train_on_batch", x, y, None) as session:
             session.begin_epoch(1)
             return super().train_on_batch(x, y, *args, **settings)
+
+    def check_no_session(self, method: str) -> None:
+        """Raise RuntimeError within ``fit``, whose minibatches are in flight."""
+        if self.session is not None:
+            raise RuntimeError(
+                f"The pipeline is full of other minibatches. Received: {method} within fit. Try it after fit."
+            )
 
     @contextmanager
     def _training(

@@ -244,7 +244,7 @@ class PipelineStrategy:
     def _kinds_beside(self) -> list[str]:
         """What training needs to go on that no slot of the compiled optimizer holds."""
         stages = self.placement.stages
-        rules = {self._scheme.rule(stage, stages) for stage in range(stages)}
+        rules = {self._scheme.rule(stage, stages, self.microbatches) for stage in range(stages)}
         return sorted({kind for rule in rules for kind in kinds_beside(self.optimizer, rule)})
 
     def restore(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -37,7 +37,7 @@ class Placement:
         devices: full TensorFlow device names.
         replicas: how many devices each stage has; None for those of a ``Partition``, or one.
         schedule: how many stages a device has, and which.
-        training: how it is trained, which decides on the memory that stages need; may be set later.
+        training: how it is trained in so many stages, which decides on the memory that they need.
 
     ``shapes`` are those of the inputs, as far as anything has told what the model leaves open; None if nothing has.
 
@@ -54,9 +54,9 @@ class Placement:
         devices: Sequence[str],
         replicas: Sequence[int] | None = None,
         schedule: Schedule = ONE_FORWARD_ONE_BACKWARD,
-        training: Training = DEFAULT_TRAINING,
+        training: Callable[[int], Training] = lambda stages: DEFAULT_TRAINING,
     ) -> None:
-        self.chain, self.training, self._schedule = Chain(model), training, schedule
+        self.chain, self._schedule = Chain(model), schedule
         if not self.chain.blocks:
             raise ValueError(f"There is nothing to cut. Received: model={model.name!r} without layers. Try one with.")
         self.shapes = shapes_of_model(model)
@@ -82,6 +82,7 @@ class Placement:
             raise ValueError(
                 f"The cuts make {self.stages} stages. Received: stages={stages}, cuts={cuts!r}. Try leaving stages out."
             )
+        self.training = training(self.stages)
         self.replicas = _checked_replicas(replicas, self.stages)
         self._devices = self._assigned(devices)
         if self._partition is not None:  # which may have left some out, to begin a stage on the next host
@@ -107,6 +108,10 @@ class Placement:
             return False
         self._ends, self._partition = list(ends), None
         return True
+
+    def learn_optimizer(self, slots: int, gathers: bool) -> None:
+        """How many variables the optimizer has for each weight, and whether it uses all gradients at once."""
+        self.training = self.training._replace(slots=slots, gathers=gathers)
 
     def learn(self, shapes: Shapes | None) -> None:
         """What the inputs are like, if something tells."""
@@ -152,7 +157,7 @@ class Placement:
         return count
 
     def explanation(self, batch_size: int) -> str:
-        """For people: the cut of the model, and what other ways to train it on as many devices would come to."""
+        """A text: the cut of the model, and the estimates of other ways to train it on as many devices."""
         measured, devices = self._profile(batch_size, True), self._schedule.devices(sum(self.replicas))
         advice = advise(measured, devices, described(self._devices), self.training)
         return "\n\n".join(filter(None, [f"{self.partition(batch_size)}", advice.comparison(), measured.warning]))
@@ -215,7 +220,7 @@ class Placement:
                     optimizer,
                     losses[k],
                     recompute,
-                    scheme.rule(k, self.stages),
+                    scheme.rule(k, self.stages, self.training.microbatches),
                     divided=self.training.microbatches * len(on) > 1,
                 )
                 for device in on

@@ -64,7 +64,8 @@ def strategy_of(model: keras.Model, options: Options) -> Strategy:
 
 def _data_parallel(model: keras.Model, options: Options) -> Strategy:
     _, stages, cuts, devices, replicas, *_ = options
-    placement = Placement(model, stages, cuts, resolve(devices), replicas, training=Training("single"))
+    on = resolve(devices)
+    placement = Placement(model, stages, cuts, on, replicas, training=lambda stages: Training("single"))
     return DataParallelStrategy(model, placement)
 
 
@@ -72,15 +73,19 @@ def _pipeline(model: keras.Model, options: Options) -> Strategy:
     name, stages, cuts, devices, replicas, microbatches, recompute, horizon, spike_compensation, rescale_steps = options
     scheme = chosen_scheme(name, horizon, spike_compensation, rescale_steps)
     on = resolve(devices)
-    placement = Placement(model, stages, cuts, on, replicas, scheme.schedule)
+
+    def training(stages: int) -> Training:
+        count = checked_microbatches(microbatches, scheme, stages)
+        check_schedule(scheme, stages, count)
+        return Training(name, microbatches=count, recompute=recompute, horizon=horizon)
+
+    placement = Placement(model, stages, cuts, on, replicas, scheme.schedule, training)
     check_model(model)
     check_precision(placement.chain.blocks)
     if scheme.name == "single":
-        placement = Placement(model, 1, None, on)
-    count = checked_microbatches(microbatches, scheme, placement.stages)
-    check_schedule(scheme, placement.stages, count)
-    placement.training = Training(name, microbatches=count, recompute=recompute, horizon=horizon)
+        placement = Placement(model, 1, None, on, training=training)
     return PipelineStrategy(model, placement, scheme)
 
 
-OTHERS: dict[str, Callable[[keras.Model, Options], Strategy]] = {DATA_PARALLEL: _data_parallel}  # than pipelines
+# Strategies of the schemes that are no pipelines.
+OTHERS: dict[str, Callable[[keras.Model, Options], Strategy]] = {DATA_PARALLEL: _data_parallel}

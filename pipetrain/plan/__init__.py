@@ -1,3 +1,3 @@
-"""Which way to train is best: measured profiles, the devices, and from both the cut of a model that is fastest and fits
-the memory. Arithmetic alone: nothing here measures, and nothing knows TensorFlow.
+"""Planning: from measured profiles and a description of the devices, the fastest cut of a model that fits the memory.
+Nothing here measures, and nothing imports TensorFlow.
 """

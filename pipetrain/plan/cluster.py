@@ -1,4 +1,4 @@
-"""The devices that stages are placed on: how they are joined, and how much each of them holds."""
+"""The devices that stages are placed on: their links and their memory."""
 
 from __future__ import annotations
 
@@ -46,8 +46,7 @@ CONTENTION = ("none", "port", "bus")
 class Level:
     """Groups of so many devices, joined by one link; the outermost level is one group of any size.
 
-    ``contention`` says what transfers within a group have to share, as far as it is simulated; the planner's cost model
-    knows of none:
+    ``contention`` is what transfers within a group share in the simulation; the planner's cost model has no contention:
 
     - ``none``: nothing. From each device to each other there is a link, with one transfer at a time.
     - ``port``: a switch. Each member of the group, a device or a whole group of the level before, has one port, of
@@ -74,12 +73,12 @@ class Cluster:
 
     Args:
         levels: innermost first. Each one's groups hold whole groups of the one before.
-        memory_bytes: what every device holds at most; None where it does not matter.
+        memory_bytes: the memory of every device; None for no limit.
         processors: how many devices work at once: logical CPU devices share the processor's cores.
         between: the link between each two devices by their numbers, where they were measured; None where the levels
             say it.
-        overhead_s: seconds that every action, a forward or a backward, takes on a device beside its computing: such as
-            for a call to another process.
+        overhead_s: seconds that every action, a forward or a backward, takes on a device in addition to its computing,
+            such as for a call to another process.
 
     Raises ValueError for groups that do not nest.
     """

@@ -1,19 +1,20 @@
-"""What a stage keeps in a device's memory while it trains."""
+"""The memory that a stage needs on a device during training."""
 
 from __future__ import annotations
 
 from functools import cache
 from typing import NamedTuple
 
-from pipetrain.schemes.actions import Action
+from pipetrain.schemes.actions import Action, completes
 from pipetrain.schemes.schedules import groups_of, peak_in_flight
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.table import HORIZONS, has, scheme
+from pipetrain.schemes.validation import check_own
 from pipetrain.schemes.weight_versions import WeightVersions
 
 
 class Training(NamedTuple):
-    """How a model is trained, as far as its memory goes.
+    """The settings of training that determine its memory.
 
     ``slots`` are the optimizer's variables per weight: 1 for SGD with momentum, 2 for Adam; ``gathers``: whether all
     gradients of a stage are there before the first is used, as with all optimizers but SGD with momentum, and there
@@ -57,7 +58,6 @@ class Demand(NamedTuple):
     passing: float = 0.0
 
 
-@cache
 def demand(training: Training, stage: int, stages: int) -> Demand:
     """The demand of stage k of N: a dry run of its schedule, with integers for weights.
 
@@ -67,12 +67,21 @@ def demand(training: Training, stage: int, stages: int) -> Demand:
     until its weights are updated, unless the optimizer gathers them or those of several microbatches are summed, and
     likewise what is predicted to be read once. Activations: of all microbatches in flight; with recomputation of one,
     and the inputs of the others.
+
+    Raises ScheduleError, a ValueError, for a scheme of one's own that cannot run.
     """
+    training.chosen.check()
+    return _demand(training, stage, stages)
+
+
+@cache
+def _demand(training: Training, stage: int, stages: int) -> Demand:
     trained, microbatches = training.chosen, training.microbatches_of(stages)
+    check_own(trained, stages, microbatches)
     order = _order(training, stage, stages)
     in_flight = peak_in_flight(order) / microbatches
     versions = WeightVersions(trained, stage, stages, microbatches, newest=lambda ahead: ahead, keep=lambda ahead: 0)
-    observed = 2 if trained.rule(stage, stages).fit_horizon else 0
+    observed = 2 if trained.rule(stage, stages, microbatches).fit_horizon else 0
     gathers = microbatches > 1 or training.gathers or trained.spikes
     more, passing = _beside(order, versions, microbatches, gathers, stage == stages - 1, observed)
     weights: float = 1 + training.slots + observed + more
@@ -97,13 +106,12 @@ def _beside(
 
     Of weights: old versions, and predicted ones. Of gradients: this microbatch's, the sum so far, and the new sum.
     """
-    completing = {action.microbatch // microbatches: n for n, action in enumerate(order) if action.updates}
     more, passing, gathered = 0, 0, 0
-    for n, action in enumerate(order):
+    for action, completed in zip(order, completes(order, microbatches), strict=True):
         before, held, predicted = versions.kept, versions.old, 0
-        if (reads := action.operation.reads) is not None:
-            read = (versions.forward if reads == "forward" else versions.backward)(action.microbatch)
-            predicted = 1 if read else 0  # and not kept
+        for way in action.operation.reads:
+            read = (versions.forward if way == "forward" else versions.backward)(action.microbatch)
+            predicted = 1 if read else predicted  # and not kept
         gradients = 1 + 2 * gathered if action.updates else gathered
         whole = gradients if gathers else 0
         if predicted and last:  # for the forward, and the backward in the same call
@@ -111,7 +119,7 @@ def _beside(
         passing = max(passing, predicted + (1 if action.updates and not gathers else 0))
         more = max(more, max(before, versions.kept) + whole)  # it may be given what was kept for it
         gathered = 1 if action.updates else gathered
-        if completing[action.microbatch // microbatches] == n:
+        if completed:
             gathered = 0
             versions.before_update()
             held |= versions.old  # what the update's own backward has read is there until it ends

@@ -1,4 +1,4 @@
-"""Cut a chain of blocks into stages so that the slowest stage is as fast as it can be."""
+"""Cut a chain of blocks into stages so that the slowest stage is as fast as possible."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def partition(
     replicas: Sequence[int] | None = None,
     training: Training | None = None,
 ) -> Partition:
-    """Cut the profiled chain into ``num_devices`` stages, one a device, or share the devices out as is best.
+    """Cut the profiled chain into ``num_devices`` stages, one a device, or into replicated stages.
 
-    A schedule of several stages a device gets as many times more stages, where its ``place`` says.
+    A schedule with several stages a device gets as many times more stages, on the devices that its ``place`` gives.
 
     Minimises the slowest stage, its transfers included, by dynamic programming over
     ``T(i, a) = min over j, r, b of max(cost[i, j, r, a], T(j, b))`` (PipeDream, arXiv 1806.03377, section 3.3), where
@@ -41,16 +41,16 @@ def partition(
     Args:
         profile: what the blocks cost.
         num_devices: how many devices there are.
-        cluster: how they are joined and what they hold; by default PCIe 3.0, memory without end.
+        cluster: how they are joined and how much memory they have; by default PCIe 3.0 and unlimited memory.
         replicate: let a stage have several devices, each of which does its share of every minibatch's rows, and
             leave devices unused where they would not help.
-        replicas: how many devices each stage has, if that is given; by default one.
-        training: scheme, optimizer slots, microbatches and recomputation, which decide on the memory.
+        replicas: how many devices each stage has; by default one.
+        training: scheme, optimizer slots, microbatches and recomputation, which determine the memory.
 
     Raises:
-        ValueError: what is no number of devices, or no training that can be planned; fewer blocks than devices (without
-            ``replicate``); no cut that fits the memory, naming the stage that is too large in the leanest one, and what
-            would help.
+        ValueError: for what is no number of devices, or no training that can be planned; fewer blocks than devices
+            (without ``replicate``); no cut that fits the memory, with the stage that is too large in the cut with the
+            least memory, and a suggestion.
     """
     cluster, training = cluster or Cluster(), checked_training(training)
     num_devices, replicas = checked_count("num_devices", num_devices, DEVICES, 4), _checked_replicas(replicas)

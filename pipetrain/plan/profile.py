@@ -69,15 +69,16 @@ class Profile:
 
     @property
     def warning(self) -> str:
-        """What to know before relying on the seconds; empty if they are steady."""
+        """A warning if the seconds are not steady, else an empty string."""
         if self.spread <= NOISY:
             return ""
         return f"The machine was too busy for steady figures (within {self.spread:.0%}): profile again when it is idle."
 
     def scaled(self, batch_size: int) -> Profile:
-        """What another batch size would give if all but the weights went with the number of rows.
+        """An estimate for another batch size: everything but the weights is proportional to the number of rows.
 
-        Fair for networks that one row keeps busy already; a small batch on a large device is faster than this says.
+        It suits networks that keep a device busy with one row; a small batch on a large device is faster than
+        estimated.
         """
         rows = batch_size / self.batch_size
         blocks = (
@@ -94,7 +95,7 @@ class Profile:
         return replace(self, batch_size=batch_size, blocks=tuple(blocks))
 
     def faster(self, times: float) -> Profile:
-        """What devices would give that compute so many times as fast."""
+        """An estimate for devices that compute faster by a factor."""
         blocks = (
             replace(
                 block,

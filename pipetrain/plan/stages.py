@@ -11,8 +11,8 @@ from pipetrain.plan.memory import Training, demand
 from pipetrain.plan.profile import Profile, mib
 from pipetrain.plan.search import Choice
 from pipetrain.plan.text_table import counted, text_table
+from pipetrain.schemes.dry_run import waiting
 from pipetrain.schemes.schedules import Schedule
-from pipetrain.schemes.validation import waiting
 
 DEFAULT_TRAINING = Training()
 
@@ -22,7 +22,7 @@ class StagePlan:
     """Blocks ``first`` to ``last`` (both included) of the chain on ``replicas`` devices, and what they cost.
 
     Forward, backward and update seconds and ``sent_bytes`` are per minibatch, for all replicas together; ``total_s``
-    is what one replica takes per minibatch, transfers included; ``memory_bytes`` what each keeps at its fullest.
+    is what one replica takes per minibatch, transfers included; ``memory_bytes`` the peak memory of each.
     """
 
     first: str
@@ -67,7 +67,7 @@ class Partition:
 
     @property
     def fullest_bytes(self) -> int:
-        """What the fullest device keeps, of all of its stages."""
+        """The peak memory of the device that needs most, for all of its stages."""
         return max(sum(stage.memory_bytes for stage in together) for together in self.on_devices)
 
     @property
@@ -82,7 +82,7 @@ class Partition:
     def step_s(self) -> float:
         """Predicted seconds per minibatch once the pipeline is full: those of the slowest stage.
 
-        Synchronous schemes fill and empty the pipeline for every minibatch: ``(1 + (N-1)/M)`` times as many, or what
+        Synchronous schemes fill and drain the pipeline for every minibatch: ``(1 + (N-1)/M)`` times as many, or what
         the schedule takes in units of time where devices have several stages. With fewer processors than devices, all
         stages' work divided by the processors, if that is more.
         """

@@ -1,4 +1,4 @@
-"""Rows from the replicas of one stage to those of the next: each sends every other the rows that they share."""
+"""Rows from the replicas of one stage to those of the next: each sends every other the rows that both need."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class Destination(NamedTuple):
 
 
 class Sender:
-    """What one of ``replicas`` replicas sends to all replicas of a neighbouring stage, one message to each."""
+    """Sends from one of ``replicas`` replicas to all replicas of a neighbouring stage, one message to each."""
 
     def __init__(self, destinations: Sequence[Destination], replica: int = 0, replicas: int = 1) -> None:
         self._destinations, self._replica, self._replicas = list(destinations), replica, replicas
         self._sent: list[tuple[int, int, int, float, float]] = []
 
     def send(self, message: Callable[[Rows], Any], values: Rows, rows: int, microbatch: int | None = None) -> None:
-        """``values`` are this replica's rows of a microbatch of ``rows``; None if it has none.
+        """Send ``values``, this replica's rows of a microbatch of ``rows``; None if it has none.
 
-        What is sent of a ``microbatch`` that is named is recorded.
+        The transfer is recorded if its ``microbatch`` is given.
         """
         mine = rows_of(rows, self._replica, self._replicas)
         for replica, destination in enumerate(self._destinations):
@@ -55,18 +55,18 @@ class Sender:
             self._sent.append((microbatch, replica, _size_bytes(moved), start_s, end_s))
 
     def transfers(self, op: What, stage: int, to_stage: int) -> Iterator[Transfer]:
-        """What was sent and recorded, for this action, from the one stage to the other."""
+        """The recorded transfers of this action, from the one stage to the other."""
         for microbatch, replica, size, start_s, end_s in self._sent:
             yield Transfer(op, microbatch, stage, self._replica, to_stage, replica, size, start_s, end_s)
 
     def close(self) -> None:
-        """Say that nothing more will come."""
+        """Signal that no more messages will come."""
         for destination in self._destinations:
             destination.mailbox.put(None)
 
 
 class Receiver(Generic[Message]):
-    """Where one replica receives the messages of all replicas of a neighbouring stage, joined to one."""
+    """Receives the messages of all replicas of a neighbouring stage and joins them to one."""
 
     def __init__(self, boxes: Sequence[Mailbox[Any]], join: Callable[[list[Any]], Message]) -> None:
         self._boxes, self._join = list(boxes), join
@@ -76,17 +76,17 @@ class Receiver(Generic[Message]):
         return self._boxes[0].peek()
 
     def get(self) -> Message:
-        """The next message, in the order of rows."""
+        """The next message, with its parts in the order of rows."""
         if len(self._boxes) == 1:
             return self._boxes[0].get()
         return self._join([box.get() for box in self._boxes])
 
 
 class Channels(NamedTuple):
-    """What comes in and goes out: microbatches into ``inbox``, gradients into ``returns``; None past the ends.
+    """A stage's connections: microbatches come into ``inbox``, gradients into ``returns``; None at the ends.
 
-    A None in the inbox says that no more microbatches will come. ``reduction`` joins the stage's replicas,
-    ``norm`` all stages where gradients are clipped by the norm of all.
+    A None in the inbox says that no more microbatches will come. ``reduction`` is the all-reduce among the stage's
+    replicas, ``norm`` the exchange of norms for clipping by the norm of all stages' gradients.
     """
 
     inbox: Receiver[Any]
@@ -107,8 +107,8 @@ def take(data: Any, part: range, rows: int) -> Any:
 def _sliced(tensor: tf.Tensor, start: int, stop: int) -> tf.Tensor:
     """``tensor[start:stop]``, by one thread at a time.
 
-    TensorFlow 2.21 mixes up the bounds of two threads that slice at once on the same logical CPU device, unless it is
-    the first one.
+    TensorFlow 2.21 confuses the bounds of two threads that slice at the same time on the same logical CPU device,
+    unless it is the first one.
     """
     with _SLICING:
         return tensor[start:stop]
@@ -123,7 +123,7 @@ def joined(parts: Sequence[Rows]) -> Rows:
 
 
 def _part(values: Rows, mine: range, theirs: range) -> Rows:
-    """Of values for the rows ``mine``, those for the rows ``theirs``."""
+    """The values for the rows ``theirs``, of values for the rows ``mine``."""
     if mine == theirs or values is None:
         return values
     first, end = max(mine.start, theirs.start), min(mine.stop, theirs.stop)

@@ -1,4 +1,4 @@
-"""Puts the reports of all stages together: microbatches to results, stages' weights to snapshots."""
+"""Joins the reports of all stages: microbatches to results, stages' weights to snapshots."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Snapshot(NamedTuple):
 class Collector:
     """Results in the order of their minibatches, and complete snapshots.
 
-    A synchronous result counts once every stage has made the minibatch's update; an asynchronous one as soon as
+    A synchronous result is complete once every stage has made the minibatch's update; an asynchronous one as soon as
     the last stage has run it.
 
     Args:
@@ -78,7 +78,7 @@ class Collector:
 def _joined(outputs: list[Output]) -> Result:
     """A minibatch's result from its microbatches': ``sum(loss_share * loss + share * penalty)``.
 
-    Losses of single examples follow one another, each with the penalty.
+    Losses of single examples are concatenated, each with the penalty added.
     """
     terms = [_scaled(output.loss, output.microbatch.loss_share) for output in outputs]
     penalties = [each for each in (output.microbatch for output in outputs) if each.penalty is not None]

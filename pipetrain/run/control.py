@@ -12,7 +12,7 @@ from pipetrain.run.messages import Output, Updated
 class Control:
     """What the threads share: where they report, and the switch that pauses them.
 
-    ``waits`` says whether they wait for GPUs, so that spans and transfers have the times of completion.
+    ``waits``: whether threads wait for GPUs, so that spans and transfers have the times of completion.
     """
 
     def __init__(
@@ -27,11 +27,11 @@ class Control:
         self.running.set()
 
     def wait_if_paused(self) -> None:
-        """Wait while no action may begin."""
+        """Wait while the pipeline is paused."""
         if not self.running.is_set():  # waiting would take the event's lock, which all share
             self.running.wait()
 
     def finish(self, device: str) -> None:
-        """Wait until the device has done what it was given, where the trace is to have the times of completion."""
+        """Wait until the device has finished its calls, if the trace is to have the times of completion."""
         if self.waits:
             finish(device)

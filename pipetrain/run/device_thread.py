@@ -1,4 +1,4 @@
-"""The thread of one device: walks its order of actions, waiting for each action's inputs."""
+"""The thread of one device: executes its actions in the schedule's order, waiting for each action's inputs."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from pipetrain.schemes.schedules import fused, fusible
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.trace.trace import Span
 
-STARTS_S = 5.0  # a thread that has not begun so long after it was asked to never will
+STARTS_S = 5.0  # a thread that has not begun this long after its start never will
 
 
 class DeviceThread(threading.Thread):
-    """Carries out what the schedule has for one device, from one start of the pipeline to one drain.
+    """Executes the schedule of one device, from one start of the pipeline to one drain.
 
     Args:
         device: its number in the schedule.
         devices: how many the schedule has.
         stages: one replica of each of the device's stages, in their order.
-        scheme: whose schedule it walks.
+        scheme: whose schedule it executes.
         microbatches: of a minibatch.
         control: what all threads share.
     """
@@ -51,7 +51,7 @@ class DeviceThread(threading.Thread):
         self._at: StageWork = stages[0]
 
     def ended(self) -> None:
-        """Wait until the thread has ended, if it was ever started: an interrupt may have come while it was."""
+        """Wait until the thread has ended, if it was started: an interrupt may have come before that."""
         until_s = time.monotonic() + STARTS_S
         while self.ident is None and self in threading.enumerate() and time.monotonic() < until_s:
             time.sleep(1e-3)
@@ -71,14 +71,14 @@ class DeviceThread(threading.Thread):
             self._control.fail(error, f"Raised in {self._at.doing()}")
 
     def _actions(self) -> Iterator[Action]:
-        """The device's order. Where nobody waits to have the times of either, the last stage's F and B are one call."""
+        """The device's actions; the last stage's F and B are one call unless exact times of each are wanted."""
         order, last = self._scheme.schedule.order, self.stages[-1].identity.stages - 1
         actions = order(*self._place, self._arrivals())
         together = last in self._by_number and fusible(order, *self._place, last, self._microbatches)
         return fused(actions, last) if together and not self._control.waits else actions
 
     def _arrivals(self) -> Iterator[range]:
-        """The schedule's groups, as their first microbatches arrive at the device's first stage."""
+        """The schedule's groups of microbatches, as the first of each arrives at the device's first stage."""
         last = -1
         while (microbatch := self.stages[0].arriving()) is not None:
             last = microbatch.group[-1]

@@ -13,14 +13,14 @@ from pipetrain.run.transfers import transfer
 
 
 class GlobalNorm:
-    """At a flush every stage tells all others the squared norm of its gradients: one number to each.
+    """Exchanges the squared norms of all stages' gradients at a flush: one number from each stage to each other.
 
-    They are taken in the order of stages, whoever comes first. Replicas of a stage have equal gradients, of which the
-    first measures the norm for all: so they stay bitwise equal whatever their devices are.
+    The numbers are read in the order of stages, whichever arrives first. Replicas of a stage have equal gradients, and
+    the first replica computes the norm for all of them, so they stay bitwise equal whatever their devices are.
 
-    Nobody waits for ever: a stage tells its number when it has sent on all that others need of the minibatch, and in a
-    synchronous schedule nothing that leads there comes after the update. In an asynchronous one all stages would rest
-    until the first is done.
+    There is no deadlock: a stage sends its number after it has sent everything that others need of the minibatch, and
+    in a synchronous schedule none of this depends on the update. In an asynchronous schedule all stages would wait
+    until the first one is done.
 
     Args:
         stages: the replicas of every stage.
@@ -34,7 +34,7 @@ class GlobalNorm:
 
     @property
     def mailboxes(self) -> list[Mailbox[Any]]:
-        """All that stages may wait at."""
+        """All mailboxes at which stages may wait."""
         return [box for stage in self._to for boxes in stage for box in boxes]
 
     def squares(self, stage: int, replica: int, gradients: list[Any]) -> tf.Tensor:

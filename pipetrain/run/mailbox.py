@@ -14,7 +14,7 @@ class Closed(Exception):
 
 
 class Mailbox(Generic[Item]):
-    """First in, first out, for one reader. ``close`` wakes it with ``Closed``, so that nobody waits for ever."""
+    """First in, first out, for one reader. ``close`` wakes it with ``Closed``, so that no thread waits for ever."""
 
     def __init__(self) -> None:
         self._items: SimpleQueue[Item] = SimpleQueue()

@@ -13,10 +13,10 @@ class Microbatch(NamedTuple):
     """One microbatch on its way down the stages.
 
     ``number`` counts microbatches since the pipeline was last empty, ``minibatch`` counts minibatches;
-    ``group`` are the microbatches of the same minibatch. ``share`` is its part of the minibatch's rows, ``rows`` how
-    many they are; ``loss_is_mean`` says whether a loss is the mean over them. ``values`` are None for a replica that
-    has none of the rows. ``targets`` are the labels and sample weights, for the last stage; ``penalty`` the
-    regularization losses of the stages passed.
+    ``group`` are the microbatches of the same minibatch. ``share`` is its part of the minibatch's rows, ``rows`` their
+    number; ``loss_is_mean``: whether a loss is the mean over them. ``values`` are None for a replica that has none of
+    the rows. ``targets`` are the labels and sample weights, for the last stage; ``penalty`` the regularization losses
+    of the stages passed.
     """
 
     number: int
@@ -36,11 +36,11 @@ class Microbatch(NamedTuple):
         return self.share if self.loss_is_mean else 1.0
 
     def with_values(self, values: Any) -> Microbatch:
-        """This microbatch with the values, or some of their rows."""
+        """A copy of this microbatch with other values, such as some of the rows."""
         return self._replace(values=values)
 
     def passed(self, penalty: tf.Tensor | None) -> Microbatch:
-        """This microbatch after a stage's forward: its inputs let go, the stage's penalty added."""
+        """This microbatch after a stage's forward: its inputs released, the stage's penalty added."""
         if penalty is None:
             return self._replace(values=None)
         return self._replace(values=None, penalty=penalty if self.penalty is None else self.penalty + penalty)

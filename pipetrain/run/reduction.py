@@ -20,8 +20,8 @@ from pipetrain.trace.trace import Transfer
 class Reduction:
     """Every replica sums about an r-th of the weights' gradients and sends the sums to the others.
 
-    The order of a sum is that of the replicas, whoever comes first: all have bitwise equal sums. Which
-    replica sums which gradients, ``shared_out`` says; what each sends, ``reduction_bytes``.
+    Sums are added in the order of the replicas, whichever arrives first, so all replicas have bitwise equal sums.
+    ``shared_out`` says which replica sums which gradients, ``reduction_bytes`` what each sends.
 
     Args:
         stages: the stage's replicas.
@@ -35,7 +35,7 @@ class Reduction:
 
     @property
     def mailboxes(self) -> list[Mailbox[Any]]:
-        """All that replicas may wait at."""
+        """All mailboxes at which replicas may wait."""
         return [box for boxes in self._to for box in boxes]
 
     def sum(self, replica: int, gradients: list[Any] | None, microbatch: int) -> list[Any]:
@@ -59,12 +59,12 @@ class Reduction:
         return [of[n] for n in range(len(of))]
 
     def transfers(self, stage: int, replica: int) -> Iterator[Transfer]:
-        """What this replica's sums took, as those of this stage."""
+        """The transfers of this replica's sums, recorded for this stage."""
         for microbatch, size, start_s, end_s in self._done[replica]:
             yield Transfer("R", microbatch, stage, replica, stage, replica, size, start_s, end_s)
 
     def _exchanged(self, replica: int, shares: list[Any]) -> list[Any]:
-        """Give every replica its share; get what each of them gives this one, in their order."""
+        """Send every replica its share; receive what each of them sends, in the order of replicas."""
         for other, share in enumerate(shares):
             self._to[other][replica].put(share)
         return [_moved(box.get(), self._stages[replica].device) for box in self._to[replica]]

@@ -1,4 +1,4 @@
-"""What a run of the pipeline's threads begins with."""
+"""Settings of one run of the pipeline's threads."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 
 class RunSettings(NamedTuple):
-    """What holds from one start of the threads to the next drain.
+    """Settings that hold from one start of the threads to the next drain.
 
     ``updates``: those of the optimizer so far. ``steps``: those of this ``fit`` so far, from which snapshots count.
-    ``snapshot_every``: the weights after every so many steps are kept; 0 for none. ``loss_is_mean``: whether a
-    minibatch's loss is the mean (else the sum) over its rows. ``exact_times``: whether threads wait for GPUs and
-    workers, so that the trace has their times of completion.
+    ``snapshot_every``: the weights are kept whenever this number of steps has been made; 0 for never. ``loss_is_mean``:
+    whether a minibatch's loss is the mean (else the sum) over its rows. ``exact_times``: whether threads wait for GPUs
+    and workers, so that the trace has their times of completion.
     """
 
     updates: int = 0

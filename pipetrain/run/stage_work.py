@@ -1,10 +1,10 @@
-"""One replica of one stage at work: what each operation computes, reads, sends and updates."""
+"""One replica of one stage: what each operation computes, reads, sends and updates."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterator
+from typing import Any, ClassVar, NamedTuple, cast
 
 import tensorflow as tf
 
@@ -23,7 +23,7 @@ from pipetrain.compute.functions.weight_binding import Newest
 from pipetrain.run.channels import Channels, take
 from pipetrain.run.control import Control
 from pipetrain.run.messages import Microbatch, Output, Updated
-from pipetrain.schemes.actions import Action
+from pipetrain.schemes.actions import OPERATIONS, Action
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.splitting import rows_of
 from pipetrain.schemes.weight_versions import WeightVersions
@@ -42,11 +42,15 @@ class StageId(NamedTuple):
         return f"stage {self.stage}" + (f", replica {self.replica}" if self.replicas > 1 else "")
 
 
+FROM_ABOVE = frozenset(op for op, operation in OPERATIONS.items() if "outputs" in operation.received)
+FROM_BELOW = frozenset(op for op, operation in OPERATIONS.items() if "input gradients" in operation.received)
+
+
 class StageWork:
     """One replica of one stage, from one start of a pipeline to one drain.
 
-    Whoever has it calls, for each of its actions in the schedule's order, ``receive`` and then ``perform``; what they
-    compute goes to the neighbouring stages and to the caller.
+    The device's thread calls ``receive`` and then ``perform`` for each of the stage's actions in the schedule's order;
+    results go to the neighbouring stages and to the caller.
 
     Args:
         identity: which replica of which stage.
@@ -55,7 +59,11 @@ class StageWork:
         microbatches: of a minibatch.
         channels: what comes in and goes out.
         control: where it reports.
+
+    ``carries_out`` are the operations that it has a method for.
     """
+
+    carries_out: ClassVar[dict[str, str]] = {"F": "_forward", "B": "_backward", "FB": "_forward_backward"}
 
     def __init__(
         self,
@@ -75,18 +83,15 @@ class StageWork:
         )
         self._in_flight: dict[int, tuple[Microbatch, SavedForBackward | None]] = {}
         self._gradients: list[Any] | None = None
-        self._operations: dict[str, Callable[..., float | None]] = {
-            "F": self._forward,
-            "B": self._backward,
-            "FB": self._forward_backward,
-        }
+        self._operations = {op: getattr(self, name) for op, name in self.carries_out.items()}
+        self._completed = 0  # of the minibatch, the microbatches whose weight gradients are there
         self._last: int | None = None  # the last microbatch of all, once that is known
         self._forwarded = -1  # the last one that has gone forward
         self._now: tuple[Microbatch, tuple[Action, ...]] | None = None
 
     @property
     def _trained(self) -> Stage:
-        """The stage, which has a backward: asked for where the scheme trains."""
+        """The stage as one that has a backward; used only where the scheme trains."""
         return cast(Stage, self._stage)
 
     @property
@@ -95,7 +100,7 @@ class StageWork:
         return self._versions.version
 
     def transfers(self) -> Iterator[Transfer]:
-        """What was sent, and the sums that it shared in."""
+        """The recorded transfers: what was sent, and the sums with other replicas."""
         stage, _, replica, _ = self.identity
         if self._channels.below:
             yield from self._channels.below.transfers("F", stage, stage + 1)
@@ -104,11 +109,11 @@ class StageWork:
         yield from self._channels.reduction.transfers(stage, replica)
 
     def arriving(self) -> Microbatch | None:
-        """The next microbatch to come, left in place; None when no more will. Waits for it."""
+        """The next microbatch, left in place; None when no more will come. Waits for it."""
         return self._channels.inbox.peek()
 
     def ends_after(self, microbatch: int) -> None:
-        """No microbatches come after this one: the stage below learns it when it has been given the last."""
+        """No microbatches come after this one; the stage below is told after it has received the last one."""
         self._last = microbatch
         self._close_if_done()
 
@@ -118,22 +123,23 @@ class StageWork:
             self._last = None
 
     def receive(self, action: Action) -> Any:
-        """What the action needs of other stages: a microbatch, or the gradients of what it sent. Waits for it."""
-        needed = action.operation.needs[0].value
-        if needed == "outputs":
+        """Wait for what the action needs of other stages: a microbatch, or the gradients of what was sent."""
+        if action.op in FROM_ABOVE:
             return self._channels.inbox.get()
-        return self._channels.returns.get() if self._channels.below else None
+        return self._channels.returns.get() if self._channels.below and action.op in FROM_BELOW else None
 
     def perform(self, action: Action, received: Any) -> float | None:
-        """The action itself; of FB, when the forward was done, if that is known."""
-        microbatch = self._in_flight[action.microbatch][0] if action.op == "B" else received
+        """Execute the action; for FB returns the time when the forward was finished, if known."""
+        microbatch = received if action.op in FROM_ABOVE else self._in_flight[action.microbatch][0]
         self._now = microbatch, (action,)
+        if microbatch.number != action.microbatch:
+            raise RuntimeError(f"Microbatch {microbatch.number} has come where the order has {action}.")
         middle_s = self._operations[action.op](action, received)
         self._finish()
         return middle_s
 
     def _finish(self) -> None:
-        """Before the clock is read, and before anything is handed over, which so is there."""
+        """Wait for the device if exact times are wanted, before the clock is read and results are sent."""
         self._control.finish(self.device)
 
     def _forward(self, action: Action, microbatch: Microbatch) -> None:
@@ -166,9 +172,9 @@ class StageWork:
         self._pass_on(microbatch, result)
 
     def _forward_backward(self, action: Action, microbatch: Microbatch) -> float | None:
-        """Both as one call, which reads the weights once; one after the other where they read different ones.
+        """Forward and backward as one call, which reads the weights once; as two calls if they read different versions.
 
-        Gives when the forward was done, if that is known.
+        Returns the time when the forward was finished, if known.
         """
         forward, backward = action._replace(op="F"), action._replace(op="B")
         self._now = microbatch, (forward,)
@@ -206,7 +212,7 @@ class StageWork:
     def _run_backward(
         self, microbatch: Microbatch, weights: Any, given: SavedForBackward | Inputs, returned: list[tf.Tensor] | None
     ) -> BackwardResult:
-        """The stage's backward, with what goes into the same call; what gradients it leaves are kept for the next."""
+        """The stage's backward, with sum and update in the same call where possible; remaining gradients are kept."""
         mine = self._shared(microbatch)
         output_gradients = [mine.loss_share] if returned is None else returned
         step = self._begin_update(microbatch) if self._updates_by(microbatch) else None
@@ -216,23 +222,28 @@ class StageWork:
         return result
 
     def _pass_on(self, microbatch: Microbatch, result: BackwardResult | None) -> None:
-        """The inputs' gradients go up, and with its last microbatch's a minibatch's are used."""
+        """Send the inputs' gradients up; after the minibatch's last microbatch begin the update."""
         self._finish()
+        self._completed = 0 if self._is_last(microbatch) else self._completed + 1
         if self._channels.above:
             by_input = None if result is None else result.by_input
             self._channels.above.send(lambda values: values, by_input, microbatch.rows, microbatch.number)
         if result is not None and result.gradients is None:
             self._updated()
-        elif microbatch.number == microbatch.group[-1]:
+        elif not self._completed:
             self._update(microbatch)
 
     def _updates_by(self, microbatch: Microbatch) -> bool:
         """Whether the minibatch's gradients are complete with this one's, and no other stage or replica needs them."""
         alone = self.identity.replicas == 1 and self._channels.norm is None
-        return alone and microbatch.number == microbatch.group[-1] and bool(self._stage.variables)
+        return alone and self._is_last(microbatch) and bool(self._stage.variables)
+
+    def _is_last(self, microbatch: Microbatch) -> bool:
+        """Whether only this one's weight gradients are missing of its minibatch's, see ``actions.completes``."""
+        return self._completed + 1 == len(microbatch.group)
 
     def _begin_update(self, microbatch: Microbatch) -> Step:
-        """Keeps the weights that are still read."""
+        """Keep the weight versions that are still read."""
         step = Step(microbatch.learning_rate, self._versions.staleness(microbatch.number))
         self._versions.before_update()
         return step
@@ -263,7 +274,7 @@ class StageWork:
         return microbatch._replace(share=microbatch.share * self._fraction(microbatch))
 
     def _fraction(self, microbatch: Microbatch) -> float:
-        """The part of the microbatch's rows that are this replica's."""
+        """This replica's share of the microbatch's rows."""
         return len(self._mine(microbatch)) / microbatch.rows if microbatch.rows else 1 / self.identity.replicas
 
     def _with_part_of_penalty(self, microbatch: Microbatch) -> Microbatch:
@@ -273,7 +284,7 @@ class StageWork:
         return microbatch._replace(penalty=microbatch.penalty * self._fraction(microbatch))
 
     def doing(self) -> str:
-        """For people: what this stage was doing."""
+        """What this stage was doing, as text for an error message."""
         if self._now is None:
             return f"{self.identity} before its first action."
         microbatch, actions = self._now

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet_stderr() -> Iterator[None]:
-    """Hold back whatever is written to standard error, by native code too; show it if an exception passes through."""
+    """Hold back what is written to standard error, by native code too; show it if an exception is raised."""
     sys.stderr.flush()
     saved = os.dup(2)
     with tempfile.TemporaryFile() as held:

@@ -1,4 +1,4 @@
-"""Python's switch interval, short while any pipeline is at work: one for the whole process."""
+"""Python's switch interval, which is short while any pipeline runs; it belongs to the whole process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _usual_s = 0.0
 
 
 def shorten(holder: object) -> None:
-    """Shorten it until ``holder`` lets go, and all others that asked for it."""
+    """Shorten the interval until ``holder`` and all other holders have called ``let_go``."""
     global _usual_s
     with _LOCK:
         if not _holders:
@@ -23,7 +23,7 @@ def shorten(holder: object) -> None:
 
 
 def let_go(holder: object) -> None:
-    """Let it be as before the first who asked, unless somebody still holds it; nothing for who does not."""
+    """Restore the interval if no other holder is left; does nothing for an object that is not a holder."""
     with _LOCK:
         if id(holder) in _holders:
             _holders.discard(id(holder))

@@ -14,9 +14,9 @@ from pipetrain.compute.tensorflow_private import elements_of
 def transfer(tensor: tf.Tensor, device: str) -> tf.Tensor:
     """The tensor for a reader on another device; TensorFlow does the copy. CPU devices of one process need none.
 
-    Nor do another process' devices: the call that reads a tensor there copies it, once. Asked for by itself a copy
-    would cost two messages more, a call and a tensor to let go, and the sender would wait for whatever the reader's
-    process was given before.
+    Devices of other processes need none either: the call that reads a tensor there copies it once. A separate copy
+    would need two more messages, for a call and for the release of a tensor, and the sender would wait for all earlier
+    calls of the reader's process.
     """
     if not _needs_copy(tensor.device, device):
         return tensor
@@ -42,8 +42,8 @@ def _shares_memory(device: str) -> bool:
 
 
 def size_bytes(tensors: Iterable[tf.Tensor | None]) -> int:
-    """What the elements of all tensors take.
+    """The bytes of all elements of the tensors.
 
-    A tensor that is asked for its shape gives up Python's lock for every dimension, for its elements' number once.
+    Reading a tensor's shape gives up Python's global lock for every dimension; reading its number of elements, once.
     """
     return sum(elements_of(each) * each.dtype.size for each in tensors if each is not None)

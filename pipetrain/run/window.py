@@ -20,17 +20,17 @@ class Minibatch(NamedTuple):
 
 
 def never(updates: int) -> bool:
-    """For ``Window``: no need to drain."""
+    """For ``Window``: no update needs a drain."""
     return False
 
 
 class Window:
     """Each ``step`` returns one minibatch with its result, in order, and has posted a window of later ones.
 
-    So the logs of a step are those of its own minibatch, whatever is in flight. ``steps`` bounds what is read of
+    The logs of a step are therefore those of its own minibatch, whatever is in flight. ``steps`` bounds what is read of
     ``minibatches``: Keras may go on reading from the same iterator in the next epoch.
 
-    Where ``drains_after(n)`` is true of the updates n that all minibatches posted so far come to, nothing more is
+    If ``drains_after(n)`` is true for the number n of updates after all minibatches posted so far, nothing more is
     posted until every result is taken: the weights are then those of exactly n updates. ``updates`` are those made
     before.
     """
@@ -70,7 +70,7 @@ class Window:
         return self._posted.popleft(), self._pipeline.result()
 
     def remaining(self) -> Iterator[tuple[Minibatch, Result]]:
-        """What was posted ahead and not yet returned; nothing more is read."""
+        """The results of minibatches posted ahead and not yet returned; no more minibatches are read."""
         self._left = 0
         while self._posted:
             yield self._posted.popleft(), self._pipeline.result()

@@ -1,13 +1,13 @@
 """What a scheme is, as pure functions of numbers.
 
-Actions, the order of them, which weights each reads, and what an update makes up for. One paper, one file. Nothing here
-knows of tensors, threads, seconds or bytes. What a scheme of one's own is made of is named here.
+Actions, their order, the weights that each reads, and corrections for staleness. Nothing here depends on tensors,
+threads, seconds or bytes. The names that your own schemes need are exported here.
 """
 
 from pipetrain.schemes.actions import Action
+from pipetrain.schemes.dry_run import ScheduleError
 from pipetrain.schemes.policies import Policy, Read, Reader
 from pipetrain.schemes.schedules import Schedule
 from pipetrain.schemes.scheme import Scheme
-from pipetrain.schemes.validation import ScheduleError
 
 __all__ = ["Action", "Policy", "Read", "Reader", "Schedule", "ScheduleError", "Scheme"]

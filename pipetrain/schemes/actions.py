@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 Op = Literal["F", "B", "I", "W", "FB"]
@@ -22,28 +23,34 @@ class Need(NamedTuple):
 class Operation(NamedTuple):
     """What an operation needs before it can begin, what is there when it has ended, and what is freed by then.
 
-    ``reads`` says which weights: those that the policy gives to forwards, or to backwards, or none. ``forward`` and
-    ``backward`` are the parts of a whole forward's and a whole backward's computation that it does. Who makes weight
-    gradients changes weights: the last one of a minibatch at a stage is followed by the stage's update.
+    ``reads`` says which weights: those that the policy gives to forwards, those that it gives to backwards, both or
+    none. ``forward`` and ``backward`` are the parts of a whole forward's and a whole backward's computation that it
+    does. Who makes weight gradients changes weights: the last one of a minibatch at a stage, see ``completes``, is
+    followed by the stage's update.
     """
 
     about: str
     needs: tuple[Need, ...]
     makes: tuple[Value, ...]
     frees: tuple[Value, ...] = ()
-    reads: Literal["forward", "backward"] | None = None
+    reads: tuple[Literal["forward", "backward"], ...] = ()
     forward: float = 0.0
     backward: float = 0.0
 
+    @property
+    def received(self) -> tuple[Value, ...]:
+        """What it needs of the stages before and after."""
+        return tuple(need.value for need in self.needs if need.stage)
+
 
 OPERATIONS: dict[str, Operation] = {
-    "F": Operation("forward", (Need("outputs", -1),), ("outputs", "activations"), reads="forward", forward=1.0),
+    "F": Operation("forward", (Need("outputs", -1),), ("outputs", "activations"), reads=("forward",), forward=1.0),
     "B": Operation(
         "backward",
         (Need("activations"), Need("input gradients", 1)),
         ("input gradients", "weight gradients"),
         ("activations",),
-        reads="backward",
+        reads=("backward",),
         backward=1.0,
     ),
     # B in halves: the gradients of the stage's inputs, for which the stage before waits, and those of its weights
@@ -52,7 +59,7 @@ OPERATIONS: dict[str, Operation] = {
         (Need("activations"), Need("input gradients", 1)),
         ("input gradients", "weight operands"),
         ("activations",),
-        reads="backward",
+        reads=("backward",),
         backward=0.5,
     ),
     "W": Operation(
@@ -62,8 +69,9 @@ OPERATIONS: dict[str, Operation] = {
     "FB": Operation(
         "forward and backward",
         (Need("outputs", -1), Need("input gradients", 1)),
-        ("outputs", "input gradients", "weight gradients"),
-        reads="forward",
+        ("outputs", "activations", "input gradients", "weight gradients"),
+        ("activations",),
+        reads=("forward", "backward"),
         forward=1.0,
         backward=1.0,
     ),
@@ -107,11 +115,23 @@ class Action(NamedTuple):
         return cls(match[2], int(match[1]), int(match[3]))  # type: ignore[arg-type]
 
 
-def held(actions: list[Action]) -> list[int]:
-    """How many microbatches' values a device holds after each of its actions: activations, and operands kept for W."""
+def held(actions: Sequence[Action]) -> list[int]:
+    """How many microbatches' values a device holds during each of its actions: activations, and operands kept for W.
+
+    What an operation frees is counted unless it is another value that takes its place.
+    """
     counts, now = [], 0
     for action in actions:
         operation = action.operation
-        now += sum(value in HELD for value in operation.makes) - len(operation.frees)
-        counts.append(now)
+        made = sum(value in HELD for value in operation.makes)
+        own = len({*operation.makes} & {*operation.frees})
+        counts.append(max(now + own, now + made - len(operation.frees)))
+        now += made - len(operation.frees)
     return counts
+
+
+def completes(actions: Sequence[Action], microbatches: int) -> list[bool]:
+    """For each action, whether its stage then has all weight gradients of a minibatch: its update follows."""
+    last = {(each.stage, each.microbatch // microbatches): n for n, each in enumerate(actions) if each.updates}
+    numbers = {*last.values()}
+    return [n in numbers for n in range(len(actions))]

@@ -1,8 +1,8 @@
 """Which weights each forward and backward reads: a version of the stage's weights, and how far to predict from it.
 
 ``W_k[v]`` are stage k's weights after v updates; N stages, k = 0 ... N-1; M microbatches are a minibatch, and minibatch
-i's last backward makes ``W_k[i+1]``. A policy answers two questions with plain numbers, whatever the weights are made
-of; what a forward finds, it learns from the schedule.
+i's last backward makes ``W_k[i+1]``. A policy gives the version and the horizon for a forward and for a backward, as
+plain numbers; which version a forward finds depends on the schedule.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Read(NamedTuple):
 
 
 class Reader(NamedTuple):
-    """Who reads: microbatch m at stage k of N, M microbatches being a minibatch, under a schedule's ``found``."""
+    """What reads weights: microbatch m (M a minibatch) at stage k of N, under a schedule's ``found``."""
 
     microbatch: int
     stage: int
@@ -48,7 +48,7 @@ class Policy(Protocol):
 
 
 class Vanilla:
-    """Whatever is newest: F(i) reads ``W[v_F]``, B(i) reads ``W[i]`` with the activations that F stored."""
+    """The newest weights: F(i) reads ``W[v_F]``, B(i) reads ``W[i]`` with the activations that F stored."""
 
     predicts = False
 
@@ -102,7 +102,7 @@ class SpecTrain:
 
 
 class LocalSpecTrain:
-    """Predicted weights as of the minibatch's own backward here, which reads the very same.
+    """Predicted weights as of the minibatch's own backward at this stage, which reads the same weights.
 
     ``s = min(i, N-1-k)`` from version ``v_F``, for both. Memory: at stage k < N-1, one predicted copy for each of the
     N-k minibatches in flight. Sources: the SpecTrain authors' second version; PipeOptim (arXiv 2312.00839).
@@ -119,13 +119,18 @@ class LocalSpecTrain:
 
 
 class TwoVersions:
-    """One version per minibatch at every stage, the one before the newest: ``W[max(0, i-1)]`` for both.
+    """One version per minibatch at every stage, the version before the newest: ``W[max(0, i-1)]`` for both.
 
     For minibatches of at least N-1 microbatches, whose gradients are averaged: the version is then always there, and
     two are enough. ``W[i+1] = W[i] - lr * grad(W[i-1])``. Source: PipeDream-2BW (arXiv 2006.09503), section 3.1.
     """
 
     predicts = False
+
+    @staticmethod
+    def microbatches(stages: int) -> int:
+        """The fewest that it needs: ``max(1, N-1)``."""
+        return max(1, stages - 1)
 
     def forward(self, reader: Reader) -> Read:
         return Read(max(0, reader.minibatch - 1))
@@ -147,7 +152,7 @@ class Flush:
 
 
 class Still:
-    """The weights that are there, for ever: nothing updates them."""
+    """The current weights, which are never updated."""
 
     predicts = False
 

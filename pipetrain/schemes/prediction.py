@@ -1,6 +1,6 @@
-"""What weights will be some updates from now, by optimizer: pure formulas for numbers, arrays and tensors.
+"""Predictions of weights some updates ahead, by optimizer: pure formulas for numbers, arrays and tensors.
 
-The assumption of SpecTrain (arXiv 1809.02839, section 3.2): the updates to come will be like the last one. All
+The assumption of SpecTrain (arXiv 1809.02839, section 3.2) is that the next updates equal the last one. All
 "velocities" here are updates as they were applied, learning rate and sign included, without weight decay and before
 constraints; after a change of the learning rate a velocity carries the old one until the next update. Shapes are those
 of one variable, units those of weights per update.
@@ -56,11 +56,11 @@ def rmsprop(slot: Any) -> Any:
 
 
 def ratio(along: Any, square: Any) -> Any:
-    """``max(0, along + tiny) / (square + tiny)``: the multiple of ``s * v`` that came nearest to where weights went.
+    """``max(0, along + tiny) / (square + tiny)``: the multiple of ``s * v`` nearest to the weights' displacement.
 
-    Least squares of the displacements over s updates on the velocities they began with, the past fading:
-    ``along`` is the sum of ``gamma^age * <W[t+s] - W[t], v[t]> / s``, ``square`` that of ``gamma^age * <v[t], v[t]>``;
-    see ``observed``. 1, the paper's, as long as both are 0.
+    Least squares of the displacements over s updates on the velocities at their start, with decaying weights: ``along``
+    is the sum of ``gamma^age * <W[t+s] - W[t], v[t]> / s``, ``square`` that of ``gamma^age * <v[t], v[t]>``; see
+    ``observed``. 1, the paper's, as long as both are 0.
     """
     return positive(along + TINY) / (square + TINY)
 
@@ -68,8 +68,8 @@ def ratio(along: Any, square: Any) -> Any:
 def observed(sums: Any, along: Any, square: Any) -> tuple[Any, Any]:
     """The sums of ``ratio`` with one more observation; gamma is ``FADING``.
 
-    An observation's own ratio counts as ``-MOST`` to ``MOST``: where the learning rate jumps, the velocity that it
-    began with says nothing of the way from there.
+    An observation's own ratio counts as ``-MOST`` to ``MOST``: after a jump of the learning rate the velocity at the
+    start does not predict the displacement.
     """
     within = along - positive(along - MOST * square) + positive(-along - MOST * square)
     return FADING * sums[0] + within, FADING * sums[1] + square

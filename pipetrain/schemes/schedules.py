@@ -1,6 +1,6 @@
 """Schedules: the order in which each device works, and which weight version each forward then finds.
 
-Four stages of the asynchronous pipeline, one column a unit of time (``validation.grid`` prints it)::
+Four stages of the asynchronous pipeline, one column a unit of time (``dry_run.grid`` prints it)::
 
     0: F0 F1 F2 F3 .  .  .  B0 F4 B1 ...
     1: .  F0 F1 F2 .  .  B0 F3 B1 F4 ...
@@ -9,7 +9,8 @@ Four stages of the asynchronous pipeline, one column a unit of time (``validatio
 
 An order receives *groups*: the microbatches whose gradients make one update together. The groups may be a list (the
 validator, the simulator) or a live iterator that blocks until the next minibatch arrives (the runtime), so all of them
-walk the same order. It therefore asks for a group only when it has given every action that needs no more of them.
+use the same order. An order therefore asks for a group only after it has given every action that needs no further
+group.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def flushed(microbatch: int, stage: int, stages: int, microbatches: int) -> int:
 
 
 class Schedule(NamedTuple):
-    """An order of work for every device, and what is known of it.
+    """An order of actions for every device, and its properties.
 
     ``order(device, devices, groups)`` gives the actions of one of so many devices. ``chunks`` is the number of virtual
     stages on each, ``place(stage, devices)`` says which device has a stage. ``flushes``: whether every minibatch has

@@ -1,7 +1,9 @@
-"""A scheme: an order of actions, the weights that they read, and what an update makes up for."""
+"""A scheme: an order of actions, the weights that they read, and corrections of updates for staleness."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 from pipetrain.schemes.policies import Policy, Reader
@@ -9,7 +11,7 @@ from pipetrain.schemes.schedules import Schedule
 
 
 class UpdateRule(NamedTuple):
-    """What the updates of one stage do beside the optimizer's own step.
+    """What the updates of one stage do in addition to the optimizer's own step.
 
     ``predicts``: the velocity is wanted; ``furthest``: for no more updates ahead than these (0: for any number);
     ``fit_horizon``: over so many updates its best multiple is learnt (0: not); ``spikes``, ``rescale_steps``: see
@@ -24,18 +26,24 @@ class UpdateRule(NamedTuple):
 
     @property
     def corrects(self) -> bool:
-        """Whether an update goes by the staleness of its gradient."""
+        """Whether an update depends on the staleness of its gradient."""
         return self.spikes or self.rescale_steps > 0
 
 
-class Scheme(NamedTuple):
-    """A way to train: the order of actions, the weights they read, and a line for people.
+def one(stages: int) -> int:
+    """Of any number of microbatches."""
+    return 1
 
-    A scheme of one's own is given wherever a name is: ``PipelineModel(model, scheme=Scheme(...))``.
+
+class Scheme(NamedTuple):
+    """A way to train: the order of actions, the weights they read, and a line of description.
+
+    Your own scheme is accepted wherever a name is: ``PipelineModel(model, scheme=Scheme(...))``.
 
     ``trains``: whether every forward is followed by a backward. ``splits``: whether minibatches are divided into
-    microbatches. ``fits``: whether predictions take the multiple of the velocity that came nearest so far. ``spikes``
-    and ``rescale_steps``: spike compensation, and the steps over which rates are rescaled by staleness (0: not).
+    microbatches. ``fits``: whether predictions use a fitted multiple of the velocity. ``spikes`` and ``rescale_steps``:
+    spike compensation, and the steps over which rates are rescaled by staleness (0: not). ``least(N)``: the fewest
+    microbatches with N stages, where minibatches are divided.
     """
 
     name: str
@@ -47,6 +55,7 @@ class Scheme(NamedTuple):
     fits: bool = False
     spikes: bool = False
     rescale_steps: int = 0
+    least: Callable[[int], int] = one
 
     def __str__(self) -> str:
         return self.name
@@ -60,12 +69,41 @@ class Scheme(NamedTuple):
         """Microbatch m at stage k of N, M of them being a minibatch, for the policy."""
         return Reader(microbatch, stage, stages, microbatches, self.schedule.found)
 
-    def rule(self, stage: int, stages: int) -> UpdateRule:
-        """What the updates of stage k of N do."""
-        steady = self.reader(2 * stages, stage, stages, 1)  # a minibatch that finds the pipeline full
-        furthest = self.policy.forward(steady).horizon
+    def check(self) -> None:
+        """Raise ValueError for a schedule or a policy that is none, or that cannot be looked up."""
+        if not isinstance(self.schedule, Schedule) or not callable(self.schedule.order):
+            raise ValueError(
+                f"A scheme has a Schedule. Received: schedule={self.schedule!r}, scheme={self.name!r}. "
+                "Try Schedule(order)."
+            )
+        ways = all(callable(getattr(self.policy, way, None)) for way in ("forward", "backward"))
+        if isinstance(self.policy, type) or not ways or not hasattr(self.policy, "predicts"):
+            raise ValueError(
+                "A policy is an object that has forward, backward and predicts. Received: "
+                f"policy={self.policy!r}, scheme={self.name!r}. Try an object of policies.WeightStashing()'s kind."
+            )
+        try:
+            hash(self)
+        except TypeError as error:
+            raise ValueError(
+                "What has been planned for a scheme is looked up by its parts, which so have a hash. Received: "
+                f"scheme={self.name!r}, {error}. Try @dataclass(frozen=True) for the policy."
+            ) from error
+
+    def rule(self, stage: int, stages: int, microbatches: int = 1) -> UpdateRule:
+        """What the updates of stage k of N do, M microbatches being a minibatch."""
+        furthest = _furthest(self, stage, stages, microbatches)
         return UpdateRule(self.policy.predicts, furthest, furthest if self.fits else 0, self.spikes, self.rescale_steps)
 
     def least_microbatches(self, stages: int) -> int:
-        """The fewest microbatches that give every version in time."""
-        return max(1, stages - 1) if self.splits and self.asynchronous else 1
+        """The fewest microbatches that give every version in time, with so many stages."""
+        return self.least(stages) if self.splits else 1
+
+
+@lru_cache(maxsize=4096)
+def _furthest(scheme: Scheme, stage: int, stages: int, microbatches: int) -> int:
+    """The most updates that stage k of N predicts ahead until the pipeline has long been full."""
+    if not scheme.policy.predicts:
+        return 0
+    readers = [scheme.reader(m, stage, stages, microbatches) for m in range((2 * stages + 1) * microbatches)]
+    return max(way(each).horizon for each in readers for way in (scheme.policy.forward, scheme.policy.backward))

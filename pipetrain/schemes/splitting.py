@@ -22,7 +22,7 @@ def microbatch_rows(rows: int, microbatches: int) -> list[range]:
 
 
 def shared_out(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """Which of so many owners gets which item: the largest first, to the owner who has least."""
+    """The items of each of a number of owners: the largest item first, to the owner with the least so far."""
     owned: list[list[int]] = [[] for _ in range(count)]
     loads = [0] * count
     for n in sorted(range(len(sizes)), key=lambda n: -sizes[n]):

@@ -38,6 +38,7 @@ SCHEMES: dict[str, Scheme] = {
             policies.TwoVersions(),
             "asynchronous microbatches, the version before the newest",
             splits=True,
+            least=policies.TwoVersions.microbatches,
         ),
         Scheme("gpipe", GPIPE, policies.Flush(), "synchronous, all forwards then all backwards", splits=True),
         Scheme(
@@ -52,9 +53,16 @@ NAMES = ("single", DATA_PARALLEL, *(name for name in SCHEMES if name != "single"
 HORIZONS = ("round-trip", "local", "fitted")  # of spectrain; the first is the paper's
 
 
+def is_known(chosen: Scheme) -> bool:
+    """Whether its schedule and its policy are those of a scheme of the table."""
+    parts = {(each.schedule, type(each.policy)) for each in SCHEMES.values()}
+    return (chosen.schedule, type(chosen.policy)) in parts | {(ASYNCHRONOUS, policies.LocalSpecTrain)}
+
+
 def check_name(name: object) -> str:
-    """``name``, or that of a ``Scheme``; ValueError with the valid names otherwise."""
+    """``name``, or that of a ``Scheme``; ValueError with the valid names otherwise, or what the scheme lacks."""
     if isinstance(name, Scheme):
+        name.check()
         if name.name in NAMES and SCHEMES.get(name.name) != name:
             raise ValueError(
                 f"There is another scheme of this name. Received: scheme={name.name!r}. Try a name of its own."
@@ -82,6 +90,8 @@ def scheme(
             ``staleness_corrections.rescaled`` fades away.
     """
     check_options(name, horizon, spike_compensation, rescale_steps)
+    if isinstance(name, Scheme):
+        name.check()
     chosen = name if isinstance(name, Scheme) else _named(name)
     if horizon == "local":
         chosen = chosen._replace(policy=policies.LocalSpecTrain())

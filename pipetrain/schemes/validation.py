@@ -1,70 +1,52 @@
-"""A dry run of a schedule in unit time: proves that it is complete and finishes, and draws it as a text grid."""
+"""Whether a scheme can train: its orders are complete and finish, and every action's weights are there to be read."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any
 
-from pipetrain.schemes.actions import OPERATIONS, SENT, Action, Value
-from pipetrain.schemes.schedules import Order, groups_of
+from pipetrain.schemes.actions import OPERATIONS, Action, completes
+from pipetrain.schemes.dry_run import Feed, ScheduleError, check_complete, replay
+from pipetrain.schemes.policies import Read
+from pipetrain.schemes.schedules import groups_of
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.splitting import window
+from pipetrain.schemes.table import is_known
+from pipetrain.schemes.weight_versions import WeightVersions
 
-Step = list[Action | None]
-Made = set[tuple[Value, int, int]]  # a value, whose stage's it is, and of which microbatch
-WHOLE = (("B",), ("I", "W"), ("FB",))  # what a microbatch's backward at a stage may consist of
-
-
-class ScheduleError(ValueError):
-    """A schedule that cannot run: the message names the action, and holds the grid as far as it went."""
+FORWARD = "outputs"  # what a forward makes
+Orders = list[list[Action]]  # of every device
 
 
-class Feed(NamedTuple):
-    """How minibatches arrive, as in training.
+def check_own(scheme: Scheme, stages: int, microbatches: int) -> None:
+    """``check`` of a scheme that is none of the table, once for each number of stages and microbatches."""
+    if not is_known(scheme):
+        _check_once(scheme, stages, microbatches)
 
-    The caller posts each group at most ``ahead`` after the last one that it has the result of: when every stage has
-    done with it where the pipeline ``flushes``, else when the last stage has gone forward. Device d asks its order for
-    group n after ``asked_after[d][n]`` actions.
-    """
 
-    groups: Sequence[range]
-    asked_after: Sequence[Sequence[int]]
-    ahead: int
-    flushes: bool
-
-    def results(self, actions: Sequence[Action], stages: int) -> list[int]:
-        """For each group, how many of all these actions its result waits for."""
-        counts = Counter(each.microbatch for each in actions if self.reports(each, stages))
-        return [sum(counts[m] for m in group) for group in self.groups]
-
-    def reports(self, action: Action, stages: int) -> bool:
-        """Whether a group's result waits for the action."""
-        return self.flushes or (action.stage == stages - 1 and "outputs" in action.operation.makes)
-
-    def arrived(self, device: int, position: int, first: int, posted: int, made: Made) -> bool:
-        """Whether all groups are there that the device, whose first stage this is, asks for up to this action."""
-        asked = sum(after <= position for after in self.asked_after[device])
-        if not asked:
-            return True
-        return asked <= posted if first == 0 else ("outputs", first - 1, self.groups[asked - 1][0]) in made
+@lru_cache(maxsize=1024)
+def _check_once(scheme: Scheme, stages: int, microbatches: int) -> None:
+    check(scheme, stages, microbatches)
 
 
 def check(scheme: Scheme, stages: int, microbatches: int) -> None:
-    """Dry-run a scheme's schedule for so many stages, fed as training feeds it.
+    """Dry-run a scheme for so many stages: its schedule, fed as training feeds it, with numbers for weights.
 
     Raises ScheduleError, naming the action, for an order that leaves something out or does it twice, that reads what is
-    not there yet, in which microbatches overtake each other, or that waits for ever; ValueError for a number of stages
-    that the schedule does not have.
+    not there yet, in which microbatches overtake each other, or that waits for ever; for a schedule that finds other
+    versions than it says; and for a policy that reads weights that are not there, or predicts where it says that it
+    does not. Raises ValueError for a number of stages that the schedule does not have.
     """
-    schedule = scheme.schedule
-    devices = schedule.devices(stages)
-    minibatches = 3 if schedule.flushes else 3 + -(-stages // microbatches)
+    scheme.schedule.devices(stages)
+    minibatches = 3 if scheme.schedule.flushes else 3 + -(-stages // microbatches)
     try:
-        _dry_run(schedule.order, devices, stages, minibatches, microbatches, schedule.flushes)
-        for device in range(devices):
-            _check_places(scheme, device, stages, microbatches)
+        orders = _dry_run(scheme, stages, minibatches, microbatches)
+        for stage in range(stages):
+            device = scheme.schedule.place(stage, len(orders))
+            own = [action for action in orders[device] if action.stage == stage]
+            _check_minibatches(own, microbatches)
+            _check_weights(scheme, stage, stages, microbatches, own)
     except ScheduleError as error:
         raise ScheduleError(
             f"The schedule of {scheme.name!r} cannot run. Received: stages={stages}, microbatches={microbatches}. "
@@ -72,21 +54,12 @@ def check(scheme: Scheme, stages: int, microbatches: int) -> None:
         ) from error
 
 
-def _check_places(scheme: Scheme, device: int, stages: int, microbatches: int) -> None:
-    schedule = scheme.schedule
-    mine = schedule.stages_on(device, stages)
-    if len(mine) != schedule.chunks:
-        raise ScheduleError(f"Device {device} has the stages {mine}, not {schedule.chunks} of them.")
-    actions = schedule.order(device, schedule.devices(stages), groups_of(1, microbatches))
-    for action in actions:
-        if action.stage not in mine:
-            raise ScheduleError(f"{action} stands in the order of device {device}, which has the stages {mine}.")
-
-
-def _dry_run(order: Order, devices: int, stages: int, minibatches: int, microbatches: int, flushes: bool) -> list[Step]:
-    groups = groups_of(minibatches, microbatches)
+def _dry_run(scheme: Scheme, stages: int, minibatches: int, microbatches: int) -> Orders:
+    """Every device's order, which finishes."""
+    schedule, groups = scheme.schedule, groups_of(minibatches, microbatches)
+    devices = schedule.devices(stages)
     asked_after: list[list[int]] = [[] for _ in range(devices)]
-    orders: list[list[Action]] = [[] for _ in range(devices)]
+    orders: Orders = [[] for _ in range(devices)]
 
     def asked(device: int) -> Iterator[range]:
         for group in groups:
@@ -94,129 +67,88 @@ def _dry_run(order: Order, devices: int, stages: int, minibatches: int, microbat
             yield group
 
     for device in range(devices):
-        for action in order(device, devices, asked(device)):
+        mine = schedule.stages_on(device, stages)
+        if len(mine) != schedule.chunks:
+            raise ScheduleError(f"Device {device} has the stages {mine}, not {schedule.chunks} of them.")
+        for action in _listed(schedule.order(device, devices, asked(device)), device):
+            _check_action(action, device, mine)
             orders[device].append(action)
-    return replay(orders, Feed(groups, asked_after, window(stages, microbatches, flushes), flushes))
-
-
-@lru_cache(maxsize=256)
-def waiting(order: Order, devices: int, microbatches: int) -> float:
-    """The units of time in which the busiest device waits, per unit in which it works, from empty to empty again."""
-    actions = [list(order(device, devices, groups_of(1, microbatches))) for device in range(devices)]
-    return len(replay(actions)) / max(map(len, actions)) - 1
-
-
-def replay(orders: Sequence[Sequence[Action]], feed: Feed | None = None) -> list[Step]:
-    """Run every device's order with one unit of time per action; returns what each device did in each unit.
-
-    An action starts once all that its operation needs is there, see ``actions.OPERATIONS``, and what its device has
-    asked for has arrived; without ``feed`` all minibatches are there at first.
-
-    Raises ScheduleError when an action is missing or doubled, when one stands before what it needs, when microbatches
-    overtake each other, and when no device can go on.
-    """
-    every = [action for order in orders for action in order]
-    stages = 1 + max((action.stage for action in every), default=0)
-    _check_complete(every, stages)
-    _check_sequence(orders, stages)
-    made: Made = set()
-    firsts = [min((action.stage for action in order), default=0) for order in orders]
-    waiting = feed.results(every, stages) if feed else []
-    position, taken = [0] * len(orders), 0
-    steps: list[Step] = []
-    while any(position[k] < len(order) for k, order in enumerate(orders)):
-        while feed and taken < len(waiting) and not waiting[taken]:
-            taken += 1
-        step: Step = [None] * len(orders)
-        for k, order in enumerate(orders):
-            if position[k] == len(order) or _missing(order[position[k]], stages, made):
-                continue
-            if feed is None or feed.arrived(k, position[k], firsts[k], taken + feed.ahead, made):
-                step[k] = order[position[k]]
-        if not any(step):
-            raise ScheduleError("Deadlock: no device can go on.\n" + _stuck(orders, steps, position, stages, made))
-        for k, action in enumerate(step):
-            if action is not None:
-                made.update((value, action.stage, action.microbatch) for value in action.operation.makes)
-                position[k] += 1
-                if feed and feed.reports(action, stages):
-                    waiting[action.microbatch // len(feed.groups[0])] -= 1
-        steps.append(step)
-    return steps
-
-
-def grid(steps: Sequence[Step]) -> str:
-    """The dry run as text: a row per device, a column per unit of time, ``.`` where it waits.
-
-    Stages are named where devices have several: ``2F3`` for stage 2, forward, microbatch 3.
-    """
-    several = any(action is not None and action.stage != k for step in steps for k, action in enumerate(step))
-    rows = []
-    for device in range(len(steps[0])):
-        named = [str(action) if several else str(action)[len(str(action.stage)) :] for action in _of(steps, device)]
-        names = iter(named)
-        cells = [next(names) if step[device] else "." for step in steps]
-        rows.append(f"{device}: " + " ".join(f"{cell:<{4 if several else 3}}" for cell in cells).rstrip())
-    return "\n".join(rows)
-
-
-def _of(steps: Sequence[Step], device: int) -> list[Action]:
-    return [action for step in steps if (action := step[device]) is not None]
-
-
-def _missing(action: Action, stages: int, made: Made) -> list[str]:
-    """For people: what the action needs that is not there."""
-    return [
-        f"{need.value} of stage {action.stage + need.stage}"
-        for need in action.operation.needs
-        if 0 <= action.stage + need.stage < stages
-        and (need.value, action.stage + need.stage, action.microbatch) not in made
-    ]
-
-
-def _check_complete(actions: Sequence[Action], stages: int) -> None:
-    """Every microbatch goes forward once at every stage, and back once, whole or in halves."""
-    counts = Counter(actions)
-    for action, count in counts.items():
-        if count > 1:
-            raise ScheduleError(f"{action} stands {count} times in the orders, not once.")
-    for microbatch in sorted({action.microbatch for action in counts}):
-        for stage in range(stages):
-            ops = {op for op in OPERATIONS if Action(op, stage, microbatch) in counts}  # type: ignore[arg-type]
-            if len(ops & {"F", "FB"}) != 1:
-                raise ScheduleError(f"{stage}F{microbatch} is missing, or stands beside {stage}FB{microbatch}.")
-            if "I" in ops and "W" not in ops:
-                raise ScheduleError(f"{stage}W{microbatch} is missing: {stage}I{microbatch} leaves it to be done.")
-            if ops == {"F"}:
-                raise ScheduleError(f"{stage}B{microbatch} is missing: {stage}F{microbatch} has no backward.")
-            if tuple(sorted(ops - {"F"})) not in WHOLE:
-                doubled = ", ".join(f"{stage}{op}{microbatch}" for op in sorted(ops - {"F"}))
-                raise ScheduleError(f"The backward of {stage}F{microbatch} is B, or I and W; it is given {doubled}.")
-
-
-def _check_sequence(orders: Sequence[Sequence[Action]], stages: int) -> None:
-    """What a stage sends arrives in the order of its sending: its neighbour takes microbatches in the same order."""
-    of_stage: list[list[Action]] = [[] for _ in range(stages)]
-    for order in orders:
-        for action in order:
-            of_stage[action.stage].append(action)
-    for stage, actions in enumerate(of_stage):
-        for value, towards in SENT.items():
-            if not 0 <= stage + towards < stages:
-                continue
-            sent = [action for action in actions if value in action.operation.makes]
-            taken = [each for each in of_stage[stage + towards] if (value, -towards) in each.operation.needs]
-            for gives, takes in zip(sent, taken, strict=False):
-                if gives.microbatch != takes.microbatch:
-                    raise ScheduleError(f"Microbatches overtake each other: {takes} comes where {gives} has sent.")
-
-
-def _stuck(
-    orders: Sequence[Sequence[Action]], steps: Sequence[Step], position: Sequence[int], stages: int, made: Made
-) -> str:
-    rows = grid(steps).split("\n") if steps else [f"{device}:" for device in range(len(orders))]
+            if len(orders[device]) > len(OPERATIONS) * len(mine) * minibatches * microbatches:
+                raise ScheduleError(f"The order of device {device} does not end when there are no more minibatches.")
+    check_complete([action for order in orders for action in order], stages, range(minibatches * microbatches))
     for device, order in enumerate(orders):
-        if position[device] < len(order):
-            missing = _missing(order[position[device]], stages, made) or ["a minibatch that is posted after it"]
-            rows[device] += f"  {order[position[device]]} <-- ERROR HERE: needs {', '.join(missing)}"
-    return "\n".join(rows)
+        _check_asked(order, asked_after[device], min(action.stage for action in order), groups)
+    replay(orders, Feed(groups, asked_after, window(stages, microbatches, schedule.flushes), schedule.flushes), stages)
+    return orders
+
+
+def _listed(order: Any, device: int) -> Iterator[Any]:
+    try:
+        return iter(order)
+    except TypeError as error:
+        raise ScheduleError(f"The order of device {device} gives {order!r}, not one action after another.") from error
+
+
+def _check_action(action: Any, device: int, mine: list[int]) -> None:
+    if not isinstance(action, Action) or action.op not in OPERATIONS:
+        raise ScheduleError(
+            f"{action!r} stands in the order of device {device}, which is no Action of {', '.join(OPERATIONS)}."
+        )
+    if action.stage not in mine:
+        raise ScheduleError(f"{action} stands in the order of device {device}, which has the stages {mine}.")
+
+
+def _check_asked(order: list[Action], asked_after: list[int], first: int, groups: list[range]) -> None:
+    """A device learns of a minibatch when it arrives at its first stage, all of the one before having gone on."""
+    for number, after in enumerate(asked_after):
+        taken = {each.microbatch for each in order[:after] if each.stage == first and FORWARD in each.operation.makes}
+        left = next((m for group in groups[:number] for m in group if m not in taken), None)
+        if left is not None:
+            raise ScheduleError(
+                f"The order asks for minibatch {number} before it has given {first}F{left}, of the one before: in "
+                "training it would be given that one again."
+            )
+
+
+def _check_minibatches(order: list[Action], microbatches: int) -> None:
+    """A stage has one minibatch's gradients at a time."""
+    begun = -1
+    for action in order:
+        minibatch = action.microbatch // microbatches
+        if action.updates and minibatch < begun:
+            raise ScheduleError(f"{action} comes after a backward of the next minibatch: their gradients would be one.")
+        begun = max(begun, minibatch) if action.updates else begun
+
+
+def _check_weights(scheme: Scheme, stage: int, stages: int, microbatches: int, order: list[Action]) -> None:
+    """What the policy reads is there, and the schedule finds what it says."""
+    versions = WeightVersions(scheme, stage, stages, microbatches, newest=lambda ahead: 0, keep=lambda ahead: 0)
+    for action, completed in zip(order, completes(order, microbatches), strict=True):
+        reader = scheme.reader(action.microbatch, stage, stages, microbatches)
+        if "forward" in action.operation.reads and reader.newest() != versions.version:
+            raise ScheduleError(
+                f"{action} finds {versions.version} updates made; by the schedule's ``found`` there are "
+                f"{reader.newest()}."
+            )
+        for way in action.operation.reads:
+            read = getattr(scheme.policy, way)(reader)
+            kept = way == "backward" and read == scheme.policy.forward(reader)  # what the forward read, predicted
+            _check_read(read, action, versions.version, scheme.policy.predicts, kept)
+            try:
+                getattr(versions, way)(action.microbatch)
+            except KeyError as error:
+                raise ScheduleError(
+                    f"{action} reads version {read.version} in its {way}; of {versions.version} updates' versions, "
+                    "only those are held that the stage's next forward or backward still reads."
+                ) from error
+        if completed:
+            versions.before_update()
+
+
+def _check_read(read: Any, action: Action, newest: int, predicts: bool, kept: bool) -> None:
+    if not isinstance(read, Read) or not 0 <= read.version <= newest or read.horizon < 0:
+        raise ScheduleError(f"{action} is to read {read!r}; versions are 0 to {newest}, horizons 0 or more.")
+    if read.horizon and not predicts:
+        raise ScheduleError(f"{action} is to read {read!r}, predicted, by a policy of predicts=False.")
+    if read.horizon and read.version < newest and not kept:
+        raise ScheduleError(f"{action} is to read {read!r}; only the newest version, {newest}, can be predicted.")

@@ -1,3 +1,3 @@
-"""What training would be: discrete events over the very orders that real runs walk, which give the same trace. Nothing
-here knows TensorFlow.
+"""A discrete-event simulation of training with the same schedules as real runs, which gives the same kind of trace.
+Nothing here imports TensorFlow.
 """

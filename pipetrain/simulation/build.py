@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.stages import StagePlan
-from pipetrain.schemes.actions import OPERATIONS, SENT, Action
+from pipetrain.schemes.actions import OPERATIONS, SENT, Action, completes
 from pipetrain.schemes.schedules import groups_of
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.splitting import microbatch_rows, rows_of
@@ -164,7 +164,7 @@ class StationBuilder:
             if mine == stage and at != NOTHING and (value, -towards) in OPERATIONS[op].needs
         )
         route = self._network.route(sender.device, reader.device)
-        wire = Wire(number, self._network, route, sizes, reader, slot)
+        wire = Wire(number, self._network, route, sizes, reader, slot, towards)
         for kind, (mine, op) in enumerate(sender.work.kinds):
             if mine == stage - towards and value in OPERATIONS[op].makes:
                 sender.outputs[kind].append(wire)
@@ -194,9 +194,8 @@ class StationBuilder:
     def _transfers(self, sender: Station, kinds: list[int], wire: Wire, record: Record) -> Transfers:
         """What went over a wire, without messages that carry no rows."""
         codes = np.frombuffer(sender.order, dtype=np.int32)
-        stage, op = sender.work.kinds[kinds[0]]
-        reader, forward = wire.reader, "outputs" in OPERATIONS[op].makes
-        to_stage = stage + (1 if forward else -1)
+        stage, _ = sender.work.kinds[kinds[0]]
+        reader, forward, to_stage = wire.reader, wire.towards > 0, stage + wire.towards
         sizes = self._sizes(min(stage, to_stage), *_upper_first(forward, sender.place[1], reader.place[1]))
         mine = np.isin(codes % sender.kinds, kinds)
         microbatch = codes[mine] // sender.kinds
@@ -228,25 +227,20 @@ def _coded(actions: Sequence[Action], kinds: Sequence[tuple[int, str]]) -> array
 
 def _slot(first: int, op: str) -> int:
     """Where an operation of a stage waits: at the stage's first place for outputs, at its second one for gradients."""
-    values = [need.value for need in OPERATIONS[op].needs if need.stage]
+    values = OPERATIONS[op].received
     return first + (values[0] == "input gradients") if values else NOTHING
 
 
 def _ends_of_minibatches(actions: Sequence[Action], stages: int, microbatches: int) -> tuple[bytes, bytes]:
     """For each action, whether it completes the weight gradients of a minibatch, or the last stage's forwards."""
-    updates, reports = bytearray(len(actions)), bytearray(len(actions))
-    completing: dict[tuple[int, int], int] = {}
+    reports = bytearray(len(actions))
     forwards: dict[int, int] = {}
     for n, action in enumerate(actions):
-        if action.updates:
-            completing[action.stage, action.microbatch // microbatches] = n
         if action.stage == stages - 1 and "outputs" in action.operation.makes:
             forwards[action.microbatch // microbatches] = n
-    for n in completing.values():
-        updates[n] = 1
     for n in forwards.values():
         reports[n] = 1
-    return bytes(updates), bytes(reports)
+    return bytes(completes(actions, microbatches)), bytes(reports)
 
 
 def _wires(station: Station) -> dict[Wire, list[int]]:

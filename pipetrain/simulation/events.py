@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
-from pipetrain.schemes.validation import ScheduleError
+from pipetrain.schemes.dry_run import ScheduleError
 from pipetrain.simulation.journal import Journal, Record
 from pipetrain.simulation.stations import NOTHING, Arrivals, Caller, Station
 

@@ -14,7 +14,7 @@ from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.splitting import window as window_of
 from pipetrain.schemes.table import DATA_PARALLEL, SCHEMES, check_microbatches, check_name
 from pipetrain.schemes.table import scheme as chosen_scheme
-from pipetrain.schemes.validation import check
+from pipetrain.schemes.validation import check_own
 from pipetrain.simulation.build import Options, StationBuilder
 from pipetrain.simulation.events import Simulation
 from pipetrain.simulation.reduction import REDUCTIONS
@@ -41,23 +41,23 @@ def simulate(
     window: int | None = None,
     reduction: str = REDUCTIONS[0],
 ) -> Trace:
-    """Simulate training: when every replica of every stage would do what, and what would be sent when.
+    """Simulate training: the times of all actions of every replica of every stage, and of all transfers.
 
-    Stages walk the schedules that they walk in training. A replica takes its share of the rows of a stage's forward and
+    Stages execute the same schedules as in training. A replica takes its share of the rows of a stage's forward and
     backward seconds; after the last backward of a minibatch, replicas sum their gradients and update. A forward waits
-    for the activations from all replicas above, a backward for the gradients from all below. Sending goes on beside
+    for the activations from all replicas above, a backward for the gradients from all below. Transfers overlap with
     computing, over links that carry one transfer at a time in each direction and what the cluster's levels say of
     ``contention``. ``single`` and ``data-parallel`` take the partition's stages together, on its first device and on
     all of them.
 
     Args:
         partition: the stages and what they cost; see ``partition``.
-        scheme: the way to train, by its name or itself.
+        scheme: the name of a scheme, or a ``Scheme``.
         cluster: how devices are joined and how many work at once; by default as ``Cluster()``, with the partition's
             processors.
         minibatches: how many are trained before the pipeline drains.
         microbatches: pieces of a minibatch, for schemes that split it; by default as the partition was made for.
-        overhead_s: seconds that every action takes beside its computing; by default the cluster's.
+        overhead_s: seconds that every action takes in addition to its computing; by default the cluster's.
         caller_s: seconds that the caller takes between a minibatch's result and posting the next one.
         speeds: of the devices, 1 being that of the profile; by default all 1.
         slowdown: how much the seconds of actions vary: the standard deviation, as a part of the mean, of random factors
@@ -68,7 +68,7 @@ def simulate(
             parameter server on the first one's device.
 
     Raises:
-        ValueError: what cannot be simulated, with what to try; ``ScheduleError`` for a schedule that cannot run.
+        ValueError: for what cannot be simulated, with a suggestion; ``ScheduleError`` for a schedule that cannot run.
     """
     chosen = SCHEMES["single"] if check_name(scheme) == DATA_PARALLEL else chosen_scheme(scheme)
     check_microbatches(microbatches, scheme)
@@ -76,8 +76,7 @@ def simulate(
     stages, devices = _placed(partition, scheme)
     cluster = cluster or Cluster(processors=partition.processors)
     pieces = _pieces(chosen, len(stages), partition, microbatches)
-    if chosen != SCHEMES.get(chosen.name):  # those of the table can run
-        check(chosen, len(stages), pieces)
+    check_own(chosen, len(stages), pieces)
     options = Options(
         minibatches=checked_count("minibatches", minibatches, COUNTED, 200),
         microbatches=pieces,

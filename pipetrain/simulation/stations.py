@@ -72,13 +72,26 @@ class Station:
 class Wire:
     """What one station sends another of one value of a stage, which waits in its ``slot``: first in, first out."""
 
-    __slots__ = ("_free_at", "_media", "_microbatches", "arrivals", "holds_s", "latency_s", "number", "reader", "slot")
+    __slots__ = (
+        "_free_at", "_media", "_microbatches", "arrivals", "holds_s", "latency_s", "number", "reader", "slot",
+        "towards",
+    )  # fmt: skip
 
     def __init__(
-        self, number: int, network: Network, route: Route, sizes: Sequence[int | None], reader: Station, slot: int
+        self,
+        number: int,
+        network: Network,
+        route: Route,
+        sizes: Sequence[int | None],
+        reader: Station,
+        slot: int,
+        towards: int,
     ) -> None:
-        """``sizes`` are the bytes of each microbatch of a minibatch, None where the stations share none of its rows."""
-        self.number, self.reader, self.slot = number, reader, slot
+        """``sizes`` are the bytes of each microbatch of a minibatch, None where the stations share none of its rows.
+
+        ``towards`` is 1 where it leads to the next stage, -1 to the one before.
+        """
+        self.number, self.reader, self.slot, self.towards = number, reader, slot, towards
         self.arrivals: Arrivals = deque()
         self._microbatches = len(sizes)
         self.holds_s = [NOTHING if size is None else size / route.bandwidth_bytes_per_s for size in sizes]

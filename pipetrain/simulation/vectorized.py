@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipetrain.plan.cluster import Cluster
-from pipetrain.schemes.validation import ScheduleError
+from pipetrain.schemes.dry_run import ScheduleError
 from pipetrain.simulation.journal import Record, Seconds
 from pipetrain.simulation.stations import Caller, Station
 

@@ -8,7 +8,11 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pipetrain.schemes.actions import OPERATIONS
 from pipetrain.trace.trace import Seconds, Spans, Trace, Transfers
+
+FORWARDS = [op for op, operation in OPERATIONS.items() if "outputs" in operation.received]
+BACKWARDS = [op for op, operation in OPERATIONS.items() if "input gradients" in operation.received]
 
 Keys = NDArray[np.int64]
 Cause = Literal["transfer", "imbalance", "fill"]
@@ -17,9 +21,9 @@ Cause = Literal["transfer", "imbalance", "fill"]
 class Idle(NamedTuple):
     """The seconds in which one replica of a stage did not compute.
 
-    ``transfer_s``: all that it waited for was computed, and on its way. ``imbalance_s``: it was not yet computed; or a
-    processor, or the next minibatch, was. ``fill_s``: before its first action and after its last one, of the trace and
-    of each drain.
+    ``transfer_s``: everything that it waited for was computed and being transferred. ``imbalance_s``: an input was not
+    yet computed, or no processor was free, or the next minibatch had not arrived. ``fill_s``: the time before its first
+    action and after its last one, of the trace and of each drain.
     """
 
     transfer_s: float
@@ -45,8 +49,9 @@ class IdleSpan(NamedTuple):
 def idle(trace: Trace) -> dict[tuple[int, int], Idle]:
     """For every stage and replica of the trace, the seconds in which it was idle, by cause.
 
-    What replicas wait for each other's gradients, within the span of a backward, is idle too: ``imbalance`` until the
-    last one has computed its own, ``transfer`` from then on. Of a trace that knows of no transfers, no idle is theirs.
+    The time in which replicas wait for each other's gradients, within the span of a backward, is idle too:
+    ``imbalance`` until the last replica has computed its gradients, ``transfer`` after that. In a trace without
+    transfers no idle time is assigned to them.
     """
     places = trace.rows
     seconds: dict[Cause, Seconds] = {cause: np.zeros(len(places)) for cause in ("transfer", "imbalance", "fill")}
@@ -78,7 +83,7 @@ def _pauses(trace: Trace, places: list[tuple[int, int]]) -> Iterator[tuple[Cause
     first, last = np.diff(row, prepend=-1) != 0, np.diff(row, append=len(places)) != 0
     begin_s = np.where(first, 0.0, np.concatenate([[0.0], spans.end_s])[:-1])
     begin_s = np.minimum(begin_s, spans.start_s)
-    refilled = first | ((spans.op == "F") & (spans.microbatch == 0))  # numbers begin anew after a drain
+    refilled = first | (np.isin(spans.op, FORWARDS) & (spans.microbatch == 0))  # numbers begin anew after a drain
     yield "fill", row[refilled], begin_s[refilled], spans.start_s[refilled]
     yield "fill", row[last], spans.end_s[last], np.full(int(last.sum()), trace.duration_s)
     transfers = _among(trace.transfers, places)
@@ -111,7 +116,8 @@ def _inputs(spans: Spans, row: Keys, transfers: Transfers, row_of: Any) -> tuple
     microbatches = 1 + max(int(each.microbatch.max(initial=0)) for each in (spans, sent))
 
     def keys(rows: Keys, op: NDArray[np.str_], microbatch: NDArray[np.int32]) -> Keys:
-        of_rows: Keys = (2 * rows + (op != "F")) * microbatches
+        kind = np.where(np.isin(op, FORWARDS), 0, np.where(np.isin(op, BACKWARDS), 1, 2))  # what is sent: F or B
+        of_rows: Keys = (3 * rows + kind) * microbatches
         return of_rows + microbatch
 
     key = np.concatenate(

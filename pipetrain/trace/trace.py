@@ -1,4 +1,4 @@
-"""What happened when: the spans and transfers of a run, measured or simulated."""
+"""The spans and transfers of a run, measured or simulated."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ Seconds = NDArray[np.float64]
 What = Literal["F", "B", "R"]  # activations, their gradients, weights' gradients to be reduced
 CATEGORIES = {op: operation.about for op, operation in OPERATIONS.items()}
 OPS = {about: op for op, about in CATEGORIES.items()}
+LONGEST = f"U{max(map(len, OPERATIONS))}"  # the type of their names
 ENDING = [op for op, operation in OPERATIONS.items() if "weight gradients" in operation.makes]
 
 
@@ -38,13 +39,13 @@ class Span(NamedTuple):
 class Transfer(NamedTuple):
     """What one replica of a stage sent to another, from when it was handed over to when it had arrived.
 
-    In a run's trace the sender's thread copies: a transfer lies within the span of the action that it comes from, the
-    first stage's inputs are none, and of stages that share a device it takes next to no time. In a simulated trace it
-    goes on beside what the sender does next.
+    In a run's trace the sender's thread copies: a transfer lies within the span of its action, the first stage's inputs
+    are not recorded, and between stages that share a device it takes almost no time. In a simulated trace it overlaps
+    with the sender's next actions.
 
-    ``op`` says for which action: ``F``, activations on their way down; ``B``, their gradients on the way up; ``R``,
-    the reduction of weights' gradients among a stage's replicas, a transfer of each of them to its own stage, from its
-    gradients being ready to the sums being there.
+    ``op`` is the kind of the transfer: ``F``, activations on their way down; ``B``, their gradients on the way up;
+    ``R``, the reduction of weights' gradients among a stage's replicas, a transfer of each of them to its own stage,
+    from its gradients being ready to the sums being there.
     """
 
     op: What
@@ -63,7 +64,7 @@ class Spans(Columns[Span]):
     """Spans as columns."""
 
     record: ClassVar[Any] = Span
-    dtypes: ClassVar[tuple[Any, ...]] = ("U1", np.int32, np.int32, None, float, float, np.int32, np.int32)
+    dtypes: ClassVar[tuple[Any, ...]] = (LONGEST, np.int32, np.int32, None, float, float, np.int32, np.int32)
 
     op: NDArray[np.str_]
     stage: Integers
@@ -99,8 +100,8 @@ class Trace:
     Microbatches (of schemes that have none, minibatches) and versions are numbered from the last drain on.
 
     Both are sequences of named tuples, and have an array for each field: ``trace.spans.start_s``. ``ranks`` is the
-    number of those that do one action at a time, where it is not that of stages and replicas: a device may have several
-    stages.
+    number of devices that execute one action at a time, if it is not that of stages and replicas: a device may have
+    several stages.
     """
 
     def __init__(
@@ -190,7 +191,7 @@ class Trace:
         return {"displayTimeUnit": "ms", "traceEvents": names + events + sent, **shared}
 
     def row_names(self) -> list[str]:
-        """For people: what each of ``rows`` is."""
+        """The name of each of ``rows``."""
         several = {stage for stage, replica in self.rows if replica}
         return [f"stage {stage}" + f", replica {replica}" * (stage in several) for stage, replica in self.rows]
 

@@ -1,4 +1,4 @@
-"""A stage's backward, alone or in one call with what goes before it and what follows: forward, sum, update."""
+"""A stage's backward, alone or in one call with the forward before it and the sum and update after it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Gradients = list[Any]
 
 
 class Parts(NamedTuple):
-    """What one call does beside the backward: the forward before it, a sum with other gradients, an update."""
+    """What one call does in addition to the backward: the forward before it, a sum with other gradients, an update."""
 
     runs: bool
     adds: bool
@@ -26,8 +26,8 @@ class Parts(NamedTuple):
 class Results(NamedTuple):
     """What one call gives.
 
-    ``ran`` is what a forward in the call gave beside residuals, ``ran_at_s`` the time of day when it was done; the
-    weights' gradients are None where the call updated by them.
+    ``ran`` are the results of a forward in the call other than residuals, ``ran_at_s`` the time of day when it was
+    finished; the weights' gradients are None if the call used them for an update.
     """
 
     ran: Any
@@ -37,11 +37,11 @@ class Results(NamedTuple):
 
 
 class Backward:
-    """The backward of one microbatch, in one call with whatever the moment allows.
+    """The backward of one microbatch, in one call with its forward, sum and update where possible.
 
-    Traced when it is first needed. A call of its own for every part would cost as much as a small stage's computing;
-    gradients that are used at once are still in the processor's caches, and residuals that leave no call need not be
-    handed from one to the next.
+    Each combination is traced when it is first needed. Separate calls would cost as much as a small stage's computing.
+    In one call gradients are used while they are in the processor's caches, and residuals need not be returned from one
+    call and passed to the next.
 
     Args:
         halves: forward and backward.
@@ -49,7 +49,7 @@ class Backward:
         apply: ``apply(gradients, None, staleness)`` updates the weights.
         handles: of their variables.
         staleness: the spec of what ``apply`` takes as staleness, None if nothing.
-        timed: tell when a forward in the call was done.
+        timed: whether to return the time when a forward in the call was finished.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Backward:
         return results
 
     def had_run(self) -> bool:
-        """Whether a call that failed had done its forward."""
+        """Whether a call that failed had finished its forward."""
         done = int(self._ran.numpy())
         had_run, self._begun = done == self._begun, done
         return had_run
@@ -127,15 +127,16 @@ def _there(values: Any) -> list[tf.Tensor]:
 
 
 def added(total: Gradients, gradients: Gradients, like: Gradients) -> Gradients:
-    """The sums of two lists of gradients, as those that were traced are ``like``."""
+    """The sums of two lists of gradients, whose form is that of the traced gradients ``like``."""
     return [_add(*each) for each in zip(total, gradients, like, strict=True)]
 
 
 def _add(a: Any, b: Any, like: Any) -> Any:
     """The sum of two gradients of one weight: both None, both tensors, or both rows of an embedding.
 
-    Rows are what a whole minibatch would have: more of them, unless their number does not depend on that of examples.
-    Then they are the same ones (such as positions), and optimizers that square them want their sums.
+    Rows of embeddings are concatenated, as a whole minibatch would give them, unless their number does not depend on
+    the number of examples. In that case the rows are the same (such as positions) and are summed, because some
+    optimizers square them.
     """
     if a is None:
         return None

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 
 def unpacker(structure: Any) -> Callable[[Any, list[Any]], None]:
-    """Appends the tensors of values like this structure of specs to a list, in the order of ``tf.nest``."""
+    """Make a function that appends the tensors of values with these specs to a list, as ``tf.nest`` orders them."""
     if isinstance(structure, tf.TensorSpec):
         return lambda value, flat: flat.append(value)
     if isinstance(structure, dict):
@@ -30,7 +30,7 @@ def unpacker(structure: Any) -> Callable[[Any, list[Any]], None]:
 
 
 def _all_of(structures: dict[Any, Any]) -> Callable[[Any, list[Any]], None]:
-    """Of values with these keys, in this order; what is None there is passed over."""
+    """The values of these keys in this order, without those that are None."""
     parts = [(key, unpacker(each)) for key, each in structures.items() if each is not None]
 
     def unpack_all(value: Any, flat: list[Any]) -> None:
@@ -41,7 +41,7 @@ def _all_of(structures: dict[Any, Any]) -> Callable[[Any, list[Any]], None]:
 
 
 def packer(structure: Any) -> Callable[[Iterator[tf.Tensor]], Any]:
-    """Puts flat tensors back into the structure they were flattened from."""
+    """Make a function that puts flat tensors back into the structure that they were flattened from."""
     if structure is None:
         return lambda flat: None
     if isinstance(structure, dict):

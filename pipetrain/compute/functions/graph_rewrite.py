@@ -1,4 +1,4 @@
-"""A traced function's operations anew in the graph that is being traced, where others can be ordered among them."""
+"""Copies of a traced function's operations in the graph being traced, among which others can be ordered."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ SAME_BUFFER = ("Identity", "Reshape", "ExpandDims", "Squeeze", "StopGradient")
 
 
 def inlined(concrete: Any, *arguments: Any) -> Any:
-    """What calling the concrete function gives; its operations are this graph's own.
+    """The outputs of the concrete function, whose operations are copied into this graph.
 
-    A call would be inlined too, but later, by TensorFlow, with nothing known of what is in it.
+    TensorFlow would inline a call too, but only later, when nothing can be ordered among its operations.
     """
     return operations(concrete, _inputs(concrete, arguments))
 
@@ -29,7 +29,7 @@ def showing(concrete: Any, inner: Sequence[tf.Tensor], *arguments: Any) -> tuple
 
 
 def without(concrete: Any, gone: Collection[tf.Operation], instead: Mapping[str, tf.Tensor], *arguments: Any) -> Any:
-    """``inlined``, but for operations that are ``gone``, with tensors ``instead`` of theirs, by name."""
+    """``inlined`` without the operations ``gone``; the tensors ``instead`` replace their outputs, by name."""
     names = [operation.name for operation in gone]
     return _results(concrete, _imported(concrete, _inputs(concrete, arguments), instead, names))
 
@@ -37,7 +37,7 @@ def without(concrete: Any, gone: Collection[tf.Operation], instead: Mapping[str,
 def operations(
     concrete: Any, inputs: Sequence[tf.Tensor | None], instead: Mapping[str, tf.Tensor] | None = None
 ) -> Any:
-    """The function's operations for these arguments and captures, with tensors ``instead`` of those of these names.
+    """The function's operations for these arguments and captures; tensors in ``instead`` replace those of their names.
 
     None for an input that nothing else reads.
     """
@@ -62,9 +62,9 @@ def _imported(
     without: Collection[str] = (),
     inner: Sequence[tf.Tensor] = (),
 ) -> dict[str, tf.Tensor]:
-    """By their names in the function's graph, its outputs, ``inner`` tensors of it, and what stands for others.
+    """Copies of the function's outputs, its ``inner`` tensors and replacements, by names in its graph.
 
-    Operations ``without`` which the graph is to be, and those that make what is given ``instead``, are left out.
+    Operations in ``without``, and those that make the tensors replaced by ``instead``, are left out.
     """
     graph = concrete.graph
     given = {inner.name: value for inner, value in zip(graph.inputs, inputs, strict=True) if value is not None}
@@ -84,10 +84,10 @@ def _imported(
 
 
 def made_when_needed(tensors: Sequence[tf.Tensor]) -> None:
-    """Let each tensor be made when the first operation that reads it has all else that it reads.
+    """Delay making each tensor until all other inputs of the first operation that reads it are there.
 
-    TensorFlow would make all of them first: none would be in the processor's caches any more by the time that it is
-    read, and all in memory at once.
+    TensorFlow would make all of them first: they would all be in memory at once, and no longer in the processor's
+    caches when they are read.
     """
     known = {tensor.ref() for tensor in tensors}
     for tensor in tensors:
@@ -102,11 +102,11 @@ def made_when_needed(tensors: Sequence[tf.Tensor]) -> None:
 
 
 def updated_one_by_one(gradients: Sequence[Any], weights: Sequence[tf.Tensor], handles: Sequence[tf.Tensor]) -> None:
-    """Let a weight be updated as soon as its gradient is there, and the next gradient be made only then.
+    """Update each weight as soon as its gradient is there, and make the next gradient only after that.
 
-    A gradient is so read while it is in the processor's caches, and not in memory together with all others. An update
-    waits for all operations that read the value (``weights``) of the variable with this handle: else it would write a
-    copy. Should an operation fail in between, some layers are updated and others are not.
+    A gradient is then read while it is in the processor's caches, and the gradients are not all in memory at once. An
+    update waits for all operations that read the value (``weights``) of the variable with this handle; otherwise it
+    would write a copy. If an operation fails in between, some layers are updated and others are not.
     """
     updates = [[each for each in handle.consumers() if each.type != "ReadVariableOp"] for handle in handles]
     for weight, writing in zip(weights, updates, strict=True):
@@ -130,7 +130,7 @@ def updated_one_by_one(gradients: Sequence[Any], weights: Sequence[tf.Tensor], h
 
 
 def _add_needed(operations: Sequence[tf.Operation], needed: set[str]) -> None:
-    """Add the names of all operations that have to run before these, for their inputs or for what variables hold."""
+    """Add the names of all operations that must run before these, for their inputs or for the values of variables."""
     waiting = list(operations)
     while waiting:
         operation = waiting.pop()
@@ -155,7 +155,7 @@ def _readers(tensor: tf.Tensor) -> list[tf.Operation]:
 
 
 def _only_for(tensor: tf.Tensor) -> list[tf.Operation]:
-    """What makes the tensor, as far as nothing else waits for it and it is free to run later."""
+    """The operations that make the tensor, as far as nothing else waits for them and they may run later."""
     found: dict[str, tf.Operation] = {tensor.op.name: tensor.op}
     waiting = [tensor.op]
     while waiting:
@@ -169,7 +169,7 @@ def _only_for(tensor: tf.Tensor) -> list[tf.Operation]:
 
 
 def origin(tensor: tf.Tensor) -> tf.Operation:
-    """What made the tensor, which functions return as a copy."""
+    """The operation that made the tensor, of which functions return a copy."""
     operation = tensor.op
     while operation.type == "Identity":
         operation = operation.inputs[0].op

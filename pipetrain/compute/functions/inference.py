@@ -1,4 +1,4 @@
-"""What stands for a stage where nothing is trained: a segment of the model on one device, in inference mode."""
+"""A stage for inference: a segment of the model on one device, in inference mode."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from pipetrain.compute.keras_private import mask_of
 class Inference:
     """A run of blocks on one device, forwards only; the weights are on the device between ``load`` and ``outcome``.
 
-    What a layer assigns in inference mode (the seed of one that samples) moves on from minibatch to minibatch, and into
-    the model at the end, as it does in plain Keras.
+    The state that a layer assigns in inference mode (the seed of a layer that samples) is kept from minibatch to
+    minibatch, and written into the model at the end, as in plain Keras.
 
     Args:
         segment: the blocks.
@@ -66,32 +66,32 @@ class Inference:
         return concrete
 
     def load(self, iterations: int = 0, replica: int = 0) -> None:
-        """Take weights and state from the model, in which nothing else writes them meanwhile."""
+        """Take weights and state from the model; nothing else may write them until the work ends."""
         with tf.device(self.device):
             self._weights = [tf.identity(variable.value) for variable in self._trained]
             self._state = [state_of(variable, replica) for variable in self._others]
             self._no_loss = tf.zeros([])
 
     def weights(self, wanted: Weights = Newest()) -> list[tf.Tensor]:  # noqa: B008 - a tuple, never changed
-        """The weights that are here."""
+        """The weights on this device."""
         return self._weights
 
     def forward(self, weights: Weights, values: BoundaryTensors, targets: Any = None) -> Forward:
-        """Run the blocks with the weights that are here; the loss is left to whoever gets the predictions, and zero."""
+        """Run the blocks with the weights on this device; the loss is zero, and computed by the caller."""
         output, penalty, assigned = self._forward(self._weights, self._state, *values)
         for index, value in zip(self._assigned, assigned, strict=True):
             self._state[index] = value
         return Forward(output, self._no_loss, penalty, None)
 
     def outcome(self, others: Sequence[Inference]) -> list[tf.Tensor]:
-        """The end of the work: what was assigned; the replicas let go of all tensors."""
+        """End the work: the state that was assigned; the replicas release all tensors."""
         assigned = [self._state[index] for index in self._assigned]
         for each in (self, *others):
             each._weights, each._state = [], []
         return assigned
 
     def store(self, values: Sequence[tf.Tensor]) -> None:
-        """Hand what was assigned, as ``outcome`` gave it, to the model."""
+        """Write the state that ``outcome`` gave into the model."""
         for index, value in zip(self._assigned, values, strict=True):
             self._others[index].assign(value)
 

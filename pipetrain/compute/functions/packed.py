@@ -1,6 +1,6 @@
-"""A stage's residuals as one tensor: what one call leaves for another is then one thing to hold, and to let go.
+"""A stage's residuals as one tensor, so that one call leaves one tensor for another to hold and release.
 
-For every tensor that it lets go of, a thread gives up Python's lock, for which others may be waiting; letting go of a
+For every tensor that it releases, a thread gives up Python's global lock, for which others may be waiting; releasing a
 tensor of another process takes a message.
 """
 
@@ -17,20 +17,20 @@ APART = (tf.int32, tf.string, tf.resource, tf.variant)
 
 
 def packed(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Those that can be, as one, without a copy; then the others."""
+    """The tensors that can be packed as one tensor, without a copy; then the others."""
     together = [tensor for tensor in tensors if tensor.dtype not in APART]
     apart = [tensor for tensor in tensors if tensor.dtype in APART]
     return [tf.raw_ops.OptionalFromValue(components=together), *apart] if together else apart
 
 
 def packed_specs(specs: Sequence[tf.TensorSpec]) -> list[tf.TensorSpec]:
-    """Of what ``packed`` makes of tensors with these specs."""
+    """The specs of what ``packed`` makes of tensors with these specs."""
     apart = [spec for spec in specs if spec.dtype in APART]
     return apart if len(apart) == len(specs) else [tf.TensorSpec([], tf.variant), *apart]
 
 
 def unpacked(given: Sequence[tf.Tensor], specs: Sequence[tf.TensorSpec]) -> list[tf.Tensor]:
-    """The tensors with these specs that ``packed`` was given; where it was in this very graph, they themselves."""
+    """The tensors with these specs that ``packed`` was given; the same tensors where it was called in this graph."""
     together = [spec for spec in specs if spec.dtype not in APART]
     apart, values = iter(given[bool(together) :]), iter(_values(given[0], together) if together else ())
     return [next(apart) if spec.dtype in APART else next(values) for spec in specs]

@@ -1,8 +1,8 @@
-"""Losses that layers add: of a minibatch that is divided, whether a piece's counts by its rows or as it is.
+"""Losses that layers add: whether the loss of a part of a minibatch is a mean or a sum over its rows.
 
-A weight's regularizer says the same of every piece, and an activity's regularizer is a mean over rows: a minibatch's is
-the mean of its pieces', weighed by rows. A loss that ``add_loss`` was given may be such a mean, or a sum over rows, as
-Keras makes of a loss for each example. Which of them it is, only trying tells.
+A weight regularizer has the same value for every part, and an activity regularizer is a mean over rows: the minibatch's
+loss is the mean of the parts' losses, weighted by rows. A loss given to ``add_loss`` may be such a mean, or a sum over
+rows, which Keras makes of one loss for each example. Only a trial run tells which.
 """
 
 from __future__ import annotations
@@ -37,19 +37,20 @@ def total_penalty(penalties: Sequence[tf.Tensor], summed: Sequence[bool] = ()) -
 
 
 def as_mean(penalty: tf.Tensor, share: float) -> tf.Tensor:
-    """``total_penalty`` of a piece as one number that counts by its ``share`` of the rows."""
+    """``total_penalty`` of a part of a minibatch as one number, weighted by its ``share`` of the rows."""
     return penalty if penalty.shape.rank == 0 else penalty[0] + penalty[1] / share
 
 
 def penalty_gradient(spec: tf.TensorSpec, share: float) -> Any:
-    """What the gradient of a ``total_penalty`` like this starts from."""
+    """The output gradient of a ``total_penalty`` of this form."""
     return share if spec.shape.rank == 0 else (share, 1.0)
 
 
 def summed_over_rows(segment: Segment, masks: Sequence[Any], training: bool) -> list[bool]:
     """Which of the losses that the segment's layers add are sums over rows, the others being means.
 
-    By ``ROWS`` made-up rows together, and one by one. Raises ValueError for one that is neither.
+    It compares the losses of ``ROWS`` random rows together with those of each row. Raises ValueError for a loss that is
+    neither.
     """
     state = [tf.convert_to_tensor(variable.value) for variable in segment.non_trainable_variables]
     weights = [tf.convert_to_tensor(variable.value) for variable in segment.trainable_variables]
@@ -81,7 +82,7 @@ def _is_sum(together: float, again: float, alone: float, segment: Segment) -> bo
         if np.isclose(together, expected, rtol=EXACT) or (random and 1 / ROUGH < together / (expected or 1.0) < ROUGH):
             return is_sum
     raise ValueError(
-        "A loss that a layer adds cannot be put together from those of a minibatch's pieces: it is neither a mean nor "
+        "A loss that a layer adds cannot be put together from those of a minibatch's parts: it is neither a mean nor "
         f"a sum over the rows. Received: {together:.6g} for {ROWS} rows that have {alone:.6g} together one by one, in "
         f"a stage that ends with {segment.outputs[0].name!r}. Try microbatches=1 and one replica of each stage."
     )
@@ -103,5 +104,5 @@ def _ones(mask: tf.TensorSpec | None) -> tf.Tensor | None:
 
 
 def _moved_on(value: tf.Tensor) -> tf.Tensor:
-    """Another seed, where it is one."""
+    """Another value where the variable is a seed."""
     return value + 1 if value.dtype.is_integer else value

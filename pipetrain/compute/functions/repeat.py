@@ -1,8 +1,8 @@
-"""Running a forward again: its stateful operations give what they gave the first time.
+"""Running a forward again so that its stateful operations give the same values as the first time.
 
 TensorFlow's own random operations draw from a state that no argument holds, a ``tf.random.Generator`` from a variable
-that it moves on. Run twice they would give other values, and move on twice. So the first run hands over what they gave,
-and the second takes it in their place.
+that it advances. Run twice they would give other values and advance twice. The first run therefore returns their
+values, and the second uses these instead.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Repeatable(NamedTuple):
 
 
 def repeatable(forward: Any) -> Repeatable | None:
-    """The two runs of a concrete ``forward(*arguments) -> (aux, residuals)``; None if it may just run again."""
+    """The two runs of a concrete ``forward(*arguments) -> (aux, residuals)``; None if it can be repeated as it is."""
     stateful = [each for each in forward.graph.get_operations() if each.op_def.is_stateful]
     if not stateful:
         return None

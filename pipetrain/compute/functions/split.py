@@ -3,10 +3,11 @@
 A single trace runs the forward under a gradient tape and builds the backward as a function nested in it. What
 that nested function captures is exactly what the forward must hand over:
 
-- a *weight* it captured is given anew at backward time, so backward may read another version;
-- what comes *from outside* of both (a constant or variable that a custom gradient reads) the backward reads itself;
-- what was computed *from weights alone* (a cast, a reshape of gamma) is computed anew from those, and so is the
-  maximum pooling of a tensor that is there anyway;
+- a *weight* it captured is an argument of the backward too, so the backward may read another version;
+- what comes *from outside* of both (a constant or variable that a custom gradient reads) is read by the backward
+itself;
+- what was computed *from weights alone* (a cast, a reshape of gamma) is computed again from these, and so is the
+  maximum pooling of a tensor that the backward has anyway;
 - of a tensor of which it reads nothing but the *shape* (as gradients of sums do, where the number of rows is not
   known), only the shape is handed over: half of what some networks would keep;
 - everything else is a *residual*: returned by the forward, saved, and passed to the backward.
@@ -114,7 +115,7 @@ _BODIES = {"While": "body", "StatelessWhile": "body", "PartitionedCall": "f", "S
 
 
 class _Captures:
-    """What the nested backward captured, sorted by where it comes from at backward time."""
+    """What the nested backward captured, grouped by where the backward gets it from."""
 
     def __init__(self, nested: Any, weights: Sequence[tf.Tensor]) -> None:
         self._captured, self._weights = [_origin(tensor) for tensor in nested.captured_inputs], list(weights)
@@ -140,7 +141,7 @@ class _Captures:
     ) -> tuple[list[tf.Tensor | None], dict[str, tf.Tensor]]:
         """The captures' values in order, from backward's weights and forward's residuals.
 
-        None for those of which only the shape is read, and the shapes by the names of the tensors that hold them.
+        A capture of which only the shape is read is None; shapes are given by the names of the tensors that hold them.
         """
         saved, shapes = residuals[: len(self._saved)], residuals[len(self._saved) :]
         given = zip([*self._weights, *self._saved], [*weights, *saved], strict=True)
@@ -171,7 +172,7 @@ def _only_shape(inner: tf.Tensor, nested: Any) -> bool:
 
 
 def _origin(tensor: tf.Tensor) -> tf.Tensor:
-    """Where a tensor comes from that a loop or a function hands on unchanged: a kernel is known as a weight there."""
+    """The origin of a tensor that a loop or a function passes on unchanged, so that weights are recognized there."""
     while tf.is_symbolic_tensor(tensor) and tensor.op.type in _BODIES:
         body = body_of(tensor.graph, tensor.op.get_attr(_BODIES[tensor.op.type]).name)
         returned = _origin(body.outputs[tensor.value_index])

@@ -28,7 +28,7 @@ from pipetrain.compute.functions.weight_binding import BoundFunction, Newest, We
 from pipetrain.compute.graph.segment import Segment
 from pipetrain.compute.keras_private import mask_of
 from pipetrain.compute.optimizer.adoption import Part
-from pipetrain.compute.optimizer.clipping import SQUARED_NORM, clipped, positive, squared_norm
+from pipetrain.compute.optimizer.clipping import SQUARED_NORM, clipped, limit, squared_norm
 from pipetrain.compute.optimizer.clone import clone
 from pipetrain.compute.optimizer.slots import Slot
 from pipetrain.compute.optimizer.update import Update
@@ -40,9 +40,9 @@ LossFunction = Callable[[Any, list[tf.Tensor], Any], tf.Tensor]
 class Stage:
     """A run of blocks on one device, its weights in variables that only this stage updates.
 
-    Between ``load`` and ``store`` the weights and state of these blocks live here; outside, in the model. What works
-    on minibatches (``forward``, ``backward``, ``accumulate``, ``squared_norm``, ``update``) is called in the scope of
-    the stage's ``device``: entering it anew for every call would take longer than some.
+    Between ``load`` and ``store`` the weights and state of these blocks live here; outside, in the model. The methods
+    that work on minibatches (``forward``, ``backward``, ``accumulate``, ``squared_norm``, ``update``) are called in the
+    scope of the stage's ``device``; entering the scope in every call would take longer than some of the calls.
 
     After ``trace``, ``untrained`` are the trainable variables that no gradient reaches, ``unreached`` the inputs that
     want a gradient and get none, and ``is_penalized`` says whether a layer adds a loss of its own.
@@ -53,8 +53,8 @@ class Stage:
         optimizer: the compiled optimizer, of which the stage takes a clone over its own variables.
         loss: ``loss(y, outputs, sample_weight)`` for the last stage, None for the others.
         recompute: keep a forward's inputs instead of its residuals, and run it again before its backward.
-        rule: what its updates do beside the optimizer's own step.
-        divided: whether it is given a minibatch in pieces, microbatches or a replica's rows.
+        rule: what its updates do in addition to the optimizer's own step.
+        divided: whether it is given parts of a minibatch, microbatches or a replica's rows.
     """
 
     def __init__(
@@ -70,22 +70,31 @@ class Stage:
         self._divided = divided
         self.segment, self.device, self.recompute, self._loss = segment, device, recompute, loss
         self._rule = rule
+        self._missing: list[int] = []  # numbers of the weights that no gradient reaches
         self._weights, self._model_state = segment.trainable_variables, segment.non_trainable_variables
         with tf.device(device):
             self.variables = [_like(variable) for variable in self._weights]
             self.optimizer = clone(optimizer, self._weights, self.variables, rule)
             # The norm of all stages' gradients is not the clone's to know: the stage clips before it updates.
-            self.global_clipnorm, self.optimizer.global_clipnorm = positive(optimizer.global_clipnorm), None
+            self.global_clipnorm, self.optimizer.global_clipnorm = limit(optimizer.global_clipnorm), None
             self.optimizer.build(self.variables)
-            self._optimizer_step = Update(self.optimizer, self.variables, rule)
+            self._optimizer_step = Update(self.optimizer, self.variables, rule, lambda: self._among(self.variables))
             weights = tf.function(list, autograph=False).get_concrete_function(specs(self._weights))
             self._read = self._bound(weights)
         self._state: list[tf.Tensor] = []
         self._constants: dict[Any, tf.Tensor] = {}
         self._learning_rate: float | None = None
 
+    @property
+    def untrained(self) -> list[keras.Variable]:
+        """The model's trainable variables that no gradient reaches, as ``trace`` found."""
+        return self._among(self._weights)
+
+    def _among(self, variables: Sequence[keras.Variable]) -> list[keras.Variable]:
+        return [variables[n] for n in self._missing]
+
     def slots(self) -> Iterator[Slot]:
-        """What the stage's optimizer has gathered, by the model's own variables."""
+        """The slots of the stage's optimizer, by the model's own variables."""
         return self._optimizer_step.slots(self._weights)
 
     def part(self) -> Part:
@@ -93,9 +102,9 @@ class Stage:
         return Part(self.optimizer, self._weights)
 
     def load(self, iterations: int = 0, replica: int = 0) -> None:
-        """Take weights and state from the model; the optimizer has made so many steps.
+        """Take weights and state from the model, and set the optimizer's count of steps.
 
-        Every replica of a stage draws other random numbers: they are for other rows.
+        Every replica of a stage draws different random numbers, because it has different rows.
         """
         self._constants.clear()
         with tf.device(self.device):
@@ -107,12 +116,12 @@ class Stage:
             self._optimizer_step.fit.reset()
 
     def store(self, values: Sequence[tf.Tensor]) -> None:
-        """Hand weights and state, as ``outcome`` or ``snapshot`` gave them, to the model."""
+        """Write weights and state, as ``outcome`` or ``snapshot`` gave them, into the model."""
         for variable, value in zip([*self._weights, *self._model_state], values, strict=True):
             variable.assign(value)
 
     def outcome(self, others: Sequence[Stage]) -> list[tf.Tensor]:
-        """The end of the work: the weights, and the state averaged over replicas where it is no count and no seed."""
+        """The final weights, and the final state averaged over replicas where it is neither a count nor a seed."""
         if not others:
             return self.snapshot()
         everyone = zip(self._state, *(other._state for other in others), strict=True)
@@ -121,11 +130,11 @@ class Stage:
         return [*self.weights(), *state]
 
     def snapshot(self) -> list[tf.Tensor]:
-        """The weights and the state as they are; later updates leave these tensors alone."""
+        """The current weights and state, as tensors that later updates do not change."""
         return [*self.weights(), *self._state]
 
     def weights(self, wanted: Weights = Newest()) -> list[tf.Tensor]:  # noqa: B008 - a tuple, never changed
-        """These weights as tensors. Holding them keeps this version: a later update then writes elsewhere."""
+        """The current weights as tensors; holding them keeps this version, as a later update then copies."""
         if not isinstance(wanted, Newest) or not self.variables:
             return [] if isinstance(wanted, Newest) else wanted
         with tf.device(self.device):
@@ -136,8 +145,8 @@ class Stage:
     ) -> list[tf.TensorSpec | None]:
         """Trace forward and backward for inputs with these masks and, for the last stage, these targets.
 
-        ``targets`` are the specs of labels and sample weights, ``unreached`` the outputs of which the next stage found
-        that the loss does not depend on them. Gives the specs of the outputs' masks.
+        ``targets`` are the specs of labels and sample weights, ``unreached`` the outputs on which, as the next stage
+        found, the loss does not depend. Gives the specs of the outputs' masks.
         """
         self._returns = [returned and n not in unreached for n, returned in enumerate(self.segment.returns)]
         inputs = [_any_rows(spec) for spec in specs(self.segment.inputs)]
@@ -154,9 +163,7 @@ class Stage:
             self._gradients = halves.backward.structured_outputs[0]
             reached = iter(halves.reached)
             self.unreached = [n for n, flow in enumerate(self.segment.differentiable) if flow and not next(reached)]
-            missing = [n for n, gradient in enumerate(self._gradients) if gradient is None]
-            self.untrained = [self._weights[n] for n in missing]
-            self._optimizer_step.untrained = [self.variables[n] for n in missing]
+            self._missing = [n for n, gradient in enumerate(self._gradients) if gradient is None]
             self._update: Any = None  # traced when they are needed
             self._squared_norm: Any = None
         output, _, penalty, _ = halves.forward.structured_outputs[0]
@@ -183,9 +190,9 @@ class Stage:
         self._optimizer_step.apply(gradients, staleness)
 
     def forward(self, weights: Weights, values: BoundaryTensors, targets: Any = None) -> Forward:
-        """Run the blocks with these weights and the stage's current state, which moves on.
+        """Run the blocks with these weights and the stage's current state, which is updated.
 
-        With recomputation, ``Newest`` stands for the very weights that the backward will be given.
+        With recomputation, ``Newest`` stands for the same weights that the backward will be given.
         """
         state, inputs = self._state, self._sorted(values, targets)
         (output, loss, penalty, self._state), residuals = self._forward(weights, state, *inputs)
@@ -204,11 +211,11 @@ class Stage:
         total: list[Any] | None = None,
         step: Step | None = None,
     ) -> BackwardResult:
-        """Gradients of the weights, and of those inputs that want one, with these weights and what forward kept.
+        """Gradients of the weights and of the differentiable inputs, with these weights and what the forward kept.
 
-        Given a forward's inputs, it is run in the same call, with the same weights. ``gradients`` are those of the
-        outputs that want one (of the loss, for the last stage), ``share`` that of the penalty. Those of the weights are
-        added to a ``total``, if there is one; with a ``step`` they are used for an update in the same call.
+        Given a forward's inputs, the forward is run in the same call, with the same weights. ``gradients`` are those of
+        the outputs that want one (of the loss, for the last stage), ``share`` that of the penalty. Those of the weights
+        are added to a ``total``, if there is one; with a ``step`` they are used for an update in the same call.
         """
         runs = isinstance(given, Inputs)
         parts, staleness = Parts(runs, total is not None, step is not None), None
@@ -241,7 +248,7 @@ class Stage:
             return None
 
     def _residuals(self, weights: Weights, kept: SavedForBackward) -> list[tf.Tensor]:
-        """What forward computed for backward; with recomputation, now."""
+        """What the forward computed for the backward; with recomputation it is computed now."""
         if kept.residuals is not None:
             return kept.residuals
         _, residuals = self._again(weights if kept.weights is None else kept.weights, kept.state, *kept.inputs)
@@ -254,17 +261,17 @@ class Stage:
         return added(total, gradients, [self._gradients[n] for n in of])
 
     def squared_norm(self, gradients: list[Any]) -> tf.Tensor:
-        """What the stage's gradients add to the square of all stages' norm; with ``global_clipnorm`` only."""
+        """The squared norm of the stage's gradients, a part of that of all stages; with ``global_clipnorm`` only."""
         if self._squared_norm is None:
             norm = tf.function(squared_norm, autograph=False)
             self._squared_norm = direct(norm.get_concrete_function(self._gradients))
         return self._squared_norm(gradients)
 
     def update(self, gradients: list[Any], step: Step, squared_norms: tf.Tensor | None = None) -> None:
-        """One step of the stage's optimizer: one more version.
+        """One step of the stage's optimizer, which makes the next weight version.
 
-        With ``global_clipnorm``, by gradients clipped to the norm that ``squared_norms`` of all stages make. Rules that
-        correct go by the gradients' staleness.
+        With ``global_clipnorm`` the gradients are clipped by the norm that follows from the ``squared_norms`` of all
+        stages. Rules that correct for staleness use that of the gradients.
         """
         self._set_rate(step.learning_rate)
         if self.variables:
@@ -286,7 +293,7 @@ class Stage:
         return self._constant(float(staleness), tf.float32) if self._rule.corrects else None
 
     def _constant(self, value: Any, dtype: tf.DType) -> tf.Tensor:
-        """A number as a tensor on the stage's device, where it stays for the next time; a tensor as it is."""
+        """A number as a tensor on the stage's device, kept for later calls; a tensor is returned as it is."""
         if isinstance(value, tf.Tensor):
             return value
         if (value, dtype) not in self._constants:
@@ -297,7 +304,7 @@ class Stage:
         return BoundFunction(concrete, self.variables, self._optimizer_step.predicted, self._constant)
 
     def _sorted(self, values: BoundaryTensors, targets: Any) -> tuple[list[Any], Any]:
-        """Tensors that want a gradient, and all else that goes in."""
+        """The inputs that need a gradient, and all other inputs."""
         differentiable = [
             tensor for tensor, flow in zip(values.tensors, self.segment.differentiable, strict=True) if flow
         ]
@@ -332,12 +339,12 @@ class Stage:
 
 
 def _time_s(of_day_s: tf.Tensor | None) -> float | None:
-    """A time of day on the clock of ``time.perf_counter``."""
+    """A time of day converted to the clock of ``time.perf_counter``."""
     return None if of_day_s is None else time.perf_counter() - (time.time() - float(of_day_s))
 
 
 def _like(variable: keras.Variable) -> keras.Variable:
-    """A copy of the same value, name and path, which some optimizers go by."""
+    """A copy with the same value, name and path; some optimizers use the name or path."""
     value = tf.convert_to_tensor(variable.value)  # given a tf.Variable, Keras would share it
     with ExitStack() as scopes:
         for scope in variable.path.split("/")[:-1]:
@@ -348,7 +355,7 @@ def _like(variable: keras.Variable) -> keras.Variable:
 
 
 def state_of(variable: keras.Variable, replica: int) -> tf.Tensor:
-    """The value of a variable that is no weight; a seed's is another for every replica."""
+    """The value of a variable that is not a weight; a seed has a different value in every replica."""
     value = tf.identity(variable.value)
     if replica and variable.path.endswith("seed_generator_state"):
         return value + tf.constant([replica * 2654435769 % 2**32, 0], value.dtype)
@@ -356,5 +363,5 @@ def state_of(variable: keras.Variable, replica: int) -> tf.Tensor:
 
 
 def _any_rows(spec: tf.TensorSpec) -> tf.TensorSpec:
-    """Microbatches and the last minibatch are smaller than a model with a fixed batch size says."""
+    """The specs for any number of rows: microbatches may be smaller than a model's fixed batch size."""
     return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype) if spec.shape.rank else spec

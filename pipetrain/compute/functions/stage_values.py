@@ -16,10 +16,10 @@ class BoundaryTensors(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """What a stage's forward gives: its outputs, the loss (last stage), its layers' own losses, and ``kept``.
+    """The results of a stage's forward: outputs, the loss (last stage), its layers' own losses, and ``kept``.
 
-    The loss is a number, or one for every example where it is not to be reduced. ``kept`` is for its backward, None
-    where none will come.
+    The loss is a number, or one for every example where it is not to be reduced. ``kept`` is for its backward; it is
+    None where there is no backward.
     """
 
     output: BoundaryTensors
@@ -29,9 +29,10 @@ class Forward(NamedTuple):
 
 
 class SavedForBackward(NamedTuple):
-    """What a forward leaves for its backward: packed residuals, or with recomputation what to make them from anew.
+    """What a forward leaves for its backward: packed residuals, or with recomputation the forward's inputs.
 
-    ``weights`` are forward's where they are not backward's too; ``inputs`` end with what was drawn, if anything was.
+    ``weights`` are those of the forward if the backward has others; ``inputs`` end with the values that were drawn, if
+    any were.
     """
 
     residuals: list[tf.Tensor] | None
@@ -41,23 +42,24 @@ class SavedForBackward(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What a forward takes beside weights: what crosses the cut and, for the last stage, labels and sample weights."""
+    """A forward's inputs other than weights: what crosses the cut and, at the last stage, labels and sample weights."""
 
     values: BoundaryTensors
     targets: Any = None
 
 
 class Step(NamedTuple):
-    """What an update takes beside gradients, whose staleness it is; a rate of None leaves a schedule to itself."""
+    """The inputs of an update other than gradients; a rate of None leaves a learning-rate schedule unchanged."""
 
     learning_rate: float | None
     staleness: int = 0
 
 
 class BackwardResult(NamedTuple):
-    """What a backward gives: gradients of the weights, None where it updated by them, and of inputs that want one.
+    """The results of a backward: gradients of the weights, None after an update by them, and of inputs.
 
-    Of a forward in the same call what that gives, and when it was done (``time.perf_counter``), where that is known.
+    For a forward in the same call also its results, and the time when it was finished (``time.perf_counter``), if
+    known.
     """
 
     gradients: list[Any] | None

@@ -1,4 +1,4 @@
-"""Objects that are as before if what changes them does not come to its end."""
+"""Changes to objects that are undone if they are not completed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pipetrain.compute.keras_private import tracked_ids
 
 @contextmanager
 def undone(objects: Sequence[Any]) -> Iterator[None]:
-    """What is done within to attributes of these objects of Keras, and to lists there, is undone by an exception.
+    """Undo changes to the attributes of these Keras objects, and to their lists, if an exception is raised.
 
-    Half built, with variables that have no value yet, Keras would take them for whole, or add to them.
+    Keras would treat a partly built object, whose variables have no values yet, as complete, or add to it.
     """
     before = [(vars(each), dict(vars(each)), _copies(each)) for each in objects]
     try:
@@ -29,7 +29,7 @@ def undone(objects: Sequence[Any]) -> Iterator[None]:
 
 
 def _copies(each: Any) -> list[tuple[Any, Any]]:
-    """Every list of an object, and what its tracker knows, with a copy."""
+    """Every list of an object, and what its tracker has recorded, with a copy."""
     found = [value for value in vars(each).values() if type(value) is list]
     found += tracked_ids(each)
     return [(value, value.copy()) for value in found]

@@ -1,4 +1,4 @@
-"""A stage's forward and backward bound to its variables: the newest weights are read and predicted in the call."""
+"""A stage's forward and backward bound to its variables: calls read and predict the newest weights."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def direct(concrete: Any) -> Callable[..., Any]:
     """The same function as a single op, run on the caller's thread.
 
     A concrete function's own call checks every argument against its spec and hands the work to another thread, which
-    costs as much as a small stage. What is called here has been traced for exactly these arguments.
+    costs as much as a small stage. The functions called here have been traced for exactly these arguments.
     """
     captured = concrete.captured_inputs
     types = [tensor.dtype.as_datatype_enum for tensor in concrete.outputs]  # what TensorFlow would look up in each call

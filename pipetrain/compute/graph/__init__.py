@@ -1,1 +1,1 @@
-"""A Keras model as a chain of blocks: what its layers are, where it may be cut, and a segment of it as a layer."""
+"""A Keras model as a chain of blocks: its layer calls, where it may be cut, and a segment of it as a layer."""

@@ -85,7 +85,7 @@ class Chain:
         return self._segment(calls, self.crossing(first), self.crossing(end), self._trained())
 
     def alone(self) -> Iterator[Segment]:
-        """Every block as a layer of its own, without what only passes by."""
+        """Every block as a layer of its own, without the values that only pass it."""
         trained = self._trained()
         for index, block in enumerate(self.blocks):
             reads = {value for call in block.calls for value in call.reads}
@@ -108,7 +108,7 @@ class Chain:
         return Segment(calls, reads, writes, self._symbols, differentiable, returns)
 
     def _trained(self) -> set[int]:
-        """Values that want a gradient: those of types with one that trainable weights had a part in."""
+        """Values that need a gradient: those of differentiable types that depend on trainable weights."""
         trained: set[int] = set()
         for call in self._calls(0, len(self.blocks)):
             if getattr(call.operation, "trainable_variables", None) or not trained.isdisjoint(call.reads):

@@ -15,7 +15,7 @@ from pipetrain.compute.keras_private import call_node, history, keeps_call
 
 
 class RecordedCalls:
-    """A model's calls in Keras' own order, those of nested models in their place; every tensor is given a number.
+    """A model's calls in Keras' own order, with those of nested models in place; every tensor has a number.
 
     ``calls`` are the calls recorded so far, ``symbols`` the symbolic tensor of every value by its number.
     """
@@ -46,7 +46,7 @@ class RecordedCalls:
 
 
 def is_graph(operation: Any) -> bool:
-    """Whether this is a Sequential or Functional model that runs as Keras wrote it: its calls are known."""
+    """Whether this is a Sequential or Functional model with Keras' own ``call``, so that its calls are known."""
     if not isinstance(operation, keras.Model) or not keeps_call(type(operation)):
         return False
     try:
@@ -56,7 +56,7 @@ def is_graph(operation: Any) -> bool:
 
 
 def _calls_in_order(model: Any) -> Iterator[tuple[Any, Any]]:
-    """The calls that the outputs need, in the order of Keras' list of operations as far as it can be kept."""
+    """The calls that the outputs need, in the order of Keras' list of operations as far as possible."""
     operations = model.layers if isinstance(model, keras.Sequential) else model.operations
     rank = {id(operation): index for index, operation in enumerate(operations)}
     unlisted = count(-1, -1)  # operations that a Sequential model does not list, such as those that make masks

@@ -1,4 +1,4 @@
-"""What a model must be to be cut into stages, and what may cross a cut."""
+"""Checks of a model that is to be cut into stages, and of the values that cross a cut."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipetrain.compute.keras_private import history
 
 
 def check_graph(model: Any) -> None:
-    """Raise TypeError for what is no Sequential or Functional model, ValueError for a Sequential one without shape."""
+    """Raise TypeError unless the model is Sequential or Functional, ValueError for a Sequential one without shape."""
     if not isinstance(model, keras.Model):
         raise TypeError(f"Not a Keras model. Received: model={model!r}. Try a keras.Sequential or Functional model.")
     if isinstance(model, keras.Sequential) and not model.built:
@@ -30,7 +30,7 @@ def check_graph(model: Any) -> None:
 
 
 def check_outputs(model: keras.Model, composite: Sequence[str | None]) -> None:
-    """Raise ValueError for an output that is composite: ``composite`` says of each whether and of which kind."""
+    """Raise ValueError for an output that is ragged or sparse; ``composite`` has the kind of each, or None."""
     for tensor, kind in zip(model.outputs, composite, strict=True):
         if kind is not None:
             operation = history(tensor)[0].name

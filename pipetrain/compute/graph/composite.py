@@ -16,11 +16,11 @@ UNDECLARED = ("Lambda", "StringLookup", "IntegerLookup", "TextVectorization", "T
 
 
 def composites(calls: Sequence[Call], symbols: Sequence[Any]) -> dict[int, str]:
-    """The values that are ragged or sparse, by number, each with which of the two it is.
+    """The kind, ragged or sparse, of each value that is composite, by the value's number.
 
-    What a symbolic tensor says of it is not to be relied on: a layer need not declare it, and some operations declare
-    too much. So all that may make such a value are traced: what says so, layers that are not Keras' own, and whatever
-    reads a composite value.
+    A symbolic tensor's own declaration is not reliable: a layer need not declare it, and some operations declare it
+    wrongly. Therefore all calls that may make such a value are traced: those that declare it, those of layers that are
+    not Keras' own, and those that read a composite value.
     """
     known = _of_inputs(calls, symbols)
     for call in calls:
@@ -31,7 +31,7 @@ def composites(calls: Sequence[Call], symbols: Sequence[Any]) -> dict[int, str]:
 
 
 def _of_inputs(calls: Sequence[Call], symbols: Sequence[Any]) -> dict[int, Any]:
-    """The specs of the model's composite inputs, which say themselves what they are."""
+    """The specs of the model's composite inputs, which declare their kind themselves."""
     made = {value for call in calls for value in call.writes}
     given = {value: symbols[value] for call in calls for value in call.reads if value not in made}
     return {value: _spec(symbol) for value, symbol in given.items() if _is_declared(symbol)}
@@ -48,7 +48,7 @@ def _is_declared(symbol: Any) -> bool:
 
 
 def _traced(call: Call, symbols: Sequence[Any], known: dict[int, Any]) -> Iterator[Any]:
-    """The specs of what the call makes."""
+    """The specs of the call's outputs."""
     reads = list(dict.fromkeys(call.reads))
     nothing = [False] * len(symbols)
     segment = Segment([call], reads, call.writes, symbols, nothing[: len(reads)], nothing[: len(call.writes)])

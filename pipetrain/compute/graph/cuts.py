@@ -33,7 +33,7 @@ def cut_points(blocks: Sequence[Block], cuts: Sequence[str]) -> list[int]:
 
 
 def _end(blocks: Sequence[Block], cut: str, cuts: Sequence[str]) -> int:
-    """The number of blocks up to the one that ends with this layer."""
+    """The number of blocks up to and including the one that ends with this layer."""
     names = [block.name for block in blocks]
     if cut in names:
         return names.index(cut) + 1
@@ -54,7 +54,7 @@ def _end(blocks: Sequence[Block], cut: str, cuts: Sequence[str]) -> int:
 
 
 def reason(block: Block) -> str:
-    """For people: what keeps a block together."""
+    """The reason, as text, why a block cannot be cut."""
     users: dict[int, list[str]] = {}
     for call in block.calls:
         for variable in getattr(call.operation, "variables", ()):
@@ -68,7 +68,7 @@ def reason(block: Block) -> str:
 
 
 def why_together(blocks: Sequence[Block]) -> str:
-    """For people: what keeps several layers in one block, or nothing."""
+    """The reason, as text, why several layers are one block; empty if there is none."""
     largest = max(blocks, key=lambda block: len(block.calls), default=None)
     if largest is None or len(largest.calls) == 1:
         return ""

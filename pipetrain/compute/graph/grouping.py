@@ -12,8 +12,8 @@ from pipetrain.compute.graph.topological_order import sorted_topologically
 def grouped(calls: Sequence[Call], composite: Container[int]) -> list[list[Call]]:
     """The calls as blocks in running order.
 
-    Those that share variables are together, and so are those that make and read a ``composite`` value; with all that
-    lies between them.
+    Calls that share variables are in one block with all calls between them, and so are those that make and read a
+    ``composite`` value.
     """
     owner = _DisjointSets(len(calls))
     users: dict[int, int] = {}

@@ -13,10 +13,10 @@ def structure_of(model: Any) -> Any:
 
 
 def in_order(values: Any, model: Any) -> list[Any]:
-    """What a model is called on as a flat list, in the order of its inputs.
+    """The arguments of a model's call as a flat list, in the order of the model's inputs.
 
-    A dictionary goes by the keys of the model's own inputs, or where these are no dictionary by their names.
-    Raises ValueError where one is missing.
+    The keys of a dictionary are those of the model's own inputs, or their names if these are not a dictionary. Raises
+    ValueError where one is missing.
     """
     if not isinstance(values, dict):
         return list(keras.tree.flatten(values))

@@ -1,4 +1,4 @@
-"""What a model's inputs are like where it leaves dimensions beside the batch open: asked for, or seen in the data."""
+"""The shapes of a model's inputs if it leaves dimensions other than the batch open: given, or those of the data."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Shapes = tuple[tuple[int, ...], ...]  # of a model's inputs in its order, withou
 
 
 def shapes_of_model(model: keras.Model) -> Shapes | None:
-    """What the model itself says; None if a dimension is left open."""
+    """The shapes that the model itself defines; None if a dimension is left open."""
     return _whole([_symbolic(symbol) for symbol in model.inputs])
 
 
 def shapes_of_data(x: Any, model: keras.Model) -> Shapes | None:
-    """What all minibatches are like; None where the data do not tell before the first one is there, or do not fit."""
+    """The shapes of all minibatches; None if the data do not give them before the first one, or do not fit."""
     if isinstance(x, tf.data.Dataset):
         x, _, _ = keras.utils.unpack_x_y_sample_weight(x.element_spec)
     try:
@@ -31,7 +31,7 @@ def shapes_of_data(x: Any, model: keras.Model) -> Shapes | None:
 
 
 def checked_shapes(model: keras.Model, input_shapes: Any) -> Shapes:
-    """What is asked for, in the model's order, with what the model says itself.
+    """The given shapes, in the model's order, completed by those that the model defines.
 
     Args:
         model: a Sequential or Functional model.
@@ -122,7 +122,7 @@ def _is_size(value: Any) -> bool:
 
 
 def _example(model: keras.Model) -> Any:
-    """Shapes that would do, where 64 does."""
+    """An example of valid shapes, with 64 for open dimensions."""
     shapes = [tuple(size or 64 for size in symbol.shape[1:]) for symbol in model.inputs]
     structure = structure_of(model)
     if isinstance(structure, dict):

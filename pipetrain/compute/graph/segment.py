@@ -28,17 +28,17 @@ class Call(NamedTuple):
 
 
 class Segment(keras.Layer):
-    """Layer calls as one layer, over the very layers of the model: nothing is copied.
+    """Layer calls as one layer, which uses the model's own layers: nothing is copied.
 
-    Takes a list of tensors, the values ``reads``, and returns one, the values ``writes``; a value may simply pass.
-    Calling the layers from their recorded nodes leaves the model's own graph as it is, where a sub-model over the
-    same layers would add to it.
+    Takes a list of tensors, the values ``reads``, and returns one, the values ``writes``; a value may pass unchanged.
+    Calling the layers from their recorded nodes leaves the model's own graph as it is, where a sub-model over the same
+    layers would add to it.
 
     Args:
         calls: in an order in which they can run.
         reads, writes: the values that come in and go out.
         symbols: the symbolic tensor of every value.
-        differentiable, returns: which values that come in and go out want a gradient.
+        differentiable, returns: which values that come in and go out need a gradient.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Segment(keras.Layer):
         return [values[value] for value in self.writes]
 
     def compute_mask(self, inputs: Any, previous_mask: Any) -> None:
-        """Nothing to do: every output has the mask that its layer gave it."""
+        """Nothing is computed here: every output has the mask that its layer gave it."""
 
     def run(
         self,
@@ -114,12 +114,12 @@ class Segment(keras.Layer):
     def added_losses(
         self, weights: Sequence[Any], state: Sequence[Any], tensors: Sequence[Any], masks: Any, training: bool
     ) -> list[Any]:
-        """The layers' own losses but for those of weights, which are the last of ``run``'s."""
+        """The layers' own losses without those of weights, which are the last of ``run``'s."""
         _, _, penalties = self._pure(weights, state, tensors, masks, training)
         return penalties[: self.added(penalties)]
 
     def added(self, penalties: Sequence[Any]) -> int:
-        """How many of the layers' own losses are no regularizers of weights."""
+        """How many of the layers' own losses are not regularizers of weights."""
         return len(penalties) - sum(variable.regularizer is not None for variable in self.trainable_variables)
 
     def _pure(
@@ -165,7 +165,7 @@ def is_differentiable(dtype: Any) -> bool:
 
 
 def _typed(value: Any, symbol: Any) -> Any:
-    """The value in the type that its layer declares: not all of Keras' keep to it."""
+    """The value in the type that its layer declares: some of Keras' layers give another."""
     if value.dtype == symbol.dtype:
         return value
     typed = tf.cast(value, symbol.dtype)

@@ -1,4 +1,4 @@
-"""A topological order in which the smallest comes first wherever several may."""
+"""A topological order in which the smallest key comes first wherever several are possible."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def sorted_topologically(needs: dict[Any, set[Any]]) -> Iterator[Any]:
-    """The keys, each after those it needs, the smallest that can come first. Raises graphlib.CycleError."""
+    """The keys, each after those it needs, the smallest possible one first. Raises graphlib.CycleError."""
     sorter = graphlib.TopologicalSorter(needs)
     sorter.prepare()
     ready: list[Any] = []

@@ -1,1 +1,1 @@
-"""One optimizer for each stage: clones of the compiled one, their slots, updates and predicted weights."""
+"""One optimizer for each stage: clones of the compiled one, their slots, updates and predictions."""

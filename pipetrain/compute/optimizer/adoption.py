@@ -1,4 +1,4 @@
-"""A compiled optimizer whose slots are the stages' own variables: whoever reads or sets them, there are no others."""
+"""A compiled optimizer whose slots are the stages' own variables, so that there is one copy of them only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Key = tuple[int, str]  # a weight, by its ``id``, and what a slot is of it
 
 
 class Part:
-    """What a built optimizer has gathered; looked up once, for a stage's, which stays as it is, is asked for often.
+    """The slots of a built optimizer; they are looked up once, because they are read often.
 
     Args:
         optimizer: such as a stage's.
@@ -35,21 +35,22 @@ class Part:
 
     @cached_property
     def shared(self) -> list[Any]:
-        """What it has gathered that is of no single weight."""
+        """The state that does not belong to a single weight."""
         return shared(self.optimizer, self.weights)
 
 
 def adopt(optimizer: keras.optimizers.Optimizer, weights: Sequence[keras.Variable], parts: Sequence[Part]) -> None:
-    """Let the optimizer's slots for these weights be the stages'; what it has gathered for them goes to the stages.
+    """Make the stages' slots for these weights the optimizer's own; their present values go to the stages.
 
-    So it reads, saves and loads as one that has trained the model alone. For weights that it was built for, and that no
-    stage trains because they are frozen by now, it keeps its own slots. Either all of this happens or nothing: the
-    optimizer keeps its own slots if it is interrupted.
+    The optimizer then reads, saves and loads as if it had trained the unsplit model. For weights that it was built for
+    and that are frozen since, it keeps its own slots. If the call is interrupted, nothing is changed: the optimizer
+    keeps all its own slots.
 
     Args:
-        optimizer: the compiled one, which may have been used elsewhere meanwhile.
+        optimizer: the compiled one, which may have been used elsewhere since.
         weights: all that the stages train, in the model's order.
-        parts: of all replicas of all stages that have weights. The first that has a slot shares it, others follow.
+        parts: of all replicas of all stages that have weights. The first that has a slot shares it; its values are
+        copied to the others.
     """
     ours = _merged(parts)
     mine = Part(optimizer, weights_of(optimizer))
@@ -66,7 +67,7 @@ def adopt(optimizer: keras.optimizers.Optimizer, weights: Sequence[keras.Variabl
 
 
 def with_frozen(weights: Sequence[keras.Variable], before: Sequence[keras.Variable]) -> list[keras.Variable]:
-    """These weights and those of before, in the order of before if it has others too, and all of these."""
+    """These weights and the former ones: in the former order if it has others too and all of these."""
     ids, known = {*map(id, weights)}, {*map(id, before)}
     if ids < known:
         return list(before)
@@ -90,7 +91,7 @@ def _rebuild(
 
 
 def forget(optimizer: keras.optimizers.Optimizer) -> None:
-    """Let the optimizer be as before its first step, but for its count of steps and its learning rate."""
+    """Return the optimizer to its state before the first step, except for its count of steps and its learning rate."""
     attributes = vars(optimizer)
     for kind in {slot.kind for slot in slots(optimizer, weights_of(optimizer))}:
         del attributes[kind]
@@ -98,7 +99,7 @@ def forget(optimizer: keras.optimizers.Optimizer) -> None:
 
 
 def built(optimizer: keras.optimizers.Optimizer, weights: Sequence[keras.Variable]) -> None:
-    """Build it, if it is not, wholly or not at all."""
+    """Build the optimizer if it is not built; an interrupt leaves it unbuilt."""
     if not optimizer.built:
         with _whole(optimizer):
             optimizer.build(list(weights))
@@ -106,7 +107,7 @@ def built(optimizer: keras.optimizers.Optimizer, weights: Sequence[keras.Variabl
 
 @contextmanager
 def _whole(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
-    """What is done within is undone if it does not come to its end: half built counts as built for Keras."""
+    """Undo what is done within if it is not completed: Keras treats a partly built optimizer as built."""
     attributes, variables = dict(vars(optimizer)), list(optimizer.variables)
     try:
         yield
@@ -119,9 +120,9 @@ def _whole(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
 
 @contextmanager
 def _handing_out(optimizer: keras.optimizers.Optimizer, held: dict[Key, Any], parts: Sequence[Part]) -> Iterator[None]:
-    """Meanwhile a slot that the optimizer would make is one that is held, its own by now or one of the parts'.
+    """Within, the optimizer gets existing slots, its own or those of the parts, wherever it would make a new one.
 
-    The stages' slots, all made once more in one place, might not fit there.
+    A second copy of all stages' slots on one device might not fit into its memory.
     """
     waiting: defaultdict[int, dict[int, Any]] = defaultdict(dict)  # in the order in which they were made
     for (weight, _), variable in held.items():
@@ -146,7 +147,7 @@ def _handing_out(optimizer: keras.optimizers.Optimizer, held: dict[Key, Any], pa
 
 
 def _replace(optimizer: keras.optimizers.Optimizer, pairs: Sequence[tuple[Any, Any]]) -> None:
-    """Put the second of each pair where the optimizer has the first: optimizers may make slots in ways of their own."""
+    """Replace the first of each pair by the second in the optimizer, whatever way it made its slots in."""
     instead = {id(old): new for old, new in pairs if old is not new}
     variables = [instead.get(id(variable), variable) for variable in optimizer.variables]
     for name, value in list(vars(optimizer).items()):
@@ -158,7 +159,7 @@ def _replace(optimizer: keras.optimizers.Optimizer, pairs: Sequence[tuple[Any, A
 
 
 def _merged(parts: Sequence[Part]) -> dict[Key, Any]:
-    """Of all parts, the first's wherever several have a slot."""
+    """The slots of all parts; where several have a slot, the first one's."""
     found: dict[Key, Any] = {}
     for part in parts:
         found = part.slots | found
@@ -166,7 +167,7 @@ def _merged(parts: Sequence[Part]) -> dict[Key, Any]:
 
 
 def copy(source: Part, slots: dict[Key, Any], shared: Sequence[Any]) -> None:
-    """What the source has gathered, into these variables where they are others."""
+    """Copy the values of the source's slots into these variables where they are different variables."""
     pairs = [(target, source.slots.get(key)) for key, target in slots.items()]
     for target, variable in [*pairs, *zip(shared, source.shared, strict=False)]:
         if variable is not None and target is not variable:

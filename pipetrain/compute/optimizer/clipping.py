@@ -24,13 +24,13 @@ def clipped(gradients: Sequence[Any], squared_norms: tf.Tensor, clipnorm: float)
     """``g * c * min(1/n, 1/c)`` with ``n**2`` the sum of ``squared_norms``, one of each stage, and c the ``clipnorm``.
 
     Keras' rule for ``global_clipnorm``: a norm that is not finite makes every gradient NaN, and rows of an embedding
-    become the whole gradient, which tells optimizers that square it of words that come twice.
+    become the whole gradient, so that optimizers that square it count words that occur twice correctly.
     """
     norm = tf.sqrt(tf.reduce_sum(squared_norms))
     scale = clipnorm * tf.minimum(1.0 / norm, 1.0 / clipnorm) + (norm - norm)
     return [None if each is None else tf.convert_to_tensor(each) * tf.cast(scale, each.dtype) for each in gradients]
 
 
-def positive(clipnorm: float | None) -> float | None:
-    """The norm to clip to; None for those by which Keras does not clip."""
+def limit(clipnorm: float | None) -> float | None:
+    """The norm to clip to; None for values by which Keras does not clip."""
     return clipnorm if clipnorm and clipnorm > 0 else None

@@ -1,4 +1,4 @@
-"""Learns, while training, which multiple of the velocity comes nearest to where weights go."""
+"""Fits, during training, the multiple of the velocity that is nearest to the weights' displacement."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from pipetrain.schemes import prediction
 
 
 class HorizonFit:
-    """Observes, one time after another, how far weights go in ``horizon`` updates, against the velocity at the start.
+    """Repeatedly compares the weights' displacement over ``horizon`` updates with the velocity at the start.
 
-    See ``prediction.ratio``. Between two observations it holds the weights and the velocity of one version: two copies.
-    ``sums`` are what training has to remember.
+    See ``schemes.prediction.ratio``. During an observation it holds the weights and the velocity of one version: two
+    copies. ``sums`` are the state that a checkpoint saves.
 
     Args:
         variables: the weights.
         velocity: reads the velocity of each.
-        undecayed: of a variable's old value, what so many updates leave; and the updates that move it (see
-            ``prediction.decayed``).
+        undecayed: the part of a variable's old value that weight decay leaves after a number of updates, and the number
+            of velocities that they add (see ``schemes.prediction.decayed``).
         horizon: updates ahead.
     """
 
@@ -43,7 +43,7 @@ class HorizonFit:
         self.reset()
 
     def reset(self) -> None:
-        """Training begins, or goes on after a drain: an observation under way is given up."""
+        """Called when training begins or continues after a drain: discard the current observation."""
         self._begun: tuple[Any, Any] | None = None
         self._updates = 0
 
@@ -57,7 +57,7 @@ class HorizonFit:
             self._begun, self._updates = self._begin(), 0
 
     def ratio(self) -> tf.Tensor:
-        """The multiple so far."""
+        """The fitted multiple so far."""
         return prediction.ratio(*tf.unstack(self.sums.read_value()))
 
     def _now(self) -> tuple[list[tf.Tensor], list[tf.Tensor]]:

@@ -11,11 +11,11 @@ from pipetrain.schemes.staleness_corrections import rescaled
 
 
 class Rescaled(keras.optimizers.schedules.LearningRateSchedule):
-    """``corrections.rescaled`` of a rate, by ``staleness``.
+    """A learning rate rescaled by the ``staleness``; see ``schemes.staleness_corrections.rescaled``.
 
     Args:
         rate: what Keras' optimizers take: a variable, a schedule, or a function without arguments.
-        steps: over which it becomes the rate itself.
+        steps: over which the result approaches the rate itself.
     """
 
     staleness: Any = 0
@@ -39,5 +39,5 @@ class Rescaled(keras.optimizers.schedules.LearningRateSchedule):
 
 
 def is_scheduled(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether the learning rate is a schedule, which knows the rate of every step."""
+    """Whether the learning rate is a schedule."""
     return isinstance(optimizer.get_config()["learning_rate"], dict)

@@ -11,7 +11,7 @@ from pipetrain.compute.keras_private import LISTS, rate_of
 
 
 class Slot(NamedTuple):
-    """A variable that belongs to a weight, and what it is of it: ``_momentums``, ``_velocities``, ..."""
+    """A variable that belongs to a weight, and its role: ``_momentums``, ``_velocities``, ..."""
 
     weight: keras.Variable
     kind: str
@@ -32,7 +32,7 @@ def slots(optimizer: keras.optimizers.Optimizer, weights: Sequence[keras.Variabl
 
 
 def shared(optimizer: keras.optimizers.Optimizer, weights: Sequence[keras.Variable]) -> list[Any]:
-    """What else the optimizer remembers, but for its count of steps and its learning rate: of no single weight."""
+    """The optimizer's variables that belong to no single weight, except its count of steps and learning rate."""
     others = {id(slot.variable) for slot in slots(optimizer, weights)}
     others |= {id(optimizer.iterations), id(rate_of(optimizer))}
     return [variable for variable in optimizer.variables if id(variable) not in others]

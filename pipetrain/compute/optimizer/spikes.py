@@ -1,4 +1,4 @@
-"""SGD with momentum whose steps make up for gradients that come late."""
+"""SGD with momentum whose steps compensate for stale gradients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipetrain.schemes.staleness_corrections import spike
 
 
 def check_compensable(optimizer: keras.optimizers.Optimizer) -> None:
-    """Raise ValueError, by name, for an optimizer that spike compensation does not exist for."""
+    """Raise ValueError, with its name, for an optimizer that has no spike compensation."""
     if type(optimizer) is not keras.optimizers.SGD or optimizer.nesterov or not 0 < optimizer.momentum < 1:
         received = type(optimizer).__name__
         if type(optimizer) is keras.optimizers.SGD:
@@ -26,13 +26,13 @@ def check_compensable(optimizer: keras.optimizers.Optimizer) -> None:
 class SpikeCompensated(keras.optimizers.SGD):
     """``m <- mu*m - lr*g; w <- w + a*m + b*(-lr*g)``, with a and b by ``staleness``.
 
-    See ``staleness_corrections.spike``.
+    See ``schemes.staleness_corrections.spike``.
     """
 
     staleness: Any = 0
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        """Keras' SGD, but for what is added to the variable."""
+        """Keras' SGD, except for what is added to the variable."""
         mu, slot = self.momentum, self.momentums[index_of(self, variable)]
         rate = ops.cast(learning_rate, variable.dtype)
         step = ops.multiply(ops.cast(gradient, variable.dtype), rate)

@@ -1,8 +1,8 @@
-"""One step of a stage's optimizer, and what the weights will be some steps like it from now."""
+"""One step of a stage's optimizer, and the prediction of weights some steps ahead."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -22,15 +22,13 @@ LEAST_DECAY = 1e-12  # ``decayed`` divides by it
 
 
 class Update:
-    """Applies gradients to variables and predicts them: ``W[t+s] ~ W[t] + s * v`` (see ``plan.prediction``).
-
-    ``untrained`` are the variables that no gradient reaches, which Keras leaves as they are; to be set before anything
-    is predicted.
+    """Applies gradients to variables and predicts them: ``W[t+s] ~ W[t] + s * v`` (see ``schemes.prediction``).
 
     Args:
         optimizer: built for the variables.
         variables: what it updates.
-        rule: what else there is to do; by default nothing.
+        rule: what an update does in addition; by default nothing.
+        untrained: gives the variables that no gradient reaches, which Keras does not change.
     """
 
     def __init__(
@@ -38,12 +36,13 @@ class Update:
         optimizer: keras.optimizers.Optimizer,
         variables: Sequence[keras.Variable],
         rule: UpdateRule = UpdateRule(),  # noqa: B008 - a tuple, never changed
+        untrained: Callable[[], Sequence[keras.Variable]] = tuple,
     ) -> None:
         self._optimizer, self._variables, self._furthest = optimizer, list(variables), rule.furthest
         self._rate: tf.Variable | None = None
         self._velocity: Velocity | None = None
         self.fit: HorizonFit | None = None
-        self.untrained: Sequence[keras.Variable] = ()
+        self._untrained = untrained
         if rule.predicts and (isinstance(optimizer, keras.optimizers.Adam) or optimizer.weight_decay):
             self._rate = tf.Variable(0.0, trainable=False)  # of the last step, which slots or decay do not carry
         if rule.predicts:
@@ -52,7 +51,7 @@ class Update:
             self.fit = HorizonFit(self._variables, self.velocity, self._ahead, rule.fit_horizon)
 
     def slots(self, weights: Sequence[keras.Variable]) -> Iterator[Slot]:
-        """The optimizer's slots and what predictions need beside them, each as that of one of as many ``weights``."""
+        """The optimizer's slots and what predictions need in addition, each with its one of ``weights``."""
         yield from slots(self._optimizer, weights)
         if self._velocity is None:
             return
@@ -65,7 +64,7 @@ class Update:
                 yield Slot(weight, "fit", self.fit.sums)
 
     def apply(self, gradients: list[Any], staleness: tf.Tensor | None = None) -> None:
-        """One optimizer step; remembers of it what the next prediction needs and no slot holds."""
+        """One optimizer step; keeps what the next prediction needs and no slot holds."""
         pairs = zip(gradients, self._variables, strict=True)
         present = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
         for gradient, variable in present:
@@ -106,7 +105,7 @@ class Update:
         return predicted
 
     def _ahead(self, variable: keras.Variable, value: tf.Tensor, horizon: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """What weight decay leaves of a value after ``horizon`` updates, and how many velocities they add to it."""
+        """The value that weight decay leaves after ``horizon`` updates, and how many velocities they add to it."""
         if not self._decays(variable):
             return value, tf.cast(horizon, value.dtype)
         decay = tf.cast(self._rate, tf.float64) * self._optimizer.weight_decay
@@ -119,26 +118,26 @@ class Update:
                 each.staleness = staleness
 
     def _decays(self, variable: keras.Variable) -> bool:
-        if not self._optimizer.weight_decay or any(variable is each for each in self.untrained):
+        if not self._optimizer.weight_decay or any(variable is each for each in self._untrained()):
             return False
         return decays(self._optimizer, variable)
 
     def _after_decay(self, variable: keras.Variable, value: tf.Tensor) -> tf.Tensor:
-        """What weight decay, with which Keras begins a step, leaves of the variable's value."""
+        """The variable's value after weight decay, with which Keras begins a step."""
         if not self._decays(variable):
             return value
         decay, rate = (tf.cast(each, value.dtype) for each in (self._optimizer.weight_decay, self._rate))
         return value - value * decay * rate
 
     def _plain(self, gradients: list[Any]) -> bool:
-        """Whether the step is nothing but Keras' momentum rule."""
+        """Whether the step is Keras' momentum rule and nothing else."""
         present = all(gradient is not None for gradient in gradients)
         return present and not _clips(self._optimizer) and not _constrained(self._variables)
 
     def _momentum_step(self, gradients: list[Any]) -> None:
-        """TensorFlow's kernel of Keras' rule: one pass over memory where the optimizer's own ops make several.
+        """TensorFlow's fused kernel of Keras' rule: one pass over memory, where Keras' operations need several.
 
-        An embedding's momentum is dense, so that all its rows are read and written whatever its gradient is made of.
+        An embedding's momentum is dense, so all its rows are read and written even if its gradient has few rows.
         """
         optimizer = self._optimizer
         dense = map(tf.convert_to_tensor, gradients)
@@ -167,20 +166,20 @@ def _is_momentum(optimizer: keras.optimizers.Optimizer) -> bool:
 
 
 def gathers(optimizer: keras.optimizers.Optimizer, rule: UpdateRule, variables: Sequence[keras.Variable]) -> bool:
-    """Whether all gradients of a stage are there before the first is used; weights without one are not known yet."""
+    """Whether all gradients of a stage are there before the first is used."""
     if rule.spikes or not _is_momentum(optimizer) or _clips(optimizer) or _constrained(variables):
         return True
     return rule.predicts and bool(optimizer.nesterov)  # the slots are then kept as they were before the step
 
 
 def slots_per_weight(optimizer: keras.optimizers.Optimizer, rule: UpdateRule) -> int:
-    """How many variables an optimizer keeps for each weight, with what predictions need beside them."""
+    """How many variables an optimizer keeps for each weight, those that predictions need included."""
     kept = _kept(optimizer, rule)
     return sum(tuple(slot.variable.shape) == tuple(slot.weight.shape) for slot in kept)
 
 
 def kinds_beside(optimizer: keras.optimizers.Optimizer, rule: UpdateRule) -> set[str]:
-    """What predictions need that the optimizer itself has no slots for."""
+    """The variables that predictions need and the optimizer has no slots for."""
     return {slot.kind for slot in _kept(optimizer, rule) if not hasattr(optimizer, slot.kind)}
 
 

@@ -16,7 +16,7 @@ PREDICTABLE = (keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.Ada
 
 
 def check_predictable(optimizer: keras.optimizers.Optimizer, scheme: str) -> None:
-    """Raise ValueError, by name, for an optimizer whose velocity is not known."""
+    """Raise ValueError, with its name, for an optimizer whose velocity is not known."""
     if type(optimizer) not in PREDICTABLE:
         *others, last = (kind.__name__ for kind in PREDICTABLE)
         raise ValueError(
@@ -44,7 +44,7 @@ class Velocity(Protocol):
 
 
 class FromSlots:
-    """A velocity that follows from the optimizer's slots: no memory, nothing to do around a step."""
+    """A velocity that follows from the optimizer's slots: it needs no memory and no work around a step."""
 
     kept: Sequence[tf.Variable] = ()
 
@@ -60,7 +60,7 @@ class FromSlots:
 
 
 class Momentum(FromSlots):
-    """SGD with momentum; with spike compensation too, as its authors have it (arXiv 2003.11666, LWPv)."""
+    """SGD with momentum, with or without spike compensation (arXiv 2003.11666, LWPv)."""
 
     def read(self) -> list[tf.Tensor]:
         """The slots."""
@@ -83,7 +83,7 @@ class Adam(FromSlots):
         self._rate = rate
 
     def read(self) -> list[tf.Tensor]:
-        """The update that made the slots what they are."""
+        """The last update, from the slots after it."""
         optimizer = self._optimizer
         pairs = zip(first_moments(optimizer), second_moments(optimizer), strict=True)
         return [self._of(m.value.read_value(), v.value.read_value()) for m, v in pairs]
@@ -98,8 +98,8 @@ class Adam(FromSlots):
 class Displacement:
     """How far the last step went, measured: plain SGD's ``-lr*g``, RMSprop's ``-lr*g/sqrt(...)``.
 
-    One more copy of the weights, for no slot holds the last gradient. ``decayed(variable, value)`` is what weight decay
-    leaves of a value.
+    It needs one more copy of the weights, because no slot holds the last gradient. ``decayed(variable, value)`` is the
+    value after weight decay.
     """
 
     def __init__(self, variables: Sequence[keras.Variable], decayed: Callable[[Any, tf.Tensor], tf.Tensor]) -> None:
@@ -107,7 +107,7 @@ class Displacement:
         self.kept = [tf.Variable(tf.zeros(each.shape, each.dtype), trainable=False) for each in variables]
 
     def read(self) -> list[tf.Tensor]:
-        """What ``after`` has measured."""
+        """The displacement that ``after`` has measured."""
         return [variable.read_value() for variable in self.kept]
 
     def before(self) -> list[tf.Tensor]:
@@ -121,7 +121,7 @@ class Displacement:
 
 
 class Nesterov(Displacement):
-    """SGD with Nesterov momentum, whose update is not its slot: one more copy of the weights."""
+    """SGD with Nesterov momentum, whose update is not its slot: it needs one more copy of the weights."""
 
     def __init__(self, optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> None:
         super().__init__(variables, lambda variable, value: value)
@@ -143,7 +143,7 @@ def velocity_of(
     rate: tf.Variable,
     decayed: Callable[[Any, tf.Tensor], tf.Tensor],
 ) -> Velocity:
-    """How the velocity of this optimizer's steps is had; ``rate`` holds that of the last one."""
+    """The velocity for this optimizer; ``rate`` holds the learning rate of the last step."""
     if isinstance(optimizer, keras.optimizers.Adam):
         return Adam(optimizer, rate)
     if isinstance(optimizer, keras.optimizers.RMSprop):

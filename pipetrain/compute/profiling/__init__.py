@@ -1,1 +1,1 @@
-"""What a block takes: its seconds, its operations, its memory, and the profiles that are kept."""
+"""What a block costs: its seconds, its operations, its memory, and the cache of profiles."""

@@ -1,4 +1,4 @@
-"""One block of a chain as a pair of functions of its own, to be measured."""
+"""One block of a chain as a forward and a backward function, to be measured."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipetrain.compute.graph.segment import Segment
 
 
 class Keeps(NamedTuple):
-    """What a block saves for its backward: bytes that only it has, and which of its inputs and outputs."""
+    """What a block saves for its backward: the bytes of its own, and which of its inputs and outputs."""
 
     inner_bytes: int
     inputs: list[bool]
@@ -23,7 +23,7 @@ class Keeps(NamedTuple):
 
 
 class BlockFunctions:
-    """A block's forward and backward, called as a stage's are; equal blocks share one.
+    """A block's forward and backward, called as a stage's are; equal blocks share one object.
 
     ``gradients`` are the symbolic gradients of its weights, ``forward_tensors`` and ``backward_tensors`` the numbers of
     tensors that go in and come out.
@@ -55,12 +55,12 @@ class BlockFunctions:
         return self._backward(weights, residuals, gradients)
 
     def ones(self, outputs: Sequence[tf.TensorSpec]) -> list[tf.Tensor]:
-        """Gradients of ones for those of its outputs that want one."""
+        """Gradients of ones for those of its outputs that need one."""
         pairs = zip(outputs, self._segment.returns, strict=True)
         return [tf.ones(spec.shape, spec.dtype) for spec, returned in pairs if returned]
 
     def keeps(self, residuals: Sequence[tf.Tensor]) -> Keeps:
-        """What these residuals are."""
+        """What is kept in these residuals."""
         pairs = zip(self._halves.residuals, residuals, strict=True)
         sizes = {symbol.ref(): _saved_bytes(value) for symbol, value in pairs}
         inputs, outputs = self._traced["inputs"], self._traced["outputs"]
@@ -88,7 +88,7 @@ def size_bytes(spec: tf.TensorSpec) -> int:
 
 
 def _saved_bytes(value: tf.Tensor) -> int:
-    """Bytes of a tensor, or of the list that a loop keeps of its steps' tensors, taken to have four bytes a number."""
+    """Bytes of a tensor, or of the list of a loop's tensors, assumed to have four bytes a number."""
     if value.dtype == tf.resource:
         return 0
     if value.dtype != tf.variant:
@@ -113,5 +113,5 @@ def either(concrete: Any) -> Callable[..., Any]:
 
 
 def _tensors(concrete: Any) -> int:
-    """How many tensors go in and come out: what a call costs beside its operations."""
+    """How many tensors go in and come out, on which the overhead of a call depends."""
     return len(concrete.inputs) + len(concrete.outputs)

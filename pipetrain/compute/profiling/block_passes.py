@@ -70,7 +70,7 @@ class _Prepared(NamedTuple):
 
 
 def untimed_pass(blocks: Sequence[Placed], device: str) -> Callable[[], None]:
-    """A function that makes one pass in one call: Python would hold up the thread whose blocks are timed."""
+    """A function that makes one pass in one call, so that Python's lock does not delay the thread that is timed."""
     given, weights, state, output_gradients, _, update = _Prepared.on(device, blocks)
 
     def run() -> tuple[list[Any], list[Any]]:
@@ -141,7 +141,7 @@ def local_pass(blocks: Sequence[Placed], device: str) -> Callable[[], TimedBlock
 def remote_pass(blocks: Sequence[Placed], device: str) -> Callable[[], TimedBlocks]:
     """A function that makes one pass in one call, timed by the process whose device it is.
 
-    Timed from this process, every call would include the way there and back.
+    Timed from this process, every call would include the round trip.
     """
     given, weights, state, output_gradients, copies, update = _Prepared.on(device, blocks)
     with tf.device(device):
@@ -179,15 +179,15 @@ def remote_pass(blocks: Sequence[Placed], device: str) -> Callable[[], TimedBloc
 
 
 def _from(when: tf.Tensor, tensors: Any) -> Any:
-    """The same tensors, but not before this time: so what reads them, inlined or not, cannot begin earlier."""
+    """The same tensors, which are there only after this time, so that what reads them cannot begin earlier."""
     with tf.control_dependencies([when]):
         return tf.nest.map_structure(tf.identity, tensors)
 
 
 def _after(tensors: Sequence[tf.Tensor], seen: tf.Variable) -> tf.Tensor:
-    """The time when all these are there; to wait for a call alone is to wait for its side effects.
+    """The time when all these tensors are there; waiting for a call alone would wait for its side effects only.
 
-    A number of each goes into a variable: what nothing reads but for its order, TensorFlow would not compute.
+    A number of each is written to a variable: TensorFlow would not compute tensors that nothing reads.
     """
     present = [each for each in tensors if each is not None]
     numbers = [each for each in present if each.dtype.is_floating or each.dtype.is_integer]
@@ -224,7 +224,7 @@ def sample(spec: tf.TensorSpec) -> tf.Tensor:
 
 
 def _nothing(count: int) -> Callable[[], Any]:
-    """A call with so many tensors that does nothing."""
+    """A call with a given number of tensors that does nothing."""
     tensors = [tf.constant(0.0)] * count
     call = direct(tf.function(lambda *each: each).get_concrete_function(*specs(tensors)))
     return lambda: call(*tensors)

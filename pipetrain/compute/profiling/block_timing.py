@@ -1,4 +1,4 @@
-"""Time consecutive blocks on a device as training would find it: pass by pass until the figures are steady."""
+"""Time consecutive blocks on a device under the conditions of training: pass by pass until the figures are steady."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Seconds(NamedTuple):
 def time_blocks(blocks: Sequence[Placed], device: str, others: Sequence[str]) -> Seconds:
     """Run the blocks forward and backward, pass by pass, until the figures are steady or ``AT_MOST_S`` are over.
 
-    A block that is run again and again would find its weights and buffers in the cache: a third too fast on a CPU.
-    Meanwhile the other devices run the same blocks, as they will be busy in training too: logical devices of one
-    processor share its memory, and TensorFlow's threads.
+    A block that is run repeatedly by itself would find its weights and buffers in the cache, and be a third too fast on
+    a CPU. The other devices run the same blocks at the same time, because they are busy in training too: logical
+    devices of one processor share its memory and TensorFlow's threads.
     """
     with ExitStack() as company:
         for other in others:
@@ -66,7 +66,7 @@ def _until_steady(once: Callable[[], TimedBlocks]) -> tuple[list[TimedBlocks], T
 
 
 def _empty_call(calls: Sequence[tuple[float, float]]) -> Callable[[int], float]:
-    """Seconds of a call that does nothing, by the number of its tensors: blocks in one function do not have them."""
+    """Seconds of an empty call, by the number of its tensors; blocks in one function do not have this overhead."""
     one, many = np.median(calls, axis=0)
     per_tensor_s = max(many - one, 0.0) / (2 * MANY - 2)
     return lambda tensors: float(one + (tensors - 2) * per_tensor_s)
@@ -74,7 +74,7 @@ def _empty_call(calls: Sequence[tuple[float, float]]) -> Callable[[int], float]:
 
 @contextmanager
 def _busy(blocks: Sequence[Placed], device: str) -> Iterator[None]:
-    """Meanwhile another thread runs the blocks on this device."""
+    """Run the blocks on this device in another thread during the context."""
     stop = threading.Event()
 
     def run() -> None:
@@ -100,7 +100,7 @@ class Timing(NamedTuple):
 
 
 def summary(taken: Sequence[float] | Floats) -> Timing:
-    """The median, and its error from the quartiles, which a few calls that were held up do not move.
+    """The median, and its error from the quartiles, which a few delayed calls do not change.
 
     ``1.25 * (q3 - q1) / 1.35 / sqrt(n)``, as for normally distributed times.
     """

@@ -1,4 +1,4 @@
-"""What decides on the kernels that TensorFlow runs on this machine: with others, a model costs something else."""
+"""What determines the kernels that TensorFlow runs on this machine, on which a model's cost depends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PROCESSOR = Path("/proc/cpuinfo")  # on Linux
 
 
 def kernels() -> tuple[str, ...]:
-    """The processor with what instructions it has, and the environment variables that switch kernels on or off."""
+    """The processor with its instruction sets, and the environment variables that switch kernels on or off."""
     chosen = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(CHOOSING))
     return platform.machine(), *_instructions(), *chosen
 

@@ -1,4 +1,4 @@
-"""What each block of a model has to do: matrix products and bytes, counted from shapes without running anything."""
+"""The operations of each block of a model: matrix products and bytes, counted from shapes without running anything."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ def analytic(model: keras.Model, batch_size: int, device: Device) -> Profile:
 
 
 def operation_counts(model: keras.Model, batch_size: int) -> list[Work]:
-    """What every block does forward for so many rows, and its bytes.
+    """The operations of every block's forward for a number of rows, and its bytes.
 
-    Matrix products are those of dense, convolution, LSTM and attention layers. All else, activations within those
-    layers included, counts by what it reads and writes. A block keeps all that it writes until its backward.
+    Matrix products are those of dense, convolution, LSTM and attention layers. All other operations, activations within
+    those layers included, are counted by the bytes that they read and write. A block keeps all that it writes until its
+    backward.
     """
     chain = Chain(model)
     return [
@@ -37,7 +38,7 @@ def operation_counts(model: keras.Model, batch_size: int) -> list[Work]:
 
 @dataclass
 class _Count:
-    """Of one layer call: products, other bytes, kernels for these, and bytes kept that are no outputs."""
+    """Counts of one layer call: products, other bytes, kernels for these, and bytes kept that are not outputs."""
 
     products: list[Product] = field(default_factory=list)
     moved_bytes: int = 0
@@ -83,7 +84,7 @@ def _dense(call: Call, rows: int) -> _Count:
 
 
 def _convolution(call: Call, rows: int) -> _Count:
-    """As one product: every position of the outputs by every number under the kernel; groups are products at once."""
+    """One product: every position of the outputs by every number under the kernel; groups are parallel products."""
     layer = call.operation
     *size, channels, filters = layer.kernel.shape
     outputs = call.node.output_tensors[0]

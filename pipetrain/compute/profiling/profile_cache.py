@@ -1,4 +1,4 @@
-"""Profiles kept on disk: a model is measured once, and so is always cut the same way on the same machine."""
+"""Profiles kept on disk: a model is measured once, so it is always cut the same way on the same machine."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def cached_profile(
 ) -> Profile:
     """The profile of a chain of such layers, at this batch size and for such inputs, measured at the first call.
 
-    ``place`` says where the device is, if it is another process's.
-    Kept under ``$XDG_CACHE_HOME/pipetrain`` (``~/.cache/pipetrain``); deleting the folder forgets all. Models with a
-    layer whose settings Keras cannot tell are measured every time.
+    ``place`` identifies the host of a device in another process. Profiles are kept under ``$XDG_CACHE_HOME/pipetrain``
+    (``~/.cache/pipetrain``); the folder may be deleted. Models with a layer whose settings Keras cannot serialize are
+    measured every time.
     """
     blocks = chain.blocks
     keys = [cost_key(block) for block in blocks]
@@ -63,7 +63,7 @@ def _read(path: Path) -> Profile | None:
 
 
 def _kept(measured: Profile, path: Path) -> Profile:
-    """What is read there from now on: if another process has measured meanwhile, its profile, which it trains by."""
+    """The profile that is kept: that of another process if it has measured at the same time."""
     part = path.with_suffix(f".{os.getpid()}")
     with suppress(OSError):  # a cache that cannot be written is no reason not to train
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -41,12 +41,13 @@ def profile(
         batch_size: rows of the minibatch to measure with, at least 1.
         device: the TensorFlow device to measure on.
         verbose: show a progress bar when it takes long.
-        input_shapes: what the inputs are like, without the batch, where the model leaves dimensions open: a tuple of
+        input_shapes: the shapes of the inputs, without the batch, where the model leaves dimensions open: a tuple of
             sizes such as ``(64, 64, 3)``; for several inputs, such tuples in a list in the inputs' order, or in a
             dictionary by their keys or names.
 
     Raises:
-        ValueError, TypeError: for a model whose layers cannot be seen, a batch size below 1, no such device, dimensions
+        ValueError, TypeError: for a model whose layer calls Keras does not record, a batch size below 1, an unknown
+        device, dimensions
             that are neither known nor given, or shapes that the model's inputs cannot have.
     """
     if isinstance(batch_size, bool) or not isinstance(batch_size, (int, np.integer)) or batch_size < 1:
@@ -56,7 +57,7 @@ def profile(
 
 
 def profile_chain(chain: Chain, batch_size: int, shapes: Shapes, device: str, verbose: bool) -> Profile:
-    """``profile`` of a model whose blocks, and the shapes of whose inputs, are known."""
+    """``profile`` of a model whose blocks and input shapes are known."""
     progress = Progress("Profiling the model's layers", 2 * len(chain.blocks) if verbose else 0)
     others = _others(device)
     with tf.device(device):
@@ -80,7 +81,7 @@ def profile_chain(chain: Chain, batch_size: int, shapes: Shapes, device: str, ve
 
 
 def _others(device: str) -> list[str]:
-    """Devices that are busy meanwhile: CPU devices beside one, of this process, or of a cluster's workers."""
+    """The devices kept busy during the measurement: other CPU devices of this process or of the workers."""
     cpus = [cpu.name for cpu in tf.config.list_logical_devices("CPU") if is_remote(cpu.name) == is_remote(device)]
     others = [cpu for cpu in cpus if device in cpus and cpu != device]
     return others if is_remote(device) else others[: len(cores()) - 1]  # each on a core of its own
@@ -89,7 +90,7 @@ def _others(device: str) -> list[str]:
 def _placed(
     chain: Chain, batch_size: int, shapes: Shapes, device: str, progress: Progress
 ) -> tuple[list[Placed], list[BlockProfile]]:
-    """Every block, run once, with its bytes."""
+    """Every block with its bytes, found by running it once."""
     # What each value is like: Keras does not know the shapes where the batch is not the first dimension throughout.
     given = zip(chain.crossing(0), chain.specs(0), shapes, strict=True)
     like = {value: _sized(tensor, batch_size, shape) for value, tensor, shape in given}
@@ -136,7 +137,7 @@ def _placed(
 
 
 def _windows(costs: Sequence[BlockProfile]) -> Iterator[tuple[int, int]]:
-    """Runs of blocks that are measured together: as many as surely fit beside the model on any device."""
+    """Runs of blocks that are measured together: as many as fit in memory beside the model on any device."""
     first, held = 0, 0
     for n, cost in enumerate(costs):
         needs = 3 * cost.weight_bytes + cost.activation_bytes  # a copy, its momentum, its gradients
@@ -148,7 +149,7 @@ def _windows(costs: Sequence[BlockProfile]) -> Iterator[tuple[int, int]]:
 
 
 def cost_key(block: Block) -> str | None:
-    """Equal for blocks that compute the same, whatever their names; None where Keras cannot tell a layer's settings."""
+    """Equal for blocks that compute the same, whatever their names; None if settings cannot be serialized."""
     keys = []
     for call in block.calls:
         try:

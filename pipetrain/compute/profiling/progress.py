@@ -1,4 +1,4 @@
-"""Keras' progress bar, for work that turns out to take a while."""
+"""Keras' progress bar, shown only for work that takes long."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PATIENCE_S = 1.0  # the bar appears after this long
 
 
 class Progress:
-    """A bar under a line that says what is done.
+    """A progress bar below a line that describes the work.
 
     Args:
         what: the line.
@@ -22,7 +22,7 @@ class Progress:
         self._bar: keras.utils.Progbar | None = None
 
     def show(self, done: int) -> None:
-        """So many steps are done."""
+        """Show that this many steps are done."""
         if not self._steps or (self._bar is None and time.perf_counter() - self._start_s < PATIENCE_S):
             return
         if self._bar is None:

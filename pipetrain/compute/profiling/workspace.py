@@ -1,4 +1,4 @@
-"""What a block's kernels have in memory for themselves while they run."""
+"""The temporary memory of a block's kernels while they run."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ CONFIG = tf.compat.v1.ConfigProto(
 
 
 class Workspace(NamedTuple):
-    """Bytes that a block has at its fullest beside its inputs, outputs, residuals and gradients.
+    """Peak bytes of a block other than its inputs, outputs, residuals and gradients.
 
-    ``whole_bytes`` for a minibatch, ``row_bytes`` for one row of it. They may be the same: a convolution may have room
-    for as many unfolded images as the processor's cache holds, however few there are.
+    ``whole_bytes`` for a minibatch, ``row_bytes`` for one row of it. They may be the same: a convolution may allocate
+    memory for as many unfolded images as the processor's cache holds, however few there are.
     """
 
     whole_bytes: int
@@ -35,7 +35,7 @@ class Workspace(NamedTuple):
 
 
 class _Used(NamedTuple):
-    """Bytes of the largest kernel beside its outputs; of all that a backward has at once; of the gradients in that."""
+    """Bytes of the largest kernel without its outputs; of a backward's peak; of the gradients at that peak."""
 
     kernel_bytes: int
     backward_bytes: int
@@ -43,7 +43,7 @@ class _Used(NamedTuple):
 
     @property
     def beside_bytes(self) -> int:
-        """What is neither outputs nor gradients."""
+        """The bytes that are neither outputs nor gradients."""
         return max(self.kernel_bytes, self.backward_bytes - self.gradient_bytes)
 
 
@@ -52,9 +52,9 @@ def workspace(
 ) -> Workspace:
     """The workspace of a block with inputs like these, of so many rows.
 
-    TensorFlow's own account of a step's allocations says it, on whatever device and with whatever kernels; of another
-    process's device, on this one's of that kind. It is 0 where there is no such account: for a block that holds
-    resources.
+    It is taken from TensorFlow's statistics of a step's allocations, on any device and with any kernels; for another
+    process's device, from a device of the same kind in this process. It is 0 where there are no statistics: for a block
+    that holds resources.
     """
     try:
         used = _used(functions, segment, inputs, device)
@@ -105,7 +105,7 @@ def _step(functions: BlockFunctions) -> Any:
 
 
 def _account(step: Any, arguments: Sequence[tf.Tensor], device: str) -> list[Any]:
-    """What each operation of the step has allocated, and when, at its second run: the first one chooses kernels."""
+    """The allocations of each operation of the step, with times, in its second run: the first one chooses kernels."""
     graph, spec = tf.Graph(), tf.DeviceSpec.from_string(device)
     here = f"{spec.device_type}:{0 if spec.device_type == 'CPU' else spec.device_index}"
     with graph.as_default(), tf.device(here):
@@ -121,7 +121,7 @@ def _account(step: Any, arguments: Sequence[tf.Tensor], device: str) -> list[Any
 
 
 def _allocations(account: Sequence[Any]) -> Iterator[tuple[int, int]]:
-    """When a backward allocates, and how much; what it gives back is less than 0, and first within a microsecond."""
+    """The times and bytes of a backward's allocations; frees are negative, and first within a microsecond."""
     for node in account:
         if node.node_name.startswith(BACKWARD):
             for used in node.memory:

@@ -1,1 +1,1 @@
-"""Refusals: what would go wrong later is named before training starts. There is a module for each kind of thing."""
+"""Refusals: errors before training starts for what would fail later. There is a module for each kind of object."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from pipetrain.run.stage_work import StageWork
 from pipetrain.schemes.arguments import checked_bool, is_count
 from pipetrain.schemes.schedules import groups_of
 from pipetrain.schemes.scheme import Scheme
@@ -63,11 +64,11 @@ def check_schedule(scheme: Scheme, stages: int, microbatches: int) -> None:
     check(scheme, stages, microbatches)
     devices, groups = scheme.schedule.devices(stages), groups_of(1, microbatches)
     actions = [each for device in range(devices) for each in scheme.schedule.order(device, devices, groups)]
-    halves = next((each for each in actions if each.op not in ("F", "B")), None)
-    if halves is not None:
+    other = next((each for each in actions if each.op not in StageWork.carries_out), None)
+    if other is not None:
         raise ValueError(
-            f"Training carries out F and B; other operations can be planned and simulated. Received: {halves} in the "
-            f"schedule of {scheme.name!r}. Try B where it has I and W, or FB."
+            f"Training carries out {', '.join(StageWork.carries_out)}; other operations can be planned and simulated. "
+            f"Received: {other} in the schedule of {scheme.name!r}. Try B where it has I and W."
         )
 
 
@@ -78,7 +79,7 @@ def checked_microbatches(microbatches: int | None, scheme: Scheme, stages: int) 
     least = scheme.least_microbatches(stages)
     if microbatches is not None and microbatches < least:
         raise ValueError(
-            f"{scheme.name!r} needs at least as many microbatches as there are stages but one: fewer do not give it "
-            f"its weights in time. Received: microbatches={microbatches}, {stages} stages. Try microbatches={stages}."
+            f"{scheme.name!r} needs at least {least} microbatches with {stages} stages: fewer do not give it its "
+            f"weights in time. Received: microbatches={microbatches}, {stages} stages. Try microbatches={stages}."
         )
     return int(microbatches or 0) or max(DEFAULT_MICROBATCHES, stages if least > 1 else 1)

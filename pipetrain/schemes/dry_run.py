@@ -1,0 +1,192 @@
+"""A dry run of orders in unit time: proves that they are complete and finish, and draws them as a text grid."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from pipetrain.schemes.actions import HELD, OPERATIONS, SENT, Action, Value
+from pipetrain.schemes.schedules import Order, groups_of
+
+Step = list[Action | None]
+Made = set[tuple[Value, int, int]]  # a value, whose stage's it is, and of which microbatch
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot run: the message names the action, and holds the grid as far as it went."""
+
+
+class Feed(NamedTuple):
+    """How minibatches arrive, as in training.
+
+    The caller posts each group at most ``ahead`` after the last one that it has the result of: when every stage has
+    done with it where the pipeline ``flushes``, else when the last stage has gone forward. Device d asks its order for
+    group n after ``asked_after[d][n]`` actions.
+    """
+
+    groups: Sequence[range]
+    asked_after: Sequence[Sequence[int]]
+    ahead: int
+    flushes: bool
+
+    def results(self, actions: Sequence[Action], stages: int) -> list[int]:
+        """For each group, how many of all these actions its result waits for."""
+        counts = Counter(each.microbatch for each in actions if self.reports(each, stages))
+        return [sum(counts[m] for m in group) for group in self.groups]
+
+    def reports(self, action: Action, stages: int) -> bool:
+        """Whether a group's result waits for the action."""
+        return self.flushes or (action.stage == stages - 1 and "outputs" in action.operation.makes)
+
+    def arrived(self, device: int, position: int, first: int, posted: int, made: Made) -> bool:
+        """Whether all groups are there that the device, whose first stage this is, asks for up to this action."""
+        asked = sum(after <= position for after in self.asked_after[device])
+        if not asked:
+            return True
+        return asked <= posted if first == 0 else ("outputs", first - 1, self.groups[asked - 1][0]) in made
+
+
+@lru_cache(maxsize=256)
+def waiting(order: Order, devices: int, microbatches: int) -> float:
+    """The units of time in which the busiest device waits, per unit in which it works, from empty to empty again."""
+    actions = [list(order(device, devices, groups_of(1, microbatches))) for device in range(devices)]
+    return len(replay(actions)) / max(map(len, actions)) - 1
+
+
+def replay(orders: Sequence[Sequence[Action]], feed: Feed | None = None, stages: int | None = None) -> list[Step]:
+    """Run every device's order with one unit of time per action; returns what each device did in each unit.
+
+    An action starts once all that its operation needs is there, see ``actions.OPERATIONS``, and what its device has
+    asked for has arrived; without ``feed`` all minibatches are there at first: those that some action is of. There are
+    as many stages as are named, if their number is not given.
+
+    Raises ScheduleError when an action is missing, doubled or of no such stage or microbatch, when one stands before
+    what it needs, when microbatches overtake each other, and when no device can go on.
+    """
+    every = [action for order in orders for action in order]
+    stages = stages or 1 + max((action.stage for action in every), default=0)
+    check_complete(every, stages, [m for group in feed.groups for m in group] if feed else None)
+    _check_sequence(orders, stages)
+    made: Made = set()
+    firsts = [min((action.stage for action in order), default=0) for order in orders]
+    waiting = feed.results(every, stages) if feed else []
+    position, taken = [0] * len(orders), 0
+    steps: list[Step] = []
+    while any(position[k] < len(order) for k, order in enumerate(orders)):
+        while feed and taken < len(waiting) and not waiting[taken]:
+            taken += 1
+        step: Step = [None] * len(orders)
+        for k, order in enumerate(orders):
+            if position[k] == len(order) or _missing(order[position[k]], stages, made):
+                continue
+            if feed is None or feed.arrived(k, position[k], firsts[k], taken + feed.ahead, made):
+                step[k] = order[position[k]]
+        if not any(step):
+            raise ScheduleError("Deadlock: no device can go on.\n" + _stuck(orders, steps, position, stages, made))
+        for k, action in enumerate(step):
+            if action is not None:
+                made.update((value, action.stage, action.microbatch) for value in action.operation.makes)
+                position[k] += 1
+                if feed and feed.reports(action, stages):
+                    waiting[action.microbatch // len(feed.groups[0])] -= 1
+        steps.append(step)
+    return steps
+
+
+def grid(steps: Sequence[Step]) -> str:
+    """The dry run as text: a row per device, a column per unit of time, ``.`` where it waits.
+
+    Stages are named where devices have several: ``2F3`` for stage 2, forward, microbatch 3.
+    """
+    several = any(action is not None and action.stage != k for step in steps for k, action in enumerate(step))
+    rows = []
+    for device in range(len(steps[0])):
+        named = [str(action) if several else str(action)[len(str(action.stage)) :] for action in _of(steps, device)]
+        names = iter(named)
+        cells = [next(names) if step[device] else "." for step in steps]
+        rows.append(f"{device}: " + " ".join(f"{cell:<{4 if several else 3}}" for cell in cells).rstrip())
+    return "\n".join(rows)
+
+
+def _of(steps: Sequence[Step], device: int) -> list[Action]:
+    return [action for step in steps if (action := step[device]) is not None]
+
+
+def _missing(action: Action, stages: int, made: Made) -> list[str]:
+    """For people: what the action needs that is not there."""
+    return [
+        f"{need.value} of stage {action.stage + need.stage}"
+        for need in action.operation.needs
+        if 0 <= action.stage + need.stage < stages
+        and (need.value, action.stage + need.stage, action.microbatch) not in made
+    ]
+
+
+def check_complete(actions: Sequence[Action], stages: int, given: Sequence[int] | None) -> None:
+    """Raise ScheduleError unless every microbatch goes forward once at every stage, and back once, whole or in halves.
+
+    The microbatches are those ``given``, or else those that some action is of.
+    """
+    counts = Counter(actions)
+    microbatches = sorted({action.microbatch for action in counts}) if given is None else given
+    known = {*microbatches}
+    for action, count in counts.items():
+        if count > 1:
+            raise ScheduleError(f"{action} stands {count} times in the orders, not once.")
+        if action.microbatch not in known or not 0 <= action.stage < stages:
+            raise ScheduleError(f"{action} is of no such stage or microbatch: there are {stages} stages.")
+    for microbatch in microbatches:
+        for stage in range(stages):
+            _check_operations([op for op in OPERATIONS if (op, stage, microbatch) in counts], stage, microbatch)
+
+
+def _check_operations(ops: Sequence[str], stage: int, microbatch: int) -> None:
+    """What a stage does with one microbatch makes all that it needs, every value once, and frees what it keeps."""
+
+    def named(op: str) -> str:
+        return f"{stage}{op}{microbatch}"
+
+    made = Counter(value for op in ops for value in OPERATIONS[op].makes)
+    forwards = [op for op in ops if "outputs" in OPERATIONS[op].makes]
+    if len(forwards) != 1:
+        told = " stands beside ".join(map(named, forwards)) or f"{named('F')} is missing"
+        raise ScheduleError(f"{told}: a stage's forward comes once.")
+    needed = {need.value for op in ops for need in OPERATIONS[op].needs if not need.stage}
+    if needed - {*made} or max(made.values()) > 1:
+        given = ", ".join(named(op) for op in ops if op not in forwards)
+        raise ScheduleError(f"The backward of {named(forwards[0])} is B, or I and W; it is given {given}.")
+    for op in ops:
+        for value in {*OPERATIONS[op].makes} & HELD:
+            frees = [each for each in OPERATIONS if value in OPERATIONS[each].frees]
+            if not {*frees} & {*ops}:
+                raise ScheduleError(f"{named(frees[0])} is missing: {named(op)} has no {OPERATIONS[frees[0]].about}.")
+
+
+def _check_sequence(orders: Sequence[Sequence[Action]], stages: int) -> None:
+    """What a stage sends arrives in the order of its sending: its neighbour takes microbatches in the same order."""
+    of_stage: list[list[Action]] = [[] for _ in range(stages)]
+    for order in orders:
+        for action in order:
+            of_stage[action.stage].append(action)
+    for stage, actions in enumerate(of_stage):
+        for value, towards in SENT.items():
+            if not 0 <= stage + towards < stages:
+                continue
+            sent = [action for action in actions if value in action.operation.makes]
+            taken = [each for each in of_stage[stage + towards] if (value, -towards) in each.operation.needs]
+            for gives, takes in zip(sent, taken, strict=False):
+                if gives.microbatch != takes.microbatch:
+                    raise ScheduleError(f"Microbatches overtake each other: {takes} comes where {gives} has sent.")
+
+
+def _stuck(
+    orders: Sequence[Sequence[Action]], steps: Sequence[Step], position: Sequence[int], stages: int, made: Made
+) -> str:
+    rows = grid(steps).split("\n") if steps else [f"{device}:" for device in range(len(orders))]
+    for device, order in enumerate(orders):
+        if position[device] < len(order):
+            missing = _missing(order[position[device]], stages, made) or ["a minibatch that is posted after it"]
+            rows[device] += f"  {order[position[device]]} <-- ERROR HERE: needs {', '.join(missing)}"
+    return "\n".join(rows)
