@@ -81,7 +81,7 @@ class Running:
         self._boxes += [box for reduction in reductions for box in reduction.mailboxes]
         norm = GlobalNorm(cast("list[list[Stage]]", self._stages)) if self._stages[0][0].global_clipnorm else None
         self._boxes += norm.mailboxes if norm else []
-        self.entrance = cast(Sender, _sender(down[0], self._stages[0], 0, 1))
+        self.entrance = _sender(down[0], self._stages[0], 0, 1)
         works: list[list[StageWork]] = [[] for _ in self._stages]
         last = len(self._stages) - 1
         for k, stage in enumerate(self._stages):
