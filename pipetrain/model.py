@@ -193,5 +193,5 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
         self.compiled = False  # what is refused below must not be trained with
         if self.optimizer is None:
             raise ValueError("Training needs an optimizer. Received: optimizer=None. Try keras.optimizers.SGD(1e-2).")
-        self._strategy.compiled(self, loss)
+        self._strategy.compiled(self, loss, settings.get("jit_compile", "auto"))
         self.compiled = True

@@ -110,14 +110,15 @@ def crossentropy(**settings):
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True, **settings)
 
 
-def pipeline(model=None, optimizer=None, **settings):
+def pipeline(model=None, optimizer=None, jit_compile="auto", **settings):
     """A compiled PipelineModel, the MLP in three stages unless told otherwise."""
     model = mlp() if model is None else model
     if "stages" not in settings and "cuts" not in settings:
         copies = settings.get("scheme") == "data-parallel" and settings.get("devices")
         settings |= {} if copies else parts(settings.get("scheme"), *cuts(6, 3))
     pm = pipetrain.PipelineModel(model, **settings)
-    pm.compile(optimizer or keras.optimizers.SGD(0.05, momentum=0.9), loss=crossentropy(), metrics=["accuracy"])
+    optimizer = optimizer or keras.optimizers.SGD(0.05, momentum=0.9)
+    pm.compile(optimizer, loss=crossentropy(), metrics=["accuracy"], jit_compile=jit_compile)
     return pm
 
 

@@ -264,10 +264,6 @@ def test_automatic_loss_scaling_is_refused():
         compiled("1f1b", optimizer=keras.optimizers.LossScaleOptimizer(SGD(0.1)))
 
 
-def test_jit_compile_changes_nothing():
-    assert_alike(train, lambda: {"metrics": ["accuracy"], "jit_compile": True})
-
-
 @pytest.mark.parametrize("wanted", [None, False, True])
 def test_tensorflow_tunes_no_data_set_that_does_not_ask_for_it(wanted):
     """Else the end of an epoch may wait as long again as the epoch took for the thread that tunes."""

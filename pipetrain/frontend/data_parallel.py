@@ -151,7 +151,7 @@ class DataParallelStrategy:
         """Whether the optimizer of ``compile`` has made other steps since its copy was last like it."""
         return int(self._replaced[0].iterations.numpy()) != self._given_steps
 
-    def compiled(self, owner: keras.Model, loss: Any) -> None:
+    def compiled(self, owner: keras.Model, loss: Any, jit_compile: Any) -> None:
         """Keras has compiled the owner with an optimizer of the copy's."""
         check_optimizer(owner.optimizer, DATA_PARALLEL, None, self.placement.stages)
         self.optimizer = owner.optimizer

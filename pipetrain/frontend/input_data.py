@@ -9,7 +9,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from pipetrain.compute.functions.weight_binding import any_rows, direct
+from pipetrain.compute.functions.kernels import direct
+from pipetrain.compute.functions.weight_binding import any_rows
 from pipetrain.compute.graph.input_shapes import Shapes
 from pipetrain.compute.tensorflow_private import type_spec_of
 from pipetrain.frontend.checks.data import checked_inputs, is_array

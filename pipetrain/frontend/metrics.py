@@ -9,9 +9,10 @@ from typing import Any, Protocol
 import keras
 import tensorflow as tf
 
+from pipetrain.compute.functions.kernels import direct
 from pipetrain.compute.functions.stage_values import BoundaryTensors
 from pipetrain.compute.functions.undone import undone
-from pipetrain.compute.functions.weight_binding import any_rows, direct
+from pipetrain.compute.functions.weight_binding import any_rows
 from pipetrain.compute.keras_private import built_when_traced, compiled_loss, set_mask, update_loss
 from pipetrain.run.collector import Result
 from pipetrain.run.window import Minibatch

@@ -45,7 +45,7 @@ class PipelineStrategy:
         self.model = self.trained = model
         self.placement, self.microbatches = placement, placement.training.microbatches
         self.distribution = Untuned(tf.distribute.get_strategy())
-        self.evaluator = Evaluator(model, placement)
+        self.evaluator = Evaluator(model, placement, lambda: self._is_compiled)
         self._scheme = scheme
         self._last_compilation: Compilation | None = None
         self._stages = OptimizedStages()
@@ -67,12 +67,18 @@ class PipelineStrategy:
         """The optimizer and the other arguments of ``compile``, as they are."""
         return optimizer, settings
 
-    def compiled(self, owner: keras.Model, loss: Any) -> None:
+    def compiled(self, owner: keras.Model, loss: Any, jit_compile: Any) -> None:
         """The optimizer and the loss are new: stages are made anew when the next ``fit`` begins."""
-        compilation = Compilation(owner, loss, self._scheme, self.placement, self._counted, self._metrics_built)
+        compiled = jit_compile is True and bool(owner.jit_compile)  # which Keras leaves on where all layers have it
+        placement, counted = self.placement, self._counted
+        compilation = Compilation(owner, loss, compiled, self._scheme, placement, counted, self._metrics_built)
         if compilation.optimizer is not self.optimizer:
             self._stages = OptimizedStages()
         self._last_compilation, self._pipeline = compilation, None
+
+    @property
+    def _is_compiled(self) -> bool:
+        return self._last_compilation is not None and self._last_compilation.compiled
 
     def _metrics_built(self) -> None:
         if self._fit is not None:
@@ -104,8 +110,10 @@ class PipelineStrategy:
     def _make_pipeline(self, rows: int) -> None:
         """Make the stages for this compilation; compiled again, the same optimizer keeps what it has gathered."""
         with gc_paused():
-            weights = self.model.trainable_variables
-            made = self.placement.build(rows, self.optimizer, self._compilation.metrics.loss, self._scheme)
+            weights, compilation = self.model.trainable_variables, self._compilation
+            made = self.placement.build(
+                rows, self.optimizer, compilation.metrics.loss, self._scheme, compilation.compiled
+            )
             stages = OptimizedStages(made, weights)
             stages.go_on_from(self._stages)
             self._stages = stages

@@ -207,9 +207,14 @@ class Placement:
                     )
 
     def build(
-        self, batch_size: int, optimizer: keras.optimizers.Optimizer, loss: LossFunction, scheme: Scheme
+        self,
+        batch_size: int,
+        optimizer: keras.optimizers.Optimizer,
+        loss: LossFunction,
+        scheme: Scheme,
+        compiled: bool,
     ) -> list[list[Stage]]:
-        """Every stage's replicas, each on its device, those of the last with the loss."""
+        """Every stage's replicas, each on its device, those of the last with the loss; whether XLA compiles them."""
         ends = self.ends or cut_points(self.chain.blocks, self.partition(batch_size, verbose=True).cuts)
         losses, recompute = [*[None] * (self.stages - 1), loss], self.training.recompute
         return [
@@ -222,15 +227,17 @@ class Placement:
                     recompute,
                     scheme.rule(k, self.stages, self.training.microbatches),
                     divided=self.training.microbatches * len(on) > 1,
+                    compiled=compiled,
                 )
                 for device in on
             ]
             for k, (segment, on) in enumerate(self._placed(ends))
         ]
 
-    def inferences(self, ends: Sequence[int]) -> list[list[Inference]]:
-        """Every stage's replicas for a pipeline that only runs forwards."""
-        return [[Inference(segment, device, len(on) > 1) for device in on] for segment, on in self._placed(ends)]
+    def inferences(self, ends: Sequence[int], compiled: bool = False) -> list[list[Inference]]:
+        """Every stage's replicas for a pipeline that only runs forwards; whether XLA compiles them."""
+        placed = self._placed(ends)
+        return [[Inference(segment, device, len(on) > 1, compiled) for device in on] for segment, on in placed]
 
     def _placed(self, ends: Sequence[int]) -> list[tuple[Segment, list[str]]]:
         """Every stage's blocks and the devices of its replicas."""

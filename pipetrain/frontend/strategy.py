@@ -47,7 +47,7 @@ class Strategy(Resumable, Protocol):
     def keras_arguments(self, optimizer: Any, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The optimizer and the other arguments of ``compile``, as Keras is to get them."""
 
-    def compiled(self, owner: keras.Model, loss: Any) -> None:
+    def compiled(self, owner: keras.Model, loss: Any, jit_compile: Any) -> None:
         """Keras has compiled the owner, a PipelineModel. Raises ValueError, by name, for what cannot be exact."""
 
     def begin(self, session: FitSession) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from pipetrain.compute.functions.graph_rewrite import inlined, updated_one_by_one
-from pipetrain.compute.functions.packed import packed_specs, unpacked
+from pipetrain.compute.functions.packed import Packing
 from pipetrain.compute.functions.split import SplitFunction
 from pipetrain.compute.functions.weight_binding import BoundFunction, Weights
 
@@ -60,9 +60,10 @@ class Backward:
         handles: Sequence[tf.Tensor],
         staleness: tf.TensorSpec | None,
         timed: bool,
+        packing: Packing,
     ) -> None:
         self._halves, self._bound, self._apply, self._handles = halves, bound, apply, handles
-        self._staleness, self._timed = staleness, timed
+        self._staleness, self._timed, self._packing = staleness, timed, packing
         self._calls: dict[Parts, BoundFunction] = {}
         self._begun, self._ran = 0, tf.Variable(tf.zeros([], tf.int64), trainable=False)  # calls with a forward
 
@@ -92,7 +93,7 @@ class Backward:
         forward, backward = self._halves.forward, self._halves.backward
         weights, residuals, output_gradients = backward.structured_input_signature[0]
         like = backward.structured_outputs[0]
-        given = forward.structured_input_signature[0][1:] if parts.runs else packed_specs(residuals)
+        given = forward.structured_input_signature[0][1:] if parts.runs else self._packing.specs(residuals)
 
         def call(weights: Any, given: Any, output_gradients: Any, staleness: Any, total: Gradients | None) -> Results:
             ran = ran_at_s = None
@@ -103,7 +104,7 @@ class Backward:
                     ran_at_s = tf.timestamp() if self._timed else None
                 with tf.control_dependencies([counted]):
                     output_gradients = [tf.identity(start) for start in output_gradients]
-            gradients, by_input = inlined(backward, weights, unpacked(given, residuals), output_gradients)
+            gradients, by_input = inlined(backward, weights, self._packing.unpack(given, residuals), output_gradients)
             if total is not None:
                 gradients = added(total, gradients, like)
             if parts.updates:

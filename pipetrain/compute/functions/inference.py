@@ -8,11 +8,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from pipetrain.compute.functions.kernels import Kernels
 from pipetrain.compute.functions.penalties import summed_over_rows, total_penalty
 from pipetrain.compute.functions.split import specs
 from pipetrain.compute.functions.stage import Stage, state_of
 from pipetrain.compute.functions.stage_values import BoundaryTensors, Forward
-from pipetrain.compute.functions.weight_binding import Newest, Weights, any_rows, direct
+from pipetrain.compute.functions.weight_binding import Newest, Weights, any_rows
 from pipetrain.compute.graph.segment import Segment
 from pipetrain.compute.keras_private import mask_of
 
@@ -27,14 +28,16 @@ class Inference:
         segment: the blocks.
         device: a TensorFlow device name.
         divided: whether it is given a replica's rows of a minibatch.
+        compiled: whether XLA compiles it.
     """
 
     recompute = False
     unreached: Sequence[int] = ()  # there are no gradients
     global_clipnorm: float | None = None
 
-    def __init__(self, segment: Segment, device: str, divided: bool = False) -> None:
+    def __init__(self, segment: Segment, device: str, divided: bool = False, compiled: bool = False) -> None:
         self.segment, self.device, self._divided = segment, device, divided
+        self._kernels = Kernels(compiled, segment.about)
         self.variables: list[keras.Variable] = []  # none is updated here
         self._traced_for: Sequence[Any] | None = None
         self._weights: list[tf.Tensor] = []
@@ -52,7 +55,7 @@ class Inference:
                 concrete = self._traced(inputs, list(masks))
             output = concrete.structured_outputs[0]
             self._masks = [mask if mask is None else tf.TensorSpec(mask.shape, mask.dtype) for mask in output.masks]
-            self._forward = direct(concrete)
+            self._forward = self._kernels.of(concrete)
             self._traced_for = list(masks)  # at last: an interrupt may have come before
         return self._masks
 

@@ -6,7 +6,8 @@ tensor of another process takes a message.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -34,6 +35,18 @@ def unpacked(given: Sequence[tf.Tensor], specs: Sequence[tf.TensorSpec]) -> list
     together = [spec for spec in specs if spec.dtype not in APART]
     apart, values = iter(given[bool(together) :]), iter(_values(given[0], together) if together else ())
     return [next(apart) if spec.dtype in APART else next(values) for spec in specs]
+
+
+class Packing(NamedTuple):
+    """How residuals leave a function and enter another: what is made of them, its specs, and the way back."""
+
+    pack: Callable[[list[tf.Tensor]], list[tf.Tensor]]
+    specs: Callable[[Sequence[tf.TensorSpec]], list[tf.TensorSpec]]
+    unpack: Callable[[Sequence[tf.Tensor], Sequence[tf.TensorSpec]], list[tf.Tensor]]
+
+
+PACKED = Packing(packed, packed_specs, unpacked)
+SEPARATE = Packing(list, list, lambda given, specs: list(given))
 
 
 def _values(pack: tf.Tensor, specs: Sequence[tf.TensorSpec]) -> Sequence[tf.Tensor]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from pipetrain.compute.functions.graph_rewrite import showing, without
-from pipetrain.compute.functions.packed import packed, packed_specs, unpacked
+from pipetrain.compute.functions.packed import Packing
 from pipetrain.compute.functions.split import specs
 
 
@@ -23,7 +23,7 @@ class Repeatable(NamedTuple):
     again: Any
 
 
-def repeatable(forward: Any) -> Repeatable | None:
+def repeatable(forward: Any, packing: Packing) -> Repeatable | None:
     """The two runs of a concrete ``forward(*arguments) -> (aux, residuals)``; None if it can be repeated as it is."""
     stateful = [each for each in forward.graph.get_operations() if each.op_def.is_stateful]
     if not stateful:
@@ -34,13 +34,13 @@ def repeatable(forward: Any) -> Repeatable | None:
 
     def first(*given: Any) -> Any:
         (aux, _), drawn = showing(forward, made, *given)
-        return aux, packed(drawn)
+        return aux, packing.pack(drawn)
 
     def again(*given: Any) -> Any:
         *given_to_first, drawn = given
-        values = dict(zip([each.name for each in made], unpacked(drawn, specs(made)), strict=True))
+        values = dict(zip([each.name for each in made], packing.unpack(drawn, specs(made)), strict=True))
         return without(forward, stateful, values, *given_to_first)
 
     traced = [tf.function(each, autograph=False) for each in (first, again)]
-    drawn = packed_specs(specs(made))
+    drawn = packing.specs(specs(made))
     return Repeatable(traced[0].get_concrete_function(*arguments), traced[1].get_concrete_function(*arguments, drawn))

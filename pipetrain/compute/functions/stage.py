@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from pipetrain.compute.cores import is_prompt, is_remote
 from pipetrain.compute.functions.backward import Backward, Parts, added
-from pipetrain.compute.functions.packed import packed
+from pipetrain.compute.functions.kernels import Kernels
 from pipetrain.compute.functions.penalties import penalty_gradient, summed_over_rows, total_penalty
 from pipetrain.compute.functions.repeat import repeatable
 from pipetrain.compute.functions.split import SplitFunction, specs, split
@@ -24,7 +24,7 @@ from pipetrain.compute.functions.stage_values import (
     SavedForBackward,
     Step,
 )
-from pipetrain.compute.functions.weight_binding import BoundFunction, Newest, Weights, direct
+from pipetrain.compute.functions.weight_binding import BoundFunction, Newest, Weights
 from pipetrain.compute.graph.segment import Segment
 from pipetrain.compute.keras_private import mask_of
 from pipetrain.compute.optimizer.adoption import Part
@@ -55,6 +55,7 @@ class Stage:
         recompute: keep a forward's inputs instead of its residuals, and run it again before its backward.
         rule: what its updates do in addition to the optimizer's own step.
         divided: whether it is given parts of a minibatch, microbatches or a replica's rows.
+        compiled: whether XLA compiles its functions.
     """
 
     def __init__(
@@ -66,8 +67,9 @@ class Stage:
         recompute: bool = False,
         rule: UpdateRule = UpdateRule(),  # noqa: B008 - a tuple, never changed
         divided: bool = False,
+        compiled: bool = False,
     ) -> None:
-        self._divided = divided
+        self._divided, self._kernels = divided, Kernels(compiled, segment.about)
         self.segment, self.device, self.recompute, self._loss = segment, device, recompute, loss
         self._rule = rule
         self._missing: list[int] = []  # numbers of the weights that no gradient reaches
@@ -80,7 +82,7 @@ class Stage:
             self.optimizer.build(self.variables)
             self._optimizer_step = Update(self.optimizer, self.variables, rule, lambda: self._among(self.variables))
             weights = tf.function(list, autograph=False).get_concrete_function(specs(self._weights))
-            self._read = self._bound(weights)
+            self._read = self._bound(weights, Kernels())
         self._state: list[tf.Tensor] = []
         self._constants: dict[Any, tf.Tensor] = {}
         self._learning_rate: float | None = None
@@ -153,13 +155,13 @@ class Stage:
         differentiable, constants = self._sorted(BoundaryTensors(inputs, list(masks)), targets)
         with tf.device(self.device):
             halves = self._split(masks, differentiable, constants)
-            twice = repeatable(halves.forward) if self.recompute else None
+            twice = repeatable(halves.forward, self._kernels.packing) if self.recompute else None
             self._forward, self._gradient_specs = self._bound(twice.first if twice else halves.forward), halves.outputs
             self._again = self._bound(twice.again) if twice else self._forward
             self._draws = twice is not None
             handles = [variable.value.handle for variable in self.variables]
-            timed = is_prompt(self.device)
-            self._backward = Backward(halves, self._bound, self._step, handles, self._staleness, timed)
+            timed, packing = is_prompt(self.device) and not self._kernels.compiled, self._kernels.packing
+            self._backward = Backward(halves, self._bound, self._step, handles, self._staleness, timed, packing)
             self._gradients = halves.backward.structured_outputs[0]
             reached = iter(halves.reached)
             self.unreached = [n for n, flow in enumerate(self.segment.differentiable) if flow and not next(reached)]
@@ -172,7 +174,7 @@ class Stage:
 
     def _split(self, masks: Any, differentiable: Any, constants: Any) -> SplitFunction:
         self._added, self._summed = 0, []
-        given = specs(self._weights), specs(self._model_state), differentiable, constants, packed
+        given = specs(self._weights), specs(self._model_state), differentiable, constants, self._kernels.packing.pack
         halves = split(self._run, *given)
         if self._divided and self._added:
             self._summed = summed_over_rows(self.segment, masks, training=True)
@@ -181,8 +183,7 @@ class Stage:
 
     def _trace_update(self) -> Any:
         squares = tf.TensorSpec([None], SQUARED_NORM.dtype) if self.global_clipnorm else None
-        step = tf.function(self._step, autograph=False)
-        return direct(step.get_concrete_function(self._gradients, squares, self._staleness))
+        return self._kernels.op(self._step, self._gradients, squares, self._staleness)
 
     def _step(self, gradients: list[Any], squared_norms: tf.Tensor | None, staleness: tf.Tensor | None) -> None:
         if squared_norms is not None and self.global_clipnorm:
@@ -263,8 +264,7 @@ class Stage:
     def squared_norm(self, gradients: list[Any]) -> tf.Tensor:
         """The squared norm of the stage's gradients, a part of that of all stages; with ``global_clipnorm`` only."""
         if self._squared_norm is None:
-            norm = tf.function(squared_norm, autograph=False)
-            self._squared_norm = direct(norm.get_concrete_function(self._gradients))
+            self._squared_norm = self._kernels.op(squared_norm, self._gradients)
         return self._squared_norm(gradients)
 
     def update(self, gradients: list[Any], step: Step, squared_norms: tf.Tensor | None = None) -> None:
@@ -300,8 +300,9 @@ class Stage:
             self._constants[value, dtype] = tf.constant(value, dtype)
         return self._constants[value, dtype]
 
-    def _bound(self, concrete: Any) -> BoundFunction:
-        return BoundFunction(concrete, self.variables, self._optimizer_step.predicted, self._constant)
+    def _bound(self, concrete: Any, kernels: Kernels | None = None) -> BoundFunction:
+        predicted = self._optimizer_step.predicted
+        return BoundFunction(concrete, self.variables, predicted, self._constant, kernels or self._kernels)
 
     def _sorted(self, values: BoundaryTensors, targets: Any) -> tuple[list[Any], Any]:
         """The inputs that need a gradient, and all other inputs."""

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from pipetrain.compute.functions.flattening import packer, unpacker
 from pipetrain.compute.functions.graph_rewrite import inlined, made_when_needed
-from pipetrain.compute.gc_pause import gc_paused
+from pipetrain.compute.functions.kernels import Kernels
 
 
 class Newest(NamedTuple):
@@ -33,6 +32,7 @@ class BoundFunction:
         variables: the stage's variables.
         predicted: their values so many updates ahead, for a scalar tensor.
         constant: a number as a tensor of a type, on the stage's device.
+        kernels: what runs it.
     """
 
     def __init__(
@@ -41,8 +41,10 @@ class BoundFunction:
         variables: Sequence[keras.Variable],
         predicted: Callable[[tf.Tensor], list[tf.Tensor]],
         constant: Callable[[float, tf.DType], tf.Tensor],
+        kernels: Kernels,
     ) -> None:
-        self._given = direct(call)
+        self._kernels = kernels
+        self._given = kernels.of(call)
         self._call, self._variables, self._predicted, self._constant = call, variables, predicted, constant
         self._others = call.structured_input_signature[0][1:]
         self._newest: Any = None
@@ -70,27 +72,7 @@ class BoundFunction:
         return result
 
     def _trace(self, function: Callable[..., Any], *first: tf.TensorSpec) -> Any:
-        with gc_paused():
-            return direct(tf.function(function, autograph=False).get_concrete_function(*first, *self._others))
-
-
-def direct(concrete: Any) -> Callable[..., Any]:
-    """The same function as a single op, run on the caller's thread.
-
-    A concrete function's own call checks every argument against its spec and hands the work to another thread, which
-    costs as much as a small stage. The functions called here have been traced for exactly these arguments.
-    """
-    captured = concrete.captured_inputs
-    types = [tensor.dtype.as_datatype_enum for tensor in concrete.outputs]  # what TensorFlow would look up in each call
-    unpack, pack = unpacker(concrete.structured_input_signature[0]), packer(concrete.structured_outputs)
-
-    def call(*arguments: Any) -> Any:
-        tensors: list[Any] = []
-        unpack(arguments, tensors)
-        tensors += captured
-        return pack(iter(tf.raw_ops.StatefulPartitionedCall(args=tensors, Tout=types, f=concrete)))
-
-    return call
+        return self._kernels.op(function, *first, *self._others)
 
 
 def any_rows(values: Any) -> Any:

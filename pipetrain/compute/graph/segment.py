@@ -61,6 +61,12 @@ class Segment(keras.Layer):
         self.differentiable, self.returns = list(differentiable), list(returns)
         self.built = True
 
+    @property
+    def about(self) -> str:
+        """Its layers, as text."""
+        names = [operation.name for operation in self._operations if isinstance(operation, keras.Layer)]
+        return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}" if names else "the stage"
+
     def call(self, inputs: Sequence[Any], training: bool | None = None) -> list[Any]:
         """Run the calls as a Functional model would: its training mode overrides that of the recorded calls."""
         outputs = self.values(inputs, training)

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from pipetrain.compute.functions.weight_binding import direct
+from pipetrain.compute.functions.kernels import direct
 from pipetrain.schemes import prediction
 
 

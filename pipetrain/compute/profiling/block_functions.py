@@ -9,8 +9,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from pipetrain.compute.functions.kernels import direct
 from pipetrain.compute.functions.split import specs, split
-from pipetrain.compute.functions.weight_binding import direct
 from pipetrain.compute.graph.segment import Segment
 
 

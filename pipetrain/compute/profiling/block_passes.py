@@ -11,8 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 from pipetrain.compute.cores import finish
+from pipetrain.compute.functions.kernels import direct
 from pipetrain.compute.functions.split import specs
-from pipetrain.compute.functions.weight_binding import direct
 from pipetrain.compute.graph.segment import Segment
 from pipetrain.compute.optimizer.update import Update
 from pipetrain.compute.profiling.block_functions import BlockFunctions, either, values
