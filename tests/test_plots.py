@@ -28,6 +28,7 @@ from plots import (
     speedup,
     staleness,
     throughput,
+    timeline,
     traffic,
     transfers,
 )
