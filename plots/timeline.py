@@ -22,12 +22,13 @@ from pipetrain.trace.idle import IdleSpan, pauses
 from pipetrain.trace.trace import Span, Spans, Trace
 from plots.style import save
 
-FILL = {"F": "#56B4E9", "B": "#E69F00", "I": "#F0E442", "W": "#009E73"}
+FILL = {"F": "#56B4E9", "B": "#E69F00", "I": "#F0E442", "W": "#009E73", "FB": "#D55E00"}
 OPERATIONS = {
     "F": "forward",
     "B": "backward and update",
     "I": "gradients of inputs",
     "W": "gradients of weights, and update",
+    "FB": "forward, backward and update in one",
 }
 IDLE: dict[str, dict[str, Any]] = {
     "transfer": {"facecolor": "#F3D9E7", "edgecolor": "#CC79A7", "hatch": "//////"},
@@ -121,8 +122,8 @@ def _write(axes: Any, row: int, span: Span, start_s: float, inches_per_s: float)
         axes.text(middle_ms, row + 0.23, version, fontsize=VERSION, color="#333333", **at)
 
 
-def main() -> None:
-    """Run the command line."""
+def main() -> int:
+    """Run the command line; returns the exit status: 2 where there is no trace."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="a run's directory, or a trace file such as simulate writes")
     parser.add_argument("--first", type=int, default=0, help="first minibatch to show (default: 0)")
@@ -133,8 +134,15 @@ def main() -> None:
     file = options.run / "trace.json" if of_run else options.run
     output = options.output or (options.run / "timeline.png" if of_run else file.with_suffix(".png"))
     title = options.run.resolve().name if of_run else file.stem
-    print(draw(Trace.load(file), output, options.first, options.minibatches, title))
+    try:
+        trace = Trace.load(file)
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        said = f"There is no trace. Received: {str(file)!r}, {error}. Try a run's folder."
+        print(f"{parser.prog}: {said}", file=sys.stderr)
+        return 2
+    print(draw(trace, output, options.first, options.minibatches, title))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -327,3 +327,23 @@ def test_an_interrupted_fit_counts_its_steps(scheme):
     assert int(model.optimizer.iterations) == 3
     fit(model, x, y)
     assert int(model.optimizer.iterations) == 7
+
+
+def test_interrupted_while_metrics_get_their_values_no_other_model_is_held_up(monkeypatch):
+    """Keras keeps the variables that are still to get values in one list for the whole process."""
+    pm, given = pipeline("data-parallel"), []
+    give = keras.Variable._deferred_initialize
+
+    def interrupted(self):
+        give(self)
+        given.append(self)
+        if len(given) == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(keras.Variable, "_deferred_initialize", interrupted)
+        fit(pm, X, LABELS)
+    other = networks.small()
+    other.compile("sgd", "mse", metrics=["mae"])
+    fit(other, X, LABELS)
+    fit(pm, X, LABELS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from html.parser import HTMLParser
 from types import SimpleNamespace
 
@@ -27,6 +28,7 @@ from plots import (
     speedup,
     staleness,
     throughput,
+    timeline,
     traffic,
     transfers,
 )
@@ -262,3 +264,9 @@ def test_the_pictures_of_schedules_are_drawn(tmp_path, monkeypatch, capsys):
     schedules.main()
     drawn = sorted(path.name for path in tmp_path.iterdir())
     assert drawn == ["1f1b.png", "1f1b.svg", "gpipe.png", "gpipe.svg", "spectrain.png", "spectrain.svg"]
+
+
+def test_a_timeline_of_a_folder_without_a_trace_is_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["timeline.py", str(tmp_path)])
+    assert timeline.main() == 2
+    assert "There is no trace. Received:" in capsys.readouterr().err

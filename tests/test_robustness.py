@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
+import weakref
 
 import keras
 import networks
@@ -14,7 +16,8 @@ from networks import fit
 
 import pipetrain
 from pipetrain.compute.functions.stage import Stage
-from pipetrain.run import running, switch_interval
+from pipetrain.run import control, stage_work, switch_interval
+from pipetrain.run.run_settings import RunSettings
 from pipetrain.schemes.table import SCHEMES as SCHEME_TABLE
 
 ROWS, BATCH = 12 * 16, 16
@@ -165,23 +168,21 @@ def test_nan_stops_and_names_the_step(scheme):
 
 def test_of_two_stages_that_fail_at_once_the_first_is_reported(monkeypatch):
     """The second comes while the first is still being noted."""
-    pm = networks.pipeline(scheme="1f1b")
-    stages = pm._strategy.placement.inferences(networks.ends(6, 3))
-    at_work = running.Running(stages, SCHEME_TABLE["1f1b"], 1, running.RunSettings())
+    shared = control.Control(RunSettings())
     second_came, noting = threading.Event(), threading.Event()
 
     def add_note(error, note):
         noting.set()
         second_came.wait(0.2)  # which it cannot while this one has not ended
 
-    monkeypatch.setattr(running, "_add_note", add_note)
-    first = threading.Thread(target=at_work._fail, args=(KeyError("first"), "here"))
+    monkeypatch.setattr(control, "_add_note", add_note)
+    first = threading.Thread(target=shared.fail, args=(KeyError("first"), "here"))
     first.start()
     noting.wait()
-    at_work._fail(ValueError("second"), "there")
+    shared.fail(ValueError("second"), "there")
     second_came.set()
     first.join()
-    assert isinstance(at_work.error, KeyError)
+    assert isinstance(shared.error, KeyError)
 
 
 @pytest.mark.parametrize("ended_first", [0, 1])
@@ -263,3 +264,23 @@ def test_weights_are_all_of_one_step_when_handing_them_back_fails(monkeypatch):
     assert int(pm.optimizer.iterations) == 4
     fit(pm, x, y)
     assert int(pm.optimizer.iterations) == 8
+
+
+@pytest.mark.parametrize("scheme", ["weight-stashing", "2bw", "gpipe"])
+def test_what_a_run_held_is_gone_when_it_ends(scheme, monkeypatch):
+    """Old versions and activations are not left to Python's garbage collection, which may come much later."""
+    made, init = [], stage_work.StageWork.__init__
+
+    def noted(self, *given):
+        made.append(weakref.ref(self))
+        init(self, *given)
+
+    monkeypatch.setattr(stage_work.StageWork, "__init__", noted)
+    pm, (x, y) = networks.pipeline(scheme=scheme), networks.data(100)
+    gc.disable()
+    try:
+        networks.fit(pm, x, y)
+        assert len(made) == 3
+        assert not [each for each in made if each() is not None]
+    finally:
+        gc.enable()

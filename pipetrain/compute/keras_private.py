@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
+from keras.src.backend.common.global_state import get_global_attribute, set_global_attribute
 
+TO_COME = "uninitialized_variables"
 # What Keras' own callbacks remember, by the names of their attributes: they have no state to ask for.
 CALLBACK_STATE = {
     keras.callbacks.EarlyStopping: ("wait", "best", "best_epoch", "best_weights", "stopped_epoch"),
@@ -138,6 +140,17 @@ def set_variables(optimizer: keras.optimizers.Optimizer, variables: Sequence[Any
 def tracked_ids(each: Any) -> list[Any]:
     """The sets by which an object of Keras knows what it tracks."""
     return [*each._tracker.stored_ids.values()] if hasattr(each, "_tracker") else []
+
+
+def variables_to_come() -> list[Any]:
+    """The variables that wait for their values until Keras leaves a stateless scope: one list for the whole process."""
+    found: list[Any] = get_global_attribute(TO_COME, [], set_to_default=True)
+    return found
+
+
+def keep_to_come(variables: Sequence[Any]) -> None:
+    """Let only these wait, as far as they have no values yet: to one that has, Keras would refuse to give another."""
+    set_global_attribute(TO_COME, [each for each in variables if each._value is None])
 
 
 def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:

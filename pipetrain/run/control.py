@@ -1,30 +1,48 @@
-"""What the threads of a pipeline share: where they report, and the switch that pauses them."""
+"""What the threads of a pipeline share: where they report, the switch that pauses them, and what ends them."""
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 from pipetrain.compute.cores import finish
+from pipetrain.run.mailbox import Closed, Mailbox
 from pipetrain.run.messages import Output, Updated
+from pipetrain.run.run_settings import RunSettings
+
+Value = TypeVar("Value")
 
 
 class Control:
-    """What the threads share: where they report, and the switch that pauses them.
+    """Reports, pauses and the end of the threads of one run.
 
-    ``waits``: whether threads wait for GPUs, so that spans and transfers have the times of completion.
+    It knows none of the stages: they are gone, with all tensors that they hold, as soon as nobody else has them.
+
+    Args:
+        settings: of this run.
+
+    ``reports`` gives what the last stage and the updates came to. ``boxes`` are all mailboxes that threads may wait at.
+    ``waits``: whether threads wait for GPUs, so that spans and transfers have the times of completion. ``error`` is the
+    first exception of a thread, ``closed`` whether nothing is waited for any more.
     """
 
-    def __init__(
-        self,
-        report: Callable[[Output | Updated], None],
-        fail: Callable[[BaseException, str], None],
-        wants_snapshot: Callable[[int], bool],
-        waits: bool = False,
-    ) -> None:
-        self.report, self.fail, self.wants_snapshot, self.waits = report, fail, wants_snapshot, waits
+    def __init__(self, settings: RunSettings) -> None:
+        self.reports: Mailbox[Output | Updated] = Mailbox()
+        self.report: Callable[[Output | Updated], None] = self.reports.put
+        self.boxes: list[Mailbox[Any]] = [self.reports]
+        self.waits, self._settings = settings.exact_times, settings
+        self.error: BaseException | None = None
+        self.closed = False
+        self._failing = threading.Lock()
         self.running = threading.Event()
         self.running.set()
+
+    def wants_snapshot(self, version: int) -> bool:
+        """Whether this version of the weights is to be kept."""
+        steps, every = self._settings.steps + version, self._settings.snapshot_every
+        return every > 0 and steps % every == 0
 
     def wait_if_paused(self) -> None:
         """Wait while the pipeline is paused."""
@@ -35,3 +53,34 @@ class Control:
         """Wait until the device has finished its calls, if the trace is to have the times of completion."""
         if self.waits:
             finish(device)
+
+    def fail(self, error: BaseException, place: str) -> None:
+        """Called by a device's thread: keeps the first exception, with its place, and stops everyone."""
+        with self._failing:  # several may fail at once
+            if self.error is None:
+                _add_note(error, place)
+                self.error = error
+        self.close()
+
+    def close(self) -> None:
+        """End whatever is waited for: threads end at their next action."""
+        self.closed = True
+        self.running.set()
+        for box in self.boxes:
+            box.close()
+
+    def guarded(self, call: Callable[[], Value]) -> Value:
+        """``call()``, or what a stage raised if the pipeline failed meanwhile."""
+        try:
+            return call()
+        except Closed:
+            if self.error is not None:
+                raise self.error from None
+            raise
+
+
+def _add_note(error: BaseException, note: str) -> None:
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
+    else:  # what add_note does, for tracebacks that know of notes
+        error.__notes__ = [*getattr(error, "__notes__", []), note]

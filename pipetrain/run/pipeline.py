@@ -150,14 +150,14 @@ class Pipeline:
                 targets=take((y, sample_weight), part, rows),
             )
             inputs = BoundaryTensors(take(x, part, rows), [None] * len(x)) if part or not rows else None
-            running.guarded(partial(running.entrance.send, microbatch.with_values, inputs, microbatch.rows))
+            running.control.guarded(partial(running.entrance.send, microbatch.with_values, inputs, microbatch.rows))
         running.posted += 1
 
     def result(self) -> Result:
         """The next minibatch's loss and predictions, in order; waits for them. Raises what a stage raised."""
         while not self._results:
             running = cast(Running, self._running)  # as long as a minibatch has no result
-            self._collect(running, running.guarded(running.reports.get))
+            self._collect(running, running.control.guarded(running.control.reports.get))
         return self._results.popleft()
 
     def drain(self) -> None:
@@ -165,7 +165,7 @@ class Pipeline:
         running = self._running
         if running is None:
             return
-        if running.closed and running.error is None:  # an interrupt cut an abort short
+        if running.control.closed and running.control.error is None:  # an interrupt cut an abort short
             self.abort(store=True)
             return
         if not running.control.running.is_set():
@@ -173,19 +173,19 @@ class Pipeline:
                 "The stages rest while a snapshot is looked at. Received: a call that needs the pipeline to drain. "
                 "Try the model that the function is given."
             )
-        running.guarded(running.entrance.close)
+        running.control.guarded(running.entrance.close)
         for thread in running.threads:
             thread.join()
-        if running.error is not None:
-            raise running.error
-        while len(running.reports):
-            self._collect(running, running.reports.get())
+        if running.control.error is not None:
+            raise running.control.error
+        while len(running.control.reports):
+            self._collect(running, running.control.reports.get())
         self._end(running, store=True)
 
     def abort(self, store: bool) -> None:
         """End the threads at once, whatever is in flight, and write the weights back if ``store``."""
         if self._running is not None:
-            self._running.close()
+            self._running.control.close()
             for thread in self._running.threads:
                 thread.ended()
             self._end(self._running, store)

@@ -1,11 +1,9 @@
-"""A pipeline at work, from its start to its drain: its threads, what they send each other, and the first exception."""
+"""A pipeline at work, from its start to its drain: its threads, and what they send each other."""
 
 from __future__ import annotations
 
-import sys
-import threading
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import tensorflow as tf
 
@@ -16,14 +14,12 @@ from pipetrain.run.collector import Collector
 from pipetrain.run.control import Control
 from pipetrain.run.device_thread import DeviceThread
 from pipetrain.run.global_norm import GlobalNorm
-from pipetrain.run.mailbox import Closed, Mailbox
-from pipetrain.run.messages import Microbatch, Output, Updated
+from pipetrain.run.mailbox import Mailbox
+from pipetrain.run.messages import Microbatch
 from pipetrain.run.reduction import Reduction
 from pipetrain.run.run_settings import RunSettings
 from pipetrain.run.stage_work import StageId, StageWork
 from pipetrain.schemes.scheme import Scheme
-
-Value = TypeVar("Value")
 
 
 class Running:
@@ -35,23 +31,15 @@ class Running:
         microbatches: of a minibatch.
         settings: of this run.
 
-    ``entrance`` takes microbatches, ``reports`` gives what the last stage and the updates came to, of which
-    ``collector`` makes results. ``posted`` counts minibatches. ``error`` is the first exception of a thread, ``closed``
-    whether nothing is waited for any more.
+    ``entrance`` takes microbatches, ``collector`` makes results of what is reported, ``posted`` counts minibatches.
     """
 
     def __init__(
         self, stages: Sequence[Sequence[Replica]], scheme: Scheme, microbatches: int, settings: RunSettings
     ) -> None:
-        self.settings, self.posted = settings, 0
-        self.error: BaseException | None = None
-        self.closed = False
-        self._failing = threading.Lock()
-        self.reports: Mailbox[Output | Updated] = Mailbox()
-        self.control = Control(self.reports.put, self._fail, self._wants_snapshot, settings.exact_times)
+        self.settings, self.posted, self.control = settings, 0, Control(settings)
         self.collector = Collector([len(stage) for stage in stages], not scheme.asynchronous, settings.steps)
         self._stages, self._scheme, self._microbatches = stages, scheme, microbatches
-        self._boxes: list[Mailbox[Any]] = [self.reports]
         works = self._works()
         self.works = [work for replicas in works for work in replicas]
         self.threads = self._threads(works)
@@ -72,15 +60,16 @@ class Running:
         return threads
 
     def _works(self) -> list[list[StageWork]]:
+        every = self.control.boxes
         # Microbatches come from the replicas above (into stage 0 from the caller), gradients from those below.
         sizes = [len(stage) for stage in self._stages]
         down = [_mailboxes(*pair) for pair in zip(sizes, [1, *sizes[:-1]], strict=True)]
         up = [_mailboxes(*pair) for pair in zip(sizes, [*sizes[1:], 0], strict=True)]
         reductions = [Reduction(stage) for stage in self._stages]
-        self._boxes += [box for way in (down, up) for stage in way for boxes in stage for box in boxes]
-        self._boxes += [box for reduction in reductions for box in reduction.mailboxes]
+        every += [box for way in (down, up) for stage in way for boxes in stage for box in boxes]
+        every += [box for reduction in reductions for box in reduction.mailboxes]
         norm = GlobalNorm(cast("list[list[Stage]]", self._stages)) if self._stages[0][0].global_clipnorm else None
-        self._boxes += norm.mailboxes if norm else []
+        every += norm.mailboxes if norm else []
         self.entrance = _sender(down[0], self._stages[0], 0, 1)
         works: list[list[StageWork]] = [[] for _ in self._stages]
         last = len(self._stages) - 1
@@ -97,34 +86,6 @@ class Running:
                 )
                 works[k].append(StageWork(identity, replica, self._scheme, self._microbatches, channels, self.control))
         return works
-
-    def _wants_snapshot(self, version: int) -> bool:
-        steps, every = self.settings.steps + version, self.settings.snapshot_every
-        return every > 0 and steps % every == 0
-
-    def _fail(self, error: BaseException, place: str) -> None:
-        """Called by a device's thread: keeps the first exception, with its place, and stops everyone."""
-        with self._failing:  # several may fail at once
-            if self.error is None:
-                _add_note(error, place)
-                self.error = error
-        self.close()
-
-    def close(self) -> None:
-        """End whatever is waited for: threads end at their next action."""
-        self.closed = True
-        self.control.running.set()
-        for box in self._boxes:
-            box.close()
-
-    def guarded(self, call: Callable[[], Value]) -> Value:
-        """``call()``, or what a stage raised if the pipeline failed meanwhile."""
-        try:
-            return call()
-        except Closed:
-            if self.error is not None:
-                raise self.error from None
-            raise
 
 
 def _mailboxes(readers: int, writers: int) -> list[list[Mailbox[Any]]]:
@@ -144,10 +105,3 @@ def _joined_microbatches(parts: Sequence[Microbatch | None]) -> Microbatch:
     penalties = [part.penalty for part in present if part.penalty is not None]
     values = joined([part.values for part in present])
     return present[0].with_values(values)._replace(penalty=tf.add_n(penalties) if penalties else None)
-
-
-def _add_note(error: BaseException, note: str) -> None:
-    if sys.version_info >= (3, 11):
-        error.add_note(note)
-    else:  # what add_note does, for tracebacks that know of notes
-        error.__notes__ = [*getattr(error, "__notes__", []), note]

@@ -83,7 +83,6 @@ class StageWork:
         )
         self._in_flight: dict[int, tuple[Microbatch, SavedForBackward | None]] = {}
         self._gradients: list[Any] | None = None
-        self._operations = {op: getattr(self, name) for op, name in self.carries_out.items()}
         self._completed = 0  # of the minibatch, the microbatches whose weight gradients are there
         self._last: int | None = None  # the last microbatch of all, once that is known
         self._forwarded = -1  # the last one that has gone forward
@@ -134,7 +133,7 @@ class StageWork:
         self._now = microbatch, (action,)
         if microbatch.number != action.microbatch:
             raise RuntimeError(f"Microbatch {microbatch.number} has come where the order has {action}.")
-        middle_s = self._operations[action.op](action, received)
+        middle_s: float | None = getattr(self, self.carries_out[action.op])(action, received)
         self._finish()
         return middle_s
 

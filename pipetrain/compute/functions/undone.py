@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from pipetrain.compute.keras_private import tracked_ids
+from pipetrain.compute.keras_private import keep_to_come, tracked_ids, variables_to_come
 
 
 @contextmanager
@@ -16,9 +16,11 @@ def undone(objects: Sequence[Any]) -> Iterator[None]:
     Keras would treat a partly built object, whose variables have no values yet, as complete, or add to it.
     """
     before = [(vars(each), dict(vars(each)), _copies(each)) for each in objects]
+    to_come = variables_to_come().copy()
     try:
         yield
     except BaseException:
+        keep_to_come(to_come)  # else the next scope, of whatever model, would begin with those of this one
         for attributes, values, copies in before:
             attributes.clear()
             attributes.update(values)
