@@ -40,7 +40,6 @@ def test_asynchronous_schemes_equal_the_reference(scheme, ops, recwarn):
 
 
 def layered(*layers, shape, dtype="float32"):
-    keras.utils.set_random_seed(0)
     return keras.Sequential([keras.Input(shape, dtype=dtype), *layers, L.Dense(5)])
 
 
@@ -60,6 +59,11 @@ MODELS = {
 }
 
 
+def made(name):
+    keras.utils.set_random_seed(0)
+    return MODELS[name]()
+
+
 def inputs(model):
     rng = np.random.default_rng(0)
     tensor = model.inputs[0]
@@ -74,7 +78,7 @@ def test_layers_train_as_in_keras_with_xla(name, optimizer):
     """The last batch is short; what XLA cannot compile, which is recurrence cut in two, runs without it."""
     trained = []
     for pipelined in (False, True):
-        model = MODELS[name]()
+        model = made(name)
         optimizers = {"sgd": keras.optimizers.SGD(0.05, momentum=0.9), "adam": keras.optimizers.Adam(1e-2)}
         cut = model.layers[len(model.layers) // 2 - 1].name
         if pipelined:
@@ -108,7 +112,7 @@ def test_bfloat16_is_compiled():
 
 
 def test_what_xla_cannot_compile_is_named_once_and_trains():
-    model = MODELS["masks and recurrence"]()
+    model = made("masks and recurrence")
     pm = networks.pipeline(model, scheme="gpipe", cuts=[model.layers[0].name], microbatches=2, jit_compile=True)
     with pytest.warns(UserWarning) as noted:
         networks.fit(pm, *inputs(model))
