@@ -7,10 +7,11 @@ import itertools
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
-import time
 from contextlib import suppress
+from pathlib import Path
 
 import keras
 import networks
@@ -242,27 +243,16 @@ def test_a_snapshot_that_somebody_holds_takes_no_weights_back(scheme):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("scheme", ["spectrain", "1f1b", "single", "data-parallel"])
-def test_signals_at_30_random_moments_of_first_steps(scheme, undisturbed):
+def test_signals_at_random_moments_of_first_steps(scheme):
     """Real ones, whatever the program is doing then: in TensorFlow, too."""
-    want = undisturbed(scheme, "fit")
-    pm = pipeline(scheme)
-    begun = time.perf_counter()
-    METHODS["fit"](pm)
-    took_s, chance, interrupted = time.perf_counter() - begun, random.Random(5), 0
-    for _ in range(30):
-        pm = pipeline(scheme)
-        weights = pm.get_weights()
-        try:
-            signal.setitimer(signal.ITIMER_REAL, chance.uniform(0.02, took_s))
-            METHODS["fit"](pm)
-        except (KeyboardInterrupt, RuntimeError) as error:  # TensorFlow says so where it was making another error
-            assert "KeyboardInterrupt" in f"{type(error)} {error}"
-            interrupted += 1
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-        assert_whole(pm)
-        assert_trains_as_undisturbed(pm, weights, want)
-    assert interrupted > 10
+    script, interrupted = Path(__file__).with_name("random_signals.py"), 0
+    for seed in range(5):  # one may leave TensorFlow where nothing can be traced any more
+        run = subprocess.run([sys.executable, str(script), scheme, str(seed)], capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr[-3000:]
+        interrupted += int(run.stdout.split()[-1])
+        if interrupted >= 20:
+            break
+    assert interrupted >= 20
 
 
 def test_an_optimizer_interrupted_while_it_is_built_has_each_slot_once(monkeypatch):
