@@ -32,22 +32,22 @@ class Capacity:
 
         Raises NoPlan, naming the stage that is too large in the leanest partition, and what would help.
         """
-        best: Partition | None = None
+        best, slowest_s = None, HUGE
         totals = self._totals()
         for total in totals:
             limit = self._limit(limit_bytes, total)
-            found = fastest(self._problem, limit, at_least_s, best.slowest_s if best else HUGE)
+            found = fastest(self._problem, limit, at_least_s, slowest_s)
             if found is None:
                 if total is None:
                     break
                 continue
             candidate = described(self._profile, self._costs, found, self._training)
             if total is None:
-                at_least_s = candidate.slowest_s
+                at_least_s = self._problem.slowest_s(found)
                 totals[1:] = sorted(totals[1:], key=lambda each: abs((each or 0) - len(found)))
             if candidate.fullest_bytes <= limit_bytes:
-                best = candidate
-                if best.slowest_s <= at_least_s * CLOSE:
+                best, slowest_s = candidate, self._problem.slowest_s(found)
+                if slowest_s <= at_least_s * CLOSE:
                     break
         if best is None:
             raise NoPlan(self._what_would_fit(limit_bytes))

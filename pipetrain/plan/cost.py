@@ -11,17 +11,29 @@ from numpy.typing import NDArray
 
 from pipetrain.plan.cluster import Cluster, Link
 from pipetrain.plan.memory import Demand
-from pipetrain.plan.profile import Profile
+from pipetrain.plan.profile import Profile, Seconds
+from pipetrain.plan.roofline import PREDICTION_PASSES, UPDATE_PASSES
 
 Floats = NDArray[np.float64]
 
 
+PREDICTING = PREDICTION_PASSES / UPDATE_PASSES  # of an update's seconds: both go by the bytes that they read and write
+CLEAR = 1.05  # how many times faster a compiled stage must be to be chosen
+IMPOSSIBLE_S = 1e5  # of a block that XLA cannot compile: no stage that is compiled has it
+
+
 class Place(NamedTuple):
-    """Where a stage is: its first device, how many it has, and the first device of the stage after it."""
+    """Where a stage is, and how it works there.
+
+    Its first device, how many it has, and the first device of the stage after it; whether XLA compiles it, and how many
+    times a minibatch it predicts weights.
+    """
 
     device: int
     replicas: int
     after: int
+    compiled: bool = False
+    predictions: int = 0
 
 
 class Affine(NamedTuple):
@@ -77,16 +89,30 @@ class Costs:
     A stage of blocks i to j-1 on r devices takes, per minibatch of b rows,
 
     ``ceil(b/r)/b * (sum(forward + backward) + transfer(activations out of j-1) + transfer(gradients out of i))
-    + sum(update) + reduce(weights) + 2 * microbatches * overhead``
+    + (1 + 3/5 * predictions) * sum(update) + reduce(weights) + 2 * microbatches * overhead``
 
     : what one of its devices computes and sends, and what its actions take beside.
+
+    Args:
+        profile: of the chain.
+        cluster: the devices.
+        microbatches: of a minibatch.
+        jit_compile: whether XLA compiles the stages, or ``"auto"``: those that it makes clearly faster.
     """
 
-    def __init__(self, profile: Profile, cluster: Cluster, microbatches: int = 1) -> None:
+    def __init__(
+        self, profile: Profile, cluster: Cluster, microbatches: int = 1, jit_compile: bool | str = False
+    ) -> None:
         blocks = profile.blocks
         self._chain, self.blocks, self.cluster, self._batch_size = blocks, len(blocks), cluster, profile.batch_size
-        self._compute_s = _sums([block.forward_s + block.backward_s for block in blocks])
-        self._update_s = _sums([block.update_s for block in blocks])
+        self._jit_compile = jit_compile
+        plain = [block.seconds for block in blocks]
+        self._seconds = {False: _Sums(plain)}
+        if jit_compile is True:
+            self._seconds[True] = _Sums([block.compiled or block.seconds for block in blocks])
+        elif jit_compile and profile.is_compiled:
+            never = Seconds(IMPOSSIBLE_S, IMPOSSIBLE_S, IMPOSSIBLE_S)
+            self._seconds[True] = _Sums([block.compiled or never for block in blocks])
         self._weights = _sums([block.weight_bytes for block in blocks])
         self._kept = _sums([block.activation_bytes for block in blocks])
         self._memory: dict[tuple[int, Demand], Memory] = {}
@@ -94,13 +120,31 @@ class Costs:
         # nothing is sent before the first block and after the last one
         self._crossing = np.array([0.0, *(float(block.output_bytes) for block in blocks[:-1]), 0.0])
 
+    def ways(self, place: Place) -> list[Place]:
+        """The same place with the kernels that a stage may have there."""
+        if self._jit_compile is True:
+            return [place._replace(compiled=True)]
+        return [place._replace(compiled=compiled) for compiled in self._seconds]
+
+    def chosen(self, place: Place, i: int, j: int) -> Place:
+        """The same place with the kernels that blocks i to j-1 are to have there."""
+        return min(self.ways(place), key=lambda way: self.compared(way).of(i, j))
+
+    def compared(self, place: Place) -> Affine:
+        """``seconds``, of compiled stages with a margin where there is a choice, so that noise does not decide."""
+        seconds = self.seconds(place)
+        if not place.compiled or self._jit_compile is True:
+            return seconds
+        return Affine(CLEAR * seconds.to_end, CLEAR * seconds.to_start)
+
     def seconds(self, place: Place) -> Affine:
         """Seconds per minibatch of any blocks at this place."""
-        device, replicas, after = place
+        device, replicas, after, compiled, predictions = place
         cluster, share = self.cluster, self._share(replicas)
         within = cluster.link(device, device + replicas - 1)
         latency_s = within.reduce_seconds(0.0, replicas)
-        running = share * self._compute_s + self._update_s
+        sums = self._seconds[compiled]
+        running = share * sums.compute_s + (1 + PREDICTING * predictions) * sums.update_s
         running = running + (within.reduce_seconds(self._weights, replicas) - latency_s)
         # the widest way that rows may have to go; how far the next stage reaches, its own gradients' way says
         gradients = self._transfer(cluster.link(max(device - 1, 0), device + replicas - 1), share)
@@ -126,6 +170,13 @@ class Costs:
             self._memory[replicas, demand] = Memory(Affine(running, start), work)
         return self._memory[replicas, demand]
 
+    def computing(self, i: int, j: int, compiled: bool) -> Seconds:
+        """What blocks i to j-1 compute for a minibatch, with these kernels."""
+        blocks = self._chain[i:j]
+        each = [block.compiled if compiled and block.compiled else block.seconds for block in blocks]
+        parts = zip(*((one.forward_s, one.backward_s, one.update_s) for one in each), strict=True)
+        return Seconds(*map(sum, parts))
+
     def sent_bytes(self, i: int, j: int, replicas: int) -> float:
         """Bytes that all devices of the stage send per minibatch: activations, gradients, and gradients to sum."""
         return float(self._crossing[i] + self._crossing[j] + 2 * (replicas - 1) * (self._weights[j] - self._weights[i]))
@@ -139,6 +190,14 @@ class Costs:
         seconds = np.asarray(link.seconds(self._crossing * share))
         seconds[[0, -1]] = 0.0
         return seconds
+
+
+class _Sums:
+    """Of the seconds of blocks, from the first one on: of forward and backward, and of updates."""
+
+    def __init__(self, seconds: Sequence[Seconds]) -> None:
+        self.compute_s = _sums([each.forward_s + each.backward_s for each in seconds])
+        self.update_s = _sums([each.update_s for each in seconds])
 
 
 def _sums(values: Sequence[float]) -> Floats:

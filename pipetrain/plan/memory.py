@@ -14,11 +14,12 @@ from pipetrain.schemes.weight_versions import WeightVersions
 
 
 class Training(NamedTuple):
-    """The settings of training that determine its memory.
+    """The settings of training that determine its memory and its time.
 
     ``slots`` are the optimizer's variables per weight: 1 for SGD with momentum, 2 for Adam; ``gathers``: whether all
     gradients of a stage are there before the first is used, as with all optimizers but SGD with momentum, and there
     too where gradients are clipped, weights constrained, spikes compensated or Nesterov momentum predicted.
+    ``jit_compile``: whether XLA compiles the stages, as in Keras; ``"auto"``: those that it makes clearly faster.
     """
 
     scheme: str | Scheme = "spectrain"
@@ -27,6 +28,7 @@ class Training(NamedTuple):
     recompute: bool = False
     horizon: str = HORIZONS[0]
     gathers: bool = False
+    jit_compile: bool | str = "auto"
 
     @property
     def chosen(self) -> Scheme:

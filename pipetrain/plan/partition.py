@@ -12,9 +12,8 @@ from pipetrain.plan.cost import Costs, Place
 from pipetrain.plan.memory import Training
 from pipetrain.plan.profile import Profile
 from pipetrain.plan.search import Choice, Problem, fastest, most_even
-from pipetrain.plan.stages import DEFAULT_TRAINING, Partition, described, located
+from pipetrain.plan.stages import DEFAULT_TRAINING, Partition, described, located, predictions
 from pipetrain.schemes.arguments import checked_count, is_count
-from pipetrain.schemes.schedules import Schedule
 from pipetrain.schemes.table import scheme
 
 DEVICES = "Devices, and the replicas of each stage, are numbers from 1 up"
@@ -36,7 +35,9 @@ def partition(
     Minimises the slowest stage, its transfers included, by dynamic programming over
     ``T(i, a) = min over j, r, b of max(cost[i, j, r, a], T(j, b))`` (PipeDream, arXiv 1806.03377, section 3.3), where
     the next stage's first device b is a + r or the first of a later group of devices; among the cuts that reach this
-    optimum, the one whose stages are most even (least sum of squared seconds), if that fits the devices' memory.
+    optimum, the one whose stages are most even (least sum of squared seconds), if that fits the devices' memory. Each
+    stage has the faster kernels, compiled ones only if they are clearly faster: they count 5% more. Predicting weights
+    counts where the number of stages is given.
 
     Args:
         profile: what the blocks cost.
@@ -78,13 +79,13 @@ def partition(
             f"The replicas of all stages are the devices. Received: replicas={replicas!r}, num_devices={num_devices}. "
             f"Try num_devices={sum(counts)}."
         )
-    costs = Costs(profile, cluster, training.microbatches)
+    costs = Costs(profile, cluster, training.microbatches, training.jit_compile)
     if replicate and cluster.memory_bytes is None:  # more than work at once would only repeat the updates
         num_devices = int(min(num_devices, cluster.processors))
-    problem = _problem(costs, num_devices, counts, schedule)
+    problem = _problem(costs, num_devices, counts, training)
     found = fastest(problem)
     assert found is not None  # without a limit there is always a way
-    slowest_s = max(problem.seconds[place].of(first, end) for first, end, place in found)
+    slowest_s = problem.slowest_s(found)
     best = described(profile, costs, most_even(problem, slowest_s), training)
     if cluster.memory_bytes is None or best.fullest_bytes <= cluster.memory_bytes:
         return best
@@ -100,7 +101,7 @@ def plan(
 ) -> Partition:
     """The partition whose stage n ends before block ``ends[n]`` and has ``replicas[n]`` devices, one after another."""
     training = checked_training(training)
-    costs = Costs(profile, cluster or Cluster(), training.microbatches)
+    costs = Costs(profile, cluster or Cluster(), training.microbatches, training.jit_compile)
     counts = replicas or [1] * len(ends)
     choices, first, device = [], 0, 0
     for end, count in zip(ends, counts, strict=True):
@@ -119,6 +120,11 @@ def checked_training(training: Training | None) -> Training:
         )
     checked_count("training.microbatches", training.microbatches, "A batch has at least one microbatch", 4)
     checked_count("training.slots", training.slots, "An optimizer has no variables for a weight, or more", 1, least=0)
+    if training.jit_compile not in (True, False, "auto"):
+        raise ValueError(
+            f"XLA compiles stages, or does not, or where it is faster. Received: training.jit_compile="
+            f"{training.jit_compile!r}. Try True, False or 'auto'."
+        )
     scheme(training.scheme, training.horizon)  # refuses what is no scheme of stages
     return training
 
@@ -131,18 +137,22 @@ def _checked_replicas(replicas: Any) -> tuple[int, ...] | None:
     return tuple(map(int, replicas)) or None
 
 
-def _problem(costs: Costs, devices: int, replicas: Sequence[int] | None, schedule: Schedule) -> Problem:
-    """Where stages may be: anywhere, or side by side with so many replicas each.
+def _problem(costs: Costs, devices: int, replicas: Sequence[int] | None, training: Training) -> Problem:
+    """Where stages may be: anywhere, or side by side with so many replicas each; and with which kernels.
 
     Of a schedule that gives devices several stages, each stage counts as a device; what it costs, it does where it is.
+    Where their number is looked for, weights are not predicted: how often that is depends on it.
     """
     places: list[list[Place]] = [[] for _ in range(devices)]
     if replicas is not None:
-        for device, count in zip(accumulate([0, *replicas]), replicas, strict=False):
-            places[device].append(Place(device, count, device + count))
+        for n, (device, count) in enumerate(zip(accumulate([0, *replicas]), replicas, strict=False)):
+            often = predictions(training, n, len(replicas))
+            places[device] += costs.ways(Place(device, count, device + count, predictions=often))
     else:
         for device in range(devices):
             ends = ((count, costs.cluster.starts(device + count)) for count in range(1, devices - device + 1))
-            places[device] += [Place(device, count, end) for count, afters in ends for end in afters if end <= devices]
-    seconds = {place: costs.seconds(located(place, schedule, devices)) for each in places for place in each}
+            for count, after in ((count, end) for count, afters in ends for end in afters if end <= devices):
+                places[device] += costs.ways(Place(device, count, after))
+    schedule = training.chosen.schedule
+    seconds = {place: costs.compared(located(place, schedule, devices)) for each in places for place in each}
     return Problem(costs.blocks, devices, places, seconds, None if replicas is None else len(replicas))

@@ -5,10 +5,29 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from pipetrain.plan.text_table import counted, text_table
 
 NOISY = 0.1  # a spread that people should know of
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """What a block takes for a minibatch: its forward, its backward, and the optimizer's step."""
+
+    forward_s: float
+    backward_s: float
+    update_s: float
+
+    @property
+    def total_s(self) -> float:
+        """All three."""
+        return self.forward_s + self.backward_s + self.update_s
+
+    def times(self, factor: float, update_factor: float) -> Seconds:
+        """The same, longer by these factors."""
+        return Seconds(factor * self.forward_s, factor * self.backward_s, update_factor * self.update_s)
 
 
 @dataclass(frozen=True)
@@ -19,7 +38,8 @@ class BlockProfile:
     ``weight_bytes`` its trainable weights; ``activation_bytes`` what it keeps of one minibatch from forward to
     backward; ``update_s`` the optimizer's step, which takes as long for a part of the minibatch as for all of it;
     ``workspace_bytes`` what its kernels have for themselves while they are at work on the minibatch, and
-    ``row_workspace_bytes`` on one row of it, which may be as much.
+    ``row_workspace_bytes`` on one row of it, which may be as much. ``compiled`` is what it takes where XLA compiles it,
+    None where it cannot or was not tried.
     """
 
     name: str
@@ -31,6 +51,18 @@ class BlockProfile:
     update_s: float = 0.0
     workspace_bytes: int = 0
     row_workspace_bytes: int = 0
+    compiled: Seconds | None = None
+
+    @property
+    def seconds(self) -> Seconds:
+        """Those of TensorFlow's own kernels."""
+        return Seconds(self.forward_s, self.backward_s, self.update_s)
+
+    def longer(self, factor: float, update_factor: float) -> BlockProfile:
+        """The same block taking longer by these factors, with any kernels."""
+        seconds = self.seconds.times(factor, update_factor)
+        compiled = self.compiled and self.compiled.times(factor, update_factor)
+        return replace(self, **asdict(seconds), compiled=compiled)
 
     def workspace_of(self, rows: float, batch_size: int) -> float:
         """The workspace of so many rows: at most what each would have alone, and no more than for a whole minibatch.
@@ -68,6 +100,11 @@ class Profile:
         return sum(block.forward_s + block.backward_s for block in self.blocks)
 
     @property
+    def is_compiled(self) -> bool:
+        """Whether it was measured with XLA too."""
+        return any(block.compiled is not None for block in self.blocks)
+
+    @property
     def warning(self) -> str:
         """A warning if the seconds are not steady, else an empty string."""
         if self.spread <= NOISY:
@@ -83,9 +120,7 @@ class Profile:
         rows = batch_size / self.batch_size
         blocks = (
             replace(
-                block,
-                forward_s=rows * block.forward_s,
-                backward_s=rows * block.backward_s,
+                block.longer(rows, 1.0),
                 output_bytes=round(rows * block.output_bytes),
                 activation_bytes=round(rows * block.activation_bytes),
                 workspace_bytes=round(block.workspace_of(batch_size, self.batch_size)),
@@ -96,16 +131,7 @@ class Profile:
 
     def faster(self, times: float) -> Profile:
         """An estimate for devices that compute faster by a factor."""
-        blocks = (
-            replace(
-                block,
-                forward_s=block.forward_s / times,
-                backward_s=block.backward_s / times,
-                update_s=block.update_s / times,
-            )
-            for block in self.blocks
-        )
-        return replace(self, blocks=tuple(blocks))
+        return replace(self, blocks=tuple(block.longer(1 / times, 1 / times) for block in self.blocks))
 
     def to_json(self) -> str:
         """The profile as JSON text; ``from_json`` reads it back equal."""
@@ -116,7 +142,7 @@ class Profile:
         """Read ``to_json``'s text back; raises ValueError when it is not a profile."""
         try:
             data = json.loads(text)
-            blocks = tuple(BlockProfile(**block) for block in data["blocks"])
+            blocks = tuple(_block(**block) for block in data["blocks"])
             return cls(data["model"], data["batch_size"], blocks, data.get("spread", 0.0))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
@@ -133,17 +159,29 @@ class Profile:
         return cls.from_json(Path(path).read_text(encoding="utf-8"))
 
     def __str__(self) -> str:
-        rows = [
+        rows: list[tuple[str, ...]] = [
             (b.name, f"{b.forward_s * 1e3:.2f}", f"{b.backward_s * 1e3:.2f}", mib(b.output_bytes), mib(b.weight_bytes))
             for b in self.blocks
         ]
-        header = ("block", "forward ms", "backward ms", "output MiB", "weights MiB")
+        header: tuple[str, ...] = ("block", "forward ms", "backward ms", "output MiB", "weights MiB")
+        if self.is_compiled:
+            header = (*header, "with XLA: forward ms", "backward ms")
+            rows = [(*row, *_compiled_ms(block)) for row, block in zip(rows, self.blocks, strict=True)]
         title = (
             f"{self.model}: {counted(len(self.blocks), 'block')}, batch {self.batch_size}, {self.total_s * 1e3:.1f} ms"
         )
         title += f" (within {self.spread:.0%})" if self.spread >= 0.005 else ""
         lines = [title, text_table(header, rows)]
         return "\n".join([*lines, *([self.warning] if self.warning else [])])
+
+
+def _compiled_ms(block: BlockProfile) -> tuple[str, str]:
+    seconds = block.compiled
+    return (f"{seconds.forward_s * 1e3:.2f}", f"{seconds.backward_s * 1e3:.2f}") if seconds else ("-", "-")
+
+
+def _block(compiled: dict[str, float] | None = None, **fields: Any) -> BlockProfile:
+    return BlockProfile(**fields, compiled=None if compiled is None else Seconds(**compiled))
 
 
 def mib(size_bytes: int) -> str:

@@ -13,7 +13,7 @@ one down to the slowest stage of what was found, until the two meet: the optimum
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -49,6 +49,10 @@ class Problem(NamedTuple):
     seconds: dict[Place, Affine]
     stages: int | None
 
+    def slowest_s(self, choices: Sequence[Choice]) -> float:
+        """Seconds of the slowest of these stages."""
+        return max(self.seconds[place].of(first, end) for first, end, place in choices)
+
 
 class Limit(NamedTuple):
     """What a device may hold: ``memory(place, n)`` is what it keeps of a stage from which n lead to the end."""
@@ -75,7 +79,7 @@ def fastest(
                 return None
             low = max(reach.least_refused, within)
         else:
-            best, high = found, max(problem.seconds[place].of(first, end) for first, end, place in found)
+            best, high = found, problem.slowest_s(found)
             if within == low:
                 break
     return best

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipetrain.plan.cost import Costs, Place
+from pipetrain.plan.cost import PREDICTING, Costs, Place
 from pipetrain.plan.memory import Training, demand
 from pipetrain.plan.profile import Profile, mib
 from pipetrain.plan.search import Choice
@@ -22,7 +22,8 @@ class StagePlan:
     """Blocks ``first`` to ``last`` (both included) of the chain on ``replicas`` devices, and what they cost.
 
     Forward, backward and update seconds and ``sent_bytes`` are per minibatch, for all replicas together; ``total_s``
-    is what one replica takes per minibatch, transfers included; ``memory_bytes`` the peak memory of each.
+    is what one replica takes per minibatch, transfers and predicting weights included; ``memory_bytes`` the peak memory
+    of each; ``compiled`` whether XLA compiles it; ``prediction_s`` what predicting weights takes of ``total_s``.
     """
 
     first: str
@@ -38,6 +39,8 @@ class StagePlan:
     device: int = 0
     sent_bytes: int = 0
     memory_bytes: int = 0
+    compiled: bool = False
+    prediction_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ class Partition:
         return sum(stage.sent_bytes for stage in self.stages)
 
     def __str__(self) -> str:
-        rows = [
+        rows: list[tuple[str, ...]] = [
             (
                 f"{k}: {stage.first} - {stage.last}",
                 str(stage.blocks),
@@ -125,9 +128,14 @@ class Partition:
             )
             for k, stage in enumerate(self.stages)
         ]
-        header = (
+        header: tuple[str, ...] = (
             "stage", "blocks", "replicas", "forward ms", "backward ms", "parameters", "memory MiB", "sends MiB", "load",
         )  # fmt: skip
+        if any(stage.compiled for stage in self.stages):
+            header = (*header, "kernels")
+            rows = [
+                (*row, "XLA" if stage.compiled else "TensorFlow") for row, stage in zip(rows, self.stages, strict=True)
+            ]
         title = (
             f"{self.model}: {counted(len(self.stages), 'stage')}, batch {self.batch_size}, at most "
             f"{self.samples_per_second:.0f} samples/s ({self.speedup:.2f}x one device)"
@@ -135,36 +143,45 @@ class Partition:
         return f"{title}\n{text_table(header, rows)}"
 
 
+def predictions(training: Training, stage: int, stages: int) -> int:
+    """How many times a minibatch stage k of N predicts weights."""
+    return sum(training.chosen.predictions(stage, stages, training.microbatches_of(stages)))
+
+
 def located(place: Place, schedule: Schedule, stages: int) -> Place:
     """Where a stage is whose place was counted in stages: on the device that the schedule says."""
     if schedule.chunks == 1:
         return place
     devices = schedule.devices(stages)
-    return Place(schedule.place(place.device, devices), 1, schedule.place(min(place.after, stages - 1), devices))
+    device, after = (schedule.place(each, devices) for each in (place.device, min(place.after, stages - 1)))
+    return place._replace(device=device, replicas=1, after=after)
 
 
 def described(profile: Profile, costs: Costs, choices: Sequence[Choice], training: Training) -> Partition:
     """The partition into the chosen stages."""
     stages = []
     for n, (first, end, counted_place) in enumerate(choices):
-        place = located(counted_place, training.chosen.schedule, len(choices))
-        part = profile.blocks[first:end]
+        counted_place = counted_place._replace(predictions=predictions(training, n, len(choices)))
+        place = costs.chosen(located(counted_place, training.chosen.schedule, len(choices)), first, end)
+        part, seconds = profile.blocks[first:end], costs.computing(first, end, place.compiled)
         needs = demand(training, n, len(choices))
         stages.append(
             StagePlan(
                 first=part[0].name,
                 last=part[-1].name,
                 blocks=len(part),
-                forward_s=sum(block.forward_s for block in part),
-                backward_s=sum(block.backward_s for block in part),
+                forward_s=seconds.forward_s,
+                backward_s=seconds.backward_s,
                 weight_bytes=sum(block.weight_bytes for block in part),
                 output_bytes=part[-1].output_bytes if end < len(profile.blocks) else 0,
                 total_s=costs.seconds(place).of(first, end),
-                update_s=sum(block.update_s for block in part),
+                update_s=seconds.update_s,
                 replicas=place.replicas,
                 device=place.device,
                 sent_bytes=int(costs.sent_bytes(first, end, place.replicas)),
                 memory_bytes=math.ceil(costs.memory(place.replicas, needs).of(first, end)),
+                compiled=place.compiled,
+                prediction_s=PREDICTING * place.predictions * seconds.update_s,
             )
         )
     return Partition(profile.model, profile.batch_size, tuple(stages), training, costs.cluster.processors)

@@ -95,6 +95,21 @@ class Scheme(NamedTuple):
         furthest = _furthest(self, stage, stages, microbatches)
         return UpdateRule(self.policy.predicts, furthest, furthest if self.fits else 0, self.spikes, self.rescale_steps)
 
+    def predictions(self, stage: int, stages: int, microbatches: int = 1) -> tuple[int, int]:
+        """How many forwards and backwards of a minibatch predict weights, when the pipeline has long been full.
+
+        A backward that reads what its forward has predicted does not predict it again.
+        """
+        if not self.policy.predicts:
+            return 0, 0
+        forwards = backwards = 0
+        for microbatch in range(2 * stages * microbatches, (2 * stages + 1) * microbatches):
+            reader = self.reader(microbatch, stage, stages, microbatches)
+            read, again = self.policy.forward(reader), self.policy.backward(reader)
+            forwards += read.horizon > 0
+            backwards += again.horizon > 0 and again != read
+        return forwards, backwards
+
     def least_microbatches(self, stages: int) -> int:
         """The fewest microbatches that give every version in time, with so many stages."""
         return self.least(stages) if self.splits else 1
