@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipetrain.plan.cluster import Cluster
+from pipetrain.plan.cost import PREDICTING
 from pipetrain.plan.stages import StagePlan
 from pipetrain.schemes.actions import OPERATIONS, SENT, Action, completes
 from pipetrain.schemes.schedules import groups_of
@@ -136,8 +137,16 @@ class StationBuilder:
         """Seconds of an operation on so many rows; ``adds``: its weight gradients to those of a microbatch before."""
         operation, plan = OPERATIONS[op], self._stages[stage]
         whole_s = operation.forward * plan.forward_s + operation.backward * plan.backward_s
+        often = dict(zip(("forward", "backward"), self._predictions(stage), strict=True))
+        predicting_s = sum(PREDICTING * plan.update_s / speed * often[way] for way in operation.reads)
         adding_s = ADDING * plan.update_s / speed if adds and "weight gradients" in operation.makes else 0.0
-        return whole_s * rows / self._batch_size / speed + adding_s
+        return whole_s * rows / self._batch_size / speed + adding_s + predicting_s
+
+    def _predictions(self, stage: int) -> tuple[float, float]:
+        """How many times a forward and a backward of the stage predict weights."""
+        microbatches = self._options.microbatches
+        forwards, backwards = self._scheme.predictions(stage, len(self._stages), microbatches)
+        return forwards / microbatches, backwards / microbatches
 
     def _join(self) -> None:
         """Wires between every replica of a stage and all those of the next one."""
