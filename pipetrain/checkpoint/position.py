@@ -32,13 +32,13 @@ def start_at(epoch_iterator: Any, position: Position, first_epoch: int) -> None:
         progress = Progress("Passing over the data of epochs that are done", position.epoch - first_epoch)
         for epoch in range(first_epoch, position.epoch):
             _pass_over(epoch_iterator, enumerate_epoch())
-            progress.show(epoch - first_epoch + 1)
+            progress.add(1)
         steps, progress = enumerate_epoch(), Progress("Passing over minibatches that are done", position.step)
         for done in range(position.step):
             try:
                 *_, iterator = next(steps)
                 next(iterator)
-                progress.show(done + 1)
+                progress.add(1)
             except StopIteration:
                 raise ValueError(
                     f"The data end before the place where training stopped. Received: {done} minibatches, of which "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -39,9 +39,7 @@ class Kernels:
         with gc_paused():
             if not self.compiled:
                 return direct(_traced(function, *specs))
-            inner = _traced(function, *specs, jit_compile=True)
-            # XLA compiles what another function calls, not what is called by itself.
-            compiled = direct(_traced(lambda *arguments: inner(*arguments), *specs))
+            compiled = by_xla(function, *specs).call
         plain: list[Callable[..., Any]] = []
 
         def call(*arguments: Any) -> Any:
@@ -68,6 +66,20 @@ class Kernels:
             self._has_warned = True
             reason = str(error).strip().split("\n")[0]
             warnings.warn(f"XLA cannot compile {self._about}, which runs without it: {reason}", stacklevel=2)
+
+
+class Compiled(NamedTuple):
+    """A function that XLA compiles: to be called inside other functions, and as a single op."""
+
+    inside: Callable[..., Any]
+    call: Callable[..., Any]
+
+
+def by_xla(function: Callable[..., Any], *specs: Any) -> Compiled:
+    """The function, traced for arguments of these specs; XLA compiles it in its first call, which may fail."""
+    inner = _traced(function, *specs, jit_compile=True)
+    # XLA compiles what another function calls, not what is called by itself.
+    return Compiled(inner, direct(_traced(lambda *arguments: inner(*arguments), *specs)))
 
 
 def _traced(function: Callable[..., Any], *specs: Any, **settings: Any) -> Any:

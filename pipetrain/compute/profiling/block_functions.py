@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from pipetrain.compute.functions.kernels import direct
+from pipetrain.compute.functions.kernels import by_xla, direct
 from pipetrain.compute.functions.split import specs, split
 from pipetrain.compute.graph.segment import Segment
 
@@ -31,15 +31,17 @@ class BlockFunctions:
     Args:
         segment: the block.
         like: specs of its inputs.
+        compiled: whether XLA compiles it, which may fail when it is called.
     """
 
-    def __init__(self, segment: Segment, like: Sequence[tf.TensorSpec]) -> None:
-        self._segment = segment
+    def __init__(self, segment: Segment, like: Sequence[tf.TensorSpec], compiled: bool = False) -> None:
+        self._segment, self.compiled = segment, compiled
         self._traced: dict[str, list[Any]] = {}
         weights, state = specs(segment.trainable_variables), specs(segment.non_trainable_variables)
         with tf.device(None):  # it runs wherever it is called
             self._halves = split(self._run, weights, state, *self._sorted(like))
-        self._forward, self._backward = either(self._halves.forward), either(self._halves.backward)
+        self._forward = either(self._halves.forward, compiled)
+        self._backward = either(self._halves.backward, compiled)
         self.gradients = self._halves.backward.structured_outputs[0]
         self.forward_tensors, self.backward_tensors = _tensors(self._halves.forward), _tensors(self._halves.backward)
 
@@ -106,10 +108,13 @@ def values(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
     return [tf.identity(variable.value) for variable in variables]
 
 
-def either(concrete: Any) -> Callable[..., Any]:
-    """The function as one op; inside another function, called as such."""
-    call = direct(concrete)
-    return lambda *arguments: (call if tf.executing_eagerly() else concrete)(*arguments)
+def either(concrete: Any, compiled: bool = False) -> Callable[..., Any]:
+    """The function as one op, which XLA compiles or not; inside another function, called as such."""
+    inside, call = concrete, None
+    if compiled:
+        inside, call = by_xla(concrete, *concrete.structured_input_signature[0])
+    call = call or direct(concrete)
+    return lambda *arguments: (call if tf.executing_eagerly() else inside)(*arguments)
 
 
 def _tensors(concrete: Any) -> int:

@@ -106,7 +106,7 @@ def local_pass(blocks: Sequence[Placed], device: str) -> Callable[[], TimedBlock
     last = {value: n for n, block in enumerate(blocks) for value in block.segment.reads}
     given, weights, state, output_gradients, _, update = _Prepared.on(device, blocks)
     with tf.device(device):
-        nothing = [_nothing(count) for count in (1, MANY)]
+        nothing = [_nothing(count, _are_compiled(blocks)) for count in (1, MANY)]
 
     def once() -> TimedBlocks:
         known = dict(given)
@@ -196,6 +196,11 @@ def _after(tensors: Sequence[tf.Tensor], seen: tf.Variable) -> tf.Tensor:
         return tf.timestamp()
 
 
+def _are_compiled(blocks: Sequence[Placed]) -> bool:
+    """Whether XLA compiles some of them."""
+    return any(block.functions.compiled for block in blocks)
+
+
 def _variables(blocks: Sequence[Placed]) -> list[keras.Variable]:
     return [variable for block in blocks for variable in block.segment.trainable_variables]
 
@@ -208,7 +213,8 @@ def _update(blocks: Sequence[Placed], copies: list[keras.Variable]) -> Callable[
     optimizer.build(copies)
     step = Update(optimizer, copies)
     apply = tf.function(lambda gradients: step.apply(gradients), autograph=False)
-    call = either(apply.get_concrete_function([each for block in blocks for each in block.functions.gradients]))
+    gradients = [each for block in blocks for each in block.functions.gradients]
+    call = either(apply.get_concrete_function(gradients), _are_compiled(blocks))
 
     def update(gradients: Any, owner: Any = step) -> Any:  # the call alone does not keep the optimizer's variables
         return call(gradients)
@@ -223,10 +229,10 @@ def sample(spec: tf.TensorSpec) -> tf.Tensor:
     return tf.zeros(spec.shape, spec.dtype)
 
 
-def _nothing(count: int) -> Callable[[], Any]:
+def _nothing(count: int, compiled: bool) -> Callable[[], Any]:
     """A call with a given number of tensors that does nothing."""
     tensors = [tf.constant(0.0)] * count
-    call = direct(tf.function(lambda *each: each).get_concrete_function(*specs(tensors)))
+    call = either(tf.function(lambda *each: each).get_concrete_function(*specs(tensors)), compiled)
     return lambda: call(*tensors)
 
 

@@ -17,7 +17,7 @@ from pipetrain.compute.profiling.kernels import kernels
 from pipetrain.compute.profiling.profiler import cost_key, profile_chain
 from pipetrain.plan.profile import Profile
 
-FORMAT = 5  # of what is kept; profiles of other formats are measured anew
+FORMAT = 6  # of what is kept; profiles of other formats are measured anew
 
 
 def cached_profile(

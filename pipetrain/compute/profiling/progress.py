@@ -20,12 +20,14 @@ class Progress:
     def __init__(self, what: str, steps: int) -> None:
         self._what, self._steps, self._start_s = what, steps, time.perf_counter()
         self._bar: keras.utils.Progbar | None = None
+        self._done = 0
 
-    def show(self, done: int) -> None:
-        """Show that this many steps are done."""
+    def add(self, steps: int) -> None:
+        """Show that this many more steps are done."""
+        self._done += steps
         if not self._steps or (self._bar is None and time.perf_counter() - self._start_s < PATIENCE_S):
             return
         if self._bar is None:
             print(self._what)
             self._bar = keras.utils.Progbar(self._steps, unit_name="step")
-        self._bar.update(done)
+        self._bar.update(self._done)
