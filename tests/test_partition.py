@@ -30,13 +30,15 @@ CLUSTERS = [Cluster((Level(Link(1.0, 0.5)),)), HOSTS_OF_2, Cluster((Level(Link(m
 
 
 def chain(blocks, batch_size=8, compiled=()):
-    """A profile of (seconds, output, weights, activations, update seconds) per block; those with XLA, if it compiles."""
+    """A profile of (seconds, output, weights, activations, update seconds) per block, and seconds with XLA."""
     with_xla = itertools.chain(compiled, itertools.repeat(None))
     return Profile(
         "made up",
         batch_size,
         tuple(
-            BlockProfile(f"b{n}", s / 4, 3 * s / 4, o, w, a, u, compiled=None if c is None else Seconds(c / 4, c / 2, u))
+            BlockProfile(
+                f"b{n}", s / 4, 3 * s / 4, o, w, a, u, compiled=None if c is None else Seconds(c / 4, c / 2, u)
+            )
             for n, ((s, o, w, a, u), c) in enumerate(zip(blocks, with_xla, strict=False))
         ),
     )
@@ -171,7 +173,9 @@ def test_a_replicated_stage_by_hand():
     """
     profile = chain([(8, 16, 30, 0, 2), (8, 0, 0, 0, 0)])
     first, second = plan(profile, [1, 2], Cluster((Level(Link(10.0, 0.1)),)), [3, 1]).stages
-    assert first.total_s == pytest.approx(3 / 8 * 8 + 2 * (1 + 3 / 5) + (0.1 + 3 / 8 * 16 / 10) + 2 * 2 * (0.1 + 30 / 3 / 10))
+    assert first.total_s == pytest.approx(
+        3 / 8 * 8 + 2 * (1 + 3 / 5) + (0.1 + 3 / 8 * 16 / 10) + 2 * 2 * (0.1 + 30 / 3 / 10)
+    )
     assert second.total_s == pytest.approx(8 + 0.1 + 16 / 10)
     assert (first.device, second.device) == (0, 3)
 

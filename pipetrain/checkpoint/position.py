@@ -30,7 +30,7 @@ def start_at(epoch_iterator: Any, position: Position, first_epoch: int) -> None:
     def resumed() -> Iterator[Any]:
         keras_private.set_steps(epoch_iterator, None)  # the next epochs are Keras' own
         progress = Progress("Passing over the data of epochs that are done", position.epoch - first_epoch)
-        for epoch in range(first_epoch, position.epoch):
+        for _ in range(first_epoch, position.epoch):
             _pass_over(epoch_iterator, enumerate_epoch())
             progress.add(1)
         steps, progress = enumerate_epoch(), Progress("Passing over minibatches that are done", position.step)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import keras
 import numpy as np
@@ -16,6 +16,20 @@ from pipetrain.compute.graph.input_shapes import Shapes
 from pipetrain.compute.keras_private import set_initial_epoch
 from pipetrain.compute.optimizer.rates import is_scheduled
 from pipetrain.run.window import never
+
+
+class Layout(NamedTuple):
+    """Of a run: where it was cut, which stages XLA compiled, and what its inputs were like, as far as that is known."""
+
+    ends: list[int]
+    compiled: list[bool]
+    shapes: Shapes | None
+
+    @classmethod
+    def of(cls, about: dict[str, Any]) -> Layout:
+        """That of a checkpoint; old ones say nothing of what XLA compiled."""
+        shapes = about.get("input_shapes") and tuple(map(tuple, about["input_shapes"]))
+        return cls(about["ends"], about.get("compiled", []), shapes)
 
 
 class Resumable(Protocol):
@@ -38,7 +52,7 @@ class Resumable(Protocol):
     def state(self) -> Arrays:
         """All that training needs to go on; drains."""
 
-    def restore(self, arrays: Arrays, ends: list[int], shapes: Shapes | None, updates: int, fitted: int) -> list[str]:
+    def restore(self, arrays: Arrays, layout: Layout, updates: int, fitted: int) -> list[str]:
         """Go on from there, after so many updates, ``fitted`` of them of this ``fit``; gives what was not there."""
 
 
@@ -173,8 +187,7 @@ class FitSession:
                 f"The checkpoint is of an earlier epoch. Received: initial_epoch={self._first_epoch}, a checkpoint in "
                 f"epoch {position.epoch} (the first is 0). Try the initial_epoch that it was made with."
             )
-        shapes = about.get("input_shapes") and tuple(map(tuple, about["input_shapes"]))
-        missing = self._trainer.restore(arrays, about["ends"], shapes, about["updates"], about["fitted"])
+        missing = self._trainer.restore(arrays, Layout.of(about), about["updates"], about["fitted"])
         if self._begun_rate is not None and about["begun_rate"] == self._begun_rate:  # else the user has set another
             self._owner.optimizer.learning_rate = about["epoch_rate"]
             self._rate_within = about["learning_rate"] if position.step else None

@@ -28,7 +28,6 @@ class Compilation:
     Args:
         owner: the PipelineModel, which Keras has compiled.
         loss: the one that ``compile`` was given.
-        compiled: whether XLA compiles the stages.
         scheme: by which it is trained.
         placement: the stages, which learn how many slots the optimizer has.
         counted: counts the minibatches that the optimizer has been told of.
@@ -42,14 +41,12 @@ class Compilation:
         self,
         owner: keras.Model,
         loss: Any,
-        compiled: bool,
         scheme: Scheme,
         placement: Placement,
         counted: tf.Variable,
         built: Callable[[], None],
     ) -> None:
         self.optimizer, self._loss, self._chain = owner.optimizer, loss, placement.chain
-        self.compiled = compiled
         self._model = placement.chain.model
         check_loop(owner.run_eagerly, owner.steps_per_execution)
         check_optimizer(self.optimizer, scheme.name, scheme, placement.stages)

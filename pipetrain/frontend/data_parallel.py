@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from pipetrain.checkpoint.arrays import Arrays, assign, collected
-from pipetrain.checkpoint.session import FitSession
+from pipetrain.checkpoint.session import FitSession, Layout
 from pipetrain.compute.keras_private import count_of, distributed_spec, distribution_of, flat_layers, weights_of
 from pipetrain.compute.optimizer.adoption import Part, built, copy, with_frozen
 from pipetrain.compute.optimizer.clone import clone
@@ -197,7 +197,7 @@ class DataParallelStrategy:
         self._load()
         return collected(self.model, self._slots(), [self._gathered(self.optimizer).shared])
 
-    def restore(self, arrays: Arrays, ends: Any, shapes: Any, updates: int, fitted: int) -> list[str]:
+    def restore(self, arrays: Arrays, layout: Layout, updates: int, fitted: int) -> list[str]:
         """Go on from there, after so many updates, ``fitted`` of them of this ``fit``; gives what was not there."""
         with self.distribution.scope():
             missing = assign(self.model, arrays, self._slots(), [self._gathered(self.optimizer).shared])

@@ -30,15 +30,14 @@ class Evaluator:
     Args:
         model: the model whose weights are read.
         placement: its stages.
-        compiled: whether XLA is to compile them.
     """
 
-    def __init__(self, model: keras.Model, placement: Placement, compiled: Callable[[], bool]) -> None:
-        self._placement, self._compiled = placement, compiled
+    def __init__(self, model: keras.Model, placement: Placement) -> None:
+        self._placement = placement
         self.data, self.inputs = InputData(model), InputsAlone(model)
         self._stages: list[list[Inference]] = []
         self._ends: list[int] | None = None
-        self._made_compiled = False
+        self._compiled: list[bool] = []
         self._running: list[Evaluation] = []
 
     @contextmanager
@@ -86,10 +85,10 @@ class Evaluator:
     def pipeline(self, shapes: Shapes) -> Pipeline:
         """A pipeline that only runs forwards, for minibatches of which the first one's inputs have such shapes."""
         ends = self._placement.ends or self._ends or self._placement.measured_ends(DEFAULT_ROWS, shapes)
-        compiled = self._compiled()
-        if (ends, compiled) != (self._ends, self._made_compiled):
+        compiled = self._placement.kernels_so_far
+        if (ends, compiled) != (self._ends, self._compiled):
             self._stages = self._placement.inferences(ends, compiled)
-            self._ends, self._made_compiled = ends, compiled
+            self._ends, self._compiled = ends, compiled
         pipeline = Pipeline(self._stages, INFERENCE, 1)
         pipeline.trace_for(None)
         return pipeline

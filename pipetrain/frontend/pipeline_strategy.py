@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from pipetrain.checkpoint.arrays import Arrays, assign, collected
-from pipetrain.checkpoint.session import FitSession
+from pipetrain.checkpoint.session import FitSession, Layout
 from pipetrain.compute.gc_pause import gc_paused
 from pipetrain.compute.graph.input_shapes import Shapes
 from pipetrain.compute.optimizer.adoption import forget
@@ -45,7 +45,7 @@ class PipelineStrategy:
         self.model = self.trained = model
         self.placement, self.microbatches = placement, placement.training.microbatches
         self.distribution = Untuned(tf.distribute.get_strategy())
-        self.evaluator = Evaluator(model, placement, lambda: self._is_compiled)
+        self.evaluator = Evaluator(model, placement)
         self._scheme = scheme
         self._last_compilation: Compilation | None = None
         self._stages = OptimizedStages()
@@ -69,16 +69,11 @@ class PipelineStrategy:
 
     def compiled(self, owner: keras.Model, loss: Any, jit_compile: Any) -> None:
         """The optimizer and the loss are new: stages are made anew when the next ``fit`` begins."""
-        compiled = jit_compile is True and bool(owner.jit_compile)  # which Keras leaves on where all layers have it
-        placement, counted = self.placement, self._counted
-        compilation = Compilation(owner, loss, compiled, self._scheme, placement, counted, self._metrics_built)
+        compilation = Compilation(owner, loss, self._scheme, self.placement, self._counted, self._metrics_built)
+        self.placement.learn_kernels(jit_compile if owner.jit_compile else False)  # which says whether all layers can
         if compilation.optimizer is not self.optimizer:
             self._stages = OptimizedStages()
         self._last_compilation, self._pipeline = compilation, None
-
-    @property
-    def _is_compiled(self) -> bool:
-        return self._last_compilation is not None and self._last_compilation.compiled
 
     def _metrics_built(self) -> None:
         if self._fit is not None:
@@ -111,9 +106,7 @@ class PipelineStrategy:
         """Make the stages for this compilation; compiled again, the same optimizer keeps what it has gathered."""
         with gc_paused():
             weights, compilation = self.model.trainable_variables, self._compilation
-            made = self.placement.build(
-                rows, self.optimizer, compilation.metrics.loss, self._scheme, compilation.compiled
-            )
+            made = self.placement.build(rows, self.optimizer, compilation.metrics.loss, self._scheme)
             stages = OptimizedStages(made, weights)
             stages.go_on_from(self._stages)
             self._stages = stages
@@ -255,23 +248,21 @@ class PipelineStrategy:
         rules = {self._scheme.rule(stage, stages, self.microbatches) for stage in range(stages)}
         return sorted({kind for rule in rules for kind in kinds_beside(self.optimizer, rule)})
 
-    def restore(
-        self, arrays: Arrays, ends: Sequence[int], shapes: Shapes | None, updates: int, fitted: int
-    ) -> list[str]:
+    def restore(self, arrays: Arrays, layout: Layout, updates: int, fitted: int) -> list[str]:
         """Go on from there, after so many updates, ``fitted`` of them of this ``fit``; gives what was not there.
 
-        ``ends`` and ``shapes`` are where that run was cut, and what its inputs were like.
+        ``layout`` is that run's.
         """
         self.drain()
-        if self.placement.adopt(ends):
+        if self.placement.adopt(layout.ends, layout.compiled):
             self._pipeline, self._stages = None, OptimizedStages()
         if self._pipeline is None:
-            self._prepare(known(self._fit).session.rows, self.placement.shapes or shapes)
+            self._prepare(known(self._fit).session.rows, self.placement.shapes or layout.shapes)
         if self._pipeline is None:
             raise ValueError(
                 "The model leaves dimensions of its inputs open, and neither the checkpoint nor the data say, before "
                 f"the first minibatch, what they are. Received: stages={self.placement.stages}, a checkpoint of "
-                f"{len(ends)} stages. Try partition(input_shapes=...) before fit, or as many stages."
+                f"{len(layout.ends)} stages. Try partition(input_shapes=...) before fit, or as many stages."
             )
         missing = assign(self.model, arrays, self._stages.slots(), self._stages.shared())
         self._compilation.optimizer.iterations.assign(updates)

@@ -14,8 +14,10 @@ from pipetrain.compute.graph.blocks import Chain
 from pipetrain.compute.graph.cuts import cut_points, why_together
 from pipetrain.compute.graph.input_shapes import Shapes, checked_shapes, shapes_of_model
 from pipetrain.compute.graph.segment import Segment
+from pipetrain.compute.profiling.operation_count import is_little
 from pipetrain.compute.profiling.profile_cache import cached_profile
 from pipetrain.frontend.device_choice import assign, described
+from pipetrain.frontend.kernel_choice import KernelChoice
 from pipetrain.plan.advice import advise
 from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import partition, plan
@@ -61,13 +63,14 @@ class Placement:
             raise ValueError(f"There is nothing to cut. Received: model={model.name!r} without layers. Try one with.")
         self.shapes = shapes_of_model(model)
         self._partition = stages if isinstance(stages, Partition) else None
+        self._is_given, self._is_cut = self._partition is not None, False
         self._ends: list[int] | None = None
         if self._partition is not None:
             if cuts is not None:
                 raise ValueError("Stages are given twice. Received: stages=Partition and cuts. Try one of them.")
             cuts = self._partition.cuts
         if cuts is not None:
-            self._ends = cut_points(self.chain.blocks, cuts)
+            self._ends, self._is_cut = cut_points(self.chain.blocks, cuts), True
         if self._partition is not None and tuple(replicas or self._partition.replicas) != self._partition.replicas:
             raise ValueError(
                 f"Replicas are given twice. Received: replicas={replicas!r}, a partition with those of "
@@ -82,7 +85,7 @@ class Placement:
             raise ValueError(
                 f"The cuts make {self.stages} stages. Received: stages={stages}, cuts={cuts!r}. Try leaving stages out."
             )
-        self.training = training(self.stages)
+        self.training, self._kernels = training(self.stages), KernelChoice(self.stages)
         self.replicas = _checked_replicas(replicas, self.stages)
         self._devices = self._assigned(devices)
         if self._partition is not None:  # which may have left some out, to begin a stage on the next host
@@ -102,16 +105,25 @@ class Placement:
         on = assign(devices, count)
         return [on[self._schedule.place(stage, count)] for stage in range(self.stages)]
 
-    def adopt(self, ends: Sequence[int]) -> bool:
-        """Take over another run's cuts where nothing but a profile has decided on as many; whether they are new."""
-        if self._ends is not None or len(ends) != self.stages or list(ends) == self.ends:
-            return False
-        self._ends, self._partition = list(ends), None
-        return True
+    def adopt(self, ends: Sequence[int], compiled: Sequence[bool]) -> bool:
+        """Take over another run's cuts and kernels where nothing but a profile has decided on them; whether new."""
+        is_new = not self._is_cut and len(ends) == self.stages and list(ends) != self.ends
+        if is_new:
+            self._ends, self._partition = list(ends), None
+        if list(ends) == (self.ends or []):
+            is_new |= self._kernels.decide(compiled)
+        return is_new
 
     def learn_optimizer(self, slots: int, gathers: bool) -> None:
         """How many variables the optimizer has for each weight, and whether it uses all gradients at once."""
         self.training = self.training._replace(slots=slots, gathers=gathers)
+
+    def learn_kernels(self, jit_compile: bool | str) -> None:
+        """Whether XLA compiles the stages, or ``"auto"``: those that are faster so. Where it is cut stays."""
+        if self._kernels.ask(jit_compile):
+            self.training = self.training._replace(jit_compile=jit_compile)
+            self._ends = self.ends
+            self._partition = self._partition if self._is_given else None
 
     def learn(self, shapes: Shapes | None) -> None:
         """What the inputs are like, if something tells."""
@@ -124,12 +136,17 @@ class Placement:
 
     @property
     def can_build(self) -> bool:
-        """Whether the cut is decided, or what is known of the inputs is enough to decide it."""
-        return self.ends is not None or self.shapes is not None
+        """Whether cut and kernels are decided, or what is known of the inputs is enough to decide on them."""
+        return self.shapes is not None or (self.ends is not None and self._known_kernels is not None)
 
     def about(self) -> dict[str, Any]:
-        """Where it is cut, as far as that is decided, its replicas, and the inputs' shapes, for a checkpoint."""
-        return {"ends": self.ends or [], "replicas": list(self.replicas), "input_shapes": self.shapes}
+        """Cut and kernels, as far as they are decided, replicas, and the inputs' shapes, for a checkpoint."""
+        return {
+            "ends": self.ends or [],
+            "compiled": self._known_kernels or [],
+            "replicas": list(self.replicas),
+            "input_shapes": self.shapes,
+        }
 
     @property
     def distinct_devices(self) -> list[str]:
@@ -206,17 +223,32 @@ class Placement:
                         f"{self.replicas}. Try a cut somewhere else, or replicas=1 there."
                     )
 
+    @property
+    def _known_kernels(self) -> list[bool] | None:
+        """Of each stage, whether XLA compiles it; None if nothing has decided it yet."""
+        if self._kernels.compiled is None and self._partition is not None:
+            self._kernels.decide([stage.compiled for stage in self._partition.stages])
+        return self._kernels.compiled
+
+    def kernels(self, batch_size: int) -> list[bool]:
+        """Of each stage, whether XLA compiles it, decided by a profile at this batch size if that is open.
+
+        Where the cut is given and a minibatch is little work, nothing is measured, and nothing compiled.
+        """
+        if self._known_kernels is None:
+            if self.ends is not None and is_little(self.chain, batch_size):
+                self._kernels.decide([False] * self.stages)
+            else:
+                self.partition(batch_size, verbose=True)
+        return self.kernels_so_far
+
     def build(
-        self,
-        batch_size: int,
-        optimizer: keras.optimizers.Optimizer,
-        loss: LossFunction,
-        scheme: Scheme,
-        compiled: bool,
+        self, batch_size: int, optimizer: keras.optimizers.Optimizer, loss: LossFunction, scheme: Scheme
     ) -> list[list[Stage]]:
-        """Every stage's replicas, each on its device, those of the last with the loss; whether XLA compiles them."""
+        """Every stage's replicas, each on its device and with its kernels, those of the last with the loss."""
         ends = self.ends or cut_points(self.chain.blocks, self.partition(batch_size, verbose=True).cuts)
         losses, recompute = [*[None] * (self.stages - 1), loss], self.training.recompute
+        compiled = self.kernels(batch_size)
         return [
             [
                 Stage(
@@ -227,17 +259,24 @@ class Placement:
                     recompute,
                     scheme.rule(k, self.stages, self.training.microbatches),
                     divided=self.training.microbatches * len(on) > 1,
-                    compiled=compiled,
+                    compiled=compiled[k],
                 )
                 for device in on
             ]
             for k, (segment, on) in enumerate(self._placed(ends))
         ]
 
-    def inferences(self, ends: Sequence[int], compiled: bool = False) -> list[list[Inference]]:
-        """Every stage's replicas for a pipeline that only runs forwards; whether XLA compiles them."""
-        placed = self._placed(ends)
-        return [[Inference(segment, device, len(on) > 1, compiled) for device in on] for segment, on in placed]
+    def inferences(self, ends: Sequence[int], compiled: Sequence[bool]) -> list[list[Inference]]:
+        """Every stage's replicas for a pipeline that only runs forwards; whether XLA compiles each stage."""
+        return [
+            [Inference(segment, device, len(on) > 1, by_xla) for device in on]
+            for (segment, on), by_xla in zip(self._placed(ends), compiled, strict=True)
+        ]
+
+    @property
+    def kernels_so_far(self) -> list[bool]:
+        """Of each stage, whether XLA compiles it; those that nothing has decided on run without."""
+        return self._known_kernels or [False] * self.stages
 
     def _placed(self, ends: Sequence[int]) -> list[tuple[Segment, list[str]]]:
         """Every stage's blocks and the devices of its replicas."""

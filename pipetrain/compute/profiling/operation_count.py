@@ -14,6 +14,8 @@ from pipetrain.compute.graph.segment import Call
 from pipetrain.plan.profile import Profile
 from pipetrain.plan.roofline import FLOAT_BYTES, Device, Product, Work, roofline
 
+ONE_CORE = Device("a core", 50e9, 10e9, 1, tile=1, launch_s=0.0)
+LITTLE_S = 2e-3
 NOTHING = ("Flatten", "Reshape", "Identity")  # what only gives a tensor another shape
 
 
@@ -29,7 +31,21 @@ def operation_counts(model: keras.Model, batch_size: int) -> list[Work]:
     those layers included, are counted by the bytes that they read and write. A block keeps all that it writes until its
     backward.
     """
-    chain = Chain(model)
+    return _works(Chain(model), batch_size)
+
+
+def is_little(chain: Chain, batch_size: int) -> bool:
+    """Whether one processor core has done a minibatch in 2 ms, by estimate; not where dimensions are open."""
+    if any(None in symbol.shape[1:] for symbol in chain.specs(0)):
+        return False
+    try:
+        works = _works(chain, batch_size)
+    except (AttributeError, TypeError, ValueError):  # a layer that is not as Keras' own of its kind are
+        return False
+    return roofline("", batch_size, works, ONE_CORE).total_s < LITTLE_S
+
+
+def _works(chain: Chain, batch_size: int) -> list[Work]:
     return [
         _work(block, sum(_bytes(symbol, batch_size) for symbol in chain.specs(end)), batch_size)
         for end, block in enumerate(chain.blocks, start=1)
