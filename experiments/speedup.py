@@ -44,10 +44,9 @@ from pipetrain.plan.cluster import Cluster  # noqa: E402
 from pipetrain.plan.memory import Training  # noqa: E402
 from pipetrain.plan.partition import partition, plan  # noqa: E402
 from pipetrain.plan.profile import Profile  # noqa: E402
-from pipetrain.plan.roofline import TESLA_P40, Device, prediction_s, roofline  # noqa: E402
+from pipetrain.plan.roofline import TESLA_P40, Device, roofline  # noqa: E402
 from pipetrain.plan.stages import Partition  # noqa: E402
 from pipetrain.plan.text_table import text_table  # noqa: E402
-from pipetrain.schemes.table import SCHEMES  # noqa: E402
 from pipetrain.simulation.simulator import simulate  # noqa: E402
 from pipetrain.trace.idle import idle  # noqa: E402
 from pipetrain.trace.trace import Trace  # noqa: E402
@@ -109,7 +108,7 @@ def profiles(model: str, device: Device) -> Profiled:
 
 
 def outcomes(
-    model: str, profiled: Profiled, devices: int, batch_size: int, cluster: Cluster, device: Device, minibatches: int
+    model: str, profiled: Profiled, devices: int, batch_size: int, cluster: Cluster, minibatches: int
 ) -> list[Outcome]:
     """Every way to train one network on so many devices; ``single`` is the first."""
     whole = profiled(batch_size)
@@ -126,7 +125,7 @@ def outcomes(
             for how in ("server", "ring")
         },
         "pipeline": (stages, simulate(stages, "vanilla", links, minibatches)),
-        "spectrain": (stages, simulate(predicting(stages, device), "spectrain", links, minibatches)),
+        "spectrain": (stages, simulate(stages, "spectrain", links, minibatches)),
     }
     results = {way: outcome(model, devices, way, *each, minibatches) for way, each in found.items()}
     results["data-parallel (overlapped)"] = overlapped(
@@ -153,25 +152,6 @@ def overlapped(ring: Outcome, backward_s: float) -> Outcome:
         step_s=ring.step_s - hidden_s,
         transfer_s=ring.transfer_s - hidden_s,
     )
-
-
-def predicting(stages: Partition, device: Device) -> Partition:
-    """The partition with the seconds that predicting weights takes, where a forward or a backward reads such."""
-    scheme, count = SCHEMES["spectrain"], len(stages.stages)
-
-    def more(k: int) -> tuple[float, float]:
-        each_s = prediction_s(stages.stages[k].weight_bytes, device)
-        steady = scheme.reader(2 * count, k, count, 1)  # a minibatch that finds the pipeline full
-        horizons = scheme.policy.forward(steady).horizon, scheme.policy.backward(steady).horizon
-        return each_s * (horizons[0] > 0), each_s * (horizons[1] > 0)
-
-    predicted = []
-    for k, stage in enumerate(stages.stages):
-        forward_s, backward_s = more(k)
-        predicted.append(
-            replace(stage, forward_s=stage.forward_s + forward_s, backward_s=stage.backward_s + backward_s)
-        )
-    return replace(stages, stages=tuple(predicted))
 
 
 def statements(results: Sequence[Outcome]) -> list[Statement]:
@@ -347,7 +327,7 @@ def simulated(options: argparse.Namespace, cluster: Cluster, device: Device) -> 
         print(name, file=sys.stderr)
         profiled = profiles(name, device)
         for devices in options.devices or (2, 4):
-            results += outcomes(name, profiled, devices, options.batch_size, cluster, device, options.minibatches)
+            results += outcomes(name, profiled, devices, options.batch_size, cluster, options.minibatches)
     return results
 
 

@@ -143,8 +143,3 @@ def block_profile(work: Work, device: Device) -> BlockProfile:
 def roofline(model: str, batch_size: int, works: Sequence[Work], device: Device) -> Profile:
     """The profile that the device would give for work counted at this batch size, without any measuring."""
     return Profile(model, batch_size, tuple(block_profile(work, device) for work in works))
-
-
-def prediction_s(weight_bytes: int, device: Device) -> float:
-    """Seconds to predict weights, ``W + s*v``: ``3 * weights / bandwidth``."""
-    return device.moving_s(PREDICTION_PASSES * weight_bytes)
