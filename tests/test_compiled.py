@@ -11,21 +11,26 @@ import pytest
 import reference
 from test_semantics import ASYNCHRONOUS, LATER, compare, constantly
 
+import pipetrain
 from pipetrain.compute.functions import kernels
+from pipetrain.compute.profiling import profiler
+from pipetrain.frontend import placement
+from pipetrain.plan.memory import Training
+from pipetrain.plan.partition import plan
+from pipetrain.plan.profile import BlockProfile, Profile, Seconds
 
 L = keras.layers
 
 
 @pytest.fixture
 def ops(monkeypatch):
-    """What XLA was asked to compile, and whether it could."""
+    """The kernels of what XLA was asked to compile."""
     made, op = [], kernels.Kernels.op
 
     def noted(self, function, *specs):
-        call = op(self, function, *specs)
         if self.compiled:
-            made.append(function)
-        return call
+            made.append(self)
+        return op(self, function, *specs)
 
     monkeypatch.setattr(kernels.Kernels, "op", noted)
     return made
@@ -120,11 +125,105 @@ def test_what_xla_cannot_compile_is_named_once_and_trains():
     assert line.startswith(f"XLA cannot compile {model.layers[1].name} to {model.layers[-1].name}, which runs without")
 
 
-@pytest.mark.parametrize("jit_compile", [False, "auto"])
-def test_nothing_is_compiled_unless_it_is_asked_for(jit_compile, ops):
-    pm = networks.pipeline(networks.mlp(), scheme="spectrain", jit_compile=jit_compile)
+ABOUT = ["d0 to d1", "d2 to d3", "d4 to d5"]
+
+
+def faster_with_xla(*stages):
+    """A partition of ``networks.mlp()`` by a profile that has XLA twice as fast, but for other stages' blocks."""
+    model = networks.mlp()
+    seconds = {True: Seconds(0.5, 0.5, 0.1), False: Seconds(1.0, 1.0, 0.1)}
+    blocks = [
+        BlockProfile(layer.name, 1.0, 1.0, 4, 4, update_s=0.1, compiled=seconds[n // 2 in stages])
+        for n, layer in enumerate(model.layers)
+    ]
+    return model, plan(Profile(model.name, 20, tuple(blocks)), [2, 4, 6], training=Training("spectrain"))
+
+
+@pytest.mark.parametrize(
+    ("jit_compile", "compiled"), [("auto", [False, True, False]), (True, [True] * 3), (False, [False] * 3)]
+)
+def test_each_stage_runs_the_kernels_that_are_faster_for_it(jit_compile, compiled, ops):
+    model, cut = faster_with_xla(1)
+    assert [stage.compiled for stage in cut.stages] == [False, True, False]
+    assert [line.split()[-1] for line in f"{cut}".splitlines()[3:]] == ["TensorFlow", "XLA", "TensorFlow"]
+    pm = networks.pipeline(model, stages=cut, scheme="spectrain", jit_compile=jit_compile)
+    networks.fit(pm, *networks.data(60), validation_data=networks.data(60))
+    assert {each.about for each in ops} == {about for about, by_xla in zip(ABOUT, compiled, strict=True) if by_xla}
+
+
+def test_a_margin_decides_where_the_kernels_are_nearly_as_fast():
+    def chosen(faster):
+        blocks = (BlockProfile("b", 1.0, 1.0, 4, 4, compiled=Seconds(1.0 / faster, 1.0 / faster, 0.0)),)
+        return plan(Profile("m", 20, blocks), [1]).stages[0].compiled
+
+    assert [chosen(faster) for faster in (0.5, 1.0, 1.04, 1.06, 2.0)] == [False, False, False, True, True]
+
+
+def test_a_block_that_xla_cannot_compile_keeps_its_stage_from_it():
+    fast = Seconds(0.1, 0.1, 0.0)
+    blocks = [BlockProfile(f"b{n}", 1.0, 1.0, 4, 4, compiled=None if n == 3 else fast) for n in range(4)]
+    cut = plan(Profile("m", 20, tuple(blocks)), [2, 4])
+    assert [stage.compiled for stage in cut.stages] == [True, False]
+    assert cut.stages[1].forward_s == 2.0
+
+
+def test_little_work_is_not_profiled_and_not_compiled(ops, monkeypatch):
+    monkeypatch.setattr(placement, "cached_profile", None)
+    pm = networks.pipeline(networks.mlp(), scheme="spectrain")
     networks.fit(pm, *networks.data(60), validation_data=networks.data(60))
     assert not ops
+
+
+def test_a_profile_has_what_xla_compiles_if_there_is_enough_work(monkeypatch):
+    model = made("masks and recurrence")
+    monkeypatch.setattr(profiler, "WORTH_COMPILING_S", 1e3)
+    assert not pipetrain.profile(model, 4, verbose=False).is_compiled
+    monkeypatch.setattr(profiler, "WORTH_COMPILING_S", 0.0)
+    measured = pipetrain.profile(model, 4, verbose=False)
+    with_xla = {block.name: block.compiled is not None for block in measured.blocks}
+    recurrent = next(layer.name for layer in model.layers if isinstance(layer, L.LSTM))
+    assert [name for name, compiled in with_xla.items() if not compiled] == [recurrent]
+    assert Profile.from_json(measured.to_json()) == measured
+    assert f"{measured}".splitlines()[1].endswith("with XLA: forward ms  backward ms")
+    assert measured.scaled(8).blocks[-1].compiled.forward_s == 2 * measured.blocks[-1].compiled.forward_s
+
+
+class Unsupported(L.Dense):
+    """A layer that says that XLA is not for it."""
+
+    def __init__(self, *arguments, **settings):
+        super().__init__(*arguments, **settings)
+        self.supports_jit = False
+
+
+@pytest.mark.parametrize("jit_compile", [True, "auto"])
+@pytest.mark.filterwarnings("ignore:.*jit_compile")
+def test_no_stage_is_compiled_where_a_layer_does_not_support_it(jit_compile, ops, monkeypatch):
+    monkeypatch.setattr(profiler, "WORTH_COMPILING_S", 0.0)
+    model = layered(L.Dense(4), Unsupported(4), shape=(3,))
+    pm = networks.pipeline(model, stages=2, scheme="spectrain", jit_compile=jit_compile)
+    networks.fit(pm, np.ones((40, 3), "float32"), np.zeros(40, int))
+    assert not ops
+    assert not pipetrain.profile(model, 20, verbose=False).is_compiled
+
+
+def test_a_resumed_run_takes_the_same_kernels(tmp_path, ops):
+    """Their choice is kept with the checkpoint; a run that was never stopped has bitwise the same weights."""
+    x, y = networks.data(120)
+
+    def trained(stages, epochs, folder, **settings):
+        model, cut = faster_with_xla(1)
+        where = {"stages": cut} if stages else {"cuts": [model.layers[1].name, model.layers[3].name]}
+        pm = networks.pipeline(model, **where, scheme="spectrain", **settings)
+        checkpoint = [] if folder is None else [pipetrain.callbacks.PipelineCheckpoint(folder, resume=True)]
+        networks.fit(pm, x, y, epochs=epochs, callbacks=checkpoint)
+        return pm.get_weights()
+
+    want = trained(True, 3, None)
+    trained(True, 2, tmp_path)
+    ops.clear()
+    networks.assert_equal(trained(False, 3, tmp_path), want)
+    assert {each.about for each in ops} == {ABOUT[1]}
 
 
 def test_the_same_seed_gives_bitwise_the_same_weights():

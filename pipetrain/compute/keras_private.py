@@ -10,6 +10,7 @@ from typing import Any
 
 import keras
 from keras.src.backend.common.global_state import get_global_attribute, set_global_attribute
+from keras.src.trainers.trainer import model_supports_jit
 
 TO_COME = "uninitialized_variables"
 # What Keras' own callbacks remember, by the names of their attributes: they have no state to ask for.
@@ -53,6 +54,11 @@ def is_own(kind: type) -> bool:
 def keeps_call(kind: type[keras.Model]) -> bool:
     """Whether a class of models keeps Keras' ``call``, so that its calls are those of its recorded graph."""
     return bool(kind.call.__module__.startswith("keras.src.models."))
+
+
+def supports_xla(model: keras.Model) -> bool:
+    """Whether Keras would let XLA compile all layers of a model; it asks itself only where there are GPUs."""
+    return bool(model_supports_jit(model))
 
 
 def weights_of(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:

@@ -13,6 +13,7 @@ from pipetrain.checkpoint.arrays import Arrays, assign, collected
 from pipetrain.checkpoint.session import FitSession, Layout
 from pipetrain.compute.gc_pause import gc_paused
 from pipetrain.compute.graph.input_shapes import Shapes
+from pipetrain.compute.keras_private import supports_xla
 from pipetrain.compute.optimizer.adoption import forget
 from pipetrain.compute.optimizer.update import kinds_beside
 from pipetrain.frontend.attributes import known
@@ -70,7 +71,7 @@ class PipelineStrategy:
     def compiled(self, owner: keras.Model, loss: Any, jit_compile: Any) -> None:
         """The optimizer and the loss are new: stages are made anew when the next ``fit`` begins."""
         compilation = Compilation(owner, loss, self._scheme, self.placement, self._counted, self._metrics_built)
-        self.placement.learn_kernels(jit_compile if owner.jit_compile else False)  # which says whether all layers can
+        self.placement.learn_kernels(supports_xla(self.model) and jit_compile)
         if compilation.optimizer is not self.optimizer:
             self._stages = OptimizedStages()
         self._last_compilation, self._pipeline = compilation, None

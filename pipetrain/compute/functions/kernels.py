@@ -27,7 +27,7 @@ class Kernels:
     """
 
     def __init__(self, compiled: bool = False, about: str = "") -> None:
-        self.compiled, self._about, self._has_warned = compiled, about, False
+        self.compiled, self.about, self._has_warned = compiled, about, False
 
     @property
     def packing(self) -> Packing:
@@ -65,7 +65,7 @@ class Kernels:
         if not self._has_warned:
             self._has_warned = True
             reason = str(error).strip().split("\n")[0]
-            warnings.warn(f"XLA cannot compile {self._about}, which runs without it: {reason}", stacklevel=2)
+            warnings.warn(f"XLA cannot compile {self.about}, which runs without it: {reason}", stacklevel=2)
 
 
 class Compiled(NamedTuple):

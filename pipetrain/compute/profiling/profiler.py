@@ -16,7 +16,7 @@ from pipetrain.compute.functions.kernels import UNCOMPILABLE
 from pipetrain.compute.functions.split import specs
 from pipetrain.compute.graph.blocks import Block, Chain
 from pipetrain.compute.graph.input_shapes import Shapes, checked_shapes
-from pipetrain.compute.keras_private import is_own
+from pipetrain.compute.keras_private import is_own, supports_xla
 from pipetrain.compute.profiling.block_functions import BlockFunctions, Keeps, size_bytes, values
 from pipetrain.compute.profiling.block_passes import Placed, sample
 from pipetrain.compute.profiling.block_timing import time_blocks
@@ -67,7 +67,7 @@ def profile_chain(chain: Chain, batch_size: int, shapes: Shapes, device: str, ve
         plain, errors_s = _timed(placed, costs, device, progress)
         costs = [replace(cost, **asdict(seconds)) for cost, seconds in zip(costs, plain, strict=True)]
         whole_s = sum(seconds.total_s for seconds in plain)
-        if whole_s >= WORTH_COMPILING_S:
+        if whole_s >= WORTH_COMPILING_S and supports_xla(chain.model):
             placed = _compiled(placed, progress)
             compiled, _ = _timed(placed, costs, device, progress)
             costs = [
