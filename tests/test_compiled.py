@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 
 import keras
@@ -186,6 +187,17 @@ def test_a_profile_has_what_xla_compiles_if_there_is_enough_work(monkeypatch):
     assert Profile.from_json(measured.to_json()) == measured
     assert f"{measured}".splitlines()[1].endswith("with XLA: forward ms  backward ms")
     assert measured.scaled(8).blocks[-1].compiled.forward_s == 2 * measured.blocks[-1].compiled.forward_s
+
+
+@pytest.mark.parametrize("patience_s", [0.0, 60.0])
+def test_one_line_a_stage_says_that_it_is_compiled_if_that_takes_long(patience_s, capsys, monkeypatch):
+    monkeypatch.setattr(kernels, "PATIENCE_S", patience_s)
+    before = threading.active_count()
+    pm = networks.pipeline(networks.mlp(), scheme="gpipe", microbatches=2, jit_compile=True)
+    networks.fit(pm, *networks.data(60))
+    lines = sorted(capsys.readouterr().out.splitlines())
+    assert lines == ([] if patience_s else [f"XLA compiles {about}." for about in ABOUT])
+    assert threading.active_count() == before
 
 
 class Unsupported(L.Dense):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -12,6 +14,7 @@ from pipetrain.compute.functions.flattening import packer, unpacker
 from pipetrain.compute.functions.packed import PACKED, SEPARATE, Packing
 from pipetrain.compute.gc_pause import gc_paused
 
+PATIENCE_S = 2.0  # of compiling, before a line says so
 UNCOMPILABLE = (tf.errors.InvalidArgumentError, tf.errors.UnimplementedError, tf.errors.NotFoundError)
 
 
@@ -27,7 +30,8 @@ class Kernels:
     """
 
     def __init__(self, compiled: bool = False, about: str = "") -> None:
-        self.compiled, self.about, self._has_warned = compiled, about, False
+        self.compiled, self.about = compiled, about
+        self._has_warned = self._has_said = False
 
     @property
     def packing(self) -> Packing:
@@ -41,12 +45,14 @@ class Kernels:
                 return direct(_traced(function, *specs))
             compiled = by_xla(function, *specs).call
         plain: list[Callable[..., Any]] = []
+        first = iter([self._said_if_slow])
 
         def call(*arguments: Any) -> Any:
             if plain:
                 return plain[0](*arguments)
             try:
-                return compiled(*arguments)
+                with next(first, nullcontext)():
+                    return compiled(*arguments)
             except UNCOMPILABLE as error:  # while compiling: nothing has been changed yet
                 with gc_paused():
                     made = direct(_traced(function, *specs))
@@ -56,6 +62,22 @@ class Kernels:
                 return results
 
         return call
+
+    @contextmanager
+    def _said_if_slow(self) -> Iterator[None]:
+        """Meanwhile something is compiled, as one line says if that takes long."""
+        timer = threading.Timer(PATIENCE_S, self._say)
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()
+
+    def _say(self) -> None:
+        if not self._has_said:
+            self._has_said = True
+            print(f"XLA compiles {self.about}.", flush=True)
 
     def of(self, concrete: Any) -> Callable[..., Any]:
         """A function that has been traced, as such an op."""
