@@ -184,8 +184,8 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
         An optimizer's ``global_clipnorm=c`` makes every gradient ``g * min(1, c/n)``, ``n**2`` being the sum of the
         squares of all stages' gradients of a minibatch: for synchronous schemes, or one stage.
 
-        ``jit_compile=True`` lets XLA compile every stage's functions, with a warning where it cannot; ``False`` and
-        ``"auto"`` do not.
+        ``jit_compile=True`` lets XLA compile every stage's functions, with a warning where it cannot; ``False`` does
+        not. With ``"auto"``, the default, each stage has the kernels that a profile says are faster for it.
         """
         self.check_no_session("compile")
         check_optimizer_kind(optimizer)
