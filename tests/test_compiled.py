@@ -54,7 +54,11 @@ MODELS = {
         L.Dense(8, "relu"), L.BatchNormalization(), L.Dropout(0.3, seed=1), L.Dense(8, "relu"), shape=(6,)
     ),
     "convolutions": lambda: layered(
-        L.Conv2D(4, 3, padding="same"), L.BatchNormalization(), L.MaxPooling2D(), L.Flatten(), shape=(6, 6, 2)
+        L.Conv2D(4, 3, padding="same", use_bias=False),
+        L.BatchNormalization(),
+        L.MaxPooling2D(),
+        L.Flatten(),
+        shape=(6, 6, 2),
     ),
     "an embedding": lambda: layered(
         L.Embedding(20, 8), L.LayerNormalization(), L.Flatten(), L.Dense(8), shape=(7,), dtype="int32"
