@@ -47,8 +47,29 @@ def settings(those: Sequence[runs.Run]) -> list[tuple[str, str]]:
         said = values[those[0].scheme] if same else ", ".join(f"{key}: {value}" for key, value in values.items())
         if said:
             pairs.append((name.replace("_", " "), said))
+    if said := kernels(those):
+        pairs.append(("kernels", said))
     peak = max((run.summary.get("peak_memory_bytes") or 0 for run in those), default=0)
     return [*pairs, ("most memory of the process", f"{peak / MIB:,.0f} MiB")] if peak else pairs
+
+
+def kernels(those: Sequence[runs.Run]) -> str:
+    """Which stages of which scheme XLA compiled; empty if nothing says."""
+    found: dict[str, list[str]] = {}
+    for run in those:
+        try:
+            stages = (run.partition() or {}).get("stages", [])
+        except ValueError:  # which the figure of memory will say
+            continue
+        if stages:
+            compiled = [str(n) for n, stage in enumerate(stages) if stage.get("compiled")]
+            every = "TensorFlow's" if not compiled else "XLA" if len(compiled) == len(stages) else ""
+            found.setdefault(every or f"XLA in stage{'s' * (len(compiled) > 1)} {', '.join(compiled)}", []).append(
+                run.scheme
+            )
+    if len(found) == 1:
+        return next(iter(found))
+    return "; ".join(f"{', '.join(schemes)}: {how}" for how, schemes in found.items())
 
 
 def _said(value: Any) -> str:

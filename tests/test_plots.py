@@ -20,6 +20,7 @@ from pipetrain.trace.trace import Span, Trace, Transfer
 from plots import (
     breakdown,
     command,
+    comparison,
     learning_curves,
     memory,
     report,
@@ -270,3 +271,14 @@ def test_a_timeline_of_a_folder_without_a_trace_is_refused(tmp_path, capsys, mon
     monkeypatch.setattr(sys, "argv", ["timeline.py", str(tmp_path)])
     assert timeline.main() == 2
     assert "There is no trace. Received:" in capsys.readouterr().err
+
+
+def test_the_page_says_which_stages_xla_compiled(tmp_path):
+    kernels = {"vanilla": [False, False], "spectrain": [True, True], "gpipe": [False, True], "1f1b": [False, True]}
+    for scheme, compiled in kernels.items():
+        write(tmp_path / scheme / "config.json", {"scheme": scheme})
+        write(tmp_path / scheme / "partition.json", {"stages": [{"compiled": each} for each in compiled]})
+    read = {scheme: runs.read(tmp_path / scheme) for scheme in kernels}
+    assert comparison.kernels([read["spectrain"]]) == "XLA"
+    together = comparison.kernels(list(read.values()))
+    assert together == "vanilla: TensorFlow's; spectrain: XLA; gpipe, 1f1b: XLA in stage 1"
