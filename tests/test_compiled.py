@@ -179,11 +179,16 @@ def test_little_work_is_not_profiled_and_not_compiled(ops, monkeypatch):
     assert not ops
 
 
+def measure_all(monkeypatch):
+    """Try XLA on the smallest model too."""
+    monkeypatch.setattr(profiler, "LITTLE_S", 0.0)
+    monkeypatch.setattr(profiler, "is_little", lambda chain, batch_size: False)
+
+
 def test_a_profile_has_what_xla_compiles_if_there_is_enough_work(monkeypatch):
     model = made("masks and recurrence")
-    monkeypatch.setattr(profiler, "WORTH_COMPILING_S", 1e3)
     assert not pipetrain.profile(model, 4, verbose=False).is_compiled
-    monkeypatch.setattr(profiler, "WORTH_COMPILING_S", 0.0)
+    measure_all(monkeypatch)
     measured = pipetrain.profile(model, 4, verbose=False)
     with_xla = {block.name: block.compiled is not None for block in measured.blocks}
     recurrent = next(layer.name for layer in model.layers if isinstance(layer, L.LSTM))
@@ -215,7 +220,7 @@ class Unsupported(L.Dense):
 @pytest.mark.parametrize("jit_compile", [True, "auto"])
 @pytest.mark.filterwarnings("ignore:.*jit_compile")
 def test_no_stage_is_compiled_where_a_layer_does_not_support_it(jit_compile, ops, monkeypatch):
-    monkeypatch.setattr(profiler, "WORTH_COMPILING_S", 0.0)
+    measure_all(monkeypatch)
     model = layered(L.Dense(4), Unsupported(4), shape=(3,))
     pm = networks.pipeline(model, stages=2, scheme="spectrain", jit_compile=jit_compile)
     networks.fit(pm, np.ones((40, 3), "float32"), np.zeros(40, int))

@@ -15,7 +15,7 @@ from pipetrain.plan.profile import Profile
 from pipetrain.plan.roofline import FLOAT_BYTES, Device, Product, Work, roofline
 
 ONE_CORE = Device("a core", 50e9, 10e9, 1, tile=1, launch_s=0.0)
-LITTLE_S = 2e-3
+LITTLE_S = 2e-3  # of a minibatch: compiling would take longer than it could ever save
 NOTHING = ("Flatten", "Reshape", "Identity")  # what only gives a tensor another shape
 
 

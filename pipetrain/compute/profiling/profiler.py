@@ -20,12 +20,12 @@ from pipetrain.compute.keras_private import is_own, supports_xla
 from pipetrain.compute.profiling.block_functions import BlockFunctions, Keeps, size_bytes, values
 from pipetrain.compute.profiling.block_passes import Placed, sample
 from pipetrain.compute.profiling.block_timing import time_blocks
+from pipetrain.compute.profiling.operation_count import LITTLE_S, is_little
 from pipetrain.compute.profiling.progress import Progress
 from pipetrain.compute.profiling.workspace import Workspace, workspace
 from pipetrain.plan.profile import BlockProfile, Profile, Seconds
 
 WINDOW_BYTES = 2**30  # of blocks that are timed together
-WORTH_COMPILING_S = 2e-3  # of a minibatch: of less, compiling would take longer than it could ever save
 
 
 def profile(
@@ -35,7 +35,7 @@ def profile(
 
     The blocks run one after another, all forwards, then all backwards, on random data (zeros for integer inputs):
     four such passes, or more where the machine is not steady; then as many compiled by XLA, unless a pass takes less
-    than 2 ms. Each figure is the median less the time of an empty call;
+    than 2 ms, or so it is estimated from counted operations. Each figure is the median less the time of an empty call;
     the profile's ``spread`` says how steady they are. The optimizer's step is that of SGD with momentum. The model's
     weights, statistics and seeds are read and never written.
 
@@ -67,7 +67,7 @@ def profile_chain(chain: Chain, batch_size: int, shapes: Shapes, device: str, ve
         plain, errors_s = _timed(placed, costs, device, progress)
         costs = [replace(cost, **asdict(seconds)) for cost, seconds in zip(costs, plain, strict=True)]
         whole_s = sum(seconds.total_s for seconds in plain)
-        if whole_s >= WORTH_COMPILING_S and supports_xla(chain.model):
+        if whole_s >= LITTLE_S and not is_little(chain, batch_size) and supports_xla(chain.model):
             placed = _compiled(placed, progress)
             compiled, _ = _timed(placed, costs, device, progress)
             costs = [
