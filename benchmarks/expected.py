@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 from benchmarks import networks
 from benchmarks.networks import Network
 from benchmarks.simulation import MICROBATCHES, SIDE, SIDE_STEPS, beside, pipeline
+from pipetrain.plan.memory import Training
+from pipetrain.schemes.table import splits
 
 if TYPE_CHECKING:
     import keras
@@ -22,6 +24,16 @@ if TYPE_CHECKING:
 
 SIMULATED = ("gpipe", "1f1b")
 MINIBATCHES = 40  # simulated
+
+
+def microbatches(scheme: str) -> int | None:
+    """How many the benchmarks split a minibatch into; None for schemes that do not."""
+    return MICROBATCHES if splits(scheme) else None
+
+
+def training(scheme: str) -> Training:
+    """What to plan a scheme's stages for."""
+    return Training(scheme, microbatches=microbatches(scheme) or 1)
 
 
 class Expected:

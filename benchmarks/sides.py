@@ -11,7 +11,7 @@ from benchmarks.instruction_sets import set_onednn
 from benchmarks.networks import Network, build, data
 from pipetrain.cli.quiet import start_tensorflow
 from pipetrain.run.stderr import quiet_stderr
-from pipetrain.schemes.table import DATA_PARALLEL, splits
+from pipetrain.schemes.table import DATA_PARALLEL
 
 if TYPE_CHECKING:
     import keras
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 TOGETHER = 2  # processes that train at once, each by itself
 FIRST = 5  # minibatches that fill the pipeline and warm up
-LOGICAL_GPU_MIB = 8192  # of each of two logical GPUs of one card
+LOGICAL_GPU_MIB = 8192  # of each of two logical GPUs of one card, which plain Keras' process has too
 JIT_COMPILE: dict[str, Any] = {"auto": "auto", "true": True, "false": False}
 SETTINGS = {"auto": "", "true": ", XLA", "false": ", no XLA"}  # of jit_compile, in the names of pipetrain's sides
 
@@ -131,20 +131,18 @@ def plain(job: KerasJob) -> dict[str, keras.Model]:
 def pipelines(job: KerasJob) -> tuple[dict[str, Any], Expected | None]:
     """Every scheme, cut as the planner cuts for it; and what is expected of them, if that is wanted."""
     import pipetrain
-    from benchmarks.expected import MICROBATCHES, Expected
+    from benchmarks.expected import Expected, microbatches, training
     from pipetrain.frontend.device_choice import available, described
-    from pipetrain.plan.memory import Training
     from pipetrain.plan.partition import partition
 
     model, devices = build(job.network), available()
     profile = pipetrain.profile(model, job.network.batch_size, verbose=False)
     partitions, sides = {}, {}
     for name in job.schemes:
-        microbatches = MICROBATCHES if splits(name) else None
-        training = Training("single" if name == DATA_PARALLEL else name, microbatches=microbatches or 1)
-        partitions[name] = partition(profile, job.cores, described(devices), training=training)
+        planned_for = training("single" if name == DATA_PARALLEL else name)
+        partitions[name] = partition(profile, job.cores, described(devices), training=planned_for)
         for setting in job.jit_compile:
-            pipe = pipetrain.PipelineModel(model, partitions[name], name, microbatches=microbatches)
+            pipe = pipetrain.PipelineModel(model, partitions[name], name, microbatches=microbatches(name))
             sides[name + SETTINGS[setting]] = compiled(pipe, jit_compile=JIT_COMPILE[setting])
     planned = {name: each for name, each in partitions.items() if name not in ("single", DATA_PARALLEL)}
     return sides, Expected(model, job.network, planned, devices) if job.predict else None
