@@ -244,7 +244,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rounds = measured(network, options)
         size = ", ".join(f"{key} {value}" for key, value in network.size.items())
         print(f"{name} ({size}), batch {network.batch_size}; medians of {options.rounds} rounds")
-        print(text_table(header(options.gpus > 0), list(rows(rounds))), end="\n\n", flush=True)
+        columns = None if options.predict else -1
+        lines = [line[:columns] for line in rows(rounds)]
+        print(text_table(header(options.gpus > 0)[:columns], lines), end="\n\n", flush=True)
         for side in rounds[0]:
             error = prediction_error(rounds, side)
             if error is not None:
