@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from benchmarks.instruction_sets import set_onednn
 from benchmarks.networks import Network, build, data
 from pipetrain.cli.quiet import start_tensorflow
 from pipetrain.run.stderr import quiet_stderr
@@ -15,24 +16,29 @@ from pipetrain.schemes.table import DATA_PARALLEL
 if TYPE_CHECKING:
     import keras
 
+    from benchmarks.expected import Expected
     from pipetrain.trace.trace import Trace
 
-ONE_CORE = ("Keras, 1 core", "Keras, 1 core, XLA")
 TOGETHER = 2  # processes that train at once, each by itself
 FIRST = 5  # minibatches that fill the pipeline and warm up
+LOGICAL_GPU_MIB = 8192  # of each of two logical GPUs of one card, which plain Keras' process has too
+JIT_COMPILE: dict[str, Any] = {"auto": "auto", "true": True, "false": False}
+SETTINGS = {"auto": "", "true": ", XLA", "false": ", no XLA"}  # of jit_compile, in the names of pipetrain's sides
 
 
 class Figures(NamedTuple):
-    """One round: samples/s, and how many times one core's that could be if no stage ever waited."""
+    """One round: samples/s; how many times one core's that could be if no stage ever waited; samples/s expected."""
 
     samples_per_second: float
     bound: float | None = None
+    predicted: float | None = None
 
 
 class KerasJob(NamedTuple):
-    """One process with so many cores: plain Keras without schemes, or pipetrain's schemes on a core each.
+    """One process on so many cores, or GPUs: plain Keras without schemes, or pipetrain's schemes on a device each.
 
-    With a ``rank`` it has the core of this number, and others like it work at once.
+    With a ``rank`` it has the core of this number, and others like it work at once. ``onednn`` is the value of
+    TensorFlow's switch for oneDNN's kernels, None for TensorFlow's own choice.
     """
 
     network: Network
@@ -41,59 +47,105 @@ class KerasJob(NamedTuple):
     schemes: Sequence[str] = ()
     rank: int | None = None
     xla: bool = True
+    onednn: str | None = None
+    jit_compile: Sequence[str] = ("auto",)
+    predict: bool = False
+    gpus: bool = False
 
 
 def work(job: KerasJob) -> Iterator[dict[str, Figures]]:
     """Samples/s of every side that lives in this process, once a round."""
-    first = job.rank or 0
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[first : first + job.cores])
-    if job.schemes:
-        start_tensorflow(job.cores)  # as many devices
-    else:
-        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-        with quiet_stderr():
-            import tensorflow as tf
-
-            tf.config.list_logical_devices()  # starts it, with its own choice of threads
+    start(job)
     import keras
 
     keras.utils.set_random_seed(0)
-    sides = pipelines(job) if job.schemes else plain(job)
+    sides, expected = pipelines(job) if job.schemes else (plain(job), None)
     x, y = data(job.network, job.steps * job.network.batch_size)
     times: list[float] = []
     clock = keras.callbacks.LambdaCallback(on_train_batch_end=lambda step, logs: times.append(time.perf_counter()))
 
-    def figures(model: keras.Model) -> Figures:
+    def figures(model: keras.Model, predicted: float | None = None) -> Figures:
         times.clear()
         model.fit(x, y, batch_size=job.network.batch_size, verbose=0, callbacks=[clock])
         step_s = (times[-1] - times[FIRST - 1]) / (len(times) - FIRST)
         rows = job.network.batch_size * (1 if job.rank is None else TOGETHER)
-        return Figures(rows / step_s, bound(model))
+        return Figures(rows / step_s, None if job.gpus else bound(model), predicted)
 
     for model in sides.values():
         figures(model)
     yield {}
     while True:
-        yield {name: figures(model) for name, model in sides.items()}
+        rates = expected.rates() if expected else {}
+        yield {name: figures(model, rates.get(name)) for name, model in sides.items()}
+
+
+def start(job: KerasJob) -> None:
+    """Start TensorFlow with the cores, devices and kernels that the job is to have."""
+    set_onednn(job.onednn)
+    if job.gpus:
+        start_gpus(job.cores)
+        return
+    first = job.rank or 0
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[first : first + job.cores])
+    if job.schemes:
+        start_tensorflow(job.cores)  # as many devices
+        return
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    with quiet_stderr():
+        import tensorflow as tf
+
+        tf.config.list_logical_devices()  # starts it, with its own choice of threads
+
+
+def start_gpus(count: int) -> None:
+    """Start TensorFlow with the GPUs, or with so many logical ones of the only card; other processes have it too."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    with quiet_stderr():
+        import tensorflow as tf
+
+        cards = tf.config.list_physical_devices("GPU")
+        if len(cards) == 1 and count > 1:
+            parts = [tf.config.LogicalDeviceConfiguration(memory_limit=LOGICAL_GPU_MIB)] * count
+            tf.config.set_logical_device_configuration(cards[0], parts)
+        else:
+            for card in cards:
+                tf.config.experimental.set_memory_growth(card, True)
+        tf.config.list_logical_devices()
+
+
+def plain_names(
+    unit: str, count: int = 1, at_once: bool = False, onednn: Sequence[bool] = (False, True)
+) -> dict[str, bool]:
+    """The names of plain Keras on so many cores or GPUs, with whichever kernels; and whether XLA compiles it."""
+    devices = f"{count} {unit}{'s' if count > 1 else ''}"
+    whole = [f"Keras, {devices}" + (f", {TOGETHER} at once" if at_once else "") + each * ", oneDNN" for each in onednn]
+    return {name + xla * ", XLA": xla for name in whole for xla in (False, True)}
 
 
 def plain(job: KerasJob) -> dict[str, keras.Model]:
     """Plain Keras without XLA and, unless it is left out, with it (which is what Keras takes by default)."""
-    cores = f"{job.cores} core{'s' if job.cores > 1 else ''}" + ("" if job.rank is None else f", {TOGETHER} at once")
-    names = {f"Keras, {cores}": False, f"Keras, {cores}, XLA": True}
+    names = plain_names("GPU" if job.gpus else "core", job.cores, job.rank is not None, [job.onednn == "1"])
     return {name: compiled(build(job.network), jit_compile=xla) for name, xla in names.items() if job.xla or not xla}
 
 
-def pipelines(job: KerasJob) -> dict[str, Any]:
-    """Every scheme, all cut alike: as the planner says."""
+def pipelines(job: KerasJob) -> tuple[dict[str, Any], Expected | None]:
+    """Every scheme, cut as the planner cuts for it; and what is expected of them, if that is wanted."""
     import pipetrain
+    from benchmarks.expected import Expected, microbatches, training
     from pipetrain.frontend.device_choice import available, described
     from pipetrain.plan.partition import partition
 
-    model = build(job.network)
+    model, devices = build(job.network), available()
     profile = pipetrain.profile(model, job.network.batch_size, verbose=False)
-    chosen = partition(profile, job.cores, described(available()))
-    return {name: compiled(pipetrain.PipelineModel(model, chosen, name)) for name in job.schemes}
+    partitions, sides = {}, {}
+    for name in job.schemes:
+        planned_for = training("single" if name == DATA_PARALLEL else name)
+        partitions[name] = partition(profile, job.cores, described(devices), training=planned_for)
+        for setting in job.jit_compile:
+            pipe = pipetrain.PipelineModel(model, partitions[name], name, microbatches=microbatches(name))
+            sides[name + SETTINGS[setting]] = compiled(pipe, jit_compile=JIT_COMPILE[setting])
+    planned = {name: each for name, each in partitions.items() if name not in ("single", DATA_PARALLEL)}
+    return sides, Expected(model, job.network, planned, devices) if job.predict else None
 
 
 def compiled(model: keras.Model, **settings: Any) -> keras.Model:

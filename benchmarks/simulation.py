@@ -18,7 +18,6 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,8 +32,6 @@ from pipetrain.plan.text_table import text_table
 
 if TYPE_CHECKING:
     import keras
-
-    from pipetrain.plan.profile import Profile
 
 NETWORKS = {**networks.NETWORKS, "narrow": Network("dense", (256,), 256, {"depth": 16, "width": 256})}
 SCHEMES = ("single", "vanilla", "gpipe", "1f1b")
@@ -112,16 +109,16 @@ def work(job: Job) -> Iterator[Rates | None]:
         trained[scheme] = pipeline(model, network, job.steps, scheme, **({"cuts": cuts} if two else {}))
     yield None
     while True:
-        beside = {scheme: _beside(side) for scheme, side in sides.items()}
+        others = {scheme: beside(side) for scheme, side in sides.items()}
         whole = pipetrain.profile(model, rows, verbose=False)
-        pieces = _times(pipetrain.profile(model, rows // MICROBATCHES, verbose=False), MICROBATCHES)
+        pieces = pipetrain.profile(model, rows // MICROBATCHES, verbose=False).scaled(rows)
         rates = {}
         for scheme in SCHEMES:
             count = MICROBATCHES if scheme in ("gpipe", "1f1b") else 1
             profile = whole if count == 1 else pieces
             planned = plan(profile, ends, cluster, training=Training(scheme, microbatches=count))
-            overhead_s, caller_s = beside[scheme]
-            caller_s = beside["single"][1] if scheme == "vanilla" else caller_s  # which nothing waits for
+            overhead_s, caller_s = others[scheme]
+            caller_s = others["single"][1] if scheme == "vanilla" else caller_s  # which nothing waits for
             trace = simulate(
                 planned, scheme, cluster, job.steps, microbatches=count, overhead_s=overhead_s, caller_s=caller_s
             )
@@ -129,28 +126,13 @@ def work(job: Job) -> Iterator[Rates | None]:
         yield rates
 
 
-def _beside(side: Trained) -> tuple[float, float]:
+def beside(side: Trained) -> tuple[float, float]:
     """What an action costs beside its computing, and what passes between two minibatches that are not in flight."""
     step_s, stages = side.step_s(), 1 if side.pipe.scheme == "single" else 2
     pieces = MICROBATCHES if side.pipe.scheme in ("gpipe", "1f1b") else 1
     spans = side.pipe.trace.spans[-2 * pieces * stages * SIDE_STEPS :]  # of the newest epoch
     overhead_s = statistics.median((spans.end_s - spans.start_s).tolist())
     return overhead_s, max(0.0, step_s - 2 * (pieces + stages - 1) * overhead_s)
-
-
-def _times(profile: Profile, pieces: int) -> Profile:
-    """Of a microbatch's profile, that of a minibatch of so many."""
-    blocks = [
-        replace(
-            block,
-            forward_s=block.forward_s * pieces,
-            backward_s=block.backward_s * pieces,
-            output_bytes=block.output_bytes * pieces,
-            activation_bytes=block.activation_bytes * pieces,
-        )
-        for block in profile.blocks
-    ]
-    return replace(profile, batch_size=profile.batch_size * pieces, blocks=tuple(blocks))
 
 
 def medians(rounds: list[Rates]) -> dict[str, tuple[float, float, float]]:
