@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
-ONEDNN = "TF_ENABLE_ONEDNN_OPTS"
-PROCESSOR = Path("/proc/cpuinfo")  # on Linux
-# With any of these TensorFlow switches oneDNN's kernels on by itself.
-SWITCH_ON = {"avx512_vnni", "avx512_bf16", "avx_vnni", "amx_tile", "amx_int8", "amx_bf16"}
+from pipetrain.compute.onednn import BY_DEFAULT
+from pipetrain.compute.onednn import VARIABLE as ONEDNN
+from pipetrain.compute.processor import instructions
+
 # What hides the rest of a processor's instruction sets from oneDNN and from the compiler of XLA.
 MASKS = {"avx2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "XLA_FLAGS": "--xla_cpu_max_isa=AVX2"}}
 
@@ -20,15 +19,9 @@ def mask(isa: str) -> None:
     os.environ.update(variables)
 
 
-def switches_on(cpuinfo: str) -> bool:
-    """Whether TensorFlow switches oneDNN's kernels on by itself, on a processor that Linux describes like this."""
-    flags = next((line for line in cpuinfo.splitlines() if line.startswith("flags")), "")
-    return bool(SWITCH_ON & {*flags.split()})
-
-
 def is_on_by_itself() -> bool:
-    """The same of this processor; False where it is not known."""
-    return PROCESSOR.exists() and switches_on(PROCESSOR.read_text(encoding="utf-8"))
+    """Whether TensorFlow switches oneDNN's kernels on by itself on this processor; False where it is not known."""
+    return bool(instructions() & BY_DEFAULT)
 
 
 def set_onednn(value: str | None) -> None:

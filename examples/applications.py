@@ -9,11 +9,11 @@ BatchNormalization; validation uses the statistics that the stages have gathered
 
 from pathlib import Path
 
+import pipetrain
+
 import keras
 import numpy as np
 import tensorflow as tf
-
-import pipetrain
 
 if not tf.config.list_physical_devices("GPU"):  # before any tensor or model is made
     pipetrain.set_cpu_devices(2)

@@ -11,13 +11,13 @@ steps back. When it has trained all epochs, running it again trains no more; del
 import sys
 from pathlib import Path
 
+import pipetrain
+from pipetrain.callbacks import PipelineCheckpoint
+
 import keras
 import numpy as np
 import tensorflow as tf
 from keras import layers
-
-import pipetrain
-from pipetrain.callbacks import PipelineCheckpoint
 
 if not tf.config.list_physical_devices("GPU"):  # before any tensor or model is made
     pipetrain.set_cpu_devices(2)

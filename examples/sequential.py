@@ -9,12 +9,12 @@ one, to logical CPU devices.
 
 from pathlib import Path
 
+import pipetrain
+
 import keras
 import numpy as np
 import tensorflow as tf
 from keras import layers
-
-import pipetrain
 
 if not tf.config.list_physical_devices("GPU"):  # before any tensor or model is made
     pipetrain.set_cpu_devices(4)

@@ -9,13 +9,13 @@ were made; what crosses a cut is found by itself. EarlyStopping and ReduceLROnPl
 
 from pathlib import Path
 
+import pipetrain
+
 import keras
 import numpy as np
 import tensorflow as tf
 from keras import layers
 from keras.callbacks import EarlyStopping, ReduceLROnPlateau
-
-import pipetrain
 
 if not tf.config.list_physical_devices("GPU"):  # before any tensor or model is made
     pipetrain.set_cpu_devices(3)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from pipetrain.compute import onednn
+
 if TYPE_CHECKING:
     from pipetrain import callbacks
     from pipetrain.cluster.connection import connect
@@ -36,6 +38,8 @@ __all__ = [
     "simulate",
 ]
 __version__ = "0.1.0"
+
+onednn.switch_on()  # which only serves before TensorFlow is loaded
 
 _HOMES = {
     "LocalWorkers": "pipetrain.cluster.local_workers",

@@ -91,11 +91,6 @@ def test_names_say_which_kernels_there_are():
     assert [*plain_names("GPU", onednn=[False])] == ["Keras, 1 GPU", "Keras, 1 GPU, XLA"]
 
 
-@pytest.mark.parametrize(("flags", "on"), [("fma avx2 avx512f", False), ("avx512f avx512_vnni", True), ("avx_vnni", 1)])
-def test_tensorflow_switches_onednn_on_by_itself_with_these_instruction_sets(flags, on):
-    assert instruction_sets.switches_on(f"processor : 0\nflags\t\t: fpu {flags}\nbugs : none\n") == on
-
-
 def test_a_mask_keeps_other_flags_of_xla(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/tmp/nowhere")
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)

@@ -14,6 +14,7 @@ from pipetrain.compute.graph.blocks import Chain
 from pipetrain.compute.graph.cuts import cut_points, why_together
 from pipetrain.compute.graph.input_shapes import Shapes, checked_shapes, shapes_of_model
 from pipetrain.compute.graph.segment import Segment
+from pipetrain.compute.onednn import left_out
 from pipetrain.compute.profiling.operation_count import is_little
 from pipetrain.compute.profiling.profile_cache import cached_profile
 from pipetrain.frontend.device_choice import assign, described
@@ -177,7 +178,8 @@ class Placement:
         """A text: the cut of the model, and the estimates of other ways to train it on as many devices."""
         measured, devices = self._profile(batch_size, True), self._schedule.devices(sum(self.replicas))
         advice = advise(measured, devices, described(self._devices), self.training)
-        return "\n\n".join(filter(None, [f"{self.partition(batch_size)}", advice.comparison(), measured.warning]))
+        parts = [f"{self.partition(batch_size)}", advice.comparison(), measured.warning, left_out()]
+        return "\n\n".join(filter(None, parts))
 
     def _profile(self, batch_size: int, verbose: bool, shapes: Shapes | None = None) -> Profile:
         shapes, device = shapes or self.shapes or checked_shapes(self.chain.model, None), self._devices[0]

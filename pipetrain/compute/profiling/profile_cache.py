@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from pipetrain.compute.graph.blocks import Chain
 from pipetrain.compute.graph.input_shapes import Shapes
-from pipetrain.compute.profiling.kernels import kernels
+from pipetrain.compute.profiling.conditions import conditions
 from pipetrain.compute.profiling.profiler import cost_key, profile_chain
 from pipetrain.plan.profile import Profile
 
@@ -33,10 +33,10 @@ def cached_profile(
     keys = [cost_key(block) for block in blocks]
     if None in keys:
         return profile_chain(chain, batch_size, shapes, device, verbose)
-    conditions = (
+    within = (
         device,
         place,
-        kernels(),
+        conditions(),
         platform.node(),
         os.cpu_count(),
         tf.config.threading.get_intra_op_parallelism_threads(),
@@ -44,7 +44,7 @@ def cached_profile(
         tf.__version__,
     )
     crossing = [[(tensor.shape, tensor.dtype) for tensor in chain.specs(end + 1)] for end in range(len(blocks))]
-    digest = hashlib.sha256(repr((FORMAT, keys, crossing, batch_size, shapes, conditions)).encode()).hexdigest()[:32]
+    digest = hashlib.sha256(repr((FORMAT, keys, crossing, batch_size, shapes, within)).encode()).hexdigest()[:32]
     path = _folder() / f"{digest}.json"
     known = _read(path) or _kept(profile_chain(chain, batch_size, shapes, device, verbose), path)
     renamed = tuple(replace(cost, name=block.name) for cost, block in zip(known.blocks, blocks, strict=True))
