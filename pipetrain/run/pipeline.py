@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, cast
@@ -140,7 +140,8 @@ class Pipeline:
         parts = microbatch_rows(rows, self._microbatches)  # orders count on their number: some may be empty
         first = running.posted * self._microbatches
         group = range(first, first + len(parts))
-        with tf.device(HOST):
+        takes = len(parts) > 1 or len(self._stages[0]) > 1
+        with tf.device(HOST) if takes else nullcontext():
             for number, part in zip(group, parts, strict=True):
                 microbatch = Microbatch(
                     number=number,
