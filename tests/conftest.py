@@ -16,12 +16,28 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 gc.set_threshold(50_000, 10, 10)
 
 import pytest  # noqa: E402
+import tensorflow as tf  # noqa: E402
 
 import pipetrain  # noqa: E402
 from pipetrain.compute.profiling import block_timing  # noqa: E402
 
 pipetrain.set_cpu_devices(6)
 gc.freeze()
+
+GPU_MIB = 2048  # of each logical GPU
+
+
+def pytest_configure(config):
+    """With ``-m gpu``, the first card is four logical devices; before TensorFlow starts, or never.
+
+    XLA then makes no kernels for GPUs that add in any order.
+    """
+    if config.option.markexpr != "gpu":
+        return
+    os.environ.setdefault("XLA_FLAGS", "--xla_gpu_deterministic_ops=true")
+    if cards := tf.config.list_physical_devices("GPU"):
+        parts = [tf.config.LogicalDeviceConfiguration(memory_limit=GPU_MIB)] * 4
+        tf.config.set_logical_device_configuration(cards[0], parts)
 
 
 @pytest.fixture(autouse=True)

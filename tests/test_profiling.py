@@ -14,7 +14,7 @@ import tensorflow as tf
 
 import pipetrain
 from pipetrain.compute.graph.blocks import Chain
-from pipetrain.compute.profiling import block_passes, block_timing, profile_cache, profiler
+from pipetrain.compute.profiling import block_passes, block_timing, profile_cache, profiler, workspace
 from pipetrain.compute.profiling.progress import Progress
 from pipetrain.plan.profile import BlockProfile, Profile
 
@@ -197,3 +197,12 @@ def test_bytes_of_a_block_whose_first_dimension_is_not_the_batch():
     profile = pipetrain.profile(model, batch_size=3, verbose=False)
     sizes = {block.name: block.output_bytes for block in profile.blocks}
     assert sizes["inner"] == 3 * 8 * 8 * 4 * 4
+
+
+def test_workspaces_are_measured_on_gpus_as_the_process_uses_them(monkeypatch):
+    """Sessions with other logical devices than the process are refused, and their operations put on a CPU."""
+    used = workspace.gpu_options()
+    assert workspace._config().gpu_options == used
+    used.experimental.virtual_devices.add(memory_limit_mb=[64.0, 64.0])
+    monkeypatch.setattr(workspace, "gpu_options", lambda: used)
+    assert workspace._config().gpu_options == used

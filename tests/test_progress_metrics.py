@@ -11,6 +11,7 @@ import pytest
 from pipetrain.callbacks import Snapshots
 from pipetrain.checkpoint.training_time import TrainingTime
 from pipetrain.frontend import progress_metrics
+from pipetrain.run import pipeline
 from pipetrain.run.pipeline import Activity
 
 
@@ -87,6 +88,18 @@ def test_the_bar_shows_them_and_history_does_not(scheme, capsys):
     said = capsys.readouterr().out
     assert all(figure in said for figure in ("samples_per_s: ", "in_flight: 3.0000", "bubble: 0."))
     assert history.keys() == {"loss", "accuracy"}
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_no_bubble_is_known_of_devices_whose_calls_return_early(exact, monkeypatch, capsys):
+    """As on GPUs: the time of a call says nothing of the work."""
+    monkeypatch.setattr(pipeline, "is_prompt", lambda device: False)
+    pm = networks.pipeline(scheme="vanilla")
+    pm.exact_trace = exact
+    pm.fit(*networks.data(), batch_size=16, verbose=1)
+    said = capsys.readouterr().out
+    assert "samples_per_s: " in said
+    assert ("bubble: " in said) == exact
 
 
 def test_the_plan_is_explained():

@@ -21,6 +21,7 @@ import pipetrain
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.plan.cluster import Cluster, Level, Link
 from pipetrain.plan.partition import plan
+from pipetrain.run import channels
 from pipetrain.run.channels import joined, take
 from pipetrain.schemes.splitting import reduction_bytes, rows_of, shared_out
 from pipetrain.schemes.table import scheme
@@ -302,3 +303,20 @@ def test_replicas_on_one_device_take_their_own_rows():
             assert [*threads.map(wrong, range(2))] == [0, 0]
     finally:
         sys.setswitchinterval(before_s)
+
+
+def test_rows_of_what_is_posted_are_taken_where_data_are_read(monkeypatch):
+    """Not on the caller's default device, which is the first stage's where there are GPUs."""
+    taken, sliced = set(), channels._sliced
+
+    def noted(tensor, start, stop):
+        rows = sliced(tensor, start, stop)
+        if threading.current_thread() is threading.main_thread():
+            taken.add(rows.device.rsplit("/", 1)[-1])
+        return rows
+
+    monkeypatch.setattr(channels, "_sliced", noted)
+    pm = networks.pipeline(scheme="1f1b", cuts=networks.cuts(6, 2), replicas=(2, 1), microbatches=2)
+    with tf.device("CPU:3"):
+        networks.fit(pm, *networks.data(40))
+    assert taken == {"device:CPU:0"}

@@ -10,6 +10,8 @@ import keras
 import networks
 import numpy as np
 import pytest
+import tensorflow as tf
+from tensorflow.python.framework import config
 
 import pipetrain
 from pipetrain.compute.functions.stage import Stage
@@ -205,6 +207,18 @@ def test_devices_are_waited_for_if_the_trace_shall_be_exact(monkeypatch):
     pm.fit(x, y, batch_size=BATCH, verbose=0)
     assert len({*waited}) == 2
     assert len(waited) == 10 * (2 + 1 + 2 + 2)  # at each action's end, before F of stage 0 sends, and after gradients
+
+
+def test_deterministic_operations_train_without_a_clock():
+    """TensorFlow refused the clock between the last stage's forward and backward."""
+    keras.utils.set_random_seed(0)
+    tf.config.experimental.enable_op_determinism()
+    try:
+        trace = traced("vanilla", epochs=1).trace
+    finally:
+        config.disable_op_determinism()
+    assert len(trace.spans) == 2 * 2 * 10
+    check(trace)
 
 
 def test_traces_survive_chrome_json(tmp_path):

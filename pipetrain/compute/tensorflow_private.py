@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.eager import context
+from tensorflow.python.framework.config import is_op_determinism_enabled
 
 
 def number_of(operation: tf.Operation) -> int:
@@ -46,3 +48,16 @@ def type_spec_of(iterator: Any) -> Any:
 def one_replica(spec: Any) -> Any:
     """The spec of one replica's part, from the spec of a distributed data set's element."""
     return getattr(spec, "_value_specs", (spec,))[0]
+
+
+def is_deterministic() -> bool:
+    """Whether the program has enabled deterministic operations; there is a public name to do so, none to ask."""
+    return bool(is_op_determinism_enabled())
+
+
+def gpu_options() -> Any:
+    """How this process uses its GPUs: which are visible, their logical devices and limits, whether memory grows.
+
+    Public names tell the parts for each GPU, but only TensorFlow makes of them what a session takes.
+    """
+    return context.context().config.gpu_options

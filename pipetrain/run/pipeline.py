@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, cast
 
 import tensorflow as tf
 
-from pipetrain.compute.cores import is_remote
+from pipetrain.compute.cores import is_prompt
 from pipetrain.compute.functions.inference import Replica
 from pipetrain.compute.functions.stage_values import BoundaryTensors
 from pipetrain.run.channels import take
@@ -25,13 +25,16 @@ from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.splitting import microbatch_rows, window
 from pipetrain.trace.trace import Span, Trace, Transfer
 
+# Where data are read. Rows taken of them on the default device, a GPU, would wait for the stage there.
+HOST = "/device:CPU:0"
 KEPT_SPANS = 200_000  # the newest spans, and transfers, that are kept, so that no run is too long for memory
 
 
 class Activity(NamedTuple):
     """Seconds of all devices' threads in actions, the number of threads, and the most microbatches a stage held.
 
-    The seconds are not known for stages on other processes' devices, whose calls return before the work is done.
+    The seconds are not known for stages on GPUs and on other processes' devices, whose calls return before the work is
+    done.
     ``updated``: whether every stage has made an update by now.
     """
 
@@ -74,7 +77,7 @@ class Pipeline:
         self.made = 0
         self._results: deque[Result] = deque()
         self._busy_s = 0.0
-        self._knows_seconds = not any(is_remote(replica.device) for stage in stages for replica in stage)
+        self._knows_seconds = all(is_prompt(replica.device) for stage in stages for replica in stage)
         self._exact_times = False  # of the last run
         self._traced_for: Any = ()
         self.output_masks: Sequence[Any] = ()
@@ -137,20 +140,22 @@ class Pipeline:
         parts = microbatch_rows(rows, self._microbatches)  # orders count on their number: some may be empty
         first = running.posted * self._microbatches
         group = range(first, first + len(parts))
-        for number, part in zip(group, parts, strict=True):
-            microbatch = Microbatch(
-                number=number,
-                minibatch=running.posted,
-                group=group,
-                share=len(part) / rows if rows else 1 / len(parts),  # a minibatch without rows has a result too
-                loss_is_mean=running.settings.loss_is_mean,
-                rows=len(part),
-                learning_rate=learning_rate,
-                values=None,
-                targets=take((y, sample_weight), part, rows),
-            )
-            inputs = BoundaryTensors(take(x, part, rows), [None] * len(x)) if part or not rows else None
-            running.control.guarded(partial(running.entrance.send, microbatch.with_values, inputs, microbatch.rows))
+        takes = len(parts) > 1 or len(self._stages[0]) > 1
+        with tf.device(HOST) if takes else nullcontext():
+            for number, part in zip(group, parts, strict=True):
+                microbatch = Microbatch(
+                    number=number,
+                    minibatch=running.posted,
+                    group=group,
+                    share=len(part) / rows if rows else 1 / len(parts),  # a minibatch without rows has a result too
+                    loss_is_mean=running.settings.loss_is_mean,
+                    rows=len(part),
+                    learning_rate=learning_rate,
+                    values=None,
+                    targets=take((y, sample_weight), part, rows),
+                )
+                inputs = BoundaryTensors(take(x, part, rows), [None] * len(x)) if part or not rows else None
+                running.control.guarded(partial(running.entrance.send, microbatch.with_values, inputs, microbatch.rows))
         running.posted += 1
 
     def result(self) -> Result:

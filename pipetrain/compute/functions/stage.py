@@ -32,6 +32,7 @@ from pipetrain.compute.optimizer.clipping import SQUARED_NORM, clipped, limit, s
 from pipetrain.compute.optimizer.clone import clone
 from pipetrain.compute.optimizer.slots import Slot
 from pipetrain.compute.optimizer.update import Update
+from pipetrain.compute.tensorflow_private import is_deterministic
 from pipetrain.schemes.scheme import UpdateRule
 
 LossFunction = Callable[[Any, list[tf.Tensor], Any], tf.Tensor]
@@ -160,7 +161,9 @@ class Stage:
             self._again = self._bound(twice.again) if twice else self._forward
             self._draws = twice is not None
             handles = [variable.value.handle for variable in self.variables]
-            timed, packing = is_prompt(self.device) and not self._kernels.compiled, self._kernels.packing
+            packing = self._kernels.packing
+            # XLA has no clock, and TensorFlow refuses one where operations are to be deterministic.
+            timed = is_prompt(self.device) and not self._kernels.compiled and not is_deterministic()
             self._backward = Backward(halves, self._bound, self._step, handles, self._staleness, timed, packing)
             self._gradients = halves.backward.structured_outputs[0]
             reached = iter(halves.reached)

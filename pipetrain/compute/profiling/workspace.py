@@ -13,14 +13,11 @@ from pipetrain.compute.functions.split import specs
 from pipetrain.compute.graph.segment import Segment
 from pipetrain.compute.profiling.block_functions import BlockFunctions, size_bytes, values
 from pipetrain.compute.profiling.block_passes import sample
+from pipetrain.compute.tensorflow_private import gpu_options
 
 BACKWARD = "workspace_backward"  # under which name a step's backward is
 SMALL = 0.05  # kernels' own, as a part of what goes in, that is taken to go with the rows
 FAILURES = (tf.errors.OpError, RuntimeError, TypeError, ValueError)
-# The kernels' threads are those that all devices of this process have; operations run one at a time.
-CONFIG = tf.compat.v1.ConfigProto(
-    inter_op_parallelism_threads=1, use_per_session_threads=True, allow_soft_placement=True
-)
 
 
 class Workspace(NamedTuple):
@@ -104,6 +101,20 @@ def _step(functions: BlockFunctions) -> Any:
     return step
 
 
+def _config() -> Any:
+    """The kernels' threads are those that all devices of this process have; operations run one at a time.
+
+    GPUs are used as in the rest of the process: TensorFlow refuses other logical devices, and puts on a CPU what is to
+    run on a GPU that a session does not have.
+    """
+    return tf.compat.v1.ConfigProto(
+        inter_op_parallelism_threads=1,
+        use_per_session_threads=True,
+        allow_soft_placement=True,
+        gpu_options=gpu_options(),
+    )
+
+
 def _account(step: Any, arguments: Sequence[tf.Tensor], device: str) -> list[Any]:
     """The allocations of each operation of the step, with times, in its second run: the first one chooses kernels."""
     graph, spec = tf.Graph(), tf.DeviceSpec.from_string(device)
@@ -114,7 +125,7 @@ def _account(step: Any, arguments: Sequence[tf.Tensor], device: str) -> list[Any
     feed = {graph.get_tensor_by_name(symbol.name): value.numpy() for symbol, value in pairs}
     wanted = [graph.get_operation_by_name(output.op.name) for output in step.outputs]
     options, told = tf.compat.v1.RunOptions, tf.compat.v1.RunMetadata()
-    with tf.compat.v1.Session(graph=graph, config=CONFIG) as session:
+    with tf.compat.v1.Session(graph=graph, config=_config()) as session:
         session.run(wanted, feed)
         session.run(wanted, feed, options(trace_level=options.SOFTWARE_TRACE), told)
     return [node for each in told.step_stats.dev_stats for node in each.node_stats if each.device.endswith(here)]
