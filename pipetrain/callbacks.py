@@ -275,9 +275,9 @@ def _differences(now: dict[str, Any], then: dict[str, Any]) -> list[str]:
     if stages[0] != stages[1]:
         different = [f"{counted(stages[0], 'stage')} instead of {stages[1]}"]
     else:
-        different = [
-            f"{name} {now[name]} instead of {then[name]}" for name in ("ends", "replicas") if now[name] != then[name]
-        ]
+        before = {"compiled": now["compiled"], **then}  # of old checkpoints nothing is known
+        parts = ("ends", "replicas", "compiled")
+        different = [f"{part} {now[part]} instead of {before[part]}" for part in parts if now[part] != before[part]]
     names = {"scheme": "scheme", "optimizer": "optimizer", "begun_rate": "learning rate", "batch_size": "batch size"}
     more = [f"{name} {now[key]} instead of {then[key]}" for key, name in names.items() if now[key] != then[key]]
     options, were = now["options"], then.get("options", now["options"])  # of old checkpoints nothing is known

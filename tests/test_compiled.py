@@ -228,7 +228,7 @@ def test_no_stage_is_compiled_where_a_layer_does_not_support_it(jit_compile, ops
     assert not pipetrain.profile(model, 20, verbose=False).is_compiled
 
 
-def test_a_resumed_run_takes_the_same_kernels(tmp_path, ops):
+def test_a_resumed_run_takes_the_same_kernels(tmp_path, ops, capsys):
     """Their choice is kept with the checkpoint; a run that was never stopped has bitwise the same weights."""
     x, y = networks.data(120)
 
@@ -245,6 +245,10 @@ def test_a_resumed_run_takes_the_same_kernels(tmp_path, ops):
     ops.clear()
     networks.assert_equal(trained(False, 3, tmp_path), want)
     assert {each.about for each in ops} == {ABOUT[1]}
+    assert "Different now" not in capsys.readouterr().out
+    trained(False, 4, tmp_path, jit_compile=False)
+    was = "compiled [False, False, False] instead of [False, True, False]"
+    assert f"Different now: {was}." in capsys.readouterr().out
 
 
 def test_the_same_seed_gives_bitwise_the_same_weights():
