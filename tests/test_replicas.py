@@ -185,7 +185,7 @@ def test_a_partition_brings_its_replicas():
     pm = pipetrain.PipelineModel(model, stages=cut, scheme="vanilla")
     assert pm.partition().replicas == (2, 1)
     placement = networks.pipeline(model, stages=cut)._strategy.placement
-    stages = placement.build(16, keras.optimizers.SGD(), None, scheme("vanilla"), compiled=False)
+    stages = placement.build(16, keras.optimizers.SGD(), None, scheme("vanilla"))
     assert [len(replicas) for replicas in stages] == [2, 1]
 
 
