@@ -16,7 +16,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 gc.set_threshold(50_000, 10, 10)
 
 import pytest  # noqa: E402
-import tensorflow as tf  # noqa: E402
 
 import pipetrain  # noqa: E402
 from pipetrain.compute.profiling import block_timing  # noqa: E402
@@ -34,6 +33,8 @@ def pytest_configure(config):
     """
     if config.option.markexpr != "gpu":
         return
+    import tensorflow as tf
+
     os.environ.setdefault("XLA_FLAGS", "--xla_gpu_deterministic_ops=true")
     if cards := tf.config.list_physical_devices("GPU"):
         parts = [tf.config.LogicalDeviceConfiguration(memory_limit=GPU_MIB)] * 4

@@ -1,6 +1,7 @@
 """Bytes that a pipeline of two stages has at its fullest, and those that its partition says, as JSON.
 
-A process of its own: ``TF_CPU_ALLOCATOR_USE_BFC=1`` makes TensorFlow's allocator count on a CPU as it does on a GPU.
+With TensorFlow's kernels, whose memory profiles know. A process of its own:
+``TF_CPU_ALLOCATOR_USE_BFC=1`` makes TensorFlow's allocator count on a CPU as it does on a GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def measure(name, scheme, nesterov=""):
     minibatches = tf.data.Dataset.from_tensors((x, y)).repeat(STEPS)
     pipe = pipetrain.PipelineModel(model, 2, scheme)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    pipe.compile(keras.optimizers.SGD(1e-3, momentum=0.9, nesterov=bool(nesterov)), loss)
+    pipe.compile(keras.optimizers.SGD(1e-3, momentum=0.9, nesterov=bool(nesterov)), loss, jit_compile=False)
     expected = sum(stage.memory_bytes for stage in pipe.partition(network.batch_size).stages)
     gc.collect()
     before = tf.config.experimental.get_memory_info("CPU:0")["current"]  # the model's own weights

@@ -61,7 +61,9 @@ def test_a_policy_is_planned_and_simulated_like_the_others():
     less = [b.memory_bytes - a.memory_bytes for a, b in zip(ours.stages, spectrain.stages, strict=True)]
     assert less[:2] == [0, 0]
     assert min(less[2:]) > 0  # one or no update ahead: half of it is none, and nothing is predicted
-    assert pipetrain.simulate(ours, half_way, minibatches=9) == pipetrain.simulate(spectrain, minibatches=9)
+    spans = [pipetrain.simulate(*each, minibatches=9).spans for each in ((ours, half_way), (spectrain, "spectrain"))]
+    assert [each[:3] for each in spans[0]] == [each[:3] for each in spans[1]]
+    assert max(spans[0].end_s) < max(spans[1].end_s)  # predicting less often takes less time
 
 
 def test_the_validator_draws_the_schedule_as_its_docstring_does():

@@ -71,7 +71,7 @@ def test_a_session_ends_with_the_exception_that_ends_its_fit(scheme):
 @BOTH
 def test_prediction_is_not_disturbed_by_what_its_callbacks_do(scheme):
     """Prediction goes on with its own data when a callback of it evaluates, predicts, or trains another model."""
-    pm, other, (x, y) = networks.pipeline(scheme=scheme), networks.pipeline(scheme=scheme), networks.data(60)
+    pm, other, (x, y) = networks.pipeline(scheme=scheme), networks.pipeline(scheme=scheme), networks.data(40)
     want = pm.predict(x, batch_size=20, verbose=0)
 
     def disturb(*_, **logs):

@@ -183,7 +183,8 @@ class Placement:
 
     def _profile(self, batch_size: int, verbose: bool, shapes: Shapes | None = None) -> Profile:
         shapes, device = shapes or self.shapes or checked_shapes(self.chain.model, None), self._devices[0]
-        return cached_profile(self.chain, batch_size, shapes, device, verbose, place(device))
+        with_xla = self._kernels.asked is not False
+        return cached_profile(self.chain, batch_size, shapes, device, verbose, place(device), with_xla)
 
     def partition(self, batch_size: int, verbose: bool = False) -> Partition:
         """The cut of the model; profiles it at this batch size if nothing has decided the cut yet."""

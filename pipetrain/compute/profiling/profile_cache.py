@@ -21,7 +21,13 @@ FORMAT = 6  # of what is kept; profiles of other formats are measured anew
 
 
 def cached_profile(
-    chain: Chain, batch_size: int, shapes: Shapes, device: str, verbose: bool = True, place: str = ""
+    chain: Chain,
+    batch_size: int,
+    shapes: Shapes,
+    device: str,
+    verbose: bool = True,
+    place: str = "",
+    with_xla: bool = True,
 ) -> Profile:
     """The profile of a chain of such layers, at this batch size and for such inputs, measured at the first call.
 
@@ -32,8 +38,9 @@ def cached_profile(
     blocks = chain.blocks
     keys = [cost_key(block) for block in blocks]
     if None in keys:
-        return profile_chain(chain, batch_size, shapes, device, verbose)
+        return profile_chain(chain, batch_size, shapes, device, verbose, with_xla)
     within = (
+        with_xla,
         device,
         place,
         conditions(),
@@ -46,7 +53,7 @@ def cached_profile(
     crossing = [[(tensor.shape, tensor.dtype) for tensor in chain.specs(end + 1)] for end in range(len(blocks))]
     digest = hashlib.sha256(repr((FORMAT, keys, crossing, batch_size, shapes, within)).encode()).hexdigest()[:32]
     path = _folder() / f"{digest}.json"
-    known = _read(path) or _kept(profile_chain(chain, batch_size, shapes, device, verbose), path)
+    known = _read(path) or _kept(profile_chain(chain, batch_size, shapes, device, verbose, with_xla), path)
     renamed = tuple(replace(cost, name=block.name) for cost, block in zip(known.blocks, blocks, strict=True))
     return replace(known, model=chain.model.name, blocks=renamed)
 

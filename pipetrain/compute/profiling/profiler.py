@@ -59,23 +59,24 @@ def profile(
     return profile_chain(chain, batch_size, checked_shapes(model, input_shapes), full_name(device), verbose)
 
 
-def profile_chain(chain: Chain, batch_size: int, shapes: Shapes, device: str, verbose: bool) -> Profile:
-    """``profile`` of a model whose blocks and input shapes are known."""
-    progress = Progress("Profiling the model's layers", 4 * len(chain.blocks) if verbose else 0)
+def profile_chain(
+    chain: Chain, batch_size: int, shapes: Shapes, device: str, verbose: bool, with_xla: bool = True
+) -> Profile:
+    """``profile`` of a model whose blocks and input shapes are known; whether to try XLA."""
+    with_xla = with_xla and not is_little(chain, batch_size) and supports_xla(chain.model)
+    progress = Progress("Profiling the model's layers", (4 if with_xla else 2) * len(chain.blocks) * verbose)
     with tf.device(device):
         placed, costs = _placed(chain, batch_size, shapes, device, progress)
         plain, errors_s = _timed(placed, costs, device, progress)
         costs = [replace(cost, **asdict(seconds)) for cost, seconds in zip(costs, plain, strict=True)]
         whole_s = sum(seconds.total_s for seconds in plain)
-        if whole_s >= LITTLE_S and not is_little(chain, batch_size) and supports_xla(chain.model):
+        if with_xla and whole_s >= LITTLE_S:
             placed = _compiled(placed, progress)
             compiled, _ = _timed(placed, costs, device, progress)
             costs = [
                 replace(cost, compiled=seconds if block.functions.compiled else None)
                 for cost, seconds, block in zip(costs, compiled, placed, strict=True)
             ]
-        else:
-            progress.add(2 * len(placed))
     spread = errors_s / whole_s if whole_s else 0.0
     return Profile(chain.model.name, int(batch_size), tuple(costs), spread)
 
