@@ -62,7 +62,7 @@ def test_a_policy_is_planned_and_simulated_like_the_others():
     assert less[:2] == [0, 0]
     assert min(less[2:]) > 0  # one or no update ahead: half of it is none, and nothing is predicted
     spans = [pipetrain.simulate(*each, minibatches=9).spans for each in ((ours, half_way), (spectrain, "spectrain"))]
-    assert [each[:3] for each in spans[0]] == [each[:3] for each in spans[1]]
+    assert sorted(each[:3] for each in spans[0]) == sorted(each[:3] for each in spans[1])
     assert max(spans[0].end_s) < max(spans[1].end_s)  # predicting less often takes less time
 
 
