@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from pipetrain.frontend.checks.optimizer import check_optimizer_kind
-from pipetrain.frontend.checks.options import check_copies
+from pipetrain.frontend.checks.options import check_copies, check_jit_compile
 from pipetrain.frontend.evaluation_mixin import EvaluationMixin
 from pipetrain.frontend.fit_mixin import FitMixin
 from pipetrain.frontend.input_data import DEFAULT_ROWS
@@ -189,6 +189,7 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
         """
         self.check_no_session("compile")
         check_optimizer_kind(optimizer)
+        check_jit_compile(settings.get("jit_compile", "auto"))
         settings |= {"loss_weights": loss_weights, "metrics": metrics, "weighted_metrics": weighted_metrics}
         with self._strategy.distribution.scope():
             optimizer, settings = self._strategy.keras_arguments(optimizer, settings)

@@ -10,11 +10,13 @@ import networks
 import numpy as np
 import pytest
 import reference
+import tensorflow as tf
 from test_semantics import ASYNCHRONOUS, LATER, compare, constantly
 
 import pipetrain
 from pipetrain.compute.functions import kernels
-from pipetrain.compute.profiling import profiler
+from pipetrain.compute.graph.blocks import Chain
+from pipetrain.compute.profiling import block_functions, profiler
 from pipetrain.frontend import placement
 from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import plan
@@ -183,6 +185,7 @@ def measure_all(monkeypatch):
     """Try XLA on the smallest model too."""
     monkeypatch.setattr(profiler, "LITTLE_S", 0.0)
     monkeypatch.setattr(profiler, "is_little", lambda chain, batch_size: False)
+    monkeypatch.setattr(profiler, "has_pool", lambda device: True)
 
 
 def test_a_profile_has_what_xla_compiles_if_there_is_enough_work(monkeypatch):
@@ -207,6 +210,34 @@ def test_one_line_a_stage_says_that_it_is_compiled_if_that_takes_long(patience_s
     lines = sorted(capsys.readouterr().out.splitlines())
     assert lines == ([] if patience_s else [f"XLA compiles {about}." for about in ABOUT])
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize(("threads", "enough"), [(1, False), (5, False), (6, True), (8, True)])
+def test_xla_is_tried_where_the_pool_has_a_thread_for_each_device(threads, enough, monkeypatch):
+    """Of which the tests have six."""
+    monkeypatch.setattr(profiler, "is_little", lambda chain, batch_size: False)
+    monkeypatch.setattr(tf.config.threading, "get_intra_op_parallelism_threads", lambda: threads)
+    device = tf.config.list_logical_devices("CPU")[0].name
+    assert profiler.may_be_compiled(Chain(networks.mlp()), 20, device) == enough
+
+
+def test_a_failure_of_xla_ends_no_profile(monkeypatch):
+    def fails(*arguments):
+        raise tf.errors.InternalError(None, None, "no compiler")
+
+    measure_all(monkeypatch)
+    monkeypatch.setattr(block_functions, "by_xla", lambda concrete, *specs: kernels.Compiled(concrete, fails))
+    assert not pipetrain.profile(networks.mlp(), 20, verbose=False).is_compiled
+
+
+@pytest.mark.parametrize("value", [None, 1, "always"])
+def test_what_is_no_way_to_compile_is_refused(value):
+    with pytest.raises(ValueError, match=r"Received: jit_compile=.*Try"):
+        networks.pipeline(networks.mlp(), jit_compile=value)
+    with pytest.raises(ValueError, match=r"Received: training.jit_compile=.*Try"):
+        pipetrain.partition(
+            Profile("m", 20, (BlockProfile("b", 1.0, 1.0, 4, 4),)), 1, training=Training(jit_compile=value)
+        )
 
 
 class Unsupported(L.Dense):

@@ -27,9 +27,9 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, about: dict[str, Any]) -> Layout:
-        """That of a checkpoint; old ones say nothing of what XLA compiled."""
+        """That of a checkpoint; where old ones say nothing of it, XLA compiled no stage."""
         shapes = about.get("input_shapes") and tuple(map(tuple, about["input_shapes"]))
-        return cls(about["ends"], about.get("compiled", []), shapes)
+        return cls(about["ends"], about.get("compiled", [False] * len(about["ends"])), shapes)
 
 
 class Resumable(Protocol):

@@ -57,6 +57,13 @@ def cores() -> list[int]:
     return sorted(os.sched_getaffinity(0)) if known else list(range(os.cpu_count() or 1))
 
 
+def has_pool(device: str) -> bool:
+    """Whether TensorFlow's pool has a thread for each CPU device of this process; True for other devices."""
+    cpus = [cpu.name for cpu in tf.config.list_logical_devices("CPU") if not is_remote(cpu.name)]
+    threads = tf.config.threading.get_intra_op_parallelism_threads() or len(cores())  # 0 stands for the default
+    return not is_prompt(device) or threads >= len(cpus)
+
+
 def pin(device: str) -> None:
     """Keep this thread on its CPU device's core, where each device has one: a thread that moves slows others down."""
     known = cores()

@@ -182,7 +182,7 @@ class DataParallelStrategy:
 
     def about(self) -> dict[str, Any]:
         """How many updates this ``fit`` has made, on which devices."""
-        return {"fitted": self._fitted(), **self.placement.about()}
+        return {"fitted": self._fitted(), **self.placement.about(), "compiled": []}  # which is Keras' to decide
 
     def _fitted(self) -> int:
         """Updates since the start of ``fit``."""

@@ -120,7 +120,7 @@ def checked_training(training: Training | None) -> Training:
         )
     checked_count("training.microbatches", training.microbatches, "A batch has at least one microbatch", 4)
     checked_count("training.slots", training.slots, "An optimizer has no variables for a weight, or more", 1, least=0)
-    if training.jit_compile not in (True, False, "auto"):
+    if not isinstance(training.jit_compile, bool) and training.jit_compile != "auto":
         raise ValueError(
             f"XLA compiles stages, or does not, or where it is faster. Received: training.jit_compile="
             f"{training.jit_compile!r}. Try True, False or 'auto'."

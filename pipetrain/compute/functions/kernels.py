@@ -67,6 +67,7 @@ class Kernels:
     def _said_if_slow(self) -> Iterator[None]:
         """Meanwhile something is compiled, as one line says if that takes long."""
         timer = threading.Timer(PATIENCE_S, self._say)
+        timer.daemon = True  # should an interrupt come here
         timer.start()
         try:
             yield

@@ -14,7 +14,7 @@ import tensorflow as tf
 from pipetrain.compute.graph.blocks import Chain
 from pipetrain.compute.graph.input_shapes import Shapes
 from pipetrain.compute.profiling.conditions import conditions
-from pipetrain.compute.profiling.profiler import cost_key, profile_chain
+from pipetrain.compute.profiling.profiler import cost_key, may_be_compiled, profile_chain
 from pipetrain.plan.profile import Profile
 
 FORMAT = 6  # of what is kept; profiles of other formats are measured anew
@@ -35,6 +35,7 @@ def cached_profile(
     (``~/.cache/pipetrain``); the folder may be deleted. Models with a layer whose settings Keras cannot serialize are
     measured every time.
     """
+    with_xla = with_xla and may_be_compiled(chain, batch_size, device)
     blocks = chain.blocks
     keys = [cost_key(block) for block in blocks]
     if None in keys:

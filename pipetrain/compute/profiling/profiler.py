@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -11,8 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from pipetrain.compute.cores import cores, full_name, is_remote
-from pipetrain.compute.functions.kernels import UNCOMPILABLE
+from pipetrain.compute.cores import cores, full_name, has_pool, is_remote
 from pipetrain.compute.functions.split import specs
 from pipetrain.compute.graph.blocks import Block, Chain
 from pipetrain.compute.graph.input_shapes import Shapes, checked_shapes
@@ -55,15 +55,15 @@ def profile(
     """
     if isinstance(batch_size, bool) or not isinstance(batch_size, (int, np.integer)) or batch_size < 1:
         raise ValueError(f"A profile needs at least one row. Received: batch_size={batch_size!r}. Try batch_size=128.")
-    chain = Chain(model)
-    return profile_chain(chain, batch_size, checked_shapes(model, input_shapes), full_name(device), verbose)
+    chain, shapes, device = Chain(model), checked_shapes(model, input_shapes), full_name(device)
+    with_xla = may_be_compiled(chain, batch_size, device)
+    return profile_chain(chain, batch_size, shapes, device, verbose, with_xla)
 
 
 def profile_chain(
     chain: Chain, batch_size: int, shapes: Shapes, device: str, verbose: bool, with_xla: bool = True
 ) -> Profile:
-    """``profile`` of a model whose blocks and input shapes are known; whether to try XLA."""
-    with_xla = with_xla and not is_little(chain, batch_size) and supports_xla(chain.model)
+    """``profile`` of a model whose blocks and input shapes are known; with XLA too, if that ``may_be_compiled``."""
     progress = Progress("Profiling the model's layers", (4 if with_xla else 2) * len(chain.blocks) * verbose)
     with tf.device(device):
         placed, costs = _placed(chain, batch_size, shapes, device, progress)
@@ -71,14 +71,24 @@ def profile_chain(
         costs = [replace(cost, **asdict(seconds)) for cost, seconds in zip(costs, plain, strict=True)]
         whole_s = sum(seconds.total_s for seconds in plain)
         if with_xla and whole_s >= LITTLE_S:
-            placed = _compiled(placed, progress)
-            compiled, _ = _timed(placed, costs, device, progress)
-            costs = [
-                replace(cost, compiled=seconds if block.functions.compiled else None)
-                for cost, seconds, block in zip(costs, compiled, placed, strict=True)
-            ]
+            with suppress(tf.errors.OpError):  # of the update, which no block tells
+                placed = _compiled(placed, progress)
+                compiled, _ = _timed(placed, costs, device, progress)
+                costs = [
+                    replace(cost, compiled=seconds if block.functions.compiled else None)
+                    for cost, seconds, block in zip(costs, compiled, placed, strict=True)
+                ]
     spread = errors_s / whole_s if whole_s else 0.0
     return Profile(chain.model.name, int(batch_size), tuple(costs), spread)
+
+
+def may_be_compiled(chain: Chain, batch_size: int, device: str) -> bool:
+    """Whether XLA is worth trying: for enough work, where Keras says that it can, and stages would run at once.
+
+    XLA hands parts of a function to TensorFlow's pool of threads. If that has fewer threads than the process has CPU
+    devices, compiled stages wait for each other there.
+    """
+    return not is_little(chain, batch_size) and supports_xla(chain.model) and has_pool(device)
 
 
 def _timed(
@@ -115,7 +125,7 @@ def _compiled_functions(block: Placed) -> BlockFunctions:
         functions = BlockFunctions(segment, block.inputs, compiled=True)
         _, residuals = functions.forward(weights, state, [sample(spec) for spec in block.inputs])
         functions.backward(weights, residuals, functions.ones(block.outputs))
-    except UNCOMPILABLE:
+    except tf.errors.OpError:  # whatever it is: nobody has asked for XLA
         return block.functions
     return functions
 

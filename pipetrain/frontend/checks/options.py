@@ -83,3 +83,12 @@ def checked_microbatches(microbatches: int | None, scheme: Scheme, stages: int) 
             f"weights in time. Received: microbatches={microbatches}, {stages} stages. Try microbatches={stages}."
         )
     return int(microbatches or 0) or max(DEFAULT_MICROBATCHES, stages if least > 1 else 1)
+
+
+def check_jit_compile(jit_compile: object) -> None:
+    """Refuse what is no way to compile."""
+    if not isinstance(jit_compile, bool) and jit_compile != "auto":
+        raise ValueError(
+            "XLA compiles the stages (True), or none (False), or those that it makes faster. Received: "
+            f"jit_compile={jit_compile!r}. Try jit_compile='auto'."
+        )
