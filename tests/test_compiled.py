@@ -156,14 +156,44 @@ def test_each_stage_runs_the_kernels_that_are_faster_for_it(jit_compile, compile
     pm = networks.pipeline(model, stages=cut, scheme="spectrain", jit_compile=jit_compile)
     networks.fit(pm, *networks.data(60), validation_data=networks.data(60))
     assert {each.about for each in ops} == {about for about, by_xla in zip(ABOUT, compiled, strict=True) if by_xla}
+    assert [stage.compiled for stage in pm.partition(20).stages] == compiled  # measured again where it was otherwise
+    assert pm.partition(20).cuts == cut.cuts
+
+
+def test_other_kernels_asked_for_and_back():
+    """The kernels of a given partition are those of ``"auto"``, whatever was asked for meanwhile."""
+    model, cut = faster_with_xla(1)
+    pm = networks.pipeline(model, stages=cut, scheme="spectrain", jit_compile=True)
+    assert [stage.compiled for stage in pm.partition(20).stages] == [True] * 3
+    pm.compile("sgd", networks.crossentropy(), jit_compile="auto")
+    assert pm.partition(20) == cut
+
+
+def test_an_evaluation_before_training_runs_the_kernels_that_are_faster(ops, monkeypatch):
+    """And those that are asked for, once they are."""
+    model, cut = faster_with_xla(1)
+    monkeypatch.setattr(placement.Placement, "_measured", lambda self, *arguments: cut)
+    pm = networks.pipeline(model, stages=3, scheme="spectrain")
+    for jit_compile, about in (("auto", ABOUT[1:2]), (False, []), (True, ABOUT)):
+        pm.compile("sgd", networks.crossentropy(), jit_compile=jit_compile)
+        ops.clear()
+        pm.evaluate(*networks.data(60), verbose=0)
+        assert {each.about for each in ops} == {*about}
+
+
+def test_data_parallel_says_that_its_devices_run_without():
+    with pytest.warns(UserWarning, match="XLA cannot compile a step of several devices"):
+        pm = networks.pipeline(networks.mlp(), scheme="data-parallel", jit_compile=True)
+    networks.fit(pm, *networks.data(60), validation_data=networks.data(60))
 
 
 def test_a_margin_decides_where_the_kernels_are_nearly_as_fast():
-    def chosen(faster):
+    def chosen(faster, spread):
         blocks = (BlockProfile("b", 1.0, 1.0, 4, 4, compiled=Seconds(1.0 / faster, 1.0 / faster, 0.0)),)
-        return plan(Profile("m", 20, blocks), [1]).stages[0].compiled
+        return plan(Profile("m", 20, blocks, spread), [1]).stages[0].compiled
 
-    assert [chosen(faster) for faster in (0.5, 1.0, 1.04, 1.06, 2.0)] == [False, False, False, True, True]
+    assert [chosen(faster, 0.0) for faster in (0.5, 1.0, 1.04, 1.06, 2.0)] == [False, False, False, True, True]
+    assert [chosen(faster, 0.1) for faster in (0.5, 1.0, 1.14, 1.16, 2.0)] == [False, False, False, True, True]
 
 
 def test_a_block_that_xla_cannot_compile_keeps_its_stage_from_it():

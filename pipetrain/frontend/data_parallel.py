@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -90,7 +91,12 @@ class DataParallelStrategy:
         """The optimizer and the metrics of ``compile``, made anew: a strategy refuses variables not its own.
 
         What is frozen in the model by now is so in the copy. What the optimizer has gathered for the model goes along.
+        XLA compiles nothing that several devices do: it takes no variables of other devices' than its own, as Keras'
+        ``"auto"`` knows.
         """
+        if settings.get("jit_compile") is True and self.distribution.num_replicas_in_sync > 1:
+            warnings.warn("XLA cannot compile a step of several devices, which run without it.", stacklevel=3)
+            settings = {**settings, "jit_compile": False}
 
         def mirrored(value: Any) -> Any:
             return type(value).from_config(value.get_config()) if isinstance(value, keras.Metric) else value

@@ -15,7 +15,7 @@ from pipetrain.compute.graph.input_shapes import Shapes
 from pipetrain.frontend.attributes import Meanwhile
 from pipetrain.frontend.input_data import DEFAULT_ROWS, InputData, InputsAlone, untuned
 from pipetrain.frontend.metrics import StepMetrics
-from pipetrain.frontend.placement import Placement
+from pipetrain.frontend.placement import Decision, Placement
 from pipetrain.run.collector import Result
 from pipetrain.run.pipeline import Pipeline
 from pipetrain.run.window import Minibatch, Window
@@ -25,7 +25,8 @@ from pipetrain.schemes.table import INFERENCE
 class Evaluator:
     """The stages in inference mode: traced once, with weights only while an evaluation runs.
 
-    Where nothing has decided the cut yet, that of a profile serves, and training remains free to choose another.
+    Where nothing has decided the cut yet, that of a profile serves, with its kernels, and training remains free to
+    choose others.
 
     Args:
         model: the model whose weights are read.
@@ -36,8 +37,8 @@ class Evaluator:
         self._placement = placement
         self.data, self.inputs = InputData(model), InputsAlone(model)
         self._stages: list[list[Inference]] = []
-        self._ends: list[int] | None = None
-        self._compiled: list[bool] = []
+        self._decision: Decision | None = None  # of these stages
+        self._measured: Decision | None = None
         self._running: list[Evaluation] = []
 
     @contextmanager
@@ -84,14 +85,17 @@ class Evaluator:
 
     def pipeline(self, shapes: Shapes) -> Pipeline:
         """A pipeline that only runs forwards, for minibatches of which the first one's inputs have such shapes."""
-        ends = self._placement.ends or self._ends or self._placement.measured_ends(DEFAULT_ROWS, shapes)
-        compiled = self._placement.kernels_so_far
-        if (ends, compiled) != (self._ends, self._compiled):
-            self._stages = self._placement.inferences(ends, compiled)
-            self._ends, self._compiled = ends, compiled
+        decision = self._placement.decided or self._of_profile(shapes)
+        if decision != self._decision:
+            self._stages = self._placement.inferences(decision)
+            self._decision = decision
         pipeline = Pipeline(self._stages, INFERENCE, 1)
         pipeline.trace_for(None)
         return pipeline
+
+    def _of_profile(self, shapes: Shapes) -> Decision:
+        measured = self._measured = self._measured or self._placement.measured(DEFAULT_ROWS, shapes)
+        return measured._replace(compiled=self._placement.decided_kernels or measured.compiled)
 
     def pack(self, outputs: list[Any]) -> Any:
         """The model's outputs in the structure that calling it gives."""

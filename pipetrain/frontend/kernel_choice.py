@@ -36,6 +36,10 @@ class KernelChoice:
         """Of each stage, whether XLA compiles it; None if nothing has decided it yet."""
         return self._decided if self._asked == AUTO else [self._asked is True] * self._stages
 
+    def reopen(self) -> None:
+        """Forget what has been decided: it was for other stages."""
+        self._decided = None
+
     def decide(self, compiled: Sequence[bool]) -> bool:
         """Take over a decision for as many stages where it is open; whether it is new."""
         if self._asked != AUTO or len(compiled) != self._stages or list(compiled) == self._decided:

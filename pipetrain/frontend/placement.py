@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 
@@ -17,6 +17,7 @@ from pipetrain.compute.graph.segment import Segment
 from pipetrain.compute.onednn import left_out
 from pipetrain.compute.profiling.operation_count import is_little
 from pipetrain.compute.profiling.profile_cache import cached_profile
+from pipetrain.frontend.attributes import known
 from pipetrain.frontend.device_choice import assign, described
 from pipetrain.frontend.kernel_choice import KernelChoice
 from pipetrain.plan.advice import advise
@@ -28,6 +29,13 @@ from pipetrain.schemes.arguments import is_count
 from pipetrain.schemes.schedules import Schedule
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.table import ONE_FORWARD_ONE_BACKWARD
+
+
+class Decision(NamedTuple):
+    """Where a model is cut, by the number of blocks up to the end of each stage, and which stages XLA compiles."""
+
+    ends: list[int]
+    compiled: list[bool]
 
 
 class Placement:
@@ -63,8 +71,8 @@ class Placement:
         if not self.chain.blocks:
             raise ValueError(f"There is nothing to cut. Received: model={model.name!r} without layers. Try one with.")
         self.shapes = shapes_of_model(model)
-        self._partition = stages if isinstance(stages, Partition) else None
-        self._is_given, self._is_cut = self._partition is not None, False
+        self._given = self._partition = stages if isinstance(stages, Partition) else None
+        self._is_cut = False
         self._ends: list[int] | None = None
         if self._partition is not None:
             if cuts is not None:
@@ -111,6 +119,7 @@ class Placement:
         is_new = not self._is_cut and len(ends) == self.stages and list(ends) != self.ends
         if is_new:
             self._ends, self._partition = list(ends), None
+            self._kernels.reopen()
         if list(ends) == (self.ends or []):
             is_new |= self._kernels.decide(compiled)
         return is_new
@@ -124,7 +133,7 @@ class Placement:
         if self._kernels.ask(jit_compile):
             self.training = self.training._replace(jit_compile=jit_compile)
             self._ends = self.ends
-            self._partition = self._partition if self._is_given else None
+            self._partition = self._given
 
     def learn(self, shapes: Shapes | None) -> None:
         """What the inputs are like, if something tells."""
@@ -138,13 +147,13 @@ class Placement:
     @property
     def can_build(self) -> bool:
         """Whether cut and kernels are decided, or what is known of the inputs is enough to decide on them."""
-        return self.shapes is not None or (self.ends is not None and self._known_kernels is not None)
+        return self.shapes is not None or (self.ends is not None and self.decided_kernels is not None)
 
     def about(self) -> dict[str, Any]:
         """Cut and kernels, as far as they are decided, replicas, and the inputs' shapes, for a checkpoint."""
         return {
             "ends": self.ends or [],
-            "compiled": self._known_kernels or [],
+            "compiled": self.decided_kernels or [],
             "replicas": list(self.replicas),
             "input_shapes": self.shapes,
         }
@@ -187,8 +196,11 @@ class Placement:
         return cached_profile(self.chain, batch_size, shapes, device, verbose, place(device), with_xla)
 
     def partition(self, batch_size: int, verbose: bool = False) -> Partition:
-        """The cut of the model; profiles it at this batch size if nothing has decided the cut yet."""
-        if self._partition is None:
+        """The cut of the model with the kernels of each stage; profiles it at this batch size where either is open.
+
+        It does so too where the stages run other kernels than those with which a partition was planned.
+        """
+        if self._partition is None or [stage.compiled for stage in self._partition.stages] != self.decided_kernels:
             self._partition = self._measured(batch_size, verbose)
         return self._partition
 
@@ -196,7 +208,7 @@ class Placement:
         measured = self._profile(batch_size, verbose, shapes)
         cluster, training = described(self._devices), self.training
         if self._ends:
-            return plan(measured, self._ends, cluster, self.replicas, training)
+            return plan(measured, self._ends, cluster, self.replicas, training, self._kernels.compiled)
         devices = self._schedule.devices(sum(self.replicas))
         return partition(measured, devices, cluster, replicas=self.replicas, training=training)
 
@@ -209,9 +221,16 @@ class Placement:
             return cut_points(self.chain.blocks, self._partition.cuts)
         return self._ends
 
-    def measured_ends(self, batch_size: int, shapes: Shapes) -> list[int]:
-        """Where a profile at this batch size and for such inputs would cut; it is not decided by that."""
-        return cut_points(self.chain.blocks, self._measured(batch_size, True, shapes).cuts)
+    @property
+    def decided(self) -> Decision | None:
+        """Cut and kernels, those of TensorFlow where nothing has decided on kernels; None while the cut is open."""
+        ends = self.ends
+        return None if ends is None else Decision(ends, self.decided_kernels or [False] * self.stages)
+
+    def measured(self, batch_size: int, shapes: Shapes) -> Decision:
+        """What a profile at this batch size and for such inputs would decide; nothing is decided by that."""
+        cut = self._measured(batch_size, True, shapes)
+        return Decision(cut_points(self.chain.blocks, cut.cuts), [stage.compiled for stage in cut.stages])
 
     def _check_rows_first(self, ends: Sequence[int]) -> None:
         """ValueError if what a replicated stage gets or gives cannot be divided by rows."""
@@ -227,23 +246,23 @@ class Placement:
                     )
 
     @property
-    def _known_kernels(self) -> list[bool] | None:
+    def decided_kernels(self) -> list[bool] | None:
         """Of each stage, whether XLA compiles it; None if nothing has decided it yet."""
         if self._kernels.compiled is None and self._partition is not None:
             self._kernels.decide([stage.compiled for stage in self._partition.stages])
         return self._kernels.compiled
 
-    def kernels(self, batch_size: int) -> list[bool]:
+    def _decide_kernels(self, batch_size: int) -> list[bool]:
         """Of each stage, whether XLA compiles it, decided by a profile at this batch size if that is open.
 
         Where the cut is given and a minibatch is little work, nothing is measured, and nothing compiled.
         """
-        if self._known_kernels is None:
+        if self.decided_kernels is None:
             if self.ends is not None and is_little(self.chain, batch_size):
                 self._kernels.decide([False] * self.stages)
             else:
                 self.partition(batch_size, verbose=True)
-        return self.kernels_so_far
+        return known(self.decided_kernels)
 
     def build(
         self, batch_size: int, optimizer: keras.optimizers.Optimizer, loss: LossFunction, scheme: Scheme
@@ -251,7 +270,7 @@ class Placement:
         """Every stage's replicas, each on its device and with its kernels, those of the last with the loss."""
         ends = self.ends or cut_points(self.chain.blocks, self.partition(batch_size, verbose=True).cuts)
         losses, recompute = [*[None] * (self.stages - 1), loss], self.training.recompute
-        compiled = self.kernels(batch_size)
+        compiled = self._decide_kernels(batch_size)
         return [
             [
                 Stage(
@@ -269,17 +288,12 @@ class Placement:
             for k, (segment, on) in enumerate(self._placed(ends))
         ]
 
-    def inferences(self, ends: Sequence[int], compiled: Sequence[bool]) -> list[list[Inference]]:
-        """Every stage's replicas for a pipeline that only runs forwards; whether XLA compiles each stage."""
+    def inferences(self, decision: Decision) -> list[list[Inference]]:
+        """Every stage's replicas for a pipeline that only runs forwards, with this cut and these kernels."""
         return [
             [Inference(segment, device, len(on) > 1, by_xla) for device in on]
-            for (segment, on), by_xla in zip(self._placed(ends), compiled, strict=True)
+            for (segment, on), by_xla in zip(self._placed(decision.ends), decision.compiled, strict=True)
         ]
-
-    @property
-    def kernels_so_far(self) -> list[bool]:
-        """Of each stage, whether XLA compiles it; those that nothing has decided on run without."""
-        return self._known_kernels or [False] * self.stages
 
     def _placed(self, ends: Sequence[int]) -> list[tuple[Segment, list[str]]]:
         """Every stage's blocks and the devices of its replicas."""

@@ -82,7 +82,7 @@ def advise(
     return Advice(
         {name: ways[name] for name in WAYS if name in ways},
         recommended,
-        _reason(profile, recommended, possible, cluster),
+        _reason(profile, recommended, possible, Costs(profile, cluster, 1, training.jit_compile)),
     )
 
 
@@ -97,15 +97,16 @@ def _keep_faster(ways: dict[str, Partition | None], way: Partition, cluster: Clu
         ways[name] = way
 
 
-def _reason(profile: Profile, best: str, ways: dict[str, Partition], cluster: Cluster) -> str:
+def _reason(profile: Profile, best: str, ways: dict[str, Partition], costs: Costs) -> str:
     if best == "single":
         return "Nothing that uses more devices is 5% faster."
     devices = max(sum(way.replicas) for way in ways.values())
     if best == "data-parallel":
         devices = sum(ways[best].replicas)
     weights = sum(block.weight_bytes for block in profile.blocks)
-    whole = Costs(profile, cluster).seconds(Place(0, devices, devices)).of(0, len(profile.blocks))
-    part = cluster.link(0, devices - 1).reduce_seconds(weights, devices) / whole
+    everywhere = costs.chosen(Place(0, devices, devices), 0, costs.blocks)
+    whole = costs.seconds(everywhere).of(0, costs.blocks)
+    part = costs.cluster.link(0, devices - 1).reduce_seconds(weights, devices) / whole
     if best == "data-parallel":
         return f"Its devices are all equally busy, and summing gradients takes {part:.0%} of its time."
     summing = (

@@ -18,7 +18,7 @@ Floats = NDArray[np.float64]
 
 
 PREDICTING = PREDICTION_PASSES / UPDATE_PASSES  # of an update's seconds: both go by the bytes that they read and write
-CLEAR = 1.05  # how many times faster a compiled stage must be to be chosen
+CLEAR = 1.05  # how many times faster a compiled stage must be to be chosen, beyond the profile's spread
 IMPOSSIBLE_S = 1e5  # of a block that XLA cannot compile: no stage that is compiled has it
 
 
@@ -105,7 +105,7 @@ class Costs:
     ) -> None:
         blocks = profile.blocks
         self._chain, self.blocks, self.cluster, self._batch_size = blocks, len(blocks), cluster, profile.batch_size
-        self._jit_compile = jit_compile
+        self._jit_compile, self._margin = jit_compile, CLEAR + profile.spread
         plain = [block.seconds for block in blocks]
         self._seconds = {False: _Sums(plain)}
         if jit_compile is True:
@@ -135,7 +135,7 @@ class Costs:
         seconds = self.seconds(place)
         if not place.compiled or self._jit_compile is True:
             return seconds
-        return Affine(CLEAR * seconds.to_end, CLEAR * seconds.to_start)
+        return Affine(self._margin * seconds.to_end, self._margin * seconds.to_start)
 
     def seconds(self, place: Place) -> Affine:
         """Seconds per minibatch of any blocks at this place."""

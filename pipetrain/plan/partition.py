@@ -36,8 +36,8 @@ def partition(
     ``T(i, a) = min over j, r, b of max(cost[i, j, r, a], T(j, b))`` (PipeDream, arXiv 1806.03377, section 3.3), where
     the next stage's first device b is a + r or the first of a later group of devices; among the cuts that reach this
     optimum, the one whose stages are most even (least sum of squared seconds), if that fits the devices' memory. Each
-    stage has the faster kernels, compiled ones only if they are clearly faster: they count 5% more. Predicting weights
-    counts where the number of stages is given.
+    stage has the faster kernels, compiled ones only if they are clearly faster: they count 5% more, and the
+    profile's spread on top. Predicting weights counts where the number of stages is given.
 
     Args:
         profile: what the blocks cost.
@@ -98,16 +98,22 @@ def plan(
     cluster: Cluster | None = None,
     replicas: Sequence[int] | None = None,
     training: Training | None = None,
+    compiled: Sequence[bool] | None = None,
 ) -> Partition:
-    """The partition whose stage n ends before block ``ends[n]`` and has ``replicas[n]`` devices, one after another."""
+    """The partition whose stage n ends before block ``ends[n]`` and has ``replicas[n]`` devices, one after another.
+
+    ``compiled`` says which stages XLA compiles; by default that is chosen as ``training.jit_compile`` says.
+    """
     training = checked_training(training)
-    costs = Costs(profile, cluster or Cluster(), training.microbatches, training.jit_compile)
+    costs = Costs(
+        profile, cluster or Cluster(), training.microbatches, training.jit_compile if compiled is None else True
+    )
     counts = replicas or [1] * len(ends)
     choices, first, device = [], 0, 0
     for end, count in zip(ends, counts, strict=True):
         choices.append(Choice(first, end, Place(device, count, device + count)))
         first, device = end, device + count
-    return described(profile, costs, choices, training)
+    return described(profile, costs, choices, training, compiled)
 
 
 def checked_training(training: Training | None) -> Training:

@@ -77,7 +77,8 @@ class BlockProfile:
 class Profile:
     """The measured chain of blocks of one model at one batch size; prints as a table.
 
-    ``spread`` is the standard error of all its seconds together, as a part of them, all errors taken to go one way.
+    ``spread`` is the standard error of all its seconds together, as a part of them, all errors taken to go one way;
+    the larger one where it was measured with XLA too.
 
     Raises ValueError for no blocks, or a batch size below 1.
     """

@@ -157,12 +157,19 @@ def located(place: Place, schedule: Schedule, stages: int) -> Place:
     return place._replace(device=device, replicas=1, after=after)
 
 
-def described(profile: Profile, costs: Costs, choices: Sequence[Choice], training: Training) -> Partition:
-    """The partition into the chosen stages."""
+def described(
+    profile: Profile,
+    costs: Costs,
+    choices: Sequence[Choice],
+    training: Training,
+    compiled: Sequence[bool] | None = None,
+) -> Partition:
+    """The partition into the chosen stages, ``compiled`` by XLA or not as is given, or as is best by their costs."""
     stages = []
     for n, (first, end, counted_place) in enumerate(choices):
         counted_place = counted_place._replace(predictions=predictions(training, n, len(choices)))
-        place = costs.chosen(located(counted_place, training.chosen.schedule, len(choices)), first, end)
+        place = located(counted_place, training.chosen.schedule, len(choices))
+        place = costs.chosen(place, first, end) if compiled is None else place._replace(compiled=compiled[n])
         part, seconds = profile.blocks[first:end], costs.computing(first, end, place.compiled)
         needs = demand(training, n, len(choices))
         stages.append(

@@ -15,7 +15,12 @@ from pipetrain.compute.functions.packed import PACKED, SEPARATE, Packing
 from pipetrain.compute.gc_pause import gc_paused
 
 PATIENCE_S = 2.0  # of compiling, before a line says so
-UNCOMPILABLE = (tf.errors.InvalidArgumentError, tf.errors.UnimplementedError, tf.errors.NotFoundError)
+UNCOMPILABLE = (
+    tf.errors.InvalidArgumentError,
+    tf.errors.UnimplementedError,
+    tf.errors.NotFoundError,
+    tf.errors.InternalError,
+)
 
 
 class Kernels:

@@ -74,18 +74,26 @@ def _empty_call(calls: Sequence[tuple[float, float]]) -> Callable[[int], float]:
 
 @contextmanager
 def _busy(blocks: Sequence[Placed], device: str) -> Iterator[None]:
-    """Run the blocks on this device in another thread during the context."""
-    stop = threading.Event()
+    """Run the blocks on this device in another thread during the context, which begins after the first pass.
+
+    In that pass kernels are chosen and compiled, which is not what keeps a device busy in training.
+    """
+    stop, is_busy = threading.Event(), threading.Event()
 
     def run() -> None:
-        with pinned(device):
-            once = untimed_pass(blocks, device)
-            while not stop.is_set():
-                once()
+        try:
+            with pinned(device):
+                once = untimed_pass(blocks, device)
+                while not stop.is_set():
+                    once()
+                    is_busy.set()
+        finally:
+            is_busy.set()  # a failure is raised when the context ends
 
     with ThreadPoolExecutor(1, "pipetrain profile") as threads:
         running = threads.submit(run)
         try:
+            is_busy.wait()
             yield
         finally:
             stop.set()

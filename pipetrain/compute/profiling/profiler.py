@@ -67,18 +67,17 @@ def profile_chain(
     progress = Progress("Profiling the model's layers", (4 if with_xla else 2) * len(chain.blocks) * verbose)
     with tf.device(device):
         placed, costs = _placed(chain, batch_size, shapes, device, progress)
-        plain, errors_s = _timed(placed, costs, device, progress)
+        plain, spread = _timed(placed, costs, device, progress)
         costs = [replace(cost, **asdict(seconds)) for cost, seconds in zip(costs, plain, strict=True)]
-        whole_s = sum(seconds.total_s for seconds in plain)
-        if with_xla and whole_s >= LITTLE_S:
+        if with_xla and sum(seconds.total_s for seconds in plain) >= LITTLE_S:
             with suppress(tf.errors.OpError):  # of the update, which no block tells
                 placed = _compiled(placed, progress)
-                compiled, _ = _timed(placed, costs, device, progress)
+                compiled, compiled_spread = _timed(placed, costs, device, progress)
+                spread = max(spread, compiled_spread)
                 costs = [
                     replace(cost, compiled=seconds if block.functions.compiled else None)
                     for cost, seconds, block in zip(costs, compiled, placed, strict=True)
                 ]
-    spread = errors_s / whole_s if whole_s else 0.0
     return Profile(chain.model.name, int(batch_size), tuple(costs), spread)
 
 
@@ -94,7 +93,7 @@ def may_be_compiled(chain: Chain, batch_size: int, device: str) -> bool:
 def _timed(
     placed: Sequence[Placed], costs: Sequence[BlockProfile], device: str, progress: Progress
 ) -> tuple[list[Seconds], float]:
-    """The seconds of every block, and the error of their sum; the update of all by the sizes of their weights."""
+    """The seconds of every block, and the error of their sum as a part of it; updates by the sizes of the weights."""
     found, errors_s = [], 0.0
     for first, end in _windows(costs):
         seconds = time_blocks(placed[first:end], device, _others(device))
@@ -103,7 +102,8 @@ def _timed(
         for cost, forward_s, backward_s in zip(costs[first:end], seconds.forward, seconds.backward, strict=True):
             found.append(Seconds(float(forward_s), float(backward_s), seconds.update * cost.weight_bytes / weights))
         progress.add(end - first)
-    return found, errors_s
+    whole_s = sum(seconds.total_s for seconds in found)
+    return found, errors_s / whole_s if whole_s else 0.0
 
 
 def _compiled(placed: Sequence[Placed], progress: Progress) -> list[Placed]:
