@@ -270,7 +270,7 @@ class Placement:
         """Every stage's replicas, each on its device and with its kernels, those of the last with the loss."""
         ends = self.ends or cut_points(self.chain.blocks, self.partition(batch_size, verbose=True).cuts)
         losses, recompute = [*[None] * (self.stages - 1), loss], self.training.recompute
-        compiled = self._decide_kernels(batch_size)
+        compiled, microbatches = self._decide_kernels(batch_size), self.training.microbatches
         return [
             [
                 Stage(
@@ -279,8 +279,9 @@ class Placement:
                     optimizer,
                     losses[k],
                     recompute,
-                    scheme.rule(k, self.stages, self.training.microbatches),
-                    divided=self.training.microbatches * len(on) > 1,
+                    scheme.rule(k, self.stages, microbatches),
+                    divided=microbatches * len(on) > 1,
+                    summed_rows=batch_size if microbatches > 1 and len(on) == 1 else 0,
                     compiled=compiled[k],
                 )
                 for device in on

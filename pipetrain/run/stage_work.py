@@ -233,9 +233,13 @@ class StageWork:
             self._update(microbatch)
 
     def _updates_by(self, microbatch: Microbatch) -> bool:
-        """Whether the minibatch's gradients are complete with this one's, and no other stage or replica needs them."""
+        """Whether the minibatch's gradients are complete with this one's, and nobody waits for anything else first.
+
+        Other replicas and stages need gradients, and in a synchronous scheme the stage above, which is idle, its own.
+        """
         alone = self.identity.replicas == 1 and self._channels.norm is None
-        return alone and self._is_last(microbatch) and bool(self._stage.variables)
+        awaited = self._synchronous and self._channels.above is not None and len(microbatch.group) > 1
+        return alone and not awaited and self._is_last(microbatch) and bool(self._stage.variables)
 
     def _is_last(self, microbatch: Microbatch) -> bool:
         """Whether only this one's weight gradients are missing of its minibatch's, see ``actions.completes``."""

@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from pipetrain.compute.functions.graph_rewrite import inlined, updated_one_by_one
+from pipetrain.compute.functions.flattening import packer
+from pipetrain.compute.functions.graph_rewrite import inlined, updated_one_by_one, updated_when_read
 from pipetrain.compute.functions.packed import Packing
-from pipetrain.compute.functions.split import SplitFunction
+from pipetrain.compute.functions.split import SplitFunction, specs
 from pipetrain.compute.functions.weight_binding import BoundFunction, Weights
+from pipetrain.compute.functions.weight_products import Product, made, products
 
 Gradients = list[Any]
 
@@ -27,7 +29,7 @@ class Results(NamedTuple):
     """What one call gives.
 
     ``ran`` are the results of a forward in the call other than residuals, ``ran_at_s`` the time of day when it was
-    finished; the weights' gradients are None if the call used them for an update.
+    finished; the weights' gradients are None if the call used them for an update, and may be a ``Product`` each.
     """
 
     ran: Any
@@ -41,7 +43,7 @@ class Backward:
 
     Each combination is traced when it is first needed. Separate calls would cost as much as a small stage's computing.
     In one call gradients are used while they are in the processor's caches, and residuals need not be returned from one
-    call and passed to the next.
+    call and passed to the next. ``like`` are the specs of the weights' gradients that it gives and adds.
 
     Args:
         halves: forward and backward.
@@ -50,6 +52,8 @@ class Backward:
         handles: of their variables.
         staleness: the spec of what ``apply`` takes as staleness, None if nothing.
         timed: whether to return the time when a forward in the call was finished.
+        packing: how residuals come from a forward.
+        summed_rows: of a minibatch whose microbatches' gradients are summed; 0 where none are.
     """
 
     def __init__(
@@ -61,10 +65,17 @@ class Backward:
         staleness: tf.TensorSpec | None,
         timed: bool,
         packing: Packing,
+        summed_rows: int = 0,
     ) -> None:
         self._halves, self._bound, self._apply, self._handles = halves, bound, apply, handles
         self._staleness, self._timed, self._packing = staleness, timed, packing
         self._calls: dict[Parts, BoundFunction] = {}
+        symbolic, _ = packer(halves.backward.structured_outputs)(iter(halves.backward.outputs))
+        self._products = products(symbolic, summed_rows) if summed_rows else set()
+        like = halves.backward.structured_outputs[0]
+        self.like = [
+            Product(*specs(Product.of(symbolic[n]))) if n in self._products else each for n, each in enumerate(like)
+        ]
         self._begun, self._ran = 0, tf.Variable(tf.zeros([], tf.int64), trainable=False)  # calls with a forward
 
     def __call__(
@@ -92,7 +103,6 @@ class Backward:
     def _traced(self, parts: Parts) -> Any:
         forward, backward = self._halves.forward, self._halves.backward
         weights, residuals, output_gradients = backward.structured_input_signature[0]
-        like = backward.structured_outputs[0]
         given = forward.structured_input_signature[0][1:] if parts.runs else self._packing.specs(residuals)
 
         def call(weights: Any, given: Any, output_gradients: Any, staleness: Any, total: Gradients | None) -> Results:
@@ -105,16 +115,18 @@ class Backward:
                 with tf.control_dependencies([counted]):
                     output_gradients = [tf.identity(start) for start in output_gradients]
             gradients, by_input = inlined(backward, weights, self._packing.unpack(given, residuals), output_gradients)
+            gradients = [Product.of(each) if n in self._products else each for n, each in enumerate(gradients)]
             if total is not None:
-                gradients = added(total, gradients, like)
+                gradients = added(total, gradients, self.like)
             if parts.updates:
+                gradients = made(gradients)
                 with tf.control_dependencies(_there(ran)):
                     self._apply(gradients, None, staleness)
-                graph = tf.compat.v1.get_default_graph()
-                updated_one_by_one(gradients, weights, [graph.capture(handle) for handle in self._handles])
+                updated_when_read(weights, self._handles)
+                updated_one_by_one(gradients, self._handles)
             return Results(ran, ran_at_s, None if parts.updates else gradients, by_input)
 
-        others = self._staleness if parts.updates else None, like if parts.adds else None
+        others = self._staleness if parts.updates else None, self.like if parts.adds else None
         return tf.function(call, autograph=False).get_concrete_function(weights, given, output_gradients, *others)
 
 
@@ -133,7 +145,7 @@ def added(total: Gradients, gradients: Gradients, like: Gradients) -> Gradients:
 
 
 def _add(a: Any, b: Any, like: Any) -> Any:
-    """The sum of two gradients of one weight: both None, both tensors, or both rows of an embedding.
+    """The sum of two gradients of one weight: both None, tensors, products, or rows of an embedding.
 
     Rows of embeddings are concatenated, as a whole minibatch would give them, unless their number does not depend on
     the number of examples. In that case the rows are the same (such as positions) and are summed, because some
@@ -141,6 +153,8 @@ def _add(a: Any, b: Any, like: Any) -> Any:
     """
     if a is None:
         return None
+    if isinstance(a, Product):
+        return a.joined(b)
     if isinstance(a, tf.IndexedSlices):
         if like.values.shape[0] is not None:
             return tf.IndexedSlices(a.values + b.values, a.indices, a.dense_shape)

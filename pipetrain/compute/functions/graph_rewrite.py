@@ -101,21 +101,23 @@ def made_when_needed(tensors: Sequence[tf.Tensor]) -> None:
             run_after(operation, awaited)
 
 
-def updated_one_by_one(gradients: Sequence[Any], weights: Sequence[tf.Tensor], handles: Sequence[tf.Tensor]) -> None:
-    """Update each weight as soon as its gradient is there, and make the next gradient only after that.
-
-    A gradient is then read while it is in the processor's caches, and the gradients are not all in memory at once. An
-    update waits for all operations that read the value (``weights``) of the variable with this handle; otherwise it
-    would write a copy. If an operation fails in between, some layers are updated and others are not.
-    """
-    updates = [[each for each in handle.consumers() if each.type != "ReadVariableOp"] for handle in handles]
-    for weight, writing in zip(weights, updates, strict=True):
+def updated_when_read(weights: Sequence[tf.Tensor], handles: Sequence[tf.Tensor]) -> None:
+    """Update each variable after all operations that read its value; otherwise the update would write a copy."""
+    for weight, writing in zip(weights, _writing(handles), strict=True):
         readers = _readers(weight)
         for operation in writing:
             run_after(operation, readers)
+
+
+def updated_one_by_one(gradients: Sequence[Any], handles: Sequence[tf.Tensor]) -> None:
+    """Update the variable of each handle as soon as its gradient is there, and make the next one only after that.
+
+    A gradient is then read while it is in the processor's caches, and the gradients are not all in memory at once. If
+    an operation fails in between, some layers are updated and others are not.
+    """
     made = [
         (each.values if isinstance(each, tf.IndexedSlices) else each, writing)
-        for each, writing in zip(gradients, updates, strict=True)
+        for each, writing in zip(gradients, _writing(handles), strict=True)
         if each is not None and writing
     ]
     needed: set[str] = set()  # for the updates so far
@@ -127,6 +129,12 @@ def updated_one_by_one(gradients: Sequence[Any], weights: Sequence[tf.Tensor], h
                 run_after(operation, before)
         _add_needed(writing, needed)
         before = writing
+
+
+def _writing(handles: Sequence[tf.Tensor]) -> list[list[tf.Operation]]:
+    """The operations in this graph that write the variable of each handle."""
+    graph = tf.compat.v1.get_default_graph()
+    return [[each for each in graph.capture(handle).consumers() if each.type != "ReadVariableOp"] for handle in handles]
 
 
 def _add_needed(operations: Sequence[tf.Operation], needed: set[str]) -> None:

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from pipetrain.compute.cores import is_prompt, is_remote
 from pipetrain.compute.functions.backward import Backward, Parts, added
+from pipetrain.compute.functions.graph_rewrite import updated_one_by_one
 from pipetrain.compute.functions.kernels import Kernels
 from pipetrain.compute.functions.penalties import penalty_gradient, summed_over_rows, total_penalty
 from pipetrain.compute.functions.repeat import repeatable
@@ -25,6 +26,7 @@ from pipetrain.compute.functions.stage_values import (
     Step,
 )
 from pipetrain.compute.functions.weight_binding import BoundFunction, Newest, Weights
+from pipetrain.compute.functions.weight_products import made
 from pipetrain.compute.graph.segment import Segment
 from pipetrain.compute.keras_private import mask_of
 from pipetrain.compute.optimizer.adoption import Part
@@ -56,6 +58,7 @@ class Stage:
         recompute: keep a forward's inputs instead of its residuals, and run it again before its backward.
         rule: what its updates do in addition to the optimizer's own step.
         divided: whether it is given parts of a minibatch, microbatches or a replica's rows.
+        summed_rows: of a minibatch of several microbatches; 0 where there is one, or other replicas need gradients.
         compiled: whether XLA compiles its functions.
     """
 
@@ -68,6 +71,7 @@ class Stage:
         recompute: bool = False,
         rule: UpdateRule = UpdateRule(),  # noqa: B008 - a tuple, never changed
         divided: bool = False,
+        summed_rows: int = 0,
         compiled: bool = False,
     ) -> None:
         self._divided, self._kernels = divided, Kernels(compiled, segment.about)
@@ -80,6 +84,7 @@ class Stage:
             self.optimizer = clone(optimizer, self._weights, self.variables, rule)
             # The norm of all stages' gradients is not the clone's to know: the stage clips before it updates.
             self.global_clipnorm, self.optimizer.global_clipnorm = limit(optimizer.global_clipnorm), None
+            self._summed_rows = 0 if self.global_clipnorm else summed_rows
             self.optimizer.build(self.variables)
             self._optimizer_step = Update(self.optimizer, self.variables, rule, lambda: self._among(self.variables))
             weights = tf.function(list, autograph=False).get_concrete_function(specs(self._weights))
@@ -160,12 +165,14 @@ class Stage:
             self._forward, self._gradient_specs = self._bound(twice.first if twice else halves.forward), halves.outputs
             self._again = self._bound(twice.again) if twice else self._forward
             self._draws = twice is not None
-            handles = [variable.value.handle for variable in self.variables]
+            self._handles = [variable.value.handle for variable in self.variables]
             packing = self._kernels.packing
             # XLA has no clock, and TensorFlow refuses one where operations are to be deterministic.
             timed = is_prompt(self.device) and not self._kernels.compiled and not is_deterministic()
-            self._backward = Backward(halves, self._bound, self._step, handles, self._staleness, timed, packing)
-            self._gradients = halves.backward.structured_outputs[0]
+            self._backward = Backward(
+                halves, self._bound, self._step, self._handles, self._staleness, timed, packing, self._summed_rows
+            )
+            self._gradients = self._backward.like
             reached = iter(halves.reached)
             self.unreached = [n for n, flow in enumerate(self.segment.differentiable) if flow and not next(reached)]
             self._missing = [n for n, gradient in enumerate(self._gradients) if gradient is None]
@@ -186,7 +193,12 @@ class Stage:
 
     def _trace_update(self) -> Any:
         squares = tf.TensorSpec([None], SQUARED_NORM.dtype) if self.global_clipnorm else None
-        return self._kernels.op(self._step, self._gradients, squares, self._staleness)
+        return self._kernels.op(self._one_by_one, self._gradients, squares, self._staleness)
+
+    def _one_by_one(self, gradients: list[Any], squared_norms: tf.Tensor | None, staleness: tf.Tensor | None) -> None:
+        gradients = made(gradients)
+        self._step(gradients, squared_norms, staleness)
+        updated_one_by_one(gradients, self._handles)
 
     def _step(self, gradients: list[Any], squared_norms: tf.Tensor | None, staleness: tf.Tensor | None) -> None:
         if squared_norms is not None and self.global_clipnorm:
