@@ -172,10 +172,18 @@ class Costs:
 
     def computing(self, i: int, j: int, compiled: bool) -> Seconds:
         """What blocks i to j-1 compute for a minibatch, with these kernels."""
-        blocks = self._chain[i:j]
-        each = [block.compiled if compiled and block.compiled else block.seconds for block in blocks]
+        each = [block.with_kernels(compiled) for block in self._chain[i:j]]
         parts = zip(*((one.forward_s, one.backward_s, one.update_s) for one in each), strict=True)
         return Seconds(*map(sum, parts))
+
+    def products_s(self, i: int, j: int, compiled: bool) -> float:
+        """What those weight gradients of blocks i to j-1 take that are made once a minibatch, with these kernels.
+
+        A product over rows is half of its layer's backward: the other half are the gradients of its inputs.
+        """
+        blocks = [block for block in self._chain[i:j] if block.product_bytes]
+        parts = (block.product_bytes / block.weight_bytes * block.with_kernels(compiled).backward_s for block in blocks)
+        return sum(parts) / 2
 
     def sent_bytes(self, i: int, j: int, replicas: int) -> float:
         """Bytes that all devices of the stage send per minibatch: activations, gradients, and gradients to sum."""

@@ -38,8 +38,9 @@ class BlockProfile:
     ``weight_bytes`` its trainable weights; ``activation_bytes`` what it keeps of one minibatch from forward to
     backward; ``update_s`` the optimizer's step, which takes as long for a part of the minibatch as for all of it;
     ``workspace_bytes`` what its kernels have for themselves while they are at work on the minibatch, and
-    ``row_workspace_bytes`` on one row of it, which may be as much. ``compiled`` is what it takes where XLA compiles it,
-    None where it cannot or was not tried.
+    ``row_workspace_bytes`` on one row of it, which may be as much. ``product_bytes`` are those of its weights whose
+    gradients are made once for all microbatches of a minibatch, as products over its rows. ``compiled`` is what it
+    takes where XLA compiles it, None where it cannot or was not tried.
     """
 
     name: str
@@ -51,12 +52,17 @@ class BlockProfile:
     update_s: float = 0.0
     workspace_bytes: int = 0
     row_workspace_bytes: int = 0
+    product_bytes: int = 0
     compiled: Seconds | None = None
 
     @property
     def seconds(self) -> Seconds:
         """Those of TensorFlow's own kernels."""
         return Seconds(self.forward_s, self.backward_s, self.update_s)
+
+    def with_kernels(self, compiled: bool) -> Seconds:
+        """Those of the kernels that a stage has: XLA's, where it could compile this block, or TensorFlow's."""
+        return self.compiled if compiled and self.compiled else self.seconds
 
     def longer(self, factor: float, update_factor: float) -> BlockProfile:
         """The same block taking longer by these factors, with any kernels."""

@@ -23,7 +23,9 @@ class StagePlan:
 
     Forward, backward and update seconds and ``sent_bytes`` are per minibatch, for all replicas together; ``total_s``
     is what one replica takes per minibatch, transfers and predicting weights included; ``memory_bytes`` the peak memory
-    of each; ``compiled`` whether XLA compiles it; ``prediction_s`` what predicting weights takes of ``total_s``.
+    of each; ``compiled`` whether XLA compiles it; ``prediction_s`` what predicting weights takes of ``total_s``;
+    ``product_bytes`` and ``product_s`` the weights whose gradients are made once for all microbatches of a minibatch,
+    and what that takes of ``backward_s``.
     """
 
     first: str
@@ -41,6 +43,8 @@ class StagePlan:
     memory_bytes: int = 0
     compiled: bool = False
     prediction_s: float = 0.0
+    product_bytes: int = 0
+    product_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -189,6 +193,8 @@ def described(
                 memory_bytes=math.ceil(costs.memory(place.replicas, needs).of(first, end)),
                 compiled=place.compiled,
                 prediction_s=PREDICTING * place.predictions * seconds.update_s,
+                product_bytes=sum(block.product_bytes for block in part),
+                product_s=costs.products_s(first, end, place.compiled),
             )
         )
     return Partition(profile.model, profile.batch_size, tuple(stages), training, costs.cluster.processors)

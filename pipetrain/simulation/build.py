@@ -129,18 +129,34 @@ class StationBuilder:
                 for stage, op in kinds
             ]
             served = replica > 0 and options.reduction == "server"
-            update_s = [0.0 if served else self._stages[stage].update_s / speed for stage, _ in kinds]
+            update_s = [0.0 if served else self._update_s(stage) / speed for stage, _ in kinds]
             work = Work(kinds, order, compute_s, inputs, updates, reports)
             yield Station(number, (device, replica), on, work, update_s, _factors(options, number, len(order)))
 
     def _compute_s(self, stage: int, op: str, rows: int, adds: bool, speed: float) -> float:
         """Seconds of an operation on so many rows; ``adds``: its weight gradients to those of a microbatch before."""
         operation, plan = OPERATIONS[op], self._stages[stage]
-        whole_s = operation.forward * plan.forward_s + operation.backward * plan.backward_s
+        backward_s = plan.backward_s - (plan.product_s if self._products_once(stage) else 0.0)
+        whole_s = operation.forward * plan.forward_s + operation.backward * backward_s
         often = dict(zip(("forward", "backward"), self._predictions(stage), strict=True))
         predicting_s = sum(PREDICTING * plan.update_s / speed * often[way] for way in operation.reads)
-        adding_s = ADDING * plan.update_s / speed if adds and "weight gradients" in operation.makes else 0.0
+        added_s = ADDING * plan.update_s * self._summed(stage) / speed
+        adding_s = added_s if adds and "weight gradients" in operation.makes else 0.0
         return whole_s * rows / self._batch_size / speed + adding_s + predicting_s
+
+    def _update_s(self, stage: int) -> float:
+        """Seconds of a stage's update, with the weight gradients that are made only then."""
+        plan = self._stages[stage]
+        return plan.update_s + (plan.product_s if self._products_once(stage) else 0.0)
+
+    def _products_once(self, stage: int) -> bool:
+        """Whether weight gradients that are products over rows wait for the minibatch's last microbatch."""
+        return self._options.microbatches > 1 and self._stages[stage].replicas == 1
+
+    def _summed(self, stage: int) -> float:
+        """The part of a stage's weights whose gradients are added microbatch by microbatch."""
+        plan = self._stages[stage]
+        return 1 - plan.product_bytes / plan.weight_bytes if plan.product_bytes and self._products_once(stage) else 1.0
 
     def _predictions(self, stage: int) -> tuple[float, float]:
         """How many times a forward and a backward of the stage predict weights."""

@@ -56,10 +56,12 @@ def _is_product(gradient: tf.Tensor, rows: int) -> bool:
         return False
     inputs, gradients = operation.inputs
     per_example = _rows_per_example(gradients)
-    if per_example is None or inputs.shape[0] is not None or None in (inputs.shape[1], gradients.shape[1]):
-        return False  # where the rows are not the examples
-    size = inputs.shape[1] * gradients.shape[1]
-    return bool(rows * per_example * (inputs.shape[1] + gradients.shape[1]) < size)
+    if per_example is None or None in (inputs.shape[1], gradients.shape[1]):
+        return False
+    multiplied = rows * per_example
+    if inputs.shape[0] not in (None, multiplied):
+        return False  # whose rows are not the examples
+    return bool(multiplied * (inputs.shape[1] + gradients.shape[1]) < inputs.shape[1] * gradients.shape[1])
 
 
 def _rows_per_example(matrix: tf.Tensor) -> float | None:

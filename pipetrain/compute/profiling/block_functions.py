@@ -9,8 +9,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from pipetrain.compute.functions.flattening import packer
 from pipetrain.compute.functions.kernels import by_xla, direct
 from pipetrain.compute.functions.split import specs, split
+from pipetrain.compute.functions.weight_products import products
 from pipetrain.compute.graph.segment import Segment
 
 
@@ -55,6 +57,12 @@ class BlockFunctions:
     def backward(self, weights: list[tf.Tensor], residuals: list[tf.Tensor], gradients: list[tf.Tensor]) -> Any:
         """The gradients of a block equal to this one."""
         return self._backward(weights, residuals, gradients)
+
+    def product_bytes(self, rows: int) -> int:
+        """The bytes of weights whose gradients are made once for all microbatches of a minibatch of so many rows."""
+        by_weight, _ = packer(self._halves.backward.structured_outputs)(iter(self._halves.backward.outputs))
+        once = products(by_weight, rows)
+        return sum(size_bytes(self.gradients[n]) for n in once)
 
     def ones(self, outputs: Sequence[tf.TensorSpec]) -> list[tf.Tensor]:
         """Gradients of ones for those of its outputs that need one."""

@@ -177,6 +177,7 @@ def _placed(
                 activation_bytes=keeps.inner_bytes,
                 workspace_bytes=beside.whole_bytes,
                 row_workspace_bytes=beside.row_bytes,
+                product_bytes=functions.product_bytes(batch_size),
             )
         )
         progress.add(1)
