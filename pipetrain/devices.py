@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from pipetrain.compute.cores import cores
+from pipetrain.compute.cores import cores, give_own_pools
 from pipetrain.schemes.arguments import checked_count
 
 
 def set_cpu_devices(count: int) -> None:
     """Split the CPU into ``count`` logical TensorFlow devices, ``CPU:0`` to ``CPU:count-1``.
 
-    The processor's cores are divided among them. Must come before TensorFlow starts (before the first
-    tensor or model); asking again for the same number does nothing.
+    The processor's cores are divided among them, and each has a pool of threads of its own, so that stages which XLA
+    compiles run at once (``TF_OVERRIDE_GLOBAL_THREADPOOL=1``, unless the variable is set). Must come before TensorFlow
+    starts (before the first tensor or model); asking again for the same number does nothing.
 
     Raises:
         ValueError: count below 1.
@@ -27,6 +28,7 @@ def set_cpu_devices(count: int) -> None:
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
         tf.config.threading.set_intra_op_parallelism_threads(max(1, len(cores()) // count))
         tf.config.threading.set_inter_op_parallelism_threads(count)
+        give_own_pools()
     except RuntimeError as error:
         raise RuntimeError(
             f"TensorFlow has already started, so its CPU devices are fixed. Received: count={count}. "

@@ -14,6 +14,7 @@ import tensorflow as tf
 from test_semantics import ASYNCHRONOUS, LATER, compare, constantly
 
 import pipetrain
+from pipetrain.compute.cores import OWN_POOLS
 from pipetrain.compute.functions import kernels
 from pipetrain.compute.graph.blocks import Chain
 from pipetrain.compute.profiling import block_functions, profiler
@@ -215,7 +216,6 @@ def measure_all(monkeypatch):
     """Try XLA on the smallest model too."""
     monkeypatch.setattr(profiler, "LITTLE_S", 0.0)
     monkeypatch.setattr(profiler, "is_little", lambda chain, batch_size: False)
-    monkeypatch.setattr(profiler, "has_pool", lambda device: True)
 
 
 def test_a_profile_has_what_xla_compiles_if_there_is_enough_work(monkeypatch):
@@ -243,11 +243,13 @@ def test_one_line_a_stage_says_that_it_is_compiled_if_that_takes_long(patience_s
 
 
 @pytest.mark.parametrize(("threads", "enough"), [(1, False), (5, False), (6, True), (8, True)])
-def test_xla_is_tried_where_the_pool_has_a_thread_for_each_device(threads, enough, monkeypatch):
-    """Of which the tests have six."""
+def test_xla_is_tried_where_each_device_has_a_thread(threads, enough, monkeypatch):
+    """Of one pool, with six devices; or of its own pool, as these have, whatever the number of threads."""
     monkeypatch.setattr(profiler, "is_little", lambda chain, batch_size: False)
     monkeypatch.setattr(tf.config.threading, "get_intra_op_parallelism_threads", lambda: threads)
     device = tf.config.list_logical_devices("CPU")[0].name
+    assert profiler.may_be_compiled(Chain(networks.mlp()), 20, device)
+    monkeypatch.delenv(OWN_POOLS)
     assert profiler.may_be_compiled(Chain(networks.mlp()), 20, device) == enough
 
 

@@ -76,8 +76,9 @@ def _start(serving: Serving) -> str:
     """Start TensorFlow's server, which so far knows of no other task; its address."""
     import tensorflow as tf
 
-    from pipetrain.compute.cores import cores
+    from pipetrain.compute.cores import cores, give_own_pools
 
+    give_own_pools()
     config = tf.compat.v1.ConfigProto(
         device_count={"CPU": serving.cpu_devices},
         intra_op_parallelism_threads=serving.intra_threads or max(1, len(cores()) // serving.cpu_devices),

@@ -9,6 +9,8 @@ from functools import cache
 
 import tensorflow as tf
 
+OWN_POOLS = "TF_OVERRIDE_GLOBAL_THREADPOOL"  # TensorFlow's switch, which it reads when it makes its devices
+
 
 def full_name(name: str) -> str:
     """TensorFlow's full name of a device such as ``CPU:0``; raises ValueError for an unknown one."""
@@ -57,11 +59,16 @@ def cores() -> list[int]:
     return sorted(os.sched_getaffinity(0)) if known else list(range(os.cpu_count() or 1))
 
 
+def give_own_pools() -> None:
+    """Let each CPU device have a pool of threads of its own, unless the user has decided on that."""
+    os.environ.setdefault(OWN_POOLS, "1")
+
+
 def has_pool(device: str) -> bool:
-    """Whether TensorFlow's pool has a thread for each CPU device of this process; True for other devices."""
+    """Whether no CPU device of this process waits for a thread of TensorFlow's pools; True for other devices."""
     cpus = [cpu.name for cpu in tf.config.list_logical_devices("CPU") if not is_remote(cpu.name)]
     threads = tf.config.threading.get_intra_op_parallelism_threads() or len(cores())  # 0 stands for the default
-    return not is_prompt(device) or threads >= len(cpus)
+    return not is_prompt(device) or os.environ.get(OWN_POOLS, "0") in ("1", "true") or threads >= len(cpus)
 
 
 def pin(device: str) -> None:
