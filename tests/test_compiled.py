@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from dataclasses import replace
 
 import keras
 import networks
@@ -173,9 +174,14 @@ def test_other_kernels_asked_for_and_back():
 def test_an_evaluation_before_training_runs_the_kernels_that_are_faster(ops, monkeypatch):
     """And those that are asked for, once they are."""
     model, cut = faster_with_xla(1)
-    monkeypatch.setattr(placement.Placement, "_measured", lambda self, *arguments: cut)
+
+    def measured(self, *arguments):
+        asked = self.training.jit_compile
+        return cut if asked == "auto" else replace(cut, stages=[replace(each, compiled=asked) for each in cut.stages])
+
+    monkeypatch.setattr(placement.Placement, "_measured", measured)
     pm = networks.pipeline(model, stages=3, scheme="spectrain")
-    for jit_compile, about in (("auto", ABOUT[1:2]), (False, []), (True, ABOUT)):
+    for jit_compile, about in ((True, ABOUT), ("auto", ABOUT[1:2]), (False, []), ("auto", ABOUT[1:2])):
         pm.compile("sgd", networks.crossentropy(), jit_compile=jit_compile)
         ops.clear()
         pm.evaluate(*networks.data(60), verbose=0)
@@ -260,6 +266,25 @@ def test_a_failure_of_xla_ends_no_profile(monkeypatch):
     measure_all(monkeypatch)
     monkeypatch.setattr(block_functions, "by_xla", lambda concrete, *specs: kernels.Compiled(concrete, fails))
     assert not pipetrain.profile(networks.mlp(), 20, verbose=False).is_compiled
+
+
+def test_an_internal_error_of_a_later_call_is_raised():
+    """It was no compiler's; what the call has changed must not be changed again."""
+    calls = []
+
+    def fails(*arguments):
+        calls.append(arguments)
+        if len(calls) > 1:
+            raise tf.errors.InternalError(None, None, "a kernel failed")
+        return arguments
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(kernels, "by_xla", lambda function, *specs: kernels.Compiled(function, fails))
+        op = kernels.Kernels(compiled=True).op(lambda x: x, tf.TensorSpec([]))
+    op(tf.ones([]))
+    with pytest.raises(tf.errors.InternalError):
+        op(tf.ones([]))
+    assert len(calls) == 2
 
 
 @pytest.mark.parametrize("value", [None, 1, "always"])

@@ -38,7 +38,7 @@ class Evaluator:
         self.data, self.inputs = InputData(model), InputsAlone(model)
         self._stages: list[list[Inference]] = []
         self._decision: Decision | None = None  # of these stages
-        self._measured: Decision | None = None
+        self._measured: dict[bool | str, Decision] = {}  # by what was asked of the kernels
         self._running: list[Evaluation] = []
 
     @contextmanager
@@ -94,8 +94,10 @@ class Evaluator:
         return pipeline
 
     def _of_profile(self, shapes: Shapes) -> Decision:
-        measured = self._measured = self._measured or self._placement.measured(DEFAULT_ROWS, shapes)
-        return measured._replace(compiled=self._placement.decided_kernels or measured.compiled)
+        asked = self._placement.asked_kernels
+        if asked not in self._measured:
+            self._measured[asked] = self._placement.measured(DEFAULT_ROWS, shapes)
+        return self._measured[asked]
 
     def pack(self, outputs: list[Any]) -> Any:
         """The model's outputs in the structure that calling it gives."""

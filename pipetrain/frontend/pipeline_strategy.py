@@ -21,7 +21,7 @@ from pipetrain.frontend.checks.data import check_rows
 from pipetrain.frontend.checks.loop import check_backup
 from pipetrain.frontend.compilation import Compilation
 from pipetrain.frontend.evaluation import Evaluator
-from pipetrain.frontend.input_data import DEFAULT_ROWS, Untuned
+from pipetrain.frontend.input_data import Untuned
 from pipetrain.frontend.optimized_stages import OptimizedStages
 from pipetrain.frontend.pipeline_fit import PipelineFit
 from pipetrain.frontend.placement import Placement
@@ -51,6 +51,7 @@ class PipelineStrategy:
         self._last_compilation: Compilation | None = None
         self._stages = OptimizedStages()
         self._pipeline: Pipeline | None = None
+        self._made_for_rows = 0  # of the pipeline; 0 where that is not known
         self._fit: PipelineFit | None = None
         self._fitted_before = self._made_before = 0  # updates of this fit, and of the pipeline, as they were last set
         self._counted = tf.Variable(0, dtype=tf.int64, trainable=False)  # of the updates since the last drain
@@ -98,15 +99,18 @@ class PipelineStrategy:
         if self._pipeline is not None and not self._pipeline.is_drained:
             self.abort(store=True)  # an interrupt cut an abort short
         self._compilation.check()
+        if self.microbatches > 1 and self._made_for_rows and (rows or self._made_for_rows + 1) > self._made_for_rows:
+            self._pipeline = None  # what its stages keep of a minibatch was decided for fewer rows
         if self._pipeline is None and self.placement.can_build:
-            self._make_pipeline(rows or DEFAULT_ROWS)
+            self._make_pipeline(rows)
         if self._pipeline is not None:
             self._stages.adopt_from(self.optimizer)
 
-    def _make_pipeline(self, rows: int) -> None:
+    def _make_pipeline(self, rows: int | None) -> None:
         """Make the stages for this compilation; compiled again, the same optimizer keeps what it has gathered."""
         with gc_paused():
             weights, compilation = self.model.trainable_variables, self._compilation
+            self._made_for_rows = rows or 0
             made = self.placement.build(rows, self.optimizer, compilation.metrics.loss, self._scheme)
             stages = OptimizedStages(made, weights)
             stages.go_on_from(self._stages)

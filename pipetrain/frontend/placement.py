@@ -19,6 +19,7 @@ from pipetrain.compute.profiling.operation_count import is_little
 from pipetrain.compute.profiling.profile_cache import cached_profile
 from pipetrain.frontend.attributes import known
 from pipetrain.frontend.device_choice import assign, described
+from pipetrain.frontend.input_data import DEFAULT_ROWS
 from pipetrain.frontend.kernel_choice import KernelChoice
 from pipetrain.plan.advice import advise
 from pipetrain.plan.memory import Training
@@ -121,6 +122,7 @@ class Placement:
             self._ends, self._partition = list(ends), None
             self._kernels.reopen()
         if list(ends) == (self.ends or []):
+            self._ends = list(ends)
             is_new |= self._kernels.decide(compiled)
         return is_new
 
@@ -200,15 +202,18 @@ class Placement:
 
         It does so too where the stages run other kernels than those with which a partition was planned.
         """
-        if self._partition is None or [stage.compiled for stage in self._partition.stages] != self.decided_kernels:
+        if self._partition is None:
+            self._partition = self._measured(batch_size, verbose)
+        if [stage.compiled for stage in self._partition.stages] != self.decided_kernels:
             self._partition = self._measured(batch_size, verbose)
         return self._partition
 
     def _measured(self, batch_size: int, verbose: bool, shapes: Shapes | None = None) -> Partition:
         measured = self._profile(batch_size, verbose, shapes)
         cluster, training = described(self._devices), self.training
-        if self._ends:
-            return plan(measured, self._ends, cluster, self.replicas, training, self._kernels.compiled)
+        ends = self._ends if self._partition is None else self.ends
+        if ends:
+            return plan(measured, ends, cluster, self.replicas, training, self.decided_kernels)
         devices = self._schedule.devices(sum(self.replicas))
         return partition(measured, devices, cluster, replicas=self.replicas, training=training)
 
@@ -264,10 +269,19 @@ class Placement:
                 self.partition(batch_size, verbose=True)
         return known(self.decided_kernels)
 
+    @property
+    def asked_kernels(self) -> bool | str:
+        """What ``compile(jit_compile=...)`` asks for."""
+        return self._kernels.asked
+
     def build(
-        self, batch_size: int, optimizer: keras.optimizers.Optimizer, loss: LossFunction, scheme: Scheme
+        self, rows: int | None, optimizer: keras.optimizers.Optimizer, loss: LossFunction, scheme: Scheme
     ) -> list[list[Stage]]:
-        """Every stage's replicas, each on its device and with its kernels, those of the last with the loss."""
+        """Every stage's replicas, each on its device and with its kernels, those of the last with the loss.
+
+        ``rows`` are those of a minibatch, None where they are not known.
+        """
+        batch_size = rows or DEFAULT_ROWS
         ends = self.ends or cut_points(self.chain.blocks, self.partition(batch_size, verbose=True).cuts)
         losses, recompute = [*[None] * (self.stages - 1), loss], self.training.recompute
         compiled, microbatches = self._decide_kernels(batch_size), self.training.microbatches
@@ -281,7 +295,7 @@ class Placement:
                     recompute,
                     scheme.rule(k, self.stages, microbatches),
                     divided=microbatches * len(on) > 1,
-                    summed_rows=batch_size if microbatches > 1 and len(on) == 1 else 0,
+                    summed_rows=rows or 0 if microbatches > 1 and len(on) == 1 else 0,
                     compiled=compiled[k],
                 )
                 for device in on

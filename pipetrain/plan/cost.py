@@ -179,7 +179,8 @@ class Costs:
     def products_s(self, i: int, j: int, compiled: bool) -> float:
         """What those weight gradients of blocks i to j-1 take that are made once a minibatch, with these kernels.
 
-        A product over rows is half of its layer's backward: the other half are the gradients of its inputs.
+        A product over rows is taken to be half of its layer's backward: the other half are the gradients of its inputs,
+        which the model's first layer has not.
         """
         blocks = [block for block in self._chain[i:j] if block.product_bytes]
         parts = (block.product_bytes / block.weight_bytes * block.with_kernels(compiled).backward_s for block in blocks)

@@ -236,6 +236,7 @@ class StageWork:
         """Whether the minibatch's gradients are complete with this one's, and nobody waits for anything else first.
 
         Other replicas and stages need gradients, and in a synchronous scheme the stage above, which is idle, its own.
+        With one microbatch it is not sent them first: the gradients of all weights would be in memory at once.
         """
         alone = self.identity.replicas == 1 and self._channels.norm is None
         awaited = self._synchronous and self._channels.above is not None and len(microbatch.group) > 1

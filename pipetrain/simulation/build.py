@@ -151,7 +151,8 @@ class StationBuilder:
 
     def _products_once(self, stage: int) -> bool:
         """Whether weight gradients that are products over rows wait for the minibatch's last microbatch."""
-        return self._options.microbatches > 1 and self._stages[stage].replicas == 1
+        plan = self._stages[stage]
+        return self._options.microbatches > 1 and plan.replicas == 1 and not plan.compiled
 
     def _summed(self, stage: int) -> float:
         """The part of a stage's weights whose gradients are added microbatch by microbatch."""

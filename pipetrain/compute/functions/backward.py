@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from pipetrain.compute.functions.flattening import packer
 from pipetrain.compute.functions.graph_rewrite import inlined, updated_one_by_one, updated_when_read
 from pipetrain.compute.functions.packed import Packing
-from pipetrain.compute.functions.split import SplitFunction, specs
+from pipetrain.compute.functions.split import SplitFunction, specs, symbolic_gradients
 from pipetrain.compute.functions.weight_binding import BoundFunction, Weights
-from pipetrain.compute.functions.weight_products import Product, made, products
+from pipetrain.compute.functions.weight_products import Product, made
 
 Gradients = list[Any]
 
@@ -53,7 +52,7 @@ class Backward:
         staleness: the spec of what ``apply`` takes as staleness, None if nothing.
         timed: whether to return the time when a forward in the call was finished.
         packing: how residuals come from a forward.
-        summed_rows: of a minibatch whose microbatches' gradients are summed; 0 where none are.
+        once: the numbers of the weights whose gradients are made once for all microbatches, see ``weight_products``.
     """
 
     def __init__(
@@ -65,16 +64,15 @@ class Backward:
         staleness: tf.TensorSpec | None,
         timed: bool,
         packing: Packing,
-        summed_rows: int = 0,
+        once: Collection[int] = (),
     ) -> None:
         self._halves, self._bound, self._apply, self._handles = halves, bound, apply, handles
         self._staleness, self._timed, self._packing = staleness, timed, packing
         self._calls: dict[Parts, BoundFunction] = {}
-        symbolic, _ = packer(halves.backward.structured_outputs)(iter(halves.backward.outputs))
-        self._products = products(symbolic, summed_rows) if summed_rows else set()
+        self._once, symbolic = once, symbolic_gradients(halves)
         like = halves.backward.structured_outputs[0]
         self.like = [
-            Product(*specs(Product.of(symbolic[n]))) if n in self._products else each for n, each in enumerate(like)
+            Product(*specs(Product.of(symbolic[n]))) if n in self._once else each for n, each in enumerate(like)
         ]
         self._begun, self._ran = 0, tf.Variable(tf.zeros([], tf.int64), trainable=False)  # calls with a forward
 
@@ -115,7 +113,7 @@ class Backward:
                 with tf.control_dependencies([counted]):
                     output_gradients = [tf.identity(start) for start in output_gradients]
             gradients, by_input = inlined(backward, weights, self._packing.unpack(given, residuals), output_gradients)
-            gradients = [Product.of(each) if n in self._products else each for n, each in enumerate(gradients)]
+            gradients = [Product.of(each) if n in self._once else each for n, each in enumerate(gradients)]
             if total is not None:
                 gradients = added(total, gradients, self.like)
             if parts.updates:

@@ -19,8 +19,8 @@ UNCOMPILABLE = (
     tf.errors.InvalidArgumentError,
     tf.errors.UnimplementedError,
     tf.errors.NotFoundError,
-    tf.errors.InternalError,
 )
+COMPILING = (*UNCOMPILABLE, tf.errors.InternalError)  # in a first call; later one may have other reasons
 
 
 class Kernels:
@@ -50,15 +50,16 @@ class Kernels:
                 return direct(_traced(function, *specs))
             compiled = by_xla(function, *specs).call
         plain: list[Callable[..., Any]] = []
-        first = iter([self._said_if_slow])
+        first = iter([(self._said_if_slow, COMPILING)])
 
         def call(*arguments: Any) -> Any:
             if plain:
                 return plain[0](*arguments)
+            context, failures = next(first, (nullcontext, UNCOMPILABLE))
             try:
-                with next(first, nullcontext)():
+                with context():
                     return compiled(*arguments)
-            except UNCOMPILABLE as error:  # while compiling: nothing has been changed yet
+            except failures as error:  # while compiling: nothing has been changed yet
                 with gc_paused():
                     made = direct(_traced(function, *specs))
                 results = made(*arguments)  # which raises again where it was no fault of XLA's

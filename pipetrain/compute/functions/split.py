@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from pipetrain.compute.functions.flattening import packer
 from pipetrain.compute.functions.graph_rewrite import operations
 from pipetrain.compute.tensorflow_private import body_of
 
@@ -104,6 +105,12 @@ def split(
         residuals=captures.residuals,
         reached=halves["reached"],
     )
+
+
+def symbolic_gradients(halves: SplitFunction) -> list[Any]:
+    """The weights' gradients in the backward's graph."""
+    by_weight, _ = packer(halves.backward.structured_outputs)(iter(halves.backward.outputs))
+    return list(by_weight)
 
 
 def specs(values: Sequence[Any]) -> list[tf.TensorSpec]:

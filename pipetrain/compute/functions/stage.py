@@ -16,7 +16,7 @@ from pipetrain.compute.functions.graph_rewrite import updated_one_by_one
 from pipetrain.compute.functions.kernels import Kernels
 from pipetrain.compute.functions.penalties import penalty_gradient, summed_over_rows, total_penalty
 from pipetrain.compute.functions.repeat import repeatable
-from pipetrain.compute.functions.split import SplitFunction, specs, split
+from pipetrain.compute.functions.split import SplitFunction, specs, split, symbolic_gradients
 from pipetrain.compute.functions.stage_values import (
     BackwardResult,
     BoundaryTensors,
@@ -26,7 +26,7 @@ from pipetrain.compute.functions.stage_values import (
     Step,
 )
 from pipetrain.compute.functions.weight_binding import BoundFunction, Newest, Weights
-from pipetrain.compute.functions.weight_products import made
+from pipetrain.compute.functions.weight_products import made, over_any_rows, products
 from pipetrain.compute.graph.segment import Segment
 from pipetrain.compute.keras_private import mask_of
 from pipetrain.compute.optimizer.adoption import Part
@@ -37,6 +37,7 @@ from pipetrain.compute.optimizer.update import Update
 from pipetrain.compute.tensorflow_private import is_deterministic
 from pipetrain.schemes.scheme import UpdateRule
 
+KNOWN_ROWS = 2  # of a trace that tells how many rows of a matrix belong to an example
 LossFunction = Callable[[Any, list[tf.Tensor], Any], tf.Tensor]
 
 
@@ -58,7 +59,8 @@ class Stage:
         recompute: keep a forward's inputs instead of its residuals, and run it again before its backward.
         rule: what its updates do in addition to the optimizer's own step.
         divided: whether it is given parts of a minibatch, microbatches or a replica's rows.
-        summed_rows: of a minibatch of several microbatches; 0 where there is one, or other replicas need gradients.
+        summed_rows: of a minibatch of several microbatches; 0 where there is one, where other replicas need gradients,
+            or where the number is not known.
         compiled: whether XLA compiles its functions.
     """
 
@@ -84,7 +86,8 @@ class Stage:
             self.optimizer = clone(optimizer, self._weights, self.variables, rule)
             # The norm of all stages' gradients is not the clone's to know: the stage clips before it updates.
             self.global_clipnorm, self.optimizer.global_clipnorm = limit(optimizer.global_clipnorm), None
-            self._summed_rows = 0 if self.global_clipnorm else summed_rows
+            # XLA compiles for every number of rows, and the factors of a sum have as many as there are by then.
+            self._summed_rows = 0 if self.global_clipnorm or compiled else summed_rows
             self.optimizer.build(self.variables)
             self._optimizer_step = Update(self.optimizer, self.variables, rule, lambda: self._among(self.variables))
             weights = tf.function(list, autograph=False).get_concrete_function(specs(self._weights))
@@ -161,6 +164,7 @@ class Stage:
         differentiable, constants = self._sorted(BoundaryTensors(inputs, list(masks)), targets)
         with tf.device(self.device):
             halves = self._split(masks, differentiable, constants)
+            once = self._once(halves, masks, differentiable, constants)
             twice = repeatable(halves.forward, self._kernels.packing) if self.recompute else None
             self._forward, self._gradient_specs = self._bound(twice.first if twice else halves.forward), halves.outputs
             self._again = self._bound(twice.again) if twice else self._forward
@@ -170,7 +174,7 @@ class Stage:
             # XLA has no clock, and TensorFlow refuses one where operations are to be deterministic.
             timed = is_prompt(self.device) and not self._kernels.compiled and not is_deterministic()
             self._backward = Backward(
-                halves, self._bound, self._step, self._handles, self._staleness, timed, packing, self._summed_rows
+                halves, self._bound, self._step, self._handles, self._staleness, timed, packing, once
             )
             self._gradients = self._backward.like
             reached = iter(halves.reached)
@@ -190,6 +194,20 @@ class Stage:
             self._summed = summed_over_rows(self.segment, masks, training=True)
             halves = split(self._run, *given) if any(self._summed) else halves
         return halves
+
+    def _once(self, halves: SplitFunction, masks: Any, differentiable: Any, constants: Any) -> set[int]:
+        """The weights whose gradients are made once for all microbatches.
+
+        How many rows the factors have for each example is seen in a second trace, for a known number of examples.
+        """
+        if not self._summed_rows or not (possible := over_any_rows(symbolic_gradients(halves))):
+            return set()
+        known = tf.nest.map_structure(_with_rows, (differentiable, constants))
+        try:
+            exact = self._split([_with_rows(mask) for mask in masks], *known)
+        except (TypeError, ValueError, tf.errors.OpError):  # layers that take other numbers of examples alone
+            return set()
+        return possible & products(symbolic_gradients(exact), KNOWN_ROWS, self._summed_rows)
 
     def _trace_update(self) -> Any:
         squares = tf.TensorSpec([None], SQUARED_NORM.dtype) if self.global_clipnorm else None
@@ -376,6 +394,13 @@ def state_of(variable: keras.Variable, replica: int) -> tf.Tensor:
     if replica and variable.path.endswith("seed_generator_state"):
         return value + tf.constant([replica * 2654435769 % 2**32, 0], value.dtype)
     return value
+
+
+def _with_rows(spec: Any) -> Any:
+    """The spec of a tensor, with ``KNOWN_ROWS`` where the number of rows is open; anything else as it is."""
+    if not isinstance(spec, tf.TensorSpec) or not spec.shape.rank or spec.shape[0] is not None:
+        return spec
+    return tf.TensorSpec([KNOWN_ROWS, *spec.shape[1:]], spec.dtype)
 
 
 def _any_rows(spec: tf.TensorSpec) -> tf.TensorSpec:

@@ -36,12 +36,23 @@ class Product(NamedTuple):
         return tf.matmul(self.inputs, self.gradients, transpose_a=True)
 
 
-def products(gradients: Sequence[Any], rows: int) -> set[int]:
+def products(gradients: Sequence[Any], rows: int, minibatch_rows: int) -> set[int]:
     """Which of these gradients in a graph are products over rows, of which the factors are fewer bytes than a gradient.
 
-    ``rows`` are the examples of all microbatches of a minibatch.
+    ``rows`` are the examples that the graph is for, which must be known, ``minibatch_rows`` those of all microbatches
+    of a minibatch: a matrix that has several rows for an example has as many times more of them.
     """
-    return {n for n, each in enumerate(gradients) if isinstance(each, tf.Tensor) and _is_product(each, rows)}
+    return {
+        n
+        for n, each in enumerate(gradients)
+        if (factors := _factors(each)) is not None and _are_fewer_bytes(factors, minibatch_rows / rows)
+    }
+
+
+def over_any_rows(gradients: Sequence[Any]) -> set[int]:
+    """Which of these gradients in a graph for any number of rows are products over rows."""
+    found = {n: _factors(each) for n, each in enumerate(gradients)}
+    return {n for n, factors in found.items() if factors is not None and factors.inputs.shape[0] is None}
 
 
 def made(gradients: Sequence[Any]) -> list[Any]:
@@ -50,26 +61,19 @@ def made(gradients: Sequence[Any]) -> list[Any]:
     return last_first[::-1]
 
 
-def _is_product(gradient: tf.Tensor, rows: int) -> bool:
+def _factors(gradient: Any) -> Product | None:
+    """Those of a gradient that is a product over rows."""
+    if not isinstance(gradient, tf.Tensor):
+        return None
     operation = origin(gradient)
     if operation.type != "MatMul" or not operation.get_attr("transpose_a") or operation.get_attr("transpose_b"):
-        return False
-    inputs, gradients = operation.inputs
-    per_example = _rows_per_example(gradients)
-    if per_example is None or None in (inputs.shape[1], gradients.shape[1]):
-        return False
-    multiplied = rows * per_example
-    if inputs.shape[0] not in (None, multiplied):
-        return False  # whose rows are not the examples
-    return bool(multiplied * (inputs.shape[1] + gradients.shape[1]) < inputs.shape[1] * gradients.shape[1])
-
-
-def _rows_per_example(matrix: tf.Tensor) -> float | None:
-    """How many rows a matrix has for every example: several if it was a tensor of more dimensions; None if unknown."""
-    operation = origin(matrix)
-    if operation.type != "Reshape":
-        return 1.0
-    of_example = operation.inputs[0].shape[1:]
-    if not of_example.is_fully_defined() or matrix.shape[1] is None:
         return None
-    return float(of_example.num_elements() / matrix.shape[1])
+    return Product(*operation.inputs)
+
+
+def _are_fewer_bytes(factors: Product, times: float) -> bool:
+    """Whether factors with so many times the rows are fewer bytes than their product."""
+    (rows, inputs), (_, outputs) = factors.inputs.shape, factors.gradients.shape
+    if None in (rows, inputs, outputs):
+        return False
+    return bool(times * rows * (inputs + outputs) < inputs * outputs)

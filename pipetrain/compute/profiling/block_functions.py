@@ -9,9 +9,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from pipetrain.compute.functions.flattening import packer
 from pipetrain.compute.functions.kernels import by_xla, direct
-from pipetrain.compute.functions.split import specs, split
+from pipetrain.compute.functions.split import specs, split, symbolic_gradients
 from pipetrain.compute.functions.weight_products import products
 from pipetrain.compute.graph.segment import Segment
 
@@ -60,9 +59,9 @@ class BlockFunctions:
 
     def product_bytes(self, rows: int) -> int:
         """The bytes of weights whose gradients are made once for all microbatches of a minibatch of so many rows."""
-        by_weight, _ = packer(self._halves.backward.structured_outputs)(iter(self._halves.backward.outputs))
-        once = products(by_weight, rows)
-        return sum(size_bytes(self.gradients[n]) for n in once)
+        weights = self._segment.trainable_variables
+        once = products(symbolic_gradients(self._halves), rows, rows)
+        return sum(size_bytes(self.gradients[n]) for n in once if weights[n].regularizer is None)  # else it is a sum
 
     def ones(self, outputs: Sequence[tf.TensorSpec]) -> list[tf.Tensor]:
         """Gradients of ones for those of its outputs that need one."""
