@@ -152,7 +152,7 @@ def test_a_cut_that_nothing_has_decided_is_not_decided_by_evaluating():
     assert pm._strategy.evaluator._stages is stages  # measured and traced once
     pm.fit(x, y, verbose=0)
     assert_same(*both(model, pm, x, y))
-    assert pm._strategy.evaluator._ends == pm._strategy.placement.ends
+    assert pm._strategy.evaluator._decision.ends == pm._strategy.placement.ends
     again = pipetrain.PipelineModel(model, stages=pm.partition())
     np.testing.assert_allclose(again.predict(x, verbose=0), model.predict(x, verbose=0), rtol=1e-5, atol=1e-6)
 

@@ -242,7 +242,10 @@ def test_the_workspace_of_fewer_rows_by_hand():
         assert sum(stage.memory_bytes for stage in stages) == expected
 
 
-@pytest.mark.parametrize("onednn", ["0", "1"], ids=["TensorFlow's kernels", "oneDNN's kernels"])
+@pytest.mark.parametrize(
+    "onednn",
+    [pytest.param("0", id="TensorFlow's kernels"), pytest.param("1", id="oneDNN's kernels", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize(
     ("network", "scheme", "nesterov"),
     [

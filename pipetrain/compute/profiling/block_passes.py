@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from pipetrain.compute.cores import finish
-from pipetrain.compute.functions.kernels import direct
+from pipetrain.compute.functions.kernels import by_xla, direct
 from pipetrain.compute.functions.split import specs
 from pipetrain.compute.graph.segment import Segment
 from pipetrain.compute.optimizer.update import Update
@@ -71,6 +71,33 @@ class _Prepared(NamedTuple):
 
 def untimed_pass(blocks: Sequence[Placed], device: str) -> Callable[[], None]:
     """A function that makes one pass in one call, so that Python's lock does not delay the thread that is timed."""
+    call, update = _joined(blocks, device)
+
+    def once() -> None:
+        with tf.device(device):
+            gradients, _ = call()
+            update(gradients)
+        finish(device)  # calls of another process would queue up there, and keep it busy long after
+
+    return once
+
+
+def joined_pass(blocks: Sequence[Placed], device: str) -> Callable[[], float]:
+    """A function that makes one pass without the update in one call, in seconds, on a device of this process.
+
+    Neighbouring blocks share kernels there, as in a stage.
+    """
+    call, _ = _joined(blocks, device)
+
+    def once() -> float:
+        with tf.device(device):
+            return _seconds(call)
+
+    return once
+
+
+def _joined(blocks: Sequence[Placed], device: str) -> tuple[Callable[[], Any], Callable[[list[Any]], Any]]:
+    """All forwards and backwards as one call, which gives the weights' gradients first; and the update by these."""
     given, weights, state, output_gradients, _, update = _Prepared.on(device, blocks)
 
     def run() -> tuple[list[Any], list[Any]]:
@@ -90,15 +117,9 @@ def untimed_pass(blocks: Sequence[Placed], device: str) -> Callable[[], None]:
         return by_weight, by_input  # what is not returned is not computed
 
     with tf.device(device):
-        call = direct(tf.function(run, autograph=False).get_concrete_function())
-
-    def once() -> None:
-        with tf.device(device):
-            gradients, _ = call()
-            update(gradients)
-        finish(device)  # calls of another process would queue up there, and keep it busy long after
-
-    return once
+        if not all(block.functions.compiled for block in blocks):
+            return direct(tf.function(run, autograph=False).get_concrete_function()), update
+        return by_xla(run).call, update
 
 
 def local_pass(blocks: Sequence[Placed], device: str) -> Callable[[], TimedBlocks]:

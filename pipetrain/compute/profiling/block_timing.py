@@ -12,7 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipetrain.compute.cores import is_remote, pinned
-from pipetrain.compute.profiling.block_passes import MANY, Placed, TimedBlocks, local_pass, remote_pass, untimed_pass
+from pipetrain.compute.profiling.block_passes import (
+    MANY,
+    Placed,
+    TimedBlocks,
+    joined_pass,
+    local_pass,
+    remote_pass,
+    untimed_pass,
+)
 
 PASSES = 4  # a figure is the median of at least so many passes
 MEASURE_S = 0.2  # and of as many as this takes,
@@ -37,20 +45,38 @@ def time_blocks(blocks: Sequence[Placed], device: str, others: Sequence[str]) ->
     A block that is run repeatedly by itself would find its weights and buffers in the cache, and be a third too fast on
     a CPU. The other devices run the same blocks at the same time, because they are busy in training too: logical
     devices of one processor share its memory and TensorFlow's threads.
+
+    By turns with them, all blocks run in one call, where neighbours share kernels, as in a stage: each block gets its
+    part of what that takes.
     """
     with ExitStack() as company:
         for other in others:
             company.enter_context(_busy(blocks, other))
         company.enter_context(pinned(device))  # last: a new thread would stay on this one's core
         once = (remote_pass if is_remote(device) else local_pass)(blocks, device)
+        joined = None if is_remote(device) else joined_pass(blocks, device)
         once()
-        taken, timing = _until_steady(once)
+        joined_s = [] if joined is None else [joined()]
+        taken, timing = _until_steady(lambda: _both(once, joined, joined_s))
     empty_s = _empty_call([call for each in taken for call in each.calls])
     forward, backward = (np.median(each, axis=0) for each in list(zip(*taken, strict=True))[:2])
     forward -= [empty_s(block.functions.forward_tensors) for block in blocks]
     backward -= [empty_s(block.functions.backward_tensors) for block in blocks]
     update_s = float(np.median([each.update for each in taken])) - empty_s(1)
-    return Seconds(np.maximum(forward, 0.0), np.maximum(backward, 0.0), max(update_s, 0.0), timing.error_s)
+    forward, backward = np.maximum(forward, 0.0), np.maximum(backward, 0.0)
+    together_s = float(np.median(joined_s[1:])) - empty_s(2) if joined_s else 0.0
+    if together_s > 0 and forward.sum() + backward.sum() > 0:
+        part = together_s / (forward.sum() + backward.sum())
+        forward, backward = part * forward, part * backward
+    return Seconds(forward, backward, max(update_s, 0.0), timing.error_s)
+
+
+def _both(once: Callable[[], TimedBlocks], joined: Callable[[], float] | None, joined_s: list[float]) -> TimedBlocks:
+    """One pass block by block, after which one pass in one call is noted."""
+    taken = once()
+    if joined is not None:
+        joined_s.append(joined())
+    return taken
 
 
 def _until_steady(once: Callable[[], TimedBlocks]) -> tuple[list[TimedBlocks], Timing]:

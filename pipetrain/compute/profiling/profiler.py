@@ -35,8 +35,9 @@ def profile(
 
     The blocks run one after another, all forwards, then all backwards, on random data (zeros for integer inputs):
     four such passes, or more where the machine is not steady; then as many compiled by XLA, unless a pass takes less
-    than 2 ms, or so it is estimated from counted operations. Each figure is the median less the time of an empty call;
-    the profile's ``spread`` says how steady they are. The optimizer's step is that of SGD with momentum. The model's
+    than 2 ms, or so it is estimated from counted operations. By turns with them all blocks run in one call, where
+    neighbours share kernels, as in a stage. A block's figure is its part of what that takes, by the medians of its own
+    times less those of an empty call; the profile's ``spread`` says how steady they are. The optimizer's step is that of SGD with momentum. The model's
     weights, statistics and seeds are read and never written.
 
     Args:
@@ -50,8 +51,7 @@ def profile(
 
     Raises:
         ValueError, TypeError: for a model whose layer calls Keras does not record, a batch size below 1, an unknown
-        device, dimensions
-            that are neither known nor given, or shapes that the model's inputs cannot have.
+            device, dimensions that are neither known nor given, or shapes that the model's inputs cannot have.
     """
     if isinstance(batch_size, bool) or not isinstance(batch_size, (int, np.integer)) or batch_size < 1:
         raise ValueError(f"A profile needs at least one row. Received: batch_size={batch_size!r}. Try batch_size=128.")
