@@ -37,8 +37,8 @@ def profile(
     four such passes, or more where the machine is not steady; then as many compiled by XLA, unless a pass takes less
     than 2 ms, or so it is estimated from counted operations. By turns with them all blocks run in one call, where
     neighbours share kernels, as in a stage. A block's figure is its part of what that takes, by the medians of its own
-    times less those of an empty call; the profile's ``spread`` says how steady they are. The optimizer's step is that of SGD with momentum. The model's
-    weights, statistics and seeds are read and never written.
+    times less those of an empty call; the profile's ``spread`` says how steady they are. The optimizer's step is that
+    of SGD with momentum. The model's weights, statistics and seeds are read and never written.
 
     Args:
         model: a Sequential or Functional model.
