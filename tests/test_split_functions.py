@@ -16,6 +16,7 @@ from pipetrain.compute.functions.packed import packed, packed_specs, unpacked
 from pipetrain.compute.functions.split import specs, split
 from pipetrain.compute.graph.blocks import Chain
 from pipetrain.compute.optimizer.update import Update
+from pipetrain.compute.profiling.block_functions import either
 
 L = keras.layers
 
@@ -45,8 +46,11 @@ def attentive():
     return [keras.Input((6, 8)), L.LayerNormalization(), SelfAttention(), L.Dense(3, activation="gelu")]
 
 
-@pytest.mark.parametrize("layers", [networks.convolutional_layers, recurrent, attentive])
-def test_split_gradients_equal_the_tape_s(layers):
+@pytest.mark.parametrize(
+    ("layers", "compiled"),
+    [(networks.convolutional_layers, False), (recurrent, False), (recurrent, True), (attentive, False)],
+)
+def test_split_gradients_equal_the_tape_s(layers, compiled):
     keras.utils.set_random_seed(1)
     model = keras.Sequential(layers())
     segment = Chain(model).segment(0, len(layers()) - 1)
@@ -71,12 +75,15 @@ def test_split_gradients_equal_the_tape_s(layers):
         return outputs[0], state, tape.gradient(outputs, [*weights, *([x] if differentiable else [])], output_gradients)
 
     anything = [tf.TensorSpec([None, *shape[1:]], x.dtype)]
-    step = split(run, specs(weights), specs(state), anything if differentiable else [], anything)
-    (output, new_state), residuals = step.forward(weights, state, differentiable, [x])
+    given = specs(weights), specs(state), anything if differentiable else [], anything
+    step = split(run, *given, compiled=compiled)
+    assert not compiled or all(residual.dtype != tf.variant for residual in step.residuals)
+    forward, backward = (either(half, compiled) for half in (step.forward, step.backward))
+    (output, new_state), residuals = forward(weights, state, differentiable, [x])
     output_gradients = [tf.ones(output.shape)] + [tf.constant(1.0)] * (len(step.outputs) - 1)
-    by_weight, by_flow = step.backward(weights, residuals, output_gradients)
+    by_weight, by_flow = backward(weights, residuals, output_gradients)
     expected_output, expected_state, gradients = whole(weights, state, x)
-    np.testing.assert_array_equal(output, expected_output)
+    np.testing.assert_allclose(output, expected_output, rtol=1e-5 if compiled else 0)
     networks.assert_equal(new_state, expected_state)
     for got, want in zip([*by_weight, *by_flow], gradients, strict=True):
         np.testing.assert_allclose(tf.convert_to_tensor(got), tf.convert_to_tensor(want), rtol=1e-5, atol=1e-6)

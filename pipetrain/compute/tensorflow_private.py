@@ -6,12 +6,14 @@ versions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.eager import context
 from tensorflow.python.framework.config import is_op_determinism_enabled
+from tensorflow.python.ops.control_flow_ops import XLAControlFlowContext
 
 
 def number_of(operation: tf.Operation) -> int:
@@ -43,6 +45,20 @@ def elements_of(tensor: tf.Tensor) -> int:
 def type_spec_of(iterator: Any) -> Any:
     """The type spec of a data set's iterator as an argument of a function; ``tf.type_spec_from_value`` refuses some."""
     return iterator._type_spec
+
+
+@contextmanager
+def traced_for_xla() -> Iterator[None]:
+    """What is traced meanwhile suits XLA; publicly that comes only with a function that XLA must compile.
+
+    Loops then give what XLA has to know, such as sizes, to their gradients as constants, not as lists of numbers.
+    """
+    scope = XLAControlFlowContext()
+    scope.Enter()
+    try:
+        yield
+    finally:
+        scope.Exit()
 
 
 def one_replica(spec: Any) -> Any:

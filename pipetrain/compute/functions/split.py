@@ -10,19 +10,22 @@ itself;
   maximum pooling of a tensor that the backward has anyway;
 - of a tensor of which it reads nothing but the *shape* (as gradients of sums do, where the number of rows is not
   known), only the shape is handed over: half of what some networks would keep;
-- everything else is a *residual*: returned by the forward, saved, and passed to the backward.
+- everything else is a *residual*: returned by the forward, saved, and passed to the backward. What a loop keeps of its
+  turns is a list of tensors, which no function that XLA compiles can return or take: it is handed over as one tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from pipetrain.compute.functions.flattening import packer
 from pipetrain.compute.functions.graph_rewrite import operations
-from pipetrain.compute.tensorflow_private import body_of
+from pipetrain.compute.tensorflow_private import body_of, traced_for_xla
 
 Run = Callable[[Sequence[tf.Tensor], Sequence[tf.Tensor], Sequence[tf.Tensor], Any], tuple[Sequence[tf.Tensor], Any]]
 
@@ -53,6 +56,7 @@ def split(
     differentiable: Any,
     constants: Any,
     handed: Callable[[list[tf.Tensor]], Any] = list,
+    compiled: bool = False,
 ) -> SplitFunction:
     """Trace ``run(weights, state, differentiable, constants) -> (outputs, aux)`` into forward and backward functions.
 
@@ -60,6 +64,7 @@ def split(
         run: the computation; ``outputs`` are the floating-point tensors that gradients start from.
         weights, state, differentiable: lists of ``tf.TensorSpec``; ``constants`` any nested structure of them.
         handed: what the forward is to give of its residuals; the backward takes these as they are.
+        compiled: whether XLA is to compile them.
     """
     halves: dict[str, Any] = {}
 
@@ -79,8 +84,9 @@ def split(
             return by_weight, [tf.convert_to_tensor(gradient) for gradient in by_input if gradient is not None]
 
         gradients = specs(outputs)
-        nested = tf.function(differentiate, autograph=False).get_concrete_function(gradients)
-        captures = _Captures(nested, weights)
+        with traced_for_xla() if compiled else nullcontext():
+            nested = tf.function(differentiate, autograph=False).get_concrete_function(gradients)
+        captures = _Captures(nested, weights, stacked=compiled)
         halves.update(nested=nested, captures=captures, gradients=gradients)
         return aux, handed(captures.residuals)
 
@@ -121,10 +127,39 @@ def specs(values: Sequence[Any]) -> list[tf.TensorSpec]:
 _BODIES = {"While": "body", "StatelessWhile": "body", "PartitionedCall": "f", "StatefulPartitionedCall": "f"}
 
 
+class _ListOf(NamedTuple):
+    """What the tensors of a list are: their type, and their shape as TensorFlow's operations on lists take it."""
+
+    dtype: tf.DType
+    shape: list[int] | int  # with -1 for a size that is not known, and in place of a shape
+
+    @classmethod
+    def of(cls, tensor: tf.Tensor) -> _ListOf | None:
+        """What is in a list that a loop has made, None for any other tensor."""
+        while tensor.dtype == tf.variant and tensor.op.type in ("While", "StatelessWhile", "Identity"):
+            tensor = tensor.op.inputs[tensor.value_index]
+        if tensor.op.type not in ("EmptyTensorList", "TensorListReserve", "TensorListFromTensor"):
+            return None
+        given = tensor.op.inputs[tensor.op.type == "TensorListFromTensor"]
+        sizes = tf.get_static_value(given, partial=True)
+        if sizes is None or np.ndim(sizes) == 0:
+            return cls(tensor.op.get_attr("element_dtype"), -1)
+        return cls(tensor.op.get_attr("element_dtype"), [-1 if size is None else int(size) for size in sizes])
+
+    def stacked(self, tensors: tf.Tensor) -> tf.Tensor:
+        """The list as one tensor."""
+        shape = tf.constant(self.shape, tf.int32)
+        return tf.raw_ops.TensorListStack(input_handle=tensors, element_shape=shape, element_dtype=self.dtype)
+
+    def unstacked(self, tensor: tf.Tensor) -> tf.Tensor:
+        """The list of which this is one tensor."""
+        return tf.raw_ops.TensorListFromTensor(tensor=tensor, element_shape=tf.constant(self.shape, tf.int32))
+
+
 class _Captures:
     """What the nested backward captured, grouped by where the backward gets it from."""
 
-    def __init__(self, nested: Any, weights: Sequence[tf.Tensor]) -> None:
+    def __init__(self, nested: Any, weights: Sequence[tf.Tensor], stacked: bool) -> None:
         self._captured, self._weights = [_origin(tensor) for tensor in nested.captured_inputs], list(weights)
         self._outer = [tensor for tensor in self._captured if not tf.is_symbolic_tensor(tensor)]
         known = {tensor.ref() for tensor in (*weights, *self._outer)}
@@ -140,8 +175,10 @@ class _Captures:
         self._saved = [tensor for ref, tensor in read.items() if ref not in known]
         shapes = [(outer, op) for outer, inner in pairs if outer.ref() not in read for op in inner.consumers()]
         self._shape_reads = [op.outputs[0] for _, op in shapes]
+        self._lists = {n: each for n, tensor in enumerate(self._saved) if stacked and (each := _ListOf.of(tensor))}
+        saved = [self._lists[n].stacked(each) if n in self._lists else each for n, each in enumerate(self._saved)]
         # not int32: on a GPU such tensors live on the host, which functions do not return well
-        self.residuals = [*self._saved, *(tf.shape(outer, tf.int64) for outer, _ in shapes)]
+        self.residuals = [*saved, *(tf.shape(outer, tf.int64) for outer, _ in shapes)]
 
     def fill_in(
         self, weights: Sequence[tf.Tensor], residuals: Sequence[tf.Tensor]
@@ -150,7 +187,8 @@ class _Captures:
 
         A capture of which only the shape is read is None; shapes are given by the names of the tensors that hold them.
         """
-        saved, shapes = residuals[: len(self._saved)], residuals[len(self._saved) :]
+        handed, shapes = residuals[: len(self._saved)], residuals[len(self._saved) :]
+        saved = [self._lists[n].unstacked(each) if n in self._lists else each for n, each in enumerate(handed)]
         given = zip([*self._weights, *self._saved], [*weights, *saved], strict=True)
         values = {old.ref(): new for old, new in given}
         graph = tf.compat.v1.get_default_graph()

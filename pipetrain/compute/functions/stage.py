@@ -188,7 +188,9 @@ class Stage:
 
     def _split(self, masks: Any, differentiable: Any, constants: Any) -> SplitFunction:
         self._added, self._summed = 0, []
-        given = specs(self._weights), specs(self._model_state), differentiable, constants, self._kernels.packing.pack
+        kernels = self._kernels
+        handed = kernels.packing.pack, kernels.compiled
+        given = specs(self._weights), specs(self._model_state), differentiable, constants, *handed
         halves = split(self._run, *given)
         if self._divided and self._added:
             self._summed = summed_over_rows(self.segment, masks, training=True)

@@ -40,7 +40,7 @@ class BlockFunctions:
         self._traced: dict[str, list[Any]] = {}
         weights, state = specs(segment.trainable_variables), specs(segment.non_trainable_variables)
         with tf.device(None):  # it runs wherever it is called
-            self._halves = split(self._run, weights, state, *self._sorted(like))
+            self._halves = split(self._run, weights, state, *self._sorted(like), compiled=compiled)
         self._forward = either(self._halves.forward, compiled)
         self._backward = either(self._halves.backward, compiled)
         self.gradients = self._halves.backward.structured_outputs[0]
