@@ -36,6 +36,13 @@ def training(scheme: str) -> Training:
     return Training(scheme, microbatches=microbatches(scheme) or 1)
 
 
+def profiled(model: keras.Model, network: Network, scheme: str) -> Profile:
+    """A profile for planning a scheme's stages: with the rows of a microbatch where it splits minibatches."""
+    import pipetrain
+
+    return pipetrain.profile(model, network.batch_size, verbose=False, microbatches=microbatches(scheme) or 1)
+
+
 class Expected:
     """What is expected of schemes whose cuts are given.
 
@@ -67,7 +74,7 @@ class Expected:
         whole = pipetrain.profile(self._model, self._rows, verbose=False)
         pieces = whole
         if self._empty:
-            pieces = pipetrain.profile(self._model, self._rows // MICROBATCHES, verbose=False).scaled(self._rows)
+            pieces = pipetrain.profile(self._model, self._rows, verbose=False, microbatches=MICROBATCHES)
         return {
             name: self._simulated(name, pieces)
             if name in self._empty

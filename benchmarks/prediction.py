@@ -60,7 +60,7 @@ def work(job: Job) -> Iterator[Figures | None]:
     import keras
 
     import pipetrain
-    from benchmarks.expected import Expected, microbatches, training
+    from benchmarks.expected import Expected, microbatches, profiled, training
     from pipetrain.frontend.device_choice import available, described
     from pipetrain.plan.partition import partition
 
@@ -68,8 +68,7 @@ def work(job: Job) -> Iterator[Figures | None]:
     network, devices = job.network, available()
     model = build(network)
     x, y = data(network, job.steps * network.batch_size)
-    profile = pipetrain.profile(model, network.batch_size, verbose=False)
-    chosen = partition(profile, 2, described(devices), training=training(job.scheme))
+    chosen = partition(profiled(model, network, job.scheme), 2, described(devices), training=training(job.scheme))
     expected = Expected(model, network, {job.scheme: chosen}, devices)
     pipe = pipetrain.PipelineModel(model, chosen, job.scheme, microbatches=microbatches(job.scheme))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)

@@ -131,16 +131,19 @@ def plain(job: KerasJob) -> dict[str, keras.Model]:
 def pipelines(job: KerasJob) -> tuple[dict[str, Any], Expected | None]:
     """Every scheme, cut as the planner cuts for it; and what is expected of them, if that is wanted."""
     import pipetrain
-    from benchmarks.expected import Expected, microbatches, training
+    from benchmarks.expected import Expected, microbatches, profiled, training
     from pipetrain.frontend.device_choice import available, described
     from pipetrain.plan.partition import partition
 
     model, devices = build(job.network), available()
-    profile = pipetrain.profile(model, job.network.batch_size, verbose=False)
+    profiles: dict[int | None, Any] = {}  # by how many microbatches there are
+    for name in job.schemes:
+        if microbatches(name) not in profiles:
+            profiles[microbatches(name)] = profiled(model, job.network, name)
     partitions, sides = {}, {}
     for name in job.schemes:
         planned_for = training("single" if name == DATA_PARALLEL else name)
-        partitions[name] = partition(profile, job.cores, described(devices), training=planned_for)
+        partitions[name] = partition(profiles[microbatches(name)], job.cores, described(devices), training=planned_for)
         for setting in job.jit_compile:
             pipe = pipetrain.PipelineModel(model, partitions[name], name, microbatches=microbatches(name))
             sides[name + SETTINGS[setting]] = compiled(pipe, jit_compile=JIT_COMPILE[setting])

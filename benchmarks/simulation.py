@@ -111,7 +111,7 @@ def work(job: Job) -> Iterator[Rates | None]:
     while True:
         others = {scheme: beside(side) for scheme, side in sides.items()}
         whole = pipetrain.profile(model, rows, verbose=False)
-        pieces = pipetrain.profile(model, rows // MICROBATCHES, verbose=False).scaled(rows)
+        pieces = pipetrain.profile(model, rows, verbose=False, microbatches=MICROBATCHES)
         rates = {}
         for scheme in SCHEMES:
             count = MICROBATCHES if scheme in ("gpipe", "1f1b") else 1

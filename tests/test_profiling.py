@@ -16,6 +16,7 @@ import pipetrain
 from pipetrain.compute.graph.blocks import Chain
 from pipetrain.compute.profiling import block_passes, block_timing, profile_cache, profiler, workspace
 from pipetrain.compute.profiling.progress import Progress
+from pipetrain.frontend import placement
 from pipetrain.plan.profile import BlockProfile, Profile
 
 L = keras.layers
@@ -118,6 +119,47 @@ def test_the_profile_cache_tells_kernels_apart(monkeypatch, tmp_path):
     assert len(list((tmp_path / "pipetrain").iterdir())) == 2
 
 
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_a_profile_of_microbatches_is_measured_with_the_rows_of_one(microbatches, monkeypatch):
+    """The largest has 7 of 20 rows; all together take 20/7 of its time, and weights are updated once."""
+    measured = []
+
+    def time_blocks(blocks, device, others):
+        measured.append([spec.shape[0] for spec in blocks[0].inputs])
+        return block_timing.Seconds(np.ones(len(blocks)), 2 * np.ones(len(blocks)), 6.0, 0.0)
+
+    monkeypatch.setattr(profiler, "time_blocks", time_blocks)
+    monkeypatch.setattr(profiler, "may_be_compiled", lambda *_: False)
+    model, rows = networks.mlp(), 7 if microbatches == 3 else 20
+    got = pipetrain.profile(model, 20, verbose=False, microbatches=microbatches)
+    assert measured == [[rows]]
+    assert got.batch_size == 20
+    assert got.blocks[0].forward_s == pytest.approx(20 / rows)
+    assert got.blocks[0].backward_s == pytest.approx(2 * 20 / rows)
+    assert sum(block.update_s for block in got.blocks) == pytest.approx(6.0)
+    whole = pipetrain.profile(model, 20, verbose=False)
+    assert [block.output_bytes for block in got.blocks] == [block.output_bytes for block in whole.blocks]
+    assert [block.product_bytes for block in got.blocks] == [block.product_bytes for block in whole.blocks]
+
+
+def test_pipelines_that_split_minibatches_are_planned_for_their_microbatches(monkeypatch):
+    asked = []
+
+    def noted(*given):
+        asked.append(given[-1])
+        return profile_cache.cached_profile(*given)
+
+    monkeypatch.setattr(placement, "cached_profile", noted)
+    for scheme, microbatches in (("1f1b", 4), ("spectrain", None)):
+        pipetrain.PipelineModel(networks.mlp(), 2, scheme, microbatches=microbatches).partition(12)
+    assert asked == [4, 1]
+
+
+def test_more_microbatches_than_rows_are_refused():
+    with pytest.raises(ValueError, match=r"Received: microbatches=5, batch_size=4\. Try at most 4"):
+        pipetrain.profile(networks.mlp(), 4, verbose=False, microbatches=5)
+
+
 @pytest.mark.parametrize("links", [True, False])
 def test_of_two_processes_that_measure_at_once_the_first_ones_profile_counts(links, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -181,7 +223,7 @@ def test_a_backward_timed_on_a_worker_has_both_its_products():
     """Of weights and of inputs; the latter nothing reads there."""
     counting = Counted(8)
     model = keras.Sequential([keras.Input((8,)), L.Dense(8), counting, L.Dense(8)])
-    placed, _ = profiler._placed(Chain(model), 4, ((8,),), "/device:CPU:0", Progress("", 0))
+    placed, _ = profiler._placed(Chain(model), 4, ((8,),), "/device:CPU:0", Progress("", 0), 4)
     once = block_passes.remote_pass(placed, "/device:CPU:0")
     before = counting.count
     for _ in range(5):

@@ -188,14 +188,19 @@ class Placement:
     def explanation(self, batch_size: int) -> str:
         """A text: the cut of the model, and the estimates of other ways to train it on as many devices."""
         measured, devices = self._profile(batch_size, True), self._schedule.devices(sum(self.replicas))
-        advice = advise(measured, devices, described(self._devices), self.training)
+        whole = measured if self.training.microbatches == 1 else self._profile(batch_size, True, microbatches=1)
+        advice = advise(whole, devices, described(self._devices), self.training, measured)
         parts = [f"{self.partition(batch_size)}", advice.comparison(), measured.warning, left_out()]
         return "\n\n".join(filter(None, parts))
 
-    def _profile(self, batch_size: int, verbose: bool, shapes: Shapes | None = None) -> Profile:
+    def _profile(
+        self, batch_size: int, verbose: bool, shapes: Shapes | None = None, microbatches: int | None = None
+    ) -> Profile:
+        """Measured with the rows of the microbatches that the training has, or of so many."""
+        pieces = min(microbatches or self.training.microbatches, batch_size)
         shapes, device = shapes or self.shapes or checked_shapes(self.chain.model, None), self._devices[0]
         with_xla = self._kernels.asked is not False
-        return cached_profile(self.chain, batch_size, shapes, device, verbose, place(device), with_xla)
+        return cached_profile(self.chain, batch_size, shapes, device, verbose, place(device), with_xla, pieces)
 
     def partition(self, batch_size: int, verbose: bool = False) -> Partition:
         """The cut of the model with the kernels of each stage; profiles it at this batch size where either is open.

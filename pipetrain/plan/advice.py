@@ -51,10 +51,15 @@ class Advice:
 
 
 def advise(
-    profile: Profile, num_devices: int, cluster: Cluster | None = None, training: Training | None = None
+    profile: Profile,
+    num_devices: int,
+    cluster: Cluster | None = None,
+    training: Training | None = None,
+    of_microbatches: Profile | None = None,
 ) -> Advice:
     """Compare one device, data parallelism, a pipeline and a pipeline with replicated stages.
 
+    ``of_microbatches`` is the profile for pipelines whose training divides minibatches, if it is another.
     The recommended way is the simplest that is within 5% of the fastest. Raises NoPlan, a ValueError, if none fits the
     devices' memory.
     """
@@ -66,14 +71,14 @@ def advise(
         ways["data-parallel"] = None
     for replicas in range(1, num_devices + 1):
         _keep_faster(ways, plan(profile, [len(profile.blocks)], cluster, [replicas], unsplit), cluster)
-    chunks = training.chosen.schedule.chunks
+    chunks, pieces = training.chosen.schedule.chunks, of_microbatches or profile
     try:
         devices = min(num_devices, len(profile.blocks) // chunks)
-        _keep_faster(ways, partition(profile, devices, cluster, training=training), cluster)
+        _keep_faster(ways, partition(pieces, devices, cluster, training=training), cluster)
     except NoPlan:
         ways["pipeline"] = None
     if chunks == 1:  # of the ways with replicas too, it may be any: it raises if there is none
-        _keep_faster(ways, partition(profile, num_devices, cluster, replicate=True, training=training), cluster)
+        _keep_faster(ways, partition(pieces, num_devices, cluster, replicate=True, training=training), cluster)
     possible = {name: way for name, way in ways.items() if way is not None}
     fastest = max(way.samples_per_second for way in possible.values())
     recommended = next(

@@ -57,10 +57,13 @@ class BlockFunctions:
         """The gradients of a block equal to this one."""
         return self._backward(weights, residuals, gradients)
 
-    def product_bytes(self, rows: int) -> int:
-        """The bytes of weights whose gradients are made once for all microbatches of a minibatch of so many rows."""
+    def product_bytes(self, rows: int, minibatch_rows: int) -> int:
+        """The bytes of weights whose gradients are made once for all microbatches of a minibatch.
+
+        ``rows`` are those that the block is measured with.
+        """
         weights = self._segment.trainable_variables
-        once = products(symbolic_gradients(self._halves), rows, rows)
+        once = products(symbolic_gradients(self._halves), rows, minibatch_rows)
         return sum(size_bytes(self.gradients[n]) for n in once if weights[n].regularizer is None)  # else it is a sum
 
     def ones(self, outputs: Sequence[tf.TensorSpec]) -> list[tf.Tensor]:

@@ -28,6 +28,7 @@ def cached_profile(
     verbose: bool = True,
     place: str = "",
     with_xla: bool = True,
+    microbatches: int = 1,
 ) -> Profile:
     """The profile of a chain of such layers, at this batch size and for such inputs, measured at the first call.
 
@@ -39,8 +40,9 @@ def cached_profile(
     blocks = chain.blocks
     keys = [cost_key(block) for block in blocks]
     if None in keys:
-        return profile_chain(chain, batch_size, shapes, device, verbose, with_xla)
+        return profile_chain(chain, batch_size, shapes, device, verbose, with_xla, microbatches)
     within = (
+        microbatches,
         with_xla,
         device,
         place,
@@ -54,7 +56,9 @@ def cached_profile(
     crossing = [[(tensor.shape, tensor.dtype) for tensor in chain.specs(end + 1)] for end in range(len(blocks))]
     digest = hashlib.sha256(repr((FORMAT, keys, crossing, batch_size, shapes, within)).encode()).hexdigest()[:32]
     path = _folder() / f"{digest}.json"
-    known = _read(path) or _kept(profile_chain(chain, batch_size, shapes, device, verbose, with_xla), path)
+    known = _read(path)
+    if known is None:
+        known = _kept(profile_chain(chain, batch_size, shapes, device, verbose, with_xla, microbatches), path)
     renamed = tuple(replace(cost, name=block.name) for cost, block in zip(known.blocks, blocks, strict=True))
     return replace(known, model=chain.model.name, blocks=renamed)
 

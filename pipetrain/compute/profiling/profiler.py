@@ -24,12 +24,19 @@ from pipetrain.compute.profiling.operation_count import LITTLE_S, is_little
 from pipetrain.compute.profiling.progress import Progress
 from pipetrain.compute.profiling.workspace import Workspace, workspace
 from pipetrain.plan.profile import BlockProfile, Profile, Seconds
+from pipetrain.schemes.arguments import checked_count
+from pipetrain.schemes.splitting import microbatch_rows
 
 WINDOW_BYTES = 2**30  # of blocks that are timed together
 
 
 def profile(
-    model: keras.Model, batch_size: int, device: str = "CPU:0", verbose: bool = True, input_shapes: Any = None
+    model: keras.Model,
+    batch_size: int,
+    device: str = "CPU:0",
+    verbose: bool = True,
+    input_shapes: Any = None,
+    microbatches: int = 1,
 ) -> Profile:
     """Measure every layer's forward and backward seconds, weight bytes, and bytes that cross a cut after it.
 
@@ -48,25 +55,41 @@ def profile(
         input_shapes: the shapes of the inputs, without the batch, where the model leaves dimensions open: a tuple of
             sizes such as ``(64, 64, 3)``; for several inputs, such tuples in a list in the inputs' order, or in a
             dictionary by their keys or names.
+        microbatches: how many the minibatch is divided into. The profile is measured with the rows of one, as a
+            pipeline computes, and says what all take together: more than one minibatch of as many rows.
 
     Raises:
-        ValueError, TypeError: for a model whose layer calls Keras does not record, a batch size below 1, an unknown
-            device, dimensions that are neither known nor given, or shapes that the model's inputs cannot have.
+        ValueError, TypeError: for a model whose layer calls Keras does not record, a batch size below 1, more
+            microbatches than rows, an unknown device, dimensions that are neither known nor given, or shapes that the
+            model's inputs cannot have.
     """
     if isinstance(batch_size, bool) or not isinstance(batch_size, (int, np.integer)) or batch_size < 1:
         raise ValueError(f"A profile needs at least one row. Received: batch_size={batch_size!r}. Try batch_size=128.")
+    microbatches = checked_count("microbatches", microbatches, "A minibatch is divided into whole numbers", 4)
+    if microbatches > batch_size:
+        raise ValueError(
+            f"A microbatch needs at least one row. Received: microbatches={microbatches}, batch_size={batch_size}. "
+            f"Try at most {batch_size} microbatches."
+        )
     chain, shapes, device = Chain(model), checked_shapes(model, input_shapes), full_name(device)
     with_xla = may_be_compiled(chain, batch_size, device)
-    return profile_chain(chain, batch_size, shapes, device, verbose, with_xla)
+    return profile_chain(chain, batch_size, shapes, device, verbose, with_xla, microbatches)
 
 
 def profile_chain(
-    chain: Chain, batch_size: int, shapes: Shapes, device: str, verbose: bool, with_xla: bool = True
+    chain: Chain,
+    batch_size: int,
+    shapes: Shapes,
+    device: str,
+    verbose: bool,
+    with_xla: bool = True,
+    microbatches: int = 1,
 ) -> Profile:
     """``profile`` of a model whose blocks and input shapes are known; with XLA too, if that ``may_be_compiled``."""
+    rows = rows_measured(chain, batch_size, microbatches)
     progress = Progress("Profiling the model's layers", (4 if with_xla else 2) * len(chain.blocks) * verbose)
     with tf.device(device):
-        placed, costs = _placed(chain, batch_size, shapes, device, progress)
+        placed, costs = _placed(chain, rows, shapes, device, progress, batch_size)
         plain, spread = _timed(placed, costs, device, progress)
         costs = [replace(cost, **asdict(seconds)) for cost, seconds in zip(costs, plain, strict=True)]
         if with_xla and sum(seconds.total_s for seconds in plain) >= LITTLE_S:
@@ -78,7 +101,14 @@ def profile_chain(
                     replace(cost, compiled=seconds if block.functions.compiled else None)
                     for cost, seconds, block in zip(costs, compiled, placed, strict=True)
                 ]
-    return Profile(chain.model.name, int(batch_size), tuple(costs), spread)
+    measured = Profile(chain.model.name, int(rows), tuple(costs), spread)
+    return measured if rows == batch_size else measured.scaled(int(batch_size))
+
+
+def rows_measured(chain: Chain, batch_size: int, microbatches: int) -> int:
+    """The rows of the largest microbatch; those of a minibatch where the model fixes their number."""
+    is_fixed = any(tensor.shape[:1] != (None,) for tensor in chain.specs(0))
+    return batch_size if is_fixed else max(map(len, microbatch_rows(batch_size, microbatches)))
 
 
 def may_be_compiled(chain: Chain, batch_size: int, device: str) -> bool:
@@ -138,7 +168,7 @@ def _others(device: str) -> list[str]:
 
 
 def _placed(
-    chain: Chain, batch_size: int, shapes: Shapes, device: str, progress: Progress
+    chain: Chain, batch_size: int, shapes: Shapes, device: str, progress: Progress, minibatch_rows: int
 ) -> tuple[list[Placed], list[BlockProfile]]:
     """Every block with its bytes, found by running it once."""
     # What each value is like: Keras does not know the shapes where the batch is not the first dimension throughout.
@@ -177,7 +207,7 @@ def _placed(
                 activation_bytes=keeps.inner_bytes,
                 workspace_bytes=beside.whole_bytes,
                 row_workspace_bytes=beside.row_bytes,
-                product_bytes=functions.product_bytes(batch_size),
+                product_bytes=functions.product_bytes(batch_size, minibatch_rows),
             )
         )
         progress.add(1)
