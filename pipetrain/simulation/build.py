@@ -152,7 +152,7 @@ class StationBuilder:
     def _products_once(self, stage: int) -> bool:
         """Whether weight gradients that are products over rows wait for the minibatch's last microbatch."""
         plan = self._stages[stage]
-        return self._options.microbatches > 1 and plan.replicas == 1 and not plan.compiled
+        return self._options.microbatches > 1 and plan.replicas == 1
 
     def _summed(self, stage: int) -> float:
         """The part of a stage's weights whose gradients are added microbatch by microbatch."""

@@ -11,7 +11,7 @@ from pipetrain.compute.functions.graph_rewrite import inlined, updated_one_by_on
 from pipetrain.compute.functions.packed import Packing
 from pipetrain.compute.functions.split import SplitFunction, specs, symbolic_gradients
 from pipetrain.compute.functions.weight_binding import BoundFunction, Weights
-from pipetrain.compute.functions.weight_products import Product, made
+from pipetrain.compute.functions.weight_products import Product, counted, made, of_parts
 
 Gradients = list[Any]
 
@@ -68,12 +68,11 @@ class Backward:
     ) -> None:
         self._halves, self._bound, self._apply, self._handles = halves, bound, apply, handles
         self._staleness, self._timed, self._packing = staleness, timed, packing
-        self._calls: dict[Parts, BoundFunction] = {}
+        self._calls: dict[tuple[Parts, int], BoundFunction] = {}
         self._once, symbolic = once, symbolic_gradients(halves)
         like = halves.backward.structured_outputs[0]
-        self.like = [
-            Product(*specs(Product.of(symbolic[n]))) if n in self._once else each for n, each in enumerate(like)
-        ]
+        self.like = [_specs(Product.of(symbolic[n])) if n in self._once else each for n, each in enumerate(like)]
+        self._sums = [None if isinstance(each, Product) else each for each in self.like]
         self._begun, self._ran = 0, tf.Variable(tf.zeros([], tf.int64), trainable=False)  # calls with a forward
 
     def __call__(
@@ -86,11 +85,19 @@ class Backward:
         total: Gradients | None,
     ) -> Results:
         """One call. ``given`` are the packed residuals, or all that the forward takes beside weights."""
-        if parts not in self._calls:
-            self._calls[parts] = self._bound(self._traced(parts))
+        key, kept = (parts, 0), total
+        if total is not None and parts.updates:
+            key = parts, counted(total)
+        elif total is not None:  # factors only wait: they need not go through the call
+            total = [None if isinstance(each, Product) else each for each in total]
+        if key not in self._calls:
+            self._calls[key] = self._bound(self._traced(*key))
         self._begun += parts.runs
-        results: Results = self._calls[parts](weights, given, output_gradients, staleness, total)
-        return results
+        results: Results = self._calls[key](weights, given, output_gradients, staleness, total)
+        if kept is None or results.gradients is None:
+            return results
+        pairs = zip(kept, results.gradients, strict=True)
+        return results._replace(gradients=[a.joined(b) if isinstance(a, Product) else b for a, b in pairs])
 
     def had_run(self) -> bool:
         """Whether a call that failed had finished its forward."""
@@ -98,7 +105,8 @@ class Backward:
         had_run, self._begun = done == self._begun, done
         return had_run
 
-    def _traced(self, parts: Parts) -> Any:
+    def _traced(self, parts: Parts, microbatches: int) -> Any:
+        """The call; an update with a total has the factors of so many microbatches there."""
         forward, backward = self._halves.forward, self._halves.backward
         weights, residuals, output_gradients = backward.structured_input_signature[0]
         given = forward.structured_input_signature[0][1:] if parts.runs else self._packing.specs(residuals)
@@ -115,7 +123,8 @@ class Backward:
             gradients, by_input = inlined(backward, weights, self._packing.unpack(given, residuals), output_gradients)
             gradients = [Product.of(each) if n in self._once else each for n, each in enumerate(gradients)]
             if total is not None:
-                gradients = added(total, gradients, self.like)
+                pairs = zip(total, gradients, self.like, strict=True)
+                gradients = [b if a is None else _add(a, b, like) for a, b, like in pairs]
             if parts.updates:
                 gradients = made(gradients)
                 with tf.control_dependencies(_there(ran)):
@@ -124,8 +133,13 @@ class Backward:
                 updated_one_by_one(gradients, self._handles)
             return Results(ran, ran_at_s, None if parts.updates else gradients, by_input)
 
-        others = self._staleness if parts.updates else None, self.like if parts.adds else None
+        total = of_parts(self.like, microbatches) if parts.updates else self._sums
+        others = self._staleness if parts.updates else None, total if parts.adds else None
         return tf.function(call, autograph=False).get_concrete_function(weights, given, output_gradients, *others)
+
+
+def _specs(product: Product) -> Product:
+    return Product(*(tuple(specs(factors)) for factors in product))
 
 
 def _there(values: Any) -> list[tf.Tensor]:

@@ -26,7 +26,7 @@ from pipetrain.compute.functions.stage_values import (
     Step,
 )
 from pipetrain.compute.functions.weight_binding import BoundFunction, Newest, Weights
-from pipetrain.compute.functions.weight_products import made, over_any_rows, products
+from pipetrain.compute.functions.weight_products import counted, made, of_parts, over_any_rows, products
 from pipetrain.compute.graph.segment import Segment
 from pipetrain.compute.keras_private import mask_of
 from pipetrain.compute.optimizer.adoption import Part
@@ -86,8 +86,7 @@ class Stage:
             self.optimizer = clone(optimizer, self._weights, self.variables, rule)
             # The norm of all stages' gradients is not the clone's to know: the stage clips before it updates.
             self.global_clipnorm, self.optimizer.global_clipnorm = limit(optimizer.global_clipnorm), None
-            # XLA compiles for every number of rows, and the factors of a sum have as many as there are by then.
-            self._summed_rows = 0 if self.global_clipnorm or compiled else summed_rows
+            self._summed_rows = 0 if self.global_clipnorm else summed_rows
             self.optimizer.build(self.variables)
             self._optimizer_step = Update(self.optimizer, self.variables, rule, lambda: self._among(self.variables))
             weights = tf.function(list, autograph=False).get_concrete_function(specs(self._weights))
@@ -180,7 +179,7 @@ class Stage:
             reached = iter(halves.reached)
             self.unreached = [n for n, flow in enumerate(self.segment.differentiable) if flow and not next(reached)]
             self._missing = [n for n, gradient in enumerate(self._gradients) if gradient is None]
-            self._update: Any = None  # traced when they are needed
+            self._updates: dict[int, Any] = {}  # by the number of microbatches, traced when they are needed
             self._squared_norm: Any = None
         output, _, penalty, _ = halves.forward.structured_outputs[0]
         self.is_penalized = penalty is not None
@@ -211,9 +210,10 @@ class Stage:
             return set()
         return possible & products(symbolic_gradients(exact), KNOWN_ROWS, self._summed_rows)
 
-    def _trace_update(self) -> Any:
+    def _trace_update(self, microbatches: int) -> Any:
         squares = tf.TensorSpec([None], SQUARED_NORM.dtype) if self.global_clipnorm else None
-        return self._kernels.op(self._one_by_one, self._gradients, squares, self._staleness)
+        gradients = of_parts(self._gradients, microbatches)
+        return self._kernels.op(self._one_by_one, gradients, squares, self._staleness)
 
     def _one_by_one(self, gradients: list[Any], squared_norms: tf.Tensor | None, staleness: tf.Tensor | None) -> None:
         gradients = made(gradients)
@@ -310,8 +310,10 @@ class Stage:
         """
         self._set_rate(step.learning_rate)
         if self.variables:
-            self._update = self._update or self._trace_update()
-            self._update(gradients, squared_norms, self._stale(step.staleness))
+            microbatches = counted(gradients)
+            if microbatches not in self._updates:
+                self._updates[microbatches] = self._trace_update(microbatches)
+            self._updates[microbatches](gradients, squared_norms, self._stale(step.staleness))
             if self._optimizer_step.fit:
                 self._optimizer_step.fit.updated()
 
