@@ -495,6 +495,15 @@ def test_devices_that_compute_faster():
     assert profile.faster(2.0).blocks[0].update_s == 5e-5
 
 
+def test_schemes_with_microbatches_have_a_profile_of_their_own():
+    def found(**settings):
+        return compare(chain(8), 4, ["gpipe", "vanilla"], minibatches=4, **settings).partitions
+
+    got, plain = found(of_microbatches=chain(8).faster(0.5)), found()
+    assert got["vanilla"] == plain["vanilla"]
+    assert got["gpipe"].slowest_s == pytest.approx(2 * plain["gpipe"].slowest_s)
+
+
 def test_simulate_on_the_command_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("pipetrain.cli.given.start_tensorflow", lambda devices: None)
     monkeypatch.setattr("keras.saving.load_model", lambda path, compile: None)

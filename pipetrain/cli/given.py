@@ -18,11 +18,12 @@ from pipetrain.schemes import table
 
 
 class Given(NamedTuple):
-    """A profile, the devices and how they are joined, and how it is trained."""
+    """A profile, the devices and how they are joined, how it is trained; a profile of microbatches, if it has any."""
 
     profile: Profile
     cluster: Cluster
     training: Training
+    of_microbatches: Profile | None
 
 
 def check_horizon(named: str | Sequence[str] | None, horizon: str) -> None:
@@ -50,8 +51,10 @@ def given(options: argparse.Namespace) -> Given:
     scheme = options.scheme if isinstance(options.scheme, str) else "spectrain"
     gathers = options.slots != 1  # SGD with momentum alone uses each gradient at once
     training = Training(scheme, options.slots, options.microbatches, options.recompute, options.horizon, gathers)
-    shapes = input_shapes(options.input_shape)
-    return Given(profile(model, options.batch_size, device, sys.stdout.isatty(), shapes), cluster, training)
+    about = model, options.batch_size, device, sys.stdout.isatty(), input_shapes(options.input_shape)
+    named = [options.scheme] if isinstance(options.scheme, str) else options.scheme or []
+    divided = options.microbatches > 1 and any(map(table.splits, named))
+    return Given(profile(*about), cluster, training, profile(*about, options.microbatches) if divided else None)
 
 
 def add_common(command: argparse.ArgumentParser) -> None:

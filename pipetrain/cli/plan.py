@@ -46,5 +46,5 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Print the plan."""
-    profile, cluster, training = given(options)
-    print(f"{advise(profile, options.devices, cluster, training)}\n{profile.warning}".rstrip())
+    profile, cluster, training, of_microbatches = given(options)
+    print(f"{advise(profile, options.devices, cluster, training, of_microbatches)}\n{profile.warning}".rstrip())

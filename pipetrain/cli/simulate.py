@@ -80,12 +80,14 @@ def run(options: argparse.Namespace) -> None:
     made = given(options)
     chosen = options.scheme or ["single", table.DATA_PARALLEL, "spectrain"]
     profile = made.profile.faster(options.speed)
+    of_microbatches = made.of_microbatches and made.of_microbatches.faster(options.speed)
     comparison = compare(
         profile,
         options.devices,
         chosen,
         made.cluster,
         made.training,
+        of_microbatches=of_microbatches,
         minibatches=options.minibatches,
         reduction=options.reduction,
         slowdown=options.slowdown,

@@ -65,6 +65,7 @@ def compare(
     cluster: Cluster | None = None,
     training: Training | None = None,
     microbatches: int | None = None,
+    of_microbatches: Profile | None = None,
     **options: Any,
 ) -> Comparison:
     """Simulate each scheme with the partition that suits it, and ``single`` to compare with.
@@ -79,6 +80,7 @@ def compare(
         cluster: how devices are joined and what they hold.
         training: what decides on the memory; its scheme does not matter.
         microbatches: pieces of a minibatch, of the schemes that split it.
+        of_microbatches: the profile for these schemes, if it is another.
         options: of ``simulate``.
 
     Raises:
@@ -90,7 +92,8 @@ def compare(
     partitions: dict[str, Partition | None] = {}
     for scheme in schemes:
         pipelined = check_name(scheme) != DATA_PARALLEL
-        advice = advise(profile, num_devices, cluster, training.under(scheme if pipelined else "single"))
+        trained, pieces = training.under(scheme if pipelined else "single"), of_microbatches if splits(scheme) else None
+        advice = advise(profile, num_devices, cluster, trained, pieces)
         partitions[scheme] = _chosen(advice, scheme)
     one = advise(profile, 1, Cluster(cluster.levels, processors=cluster.processors)).ways["single"]
     assert one is not None  # memory has no limit here
