@@ -83,9 +83,12 @@ class Expected:
         }
 
     def _planned(self, name: str, profile: Profile) -> Partition:
+        """The cut that trains, with the kernels that it has, whatever the new profile would choose."""
         from pipetrain.plan.partition import plan
 
-        return plan(profile, self._ends[name], self._cluster, training=self._partitions[name].training)
+        given, cluster = self._partitions[name], self._cluster
+        compiled = [stage.compiled for stage in given.stages]
+        return plan(profile, self._ends[name], cluster, training=given.training, compiled=compiled)
 
     def _simulated(self, name: str, profile: Profile) -> float:
         from pipetrain.simulation.simulator import simulate
