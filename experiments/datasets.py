@@ -18,11 +18,13 @@ NAMES = ("fashion_mnist_small", *TFDS)
 FREQUENT = 2000  # words, where a review is a vector that says which of them it has
 WORDS = 20  # of a review, where it is a sentence
 VOCABULARY = 20_000  # distinct words of sentences
+NEXT_WORDS = 8_000  # distinct words where the next one is predicted
+UNKNOWN = 1  # the number of a word that is not among them
 READ_ROWS = 4096  # at a time
 
 
 class Dataset(NamedTuple):
-    """Examples of shape (rows, ...) and integer labels of shape (rows,).
+    """Examples of shape (rows, ...) and integer labels of shape (rows,), or (rows, words) where words are predicted.
 
     Features and images have zero mean and unit variance; words are numbers below ``VOCABULARY``, 0 past the end.
     """
@@ -38,10 +40,10 @@ class Dataset(NamedTuple):
 def load(name: str, data_dir: str | None = None, reads: str = "features") -> Dataset:
     """The data set ``name``, standardized with the training set's mean and deviation.
 
-    ``reads`` says what is wanted of it: ``"images"``; ``"words"``, the first of every review; or ``"features"``, which
-    images are, and which reviews become as vectors that say which of the most frequent words they have. Data sets
-    other than the embedded one are looked for in ``data_dir`` (tensorflow-datasets' own folder by default) and
-    downloaded there if need be.
+    ``reads`` says what is wanted of it: ``"images"``; ``"words"``, the first of every review; ``"next words"``, the
+    same, each labelled by the one that follows; or ``"features"``, which images are, and which reviews become as
+    vectors that say which of the most frequent words they have. Data sets other than the embedded one are looked for in
+    ``data_dir`` (tensorflow-datasets' own folder by default) and downloaded there if need be.
 
     Raises ValueError for an unknown name, for data that are missing or damaged, and for images where words are wanted
     or the reverse.
@@ -56,12 +58,16 @@ def load(name: str, data_dir: str | None = None, reads: str = "features") -> Dat
         with np.load(EMBEDDED) as arrays:
             x_train, y_train, x_test, y_test = (arrays[key] for key in ("x_train", "y_train", "x_test", "y_test"))
     text = x_train.dtype == object
-    if (reads == "words") != text and reads != "features":
-        suited = "imdb_reviews" if reads == "words" else "fashion_mnist_small or cifar10"
+    if (reads in ("words", "next words")) != text and reads != "features":
+        suited = "imdb_reviews" if reads != "images" else "fashion_mnist_small or cifar10"
         raise ValueError(f"This network reads {reads}. Received: dataset={name!r}. Try {suited}.")
     classes = int(y_train.max()) + 1
     if reads == "words":
         return Dataset(name, classes, *_sentences(x_train, x_test, y_train, y_test))
+    if reads == "next words":
+        train, _, test, _ = _sentences(x_train, x_test, y_train, y_test)
+        train, test = (np.where(each < NEXT_WORDS, each, UNKNOWN) for each in (train, test))
+        return Dataset(name, NEXT_WORDS, train[:, :-1], train[:, 1:], test[:, :-1], test[:, 1:])
     if text:
         x_train, x_test = _vectors(x_train, x_test)
     x_train, x_test = x_train.astype("float32"), x_test.astype("float32")

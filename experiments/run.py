@@ -9,6 +9,7 @@ examples:
   python experiments/run.py --scheme all --output runs/all
   python experiments/run.py --scheme spectrain --model vgg16 --data-dir ~/tensorflow_datasets
   python experiments/run.py --scheme spectrain --model transformer --depth 2 --width 64
+  python experiments/run.py --scheme spectrain --model gpt2 --depth 4 --width 128 --optimizer adam
   python experiments/run.py --scheme 1f1b --stages 2 --local-workers 2
   python experiments/run.py --scheme spectrain --cluster hosts.json --wait 300
   python experiments/run.py --resume                     # go on with the newest run that was stopped

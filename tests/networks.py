@@ -58,6 +58,41 @@ def mlp(depth=6, width=16, seed=0, name=None):
     return keras.Sequential(layers, name=name)
 
 
+class Transposed(keras.layers.Layer):
+    """``activation(x @ kernel.T + bias)`` with the kernel of another layer."""
+
+    def __init__(self, kernel, activation, **settings):
+        super().__init__(**settings)
+        self.kernel, self.activation = kernel, keras.activations.get(activation)
+
+    def build(self, shape):
+        self.bias = self.add_weight((self.kernel.shape[0],), "zeros", name="bias")
+
+    def call(self, x):
+        return self.activation(keras.ops.matmul(x, keras.ops.transpose(self.kernel)) + self.bias)
+
+
+TIED = {3: 2, 4: 1, 5: 0}  # the layers of ``tied_autoencoder`` that have the transposed kernel of another
+
+
+def tied_autoencoder(seed=0):
+    """Six layers d0 to d5, as an autoencoder has them: the last three have the transposed kernels of the first."""
+    keras.utils.set_random_seed(seed)
+    x = y = keras.Input((FEATURES,))
+    encoder = [keras.layers.Dense(width, activation="tanh", name=f"d{n}") for n, width in enumerate((10, 8, 6))]
+    for layer in encoder:
+        y = layer(y)
+    for n, (source, activation) in enumerate(zip(encoder[::-1], ("tanh", "tanh", "linear")), start=3):
+        y = Transposed(source.kernel, activation, name=f"d{n}")(y)
+    return keras.Model(x, y)
+
+
+def tied_layers(model):
+    """The (kernel, bias) pairs of ``tied_autoencoder``; tied layers have no kernel of their own."""
+    layers = [model.get_layer(f"d{n}") for n in range(6)]
+    return [(None if n in TIED else layer.kernel.numpy(), layer.bias.numpy()) for n, layer in enumerate(layers)]
+
+
 def convolutional_layers():
     """An input, a convolution with state, a draw and a penalty behind it, and a dense layer."""
     return [

@@ -1,7 +1,7 @@
 """A straight-line NumPy reference of every asynchronous scheme: no threads, no pipeline, no package code.
 
-A tanh MLP with a softmax cross-entropy head. Stage k's weights after v updates are kept in ``versions[k][v]`` for
-ever, so each rule reads as it is written in the documentation. All of a stage's arrays are in one list.
+A tanh MLP with a softmax cross-entropy head, in which a layer's kernel may be the transpose of another's. Every copy's
+weights after v updates are kept in ``versions[v]`` for ever, so each rule reads as it is written in the documentation.
 """
 
 from __future__ import annotations
@@ -60,18 +60,36 @@ class Settings(NamedTuple):
 
 
 class State:
-    """What stages remember from one start of the pipeline to the next, and the updates so far."""
+    """What stages remember from one start of the pipeline to the next, and the updates so far.
 
-    def __init__(self, layers):
-        self.layers, self.updates, self.slots, self.last, self.sums = layers, 0, {}, {}, {}
+    ``layers`` are (kernel, bias) pairs; ``tied`` says of which other layer a layer's kernel is the transpose.
+    """
+
+    def __init__(self, layers, tied=()):
+        self.layers, self.tied, self.updates = layers, dict(tied), 0
+        self.slots, self.velocities, self.decays, self.sums = {}, {}, {}, {}
+
+    def key(self, layer, which):
+        """The name of a layer's kernel (0) or bias (1): tied kernels have that of the other layer."""
+        return (self.tied.get(layer, layer) if which == 0 else layer), which
+
+    def array(self, key):
+        return self.layers[key[0]][key[1]]
+
+    def assign(self, key, array):
+        pair = list(self.layers[key[0]])
+        pair[key[1]] = array
+        self.layers[key[0]] = tuple(pair)
 
 
 def train(settings, state, ends, batches):
     """Train ``state`` on ``batches`` from one start of the pipeline to its drain.
 
-    ``state.layers`` are (kernel, bias) pairs, all tanh but the last; ``ends`` the index after each stage's last layer.
+    All layers are tanh but the last; ``ends`` the index after each stage's last layer.
     """
-    stages = [Stage(settings, state, k, len(ends), span) for k, span in enumerate(zip([0, *ends[:-1]], ends))]
+    spans = list(zip([0, *ends[:-1]], ends))
+    used = [{state.key(n, which) for n in range(*span) for which in (0, 1)} for span in spans]
+    stages = [Stage(settings, state, k, spans, used) for k in range(len(ends))]
     # Minibatch i's forward at stage k runs when the stage has made v_F updates; its backward when it has made i. In
     # this order every version that is read exists: backward i needs forward i, which needs versions up to i.
     for i, (x, y) in enumerate(batches):
@@ -82,39 +100,71 @@ def train(settings, state, ends, batches):
         gradient = softmax(activation)
         gradient[np.arange(len(y)), y] -= 1.0
         gradient /= len(y)
+        sums = {}
         for stage in reversed(stages):
             gradient, by_weight = backward(stage.read("B", i), kept[stage.k], gradient, stage is stages[-1])
-            stage.update(i, by_weight, state.updates + i)
-    for stage in stages:
-        stage.hand_back(state)
+            for key, each in stage.by_key(by_weight):
+                sums[key] = sums.get(key, 0.0) + each
+        for stage in stages:
+            for copy in stage.copies:
+                copy.update(i, sums, state.updates + i)
+    for stage in reversed(stages):  # the first one's copies last
+        for copy in stage.copies:
+            copy.hand_back(state)
     state.updates += len(batches)
 
 
 class Stage:
-    """Stage k of N: every version of its weights, and of what the prediction from it needs."""
+    """Stage k of N: its own weights, and a copy of those that it shares with the same other stages, for each such."""
 
-    def __init__(self, settings, state, k, stages, span):
-        self.settings, self.k, self.stages, self.span = settings, k, stages, span
-        arrays = [np.array(array, np.float64) for layer in state.layers[slice(*span)] for array in layer]
-        none = [np.zeros_like(array) for array in arrays]
-        self.slots = state.slots.get(k, [{} for _ in arrays])
-        velocity, decay = state.last.get(k, (none, 0.0))
-        self.versions, self.velocities, self.decays = [arrays], [velocity], [decay]
-        self.sums = state.sums.get(k, (0.0, 0.0))
+    def __init__(self, settings, state, k, spans, used):
+        self.k, self.state, self.span = k, state, spans[k]
+        holders = {key: tuple(j for j, keys in enumerate(used) if key in keys) for key in used[k]}
+        self.copies = [
+            Copy(settings, state, k, len(spans), sorted(key for key in used[k] if holders[key] == group), group)
+            for group in sorted({*holders.values()})
+        ]
+
+    def read(self, op, i):
+        """The kernel and bias of every layer, for F(i) or B(i)."""
+        values = {key: array for copy in self.copies for key, array in zip(copy.keys, copy.read(op, i))}
+        flat = []
+        for n in range(*self.span):
+            kernel = values[self.state.key(n, 0)]
+            flat += [kernel.T if n in self.state.tied else kernel, values[self.state.key(n, 1)]]
+        return flat
+
+    def by_key(self, gradients):
+        """The gradients of what ``read`` gives, by the weights' names."""
+        for n, kernel, bias in zip(range(*self.span), gradients[::2], gradients[1::2]):
+            yield self.state.key(n, 0), kernel.T if n in self.state.tied else kernel
+            yield self.state.key(n, 1), bias
+
+
+class Copy:
+    """Stage k's copy of weights that the ``holders`` have: every version of it, and of what predictions need."""
+
+    def __init__(self, settings, state, k, stages, keys, holders):
+        self.settings, self.k, self.stages, self.keys, self.holders = settings, k, stages, keys, holders
+        self.first = holders[0]
+        arrays = [np.array(state.array(key), np.float64) for key in keys]
+        self.slots = [dict(state.slots.get(key, {})) for key in keys]
+        velocity = [state.velocities.get(key, np.zeros_like(array)) for key, array in zip(keys, arrays)]
+        self.versions, self.velocities = [arrays], [velocity]
+        self.decays = [state.decays.get(keys[0], 0.0) if keys else 0.0]
+        self.sums = state.sums.get((k, holders), (0.0, 0.0))
         self.ratios = [self.ratio()]
 
     def hand_back(self, state):
-        flat = self.versions[-1]
-        state.layers[slice(*self.span)] = list(zip(flat[::2], flat[1::2]))
-        state.slots[self.k], state.sums[self.k] = self.slots, self.sums
-        state.last[self.k] = self.velocities[-1], self.decays[-1]
+        state.sums[self.k, self.holders] = self.sums
+        for key, array, slots, velocity in zip(self.keys, self.versions[-1], self.slots, self.velocities[-1]):
+            state.assign(key, array)
+            state.slots[key], state.velocities[key], state.decays[key] = slots, velocity, self.decays[-1]
 
     def read(self, op, i):
-        """The weights of F(i) or B(i)."""
-        late = self.stages - 1 - self.k
-        newest, half = max(0, i - late), self.k // 2
-        stale, ahead = min(i, late), 0
-        version = newest if op == "F" else i
+        """The weights of F(i) or B(i): stage k knows what the first holder had completed when its last F came."""
+        newest, current = max(0, i - (self.stages - 1 - self.first)), max(0, i - (self.k - self.first))
+        version, ahead = newest if op == "F" else current, 0
         match self.settings.scheme:
             case "vanilla" | "spike-compensation":
                 pass
@@ -125,9 +175,9 @@ class Stage:
             case "2bw":
                 version = max(0, i - 1)
             case "spectrain" | "fitted":
-                ahead = stale + half if op == "F" else half
+                ahead = i - version + self.k // 2
             case "local":
-                version, ahead = newest, stale
+                version, ahead = newest, i - newest
         return self.predicted(version, ahead, self.ratios[version] if self.settings.scheme == "fitted" else 1.0)
 
     def predicted(self, version, ahead, ratio):
@@ -144,7 +194,8 @@ class Stage:
             rate = rate / max(1, staleness) ** max(0.0, 1 - t / settings.rescale_steps)
         decay = settings.optimizer.decay * rate
         weights, velocity = [], []
-        for n, (w, gradient) in enumerate(zip(self.versions[i], gradients)):
+        for n, (w, key) in enumerate(zip(self.versions[i], self.keys)):
+            gradient = gradients[key]
             self.slots[n], step = settings.optimizer.step(self.slots[n], gradient, rate, t + 1)
             velocity.append(step)
             if settings.spikes or settings.scheme == "spike-compensation":
@@ -158,12 +209,13 @@ class Stage:
         self.ratios.append(self.ratio())
 
     def forward_version(self, i):
-        behind = {"vertical-sync": self.stages - 1, "2bw": 1}.get(self.settings.scheme, self.stages - 1 - self.k)
+        """What F(i) of the first stage that has the weights reads."""
+        behind = {"vertical-sync": self.stages - 1, "2bw": 1}.get(self.settings.scheme, self.stages - 1 - self.first)
         return max(0, i - behind)
 
     def observe(self, version):
         """At versions 1 + h, 1 + 2h, ...: how far the weights went in h updates, along the velocity then."""
-        horizon = self.stages - 1 - self.k + self.k // 2
+        horizon = self.stages - 1 - self.first + self.k // 2
         if horizon and version > 1 and (version - 1) % horizon == 0:
             then, velocity = self.versions[version - horizon], self.velocities[version - horizon]
             kept, steps = decayed(self.decays[version], horizon)

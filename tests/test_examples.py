@@ -59,7 +59,7 @@ def accuracies(said, name="val_accuracy"):
 
 def test_all_examples_are_in_the_guide():
     """Programs by their commands; the others are shown, and test_extending.py trains with them."""
-    programs = {"applications.py", "resume.py", "sequential.py", "skips.py"}
+    programs = {"applications.py", "language_model.py", "resume.py", "sequential.py", "skips.py"}
     assert {path.name for path in EXAMPLES.glob("*.py")} == programs | {"own_policy.py", "own_schedule.py"}
     guide = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "guide").glob("*.md"))
     for path in EXAMPLES.glob("*.py"):
@@ -101,6 +101,14 @@ def test_skips(start):
     assert kept == pytest.approx(max(epochs), abs=1e-3)  # the best epoch's weights are back
     noise, cleaned = map(float, re.search(r"picture: ([0-9.]+), cleaned: ([0-9.]+)", said).groups())
     assert cleaned < noise / 3
+
+
+@pytest.mark.slow  # 60 s; test_models trains a smaller one, and test_shared_weights tied embeddings, by default
+def test_language_model(start):
+    said = output(start("language_model.py"))
+    assert len(accuracies(said, "accuracy")) >= 3
+    assert accuracies(said, "accuracy")[-1] > 0.3
+    assert re.search(r"The model goes on: The pipeline .{100}", said, re.DOTALL)
 
 
 @pytest.mark.slow  # 30 s; test_experiments stops a process and goes on by default

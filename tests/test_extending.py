@@ -36,7 +36,7 @@ def test_each_takes_at_most_thirty_lines(name):
     assert len((EXAMPLES / name).read_text(encoding="utf-8").splitlines()) <= 30
 
 
-class HalfWayStage(reference.Stage):
+class HalfWayCopy(reference.Copy):
     def read(self, op, i):
         found = max(0, i - (self.stages - 1 - self.k))
         return self.predicted(found, (i - found) // 2, 1.0) if op == "F" else self.predicted(i, 0, 1.0)
@@ -47,7 +47,7 @@ def test_a_policy_trains_as_its_rule_says(monkeypatch):
     layers = [layer.get_weights() for layer in pm.model.layers]
     x, y = networks.data(200)
     networks.fit(pm, x, y)
-    monkeypatch.setattr(reference, "Stage", HalfWayStage)
+    monkeypatch.setattr(reference, "Copy", HalfWayCopy)
     state = reference.State([tuple(map(np.float64, pair)) for pair in layers])
     batches = [(x[n : n + 20], y[n : n + 20]) for n in range(0, len(x), 20)]
     reference.train(reference.Settings("half-way", lambda t: 0.05), state, networks.ends(6, 4), batches)

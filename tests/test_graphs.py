@@ -176,18 +176,56 @@ def test_names_of_nested_layers():
     assert names[0] == "encoder/first"
     assert cut_points(chain.blocks, ("encoder/first",))[0] == 1
     assert cut_points(chain.blocks, ("first",))[0] == 1
-    assert cut_points(chain.blocks, ("encoder",))[0] == 3
+    assert cut_points(chain.blocks, ("encoder",))[0] == 5
 
 
-def test_what_shares_weights_stays_together():
-    assert [block.name for block in Chain(tied()).blocks] == ["tied", "end"]
-    assert [len(block.calls) for block in Chain(a_layer_of_two_calls()).blocks] == [1, 3, 1]
-    with pytest.raises(ValueError, match=r"after 'between': 'embedding' and 'tied' share weights.*Try 'tied'"):
-        pipetrain.PipelineModel(tied(), cuts=("between",))
-    with pytest.raises(ValueError, match=r"2 layers.*'embedding' and 'tied' share weights.*stages=3"):
-        pipetrain.PipelineModel(tied(), stages=3)
-    with pytest.raises(ValueError, match=r"after 'between': 'twice' is called more than once"):
-        pipetrain.PipelineModel(a_layer_of_two_calls(), cuts=("between",))
+def test_what_shares_weights_can_be_cut():
+    assert [block.name for block in Chain(tied()).blocks] == ["embedding", "between", "tied", "end"]
+    assert [len(block.calls) for block in Chain(a_layer_of_two_calls()).blocks] == [1, 1, 1, 1, 1]
+
+
+def a_norm_of_two_calls():
+    x, twice = keras.Input((8,)), L.BatchNormalization(name="twice")
+    return keras.Model(x, twice(L.Dense(8, name="between")(twice(x))))
+
+
+def test_what_shares_state_stays_together():
+    assert [len(block.calls) for block in Chain(a_norm_of_two_calls()).blocks] == [3]
+    with pytest.raises(ValueError, match=r"after 'between': 'twice' is called more than once.*Try 'twice:?2?'"):
+        pipetrain.PipelineModel(a_norm_of_two_calls(), cuts=("between",))
+    with pytest.raises(ValueError, match=r"one stage \('twice' is called more than once.*stages=2\. Try stages=1"):
+        pipetrain.PipelineModel(a_norm_of_two_calls(), stages=2)
+
+
+class Backbone(keras.Model):
+    """A subclass of Functional that keeps its ``call``, on a dictionary."""
+
+    def __init__(self):
+        inputs = {"ids": keras.Input((6,), dtype="int32"), "mask": keras.Input((6,))}
+        x = L.Embedding(9, 8, name="ids")(inputs["ids"]) * inputs["mask"][..., None]
+        super().__init__(inputs, {"all": L.Dense(8, name="inner")(x)}, name="backbone")
+
+
+class Task(keras.Model):
+    """A subclass of Functional around a backbone, as task models are."""
+
+    def __init__(self, **settings):
+        backbone = Backbone()
+        pooled = backbone(backbone.input, **settings)["all"][:, 0]
+        super().__init__(backbone.input, L.Dense(3, name="logits")(pooled), name="task")
+
+
+@pytest.mark.parametrize("settings", [{}, {"mask": {"ids": None, "mask": None}}, {"training": True}])
+def test_nested_models_are_opened_however_they_are_called(settings):
+    task = Task(**settings)
+    names = [block.name for block in Chain(task).blocks]
+    assert {"backbone/inner", "logits"} <= {*names} and len(names) > 4
+    assert transparency.error(task, 2, 4) < 1e-6
+
+
+def test_nested_models_are_opened_by_the_name_of_their_argument():
+    x, inner = keras.Input((8,)), keras.Sequential([keras.Input((8,)), L.Dense(4), L.Dense(3)], name="inner")
+    assert len(Chain(keras.Model(x, inner(inputs=x))).blocks) == 2
 
 
 def tokens_and_numbers(rows=150, seed=0):

@@ -22,6 +22,7 @@ REDUCED = {
     "inception_v4": ("--depth", "1", "--width", "4"),
     "transformer": ("--depth", "1", "--width", "16"),
     "residual_lstm": ("--depth", "3", "--width", "16"),
+    "gpt2": ("--depth", "1", "--width", "16"),
 }
 
 
@@ -57,6 +58,13 @@ def test_the_transformer_s_parameter_count(depth, width):
     assert trainable(models.build("transformer", (20,), 2, depth=depth, width=width, vocabulary=1000)) == expected
 
 
+@pytest.mark.parametrize(("depth", "width", "words"), [(12, 256, 8000), (1, 16, 50)])
+def test_gpt_2_s_parameter_count(depth, width, words):
+    block = 4 * (width * width + width) + 2 * 4 * width * width + 5 * width + 4 * width
+    expected = words * width + 20 * width + depth * block + 2 * width
+    assert trainable(models.build("gpt2", (20,), words, depth=depth, width=width)) == expected
+
+
 @pytest.mark.usefixtures("empty")
 @pytest.mark.parametrize(("depth", "width"), [(8, 1024), (2, 16)])
 def test_the_residual_lstm_s_parameter_count(depth, width):
@@ -79,7 +87,7 @@ def test_every_network_is_plain_keras(name, tmp_path):
     given = dict(zip(("depth", "width"), (None, None), strict=True))
     for flag, value in zip(REDUCED[name][::2], REDUCED[name][1::2], strict=True):
         given[flag.removeprefix("--")] = int(value)
-    model = models.build(name, shape, 2, **networks.sizes(name, given))
+    model = models.build(name, shape, 9, **networks.sizes(name, given))
     model.save(tmp_path / "m.keras")
     loaded = keras.models.load_model(tmp_path / "m.keras")
     x = np.random.default_rng(0).integers(0, 9, (2, *shape))
@@ -106,14 +114,14 @@ def data(monkeypatch):
 
 def train(name, data, tmp_path, chosen, steps):
     network = networks.NETWORKS[name]
-    source = data["words"] if network.reads == "words" else ("--dataset", "fashion_mnist_small")
+    source = data["words"] if "words" in network.reads else ("--dataset", "fashion_mnist_small")
     flags = [flag for scheme in chosen for flag in ("--scheme", scheme)]
     limits = ("--steps", str(steps), "--eval-every", str(steps), "--batch-size", "16", "--stages", "3")
     assert run.main([*flags, "--model", name, *source, *limits, *REDUCED[name], "--output", str(tmp_path)]) == 0
     return [(tmp_path / scheme / "history.jsonl").read_text() for scheme in chosen]
 
 
-@pytest.mark.parametrize("name", ["vgg16", pytest.param("transformer", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["vgg16", "gpt2", pytest.param("transformer", marks=pytest.mark.slow)])
 def test_networks_train(name, data, tmp_path):
     (history,) = train(name, data, tmp_path, ["spectrain"], 4)
     assert '"step": 4' in history

@@ -29,15 +29,26 @@ HOSTS_OF_2 = Cluster((Level(Link(2.0, 0.25), 2), Level(Link(0.5, 1.0))))
 CLUSTERS = [Cluster((Level(Link(1.0, 0.5)),)), HOSTS_OF_2, Cluster((Level(Link(math.inf)),))]
 
 
-def chain(blocks, batch_size=8, compiled=()):
-    """A profile of (seconds, output, weights, activations, update seconds) per block, and seconds with XLA."""
+def chain(blocks, batch_size=8, compiled=(), shared=()):
+    """A profile of (seconds, output, weights, activations, update seconds) per block, and seconds with XLA.
+
+    ``shared`` are weights that several blocks have: bytes, and which blocks.
+    """
     with_xla = itertools.chain(compiled, itertools.repeat(None))
     return Profile(
         "made up",
         batch_size,
         tuple(
             BlockProfile(
-                f"b{n}", s / 4, 3 * s / 4, o, w, a, u, compiled=None if c is None else Seconds(c / 4, c / 2, u)
+                f"b{n}",
+                s / 4,
+                3 * s / 4,
+                o,
+                w + sum(size for size, users in shared if n in users),
+                a,
+                u,
+                compiled=None if c is None else Seconds(c / 4, c / 2, u),
+                shared=tuple((k, size) for k, (size, users) in enumerate(shared) if n in users),
             )
             for n, ((s, o, w, a, u), c) in enumerate(zip(blocks, with_xla, strict=False))
         ),
@@ -78,6 +89,9 @@ trainings = st.one_of(
     st.builds(Training, st.just("spectrain"), *settings_of_training, horizons, jit_compile=jit_compile),
 )
 with_xla = st.lists(st.one_of(st.none(), numbers, numbers, numbers), max_size=7)
+shared_weights = st.one_of(
+    st.just([]), st.lists(st.tuples(st.integers(1, 20), st.sets(st.integers(0, 6), min_size=2)), max_size=3)
+)
 
 
 @given(
@@ -89,12 +103,15 @@ with_xla = st.lists(st.one_of(st.none(), numbers, numbers, numbers), max_size=7)
     trainings,
     st.floats(0, 1),
     with_xla,
+    shared_weights,
 )
 @settings(deadline=None, max_examples=300)
-def test_partition_equals_brute_force(blocks, devices, batch_size, cluster, replicate, training, tightness, compiled):
+def test_partition_equals_brute_force(
+    blocks, devices, batch_size, cluster, replicate, training, tightness, compiled, shared
+):
     """The least slowest stage; the most even stages without a limit; and with one, whatever fits and nothing else."""
     assume(replicate or devices <= len(blocks))
-    profile = chain(blocks, batch_size, compiled)
+    profile = chain(blocks, batch_size, compiled, shared)
     plans = list(every_plan(profile, devices, cluster, replicate, training))
     best = partition(profile, devices, cluster, replicate=replicate, training=training)
     slowest_s = {id(each): max(compared(each, replicate)) for each in [best, *plans]}
@@ -140,6 +157,25 @@ def test_a_stage_begins_at_the_next_host_where_summing_between_hosts_is_slow():
     best = partition(profile, 4, cluster, replicate=True)
     assert [(stage.device, stage.replicas) for stage in best.stages] == [(0, 2), (2, 2)]
     assert best.slowest_s == pytest.approx(8 / 2 + 8 / 1e3)
+
+
+def test_a_stage_holds_shared_weights_once_and_sends_their_gradients():
+    """Of 10 bytes that three blocks have, two of them in the first stage; 4 bytes a second."""
+    profile = chain([(4, 0, 2, 0, 6), (4, 0, 0, 0, 5), (8, 0, 0, 0, 5)], shared=[(10, {0, 1, 2})])
+    first, second = plan(profile, [2, 3], Cluster((Level(Link(4.0)),)), training=Training("vanilla", 0)).stages
+    assert (first.weight_bytes, second.weight_bytes) == (12, 10)
+    assert (first.shared_bytes, second.shared_bytes) == (10, 10)
+    assert (first.summing_s, second.summing_s) == (2.5, 2.5)
+    assert first.update_s == pytest.approx(6 + 5 - 5)
+    assert first.total_s == pytest.approx(8 + 6 + 2.5)
+    assert second.total_s == pytest.approx(8 + 5 + 2.5)
+
+
+def test_uses_of_a_weight_stay_together_where_sending_its_gradients_takes_longer():
+    blocks = [(4, 0, 0, 0, 0), (4, 0, 0, 0, 0), (5, 0, 0, 0, 0)]
+    for link, cut in ((100.0, "b1"), (1.0, "b0")):
+        best = partition(chain(blocks, shared=[(10, {1, 2})]), 2, Cluster((Level(Link(link)),)))
+        assert best.cuts == (cut,)
 
 
 def test_devices_that_share_processors_are_not_faster_than_these():
@@ -203,13 +239,20 @@ def test_memory_in_multiples_of_the_weights(scheme, weights, passing):
 
 def test_memory_of_microbatches_recomputation_and_gathered_gradients():
     # with gradients, their sum so far and the new one
-    assert demand(Training("gpipe", microbatches=4), 0, 2) == (5, 1, 0, 0.25, 0)
-    assert demand(Training("1f1b", microbatches=4), 0, 2) == (5, 0.5, 0, 0.25, 0)
-    assert demand(Training("2bw", microbatches=4), 0, 3) == (6, 0.75, 0, 0.25, 0)  # and an old version
-    assert demand(Training("weight-stashing", recompute=True), 0, 4) == (6, 1, 4, 1, 1)
-    assert demand(Training("vanilla", recompute=True), 0, 4) == (5, 1, 4, 1, 1)  # forward's weights, to run it again
-    assert demand(Training("vanilla", gathers=True), 0, 4) == (3, 4, 0, 1, 0)  # all gradients
-    assert demand(Training("spike-compensation"), 0, 4) == (3, 4, 0, 1, 0)  # which it needs together
+    assert demand(Training("gpipe", microbatches=4), 0, 2) == (5, 1, 0, 0.25, 0, 1)
+    assert demand(Training("1f1b", microbatches=4), 0, 2) == (5, 0.5, 0, 0.25, 0, 1)
+    assert demand(Training("2bw", microbatches=4), 0, 3) == (6, 0.75, 0, 0.25, 0, 1)  # and an old version
+    assert demand(Training("weight-stashing", recompute=True), 0, 4) == (6, 1, 4, 1, 1, 2.5)
+    assert demand(Training("vanilla", recompute=True), 0, 4) == (
+        5,
+        1,
+        4,
+        1,
+        1,
+        2.5,
+    )  # and the forward's
+    assert demand(Training("vanilla", gathers=True), 0, 4) == (3, 4, 0, 1, 0, 2.5)  # all gradients
+    assert demand(Training("spike-compensation"), 0, 4) == (3, 4, 0, 1, 0, 2.5)  # which it needs together
 
 
 def test_the_memory_of_a_stage_by_hand():

@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from pipetrain.compute.functions.backward import over_stages
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.functions.stage_values import BoundaryTensors
 from pipetrain.compute.functions.weight_binding import Newest
@@ -20,7 +21,8 @@ def sample(model, rows=2, seed=0):
     inputs = []
     for tensor in model.inputs:
         shape = [rows, *(size or 6 for size in tensor.shape[1:])]
-        values = rng.normal(size=shape) if "float" in tensor.dtype else rng.integers(0, 5, shape)
+        numbers = 2 if "segment" in tensor.name else 5
+        values = rng.normal(size=shape) if "float" in tensor.dtype else rng.integers(0, numbers, shape)
         inputs.append(tf.cast(values, tensor.dtype))
     return inputs
 
@@ -77,8 +79,7 @@ def through(parts, model, inputs, recompute):
         pulled = part.backward(Newest(), result.kept, returned, 1.0)
         returned = pulled.by_input
         for variable, gradient in zip(part.segment.trainable_variables, pulled.gradients, strict=True):
-            assert id(variable) not in gradients
-            gradients[id(variable)] = gradient
+            gradients[id(variable)] = over_stages(gradients.get(id(variable)), gradient)
         after = part.snapshot()[len(part.variables) :]
         state.update(zip(map(id, part.segment.non_trainable_variables), after, strict=True))
     by_weight = [gradients[id(variable)] for variable in model.trainable_variables]

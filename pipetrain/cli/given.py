@@ -53,8 +53,9 @@ def given(options: argparse.Namespace) -> Given:
     training = Training(scheme, options.slots, options.microbatches, options.recompute, options.horizon, gathers)
     about = model, options.batch_size, device, sys.stdout.isatty(), input_shapes(options.input_shape)
     named = [options.scheme] if isinstance(options.scheme, str) else options.scheme or []
-    divided = options.microbatches > 1 and any(map(table.splits, named))
-    return Given(profile(*about), cluster, training, profile(*about, options.microbatches) if divided else None)
+    pieces = min(options.microbatches, options.batch_size)
+    divided = pieces > 1 and any(map(table.splits, named))
+    return Given(profile(*about), cluster, training, profile(*about, pieces) if divided else None)
 
 
 def add_common(command: argparse.ArgumentParser) -> None:

@@ -21,6 +21,7 @@ CALLBACK_STATE = {
 }
 # What ``compile`` leaves in a model: saving takes it from there.
 COMPILED = ("compiled", "optimizer", "loss", "_compile_config", "_compile_loss", "_compile_metrics", "_loss_tracker")
+OF_FIT = "_use_cached_eval_dataset"  # an argument of ``evaluate``, which Keras' ``fit`` alone gives
 LISTS = ("_variables", "_trainable_variables")  # an optimizer's lists that are no slots
 
 
@@ -59,6 +60,11 @@ def keeps_call(kind: type[keras.Model]) -> bool:
 def supports_xla(model: keras.Model) -> bool:
     """Whether Keras would let XLA compile all layers of a model; it asks itself only where there are GPUs."""
     return bool(model_supports_jit(model))
+
+
+def weights_of_layer(layer: keras.Layer) -> list[keras.Variable]:
+    """What a layer and those inside it were made to train, frozen or not; no public attribute tells it from state."""
+    return [variable for each in flat_layers(layer) for variable in each._trainable_variables]
 
 
 def weights_of(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:

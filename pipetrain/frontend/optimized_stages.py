@@ -22,7 +22,7 @@ class OptimizedStages:
 
     def __init__(self, stages: Sequence[list[Stage]] = (), weights: Sequence[keras.Variable] = ()) -> None:
         self.replicas, self._weights = list(stages), weights
-        self._parts = [stage.part() for replicas in self.replicas for stage in replicas if stage.variables]
+        self._parts = [part for replicas in self.replicas for stage in replicas for part in stage.parts()]
 
     @property
     def first(self) -> list[Stage]:

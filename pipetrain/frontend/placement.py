@@ -10,10 +10,12 @@ import keras
 from pipetrain.cluster.connection import place
 from pipetrain.compute.functions.inference import Inference
 from pipetrain.compute.functions.stage import LossFunction, Stage
+from pipetrain.compute.functions.weight_group import Shared
 from pipetrain.compute.graph.blocks import Chain
 from pipetrain.compute.graph.cuts import cut_points, why_together
 from pipetrain.compute.graph.input_shapes import Shapes, checked_shapes, shapes_of_model
 from pipetrain.compute.graph.segment import Segment
+from pipetrain.compute.graph.sharing import sharing
 from pipetrain.compute.onednn import left_out
 from pipetrain.compute.profiling.operation_count import is_little
 from pipetrain.compute.profiling.profile_cache import cached_profile
@@ -28,7 +30,7 @@ from pipetrain.plan.profile import Profile
 from pipetrain.plan.stages import DEFAULT_TRAINING, Partition
 from pipetrain.schemes.arguments import is_count
 from pipetrain.schemes.schedules import Schedule
-from pipetrain.schemes.scheme import Scheme
+from pipetrain.schemes.scheme import Scheme, UpdateRule
 from pipetrain.schemes.table import ONE_FORWARD_ONE_BACKWARD
 
 
@@ -179,6 +181,11 @@ class Placement:
         chunks = self._schedule.chunks
         count = max(1, min(devices, blocks // chunks)) * chunks if stages is None else stages
         if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= blocks:
+            if blocks == 1:
+                raise ValueError(
+                    f"The model {self.chain.model.name!r} can only be one stage{why_together(self.chain.blocks)}. "
+                    f"Received: stages={stages!r}. Try stages=1, or a model that has layers to cut between."
+                )
             raise ValueError(
                 f"The model {self.chain.model.name!r} has {blocks} layers, each in one stage"
                 f"{why_together(self.chain.blocks)}. Received: stages={stages!r}. Try a number from 1 to {blocks}."
@@ -290,6 +297,12 @@ class Placement:
         ends = self.ends or cut_points(self.chain.blocks, self.partition(batch_size, verbose=True).cuts)
         losses, recompute = [*[None] * (self.stages - 1), loss], self.training.recompute
         compiled, microbatches = self._decide_kernels(batch_size), self.training.microbatches
+        placed = self._placed(ends)
+        groups = sharing([segment.trainable_variables for segment, _ in placed])
+
+        def rule(stage: int, first: int | None = None) -> UpdateRule:
+            return scheme.rule(stage, self.stages, microbatches, first)
+
         return [
             [
                 Stage(
@@ -298,14 +311,19 @@ class Placement:
                     optimizer,
                     losses[k],
                     recompute,
-                    scheme.rule(k, self.stages, microbatches),
+                    rule(k),
                     divided=microbatches * len(on) > 1,
                     summed_rows=rows or 0 if microbatches > 1 and len(on) == 1 else 0,
                     compiled=compiled[k],
+                    shared=[
+                        Shared(k, each.holders, each.weights, rule(k, each.first))
+                        for each in groups
+                        if k in each.holders
+                    ],
                 )
                 for device in on
             ]
-            for k, (segment, on) in enumerate(self._placed(ends))
+            for k, (segment, on) in enumerate(placed)
         ]
 
     def inferences(self, decision: Decision) -> list[list[Inference]]:

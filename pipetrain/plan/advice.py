@@ -70,7 +70,8 @@ def advise(
     if num_devices > 1:
         ways["data-parallel"] = None
     for replicas in range(1, num_devices + 1):
-        _keep_faster(ways, plan(profile, [len(profile.blocks)], cluster, [replicas], unsplit), cluster)
+        way = unsplit if replicas == 1 else unsplit._replace(jit_compile=False)  # as data-parallel runs
+        _keep_faster(ways, plan(profile, [len(profile.blocks)], cluster, [replicas], way), cluster)
     chunks, pieces = training.chosen.schedule.chunks, of_microbatches or profile
     try:
         devices = min(num_devices, len(profile.blocks) // chunks)

@@ -13,6 +13,7 @@ from pipetrain.plan.cluster import Cluster, Link
 from pipetrain.plan.memory import Demand
 from pipetrain.plan.profile import Profile, Seconds
 from pipetrain.plan.roofline import PREDICTION_PASSES, UPDATE_PASSES
+from pipetrain.plan.sharing import Sharing
 
 Floats = NDArray[np.float64]
 
@@ -37,14 +38,27 @@ class Place(NamedTuple):
 
 
 class Affine(NamedTuple):
-    """A quantity of every stage of blocks i to j-1 that is ``to_end[j] - to_start[i]``; shapes (blocks + 1,)."""
+    """A quantity of every stage of blocks i to j-1 that is ``to_end[j] - to_start[i]``; shapes (blocks + 1,).
+
+    Where blocks share weights, what they change is added: ``beside[i, j]``.
+    """
 
     to_end: Floats
     to_start: Floats
+    beside: Floats | None = None
 
     def of(self, i: int, j: int) -> float:
         """The quantity of blocks i to j-1."""
-        return float(self.to_end[j] - self.to_start[i])
+        return float(self.to_end[j] - self.to_start[i]) + (0.0 if self.beside is None else float(self.beside[i, j]))
+
+    def of_all(self, i: NDArray[np.int64], j: NDArray[np.int64]) -> Floats:
+        """The quantity of every start in i with every end in j: shape (len(i), len(j))."""
+        quantity: Floats = self.to_end[j][None, :] - self.to_start[i][:, None]
+        return quantity if self.beside is None else quantity + self.beside[np.ix_(i, j)]
+
+    def times(self, factor: float) -> Affine:
+        """The quantity multiplied by a number."""
+        return Affine(*(None if each is None else factor * each for each in self))  # type: ignore[arg-type]
 
 
 class Memory:
@@ -61,8 +75,23 @@ class Memory:
         """The bytes of blocks i to j-1."""
         return self._running.of(i, j) + float(self._work[i:j].max())
 
+    def fits(self, limit_bytes: float) -> NDArray[np.bool_]:
+        """Whether blocks i to j-1 keep to the limit, for every i and j: shape (blocks, blocks + 1).
+
+        Where blocks share weights, more of them may need less: then none of the sums wait for another stage.
+        """
+        every = np.arange(len(self._work) + 1)
+        work = np.zeros((len(self._work), len(every)))
+        for i in range(len(self._work)):
+            work[i, i + 1 :] = np.maximum.accumulate(self._work[i:])
+        fits: NDArray[np.bool_] = self._running.of_all(every[:-1], every) + work <= limit_bytes
+        return fits & (every[None, :] > every[:-1, None])
+
     def ends(self, limit_bytes: float) -> NDArray[np.int64]:
-        """For every i, the largest j whose blocks i to j-1 keep to the limit; i where none does."""
+        """For every i, the largest j whose blocks i to j-1 keep to the limit; i where none does.
+
+        For chains without shared weights, of which more blocks never need less.
+        """
         if limit_bytes not in self._ends:
             self._ends[limit_bytes] = self._searched(limit_bytes)
         return self._ends[limit_bytes]
@@ -91,7 +120,8 @@ class Costs:
     ``ceil(b/r)/b * (sum(forward + backward) + transfer(activations out of j-1) + transfer(gradients out of i))
     + (1 + 3/5 * predictions) * sum(update) + reduce(weights) + 2 * microbatches * overhead``
 
-    : what one of its devices computes and sends, and what its actions take beside.
+    : what one of its devices computes and sends, and what its actions take beside. Weights that several of its blocks
+    have are updated once; what other stages have too is summed with them: their bytes are sent once more.
 
     Args:
         profile: of the chain.
@@ -115,6 +145,8 @@ class Costs:
             self._seconds[True] = _Sums([block.compiled or never for block in blocks])
         self._weights = _sums([block.weight_bytes for block in blocks])
         self._kept = _sums([block.activation_bytes for block in blocks])
+        self._fixed = _sums([block.fixed_bytes for block in blocks])
+        self._sharing = Sharing(blocks) if any(block.shared for block in blocks) else None
         self._memory: dict[tuple[int, Demand], Memory] = {}
         self._overhead_s = 2 * microbatches * cluster.overhead_s
         # nothing is sent before the first block and after the last one
@@ -135,7 +167,7 @@ class Costs:
         seconds = self.seconds(place)
         if not place.compiled or self._jit_compile is True:
             return seconds
-        return Affine(self._margin * seconds.to_end, self._margin * seconds.to_start)
+        return seconds.times(self._margin)
 
     def seconds(self, place: Place) -> Affine:
         """Seconds per minibatch of any blocks at this place."""
@@ -149,7 +181,23 @@ class Costs:
         # the widest way that rows may have to go; how far the next stage reaches, its own gradients' way says
         gradients = self._transfer(cluster.link(max(device - 1, 0), device + replicas - 1), share)
         activations = self._transfer(cluster.link(device, after), share)
-        return Affine(running + activations + latency_s + self._overhead_s, running - gradients)
+        beside = None
+        if self._sharing:
+            repeated_s = self._sharing.repeated_s([each.update_s for each in self._each(compiled)])
+            beside = self._summing_s(place) - (1 + PREDICTING * predictions) * repeated_s
+        return Affine(running + activations + latency_s + self._overhead_s, running - gradients, beside)
+
+    def summing_s(self, place: Place, i: int, j: int) -> float:
+        """Seconds in which blocks i to j-1 send gradients of weights that other stages have too, per minibatch."""
+        return float(self._summing_s(place)[i, j]) if self._sharing else 0.0
+
+    def _summing_s(self, place: Place) -> Floats:
+        assert self._sharing is not None
+        link = self.cluster.link(max(place.device - 1, 0), place.after)
+        return np.where(self._sharing.shared_bytes > 0, link.seconds(self._sharing.shared_bytes), 0.0)
+
+    def _each(self, compiled: bool) -> list[Seconds]:
+        return [block.with_kernels(compiled) for block in self._chain]
 
     def memory(self, replicas: int, demand: Demand) -> Memory:
         """What one device of any blocks keeps.
@@ -161,20 +209,38 @@ class Costs:
         if (replicas, demand) not in self._memory:
             share = self._share(replicas)
             stays, passes = (0.0, demand.passing) if replicas == 1 else (demand.passing, 0.0)
-            running = (demand.weights + stays) * self._weights + share * demand.activations * self._kept
+            running = (demand.weights + stays) * self._weights + self._fixed
+            running = running + share * demand.activations * self._kept
             start = running - share * (demand.activations + demand.inputs) * self._crossing
             work = 2 * share * demand.work * (self._crossing[:-1] + self._crossing[1:])
             rows = share * demand.work * self._batch_size
             work = work + [block.workspace_of(rows, self._batch_size) for block in self._chain]
             work = work + passes * np.diff(self._weights)
-            self._memory[replicas, demand] = Memory(Affine(running, start), work)
+            beside = None
+            if self._sharing:
+                sums = demand.sums * self._sharing.shared_bytes
+                beside = sums - (demand.weights + stays) * self._sharing.repeated_bytes
+            self._memory[replicas, demand] = Memory(Affine(running, start, beside), work)
         return self._memory[replicas, demand]
 
     def computing(self, i: int, j: int, compiled: bool) -> Seconds:
         """What blocks i to j-1 compute for a minibatch, with these kernels."""
         each = [block.with_kernels(compiled) for block in self._chain[i:j]]
-        parts = zip(*((one.forward_s, one.backward_s, one.update_s) for one in each), strict=True)
-        return Seconds(*map(sum, parts))
+        forward_s, backward_s, update_s = (
+            sum(parts) for parts in zip(*((one.forward_s, one.backward_s, one.update_s) for one in each), strict=True)
+        )
+        if self._sharing:
+            update_s -= self._sharing.repeated_s([one.update_s for one in self._each(compiled)])[i, j]
+        return Seconds(forward_s, backward_s, update_s)
+
+    def weight_bytes(self, i: int, j: int) -> int:
+        """The trained weights of blocks i to j-1, each counted once."""
+        repeated = self._sharing.repeated_bytes[i, j] if self._sharing else 0
+        return sum(block.weight_bytes for block in self._chain[i:j]) - int(repeated)
+
+    def shared_bytes(self, i: int, j: int) -> int:
+        """Those of them that other blocks have too."""
+        return int(self._sharing.shared_bytes[i, j]) if self._sharing else 0
 
     def products_s(self, i: int, j: int, compiled: bool) -> float:
         """What those weight gradients of blocks i to j-1 take that are made once a minibatch, with these kernels.
@@ -188,7 +254,8 @@ class Costs:
 
     def sent_bytes(self, i: int, j: int, replicas: int) -> float:
         """Bytes that all devices of the stage send per minibatch: activations, gradients, and gradients to sum."""
-        return float(self._crossing[i] + self._crossing[j] + 2 * (replicas - 1) * (self._weights[j] - self._weights[i]))
+        summed = 2 * (replicas - 1) * self.weight_bytes(i, j) + self.shared_bytes(i, j)
+        return float(self._crossing[i] + self._crossing[j] + summed)
 
     def _share(self, replicas: int) -> float:
         """The largest part of a minibatch's rows that one of so many replicas gets."""

@@ -50,7 +50,8 @@ class Demand(NamedTuple):
 
     ``inputs`` counts minibatches of which only the stage's inputs are kept, ``work`` those a block works on at once.
     ``passing`` are what a block needs beside in multiples of its own weights, while it is at work: gradients and
-    predicted weights; all blocks at once where replicas sum their gradients.
+    predicted weights; all blocks at once where replicas sum their gradients. ``sums`` are the gradients of weights that
+    other stages have too, in multiples of these weights, that wait to be summed or used.
     """
 
     weights: float
@@ -58,6 +59,7 @@ class Demand(NamedTuple):
     inputs: float = 0.0
     work: float = 1.0
     passing: float = 0.0
+    sums: float = 0.0
 
 
 def demand(training: Training, stage: int, stages: int) -> Demand:
@@ -67,8 +69,9 @@ def demand(training: Training, stage: int, stages: int) -> Demand:
     read again; where the multiple of the velocity is fitted, the weights and the velocity that the observation under
     way began with, and at its end how far the weights have gone. Gradients are there while their block is at work and
     until its weights are updated, unless the optimizer gathers them or those of several microbatches are summed, and
-    likewise what is predicted to be read once. Activations: of all microbatches in flight; with recomputation of one,
-    and the inputs of the others.
+    likewise what is predicted to be read once. Sums of shared weights' gradients go up and down the pipeline, each
+    way in the time of ``N-1`` actions, and wait on the devices between which they go, half of them on each.
+    Activations: of all microbatches in flight; with recomputation of one, and the inputs of the others.
 
     Raises ScheduleError, a ValueError, for a scheme of one's own that cannot run.
     """
@@ -87,11 +90,12 @@ def _demand(training: Training, stage: int, stages: int) -> Demand:
     gathers = microbatches > 1 or training.gathers or trained.spikes
     more, passing = _beside(order, versions, microbatches, gathers, stage == stages - 1, observed)
     weights: float = 1 + training.slots + observed + more
+    sums = 1 + ((stages - 1) / 2 if trained.asynchronous and microbatches == 1 else 0)
     if not training.recompute:
-        return Demand(weights, in_flight, work=1 / microbatches, passing=passing)
+        return Demand(weights, in_flight, work=1 / microbatches, passing=passing, sums=sums)
     if not versions.lasts(3 * stages * microbatches):  # every forward's weights are kept for running it again
         weights += in_flight - (0 if trained.policy.predicts else 1)
-    return Demand(weights, 1 / microbatches, in_flight, 1 / microbatches, passing)
+    return Demand(weights, 1 / microbatches, in_flight, 1 / microbatches, passing, sums)
 
 
 def _order(training: Training, stage: int, stages: int) -> list[Action]:

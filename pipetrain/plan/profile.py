@@ -40,7 +40,9 @@ class BlockProfile:
     ``workspace_bytes`` what its kernels have for themselves while they are at work on the minibatch, and
     ``row_workspace_bytes`` on one row of it, which may be as much. ``product_bytes`` are those of its weights whose
     gradients are made once for all microbatches of a minibatch, as products over its rows. ``compiled`` is what it
-    takes where XLA compiles it, None where it cannot or was not tried.
+    takes where XLA compiles it, None where it cannot or was not tried. ``shared`` are the bytes of those of its weights
+    that other blocks have too, by the weights' numbers. ``fixed_bytes`` are its variables that are not trained: frozen
+    weights and state, of which a stage has one version and no slots.
     """
 
     name: str
@@ -54,6 +56,8 @@ class BlockProfile:
     row_workspace_bytes: int = 0
     product_bytes: int = 0
     compiled: Seconds | None = None
+    shared: tuple[tuple[int, int], ...] = ()
+    fixed_bytes: int = 0
 
     @property
     def seconds(self) -> Seconds:
@@ -187,8 +191,9 @@ def _compiled_ms(block: BlockProfile) -> tuple[str, str]:
     return (f"{seconds.forward_s * 1e3:.2f}", f"{seconds.backward_s * 1e3:.2f}") if seconds else ("-", "-")
 
 
-def _block(compiled: dict[str, float] | None = None, **fields: Any) -> BlockProfile:
-    return BlockProfile(**fields, compiled=None if compiled is None else Seconds(**compiled))
+def _block(compiled: dict[str, float] | None = None, shared: Any = (), **fields: Any) -> BlockProfile:
+    pairs = tuple((int(number), int(size_bytes)) for number, size_bytes in shared)
+    return BlockProfile(**fields, compiled=None if compiled is None else Seconds(**compiled), shared=pairs)
 
 
 def mib(size_bytes: int) -> str:

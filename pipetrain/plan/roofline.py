@@ -83,6 +83,8 @@ class Work(NamedTuple):
     weight_bytes: int = 0
     output_bytes: int = 0
     activation_bytes: int = 0
+    shared: tuple[tuple[int, int], ...] = ()
+    fixed_bytes: int = 0
 
     @property
     def flops(self) -> int:
@@ -136,6 +138,8 @@ def block_profile(work: Work, device: Device) -> BlockProfile:
         output_bytes=work.output_bytes,
         weight_bytes=work.weight_bytes,
         activation_bytes=work.activation_bytes,
+        shared=work.shared,
+        fixed_bytes=work.fixed_bytes,
         update_s=device.moving_s(UPDATE_PASSES * work.weight_bytes) + (device.launch_s if work.weight_bytes else 0.0),
     )
 

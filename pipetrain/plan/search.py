@@ -7,8 +7,9 @@ devices a.. is a first stage of blocks i to j-1 on r devices, and the best way t
 first of the next group of devices (the next host's).
 
 It is solved by asking what can be done within a time t. Costs being ``f[j] - g[i]``, this takes one running
-minimum of f per place. A no brings the lower bound up to the least cost that was refused, a yes brings the upper
-one down to the slowest stage of what was found, until the two meet: the optimum, exactly.
+minimum of f per place; where blocks share weights, the seconds of every stage are looked at. A no brings the lower
+bound up to the least cost that was refused, a yes brings the upper one down to the slowest stage of what was found,
+until the two meet: the optimum, exactly.
 """
 
 from __future__ import annotations
@@ -97,8 +98,7 @@ def most_even(problem: Problem, within: float) -> list[Choice]:
             ends = np.flatnonzero(np.isfinite(best[place.after]))
             if not len(starts) or not len(ends):
                 continue
-            seconds = problem.seconds[place]
-            cost = seconds.to_end[ends][None, :] - seconds.to_start[starts][:, None]
+            cost = problem.seconds[place].of_all(starts, ends)
             refused = (cost > within * CLOSE) | (ends[None, :] <= starts[:, None])
             cost *= cost
             cost += best[place.after][ends]
@@ -123,8 +123,13 @@ def _reached(problem: Problem, within: float) -> NDArray[np.bool_]:
     for device in range(problem.devices):
         for place in problem.places[device]:
             seconds = problem.seconds[place]
-            latest = np.maximum.accumulate(np.where(reached[device], seconds.to_start, -np.inf))
-            reached[place.after][1:] |= (seconds.to_end[1:] - latest[:-1]) <= within * CLOSE
+            if seconds.beside is None:
+                latest = np.maximum.accumulate(np.where(reached[device], seconds.to_start, -np.inf))
+                reached[place.after][1:] |= (seconds.to_end[1:] - latest[:-1]) <= within * CLOSE
+                continue
+            starts, ends = np.flatnonzero(reached[device]), np.arange(problem.blocks + 1)
+            possible = seconds.of_all(starts, ends) <= within * CLOSE
+            reached[place.after] |= (possible & (ends[None, :] > starts[:, None])).any(axis=0)
     return reached
 
 
@@ -161,26 +166,35 @@ class Reach:
         counts = [1] if self._limit is None else [int(n) + 1 for n in np.unique(rest[rest < NEVER])]
         for count in counts:  # without a limit the number does not matter: 1 stands for any
             ends = rest < (count if self._limit else NEVER)
-            taken = self._soonest(place, ends, count) - self._problem.seconds[place].to_start[:-1]
+            taken = self._soonest(place, ends, count)
             possible = taken <= self._within
             self.least_refused = min(self.least_refused, float(taken.min(where=~possible, initial=HUGE)))
             np.minimum(left[:-1], np.where(possible, count, NEVER), out=left[:-1])
 
     def _soonest(self, place: Place, ends: NDArray[np.bool_], left: int) -> Floats:
-        """The least f[j] over the ends j > i that are possible, for every i below the last; infinite if none is."""
-        f = np.where(ends, self._problem.seconds[place].to_end, np.inf)
+        """The least seconds over the ends j > i that are possible, for every i below the last; infinite if none is."""
+        seconds, every = self._problem.seconds[place], np.arange(self._problem.blocks + 1)
+        if seconds.beside is not None:
+            possible = ends[None, :] & (every[None, :] > every[:-1, None])
+            if self._limit is not None:
+                possible &= self._limit.memory(place, left).fits(self._limit.limit_bytes)
+            soonest: Floats = np.where(possible, seconds.of_all(every[:-1], every), np.inf).min(axis=1)
+            return soonest
+        f = np.where(ends, seconds.to_end, np.inf)
         if self._limit is None:
-            return np.minimum.accumulate(f[::-1])[::-1][1:]
+            return np.minimum.accumulate(f[::-1])[::-1][1:] - seconds.to_start[:-1]
         last = self._limit.memory(place, left).ends(self._limit.limit_bytes)
-        return _window_minima(f, np.arange(1, len(f)), last + 1)
+        return _window_minima(f, np.arange(1, len(f)), last + 1) - seconds.to_start[:-1]
 
     def _next(self, i: int, device: int, left: int) -> Iterator[tuple[int, Place]]:
         for place in self._problem.places[device]:
-            seconds = self._problem.seconds[place]
+            seconds, every = self._problem.seconds[place], np.arange(self._problem.blocks + 1)
             fits = self.left[place.after] < (left if self._limit else NEVER)
-            fits &= seconds.to_end - seconds.to_start[i] <= self._within
+            fits &= seconds.of_all(np.array([i]), every)[0] <= self._within
             fits[: i + 1] = False
-            if self._limit is not None:
+            if self._limit is not None and seconds.beside is not None:
+                fits &= self._limit.memory(place, left).fits(self._limit.limit_bytes)[i]
+            elif self._limit is not None:
                 fits[self._limit.memory(place, left).ends(self._limit.limit_bytes)[i] + 1 :] = False
             yield from ((int(end), place) for end in np.flatnonzero(fits))
 

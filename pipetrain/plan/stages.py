@@ -25,7 +25,8 @@ class StagePlan:
     is what one replica takes per minibatch, transfers and predicting weights included; ``memory_bytes`` the peak memory
     of each; ``compiled`` whether XLA compiles it; ``prediction_s`` what predicting weights takes of ``total_s``;
     ``product_bytes`` and ``product_s`` the weights whose gradients are made once for all microbatches of a minibatch,
-    and what that takes of ``backward_s``.
+    and what that takes of ``backward_s``; ``shared_bytes`` the weights that other stages have too, and ``summing_s``
+    what sending their gradients takes of ``total_s``.
     """
 
     first: str
@@ -45,6 +46,8 @@ class StagePlan:
     prediction_s: float = 0.0
     product_bytes: int = 0
     product_s: float = 0.0
+    shared_bytes: int = 0
+    summing_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -183,7 +186,7 @@ def described(
                 blocks=len(part),
                 forward_s=seconds.forward_s,
                 backward_s=seconds.backward_s,
-                weight_bytes=sum(block.weight_bytes for block in part),
+                weight_bytes=costs.weight_bytes(first, end),
                 output_bytes=part[-1].output_bytes if end < len(profile.blocks) else 0,
                 total_s=costs.seconds(place).of(first, end),
                 update_s=seconds.update_s,
@@ -195,6 +198,8 @@ def described(
                 prediction_s=PREDICTING * place.predictions * seconds.update_s,
                 product_bytes=sum(block.product_bytes for block in part),
                 product_s=costs.products_s(first, end, place.compiled),
+                shared_bytes=costs.shared_bytes(first, end),
+                summing_s=costs.summing_s(place, first, end),
             )
         )
     return Partition(profile.model, profile.batch_size, tuple(stages), training, costs.cluster.processors)

@@ -14,6 +14,7 @@ from pipetrain.compute.functions.stage_values import BoundaryTensors
 from pipetrain.run.global_norm import GlobalNorm
 from pipetrain.run.mailbox import Mailbox
 from pipetrain.run.reduction import Reduction
+from pipetrain.run.shared_gradients import SharedGradients
 from pipetrain.run.transfers import size_bytes, transfer
 from pipetrain.schemes.splitting import rows_of
 from pipetrain.trace.trace import Transfer, What
@@ -86,7 +87,8 @@ class Channels(NamedTuple):
     """A stage's connections: microbatches come into ``inbox``, gradients into ``returns``; None at the ends.
 
     A None in the inbox says that no more microbatches will come. ``reduction`` is the all-reduce among the stage's
-    replicas, ``norm`` the exchange of norms for clipping by the norm of all stages' gradients.
+    replicas, ``norm`` the exchange of norms for clipping by the norm of all stages' gradients, ``shared`` those of the
+    gradients of weights that it shares with other stages.
     """
 
     inbox: Receiver[Any]
@@ -95,6 +97,7 @@ class Channels(NamedTuple):
     below: Sender | None
     reduction: Reduction
     norm: GlobalNorm | None = None
+    shared: Sequence[SharedGradients] = ()
 
 
 def take(data: Any, part: range, rows: int) -> Any:

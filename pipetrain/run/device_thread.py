@@ -65,6 +65,8 @@ class DeviceThread(threading.Thread):
             with tf.device(self._at.device):
                 for action in self._actions():
                     self._act(action)
+                for stage in self.stages:
+                    stage.catch_up()
         except Closed:
             pass
         except BaseException as error:

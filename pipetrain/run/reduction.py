@@ -12,7 +12,7 @@ import tensorflow as tf
 from pipetrain.compute.functions.inference import Replica
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.run.mailbox import Mailbox
-from pipetrain.run.transfers import size_bytes, transfer
+from pipetrain.run.transfers import moved, size_bytes
 from pipetrain.schemes.splitting import shared_out
 from pipetrain.trace.trace import Transfer
 
@@ -67,11 +67,5 @@ class Reduction:
         """Send every replica its share; receive what each of them sends, in the order of replicas."""
         for other, share in enumerate(shares):
             self._to[other][replica].put(share)
-        return [_moved(box.get(), self._stages[replica].device) for box in self._to[replica]]
-
-
-def _moved(gradients: list[Any] | None, device: str) -> list[Any] | None:
-    def move(tensor: Any) -> Any:
-        return None if tensor is None else transfer(tensor, device)
-
-    return None if gradients is None else tf.nest.map_structure(move, gradients, expand_composites=True)
+        device = self._stages[replica].device
+        return [None if (each := box.get()) is None else moved(each, device) for box in self._to[replica]]

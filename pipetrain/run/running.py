@@ -18,6 +18,7 @@ from pipetrain.run.mailbox import Mailbox
 from pipetrain.run.messages import Microbatch
 from pipetrain.run.reduction import Reduction
 from pipetrain.run.run_settings import RunSettings
+from pipetrain.run.shared_gradients import SharedGradients
 from pipetrain.run.stage_work import StageId, StageWork
 from pipetrain.schemes.scheme import Scheme
 
@@ -35,7 +36,11 @@ class Running:
     """
 
     def __init__(
-        self, stages: Sequence[Sequence[Replica]], scheme: Scheme, microbatches: int, settings: RunSettings
+        self,
+        stages: Sequence[Sequence[Replica]],
+        scheme: Scheme,
+        microbatches: int,
+        settings: RunSettings,
     ) -> None:
         self.settings, self.posted, self.control = settings, 0, Control(settings)
         self.collector = Collector([len(stage) for stage in stages], not scheme.asynchronous, settings.steps)
@@ -70,6 +75,9 @@ class Running:
         every += [box for reduction in reductions for box in reduction.mailboxes]
         norm = GlobalNorm(cast("list[list[Stage]]", self._stages)) if self._stages[0][0].global_clipnorm else None
         every += norm.mailboxes if norm else []
+        sharing = dict.fromkeys(group.holders for stage in self._stages for group in stage[0].shared)
+        shared = {holders: SharedGradients(holders, cast("list[list[Stage]]", self._stages)) for holders in sharing}
+        every += [box for each in shared.values() for box in each.mailboxes]
         self.entrance = _sender(down[0], self._stages[0], 0, 1)
         works: list[list[StageWork]] = [[] for _ in self._stages]
         last = len(self._stages) - 1
@@ -83,6 +91,7 @@ class Running:
                     below=_sender(down[k + 1], self._stages[k + 1], number, len(stage)) if k < last else None,
                     reduction=reductions[k],
                     norm=norm,
+                    shared=[shared[group.holders] for group in replica.shared],
                 )
                 works[k].append(StageWork(identity, replica, self._scheme, self._microbatches, channels, self.control))
         return works

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, cast
 
 import tensorflow as tf
@@ -19,10 +20,12 @@ from pipetrain.compute.functions.stage_values import (
     SavedForBackward,
     Step,
 )
-from pipetrain.compute.functions.weight_binding import Newest
+from pipetrain.compute.functions.weight_binding import Newest, OfGroups
+from pipetrain.compute.functions.weight_group import WeightGroup
 from pipetrain.run.channels import Channels, take
 from pipetrain.run.control import Control
 from pipetrain.run.messages import Microbatch, Output, Updated
+from pipetrain.run.shared_gradients import Completed, SharedGradients
 from pipetrain.schemes.actions import OPERATIONS, Action
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.splitting import rows_of
@@ -42,8 +45,20 @@ class StageId(NamedTuple):
         return f"stage {self.stage}" + (f", replica {self.replica}" if self.replicas > 1 else "")
 
 
+class SharedWork(NamedTuple):
+    """Weights that the stage shares: the copies, what is exchanged with the other stages, and the copies' versions."""
+
+    group: WeightGroup
+    exchange: SharedGradients
+    versions: WeightVersions
+
+
 FROM_ABOVE = frozenset(op for op, operation in OPERATIONS.items() if "outputs" in operation.received)
 FROM_BELOW = frozenset(op for op, operation in OPERATIONS.items() if "input gradients" in operation.received)
+
+
+def _kept(group: WeightGroup, ahead: int) -> list[tf.Tensor]:
+    return group.weights(Newest(ahead))
 
 
 class StageWork:
@@ -78,9 +93,12 @@ class StageWork:
         self.most_in_flight = 0
         self._stage, self._channels, self._control = stage, channels, control
         self._synchronous, self._trains = not scheme.asynchronous, scheme.trains
-        self._versions = WeightVersions(
-            scheme, *identity[:2], microbatches, Newest, lambda ahead: stage.weights(Newest(ahead))
-        )
+        place = scheme, *identity[:2], microbatches, Newest
+        self._versions = WeightVersions(*place, lambda ahead: stage.weights(Newest(ahead)))
+        self._sharing = [
+            SharedWork(group, each, WeightVersions(*place, partial(_kept, group), each.first))
+            for group, each in zip(stage.shared, channels.shared, strict=True)
+        ]
         self._in_flight: dict[int, tuple[Microbatch, SavedForBackward | None]] = {}
         self._gradients: list[Any] | None = None
         self._completed = 0  # of the minibatch, the microbatches whose weight gradients are there
@@ -106,6 +124,8 @@ class StageWork:
         if self._channels.above:
             yield from self._channels.above.transfers("B", stage, stage - 1)
         yield from self._channels.reduction.transfers(stage, replica)
+        for each in self._channels.shared:
+            yield from each.transfers(stage, replica)
 
     def arriving(self) -> Microbatch | None:
         """The next microbatch, left in place; None when no more will come. Waits for it."""
@@ -143,8 +163,8 @@ class StageWork:
 
     def _forward(self, action: Action, microbatch: Microbatch) -> None:
         below = self._channels.below
-        weights = self._versions.forward(microbatch.number)
-        if self._stage.recompute and not self._versions.lasts(microbatch.number):
+        weights = self._weights_of("F", microbatch.number)
+        if self._stage.recompute and not self._lasts(microbatch.number):
             weights = self._stage.weights(weights)
         result, output, loss = None, None, None
         if microbatch.values is not None:
@@ -165,7 +185,7 @@ class StageWork:
 
     def _backward(self, action: Action, returned: list[tf.Tensor] | None) -> None:
         microbatch, kept = self._in_flight.pop(action.microbatch)
-        weights = self._versions.backward(microbatch.number)
+        weights = self._weights_of("B", microbatch.number)
         result = None if kept is None else self._run_backward(microbatch, weights, kept, returned)
         del weights, kept  # held by nobody, the variables' buffers are updated in place
         self._pass_on(microbatch, result)
@@ -177,14 +197,14 @@ class StageWork:
         """
         forward, backward = action._replace(op="F"), action._replace(op="B")
         self._now = microbatch, (forward,)
-        if microbatch.values is None or not self._versions.lasts(microbatch.number):
+        if microbatch.values is None or not self._lasts(microbatch.number):
             self._forward(forward, microbatch)
             middle_s = time.perf_counter()
             self._now = microbatch, (backward,)
             self._backward(backward, None)
             return middle_s
-        weights = self._versions.forward(microbatch.number)
-        self._versions.backward(microbatch.number)  # the same
+        weights = self._weights_of("F", microbatch.number)
+        self._weights_of("B", microbatch.number)  # the same
         self.most_in_flight = max(self.most_in_flight, len(self._in_flight) + 1)
         inputs = self._inputs(microbatch)
         self._now = microbatch, (forward, backward)
@@ -227,7 +247,8 @@ class StageWork:
         if self._channels.above:
             by_input = None if result is None else result.by_input
             self._channels.above.send(lambda values: values, by_input, microbatch.rows, microbatch.number)
-        if result is not None and result.gradients is None:
+        if result is not None and result.updated:
+            self._update_shared(microbatch, self._summed_over_stages(microbatch, self._taken()))
             self._updated()
         elif not self._completed:
             self._update(microbatch)
@@ -255,10 +276,72 @@ class StageWork:
     def _update(self, microbatch: Microbatch) -> None:
         step = self._begin_update(microbatch)
         stage, _, replica, _ = self.identity
-        gradients, self._gradients = self._channels.reduction.sum(replica, self._gradients, microbatch.number), None
+        gradients = self._channels.reduction.sum(replica, self._taken(), microbatch.number)
+        gradients = self._summed_over_stages(microbatch, gradients)
         squares = self._channels.norm.squares(stage, replica, gradients) if self._channels.norm else None
         self._trained.update(gradients, step, squares)
+        self._update_shared(microbatch, gradients, squares)
         self._updated()
+
+    def _taken(self) -> Any:
+        """The gradients gathered so far, which are then no longer held here."""
+        gradients, self._gradients = self._gradients, None
+        return gradients
+
+    def _summed_over_stages(self, microbatch: Microbatch, gradients: list[Any]) -> list[Any]:
+        """The gradients, those of shared weights summed over the stages; None for what an earlier stage completes."""
+        if not self._sharing:
+            return gradients
+        gradients = list(gradients)
+        for group, exchange, _ in self._sharing:
+            mine = [gradients[n] for n in group.numbers]
+            total = exchange.sum(self.identity.stage, self.identity.replica, mine, microbatch.number)
+            for place, n in enumerate(group.numbers):
+                gradients[n] = total and total[place]
+        return gradients
+
+    def _update_shared(self, microbatch: Microbatch, gradients: list[Any], squares: tf.Tensor | None = None) -> None:
+        """Update the shared weights whose gradients are complete here, and send these to the other stages.
+
+        They are clipped if the ``squares`` of all stages' gradients are given.
+        """
+        for group, exchange, versions in self._sharing:
+            if exchange.first == self.identity.stage:
+                step = Step(microbatch.learning_rate, versions.staleness(microbatch.number))
+                mine = [gradients[n] for n in group.numbers]
+                completed = Completed(mine if squares is None else self._trained.clipped(mine, squares), step)
+                exchange.hand_down(self.identity.replica, completed, microbatch.number)
+                versions.before_update()
+                group.apply(*completed)
+
+    def _catch_up(self, each: SharedWork, version: int) -> None:
+        """Make the updates of shared weights up to a version, which another stage completes; waits for it."""
+        while each.versions.version < version:
+            completed = each.exchange.completed(self.identity.stage, self.identity.replica)
+            each.versions.before_update()
+            each.group.apply(*completed)
+
+    def catch_up(self) -> None:
+        """After the last action: let all copies of shared weights be equal."""
+        for each in self._sharing:
+            self._catch_up(each, self._versions.version)
+
+    def _weights_of(self, op: str, microbatch: int) -> Any:
+        """The weights of F(microbatch) or B(microbatch), of shared ones the copies brought to the version found."""
+        read = WeightVersions.forward if op == "F" else WeightVersions.backward
+        if not self._sharing:
+            return read(self._versions, microbatch)
+        for each in self._sharing:
+            self._catch_up(each, each.versions.found(microbatch, backward=op == "B"))
+        return OfGroups(tuple(read(each, microbatch) for each in self._all_versions))
+
+    def _lasts(self, microbatch: int) -> bool:
+        """Whether the backward reads the same weights as the forward."""
+        return all(each.lasts(microbatch) for each in self._all_versions)
+
+    @property
+    def _all_versions(self) -> list[WeightVersions]:
+        return [self._versions, *(each.versions for each in self._sharing)]
 
     def _updated(self) -> None:
         stage, _, replica, _ = self.identity

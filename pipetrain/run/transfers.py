@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cache
+from typing import Any
 
 import tensorflow as tf
 
@@ -22,6 +23,15 @@ def transfer(tensor: tf.Tensor, device: str) -> tf.Tensor:
         return tensor
     with tf.device(device):
         return tf.identity(tensor)
+
+
+def moved(gradients: list[Any], device: str) -> list[Any]:
+    """Gradients for a reader on another device; None, for a weight that has none, stays None."""
+
+    def move(tensor: Any) -> Any:
+        return None if tensor is None else transfer(tensor, device)
+
+    return list(tf.nest.map_structure(move, gradients, expand_composites=True))
 
 
 def here(tensors: Iterable[tf.Tensor]) -> list[tf.Tensor]:

@@ -2,7 +2,8 @@
 
 ``W_k[v]`` are stage k's weights after v updates; N stages, k = 0 ... N-1; M microbatches are a minibatch, and minibatch
 i's last backward makes ``W_k[i+1]``. A policy gives the version and the horizon for a forward and for a backward, as
-plain numbers; which version a forward finds depends on the schedule.
+plain numbers; which version a forward finds depends on the schedule, and of weights that several stages share on the
+first of these stages too.
 """
 
 from __future__ import annotations
@@ -19,22 +20,39 @@ class Read(NamedTuple):
 
 
 class Reader(NamedTuple):
-    """What reads weights: microbatch m (M a minibatch) at stage k of N, under a schedule's ``found``."""
+    """What reads weights: microbatch m (M a minibatch) at stage k of N, under a schedule's ``found``.
+
+    ``first`` is the first of the stages that share the weights; None for the stage's own. It completes their gradients,
+    and what it has completed comes down with the next forward.
+    """
 
     microbatch: int
     stage: int
     stages: int
     microbatches: int
     found: Callable[[int, int, int, int], int]
+    first: int | None = None
 
     @property
     def minibatch(self) -> int:
-        """``i = floor(m / M)``, which is also the number of updates that the stage has made when B(m) begins."""
+        """``i = floor(m / M)``: the number of the minibatch."""
         return self.microbatch // self.microbatches
 
     def newest(self, stage: int | None = None) -> int:
-        """``v_F``: the updates that the stage, or another one, has made when its F(m) begins."""
-        return self.found(self.microbatch, self.stage if stage is None else stage, self.stages, self.microbatches)
+        """``v_F``: the updates of the weights when F(m) begins; of another stage's own, when its F(m) begins."""
+        if stage is None:
+            stage = self.stage if self.first is None else self.first
+        return self.found(self.microbatch, stage, self.stages, self.microbatches)
+
+    def current(self) -> int:
+        """The updates of the weights when B(m) begins: i, or for shared ones what came with the last forward before it.
+
+        ``max(0, i - (k - a))`` in the asynchronous order, a being the first stage that has them.
+        """
+        if self.first is None or self.first == self.stage:
+            return self.minibatch
+        ahead = self.microbatch + self.stages - 1 - self.stage
+        return min(self.minibatch, self.found(ahead, self.first, self.stages, self.microbatches))
 
 
 class Policy(Protocol):
@@ -56,7 +74,7 @@ class Vanilla:
         return Read(reader.newest())
 
     def backward(self, reader: Reader) -> Read:
-        return Read(reader.minibatch)
+        return Read(reader.current())
 
 
 class WeightStashing:
@@ -88,7 +106,8 @@ class SpecTrain:
 
     ``s = min(i, N-1-k) + floor(k/2)`` from version ``v_F`` in F(i); ``s = floor(k/2)`` from version ``i`` in
     B(i). In steady state these are the paper's ``floor(k/2) + N-k-1`` and ``floor(k/2)``; the minimum is the
-    ramp-up after a start or a drain, where fewer updates lie ahead. Source: arXiv 1809.02839, equations 4-6.
+    ramp-up after a start or a drain, where fewer updates lie ahead. Source: arXiv 1809.02839, equations 4-6. Shared
+    weights are predicted from the version that is there to the same target.
     """
 
     predicts = True
@@ -98,7 +117,8 @@ class SpecTrain:
         return Read(newest, reader.minibatch - newest + reader.stage // 2)
 
     def backward(self, reader: Reader) -> Read:
-        return Read(reader.minibatch, reader.stage // 2)
+        current = reader.current()
+        return Read(current, reader.minibatch - current + reader.stage // 2)
 
 
 class LocalSpecTrain:

@@ -65,9 +65,12 @@ class Scheme(NamedTuple):
         """Whether several minibatches are in flight at once."""
         return not self.schedule.flushes
 
-    def reader(self, microbatch: int, stage: int, stages: int, microbatches: int) -> Reader:
-        """Microbatch m at stage k of N, M of them being a minibatch, for the policy."""
-        return Reader(microbatch, stage, stages, microbatches, self.schedule.found)
+    def reader(self, microbatch: int, stage: int, stages: int, microbatches: int, first: int | None = None) -> Reader:
+        """Microbatch m at stage k of N, M of them being a minibatch, for the policy.
+
+        ``first`` is the first stage that has the weights, where several share them.
+        """
+        return Reader(microbatch, stage, stages, microbatches, self.schedule.found, first)
 
     def check(self) -> None:
         """Raise ValueError for a schedule or a policy that is none, or that cannot be looked up."""
@@ -90,9 +93,12 @@ class Scheme(NamedTuple):
                 f"scheme={self.name!r}, {error}. Try @dataclass(frozen=True) for the policy."
             ) from error
 
-    def rule(self, stage: int, stages: int, microbatches: int = 1) -> UpdateRule:
-        """What the updates of stage k of N do, M microbatches being a minibatch."""
-        furthest = _furthest(self, stage, stages, microbatches)
+    def rule(self, stage: int, stages: int, microbatches: int = 1, first: int | None = None) -> UpdateRule:
+        """What the updates of stage k of N do, M microbatches being a minibatch.
+
+        ``first`` is the first stage that has the weights, where several share them.
+        """
+        furthest = _furthest(self, stage, stages, microbatches, first)
         return UpdateRule(self.policy.predicts, furthest, furthest if self.fits else 0, self.spikes, self.rescale_steps)
 
     def predictions(self, stage: int, stages: int, microbatches: int = 1) -> tuple[int, int]:
@@ -116,9 +122,9 @@ class Scheme(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _furthest(scheme: Scheme, stage: int, stages: int, microbatches: int) -> int:
+def _furthest(scheme: Scheme, stage: int, stages: int, microbatches: int, first: int | None = None) -> int:
     """The most updates that stage k of N predicts ahead until the pipeline has long been full."""
     if not scheme.policy.predicts:
         return 0
-    readers = [scheme.reader(m, stage, stages, microbatches) for m in range((2 * stages + 1) * microbatches)]
+    readers = [scheme.reader(m, stage, stages, microbatches, first) for m in range((2 * stages + 1) * microbatches)]
     return max(way(each).horizon for each in readers for way in (scheme.policy.forward, scheme.policy.backward))

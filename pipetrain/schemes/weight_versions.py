@@ -26,6 +26,7 @@ class WeightVersions:
         microbatches: M, of a minibatch.
         newest: see above.
         keep: see above.
+        first: the first of the stages that share the weights; None for the stage's own.
     """
 
     def __init__(
@@ -36,14 +37,15 @@ class WeightVersions:
         microbatches: int,
         newest: Callable[[int], Any],
         keep: Callable[[int], Any],
+        first: int | None = None,
     ) -> None:
         policy = scheme.policy
 
         @lru_cache(maxsize=4 * stages * microbatches)  # they are asked for often
-        def reads(microbatch: int) -> tuple[Read, Read, int]:
-            """Of F(m) and of B(m), and what F(m) finds."""
-            reader = scheme.reader(microbatch, stage, stages, microbatches)
-            return policy.forward(reader), policy.backward(reader), reader.newest()
+        def reads(microbatch: int) -> tuple[Read, Read, int, int]:
+            """Of F(m) and of B(m), and the versions that these find."""
+            reader = scheme.reader(microbatch, stage, stages, microbatches, first)
+            return policy.forward(reader), policy.backward(reader), reader.newest(), reader.current()
 
         self._reads, self._microbatches = reads, microbatches
         self._newest, self._keep = newest, keep
@@ -55,8 +57,8 @@ class WeightVersions:
     def forward(self, microbatch: int) -> Any:
         """The weights of F(microbatch)."""
         self._next_forward = max(self._next_forward, microbatch + 1)
-        read, again, _ = self._reads(microbatch)
-        if read.horizon and read.version < microbatch // self._microbatches and read == again:
+        read, again, _, current = self._reads(microbatch)
+        if read.horizon and read.version < current and read == again:
             self._predicted[microbatch] = self._keep(read.horizon)
             return self._predicted[microbatch]
         return self._resolve(read)
@@ -68,9 +70,14 @@ class WeightVersions:
             return self._predicted.pop(microbatch)
         return self._resolve(self._reads(microbatch)[1])
 
+    def found(self, microbatch: int, backward: bool) -> int:
+        """The version that F(microbatch) finds, or B(microbatch)."""
+        *_, newest, current = self._reads(microbatch)
+        return current if backward else newest
+
     def lasts(self, microbatch: int) -> bool:
         """Whether B(microbatch) reads the same weights as F(microbatch), the newest both times."""
-        forward, backward, _ = self._reads(microbatch)
+        forward, backward, *_ = self._reads(microbatch)
         return forward == backward
 
     def staleness(self, microbatch: int) -> int:
@@ -81,7 +88,7 @@ class WeightVersions:
         """Call just before the weights change: keeps the newest if an action still reads it, forgets what none will."""
         read = self._reads(self._next_backward)[1]
         oldest = self.version + 1 if read.horizon else read.version  # what is predicted comes from the newest then
-        forward, _, found = self._reads(self._next_forward)
+        forward, _, found, _ = self._reads(self._next_forward)
         if found > self.version:  # else the schedule has the next forward before this update: there is none, it drains
             oldest = min(oldest, forward.version)
         if self.version >= oldest:

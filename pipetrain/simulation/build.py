@@ -145,9 +145,9 @@ class StationBuilder:
         return whole_s * rows / self._batch_size / speed + adding_s + predicting_s
 
     def _update_s(self, stage: int) -> float:
-        """Seconds of a stage's update, with the weight gradients that are made only then."""
+        """Seconds of a stage's update, with the weight gradients that are made or sent to other stages only then."""
         plan = self._stages[stage]
-        return plan.update_s + (plan.product_s if self._products_once(stage) else 0.0)
+        return plan.update_s + plan.summing_s + (plan.product_s if self._products_once(stage) else 0.0)
 
     def _products_once(self, stage: int) -> bool:
         """Whether weight gradients that are products over rows wait for the minibatch's last microbatch."""

@@ -112,7 +112,7 @@ def _inputs(spans: Spans, row: Keys, transfers: Transfers, row_of: Any) -> tuple
 
     What is sent is for the next such action of its reader: after a drain there are others of the same number.
     """
-    sent = transfers[transfers.op != "R"]
+    sent = transfers[np.isin(transfers.op, ("F", "B"))]
     microbatches = 1 + max(int(each.microbatch.max(initial=0)) for each in (spans, sent))
 
     def keys(rows: Keys, op: NDArray[np.str_], microbatch: NDArray[np.int32]) -> Keys:

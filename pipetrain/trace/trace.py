@@ -16,7 +16,8 @@ from pipetrain.trace.columns import Columns, Names
 
 Integers = NDArray[np.int32]
 Seconds = NDArray[np.float64]
-What = Literal["F", "B", "R"]  # activations, their gradients, weights' gradients to be reduced
+# activations, their gradients, weights' gradients to be summed over replicas, and over stages that share the weights
+What = Literal["F", "B", "R", "S"]
 CATEGORIES = {op: operation.about for op, operation in OPERATIONS.items()}
 OPS = {about: op for op, about in CATEGORIES.items()}
 LONGEST = f"U{max(map(len, OPERATIONS))}"  # the type of their names

@@ -28,12 +28,12 @@ class Results(NamedTuple):
     """What one call gives.
 
     ``ran`` are the results of a forward in the call other than residuals, ``ran_at_s`` the time of day when it was
-    finished; the weights' gradients are None if the call used them for an update, and may be a ``Product`` each.
+    finished; a weight's gradient is None if the call used it for an update, and may be a ``Product``.
     """
 
     ran: Any
     ran_at_s: tf.Tensor | None
-    gradients: Gradients | None
+    gradients: Gradients
     by_input: list[tf.Tensor]
 
 
@@ -47,7 +47,8 @@ class Backward:
     Args:
         halves: forward and backward.
         bound: binds a function to the stage's variables.
-        apply: ``apply(gradients, None, staleness)`` updates the weights.
+        apply: ``apply(gradients, None, staleness)`` updates the stage's own weights.
+        own: the numbers of these weights.
         handles: of their variables.
         staleness: the spec of what ``apply`` takes as staleness, None if nothing.
         timed: whether to return the time when a forward in the call was finished.
@@ -60,13 +61,14 @@ class Backward:
         halves: SplitFunction,
         bound: Callable[[Any], BoundFunction],
         apply: Callable[[Gradients, None, tf.Tensor | None], None],
+        own: Sequence[int],
         handles: Sequence[tf.Tensor],
         staleness: tf.TensorSpec | None,
         timed: bool,
         packing: Packing,
         once: Collection[int] = (),
     ) -> None:
-        self._halves, self._bound, self._apply, self._handles = halves, bound, apply, handles
+        self._halves, self._bound, self._apply, self._own, self._handles = halves, bound, apply, list(own), handles
         self._staleness, self._timed, self._packing = staleness, timed, packing
         self._calls: dict[tuple[Parts, int], BoundFunction] = {}
         self._once, symbolic = once, symbolic_gradients(halves)
@@ -94,7 +96,7 @@ class Backward:
             self._calls[key] = self._bound(self._traced(*key))
         self._begun += parts.runs
         results: Results = self._calls[key](weights, given, output_gradients, staleness, total)
-        if kept is None or results.gradients is None:
+        if kept is None or parts.updates:
             return results
         pairs = zip(kept, results.gradients, strict=True)
         return results._replace(gradients=[a.joined(b) if isinstance(a, Product) else b for a, b in pairs])
@@ -127,11 +129,13 @@ class Backward:
                 gradients = [b if a is None else _add(a, b, like) for a, b, like in pairs]
             if parts.updates:
                 gradients = made(gradients)
+                own = [gradients[n] for n in self._own]
                 with tf.control_dependencies(_there(ran)):
-                    self._apply(gradients, None, staleness)
-                updated_when_read(weights, self._handles)
-                updated_one_by_one(gradients, self._handles)
-            return Results(ran, ran_at_s, None if parts.updates else gradients, by_input)
+                    self._apply(own, None, staleness)
+                updated_when_read([weights[n] for n in self._own], self._handles)
+                updated_one_by_one(own, self._handles)
+                gradients = [None if n in self._own else each for n, each in enumerate(gradients)]
+            return Results(ran, ran_at_s, gradients, by_input)
 
         total = of_parts(self.like, microbatches) if parts.updates else self._sums
         others = self._staleness if parts.updates else None, total if parts.adds else None
@@ -154,6 +158,16 @@ def _there(values: Any) -> list[tf.Tensor]:
 def added(total: Gradients, gradients: Gradients, like: Gradients) -> Gradients:
     """The sums of two lists of gradients, whose form is that of the traced gradients ``like``."""
     return [_add(*each) for each in zip(total, gradients, like, strict=True)]
+
+
+def over_stages(a: Any, b: Any) -> Any:
+    """The sum of the gradients of one weight that two stages have, as a tape over both would add them."""
+    if a is None or b is None:
+        return b if a is None else a
+    if isinstance(a, tf.IndexedSlices) and isinstance(b, tf.IndexedSlices):
+        values, indices = tf.concat([a.values, b.values], 0), tf.concat([a.indices, b.indices], 0)
+        return tf.IndexedSlices(values, indices, a.dense_shape)
+    return tf.convert_to_tensor(a) + tf.convert_to_tensor(b)
 
 
 def _add(a: Any, b: Any, like: Any) -> Any:

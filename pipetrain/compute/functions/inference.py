@@ -14,6 +14,7 @@ from pipetrain.compute.functions.split import specs
 from pipetrain.compute.functions.stage import Stage, state_of
 from pipetrain.compute.functions.stage_values import BoundaryTensors, Forward
 from pipetrain.compute.functions.weight_binding import Newest, Weights, any_rows
+from pipetrain.compute.functions.weight_group import WeightGroup
 from pipetrain.compute.graph.segment import Segment
 from pipetrain.compute.keras_private import mask_of
 
@@ -33,6 +34,7 @@ class Inference:
 
     recompute = False
     unreached: Sequence[int] = ()  # there are no gradients
+    shared: Sequence[WeightGroup] = ()  # nor updates
     global_clipnorm: float | None = None
 
     def __init__(self, segment: Segment, device: str, divided: bool = False, compiled: bool = False) -> None:
@@ -72,7 +74,8 @@ class Inference:
         """Take weights and state from the model; nothing else may write them until the work ends."""
         with tf.device(self.device):
             self._weights = [tf.identity(variable.value) for variable in self._trained]
-            self._state = [state_of(variable, replica) for variable in self._others]
+            before = self.segment.before
+            self._state = [state_of(each, replica, before.get(id(each), 0)) for each in self._others]
             self._no_loss = tf.zeros([])
 
     def weights(self, wanted: Weights = Newest()) -> list[tf.Tensor]:  # noqa: B008 - a tuple, never changed
@@ -96,7 +99,8 @@ class Inference:
     def store(self, values: Sequence[tf.Tensor]) -> None:
         """Write the state that ``outcome`` gave into the model."""
         for index, value in zip(self._assigned, values, strict=True):
-            self._others[index].assign(value)
+            if id(self._others[index]) not in self.segment.before:
+                self._others[index].assign(value)
 
     def _run(self, weights: Any, state: Any, tensors: Any, masks: Any) -> Any:
         outputs, after, penalties = self.segment.infer(weights, state, tensors, masks)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import keras
@@ -25,18 +24,19 @@ from pipetrain.compute.functions.stage_values import (
     SavedForBackward,
     Step,
 )
-from pipetrain.compute.functions.weight_binding import BoundFunction, Newest, Weights
+from pipetrain.compute.functions.weight_binding import BoundFunction, Newest, OfGroups, Weights
+from pipetrain.compute.functions.weight_group import Shared, WeightGroup
 from pipetrain.compute.functions.weight_products import counted, made, of_parts, over_any_rows, products
 from pipetrain.compute.graph.segment import Segment
+from pipetrain.compute.graph.sharing import is_seed
 from pipetrain.compute.keras_private import mask_of
 from pipetrain.compute.optimizer.adoption import Part
 from pipetrain.compute.optimizer.clipping import SQUARED_NORM, clipped, limit, squared_norm
-from pipetrain.compute.optimizer.clone import clone
 from pipetrain.compute.optimizer.slots import Slot
-from pipetrain.compute.optimizer.update import Update
 from pipetrain.compute.tensorflow_private import is_deterministic
 from pipetrain.schemes.scheme import UpdateRule
 
+STREAMS = 1 << 12  # of random numbers that replicas may have
 KNOWN_ROWS = 2  # of a trace that tells how many rows of a matrix belong to an example
 LossFunction = Callable[[Any, list[tf.Tensor], Any], tf.Tensor]
 
@@ -48,8 +48,12 @@ class Stage:
     that work on minibatches (``forward``, ``backward``, ``accumulate``, ``squared_norm``, ``update``) are called in the
     scope of the stage's ``device``; entering the scope in every call would take longer than some of the calls.
 
-    After ``trace``, ``untrained`` are the trainable variables that no gradient reaches, ``unreached`` the inputs that
+    After ``trace``, ``reached`` are the trainable variables that a gradient reaches, ``unreached`` the inputs that
     want a gradient and get none, and ``is_penalized`` says whether a layer adds a loss of its own.
+
+    Weights that other stages have too are ``shared``: a copy of them is here, whose gradients are summed, and whose
+    updates are made, apart from those of the stage's own weights. Where a stage has several groups of weights, its
+    methods take and give ``OfGroups``.
 
     Args:
         segment: the blocks.
@@ -62,6 +66,7 @@ class Stage:
         summed_rows: of a minibatch of several microbatches; 0 where there is one, where other replicas need gradients,
             or where the number is not known.
         compiled: whether XLA compiles its functions.
+        shared: the weights that other stages have too.
     """
 
     def __init__(
@@ -75,41 +80,60 @@ class Stage:
         divided: bool = False,
         summed_rows: int = 0,
         compiled: bool = False,
+        shared: Sequence[Shared] = (),
     ) -> None:
         self._divided, self._kernels = divided, Kernels(compiled, segment.about)
         self.segment, self.device, self.recompute, self._loss = segment, device, recompute, loss
         self._rule = rule
         self._missing: list[int] = []  # numbers of the weights that no gradient reaches
         self._weights, self._model_state = segment.trainable_variables, segment.non_trainable_variables
-        with tf.device(device):
-            self.variables = [_like(variable) for variable in self._weights]
-            self.optimizer = clone(optimizer, self._weights, self.variables, rule)
-            # The norm of all stages' gradients is not the clone's to know: the stage clips before it updates.
-            self.global_clipnorm, self.optimizer.global_clipnorm = limit(optimizer.global_clipnorm), None
-            self._summed_rows = 0 if self.global_clipnorm else summed_rows
-            self.optimizer.build(self.variables)
-            self._optimizer_step = Update(self.optimizer, self.variables, rule, lambda: self._among(self.variables))
-            weights = tf.function(list, autograph=False).get_concrete_function(specs(self._weights))
-            self._read = self._bound(weights, Kernels())
+        self.global_clipnorm = limit(optimizer.global_clipnorm)
+        self._summed_rows = 0 if self.global_clipnorm else summed_rows
+        self._own, self.shared = self._grouped(optimizer, rule, shared)
+        copies = {n: copy for group in self._groups for n, copy in zip(group.numbers, group.variables, strict=True)}
+        self.variables = [copies[n] for n in range(len(copies))]
+        self._assigned: list[int] = []  # numbers of the state's variables that layers assign to
         self._state: list[tf.Tensor] = []
         self._constants: dict[Any, tf.Tensor] = {}
-        self._learning_rate: float | None = None
+
+    def _grouped(
+        self, optimizer: keras.optimizers.Optimizer, rule: UpdateRule, shared: Sequence[Shared]
+    ) -> tuple[WeightGroup, list[WeightGroup]]:
+        """The stage's own weights, and those that it shares, by the stages that have them."""
+        number = {id(variable): n for n, variable in enumerate(self._weights)}
+        numbers = [[number.pop(id(variable)) for variable in each.weights] for each in shared]
+        own = sorted(number.values())
+        mine = [self._weights[n] for n in own]
+
+        def untrained() -> list[keras.Variable]:
+            return [self.variables[n] for n in own if n in self._missing]
+
+        return WeightGroup(mine, own, self.device, optimizer, rule, untrained), [
+            WeightGroup(each.weights, places, self.device, optimizer, each.rule, tuple, each.holders, each.stage)
+            for each, places in zip(shared, numbers, strict=True)
+        ]
 
     @property
-    def untrained(self) -> list[keras.Variable]:
-        """The model's trainable variables that no gradient reaches, as ``trace`` found."""
-        return self._among(self._weights)
+    def _groups(self) -> list[WeightGroup]:
+        return [self._own, *self.shared]
 
-    def _among(self, variables: Sequence[keras.Variable]) -> list[keras.Variable]:
-        return [variables[n] for n in self._missing]
+    @property
+    def optimizer(self) -> keras.optimizers.Optimizer:
+        """The clone of the compiled optimizer that updates the stage's own weights."""
+        return self._own.optimizer
+
+    @property
+    def reached(self) -> list[keras.Variable]:
+        """The model's trainable variables that a gradient reaches in this stage, as ``trace`` found."""
+        return [variable for n, variable in enumerate(self._weights) if n not in self._missing]
 
     def slots(self) -> Iterator[Slot]:
-        """The slots of the stage's optimizer, by the model's own variables."""
-        return self._optimizer_step.slots(self._weights)
+        """The slots of the stage's optimizers, by the model's own variables."""
+        return (slot for group in self._groups for slot in group.slots())
 
-    def part(self) -> Part:
-        """The stage's optimizer, by the model's own variables."""
-        return Part(self.optimizer, self._weights)
+    def parts(self) -> list[Part]:
+        """The stage's optimizers, by the model's own variables."""
+        return [group.part() for group in self._groups if group.variables]
 
     def load(self, iterations: int = 0, replica: int = 0) -> None:
         """Take weights and state from the model, and set the optimizer's count of steps.
@@ -118,17 +142,17 @@ class Stage:
         """
         self._constants.clear()
         with tf.device(self.device):
-            self.optimizer.iterations.assign(iterations)
-            for mine, original in zip(self.variables, self._weights, strict=True):
-                mine.assign(original.value)
-            self._state = [state_of(variable, replica) for variable in self._model_state]
-        if self._optimizer_step.fit:
-            self._optimizer_step.fit.reset()
+            for group in self._groups:
+                group.load(iterations)
+            before = self.segment.before
+            self._state = [state_of(each, replica, before.get(id(each), 0)) for each in self._model_state]
 
     def store(self, values: Sequence[tf.Tensor]) -> None:
         """Write weights and state, as ``outcome`` or ``snapshot`` gave them, into the model."""
-        for variable, value in zip([*self._weights, *self._model_state], values, strict=True):
-            variable.assign(value)
+        weights = [variable for group in self._groups if group.is_first for variable in group.originals]
+        for variable, value in zip([*weights, *self._model_state], values, strict=True):
+            if not is_seed(variable) or id(variable) not in self.segment.before:
+                variable.assign(value)
 
     def outcome(self, others: Sequence[Stage]) -> list[tf.Tensor]:
         """The final weights, and the final state averaged over replicas where it is neither a count nor a seed."""
@@ -136,19 +160,26 @@ class Stage:
             return self.snapshot()
         everyone = zip(self._state, *(other._state for other in others), strict=True)
         with tf.device(self.device):
-            state = [tf.add_n(each) / len(each) if each[0].dtype.is_floating else each[0] for each in everyone]
-        return [*self.weights(), *state]
+            state = [
+                tf.add_n(each) / len(each) if n in self._assigned and each[0].dtype.is_floating else each[0]
+                for n, each in enumerate(everyone)
+            ]
+        return [*self._stored(), *state]
 
     def snapshot(self) -> list[tf.Tensor]:
         """The current weights and state, as tensors that later updates do not change."""
-        return [*self.weights(), *self._state]
+        return [*self._stored(), *self._state]
 
-    def weights(self, wanted: Weights = Newest()) -> list[tf.Tensor]:  # noqa: B008 - a tuple, never changed
-        """The current weights as tensors; holding them keeps this version, as a later update then copies."""
-        if not isinstance(wanted, Newest) or not self.variables:
-            return [] if isinstance(wanted, Newest) else wanted
-        with tf.device(self.device):
-            return self._read(wanted)
+    def _stored(self) -> list[tf.Tensor]:
+        """The weights that no earlier stage has, which may have made fewer updates by now."""
+        return [value for group in self._groups if group.is_first for value in group.weights()]
+
+    def weights(self, wanted: Weights = Newest()) -> Any:  # noqa: B008 - a tuple, never changed
+        """The described weights as tensors; holding them keeps this version, as a later update then copies."""
+        if isinstance(wanted, OfGroups):
+            pairs = zip(self._groups, wanted.groups, strict=True)
+            return OfGroups(tuple(group.weights(each) for group, each in pairs))
+        return self._own.weights(wanted)
 
     def trace(
         self, masks: Sequence[tf.TensorSpec | None], targets: Any = None, unreached: Collection[int] = ()
@@ -168,12 +199,13 @@ class Stage:
             self._forward, self._gradient_specs = self._bound(twice.first if twice else halves.forward), halves.outputs
             self._again = self._bound(twice.again) if twice else self._forward
             self._draws = twice is not None
-            self._handles = [variable.value.handle for variable in self.variables]
+            self._handles = [variable.value.handle for variable in self._own.variables]
             packing = self._kernels.packing
             # XLA has no clock, and TensorFlow refuses one where operations are to be deterministic.
+            own = self._own.numbers
             timed = is_prompt(self.device) and not self._kernels.compiled and not is_deterministic()
             self._backward = Backward(
-                halves, self._bound, self._step, self._handles, self._staleness, timed, packing, once
+                halves, self._bound, self._step, own, self._handles, self._staleness, timed, packing, once
             )
             self._gradients = self._backward.like
             reached = iter(halves.reached)
@@ -206,13 +238,14 @@ class Stage:
         known = tf.nest.map_structure(_with_rows, (differentiable, constants))
         try:
             exact = self._split([_with_rows(mask) for mask in masks], *known)
-        except (TypeError, ValueError, tf.errors.OpError):  # layers that take other numbers of examples alone
+        except Exception:  # whatever layers raise that take other numbers of examples alone
             return set()
-        return possible & products(symbolic_gradients(exact), KNOWN_ROWS, self._summed_rows)
+        own = {*self._own.numbers}  # what other stages' gradients are added to is made here
+        return own & possible & products(symbolic_gradients(exact), KNOWN_ROWS, self._summed_rows)
 
     def _trace_update(self, microbatches: int) -> Any:
         squares = tf.TensorSpec([None], SQUARED_NORM.dtype) if self.global_clipnorm else None
-        gradients = of_parts(self._gradients, microbatches)
+        gradients = of_parts([self._gradients[n] for n in self._own.numbers], microbatches)
         return self._kernels.op(self._one_by_one, gradients, squares, self._staleness)
 
     def _one_by_one(self, gradients: list[Any], squared_norms: tf.Tensor | None, staleness: tf.Tensor | None) -> None:
@@ -223,7 +256,7 @@ class Stage:
     def _step(self, gradients: list[Any], squared_norms: tf.Tensor | None, staleness: tf.Tensor | None) -> None:
         if squared_norms is not None and self.global_clipnorm:
             gradients = clipped(gradients, squared_norms, self.global_clipnorm)
-        self._optimizer_step.apply(gradients, staleness)
+        self._own.update.apply(gradients, staleness)
 
     def forward(self, weights: Weights, values: BoundaryTensors, targets: Any = None) -> Forward:
         """Run the blocks with these weights and the stage's current state, which is updated.
@@ -231,10 +264,12 @@ class Stage:
         With recomputation, ``Newest`` stands for the same weights that the backward will be given.
         """
         state, inputs = self._state, self._sorted(values, targets)
-        (output, loss, penalty, self._state), residuals = self._forward(weights, state, *inputs)
+        (output, loss, penalty, assigned), residuals = self._forward(weights, state, *inputs)
+        self._assign(assigned)
         if not self.recompute:
             return Forward(output, loss, penalty, SavedForBackward(residuals))
-        given = None if isinstance(weights, Newest) else weights
+        described = isinstance(weights, Newest) or (isinstance(weights, OfGroups) and not weights.are_tensors)
+        given = None if described else weights
         again = (*inputs, residuals) if self._draws else inputs
         return Forward(output, loss, penalty, SavedForBackward(None, given, state, again))
 
@@ -251,7 +286,8 @@ class Stage:
 
         Given a forward's inputs, the forward is run in the same call, with the same weights. ``gradients`` are those of
         the outputs that want one (of the loss, for the last stage), ``share`` that of the penalty. Those of the weights
-        are added to a ``total``, if there is one; with a ``step`` they are used for an update in the same call.
+        are added to a ``total``, if there is one; with a ``step`` those of the stage's own weights are used for an
+        update in the same call.
         """
         runs = isinstance(given, Inputs)
         parts, staleness = Parts(runs, total is not None, step is not None), None
@@ -259,17 +295,26 @@ class Stage:
         output_gradients = [self._constant(each, spec.dtype) for each, spec in zip(gradients, specs_of, strict=False)]
         output_gradients += [self._constant(penalty_gradient(spec, share), spec.dtype) for spec in penalties]
         if step is not None:
-            self._set_rate(step.learning_rate)
+            self._own.set_rate(step.learning_rate)
             staleness = self._stale(step.staleness)
         taken = [self._state, *self._sorted(*given)] if isinstance(given, Inputs) else self._residuals(weights, given)
         results = self._backward(parts, weights, taken, output_gradients, staleness, total)
-        if step is not None and self._optimizer_step.fit:
-            self._optimizer_step.fit.updated()
+        if step is not None:
+            self._own.updated()
         if not runs:
-            return BackwardResult(results.gradients, results.by_input)
-        output, loss, penalty, self._state = results.ran
+            return BackwardResult(results.gradients, results.by_input, parts.updates)
+        output, loss, penalty, assigned = results.ran
+        self._assign(assigned)
         forward = Forward(output, loss, penalty, None)
-        return BackwardResult(results.gradients, results.by_input, forward, _time_s(results.ran_at_s))
+        return BackwardResult(results.gradients, results.by_input, parts.updates, forward, _time_s(results.ran_at_s))
+
+    def _assign(self, values: Sequence[tf.Tensor]) -> None:
+        """The new values of the state that a forward assigns; frozen weights are state too, and stay."""
+        if values:
+            state = list(self._state)  # which a forward that is to be run again may have
+            for n, value in zip(self._assigned, values, strict=True):
+                state[n] = value
+            self._state = state
 
     def had_run(self) -> bool | None:
         """Whether a ``backward`` that raised, given a forward's inputs, had done the forward.
@@ -297,30 +342,37 @@ class Stage:
         return added(total, gradients, [self._gradients[n] for n in of])
 
     def squared_norm(self, gradients: list[Any]) -> tf.Tensor:
-        """The squared norm of the stage's gradients, a part of that of all stages; with ``global_clipnorm`` only."""
+        """The squared norm of the stage's gradients, a part of that of all stages; with ``global_clipnorm`` only.
+
+        Of weights that several stages have, these are the sums over all stages, at the first of them, and None at the
+        others.
+        """
         if self._squared_norm is None:
-            self._squared_norm = self._kernels.op(squared_norm, self._gradients)
+            like = list(self._gradients)
+            for n in (n for group in self.shared for n in group.numbers):
+                like[n] = None if gradients[n] is None else tf.type_spec_from_value(gradients[n])
+            self._squared_norm = self._kernels.op(squared_norm, like)
         return self._squared_norm(gradients)
 
+    def clipped(self, gradients: list[Any], squared_norms: tf.Tensor) -> list[Any]:
+        """The gradients clipped by the norm that follows from the ``squared_norms`` of all stages."""
+        assert self.global_clipnorm is not None
+        return clipped(gradients, squared_norms, self.global_clipnorm)
+
     def update(self, gradients: list[Any], step: Step, squared_norms: tf.Tensor | None = None) -> None:
-        """One step of the stage's optimizer, which makes the next weight version.
+        """One step of the stage's optimizer on its own weights, which makes their next version.
 
         With ``global_clipnorm`` the gradients are clipped by the norm that follows from the ``squared_norms`` of all
         stages. Rules that correct for staleness use that of the gradients.
         """
-        self._set_rate(step.learning_rate)
-        if self.variables:
+        self._own.set_rate(step.learning_rate)
+        if self._own.variables:
+            gradients = [gradients[n] for n in self._own.numbers]
             microbatches = counted(gradients)
             if microbatches not in self._updates:
                 self._updates[microbatches] = self._trace_update(microbatches)
             self._updates[microbatches](gradients, squared_norms, self._stale(step.staleness))
-            if self._optimizer_step.fit:
-                self._optimizer_step.fit.updated()
-
-    def _set_rate(self, learning_rate: float | None) -> None:
-        if learning_rate is not None and learning_rate != self._learning_rate:
-            self.optimizer._learning_rate.assign(learning_rate)
-            self._learning_rate = learning_rate
+            self._own.updated()
 
     @property
     def _staleness(self) -> tf.TensorSpec | None:
@@ -338,8 +390,7 @@ class Stage:
         return self._constants[value, dtype]
 
     def _bound(self, concrete: Any, kernels: Kernels | None = None) -> BoundFunction:
-        predicted = self._optimizer_step.predicted
-        return BoundFunction(concrete, self.variables, predicted, self._constant, kernels or self._kernels)
+        return BoundFunction(concrete, self._groups, self._constant, kernels or self._kernels)
 
     def _sorted(self, values: BoundaryTensors, targets: Any) -> tuple[list[Any], Any]:
         """The inputs that need a gradient, and all other inputs."""
@@ -351,7 +402,8 @@ class Stage:
 
     def _run(self, weights: Any, state: Any, differentiable: Any, constants: Any) -> Any:
         others, masks, targets = constants
-        outputs, state, penalties = self.segment.run(weights, state, differentiable, others, masks)
+        outputs, after, penalties = self.segment.run(weights, state, differentiable, others, masks)
+        self._assigned = [n for n, (old, new) in enumerate(zip(state, after, strict=True)) if new is not old]
         differentiated = [tensor for tensor, returned in zip(outputs, self._returns, strict=True) if returned]
         loss = None
         if self._loss:
@@ -360,7 +412,8 @@ class Stage:
         self._added = self.segment.added(penalties)
         penalty = total_penalty(penalties, self._summed)
         values = BoundaryTensors(outputs, [mask_of(output) for output in outputs])
-        return differentiated if penalty is None else [*differentiated, penalty], (values, loss, penalty, state)
+        starts = differentiated if penalty is None else [*differentiated, penalty]
+        return starts, (values, loss, penalty, [after[n] for n in self._assigned])
 
     def _loss_of(self, outputs: list[tf.Tensor], targets: Any) -> tf.Tensor:
         y, sample_weight = targets
@@ -381,22 +434,14 @@ def _time_s(of_day_s: tf.Tensor | None) -> float | None:
     return None if of_day_s is None else time.perf_counter() - (time.time() - float(of_day_s))
 
 
-def _like(variable: keras.Variable) -> keras.Variable:
-    """A copy with the same value, name and path; some optimizers use the name or path."""
-    value = tf.convert_to_tensor(variable.value)  # given a tf.Variable, Keras would share it
-    with ExitStack() as scopes:
-        for scope in variable.path.split("/")[:-1]:
-            scopes.enter_context(keras.name_scope(scope))
-        copy = keras.Variable(value, trainable=True, dtype=variable.dtype, name=variable.name)
-    copy.constraint = variable.constraint
-    return copy
+def state_of(variable: keras.Variable, replica: int, before: int = 0) -> tf.Tensor:
+    """The value of a variable that is not a weight.
 
-
-def state_of(variable: keras.Variable, replica: int) -> tf.Tensor:
-    """The value of a variable that is not a weight; a seed has a different value in every replica."""
-    value = tf.identity(variable.value)
-    if replica and variable.path.endswith("seed_generator_state"):
-        return value + tf.constant([replica * 2654435769 % 2**32, 0], value.dtype)
+    A seed has a different value in every replica, and in a stage ``before`` which as many calls draw from it.
+    """
+    value, stream = tf.identity(variable.value), replica + STREAMS * before
+    if stream and is_seed(variable):
+        return value + tf.constant([stream * 2654435769 % 2**32, 0], value.dtype)
     return value
 
 

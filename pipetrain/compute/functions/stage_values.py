@@ -36,7 +36,7 @@ class SavedForBackward(NamedTuple):
     """
 
     residuals: list[tf.Tensor] | None
-    weights: list[tf.Tensor] | None = None
+    weights: Any = None
     state: Sequence[tf.Tensor] = ()
     inputs: Any = None
 
@@ -56,13 +56,15 @@ class Step(NamedTuple):
 
 
 class BackwardResult(NamedTuple):
-    """The results of a backward: gradients of the weights, None after an update by them, and of inputs.
+    """The results of a backward: gradients of the weights, and of inputs.
 
-    For a forward in the same call also its results, and the time when it was finished (``time.perf_counter``), if
+    Where the call has ``updated`` the stage's own weights, only the gradients of those that it shares are left. For a
+    forward in the same call also its results, and the time when it was finished (``time.perf_counter``), if
     known.
     """
 
-    gradients: list[Any] | None
+    gradients: list[Any]
     by_input: list[tf.Tensor]
+    updated: bool = False
     forward: Forward | None = None
     forward_end_s: float | None = None

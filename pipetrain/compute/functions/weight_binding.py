@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import keras
 import tensorflow as tf
@@ -18,7 +19,31 @@ class Newest(NamedTuple):
     horizon: int = 0
 
 
-Weights = Newest | list[tf.Tensor]
+Tensors = list[tf.Tensor]
+
+
+class OfGroups(NamedTuple):
+    """The weights of a stage that has several groups of them: for each the newest, or tensors."""
+
+    groups: tuple[Newest | Tensors, ...]
+
+    @property
+    def are_tensors(self) -> bool:
+        """Whether nothing is described only."""
+        return not any(isinstance(each, Newest) for each in self.groups)
+
+
+Weights = Newest | Tensors | OfGroups
+
+
+class Bindable(Protocol):
+    """Variables that are updated together: which of a stage's weights they are, and their values so far ahead."""
+
+    variables: list[keras.Variable]
+    numbers: list[int]
+
+    def predicted(self, horizon: tf.Tensor) -> list[tf.Tensor]:
+        """The values ``horizon`` updates ahead."""
 
 
 class BoundFunction:
@@ -29,8 +54,7 @@ class BoundFunction:
 
     Args:
         call: a concrete function whose first argument are the weights.
-        variables: the stage's variables.
-        predicted: their values so many updates ahead, for a scalar tensor.
+        groups: the stage's variables.
         constant: a number as a tensor of a type, on the stage's device.
         kernels: what runs it.
     """
@@ -38,20 +62,22 @@ class BoundFunction:
     def __init__(
         self,
         call: Any,
-        variables: Sequence[keras.Variable],
-        predicted: Callable[[tf.Tensor], list[tf.Tensor]],
+        groups: Sequence[Bindable],
         constant: Callable[[float, tf.DType], tf.Tensor],
         kernels: Kernels,
     ) -> None:
         self._kernels = kernels
         self._given = kernels.of(call)
-        self._call, self._variables, self._predicted, self._constant = call, variables, predicted, constant
-        self._others = call.structured_input_signature[0][1:]
+        self._call, self._groups, self._constant = call, list(groups), constant
+        self._weights, *self._others = call.structured_input_signature[0]
         self._newest: Any = None
         self._ahead: Any = None
+        self._mixed: dict[tuple[bool | None, ...], Any] = {}
 
     def __call__(self, weights: Weights, *others: Any) -> Any:
         """Call with these weights."""
+        if isinstance(weights, OfGroups):
+            return self._call_with(weights.groups, others)
         if not isinstance(weights, Newest):
             return self._given(weights, *others)
         if not weights.horizon:
@@ -62,17 +88,54 @@ class BoundFunction:
             self._ahead = self._trace(self._with_predicted, tf.TensorSpec([]))
         return self._ahead(self._constant(float(weights.horizon), tf.float32), *others)
 
+    def _call_with(self, weights: Sequence[Newest | Tensors], others: Sequence[Any]) -> Any:
+        """Call with weights of every group; functions are traced for what is predicted and what is given."""
+        kinds = tuple(bool(each.horizon) if isinstance(each, Newest) else None for each in weights)
+        horizons = [
+            self._constant(float(each.horizon), tf.float32)
+            for each in weights
+            if isinstance(each, Newest) and each.horizon
+        ]
+        given = [each for each in weights if not isinstance(each, Newest)]
+        if kinds not in self._mixed:
+            pairs = zip(kinds, self._groups, strict=True)
+            specs = [[self._weights[n] for n in group.numbers] for kind, group in pairs if kind is None]
+            horizon_specs = [tf.TensorSpec([]) for _ in horizons]
+            self._mixed[kinds] = self._trace(partial(self._with_groups, kinds), horizon_specs, specs)
+        return self._mixed[kinds](horizons, given, *others)
+
+    def _with_groups(self, kinds: Sequence[bool | None], horizons: Any, given: Any, *others: Any) -> Any:
+        ahead, tensors = iter(horizons), iter(given)
+        weights: dict[int, tf.Tensor] = {}
+        predicted: list[tf.Tensor] = []
+        for kind, group in zip(kinds, self._groups, strict=True):
+            values = next(tensors) if kind is None else group.predicted(next(ahead)) if kind else _read(group)
+            predicted += values if kind else []
+            weights.update(zip(group.numbers, values, strict=True))
+        in_order = [weights[n] for n in range(len(weights))]
+        if not predicted:
+            return self._call(in_order, *others)
+        result = inlined(self._call, in_order, *others)
+        made_when_needed(predicted)
+        return result
+
     def _with_newest(self, *others: Any) -> Any:
-        return self._call([variable.value.read_value() for variable in self._variables], *others)
+        (group,) = self._groups
+        return self._call(_read(group), *others)
 
     def _with_predicted(self, horizon: tf.Tensor, *others: Any) -> Any:
-        predicted = self._predicted(horizon)
+        (group,) = self._groups
+        predicted = group.predicted(horizon)
         result = inlined(self._call, predicted, *others)
         made_when_needed(predicted)
         return result
 
-    def _trace(self, function: Callable[..., Any], *first: tf.TensorSpec) -> Any:
+    def _trace(self, function: Callable[..., Any], *first: Any) -> Any:
         return self._kernels.op(function, *first, *self._others)
+
+
+def _read(group: Bindable) -> list[tf.Tensor]:
+    return [variable.value.read_value() for variable in group.variables]
 
 
 def any_rows(values: Any) -> Any:

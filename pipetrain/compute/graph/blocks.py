@@ -12,7 +12,8 @@ from pipetrain.compute.graph.calls import RecordedCalls
 from pipetrain.compute.graph.checks import check_crossing_types, check_graph, check_outputs
 from pipetrain.compute.graph.composite import composites
 from pipetrain.compute.graph.grouping import grouped
-from pipetrain.compute.graph.segment import Call, Segment, is_differentiable
+from pipetrain.compute.graph.segment import NONE, Call, Segment, is_differentiable
+from pipetrain.compute.graph.sharing import with_unread
 
 
 class Block(NamedTuple):
@@ -49,8 +50,9 @@ class Chain:
         self._outputs = recorded.through(model, self._inputs)
         self._symbols = recorded.symbols
         composite = composites(recorded.calls, recorded.symbols)
+        calls = with_unread(recorded.calls, recorded.symbols)
         check_outputs(model, [composite.get(value) for value in self._outputs])
-        self.blocks = _named(grouped(recorded.calls, composite), composite)
+        self.blocks = _named(grouped(calls, composite), composite)
         # The first and the last cut that each value may cross.
         self._first, self._last = [0] * len(self._symbols), [0] * len(self._symbols)
         for index, block in enumerate(self.blocks):
@@ -82,7 +84,8 @@ class Chain:
         if end < len(self.blocks):
             check_crossing_types(self.specs(end), self.blocks[end - 1].name)
         calls = list(self._calls(first, end))
-        return self._segment(calls, self.crossing(first), self.crossing(end), self._trained())
+        before = Counter(id(each) for call in self._calls(0, first) for each in _variables(call))
+        return self._segment(calls, self.crossing(first), self.crossing(end), self._trained(), before)
 
     def alone(self) -> Iterator[Segment]:
         """Every block as a layer of its own, without the values that only pass it."""
@@ -103,17 +106,28 @@ class Chain:
     def _calls(self, first: int, end: int) -> Iterator[Call]:
         return (call for block in self.blocks[first:end] for call in block.calls)
 
-    def _segment(self, calls: Sequence[Call], reads: list[int], writes: list[int], trained: set[int]) -> Segment:
+    def _segment(
+        self,
+        calls: Sequence[Call],
+        reads: list[int],
+        writes: list[int],
+        trained: set[int],
+        before: Mapping[int, int] = NONE,
+    ) -> Segment:
         differentiable, returns = ([value in trained for value in values] for values in (reads, writes))
-        return Segment(calls, reads, writes, self._symbols, differentiable, returns)
+        return Segment(calls, reads, writes, self._symbols, differentiable, returns, before)
 
     def _trained(self) -> set[int]:
         """Values that need a gradient: those of differentiable types that depend on trainable weights."""
         trained: set[int] = set()
         for call in self._calls(0, len(self.blocks)):
-            if getattr(call.operation, "trainable_variables", None) or not trained.isdisjoint(call.reads):
+            if call.weights or not trained.isdisjoint(call.reads):
                 trained.update(value for value in call.writes if is_differentiable(self._symbols[value].dtype))
         return trained
+
+
+def _variables(call: Call) -> Sequence[keras.Variable]:
+    return [each for each in getattr(call.operation, "variables", ()) if id(each) not in call.unread]
 
 
 def _named(groups: Sequence[Sequence[Call]], composite: Mapping[int, str]) -> list[Block]:

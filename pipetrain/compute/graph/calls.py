@@ -87,13 +87,18 @@ def _calls_in_order(model: Any) -> Iterator[tuple[Any, Any]]:
 def _nested_inputs(model: Any, node: Any) -> list[Any] | None:
     """The tensors that a nested model is called on, in the order of its inputs; None if they are not plain tensors."""
     arguments = node.arguments
-    if len(arguments.args) != 1 or any(
-        arguments.kwargs[name] is not None for name in {*arguments.kwargs} - {"training"}
-    ):
+    given = {"inputs": arguments.args[0]} if len(arguments.args) == 1 else {}
+    given |= {name: value for name, value in arguments.kwargs.items() if name != "training" and _is_given(value)}
+    if len(arguments.args) > 1 or set(given) != {"inputs"}:
         return None
     try:
-        given = in_order(arguments.args[0], model)
+        tensors = in_order(given["inputs"], model)
     except ValueError:  # optional ones
         return None
     known = {id(tensor) for tensor in node.input_tensors}
-    return given if len(given) == len(model.inputs) and all(id(tensor) in known for tensor in given) else None
+    return tensors if len(tensors) == len(model.inputs) and all(id(tensor) in known for tensor in tensors) else None
+
+
+def _is_given(value: Any) -> bool:
+    """Whether an argument is anything but None: Keras records a structure of None as the mask of several inputs."""
+    return any(each is not None for each in keras.tree.flatten(value))

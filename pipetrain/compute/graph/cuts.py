@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipetrain.compute.graph.blocks import Block
+from pipetrain.compute.graph.sharing import state_variables
 
 
 def cut_points(blocks: Sequence[Block], cuts: Sequence[str]) -> list[int]:
@@ -13,7 +14,7 @@ def cut_points(blocks: Sequence[Block], cuts: Sequence[str]) -> list[int]:
     A layer inside a nested model is ``"outer/inner"``, or ``"inner"`` where no other layer is called so; a nested
     model's own name stands for its last layer.
     Raises ValueError for a name that no layer has, for names out of order, for the model's last layer, and for a
-    layer after which no cut can be made because calls before and after it share variables, or because its output is
+    layer after which no cut can be made because calls before and after it share state, or because its output is
     ragged or sparse.
     """
     if isinstance(cuts, str):
@@ -41,7 +42,7 @@ def _end(blocks: Sequence[Block], cut: str, cuts: Sequence[str]) -> int:
     found = [(index, call) for index, call in calls if call.name == cut or call.name.startswith(f"{cut}/")]
     inside = [(index, call) for index, call in calls if call.name.endswith(f"/{cut}")]
     if not found and len({call.name for _, call in inside}) == 1:
-        found = inside
+        return _end(blocks, inside[0][1].name, cuts) if inside[0][1].name in names else inside[-1][0] + 1
     if not found:
         raise ValueError(f"Unknown layer in cuts. Received: cuts={tuple(cuts)!r} with {cut!r}. Try {_some(names)}.")
     index, call = found[-1]
@@ -57,14 +58,14 @@ def reason(block: Block) -> str:
     """The reason, as text, why a block cannot be cut."""
     users: dict[int, list[str]] = {}
     for call in block.calls:
-        for variable in getattr(call.operation, "variables", ()):
+        for variable in state_variables(call.operation):
             users.setdefault(id(variable), []).append(call.name)
     names = list(dict.fromkeys(name for each in users.values() if len(each) > 1 for name in each))
     if not names:
         return " and ".join(f"what {name!r} makes is {kind} and crosses no cut" for name, kind in block.composite)
     if len(names) == 1:
         return f"{names[0]!r} is called more than once"
-    return f"{' and '.join(map(repr, names))} share weights"
+    return f"{' and '.join(map(repr, names))} share state"
 
 
 def why_together(blocks: Sequence[Block]) -> str:

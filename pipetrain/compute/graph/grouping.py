@@ -6,20 +6,21 @@ import graphlib
 from collections.abc import Container, Sequence
 
 from pipetrain.compute.graph.segment import Call
+from pipetrain.compute.graph.sharing import state_variables
 from pipetrain.compute.graph.topological_order import sorted_topologically
 
 
 def grouped(calls: Sequence[Call], composite: Container[int]) -> list[list[Call]]:
     """The calls as blocks in running order.
 
-    Calls that share variables are in one block with all calls between them, and so are those that make and read a
-    ``composite`` value.
+    Calls that share state (BatchNorm's statistics) are in one block with all calls between them, and so are those that
+    make and read a ``composite`` value. Weights may be shared by calls in different blocks.
     """
     owner = _DisjointSets(len(calls))
     users: dict[int, int] = {}
     makers = {value: index for index, call in enumerate(calls) for value in call.writes}
     for index, call in enumerate(calls):
-        for variable in getattr(call.operation, "variables", ()):
+        for variable in state_variables(call.operation):
             owner.join(users.setdefault(id(variable), index), index)
         for value in call.reads:
             if value in makers and value in composite:

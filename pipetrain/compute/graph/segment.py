@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import keras
@@ -11,13 +12,15 @@ import tensorflow as tf
 
 from pipetrain.compute.keras_private import mask_of, set_mask
 
+NONE: Mapping[int, int] = MappingProxyType({})
 DIFFERENTIABLE = ("bfloat16", "float16", "float32", "float64", "complex64", "complex128")
 
 
 class Call(NamedTuple):
     """One call of a layer or operation, on the values ``reads``, making the values ``writes``.
 
-    ``node`` is Keras' record of the call: its arguments, and the symbolic tensors in and out.
+    ``node`` is Keras' record of the call: its arguments, and the symbolic tensors in and out. ``unread`` are those of
+    the layer's weights that other calls read and this one does not, by their ``id``.
     """
 
     name: str
@@ -25,6 +28,13 @@ class Call(NamedTuple):
     node: Any
     reads: tuple[int, ...]
     writes: tuple[int, ...]
+    unread: frozenset[int] = frozenset()
+
+    @property
+    def weights(self) -> list[keras.Variable]:
+        """The trained weights that it reads."""
+        trained = getattr(self.operation, "trainable_variables", ())
+        return [each for each in trained if id(each) not in self.unread]
 
 
 class Segment(keras.Layer):
@@ -39,6 +49,7 @@ class Segment(keras.Layer):
         reads, writes: the values that come in and go out.
         symbols: the symbolic tensor of every value.
         differentiable, returns: which values that come in and go out need a gradient.
+        before: how many earlier calls have each variable, by its ``id``. A weight's regularizer counts at its first.
     """
 
     def __init__(
@@ -49,17 +60,30 @@ class Segment(keras.Layer):
         symbols: Sequence[Any],
         differentiable: Sequence[bool],
         returns: Sequence[bool],
+        before: Mapping[int, int] = NONE,
     ) -> None:
         super().__init__(autocast=False)
         self.supports_masking = True
         self._calls = list(calls)
+        read = {id(each) for call in calls for each in call.weights}
+        self._unread = {each for call in calls for each in call.unread} - read
         self._operations = [call.operation for call in calls]  # a list of layers, so that Keras finds their variables
         self._trains = [_takes_training(operation) for operation in self._operations]
         self.reads, self.writes = list(reads), list(writes)
         self.inputs = [symbols[value] for value in reads]
         self.outputs = [symbols[value] for value in writes]
-        self.differentiable, self.returns = list(differentiable), list(returns)
+        self.differentiable, self.returns, self.before = list(differentiable), list(returns), before
         self.built = True
+
+    @property
+    def trainable_variables(self) -> list[keras.Variable]:
+        """Keras', without weights that no call here reads."""
+        return [each for each in super().trainable_variables if id(each) not in self._unread]
+
+    @property
+    def trainable_weights(self) -> list[keras.Variable]:
+        """The same, from which Keras makes the losses of regularizers."""
+        return [each for each in super().trainable_weights if id(each) not in self._unread]
 
     @property
     def about(self) -> str:
@@ -126,7 +150,11 @@ class Segment(keras.Layer):
 
     def added(self, penalties: Sequence[Any]) -> int:
         """How many of the layers' own losses are not regularizers of weights."""
-        return len(penalties) - sum(variable.regularizer is not None for variable in self.trainable_variables)
+        return len(penalties) - sum(id(variable) not in self.before for variable in self._regularized())
+
+    def _regularized(self) -> list[keras.Variable]:
+        """In Keras' order of their losses, which come after all others."""
+        return [variable for variable in self.trainable_variables if variable.regularizer is not None]
 
     def _pure(
         self, weights: Sequence[Any], state: Sequence[Any], tensors: Sequence[Any], masks: Any, training: bool
@@ -138,6 +166,10 @@ class Segment(keras.Layer):
         with scope:
             outputs = self(tensors, training=training)  # a call of Keras' own: what is inside the layers knows it too
             penalties = list(self.losses)
+        regularized = self._regularized()
+        own = penalties[: len(penalties) - len(regularized)]
+        pairs = zip(regularized, penalties[len(own) :], strict=True)
+        penalties = [*own, *(loss for variable, loss in pairs if id(variable) not in self.before)]
         return outputs, [scope.get_current_value(variable) for variable in self.non_trainable_variables], penalties
 
 

@@ -50,8 +50,11 @@ class Update:
         if rule.fit_horizon and self._variables:
             self.fit = HorizonFit(self._variables, self.velocity, self._ahead, rule.fit_horizon)
 
-    def slots(self, weights: Sequence[keras.Variable]) -> Iterator[Slot]:
-        """The optimizer's slots and what predictions need in addition, each with its one of ``weights``."""
+    def slots(self, weights: Sequence[keras.Variable], holder: int | None = None) -> Iterator[Slot]:
+        """The optimizer's slots and what predictions need in addition, each with its one of ``weights``.
+
+        ``holder`` is the stage, where an earlier one has these weights too and fits another multiple.
+        """
         yield from slots(self._optimizer, weights)
         if self._velocity is None:
             return
@@ -61,7 +64,7 @@ class Update:
             if self._rate is not None:
                 yield Slot(weight, "last_rate", self._rate)
             if self.fit:
-                yield Slot(weight, "fit", self.fit.sums)
+                yield Slot(weight, "fit" if holder is None else f"fit_{holder}", self.fit.sums)
 
     def apply(self, gradients: list[Any], staleness: tf.Tensor | None = None) -> None:
         """One optimizer step; keeps what the next prediction needs and no slot holds."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ import keras
 
 from pipetrain.compute.graph.blocks import Block, Chain
 from pipetrain.compute.graph.segment import Call
+from pipetrain.compute.graph.sharing import shared_by_blocks
 from pipetrain.plan.profile import Profile
 from pipetrain.plan.roofline import FLOAT_BYTES, Device, Product, Work, roofline
 
@@ -46,8 +47,9 @@ def is_little(chain: Chain, batch_size: int) -> bool:
 
 
 def _works(chain: Chain, batch_size: int) -> list[Work]:
+    shared = shared_by_blocks([block.calls for block in chain.blocks])
     return [
-        _work(block, sum(_bytes(symbol, batch_size) for symbol in chain.specs(end)), batch_size)
+        _work(block, sum(_bytes(symbol, batch_size) for symbol in chain.specs(end)), batch_size, shared[end - 1])
         for end, block in enumerate(chain.blocks, start=1)
     ]
 
@@ -62,7 +64,7 @@ class _Count:
     kept_bytes: int = 0
 
 
-def _work(block: Block, output_bytes: int, rows: int) -> Work:
+def _work(block: Block, output_bytes: int, rows: int, shared: Sequence[tuple[int, Any]]) -> Work:
     counts = [_counted(call, rows) for call in block.calls]
     written = sum(
         _bytes(symbol, rows)
@@ -70,7 +72,8 @@ def _work(block: Block, output_bytes: int, rows: int) -> Work:
         for symbol in call.node.output_tensors
         if type(call.operation).__name__ not in NOTHING
     )
-    variables = {id(v): v for call in block.calls for v in getattr(call.operation, "trainable_variables", ())}
+    variables = {id(v): v for call in block.calls for v in call.weights}
+    fixed = {id(v): v for call in block.calls for v in getattr(call.operation, "non_trainable_variables", ())}
     return Work(
         name=block.name,
         products=tuple(product for count in counts for product in count.products),
@@ -79,6 +82,8 @@ def _work(block: Block, output_bytes: int, rows: int) -> Work:
         weight_bytes=sum(FLOAT_BYTES * math.prod(variable.shape) for variable in variables.values()),
         output_bytes=output_bytes,
         activation_bytes=written + sum(count.kept_bytes for count in counts),
+        shared=tuple((number, FLOAT_BYTES * math.prod(variable.shape)) for number, variable in shared),
+        fixed_bytes=sum(FLOAT_BYTES * math.prod(variable.shape) for variable in fixed.values()),
     )
 
 
@@ -162,7 +167,10 @@ def _normalization(call: Call, rows: int) -> _Count:
 
 
 def _embedding(call: Call, rows: int) -> _Count:
-    """Reads the words' vectors and writes them."""
+    """Reads the words' vectors and writes them; called in reverse, one product of all vectors with the inputs."""
+    if call.node.arguments.kwargs.get("reverse"):
+        words, units = call.operation.embeddings.shape
+        return _Count([product(_elements(call.node.input_tensors[0], rows) // units, units, words)])
     return _Count(moved_bytes=2 * _written(call, rows), kernels=1)
 
 

@@ -16,6 +16,7 @@ from pipetrain.compute.cores import cores, full_name, has_pool, is_remote
 from pipetrain.compute.functions.split import specs
 from pipetrain.compute.graph.blocks import Block, Chain
 from pipetrain.compute.graph.input_shapes import Shapes, checked_shapes
+from pipetrain.compute.graph.sharing import shared_by_blocks
 from pipetrain.compute.keras_private import is_own, supports_xla
 from pipetrain.compute.profiling.block_functions import BlockFunctions, Keeps, size_bytes, values
 from pipetrain.compute.profiling.block_passes import Placed, sample
@@ -179,6 +180,7 @@ def _placed(
     costs: list[BlockProfile] = []
     made = dict.fromkeys(chain.crossing(0), 0)  # the block that made each value, or first has it
     saved: dict[int, int] = {}  # the same, of those that some backward reads
+    shared = shared_by_blocks([block.calls for block in chain.blocks])
     for index, (block, segment) in enumerate(zip(chain.blocks, chain.alone(), strict=True)):
         # Keras' own layers do the same wherever they stand; others may hold what their settings do not say.
         own = all(is_own(type(call.operation)) for call in block.calls)
@@ -208,6 +210,8 @@ def _placed(
                 workspace_bytes=beside.whole_bytes,
                 row_workspace_bytes=beside.row_bytes,
                 product_bytes=functions.product_bytes(batch_size, minibatch_rows),
+                shared=tuple((number, sum(map(size_bytes, specs([weight])))) for number, weight in shared[index]),
+                fixed_bytes=sum(size_bytes(spec) for spec in specs(segment.non_trainable_variables)),
             )
         )
         progress.add(1)

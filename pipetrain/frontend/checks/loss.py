@@ -28,8 +28,10 @@ def check_minimised(loss: Any, stages: Sequence[Stage]) -> None:
         raise ValueError(
             "There is nothing to minimise: no layer adds a loss. Received: compile with loss=None. Try loss='mse'."
         )
-    untrained = [variable.path for stage in stages for variable in stage.untrained]
-    if untrained and len(untrained) == sum(len(stage.variables) for stage in stages):
+    trained = {id(each): each for stage in stages for each in stage.segment.trainable_variables}
+    reached = {id(each) for stage in stages for each in stage.reached}
+    untrained = [variable.path for each, variable in trained.items() if each not in reached]
+    if untrained and not reached:
         raise ValueError(
             "No gradient of the loss reaches a weight that is trained. Received: trainable variables "
             f"{_some(untrained)}. Try a loss of outputs that depend on them, or a model without stop_gradient."

@@ -1,0 +1,59 @@
+"""A language model trained from scratch as a pipeline of four stages, and what it then writes.
+
+    python examples/language_model.py
+
+A small GPT-2 reads this project's own documentation, byte by byte, and learns to predict the next byte. Its output
+layer is the transposed embedding, so the first stage and the last one hold a copy of the same weights: their gradients
+are summed, and both copies make the same update. ReversibleEmbedding is a layer of Keras since 3.13.
+"""
+
+from pathlib import Path
+
+import pipetrain
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+
+if not tf.config.list_physical_devices("GPU"):  # before any tensor or model is made
+    pipetrain.set_cpu_devices(4)
+
+CONTEXT, BYTES, WIDTH, HEADS, BLOCKS = 64, 256, 128, 4, 4  # bytes seen at once, and how many there are
+
+keras.utils.set_random_seed(0)
+root = Path(__file__).parents[1]
+pages = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
+text = np.frombuffer("\n".join(page.read_text(encoding="utf-8") for page in pages).encode(), np.uint8).astype("int32")
+starts = np.random.permutation(np.arange(0, len(text) - CONTEXT, 24))
+windows = np.stack([text[start : start + CONTEXT + 1] for start in starts])
+x, y = windows[:, :-1], windows[:, 1:]
+
+inputs = keras.Input((CONTEXT,), dtype="int32")
+embedding = layers.ReversibleEmbedding(BYTES, WIDTH, name="embedding")
+positions = layers.Embedding(CONTEXT, WIDTH, name="positions")
+h = embedding(inputs) + positions(keras.ops.arange(CONTEXT) + 0 * inputs)
+for n in range(BLOCKS):
+    normed = layers.LayerNormalization()(h)
+    attention = layers.MultiHeadAttention(HEADS, WIDTH // HEADS, name=f"attention{n}")
+    h = h + attention(normed, normed, use_causal_mask=True)
+    wide = layers.Dense(4 * WIDTH, activation="gelu", name=f"wide{n}")(layers.LayerNormalization()(h))
+    h = h + layers.Dense(WIDTH, name=f"narrow{n}")(wide)
+model = keras.Model(inputs, embedding(layers.LayerNormalization()(h), reverse=True), name="language_model")
+
+pm = pipetrain.PipelineModel(model, stages=4, scheme="1f1b")
+pm.compile(
+    keras.optimizers.Adam(1e-3),
+    loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    metrics=["accuracy"],
+)
+pm.fit(x, y, batch_size=64, epochs=3)
+
+written, random = list(b"The pipeline "), np.random.default_rng(0)
+while len(written) < 200:
+    seen = written[-CONTEXT:]
+    given = np.array([seen + [0] * (CONTEXT - len(seen))])
+    logits = model.predict_on_batch(given)[0, len(seen) - 1].astype("float64") / 0.7
+    chances = np.exp(logits - logits.max())
+    written.append(int(random.choice(BYTES, p=chances / chances.sum())))
+print(f"\nThe model goes on: {bytes(written).decode(errors='replace')}")

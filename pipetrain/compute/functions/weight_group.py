@@ -1,0 +1,140 @@
+"""Weights of a stage that are updated together: its own, or those that it shares with the same other stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from pipetrain.compute.functions.kernels import Kernels
+from pipetrain.compute.functions.split import specs
+from pipetrain.compute.functions.stage_values import Step
+from pipetrain.compute.functions.weight_binding import BoundFunction, Newest, Tensors
+from pipetrain.compute.optimizer.adoption import Part
+from pipetrain.compute.optimizer.clone import clone
+from pipetrain.compute.optimizer.slots import Slot
+from pipetrain.compute.optimizer.update import Update
+from pipetrain.schemes.scheme import UpdateRule
+
+
+class Shared(NamedTuple):
+    """Weights that ``stage`` has in common with others, all of them being the ``holders``; what their updates do."""
+
+    stage: int
+    holders: tuple[int, ...]
+    weights: Sequence[keras.Variable]
+    rule: UpdateRule
+
+
+class WeightGroup:
+    """Copies of some of the model's weights on a device, with an optimizer of their own.
+
+    Args:
+        weights: the model's own variables.
+        numbers: which of the stage's weights these are.
+        device: a TensorFlow device name.
+        optimizer: the compiled one, of which the group takes a clone.
+        rule: what its updates do in addition to the optimizer's own step.
+        untrained: gives the copies that no gradient reaches.
+        holders: the stages that have the weights, where they are shared.
+        stage: the stage.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[keras.Variable],
+        numbers: Sequence[int],
+        device: str,
+        optimizer: keras.optimizers.Optimizer,
+        rule: UpdateRule,
+        untrained: Callable[[], Sequence[keras.Variable]] = tuple,
+        holders: tuple[int, ...] = (),
+        stage: int = 0,
+    ) -> None:
+        self.originals, self.numbers, self.device, self.rule = list(weights), list(numbers), device, rule
+        self.holders, self._later = holders, None if stage in holders[:1] or not holders else stage
+        with tf.device(device):
+            self.variables = [_like(variable) for variable in weights]
+            self.optimizer = clone(optimizer, weights, self.variables, rule)
+            # The norm of all stages' gradients is not the clone's to know: the stage clips before it updates.
+            self.optimizer.global_clipnorm = None
+            self.optimizer.build(self.variables)
+            self.update = Update(self.optimizer, self.variables, rule, untrained)
+            read = tf.function(list, autograph=False).get_concrete_function(specs(weights))
+            self._read = BoundFunction(read, [self], _constant, Kernels())
+        self._apply = tf.function(self.update.apply, autograph=False, reduce_retracing=True)
+        self._learning_rate: float | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no earlier stage has these weights: this copy is the one that the model gets."""
+        return self._later is None
+
+    def predicted(self, horizon: tf.Tensor) -> list[tf.Tensor]:
+        """The weights ``horizon`` updates ahead."""
+        return self.update.predicted(horizon)
+
+    def slots(self) -> Iterator[Slot]:
+        """The slots of the optimizer, by the model's own variables."""
+        return self.update.slots(self.originals, self._later)
+
+    def part(self) -> Part:
+        """The optimizer, by the model's own variables."""
+        return Part(self.optimizer, self.originals)
+
+    def load(self, iterations: int) -> None:
+        """Take the weights from the model, and set the optimizer's count of steps; on the group's device."""
+        self.optimizer.iterations.assign(iterations)
+        for mine, original in zip(self.variables, self.originals, strict=True):
+            mine.assign(original.value)
+        if self.update.fit:
+            self.update.fit.reset()
+
+    def weights(self, wanted: Newest | Tensors = Newest()) -> Tensors:  # noqa: B008 - a tuple, never changed
+        """The current weights as tensors; holding them keeps this version, as a later update then copies.
+
+        Tensors are given back.
+        """
+        if not isinstance(wanted, Newest) or not self.variables:
+            return [] if isinstance(wanted, Newest) else wanted
+        with tf.device(self.device):
+            return list(self._read(wanted))
+
+    def apply(self, gradients: list[Any], step: Step) -> None:
+        """One step of the optimizer by gradients that were summed elsewhere, on TensorFlow's kernels.
+
+        All stages that have the weights make the same step with the same kernels, whichever their own are: their copies
+        stay bitwise equal.
+        """
+        self.set_rate(step.learning_rate)
+        self._apply(gradients, _constant(float(step.staleness), tf.float32) if self.rule.corrects else None)
+        self.updated()
+
+    def set_rate(self, learning_rate: float | None) -> None:
+        """The learning rate of the next step; None leaves a schedule unchanged."""
+        if learning_rate is not None and learning_rate != self._learning_rate:
+            self.optimizer._learning_rate.assign(learning_rate)
+            self._learning_rate = learning_rate
+
+    def updated(self) -> None:
+        """A step was made."""
+        if self.update.fit:
+            self.update.fit.updated()
+
+
+def _constant(value: float, dtype: tf.DType) -> tf.Tensor:
+    return tf.constant(value, dtype)
+
+
+def _like(variable: keras.Variable) -> keras.Variable:
+    """A copy with the same value, name and path; some optimizers use the name or path."""
+    value = tf.convert_to_tensor(variable.value)  # given a tf.Variable, Keras would share it
+    with ExitStack() as scopes:
+        for scope in variable.path.split("/")[:-1]:
+            scopes.enter_context(keras.name_scope(scope))
+        copy = keras.Variable(value, trainable=True, dtype=variable.dtype, name=variable.name)
+    copy.constraint = variable.constraint
+    return copy
