@@ -110,10 +110,11 @@ def updated_when_read(weights: Sequence[tf.Tensor], handles: Sequence[tf.Tensor]
 
 
 def updated_one_by_one(gradients: Sequence[Any], handles: Sequence[tf.Tensor]) -> None:
-    """Update the variable of each handle as soon as its gradient is there, and make the next one only after that.
+    """Update the variable of each handle as soon as its gradient is there, and go on only after that.
 
-    A gradient is then read while it is in the processor's caches, and the gradients are not all in memory at once. If
-    an operation fails in between, some layers are updated and others are not.
+    A gradient is then read while it is in the processor's caches, and neither the weights' gradients nor the outputs'
+    gradients from which they are made are all in memory at once. If an operation fails in between, some layers are
+    updated and others are not.
     """
     made = [
         (each.values if isinstance(each, tf.IndexedSlices) else each, writing)
@@ -128,6 +129,9 @@ def updated_one_by_one(gradients: Sequence[Any], handles: Sequence[tf.Tensor]) -
             for operation in own:
                 run_after(operation, before)
         _add_needed(writing, needed)
+        for operation in _others_that_read(own):
+            if operation.name not in needed:
+                run_after(operation, writing)
         before = writing
 
 
@@ -160,6 +164,14 @@ def _readers(tensor: tf.Tensor) -> list[tf.Operation]:
         if operation.type in SAME_BUFFER:
             readers += _readers(operation.outputs[0])
     return readers
+
+
+def _others_that_read(operations: Sequence[tf.Operation]) -> list[tf.Operation]:
+    """Other operations with an input of one of these, in the order in which they were made."""
+    own = {each.name for each in operations}
+    given = {tensor.ref(): tensor for each in operations for tensor in each.inputs if tensor.dtype != tf.resource}
+    readers = {each.name: each for tensor in given.values() for each in tensor.consumers() if each.name not in own}
+    return sorted(readers.values(), key=number_of)
 
 
 def _only_for(tensor: tf.Tensor) -> list[tf.Operation]:
