@@ -292,17 +292,20 @@ def test_the_workspace_of_fewer_rows_by_hand():
 @pytest.mark.parametrize(
     ("network", "scheme", "nesterov"),
     [
-        ("vgg16", "spectrain", ""),
+        ("snn", "spectrain", ""),
+        ("transformer", "spectrain", ""),
         *(
             pytest.param(network, scheme, "", marks=pytest.mark.slow)
             for network in ("dense", "snn", "vgg16", "resnet", "transformer")
             for scheme in ("spectrain", "weight-stashing")
+            if (network, scheme) not in {("snn", "spectrain"), ("transformer", "spectrain")}
         ),
         *(pytest.param("vgg16", scheme, "", marks=pytest.mark.slow) for scheme in ("gpipe", "1f1b")),
         *(pytest.param("dense", scheme, "nesterov", marks=pytest.mark.slow) for scheme in ("vanilla", "spectrain")),
     ],
 )
 def test_memory_is_what_a_real_run_has_at_its_fullest(network, scheme, nesterov, onednn, tmp_path):
+    """The peak depends on which stages are at work at once, most of all where convolutions need large workspaces."""
     script = Path(__file__).with_name("peak_memory.py")
     environment = {**os.environ, "TF_CPU_ALLOCATOR_USE_BFC": "1", "XDG_CACHE_HOME": str(tmp_path)}
     environment["TF_ENABLE_ONEDNN_OPTS"] = onednn
