@@ -12,9 +12,10 @@ from keras import optimizers
 
 from pipetrain.compute.graph.blocks import Chain
 from pipetrain.schemes.actions import Action
-from pipetrain.schemes.policies import Flush
+from pipetrain.schemes.policies import Flush, Read, Vanilla
 from pipetrain.schemes.schedules import Schedule
 from pipetrain.schemes.scheme import Scheme
+from pipetrain.schemes.table import ASYNCHRONOUS as ASYNCHRONOUS_SCHEDULE
 
 ASYNCHRONOUS = (
     "vanilla",
@@ -99,6 +100,18 @@ def compare(settings, stages, optimizer, **options):
 def test_asynchronous_schemes_equal_the_reference(scheme, stages):
     settings = reference.Settings(scheme, lambda t: 0.05)
     compare(settings, stages, optimizers.SGD(0.05, momentum=0.9))
+
+
+class OwnVanilla(Vanilla):
+    """Says which version the backward reads as a policy says it that knows nothing of shared weights."""
+
+    def backward(self, reader):
+        return Read(reader.minibatch)
+
+
+def test_policies_that_know_nothing_of_shared_weights_read_the_newest_copies():
+    own = Scheme("own", ASYNCHRONOUS_SCHEDULE, OwnVanilla())
+    compare(reference.Settings("vanilla", lambda t: 0.05), 4, optimizers.SGD(0.05, momentum=0.9), scheme=own)
 
 
 @pytest.mark.parametrize("jit_compile", [True])

@@ -19,6 +19,8 @@ class WeightVersions:
     predicted one only if a later version's action reads it again. So weight stashing holds ``N-k-1`` besides the newest
     at stage k, ``2bw`` one, and vanilla and SpecTrain none.
 
+    Of weights that stages share the newest is read where a policy asks for a later version than has come to the stage.
+
     Args:
         scheme: whose policy chooses and whose schedule says what a forward finds.
         stage: k.
@@ -45,7 +47,12 @@ class WeightVersions:
         def reads(microbatch: int) -> tuple[Read, Read, int, int]:
             """Of F(m) and of B(m), and the versions that these find."""
             reader = scheme.reader(microbatch, stage, stages, microbatches, first)
-            return policy.forward(reader), policy.backward(reader), reader.newest(), reader.current()
+            forward, backward = policy.forward(reader), policy.backward(reader)
+            newest, current = reader.newest(), reader.current()
+            if first is not None:  # a policy that knows nothing of shared weights asks for what has not come yet
+                forward = forward._replace(version=min(forward.version, newest))
+                backward = backward._replace(version=min(backward.version, current))
+            return forward, backward, newest, current
 
         self._reads, self._microbatches = reads, microbatches
         self._newest, self._keep = newest, keep

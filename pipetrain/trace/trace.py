@@ -46,7 +46,8 @@ class Transfer(NamedTuple):
 
     ``op`` is the kind of the transfer: ``F``, activations on their way down; ``B``, their gradients on the way up;
     ``R``, the reduction of weights' gradients among a stage's replicas, a transfer of each of them to its own stage,
-    from its gradients being ready to the sums being there.
+    from its gradients being ready to the sums being there; ``S``, gradients of weights that stages share, on their way
+    up to the first of these stages, and their sum over the stages on its way down.
     """
 
     op: What

@@ -165,8 +165,7 @@ def over_stages(a: Any, b: Any) -> Any:
     if a is None or b is None:
         return b if a is None else a
     if isinstance(a, tf.IndexedSlices) and isinstance(b, tf.IndexedSlices):
-        values, indices = tf.concat([a.values, b.values], 0), tf.concat([a.indices, b.indices], 0)
-        return tf.IndexedSlices(values, indices, a.dense_shape)
+        return _concatenated(a, b)
     return tf.convert_to_tensor(a) + tf.convert_to_tensor(b)
 
 
@@ -184,6 +183,10 @@ def _add(a: Any, b: Any, like: Any) -> Any:
     if isinstance(a, tf.IndexedSlices):
         if like.values.shape[0] is not None:
             return tf.IndexedSlices(a.values + b.values, a.indices, a.dense_shape)
-        values, indices = tf.concat([a.values, b.values], 0), tf.concat([a.indices, b.indices], 0)
-        return tf.IndexedSlices(values, indices, a.dense_shape)
+        return _concatenated(a, b)
     return a + b
+
+
+def _concatenated(a: tf.IndexedSlices, b: tf.IndexedSlices) -> tf.IndexedSlices:
+    values, indices = tf.concat([a.values, b.values], 0), tf.concat([a.indices, b.indices], 0)
+    return tf.IndexedSlices(values, indices, a.dense_shape)
