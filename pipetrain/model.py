@@ -12,7 +12,6 @@ from pipetrain.frontend.checks.options import check_copies, check_jit_compile
 from pipetrain.frontend.evaluation_mixin import EvaluationMixin
 from pipetrain.frontend.fit_mixin import FitMixin
 from pipetrain.frontend.input_data import DEFAULT_ROWS
-from pipetrain.frontend.preprocessing_mixin import PreprocessingMixin
 from pipetrain.frontend.saving import SavingMixin
 from pipetrain.frontend.strategies import Options, check, strategy_of
 from pipetrain.plan.stages import Partition
@@ -26,7 +25,7 @@ def _wrapped(name: str) -> property:
     return property(lambda self: getattr(self.model, name), doc=f"The wrapped model's ``{name}``.")
 
 
-class PipelineModel(PreprocessingMixin, FitMixin, EvaluationMixin, SavingMixin):
+class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
     """Trains a Keras model as a pipeline: stages on several devices, many minibatches in flight.
 
     It is a ``keras.Model``: ``compile``, ``fit``, ``evaluate``, ``predict`` and ``save`` are Keras' own, its

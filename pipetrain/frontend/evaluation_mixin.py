@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from pipetrain.compute.keras_private import OF_FIT
+from pipetrain.frontend.preprocessing import minibatch, minibatches
 from pipetrain.frontend.strategy_model import StrategyModel
 
 
@@ -25,15 +27,18 @@ class EvaluationMixin(StrategyModel):
         **settings: Any,
     ) -> Any:
         """Keras' ``evaluate`` through the pipeline's stages, with the weights of all minibatches so far."""
+        if not settings.get(OF_FIT):  # whose validation data have been preprocessed
+            x, y, sample_weight, batch_size = minibatches(self.model, x, y, sample_weight, batch_size)
         with self._drained(), self._strategy.evaluating(self, steps):
             return super().evaluate(
                 x, y, batch_size, verbose, sample_weight, steps, callbacks, return_dict=return_dict, **settings
             )
 
-    def test_on_batch(self, x: Any, y: Any = None, *args: Any, **settings: Any) -> Any:
+    def test_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None, *args: Any, **settings: Any) -> Any:
         """Keras' ``test_on_batch``: one minibatch through the pipeline's stages."""
+        x, y, sample_weight = minibatch(self.model, x, y, sample_weight)
         with self._drained(), self._strategy.evaluating(self, 1):
-            return super().test_on_batch(x, y, *args, **settings)
+            return super().test_on_batch(x, y, sample_weight, *args, **settings)
 
     def predict(
         self,
@@ -44,6 +49,7 @@ class EvaluationMixin(StrategyModel):
         callbacks: Any = None,
     ) -> Any:
         """Keras' ``predict`` through the pipeline's stages, with the weights of all minibatches so far."""
+        x, _, _, batch_size = minibatches(self.model, x, None, None, batch_size)
         with self._drained(), self._strategy.predicting(self, steps):
             return super().predict(x, batch_size, verbose, steps, callbacks)
 

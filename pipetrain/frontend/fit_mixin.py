@@ -18,6 +18,7 @@ from pipetrain.frontend.checks.loop import check_callbacks
 from pipetrain.frontend.checks.optimizer import check_compiled
 from pipetrain.frontend.fit_callback import FitCallback, as_list, with_last
 from pipetrain.frontend.input_data import first_rows
+from pipetrain.frontend.preprocessing import fit_arguments, minibatch
 from pipetrain.frontend.strategy import StepFunction
 from pipetrain.frontend.strategy_model import StrategyModel
 
@@ -35,9 +36,14 @@ class FitMixin(StrategyModel):
         epochs: int = 1,
         verbose: Any = "auto",
         callbacks: Any = None,
+        validation_split: float = 0.0,
+        validation_data: Any = None,
+        shuffle: Any = True,
+        class_weight: Any = None,
+        sample_weight: Any = None,
         **settings: Any,
     ) -> Any:
-        """Keras' ``fit``, its arguments and its History.
+        """Keras' ``fit``, its arguments and its History; what the wrapped model preprocesses is preprocessed.
 
         The logs of a step are those of its own minibatch, though later ones are in flight.
 
@@ -53,16 +59,20 @@ class FitMixin(StrategyModel):
         users = as_list(callbacks)
         check_callbacks(users)
         first_epoch = settings.get("initial_epoch", 0)
-        with self._training("fit", x, y, batch_size, users, first_epoch) as session:
+        settings |= {"x": x, "y": y, "sample_weight": sample_weight, "batch_size": batch_size, "shuffle": shuffle}
+        settings |= {"validation_split": validation_split, "validation_data": validation_data}
+        given = fit_arguments(self.model, settings)
+        with self._training("fit", given["x"], given["y"], given["batch_size"], users, first_epoch) as session:
             callbacks = with_last(callbacks, FitCallback(session))
-            return super().fit(x, y, batch_size, epochs, verbose, callbacks, **settings)
+            return super().fit(epochs=epochs, verbose=verbose, callbacks=callbacks, class_weight=class_weight, **given)
 
-    def train_on_batch(self, x: Any, y: Any = None, *args: Any, **settings: Any) -> Any:
+    def train_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None, *args: Any, **settings: Any) -> Any:
         """Keras' ``train_on_batch``: one minibatch through the pipeline, which then drains."""
         self.check_no_session("train_on_batch")
+        x, y, sample_weight = minibatch(self.model, x, y, sample_weight)
         with self._training("train_on_batch", x, y, None) as session:
             session.begin_epoch(1)
-            return super().train_on_batch(x, y, *args, **settings)
+            return super().train_on_batch(x, y, sample_weight, *args, **settings)
 
     def check_no_session(self, method: str) -> None:
         """Raise RuntimeError within ``fit``, whose minibatches are in flight."""
