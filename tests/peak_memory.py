@@ -1,4 +1,4 @@
-"""Bytes that a pipeline of two stages has at its fullest, and those that its partition says, as JSON.
+"""Bytes that a pipeline has at its fullest, of two stages or as many as said, and those that its partition says, as JSON.
 
 With TensorFlow's kernels, whose memory profiles know. A process of its own:
 ``TF_CPU_ALLOCATOR_USE_BFC=1`` makes TensorFlow's allocator count on a CPU as it does on a GPU.
@@ -19,8 +19,8 @@ from pipetrain.cli.quiet import start_tensorflow
 STEPS = 8
 
 
-def measure(name, scheme, nesterov=""):
-    start_tensorflow(2)
+def measure(name, scheme, nesterov="", stages="2"):
+    start_tensorflow(int(stages))
     import keras
     import tensorflow as tf
 
@@ -30,7 +30,7 @@ def measure(name, scheme, nesterov=""):
     model = build(network)
     x, y = data(network, network.batch_size)
     minibatches = tf.data.Dataset.from_tensors((x, y)).repeat(STEPS)
-    pipe = pipetrain.PipelineModel(model, 2, scheme)
+    pipe = pipetrain.PipelineModel(model, int(stages), scheme)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     pipe.compile(keras.optimizers.SGD(1e-3, momentum=0.9, nesterov=bool(nesterov)), loss, jit_compile=False)
     expected = sum(stage.memory_bytes for stage in pipe.partition(network.batch_size).stages)

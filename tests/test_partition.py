@@ -302,6 +302,10 @@ def test_the_workspace_of_fewer_rows_by_hand():
         ),
         *(pytest.param("vgg16", scheme, "", marks=pytest.mark.slow) for scheme in ("gpipe", "1f1b")),
         *(pytest.param("dense", scheme, "nesterov", marks=pytest.mark.slow) for scheme in ("vanilla", "spectrain")),
+        *(  # four stages, of which the first and the last one share a weight
+            pytest.param("gpt2", scheme, "", marks=pytest.mark.slow)
+            for scheme in ("spectrain", "weight-stashing", "1f1b")
+        ),
     ],
 )
 def test_memory_is_what_a_real_run_has_at_its_fullest(network, scheme, nesterov, onednn, tmp_path):
@@ -310,7 +314,7 @@ def test_memory_is_what_a_real_run_has_at_its_fullest(network, scheme, nesterov,
     environment = {**os.environ, "TF_CPU_ALLOCATOR_USE_BFC": "1", "XDG_CACHE_HOME": str(tmp_path)}
     environment["TF_ENABLE_ONEDNN_OPTS"] = onednn
     run = subprocess.run(
-        [sys.executable, str(script), network, scheme, nesterov],
+        [sys.executable, str(script), network, scheme, nesterov, "4" if network == "gpt2" else "2"],
         env=environment,
         capture_output=True,
         text=True,
