@@ -1,4 +1,4 @@
-"""Bytes that a pipeline has at its fullest, of two stages or as many as said, and those that its partition says, as JSON.
+"""Bytes that a pipeline of two stages or more has at its fullest, and those that its partition says, as JSON.
 
 With TensorFlow's kernels, whose memory profiles know. A process of its own:
 ``TF_CPU_ALLOCATOR_USE_BFC=1`` makes TensorFlow's allocator count on a CPU as it does on a GPU.
