@@ -76,6 +76,15 @@ class State:
     def array(self, key):
         return self.layers[key[0]][key[1]]
 
+    def applied(self, layer, pair):
+        """The kernel and bias that a layer applies, from the pair that it trains."""
+        kernel, bias = pair
+        return [kernel.T if layer in self.tied else kernel, bias]
+
+    def of_pair(self, layer, pair, kernel, bias):
+        """The gradients of the pair, from those of kernel and bias."""
+        return [kernel.T if layer in self.tied else kernel, bias]
+
     def assign(self, key, array):
         pair = list(self.layers[key[0]])
         pair[key[1]] = array
@@ -103,7 +112,7 @@ def train(settings, state, ends, batches):
         sums = {}
         for stage in reversed(stages):
             gradient, by_weight = backward(stage.read("B", i), kept[stage.k], gradient, stage is stages[-1])
-            for key, each in stage.by_key(by_weight):
+            for key, each in stage.by_key(i, by_weight):
                 sums[key] = sums.get(key, 0.0) + each
         for stage in stages:
             for copy in stage.copies:
@@ -125,20 +134,22 @@ class Stage:
             for group in sorted({*holders.values()})
         ]
 
+    def pairs(self, op, i):
+        """What every layer trains, for F(i) or B(i)."""
+        values = {key: array for copy in self.copies for key, array in zip(copy.keys, copy.read(op, i))}
+        return [[values[self.state.key(n, which)] for which in (0, 1)] for n in range(*self.span)]
+
     def read(self, op, i):
         """The kernel and bias of every layer, for F(i) or B(i)."""
-        values = {key: array for copy in self.copies for key, array in zip(copy.keys, copy.read(op, i))}
-        flat = []
-        for n in range(*self.span):
-            kernel = values[self.state.key(n, 0)]
-            flat += [kernel.T if n in self.state.tied else kernel, values[self.state.key(n, 1)]]
-        return flat
+        each = zip(range(*self.span), self.pairs(op, i))
+        return [array for n, pair in each for array in self.state.applied(n, pair)]
 
-    def by_key(self, gradients):
-        """The gradients of what ``read`` gives, by the weights' names."""
-        for n, kernel, bias in zip(range(*self.span), gradients[::2], gradients[1::2]):
-            yield self.state.key(n, 0), kernel.T if n in self.state.tied else kernel
-            yield self.state.key(n, 1), bias
+    def by_key(self, i, gradients):
+        """The gradients of B(i), which are those of what ``read`` gives, by the weights' names."""
+        each = zip(range(*self.span), self.pairs("B", i), gradients[::2], gradients[1::2])
+        for n, pair, kernel, bias in each:
+            for which, gradient in enumerate(self.state.of_pair(n, pair, kernel, bias)):
+                yield self.state.key(n, which), gradient
 
 
 class Copy:

@@ -405,7 +405,7 @@ def test_a_recurrent_backward_reads_its_own_kernel():
 
     step = split(run, specs(old), specs(state), specs([data]), [])
     _, residuals = step.forward(old, state, [data], [])
-    _, (got,) = step.backward(new, residuals, [tf.ones((1, 4))])
+    _, (got,) = step.backward(new, residuals, [], [tf.ones((1, 4))])
     h, hidden = np.zeros((1, 4)), []
     for t in range(3):
         h = np.tanh(data[:, t] @ old[0] + h @ old[1] + old[2])

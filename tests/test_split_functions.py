@@ -81,7 +81,7 @@ def test_split_gradients_equal_the_tape_s(layers, compiled):
     forward, backward = (either(half, compiled) for half in (step.forward, step.backward))
     (output, new_state), residuals = forward(weights, state, differentiable, [x])
     output_gradients = [tf.ones(output.shape)] + [tf.constant(1.0)] * (len(step.outputs) - 1)
-    by_weight, by_flow = backward(weights, residuals, output_gradients)
+    by_weight, by_flow = backward(weights, residuals, [], output_gradients)
     expected_output, expected_state, gradients = whole(weights, state, x)
     np.testing.assert_allclose(output, expected_output, rtol=1e-5 if compiled else 0)
     networks.assert_equal(new_state, expected_state)
@@ -103,7 +103,7 @@ def test_backward_takes_other_weights_than_forward():
     new = [tf.constant([[6.0, 5, 4], [3, 2, 1]]) / 10, tf.ones(3)]
     step = split(run, specs(old), [], specs([x]), [])
     output, residuals = step.forward(old, [], [x], [])
-    _, (gradient,) = step.backward(new, residuals, [tf.ones((1, 3))])
+    _, (gradient,) = step.backward(new, residuals, [], [tf.ones((1, 3))])
     np.testing.assert_allclose(gradient, (1 - output.numpy() ** 2) @ new[0].numpy().T, rtol=1e-6)
 
 

@@ -50,6 +50,7 @@ class DataParallelStrategy:
         self.optimizer: keras.optimizers.Optimizer | None = None
         self._replaced: tuple[Any, Any] = (None, None)  # the optimizer of the last ``compile``, and what trains instead
         self._given_steps = 0  # of the former, when it and the latter were last alike
+        self._check_variables()
         self._load()
 
     @property
@@ -101,6 +102,7 @@ class DataParallelStrategy:
         def mirrored(value: Any) -> Any:
             return type(value).from_config(value.get_config()) if isinstance(value, keras.Metric) else value
 
+        self._check_variables()
         for layer, copied in zip(flat_layers(self.model), flat_layers(self.trained), strict=True):
             copied.trainable = layer.trainable
         own = optimizer
@@ -109,6 +111,17 @@ class DataParallelStrategy:
         kept = {key: value for key, value in settings.items() if "metrics" not in key}
         metrics = {key: keras.tree.map_structure(mirrored, settings[key]) for key in settings if key not in kept}
         return own, {**kept, **metrics}
+
+    def _check_variables(self) -> None:
+        """ValueError if the model got variables that the copy has not, such as adapters in one of its layers."""
+        copied = [variable.path for variable in self.trained.variables]
+        if len(copied) != len(self.model.variables):
+            more = [each.path for each in self.model.variables if each.path not in copied]
+            raise ValueError(
+                "The model has other variables than the copies that data parallelism trains. Received: "
+                f"{', '.join(more[:6])}. Try PipelineModel(...) anew after enable_lora, or another scheme where Keras "
+                "does not copy the adapters."
+            )
 
     def _own(self, optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
         check_own(self._gathered(optimizer).weights, self.model.variables, optimizer)

@@ -82,11 +82,15 @@ class Backward:
         parts: Parts,
         weights: Weights,
         given: Any,
+        fixed: Sequence[tf.Tensor],
         output_gradients: Sequence[Any],
         staleness: tf.Tensor | None,
         total: Gradients | None,
     ) -> Results:
-        """One call. ``given`` are the packed residuals, or all that the forward takes beside weights."""
+        """One call. ``given`` are the packed residuals, or all that the forward takes beside weights.
+
+        ``fixed`` is the state that stays, see ``split``; none where ``given`` has all state.
+        """
         key, kept = (parts, 0), total
         if total is not None and parts.updates:
             key = parts, counted(total)
@@ -95,7 +99,7 @@ class Backward:
         if key not in self._calls:
             self._calls[key] = self._bound(self._traced(*key))
         self._begun += parts.runs
-        results: Results = self._calls[key](weights, given, output_gradients, staleness, total)
+        results: Results = self._calls[key](weights, given, fixed, output_gradients, staleness, total)
         if kept is None or parts.updates:
             return results
         pairs = zip(kept, results.gradients, strict=True)
@@ -110,19 +114,24 @@ class Backward:
     def _traced(self, parts: Parts, microbatches: int) -> Any:
         """The call; an update with a total has the factors of so many microbatches there."""
         forward, backward = self._halves.forward, self._halves.backward
-        weights, residuals, output_gradients = backward.structured_input_signature[0]
+        weights, residuals, fixed, output_gradients = backward.structured_input_signature[0]
+        fixed = [] if parts.runs else fixed
         given = forward.structured_input_signature[0][1:] if parts.runs else self._packing.specs(residuals)
 
-        def call(weights: Any, given: Any, output_gradients: Any, staleness: Any, total: Gradients | None) -> Results:
+        def call(
+            weights: Any, given: Any, fixed: Any, output_gradients: Any, staleness: Any, total: Gradients | None
+        ) -> Results:
             ran = ran_at_s = None
             if parts.runs:
+                fixed = [given[0][n] for n in self._halves.fixed]
                 ran, given = inlined(forward, weights, *given)
                 with tf.control_dependencies(_there(ran)):
                     counted = self._ran.assign_add(1).op
                     ran_at_s = tf.timestamp() if self._timed else None
                 with tf.control_dependencies([counted]):
                     output_gradients = [tf.identity(start) for start in output_gradients]
-            gradients, by_input = inlined(backward, weights, self._packing.unpack(given, residuals), output_gradients)
+            unpacked = self._packing.unpack(given, residuals)
+            gradients, by_input = inlined(backward, weights, unpacked, fixed, output_gradients)
             gradients = [Product.of(each) if n in self._once else each for n, each in enumerate(gradients)]
             if total is not None:
                 pairs = zip(total, gradients, self.like, strict=True)
@@ -139,7 +148,9 @@ class Backward:
 
         total = of_parts(self.like, microbatches) if parts.updates else self._sums
         others = self._staleness if parts.updates else None, total if parts.adds else None
-        return tf.function(call, autograph=False).get_concrete_function(weights, given, output_gradients, *others)
+        return tf.function(call, autograph=False).get_concrete_function(
+            weights, given, fixed, output_gradients, *others
+        )
 
 
 def _specs(product: Product) -> Product:

@@ -6,8 +6,11 @@ that nested function captures is exactly what the forward must hand over:
 - a *weight* it captured is an argument of the backward too, so the backward may read another version;
 - what comes *from outside* of both (a constant or variable that a custom gradient reads) is read by the backward
 itself;
-- what was computed *from weights alone* (a cast, a reshape of gamma) is computed again from these, and so is the
-  maximum pooling of a tensor that the backward has anyway;
+- *state that stays* as it is (frozen weights, unless a layer assigns to them) is an argument of both as well: nothing
+  keeps a copy of it;
+- what was computed *from weights and such state alone* (a cast, a reshape of gamma, a frozen kernel with the product of
+  low-rank adapters added) is computed again from these, and so is the maximum pooling of a tensor that the backward has
+  anyway;
 - of a tensor of which it reads nothing but the *shape* (as gradients of sums do, where the number of rows is not
   known), only the shape is handed over: half of what some networks would keep;
 - everything else is a *residual*: returned by the forward, saved, and passed to the backward. What a loop keeps of its
@@ -16,7 +19,7 @@ itself;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -24,7 +27,7 @@ import numpy as np
 import tensorflow as tf
 
 from pipetrain.compute.functions.flattening import packer
-from pipetrain.compute.functions.graph_rewrite import operations
+from pipetrain.compute.functions.graph_rewrite import made_when_needed, operations
 from pipetrain.compute.tensorflow_private import body_of, traced_for_xla
 
 Run = Callable[[Sequence[tf.Tensor], Sequence[tf.Tensor], Sequence[tf.Tensor], Any], tuple[Sequence[tf.Tensor], Any]]
@@ -34,12 +37,13 @@ class SplitFunction(NamedTuple):
     """The two halves of one training step of a stage, traced once each.
 
     ``forward(weights, state, differentiable, constants) -> (aux, residuals)``, where residuals are as ``split`` is
-    asked to hand them over, and ``backward(weights, residuals, output_gradients) -> (weight_gradients,
+    asked to hand them over, and ``backward(weights, residuals, fixed, output_gradients) -> (weight_gradients,
     input_gradients)``; the gradient of a weight that the outputs do not depend on is None. ``differentiable`` are the
-    inputs that want a gradient, ``constants`` those that want none. ``state`` are tensors that training changes without
-    gradients (BatchNorm statistics, seeds): they go in, and come out in ``aux``. ``outputs`` are the specs of what is
-    differentiated, ``residuals`` the symbolic tensors that are saved. ``reached`` says on which differentiable inputs
-    the outputs depend: only these are given a gradient.
+    inputs that want a gradient, ``constants`` those that want none. ``state`` are tensors that have no gradients: those
+    that training changes (BatchNorm statistics, seeds) go in, and come out in ``aux``. ``outputs`` are the specs of
+    what is differentiated, ``residuals`` the symbolic tensors that are saved. ``reached`` says on which differentiable
+    inputs the outputs depend: only these are given a gradient. ``fixed`` are the numbers of the state that the backward
+    is to be given as it is.
     """
 
     forward: Any
@@ -47,6 +51,7 @@ class SplitFunction(NamedTuple):
     outputs: list[tf.TensorSpec]
     residuals: list[tf.Tensor]
     reached: list[bool]
+    fixed: list[int]
 
 
 def split(
@@ -57,6 +62,7 @@ def split(
     constants: Any,
     handed: Callable[[list[tf.Tensor]], Any] = list,
     compiled: bool = False,
+    stays: Callable[[], Collection[int]] = tuple,
 ) -> SplitFunction:
     """Trace ``run(weights, state, differentiable, constants) -> (outputs, aux)`` into forward and backward functions.
 
@@ -65,6 +71,7 @@ def split(
         weights, state, differentiable: lists of ``tf.TensorSpec``; ``constants`` any nested structure of them.
         handed: what the forward is to give of its residuals; the backward takes these as they are.
         compiled: whether XLA is to compile them.
+        stays: the numbers of the state that ``run`` leaves as it is, asked when it has been traced.
     """
     halves: dict[str, Any] = {}
 
@@ -86,7 +93,7 @@ def split(
         gradients = specs(outputs)
         with traced_for_xla() if compiled else nullcontext():
             nested = tf.function(differentiate, autograph=False).get_concrete_function(gradients)
-        captures = _Captures(nested, weights, stacked=compiled)
+        captures = _Captures(nested, weights, {n: state[n] for n in stays()}, stacked=compiled)
         halves.update(nested=nested, captures=captures, gradients=gradients)
         return aux, handed(captures.residuals)
 
@@ -95,13 +102,20 @@ def split(
     )
     nested, captures = halves["nested"], halves["captures"]
 
-    def backward(weights: list[tf.Tensor], residuals: list[tf.Tensor], output_gradients: list[tf.Tensor]) -> Any:
-        values, shapes = captures.fill_in(weights, residuals)
-        return operations(nested, [*output_gradients, *values], shapes)
+    def backward(
+        weights: list[tf.Tensor],
+        residuals: list[tf.Tensor],
+        fixed: list[tf.Tensor],
+        output_gradients: list[tf.Tensor],
+    ) -> Any:
+        values, shapes = captures.fill_in(weights, residuals, fixed)
+        result = operations(nested, [*output_gradients, *values], shapes)
+        made_when_needed(captures.remade)
+        return result
 
-    residuals = specs(captures.residuals)
+    residuals, fixed = specs(captures.residuals), [state[n] for n in captures.fixed]
     traced_backward = tf.function(backward, autograph=False).get_concrete_function(
-        weights, residuals, halves["gradients"]
+        weights, residuals, fixed, halves["gradients"]
     )
     traced_backward.graph.nested = nested  # its loops' functions are no longer known to TensorFlow once it is gone
     return SplitFunction(
@@ -110,6 +124,7 @@ def split(
         outputs=halves["gradients"],
         residuals=captures.residuals,
         reached=halves["reached"],
+        fixed=[*captures.fixed],
     )
 
 
@@ -157,20 +172,26 @@ class _ListOf(NamedTuple):
 
 
 class _Captures:
-    """What the nested backward captured, grouped by where the backward gets it from."""
+    """What the nested backward captured, grouped by where the backward gets it from.
 
-    def __init__(self, nested: Any, weights: Sequence[tf.Tensor], stacked: bool) -> None:
+    ``fixed`` are those of the state tensors that ``stay``, by number, which the backward reads; ``remade`` what the
+    last ``fill_in`` has computed again.
+    """
+
+    def __init__(self, nested: Any, weights: Sequence[tf.Tensor], stay: Mapping[int, tf.Tensor], stacked: bool) -> None:
         self._captured, self._weights = [_origin(tensor) for tensor in nested.captured_inputs], list(weights)
         self._outer = [tensor for tensor in self._captured if not tf.is_symbolic_tensor(tensor)]
-        known = {tensor.ref() for tensor in (*weights, *self._outer)}
+        known = {tensor.ref() for tensor in (*weights, *stay.values(), *self._outer)}
         pairs = list(zip(self._captured, nested.graph.internal_captures, strict=True))
         read = {outer.ref(): outer for outer, inner in pairs if outer.ref() in known or not _only_shape(inner, nested)}
-        from_weights = _operations_from(weights)
+        from_weights = _operations_from([*weights, *stay.values()])
         self._derived = [
             tensor
             for ref, tensor in read.items()
             if ref not in known and (tensor.op.name in from_weights or _is_pool_of(tensor, read))
         ]
+        _, used = _between({*known, *read} - {tensor.ref() for tensor in self._derived}, self._derived)
+        self.fixed = {n: tensor for n, tensor in stay.items() if tensor.ref() in read or tensor.ref() in used}
         known.update(tensor.ref() for tensor in self._derived)
         self._saved = [tensor for ref, tensor in read.items() if ref not in known]
         shapes = [(outer, op) for outer, inner in pairs if outer.ref() not in read for op in inner.consumers()]
@@ -178,23 +199,27 @@ class _Captures:
         self._lists = {n: each for n, tensor in enumerate(self._saved) if stacked and (each := _ListOf.of(tensor))}
         saved = [self._lists[n].stacked(each) if n in self._lists else each for n, each in enumerate(self._saved)]
         # not int32: on a GPU such tensors live on the host, which functions do not return well
+        self.remade: list[tf.Tensor] = []
         self.residuals = [*saved, *(tf.shape(outer, tf.int64) for outer, _ in shapes)]
 
     def fill_in(
-        self, weights: Sequence[tf.Tensor], residuals: Sequence[tf.Tensor]
+        self, weights: Sequence[tf.Tensor], residuals: Sequence[tf.Tensor], fixed: Sequence[tf.Tensor]
     ) -> tuple[list[tf.Tensor | None], dict[str, tf.Tensor]]:
-        """The captures' values in order, from backward's weights and forward's residuals.
+        """The captures' values in order, from backward's weights, forward's residuals and state that stays.
 
         A capture of which only the shape is read is None; shapes are given by the names of the tensors that hold them.
         """
         handed, shapes = residuals[: len(self._saved)], residuals[len(self._saved) :]
         saved = [self._lists[n].unstacked(each) if n in self._lists else each for n, each in enumerate(handed)]
-        given = zip([*self._weights, *self._saved], [*weights, *saved], strict=True)
+        known = [*self._weights, *self.fixed.values(), *self._saved]
+        given = zip(known, [*weights, *fixed, *saved], strict=True)
         values = {old.ref(): new for old, new in given}
         graph = tf.compat.v1.get_default_graph()
+        self.remade = []
         values.update((tensor.ref(), graph.capture(tensor)) for tensor in self._outer)
         if self._derived:
-            values.update(zip([tensor.ref() for tensor in self._derived], self._recompute(values), strict=True))
+            self.remade = self._recompute(values)
+            values.update(zip([tensor.ref() for tensor in self._derived], self.remade, strict=True))
         filled = [values.get(tensor.ref()) for tensor in self._captured]
         reads = zip(self._shape_reads, shapes, strict=True)
         return filled, {read.name: tf.cast(shape, read.dtype) for read, shape in reads}
@@ -238,7 +263,7 @@ def _is_pool_of(tensor: tf.Tensor, known: dict[Any, tf.Tensor]) -> bool:
     return tensor.op.type in ("MaxPool", "MaxPool3D") and tensor.op.inputs[0].ref() in known
 
 
-def _between(given: dict[Any, Any], tensors: Sequence[tf.Tensor]) -> tuple[set[str], set[Any]]:
+def _between(given: Collection[Any], tensors: Sequence[tf.Tensor]) -> tuple[set[str], set[Any]]:
     """Names of the operations that lead from the given tensors to these, and which of the given are used."""
     names: set[str] = set()
     used: set[Any] = set()
@@ -254,7 +279,7 @@ def _between(given: dict[Any, Any], tensors: Sequence[tf.Tensor]) -> tuple[set[s
 
 
 def _operations_from(weights: Sequence[tf.Tensor]) -> set[str]:
-    """Names of the graph's operations that depend on weights and constants alone."""
+    """Names of the graph's operations that depend on these weights and constants alone."""
     if not weights:
         return set()
     names = {weight.op.name for weight in weights}

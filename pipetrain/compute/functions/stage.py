@@ -207,7 +207,7 @@ class Stage:
             self._backward = Backward(
                 halves, self._bound, self._step, own, self._handles, self._staleness, timed, packing, once
             )
-            self._gradients = self._backward.like
+            self._gradients, self._fixed = self._backward.like, halves.fixed
             reached = iter(halves.reached)
             self.unreached = [n for n, flow in enumerate(self.segment.differentiable) if flow and not next(reached)]
             self._missing = [n for n, gradient in enumerate(self._gradients) if gradient is None]
@@ -220,13 +220,17 @@ class Stage:
     def _split(self, masks: Any, differentiable: Any, constants: Any) -> SplitFunction:
         self._added, self._summed = 0, []
         kernels = self._kernels
-        handed = kernels.packing.pack, kernels.compiled
+        handed = kernels.packing.pack, kernels.compiled, self._staying
         given = specs(self._weights), specs(self._model_state), differentiable, constants, *handed
         halves = split(self._run, *given)
         if self._divided and self._added:
             self._summed = summed_over_rows(self.segment, masks, training=True)
             halves = split(self._run, *given) if any(self._summed) else halves
         return halves
+
+    def _staying(self) -> list[int]:
+        """The numbers of the state that no layer assigns to, as the last trace has found."""
+        return [n for n in range(len(self._model_state)) if n not in self._assigned]
 
     def _once(self, halves: SplitFunction, masks: Any, differentiable: Any, constants: Any) -> set[int]:
         """The weights whose gradients are made once for all microbatches.
@@ -298,7 +302,8 @@ class Stage:
             self._own.set_rate(step.learning_rate)
             staleness = self._stale(step.staleness)
         taken = [self._state, *self._sorted(*given)] if isinstance(given, Inputs) else self._residuals(weights, given)
-        results = self._backward(parts, weights, taken, output_gradients, staleness, total)
+        fixed = [] if runs else [self._state[n] for n in self._fixed]
+        results = self._backward(parts, weights, taken, fixed, output_gradients, staleness, total)
         if step is not None:
             self._own.updated()
         if not runs:

@@ -38,9 +38,12 @@ class BlockFunctions:
     def __init__(self, segment: Segment, like: Sequence[tf.TensorSpec], compiled: bool = False) -> None:
         self._segment, self.compiled = segment, compiled
         self._traced: dict[str, list[Any]] = {}
+        self._stays: list[int] = []
         weights, state = specs(segment.trainable_variables), specs(segment.non_trainable_variables)
         with tf.device(None):  # it runs wherever it is called
-            self._halves = split(self._run, weights, state, *self._sorted(like), compiled=compiled)
+            self._halves = split(
+                self._run, weights, state, *self._sorted(like), compiled=compiled, stays=lambda: self._stays
+            )
         self._forward = either(self._halves.forward, compiled)
         self._backward = either(self._halves.backward, compiled)
         self.gradients = self._halves.backward.structured_outputs[0]
@@ -49,13 +52,14 @@ class BlockFunctions:
     def forward(
         self, weights: list[tf.Tensor], state: list[tf.Tensor], inputs: Sequence[tf.Tensor]
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """The outputs of a block equal to this one, and its residuals."""
+        """The outputs of a block equal to this one, and its residuals, with the state that its backward reads."""
         (outputs, _), residuals = self._forward(weights, state, *self._sorted(inputs))
-        return outputs, residuals
+        return outputs, [*residuals, *(state[n] for n in self._halves.fixed)]
 
     def backward(self, weights: list[tf.Tensor], residuals: list[tf.Tensor], gradients: list[tf.Tensor]) -> Any:
         """The gradients of a block equal to this one."""
-        return self._backward(weights, residuals, gradients)
+        count = len(self._halves.residuals)
+        return self._backward(weights, residuals[:count], residuals[count:], gradients)
 
     def product_bytes(self, rows: int, minibatch_rows: int) -> int:
         """The bytes of weights whose gradients are made once for all microbatches of a minibatch.
@@ -72,8 +76,8 @@ class BlockFunctions:
         return [tf.ones(spec.shape, spec.dtype) for spec, returned in pairs if returned]
 
     def keeps(self, residuals: Sequence[tf.Tensor]) -> Keeps:
-        """What is kept in these residuals."""
-        pairs = zip(self._halves.residuals, residuals, strict=True)
+        """What is kept in these residuals; state that stays is kept anyway."""
+        pairs = zip(self._halves.residuals, residuals, strict=False)
         sizes = {symbol.ref(): _saved_bytes(value) for symbol, value in pairs}
         inputs, outputs = self._traced["inputs"], self._traced["outputs"]
         known = {tensor.ref() for tensor in (*inputs, *outputs)}
@@ -82,11 +86,12 @@ class BlockFunctions:
 
     def _run(self, weights: Any, state: Any, differentiable: Any, constants: Any) -> Any:
         segment = self._segment
-        outputs, state, _ = segment.run(weights, state, differentiable, constants, [None] * len(segment.reads))
+        outputs, after, _ = segment.run(weights, state, differentiable, constants, [None] * len(segment.reads))
+        self._stays = [n for n, (old, new) in enumerate(zip(state, after, strict=True)) if new is old]
         flowing, still = iter(differentiable), iter(constants)
         inputs = [next(flowing if flow else still) for flow in segment.differentiable]
         self._traced.update(inputs=inputs, outputs=outputs)
-        return [x for x, returned in zip(outputs, segment.returns, strict=True) if returned], (outputs, state)
+        return [x for x, returned in zip(outputs, segment.returns, strict=True) if returned], (outputs, after)
 
     def _sorted(self, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         differentiable = self._segment.differentiable

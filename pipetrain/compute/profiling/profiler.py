@@ -243,7 +243,9 @@ def cost_key(block: Block) -> str | None:
             return None
         plain = keras.tree.map_structure(_described, (call.node.arguments.args, call.node.arguments.kwargs))
         kind = type(call.operation)
-        keys.append((kind.__module__, kind.__qualname__, settings, plain))
+        # Adapters, and what is frozen, of layers inside a layer are not among its settings.
+        trained = [(weight.shape, weight.dtype) for weight in call.weights]
+        keys.append((kind.__module__, kind.__qualname__, settings, plain, trained))
     return json.dumps(keys, default=str, sort_keys=True)
 
 
