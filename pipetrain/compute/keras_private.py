@@ -78,8 +78,16 @@ def rate_of(optimizer: keras.optimizers.Optimizer) -> Any:
 
 
 def count_of(optimizer: keras.optimizers.Optimizer) -> Any:
-    """The variable that counts an optimizer's steps, whatever wraps the optimizer."""
+    """The variable that counts an optimizer's steps, whatever wraps the optimizer.
+
+    Where it accumulates gradients these are minibatches, and the public ``iterations`` a number of updates.
+    """
     return optimizer._iterations
+
+
+def average(optimizer: keras.optimizers.Optimizer) -> None:
+    """Update the averages of the weights, if any are kept: before the step is counted, as ``apply`` does."""
+    optimizer._update_model_variables_moving_average(weights_of(optimizer))
 
 
 def first_moments(optimizer: keras.optimizers.Optimizer) -> list[Any]:

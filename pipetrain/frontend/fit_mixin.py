@@ -51,7 +51,6 @@ class FitMixin(StrategyModel):
         """
         self.check_no_session("fit")
         users = as_list(callbacks)
-        check_callbacks(users)
         first_epoch = settings.get("initial_epoch", 0)
         with self._training("fit", x, y, batch_size, users, first_epoch) as session:
             callbacks = with_last(callbacks, FitCallback(session))
@@ -95,6 +94,7 @@ class FitMixin(StrategyModel):
         self.check_compile_called(method)
         check_data(x, y)
         check_compiled(self.optimizer, self._strategy.optimizer)
+        check_callbacks(users, self.optimizer)
         rows, shapes = first_rows(x, batch_size), shapes_of_data(x, self._strategy.trained)
         session = FitSession(self, self._strategy, users, first_epoch, rows, shapes, self.exact_trace)
         self._strategy.begin(session)
