@@ -85,9 +85,9 @@ def count_of(optimizer: keras.optimizers.Optimizer) -> Any:
     return optimizer._iterations
 
 
-def average(optimizer: keras.optimizers.Optimizer) -> None:
-    """Update the averages of the weights, if any are kept: before the step is counted, as ``apply`` does."""
-    optimizer._update_model_variables_moving_average(weights_of(optimizer))
+def averages_of(optimizer: keras.optimizers.Optimizer) -> list[Any]:
+    """The averages of the weights that a built optimizer keeps, None for a weight without; empty if it keeps none."""
+    return list(optimizer._model_variables_moving_average) if optimizer.use_ema else []
 
 
 def first_moments(optimizer: keras.optimizers.Optimizer) -> list[Any]:

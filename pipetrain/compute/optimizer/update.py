@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from pipetrain.compute.keras_private import average, count_of, decays, rate_of
+from pipetrain.compute.keras_private import averages_of, count_of, decays, rate_of
 from pipetrain.compute.optimizer.clone import clone
 from pipetrain.compute.optimizer.horizon_fit import HorizonFit
 from pipetrain.compute.optimizer.rates import Rescaled
@@ -88,8 +88,7 @@ class Update:
         elif present:
             self._optimizer.apply(*zip(*present, strict=True))
         else:  # which Keras' own ``apply`` refuses: the weights that are trained may be other stages'
-            average(self._optimizer)
-            count_of(self._optimizer).assign_add(1)
+            self._end_step()
         if velocity := self._velocity:
             if updates is None:
                 velocity.after(before)
@@ -170,7 +169,19 @@ class Update:
                 momentum=tf.cast(optimizer.momentum, gradient.dtype),
                 use_nesterov=optimizer.nesterov,
             )
-        average(optimizer)
+        self._end_step()
+
+    def _end_step(self) -> None:
+        """What Keras does after a step: average, and count. One weight at a time, else copies of all would be made."""
+        optimizer = self._optimizer
+        later, before = tf.not_equal(tf.convert_to_tensor(optimizer.iterations), 0), []
+        for variable, mean in zip(self._variables, averages_of(optimizer), strict=False):
+            if mean is None:
+                continue
+            kept = tf.where(later, tf.constant(optimizer.ema_momentum, variable.dtype), 0)  # the first is the weight
+            with tf.control_dependencies(before):
+                change = (1 - kept) * (mean.value.read_value() - variable.value.read_value())
+                before = [mean.value.assign_sub(change, read_value=False)]
         count_of(optimizer).assign_add(1)
 
 

@@ -52,7 +52,10 @@ def check_optimizer(optimizer: keras.optimizers.Optimizer, scheme: str, chosen: 
 def _check_some_steps(optimizer: keras.optimizers.Optimizer, scheme: str, chosen: Scheme | None) -> None:
     """Refuse what happens at some steps only, where each step counts, or where no step may depend on a condition."""
     every, overwriting = "gradient_accumulation_steps", "ema_overwrite_frequency"
-    accumulates, mirrored = bool(getattr(optimizer, every)), "MirroredStrategy takes no step that depends on a condition"
+    accumulates, mirrored = (
+        bool(getattr(optimizer, every)),
+        "MirroredStrategy takes no step that depends on a condition",
+    )
     corrects = chosen is not None and (chosen.spikes or chosen.rescale_steps)
     clips = chosen is not None and optimizer.global_clipnorm
     refused = [
@@ -75,7 +78,9 @@ def _check_some_steps(optimizer: keras.optimizers.Optimizer, scheme: str, chosen
     ]
     for setting, applies, why, remedy in refused:
         if applies:
-            received = f"scheme={scheme!r}, optimizer={type(optimizer).__name__}({setting}={getattr(optimizer, setting)})"
+            received = (
+                f"scheme={scheme!r}, optimizer={type(optimizer).__name__}({setting}={getattr(optimizer, setting)})"
+            )
             raise ValueError(f"{setting} is not supported here: {why}. Received: {received}. Try {remedy}.")
 
 
