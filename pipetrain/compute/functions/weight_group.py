@@ -75,7 +75,7 @@ class WeightGroup:
         return self._later is None
 
     def predicted(self, horizon: tf.Tensor) -> list[tf.Tensor]:
-        """The weights ``horizon`` updates ahead."""
+        """The weights ``horizon`` minibatches ahead."""
         return self.update.predicted(horizon)
 
     def slots(self) -> Iterator[Slot]:

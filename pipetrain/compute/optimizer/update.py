@@ -174,7 +174,7 @@ class Update:
     def _end_step(self) -> None:
         """What Keras does after a step: average, and count. One weight at a time, else copies of all would be made."""
         optimizer = self._optimizer
-        later, before = tf.not_equal(tf.convert_to_tensor(optimizer.iterations), 0), []
+        later, before = tf.not_equal(tf.convert_to_tensor(optimizer.iterations), 0), list[Any]()
         for variable, mean in zip(self._variables, averages_of(optimizer), strict=False):
             if mean is None:
                 continue
