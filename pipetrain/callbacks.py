@@ -16,6 +16,7 @@ from pipetrain.checkpoint.callback_state import recall, remembered
 from pipetrain.checkpoint.position import Position
 from pipetrain.checkpoint.session import FitSession
 from pipetrain.checkpoint.store import Checkpoint, Store
+from pipetrain.compute.keras_private import count_of
 from pipetrain.plan.text_table import counted
 from pipetrain.schemes.arguments import checked_count
 
@@ -107,7 +108,7 @@ class PipelineCheckpoint(keras.callbacks.Callback):
             _say(f"{what}; the one before it is used.")
         if found is not None:
             self._go_on_from(found)
-        self._updates = int(self.model.optimizer.iterations.numpy())
+        self._updates = int(count_of(self.model.optimizer).numpy())
         self._session.drains_after, self._session.at_end = self._drains_after, self._at_end
         self._listen()
 
@@ -145,7 +146,7 @@ class PipelineCheckpoint(keras.callbacks.Callback):
 
     def _at_end(self) -> None:
         """The last checkpoint, from which more epochs can go on."""
-        updates = int(self.model.optimizer.iterations.numpy())
+        updates = int(count_of(self.model.optimizer).numpy())
         if self._position.step:  # stopped within the epoch: what was in flight then is done too
             epoch, step = self._position.epoch, self._position.step + updates - self._updates
             whole = self.params["steps"] is not None and step >= self.params["steps"]  # None: nobody knows

@@ -182,7 +182,10 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
         """Keras' ``compile``. Raises ValueError, with the option's name, for what a pipeline cannot do exactly.
 
         An optimizer's ``global_clipnorm=c`` makes every gradient ``g * min(1, c/n)``, ``n**2`` being the sum of the
-        squares of all stages' gradients of a minibatch: for synchronous schemes, or one stage.
+        squares of all stages' gradients of a minibatch: for synchronous schemes, or one stage. With ``use_ema`` each
+        stage averages its weights after each of its updates; ``fit`` ends with the averages as the model's weights.
+        With ``gradient_accumulation_steps=k`` each stage updates after every k-th of its minibatches, by the mean of
+        their gradients.
 
         ``jit_compile=True`` lets XLA compile every stage's functions, with a warning where it cannot; ``False`` does
         not. With ``"auto"``, the default, each stage has the kernels that a profile says are faster for it.

@@ -50,24 +50,33 @@ class RmsProp(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """How to train; ``rate(t)`` is the learning rate of the update after t others."""
+    """How to train; ``rate(t)`` is the learning rate after t minibatches.
+
+    ``every`` so many minibatches are one update by the mean of their gradients. ``average`` is the momentum of the
+    weights' averages, None for none, that replace the weights after every ``overwrites`` updates (0: never).
+    """
 
     scheme: str
     rate: object
     optimizer: object = Sgd()
     spikes: bool = False
     rescale_steps: int = 0
+    every: int = 1
+    average: float | None = None
+    overwrites: int = 0
 
 
 class State:
     """What stages remember from one start of the pipeline to the next, and the updates so far.
 
     ``layers`` are (kernel, bias) pairs; ``tied`` says of which other layer a layer's kernel is the transpose.
+    ``updates`` counts minibatches.
     """
 
     def __init__(self, layers, tied=()):
         self.layers, self.tied, self.updates = layers, dict(tied), 0
         self.slots, self.velocities, self.decays, self.sums = {}, {}, {}, {}
+        self.gathered, self.averages = {}, {}
 
     def key(self, layer, which):
         """The name of a layer's kernel (0) or bias (1): tied kernels have that of the other layer."""
@@ -160,6 +169,10 @@ class Copy:
         self.first = holders[0]
         arrays = [np.array(state.array(key), np.float64) for key in keys]
         self.slots = [dict(state.slots.get(key, {})) for key in keys]
+        self.gathered, self.averages = (
+            [each.get(key, 0.0) for key in keys] for each in (state.gathered, state.averages)
+        )
+        self.before = state.updates
         velocity = [state.velocities.get(key, np.zeros_like(array)) for key, array in zip(keys, arrays)]
         self.versions, self.velocities = [arrays], [velocity]
         self.decays = [state.decays.get(keys[0], 0.0) if keys else 0.0]
@@ -171,6 +184,8 @@ class Copy:
         for key, array, slots, velocity in zip(self.keys, self.versions[-1], self.slots, self.velocities[-1]):
             state.assign(key, array)
             state.slots[key], state.velocities[key], state.decays[key] = slots, velocity, self.decays[-1]
+        for key, gathered, average in zip(self.keys, self.gathered, self.averages):
+            state.gathered[key], state.averages[key] = gathered, average
 
     def read(self, op, i):
         """The weights of F(i) or B(i): stage k knows what the first holder had completed when its last F came."""
@@ -189,6 +204,8 @@ class Copy:
                 ahead = i - version + self.k // 2
             case "local":
                 version, ahead = newest, i - newest
+        done, every = self.before + version, self.settings.every
+        ahead = (done + ahead) // every - done // every
         return self.predicted(version, ahead, self.ratios[version] if self.settings.scheme == "fitted" else 1.0)
 
     def predicted(self, version, ahead, ratio):
@@ -198,26 +215,41 @@ class Copy:
         return [kept * w + ratio * steps * v for w, v in zip(self.versions[version], self.velocities[version])]
 
     def update(self, i, gradients, t):
-        """Minibatch i's gradients make version i + 1; ``t`` updates were made before, since training began."""
+        """Minibatch i's gradients make version i + 1, after ``t`` other minibatches since training began."""
         settings, staleness = self.settings, i - self.forward_version(i)
         rate = settings.rate(t)
         if settings.rescale_steps:
             rate = rate / max(1, staleness) ** max(0.0, 1 - t / settings.rescale_steps)
         decay = settings.optimizer.decay * rate
+        t, within = divmod(t, settings.every)
         weights, velocity = [], []
         for n, (w, key) in enumerate(zip(self.versions[i], self.keys)):
-            gradient = gradients[key]
+            gradient = self.gathered[n] = self.gathered[n] + gradients[key] / settings.every
+            if within < settings.every - 1:  # the next version is like this one
+                decay = self.decays[i]
+                velocity.append(self.velocities[i][n])
+                weights.append(self.averaged(n, w, t))
+                continue
+            self.gathered[n] = 0.0
             self.slots[n], step = settings.optimizer.step(self.slots[n], gradient, rate, t + 1)
             velocity.append(step)
             if settings.spikes or settings.scheme == "spike-compensation":
                 mu = settings.optimizer.mu
                 step = mu**staleness * step - (1 - mu**staleness) / (1 - mu) * rate * gradient
-            weights.append((1 - decay) * w + step)
+            weights.append(self.averaged(n, (1 - decay) * w + step, t))
         self.versions.append(weights)
         self.velocities.append(velocity)
         self.decays.append(decay)
         self.observe(i + 1)
         self.ratios.append(self.ratio())
+
+    def averaged(self, n, weight, t):
+        """Average; gives the weight, or what replaces it. The first average is the weight itself."""
+        momentum, overwrites = self.settings.average, self.settings.overwrites
+        if momentum is None:
+            return weight
+        self.averages[n] = momentum * self.averages[n] + (1 - momentum) * weight if t else weight
+        return self.averages[n] if overwrites and (t + 1) % overwrites == 0 else weight
 
     def forward_version(self, i):
         """What F(i) of the first stage that has the weights reads."""

@@ -140,10 +140,6 @@ def test_optimizers_a_pipeline_cannot_do_exactly():
     sgd = keras.optimizers.SGD
     with refused("'spectrain' predicts.*optimizer=Lion"):
         compiled(keras.optimizers.Lion())
-    with refused("use_ema"):
-        compiled(sgd(0.1, use_ema=True), "1f1b")
-    with refused("gradient_accumulation_steps"):
-        compiled(sgd(0.1, gradient_accumulation_steps=2), "vanilla")
     with refused("LossScaleOptimizer"):
         compiled(keras.optimizers.LossScaleOptimizer(sgd(0.1)), "vanilla")
 

@@ -13,7 +13,7 @@ from pipetrain.checkpoint.arrays import Arrays, array_of, check_weights, numbere
 from pipetrain.checkpoint.position import Position, start_at
 from pipetrain.checkpoint.training_time import TrainingTime
 from pipetrain.compute.graph.input_shapes import Shapes
-from pipetrain.compute.keras_private import set_initial_epoch
+from pipetrain.compute.keras_private import count_of, set_initial_epoch
 from pipetrain.compute.optimizer.rates import is_scheduled
 from pipetrain.run.window import never
 
@@ -150,7 +150,7 @@ class FitSession:
         """How the model is trained, and how far it is, in what JSON can hold."""
         optimizer = self._owner.optimizer
         return {
-            "updates": int(optimizer.iterations.numpy()),
+            "updates": int(count_of(optimizer).numpy()),
             "learning_rate": self._rate(),
             "epoch_rate": self._epoch_rate,
             "begun_rate": self._begun_rate,

@@ -78,8 +78,16 @@ def rate_of(optimizer: keras.optimizers.Optimizer) -> Any:
 
 
 def count_of(optimizer: keras.optimizers.Optimizer) -> Any:
-    """The variable that counts an optimizer's steps, whatever wraps the optimizer."""
+    """The variable that counts an optimizer's steps, whatever wraps the optimizer.
+
+    Where it accumulates gradients these are minibatches, and the public ``iterations`` a number of updates.
+    """
     return optimizer._iterations
+
+
+def averages_of(optimizer: keras.optimizers.Optimizer) -> list[Any]:
+    """The averages of the weights that a built optimizer keeps, None for a weight without; empty if it keeps none."""
+    return list(optimizer._model_variables_moving_average) if optimizer.use_ema else []
 
 
 def first_moments(optimizer: keras.optimizers.Optimizer) -> list[Any]:

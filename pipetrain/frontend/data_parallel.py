@@ -130,7 +130,7 @@ class DataParallelStrategy:
         given, before = self._replaced
         if optimizer is given and not self._trained_elsewhere():  # the copy may have loaded what the given one has not
             self._hand_on(before, own)
-        self._replaced, self._given_steps = (optimizer, own), int(optimizer.iterations.numpy())
+        self._replaced, self._given_steps = (optimizer, own), int(count_of(optimizer).numpy())
         return own
 
     def _gathered(self, optimizer: keras.optimizers.Optimizer) -> Part:
@@ -157,7 +157,7 @@ class DataParallelStrategy:
         given, own = self._replaced
         if own is not None and own is self.optimizer:
             self._hand_on(own, given)
-            self._given_steps = int(given.iterations.numpy())
+            self._given_steps = int(count_of(given).numpy())
 
     def _take_on(self) -> None:
         """Where the optimizer of ``compile`` has trained the model otherwise meanwhile, its copy goes on from it."""
@@ -168,7 +168,7 @@ class DataParallelStrategy:
 
     def _trained_elsewhere(self) -> bool:
         """Whether the optimizer of ``compile`` has made other steps since its copy was last like it."""
-        return int(self._replaced[0].iterations.numpy()) != self._given_steps
+        return int(count_of(self._replaced[0]).numpy()) != self._given_steps
 
     def compiled(self, owner: keras.Model, loss: Any, jit_compile: Any) -> None:
         """Keras has compiled the owner with an optimizer of the copy's."""
@@ -208,7 +208,7 @@ class DataParallelStrategy:
         return self._updates() - self._fitted_from
 
     def _updates(self) -> int:
-        return int(known(self.optimizer).iterations.numpy())
+        return int(count_of(known(self.optimizer)).numpy())
 
     def state(self) -> Arrays:
         """All that training needs to go on; each replica gets the mean of all statistics, as it will again then."""
@@ -221,7 +221,7 @@ class DataParallelStrategy:
         with self.distribution.scope():
             missing = assign(self.model, arrays, self._slots(), [self._gathered(self.optimizer).shared])
             self._load()
-            known(self.optimizer).iterations.assign(updates)
+            count_of(known(self.optimizer)).assign(updates)
         self._fitted_from = updates - fitted
         return missing
 

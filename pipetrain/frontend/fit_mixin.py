@@ -57,7 +57,6 @@ class FitMixin(StrategyModel):
         """
         self.check_no_session("fit")
         users = as_list(callbacks)
-        check_callbacks(users)
         first_epoch = settings.get("initial_epoch", 0)
         settings |= {"x": x, "y": y, "sample_weight": sample_weight, "batch_size": batch_size, "shuffle": shuffle}
         settings |= {"validation_split": validation_split, "validation_data": validation_data}
@@ -105,6 +104,7 @@ class FitMixin(StrategyModel):
         self.check_compile_called(method)
         check_data(x, y)
         check_compiled(self.optimizer, self._strategy.optimizer)
+        check_callbacks(users, self.optimizer)
         rows, shapes = first_rows(x, batch_size), shapes_of_data(x, self._strategy.trained)
         session = FitSession(self, self._strategy, users, first_epoch, rows, shapes, self.exact_trace)
         self._strategy.begin(session)

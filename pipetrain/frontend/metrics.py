@@ -13,7 +13,7 @@ from pipetrain.compute.functions.kernels import direct
 from pipetrain.compute.functions.stage_values import BoundaryTensors
 from pipetrain.compute.functions.undone import undone
 from pipetrain.compute.functions.weight_binding import any_rows
-from pipetrain.compute.keras_private import built_when_traced, compiled_loss, set_mask, update_loss
+from pipetrain.compute.keras_private import built_when_traced, compiled_loss, count_of, set_mask, update_loss
 from pipetrain.run.collector import Result
 from pipetrain.run.window import Minibatch
 
@@ -101,7 +101,7 @@ class TrackedMetrics:
             y, sample_weight = targets
             self.loss(y, predictions.tensors, sample_weight)
         logs = self._update(targets, predictions, loss, rows)
-        iterations = self._model.optimizer.iterations
+        iterations = count_of(self._model.optimizer)
         with tf.control_dependencies(keras.tree.flatten(logs)):  # counted only if the metrics could be updated
             iterations.assign_add(tf.cast(updates, iterations.dtype))
             self._counted.assign_add(tf.cast(updates, self._counted.dtype))

@@ -13,7 +13,7 @@ from pipetrain.checkpoint.arrays import Arrays, assign, collected
 from pipetrain.checkpoint.session import FitSession, Layout
 from pipetrain.compute.gc_pause import gc_paused
 from pipetrain.compute.graph.input_shapes import Shapes
-from pipetrain.compute.keras_private import supports_xla
+from pipetrain.compute.keras_private import count_of, supports_xla
 from pipetrain.compute.optimizer.adoption import forget
 from pipetrain.compute.optimizer.update import kinds_beside
 from pipetrain.frontend.attributes import known
@@ -131,7 +131,7 @@ class PipelineStrategy:
 
     def _updates(self) -> int:
         """Those of the optimizer up to the last drain."""
-        return int(self._compilation.optimizer.iterations.numpy()) - int(self._counted.numpy())
+        return int(count_of(self._compilation.optimizer).numpy()) - int(self._counted.numpy())
 
     def _set_fitted(self, updates: int) -> None:
         self._fitted_before, self._made_before = updates, self._pipeline.made if self._pipeline else 0
@@ -204,7 +204,7 @@ class PipelineStrategy:
             yield
         finally:
             if ahead := pipeline.made - before - int(self._counted.numpy()):
-                self._compilation.optimizer.iterations.assign_add(ahead)
+                count_of(self._compilation.optimizer).assign_add(ahead)
             self._counted.assign(0)
 
     @contextmanager
@@ -270,6 +270,6 @@ class PipelineStrategy:
                 f"{len(layout.ends)} stages. Try partition(input_shapes=...) before fit, or as many stages."
             )
         missing = assign(self.model, arrays, self._stages.slots(), self._stages.shared())
-        self._compilation.optimizer.iterations.assign(updates)
+        count_of(self._compilation.optimizer).assign(updates)
         self._set_fitted(fitted)
         return missing

@@ -16,9 +16,10 @@ from pipetrain.schemes.weight_versions import WeightVersions
 class Training(NamedTuple):
     """The settings of training that determine its memory and its time.
 
-    ``slots`` are the optimizer's variables per weight: 1 for SGD with momentum, 2 for Adam; ``gathers``: whether all
-    gradients of a stage are there before the first is used, as with all optimizers but SGD with momentum, and there
-    too where gradients are clipped, weights constrained, spikes compensated or Nesterov momentum predicted.
+    ``slots`` are the optimizer's variables per weight: 1 for SGD with momentum, 2 for Adam, one more where it averages
+    weights or accumulates gradients; ``gathers``: whether all gradients of a stage are there before the first is used,
+    as with all optimizers but SGD with momentum, and there too where gradients are clipped or accumulated, weights
+    constrained or overwritten by averages, spikes compensated or Nesterov momentum predicted.
     ``jit_compile``: whether XLA compiles the stages, as in Keras; ``"auto"``: those that it makes clearly faster.
     """
 

@@ -136,7 +136,7 @@ class Stage:
         return [group.part() for group in self._groups if group.variables]
 
     def load(self, iterations: int = 0, replica: int = 0) -> None:
-        """Take weights and state from the model, and set the optimizer's count of steps.
+        """Take weights and state from the model, and set the optimizer's count of minibatches.
 
         Every replica of a stage draws different random numbers, because it has different rows.
         """

@@ -14,7 +14,7 @@ from pipetrain.compute.functions.kernels import Kernels
 
 
 class Newest(NamedTuple):
-    """The stage's newest weights, ``horizon`` updates ahead along the velocity: a description, not yet tensors."""
+    """The stage's newest weights, ``horizon`` minibatches ahead along the velocity: a description, not yet tensors."""
 
     horizon: int = 0
 
@@ -43,7 +43,7 @@ class Bindable(Protocol):
     numbers: list[int]
 
     def predicted(self, horizon: tf.Tensor) -> list[tf.Tensor]:
-        """The values ``horizon`` updates ahead."""
+        """The values ``horizon`` minibatches ahead."""
 
 
 class BoundFunction:

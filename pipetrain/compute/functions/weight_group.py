@@ -13,6 +13,7 @@ from pipetrain.compute.functions.kernels import Kernels
 from pipetrain.compute.functions.split import specs
 from pipetrain.compute.functions.stage_values import Step
 from pipetrain.compute.functions.weight_binding import BoundFunction, Newest, Tensors
+from pipetrain.compute.keras_private import count_of
 from pipetrain.compute.optimizer.adoption import Part
 from pipetrain.compute.optimizer.clone import clone
 from pipetrain.compute.optimizer.slots import Slot
@@ -74,7 +75,7 @@ class WeightGroup:
         return self._later is None
 
     def predicted(self, horizon: tf.Tensor) -> list[tf.Tensor]:
-        """The weights ``horizon`` updates ahead."""
+        """The weights ``horizon`` minibatches ahead."""
         return self.update.predicted(horizon)
 
     def slots(self) -> Iterator[Slot]:
@@ -86,8 +87,8 @@ class WeightGroup:
         return Part(self.optimizer, self.originals)
 
     def load(self, iterations: int) -> None:
-        """Take the weights from the model, and set the optimizer's count of steps; on the group's device."""
-        self.optimizer.iterations.assign(iterations)
+        """Take the weights from the model, and set the optimizer's count of minibatches; on the group's device."""
+        count_of(self.optimizer).assign(iterations)
         for mine, original in zip(self.variables, self.originals, strict=True):
             mine.assign(original.value)
         if self.update.fit:

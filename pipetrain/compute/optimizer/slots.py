@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import keras
 
-from pipetrain.compute.keras_private import LISTS, rate_of
+from pipetrain.compute.keras_private import LISTS, count_of, rate_of
 
 
 class Slot(NamedTuple):
@@ -34,5 +34,5 @@ def slots(optimizer: keras.optimizers.Optimizer, weights: Sequence[keras.Variabl
 def shared(optimizer: keras.optimizers.Optimizer, weights: Sequence[keras.Variable]) -> list[Any]:
     """The optimizer's variables that belong to no single weight, except its count of steps and learning rate."""
     others = {id(slot.variable) for slot in slots(optimizer, weights)}
-    others |= {id(optimizer.iterations), id(rate_of(optimizer))}
+    others |= {id(count_of(optimizer)), id(rate_of(optimizer))}
     return [variable for variable in optimizer.variables if id(variable) not in others]

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from pipetrain.compute.keras_private import decays, rate_of
+from pipetrain.compute.keras_private import averages_of, count_of, decays, rate_of
 from pipetrain.compute.optimizer.clone import clone
 from pipetrain.compute.optimizer.horizon_fit import HorizonFit
 from pipetrain.compute.optimizer.rates import Rescaled
@@ -39,6 +39,7 @@ class Update:
         untrained: Callable[[], Sequence[keras.Variable]] = tuple,
     ) -> None:
         self._optimizer, self._variables, self._furthest = optimizer, list(variables), rule.furthest
+        self._every = optimizer.gradient_accumulation_steps or 1  # minibatches an update
         self._rate: tf.Variable | None = None
         self._velocity: Velocity | None = None
         self.fit: HorizonFit | None = None
@@ -67,24 +68,32 @@ class Update:
                 yield Slot(weight, "fit" if holder is None else f"fit_{holder}", self.fit.sums)
 
     def apply(self, gradients: list[Any], staleness: tf.Tensor | None = None) -> None:
-        """One optimizer step; keeps what the next prediction needs and no slot holds."""
+        """One optimizer step; keeps what the next prediction needs and no slot holds.
+
+        An optimizer that accumulates gradients only adds them, unless this is the last minibatch before an update.
+        """
         pairs = zip(gradients, self._variables, strict=True)
         present = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
         for gradient, variable in present:
             if isinstance(gradient, tf.Tensor):
                 gradient.set_shape(variable.shape)  # which some optimizers ask for
         self._correct_by(staleness)
+        updates = self._updates_within(tf.constant(1.0)) > 0 if self._every > 1 else None
         if self._rate is not None:
-            self._rate.assign(tf.cast(self._optimizer.learning_rate, tf.float32))
+            rate = tf.cast(self._optimizer.learning_rate, tf.float32)
+            self._rate.assign(rate if updates is None else tf.where(updates, rate, self._rate))
         before = self._velocity.before() if self._velocity else []
         if _is_momentum(self._optimizer) and self._plain(gradients):
             self._momentum_step(gradients)
         elif present:
             self._optimizer.apply(*zip(*present, strict=True))
         else:  # which Keras' own ``apply`` refuses: the weights that are trained may be other stages'
-            self._optimizer.iterations.assign_add(1)
-        if self._velocity:
-            self._velocity.after(before)
+            self._end_step()
+        if velocity := self._velocity:
+            if updates is None:
+                velocity.after(before)
+            else:
+                tf.cond(updates, lambda: velocity.after(before), lambda: None)
         self._correct_by(None)  # a symbolic tensor is of no use outside its function
 
     def velocity(self) -> list[tf.Tensor]:
@@ -93,12 +102,12 @@ class Update:
         return self._velocity.read()
 
     def predicted(self, horizon: tf.Tensor) -> list[tf.Tensor]:
-        """The variables ``horizon`` updates ahead."""
-        ratio = self.fit.ratio() if self.fit else None
+        """The variables ``horizon`` minibatches ahead."""
+        ratio, horizon = self.fit.ratio() if self.fit else None, self._updates_within(horizon)
         predicted = []
         for variable, velocity in zip(self._variables, self.velocity(), strict=True):
             value = variable.value.read_value()
-            if self._furthest == 1 and ratio is None and not self._decays(variable):
+            if self._furthest == self._every == 1 and ratio is None and not self._decays(variable):
                 predicted.append(value + velocity)  # what ``predict`` says of one update, in one pass over memory
                 continue
             left, steps = self._ahead(variable, value, horizon)
@@ -106,6 +115,13 @@ class Update:
                 steps = steps * tf.cast(ratio, steps.dtype)
             predicted.append(predict(left, velocity, steps))
         return predicted
+
+    def _updates_within(self, minibatches: tf.Tensor) -> tf.Tensor:
+        """How many updates the next minibatches make: as many, unless gradients are accumulated."""
+        if self._every == 1:
+            return minibatches
+        since = tf.convert_to_tensor(count_of(self._optimizer)) % self._every  # the last update
+        return tf.floor((tf.cast(since, minibatches.dtype) + minibatches) / self._every)
 
     def _ahead(self, variable: keras.Variable, value: tf.Tensor, horizon: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """The value that weight decay leaves after ``horizon`` updates, and how many velocities they add to it."""
@@ -153,7 +169,20 @@ class Update:
                 momentum=tf.cast(optimizer.momentum, gradient.dtype),
                 use_nesterov=optimizer.nesterov,
             )
-        optimizer.iterations.assign_add(1)
+        self._end_step()
+
+    def _end_step(self) -> None:
+        """What Keras does after a step: average, and count. One weight at a time, else copies of all would be made."""
+        optimizer = self._optimizer
+        later, before = tf.not_equal(tf.convert_to_tensor(optimizer.iterations), 0), list[Any]()
+        for variable, mean in zip(self._variables, averages_of(optimizer), strict=False):
+            if mean is None:
+                continue
+            kept = tf.where(later, tf.constant(optimizer.ema_momentum, variable.dtype), 0)  # the first is the weight
+            with tf.control_dependencies(before):
+                change = (1 - kept) * (mean.value.read_value() - variable.value.read_value())
+                before = [mean.value.assign_sub(change, read_value=False)]
+        count_of(optimizer).assign_add(1)
 
 
 def _clips(optimizer: keras.optimizers.Optimizer) -> bool:
@@ -165,7 +194,14 @@ def _constrained(variables: Sequence[keras.Variable]) -> bool:
 
 
 def _is_momentum(optimizer: keras.optimizers.Optimizer) -> bool:
+    if optimizer.gradient_accumulation_steps or overwrites(optimizer):
+        return False
     return type(optimizer) is keras.optimizers.SGD and bool(optimizer.momentum) and not optimizer.weight_decay
+
+
+def overwrites(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether the weights are replaced by their averages from time to time."""
+    return bool(optimizer.use_ema and optimizer.ema_overwrite_frequency)
 
 
 def gathers(optimizer: keras.optimizers.Optimizer, rule: UpdateRule, variables: Sequence[keras.Variable]) -> bool:

@@ -90,7 +90,7 @@ class Adam(FromSlots):
 
     def _of(self, m: tf.Tensor, v: tf.Tensor) -> tf.Tensor:
         optimizer = self._optimizer
-        step = tf.cast(tf.maximum(optimizer.iterations.value, 1), m.dtype)
+        step = tf.cast(tf.maximum(tf.convert_to_tensor(optimizer.iterations), 1), m.dtype)
         beta_1, beta_2 = (tf.cast(beta, m.dtype) for beta in (optimizer.beta_1, optimizer.beta_2))
         return prediction.adam(m, v, tf.cast(self._rate, m.dtype), beta_1, beta_2, optimizer.epsilon or TINY, step)
 

@@ -18,12 +18,13 @@ def check_loop(run_eagerly: bool, steps_per_execution: int) -> None:
         )
 
 
-def check_callbacks(callbacks: Sequence[Any]) -> None:
-    """Refuse the callback that swaps weights with averages of them, which are not kept."""
-    if any(isinstance(each, keras.callbacks.SwapEMAWeights) for each in callbacks):
+def check_callbacks(callbacks: Sequence[Any], optimizer: keras.optimizers.Optimizer) -> None:
+    """Refuse the callback that swaps weights with averages of them, where none are kept."""
+    swaps = any(isinstance(each, keras.callbacks.SwapEMAWeights) for each in callbacks)
+    if swaps and not optimizer.use_ema:
         raise ValueError(
-            "There are no averages of weights (use_ema) to swap with. Received: callbacks with SwapEMAWeights. "
-            "Try without it."
+            "There are no averages of weights to swap with. Received: callbacks with SwapEMAWeights, "
+            f"optimizer={type(optimizer).__name__}(use_ema=False). Try an optimizer with use_ema=True."
         )
 
 

@@ -7,7 +7,9 @@ from typing import Any
 
 import keras
 
+from pipetrain.compute.keras_private import count_of
 from pipetrain.compute.optimizer.spikes import check_compensable
+from pipetrain.compute.optimizer.update import overwrites
 from pipetrain.compute.optimizer.velocity import check_predictable
 from pipetrain.schemes.scheme import Scheme
 
@@ -35,27 +37,57 @@ def check_optimizer(optimizer: keras.optimizers.Optimizer, scheme: str, chosen: 
             "clipnorm, clipvalue, or a synchronous scheme: 'gpipe' or '1f1b'",
         ),
         "loss_scale_factor": (pipelined, "a pipeline does not scale losses", "without it"),
-        "use_ema": (True, "averages of the weights are not kept", "without it"),
-        "gradient_accumulation_steps": (
-            True,
-            "the weights are updated after every minibatch",
-            "a larger batch size, or a scheme with microbatches",
-        ),
     }
     for setting, (applies, why, remedy) in refused.items():
         if applies and getattr(optimizer, setting, None):
             received = f"scheme={scheme!r}, optimizer={name}({setting}={getattr(optimizer, setting)})"
             raise ValueError(f"{setting} is not supported here: {why}. Received: {received}. Try {remedy}.")
+    _check_some_steps(optimizer, scheme, chosen)
     if chosen is not None and chosen.spikes:
         check_compensable(optimizer)
     if chosen is not None and chosen.policy.predicts:
         check_predictable(optimizer, scheme)
 
 
+def _check_some_steps(optimizer: keras.optimizers.Optimizer, scheme: str, chosen: Scheme | None) -> None:
+    """Refuse what happens at some steps only, where each step counts, or where no step may depend on a condition."""
+    every, overwriting = "gradient_accumulation_steps", "ema_overwrite_frequency"
+    accumulates, mirrored = (
+        bool(getattr(optimizer, every)),
+        "MirroredStrategy takes no step that depends on a condition",
+    )
+    corrects = chosen is not None and (chosen.spikes or chosen.rescale_steps)
+    clips = chosen is not None and optimizer.global_clipnorm
+    refused = [
+        (every, accumulates and chosen is None, mirrored, "a larger batch size, or another scheme"),
+        (every, accumulates and corrects, "gradients of different staleness are summed", "no correction for staleness"),
+        (
+            every,
+            accumulates and chosen is not None and chosen.fits,
+            "the multiple of the velocity would be fitted over minibatches that do not update",
+            "another horizon than 'fitted'",
+        ),
+        (every, accumulates and clips, "global_clipnorm is of one minibatch's gradients", "clipnorm or clipvalue"),
+        (overwriting, overwrites(optimizer) and chosen is None, mirrored, "without it, or another scheme"),
+        (
+            overwriting,
+            overwrites(optimizer) and chosen is not None and chosen.policy.predicts,
+            "the velocity does not predict weights that averages replace",
+            "without it, or a scheme that does not predict",
+        ),
+    ]
+    for setting, applies, why, remedy in refused:
+        if applies:
+            received = (
+                f"scheme={scheme!r}, optimizer={type(optimizer).__name__}({setting}={getattr(optimizer, setting)})"
+            )
+            raise ValueError(f"{setting} is not supported here: {why}. Received: {received}. Try {remedy}.")
+
+
 def check_own(built_for: Sequence[Any], variables: Sequence[Any], optimizer: keras.optimizers.Optimizer) -> None:
     """Refuse an optimizer that is built for variables that are not the model's: its slots would be lost."""
     if not {id(each) for each in built_for} <= {id(each) for each in variables}:
-        name, steps = type(optimizer).__name__, int(optimizer.iterations.numpy())
+        name, steps = type(optimizer).__name__, int(count_of(optimizer).numpy())
         raise ValueError(
             f"The optimizer has trained another model, and what it remembers of it would be lost. Received: "
             f"optimizer={name} after {steps} steps. Try {name}.from_config(optimizer.get_config())."
