@@ -106,7 +106,8 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
         options = options._replace(spike_compensation=bool(spike_compensation), rescale_steps=steps)
         strategy = strategy_of(model, options)
         with strategy.distribution.scope():
-            super().__init__(name=name or model.name)
+            # The wrapped model's policy tells Keras whether to scale losses; what is cast is for the layers to say.
+            super().__init__(name=name or model.name, dtype=model.dtype_policy, autocast=False)
         # Keras searches attributes for layers: ``inner`` is what it finds, the strategy is nothing to it.
         self.inner, self._strategy = strategy.trained, strategy
         self.scheme, self.options = check_name(scheme), options.of_policy()
@@ -186,6 +187,10 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
         stage averages its weights after each of its updates; ``fit`` ends with the averages as the model's weights.
         With ``gradient_accumulation_steps=k`` each stage updates after every k-th of its minibatches, by the mean of
         their gradients.
+
+        Synchronous schemes scale the loss of a model with the dtype policy ``mixed_float16``, as Keras does: a minibatch
+        with a gradient that is not finite, in any stage, makes no step. With ``loss_scale_factor`` every scheme scales
+        it by this number.
 
         ``jit_compile=True`` lets XLA compile every stage's functions, with a warning where it cannot; ``False`` does
         not. With ``"auto"``, the default, each stage has the kernels that a profile says are faster for it.

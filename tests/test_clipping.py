@@ -15,7 +15,7 @@ import pipetrain
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.optimizer.clipping import clipped, squared_norm
 from pipetrain.compute.optimizer.update import Update
-from pipetrain.run.global_norm import GlobalNorm
+from pipetrain.run.gradient_exchange import GradientExchange
 from pipetrain.schemes.schedules import gpipe, one_forward_one_backward, orders
 
 L = keras.layers
@@ -194,7 +194,7 @@ def test_delays_change_no_bit(monkeypatch):
 
 def test_clipped_gradients_take_the_fast_step_and_others_know_of_no_norm(monkeypatch):
     fast, made = [], []
-    for owner, name, calls in ((Update, "_momentum_step", fast), (GlobalNorm, "__init__", made)):
+    for owner, name, calls in ((Update, "_momentum_step", fast), (GradientExchange, "__init__", made)):
         original = getattr(owner, name)
 
         def counted(self, *args, original=original, calls=calls):

@@ -9,6 +9,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from pipetrain.compute.keras_private import count_of
+from pipetrain.compute.optimizer.loss_scaling import is_dynamic, stepping
 from pipetrain.compute.optimizer.slots import Slot
 
 Arrays = dict[str, np.ndarray]
@@ -58,6 +60,25 @@ def assign(model: keras.Model, arrays: Arrays, slots: Iterable[Slot], shared: It
         for n, variable in enumerate(variables):
             _assign(variable, arrays.get(f"shared/{n}"))
     return sorted(missing)
+
+
+def scale_arrays(optimizer: keras.optimizers.Optimizer) -> Arrays:
+    """Of an optimizer that scales the loss and may skip steps: ``loss_scale``, ``finite_steps`` and ``steps`` made."""
+    return {name: array_of(variable) for name, variable in _of_scale(optimizer).items()}
+
+
+def assign_scale(optimizer: keras.optimizers.Optimizer, arrays: Arrays, updates: int) -> None:
+    """Put them back; without them, no step was skipped in as many ``updates``."""
+    for name, variable in _of_scale(optimizer).items():
+        value = arrays.get(name, np.asarray(updates) if name == "steps" else array_of(variable))
+        variable.assign(tf.cast(value, variable.dtype))
+
+
+def _of_scale(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
+    if not is_dynamic(optimizer):
+        return {}
+    steps = count_of(stepping(optimizer))
+    return {"loss_scale": optimizer.dynamic_scale, "finite_steps": optimizer.step_counter, "steps": steps}
 
 
 def array_of(variable: Any) -> np.ndarray:

@@ -14,6 +14,7 @@ from pipetrain.checkpoint.position import Position, start_at
 from pipetrain.checkpoint.training_time import TrainingTime
 from pipetrain.compute.graph.input_shapes import Shapes
 from pipetrain.compute.keras_private import count_of, set_initial_epoch
+from pipetrain.compute.optimizer.loss_scaling import stepping
 from pipetrain.compute.optimizer.rates import is_scheduled
 from pipetrain.run.window import never
 
@@ -233,7 +234,7 @@ class FitSession:
 
     def _rate(self) -> float | None:
         optimizer = self._owner.optimizer
-        return None if is_scheduled(optimizer) else float(array_of(optimizer.learning_rate))
+        return None if is_scheduled(stepping(optimizer)) else float(array_of(optimizer.learning_rate))
 
     def _metric_arrays(self) -> Arrays:
         return {f"metric/{n}": array_of(each) for n, each in enumerate(self._owner.metrics_variables)}

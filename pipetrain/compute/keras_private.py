@@ -90,6 +90,11 @@ def averages_of(optimizer: keras.optimizers.Optimizer) -> list[Any]:
     return list(optimizer._model_variables_moving_average) if optimizer.use_ema else []
 
 
+def own_variables(optimizer: keras.optimizers.Optimizer) -> list[Any]:
+    """An optimizer's variables; the public property also gives those of an optimizer that it wraps."""
+    return list(optimizer._variables)
+
+
 def first_moments(optimizer: keras.optimizers.Optimizer) -> list[Any]:
     """Adam's first moments, and RMSprop's velocities."""
     moments: list[Any] = optimizer._momentums

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.keras_private import rate_of, weights_of
+from pipetrain.compute.optimizer.loss_scaling import is_dynamic, stepping
 from pipetrain.compute.optimizer.rates import is_scheduled
 from pipetrain.compute.optimizer.update import gathers, slots_per_weight
 from pipetrain.frontend.checks.loop import check_loop
@@ -33,6 +34,8 @@ class Compilation:
         counted: counts the minibatches that the optimizer has been told of.
         built: called when the metrics have their variables.
 
+    ``optimizer`` is the compiled one, ``steps`` the one that makes the steps, which another may wrap to scale the loss.
+
     Raises:
         ValueError: for an optimizer, a loss or a way to run steps that a pipeline does not have.
     """
@@ -47,6 +50,7 @@ class Compilation:
         built: Callable[[], None],
     ) -> None:
         self.optimizer, self._loss, self._chain = owner.optimizer, loss, placement.chain
+        self.steps = steps = stepping(self.optimizer)
         self._model = placement.chain.model
         check_loop(owner.run_eagerly, owner.steps_per_execution)
         check_optimizer(self.optimizer, scheme.name, scheme, placement.stages)
@@ -56,22 +60,21 @@ class Compilation:
         if self._parts > 1 and is_measured(loss):
             self._is_mean = None  # seen when the first minibatch is there
         rule = scheme.rule(0, 2 * placement.stages)
-        placement.learn_optimizer(
-            slots_per_weight(self.optimizer, rule), gathers(self.optimizer, rule, self._model.trainable_variables)
-        )
+        gathered = is_dynamic(self.optimizer) or gathers(steps, rule, self._model.trainable_variables)
+        placement.learn_optimizer(slots_per_weight(steps, rule), gathered)
         self.metrics = TrackedMetrics(owner, self._model.outputs, placement.chain.pack, counted, built)
-        self._scheduled = is_scheduled(self.optimizer)  # then each stage's own copy knows the rate
+        self._scheduled = is_scheduled(steps)  # then each stage's own copy knows the rate
         self.data = InputData(self._model, None if self._scheduled else self.optimizer.learning_rate.value)
 
     def _check_own(self) -> None:
-        check_own(weights_of(self.optimizer), self._model.variables, self.optimizer)
+        check_own(weights_of(self.steps), self._model.variables, self.steps)
 
     def check(self) -> None:
         """Raise ValueError if the optimizer is not any more as it was compiled."""
-        if is_scheduled(self.optimizer) != self._scheduled:
+        if is_scheduled(self.steps) != self._scheduled:
             raise ValueError(
                 "The learning rate became a schedule, or ceased to be one, after compile. Received: "
-                f"learning_rate={rate_of(self.optimizer)!r}. Try compile again."
+                f"learning_rate={rate_of(self.steps)!r}. Try compile again."
             )
         self._check_own()
 

@@ -20,7 +20,7 @@ from pipetrain.compute.optimizer.slots import Slot, slots
 from pipetrain.compute.tensorflow_private import one_replica
 from pipetrain.frontend.attributes import known
 from pipetrain.frontend.checks.devices import check_local
-from pipetrain.frontend.checks.optimizer import check_optimizer, check_own
+from pipetrain.frontend.checks.optimizer import check_loss_scaling, check_optimizer, check_own
 from pipetrain.frontend.placement import Placement
 from pipetrain.frontend.strategy import StepFunction
 from pipetrain.schemes.table import DATA_PARALLEL
@@ -98,6 +98,8 @@ class DataParallelStrategy:
         if settings.get("jit_compile") is True and self.distribution.num_replicas_in_sync > 1:
             warnings.warn("XLA cannot compile a step of several devices, which run without it.", stacklevel=3)
             settings = {**settings, "jit_compile": False}
+
+        check_loss_scaling(optimizer, DATA_PARALLEL, None)
 
         def mirrored(value: Any) -> Any:
             return type(value).from_config(value.get_config()) if isinstance(value, keras.Metric) else value

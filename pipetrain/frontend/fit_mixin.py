@@ -12,6 +12,7 @@ from pipetrain.checkpoint.session import FitSession
 from pipetrain.compute.functions.undone import undone
 from pipetrain.compute.graph.input_shapes import shapes_of_data
 from pipetrain.compute.keras_private import built_when_traced
+from pipetrain.compute.optimizer.loss_scaling import stepping
 from pipetrain.frontend.attributes import Meanwhile
 from pipetrain.frontend.checks.data import check_data
 from pipetrain.frontend.checks.loop import check_callbacks
@@ -104,7 +105,7 @@ class FitMixin(StrategyModel):
         self.check_compile_called(method)
         check_data(x, y)
         check_compiled(self.optimizer, self._strategy.optimizer)
-        check_callbacks(users, self.optimizer)
+        check_callbacks(users, stepping(self.optimizer))
         rows, shapes = first_rows(x, batch_size), shapes_of_data(x, self._strategy.trained)
         session = FitSession(self, self._strategy, users, first_epoch, rows, shapes, self.exact_trace)
         self._strategy.begin(session)

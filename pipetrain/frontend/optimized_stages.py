@@ -9,6 +9,7 @@ import keras
 
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.optimizer.adoption import adopt
+from pipetrain.compute.optimizer.loss_scaling import build_scale, stepping
 from pipetrain.compute.optimizer.slots import Slot
 
 
@@ -31,7 +32,8 @@ class OptimizedStages:
 
     def adopt_from(self, optimizer: keras.optimizers.Optimizer) -> None:
         """What has been set in the compiled optimizer since it was at work, the stages take over; see ``adopt``."""
-        adopt(optimizer, self._weights, self._parts)
+        adopt(stepping(optimizer), self._weights, self._parts)
+        build_scale(optimizer, self._weights)
 
     def go_on_from(self, others: OptimizedStages) -> None:
         """Take over the slots of others, for weights that both train."""

@@ -9,12 +9,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from pipetrain.checkpoint.arrays import Arrays, assign, collected
+from pipetrain.checkpoint.arrays import Arrays, assign, assign_scale, collected, scale_arrays
 from pipetrain.checkpoint.session import FitSession, Layout
 from pipetrain.compute.gc_pause import gc_paused
 from pipetrain.compute.graph.input_shapes import Shapes
 from pipetrain.compute.keras_private import count_of, supports_xla
 from pipetrain.compute.optimizer.adoption import forget
+from pipetrain.compute.optimizer.loss_scaling import LossScale, is_dynamic
 from pipetrain.compute.optimizer.update import kinds_beside
 from pipetrain.frontend.attributes import known
 from pipetrain.frontend.checks.data import check_rows
@@ -73,7 +74,7 @@ class PipelineStrategy:
         """The optimizer and the loss are new: stages are made anew when the next ``fit`` begins."""
         compilation = Compilation(owner, loss, self._scheme, self.placement, self._counted, self._metrics_built)
         self.placement.learn_kernels(supports_xla(self.model) and jit_compile)
-        if compilation.optimizer is not self.optimizer:
+        if self._last_compilation is None or compilation.steps is not self._last_compilation.steps:
             self._stages = OptimizedStages()
         self._last_compilation, self._pipeline = compilation, None
 
@@ -122,7 +123,8 @@ class PipelineStrategy:
         self._stages.adopt_from(self._compilation.optimizer)
         session = known(self._fit).session
         return RunSettings(
-            updates=self._updates(),
+            updates=self._steps(),
+            loss_scale=LossScale.of(self._compilation.optimizer),
             steps=self._fitted(),
             snapshot_every=session.snapshot_every,
             loss_is_mean=self._compilation.loss_is_mean,
@@ -132,6 +134,11 @@ class PipelineStrategy:
     def _updates(self) -> int:
         """Those of the optimizer up to the last drain."""
         return int(count_of(self._compilation.optimizer).numpy()) - int(self._counted.numpy())
+
+    def _steps(self) -> int:
+        """The steps among these; of a scaled loss, those that were not skipped, as counted at the last drain."""
+        compilation = self._compilation
+        return int(count_of(compilation.steps).numpy()) if is_dynamic(compilation.optimizer) else self._updates()
 
     def _set_fitted(self, updates: int) -> None:
         self._fitted_before, self._made_before = updates, self._pipeline.made if self._pipeline else 0
@@ -191,13 +198,14 @@ class PipelineStrategy:
                 self._pipeline.abort(store)
             if not store:  # what is not finite is in the optimizers too
                 self._pipeline, self._stages = None, OptimizedStages()
-                forget(self.optimizer)
+                forget(self._compilation.steps)
 
     @contextmanager
     def _counting(self, pipeline: Pipeline) -> Iterator[None]:
         """What the pipeline updates, the optimizer counts: from where it is, should someone have set it.
 
-        Each step counts its own minibatch; here those are added that are ahead of the last step.
+        Each step counts its own minibatch; here those are added that are ahead of the last step. The optimizer that
+        another one wraps, to scale the loss, counts the minibatches that made a step: only here.
         """
         before = pipeline.made
         try:
@@ -206,6 +214,8 @@ class PipelineStrategy:
             if ahead := pipeline.made - before - int(self._counted.numpy()):
                 count_of(self._compilation.optimizer).assign_add(ahead)
             self._counted.assign(0)
+            if pipeline.made > before:
+                pipeline.loss_scale.hand_back(self._compilation.optimizer)
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -245,13 +255,14 @@ class PipelineStrategy:
     def state(self) -> Arrays:
         """All that training needs to go on; drains."""
         self.drain()
-        return collected(self.model, self._stages.slots(), self._stages.shared())
+        arrays = collected(self.model, self._stages.slots(), self._stages.shared())
+        return arrays | scale_arrays(self._compilation.optimizer)
 
     def _kinds_beside(self) -> list[str]:
         """What training needs to go on that no slot of the compiled optimizer holds."""
         stages = self.placement.stages
         rules = {self._scheme.rule(stage, stages, self.microbatches) for stage in range(stages)}
-        return sorted({kind for rule in rules for kind in kinds_beside(self.optimizer, rule)})
+        return sorted({kind for rule in rules for kind in kinds_beside(self._compilation.steps, rule)})
 
     def restore(self, arrays: Arrays, layout: Layout, updates: int, fitted: int) -> list[str]:
         """Go on from there, after so many updates, ``fitted`` of them of this ``fit``; gives what was not there.
@@ -271,5 +282,6 @@ class PipelineStrategy:
             )
         missing = assign(self.model, arrays, self._stages.slots(), self._stages.shared())
         count_of(self._compilation.optimizer).assign(updates)
+        assign_scale(self._compilation.optimizer, arrays, updates)
         self._set_fitted(fitted)
         return missing

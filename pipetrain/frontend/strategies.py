@@ -81,7 +81,7 @@ def _pipeline(model: keras.Model, options: Options) -> Strategy:
 
     placement = Placement(model, stages, cuts, on, replicas, scheme.schedule, training)
     check_model(model)
-    check_precision(placement.chain.blocks)
+    check_precision(placement.chain.blocks, scheme)
     if scheme.name == "single":
         placement = Placement(model, 1, None, on, training=training)
     return PipelineStrategy(model, placement, scheme)

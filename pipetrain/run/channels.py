@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from pipetrain.compute.cores import is_remote
 from pipetrain.compute.functions.stage_values import BoundaryTensors
-from pipetrain.run.global_norm import GlobalNorm
+from pipetrain.run.gradient_exchange import GradientExchange
 from pipetrain.run.mailbox import Mailbox
 from pipetrain.run.reduction import Reduction
 from pipetrain.run.shared_gradients import SharedGradients
@@ -87,8 +87,8 @@ class Channels(NamedTuple):
     """A stage's connections: microbatches come into ``inbox``, gradients into ``returns``; None at the ends.
 
     A None in the inbox says that no more microbatches will come. ``reduction`` is the all-reduce among the stage's
-    replicas, ``norm`` the exchange of norms for clipping by the norm of all stages' gradients, ``shared`` those of the
-    gradients of weights that it shares with other stages.
+    replicas, ``summaries`` the exchange with all stages where an update depends on the gradients of all, ``shared``
+    those of the gradients of weights that it shares with other stages.
     """
 
     inbox: Receiver[Any]
@@ -96,7 +96,7 @@ class Channels(NamedTuple):
     above: Sender | None
     below: Sender | None
     reduction: Reduction
-    norm: GlobalNorm | None = None
+    summaries: GradientExchange | None = None
     shared: Sequence[SharedGradients] = ()
 
 

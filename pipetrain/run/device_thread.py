@@ -94,6 +94,8 @@ class DeviceThread(threading.Thread):
         self._control.wait_if_paused()
         start_s, version = time.perf_counter(), stage.version
         middle_s = stage.perform(action, received)
+        if all(each.awaits_update for each in self.stages):
+            self._update()
         end_s = time.perf_counter()
         self.busy_s += end_s - start_s
         if action.op == "FB":
@@ -102,6 +104,12 @@ class DeviceThread(threading.Thread):
             self._record("B", action, version, middle_s, end_s)
         else:
             self._record(action.op, action, version, start_s, end_s)
+
+    def _update(self) -> None:
+        """Update all stages of the device: each has told the others of its gradients, for which all wait now."""
+        for stage in self.stages:
+            self._at = stage
+            stage.update()
 
     def _record(self, op: Op, action: Action, version: int, start_s: float, end_s: float) -> None:
         _, stage, microbatch = action

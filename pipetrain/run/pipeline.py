@@ -14,6 +14,7 @@ import tensorflow as tf
 from pipetrain.compute.cores import is_prompt
 from pipetrain.compute.functions.inference import Replica
 from pipetrain.compute.functions.stage_values import BoundaryTensors
+from pipetrain.compute.optimizer.loss_scaling import LossScale
 from pipetrain.run.channels import take
 from pipetrain.run.collector import Result, Snapshot
 from pipetrain.run.messages import Microbatch, Output, Updated
@@ -56,8 +57,9 @@ class Pipeline:
         microbatches: how many a minibatch is split into.
         settings: called whenever the threads start.
 
-    ``made`` are the updates of all runs up to the last drain, ``snapshots`` the weights that were kept,
-    ``output_masks`` the specs of the model's outputs' masks, from ``trace_for`` on.
+    ``made`` are the updates of all runs up to the last drain, ``loss_scale`` what the last run has made of that with
+    which it began, ``snapshots`` the weights that were kept, ``output_masks`` the specs of the model's outputs' masks,
+    from ``trace_for`` on.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class Pipeline:
         self._running: Running | None = None
         self._spans: deque[Span] = deque(maxlen=KEPT_SPANS)
         self._transfers: deque[Transfer] = deque(maxlen=KEPT_SPANS)
-        self.made = 0
+        self.made, self.loss_scale = 0, LossScale()
         self._results: deque[Result] = deque()
         self._busy_s = 0.0
         self._knows_seconds = all(is_prompt(replica.device) for stage in stages for replica in stage)
@@ -235,8 +237,8 @@ class Pipeline:
         except Exception:  # which would come again: the model stays as it was
             self._running = None
             raise
-        made = self.made + min(work.version for work in running.works)
-        self._running, self.made = None, made
+        last = min(running.works, key=lambda work: work.version)  # where an abort has left some behind
+        self._running, self.made, self.loss_scale = None, self.made + last.version, last.loss_scale
         self._spans.extend(sorted(chain(*(thread.spans for thread in running.threads)), key=_start_s))
         self._transfers.extend(sorted(chain(*(work.transfers() for work in running.works)), key=_start_s))
         self._busy_s += sum(thread.busy_s for thread in running.threads)

@@ -13,7 +13,7 @@ from pipetrain.run.channels import Channels, Destination, Receiver, Sender, join
 from pipetrain.run.collector import Collector
 from pipetrain.run.control import Control
 from pipetrain.run.device_thread import DeviceThread
-from pipetrain.run.global_norm import GlobalNorm
+from pipetrain.run.gradient_exchange import GradientExchange
 from pipetrain.run.mailbox import Mailbox
 from pipetrain.run.messages import Microbatch
 from pipetrain.run.reduction import Reduction
@@ -73,8 +73,10 @@ class Running:
         reductions = [Reduction(stage) for stage in self._stages]
         every += [box for way in (down, up) for stage in way for boxes in stage for box in boxes]
         every += [box for reduction in reductions for box in reduction.mailboxes]
-        norm = GlobalNorm(cast("list[list[Stage]]", self._stages)) if self._stages[0][0].global_clipnorm else None
-        every += norm.mailboxes if norm else []
+        summaries, scale = None, self.settings.loss_scale
+        if scale.is_dynamic or self._stages[0][0].global_clipnorm:
+            summaries = GradientExchange(cast("list[list[Stage]]", self._stages), scale.is_dynamic)
+            every += summaries.mailboxes
         sharing = dict.fromkeys(group.holders for stage in self._stages for group in stage[0].shared)
         shared = {holders: SharedGradients(holders, cast("list[list[Stage]]", self._stages)) for holders in sharing}
         every += [box for each in shared.values() for box in each.mailboxes]
@@ -90,10 +92,11 @@ class Running:
                     above=_sender(up[k - 1], self._stages[k - 1], number, len(stage)) if k > 0 else None,
                     below=_sender(down[k + 1], self._stages[k + 1], number, len(stage)) if k < last else None,
                     reduction=reductions[k],
-                    norm=norm,
+                    summaries=summaries,
                     shared=[shared[group.holders] for group in replica.shared],
                 )
-                works[k].append(StageWork(identity, replica, self._scheme, self._microbatches, channels, self.control))
+                settings = self._scheme, self._microbatches, channels, self.control, scale
+                works[k].append(StageWork(identity, replica, *settings))
         return works
 
 

@@ -19,7 +19,10 @@ Gradients = list[Any]
 
 
 class Completed(NamedTuple):
-    """The gradients of a minibatch summed over all stages, and the other inputs of the update that they make."""
+    """The gradients of a minibatch summed over all stages, and the other inputs of the update that they make.
+
+    There are no gradients where the step is skipped.
+    """
 
     gradients: Gradients
     step: Step

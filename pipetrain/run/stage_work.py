@@ -22,6 +22,7 @@ from pipetrain.compute.functions.stage_values import (
 )
 from pipetrain.compute.functions.weight_binding import Newest, OfGroups
 from pipetrain.compute.functions.weight_group import WeightGroup
+from pipetrain.compute.optimizer.loss_scaling import LossScale
 from pipetrain.run.channels import Channels, take
 from pipetrain.run.control import Control
 from pipetrain.run.messages import Microbatch, Output, Updated
@@ -74,8 +75,10 @@ class StageWork:
         microbatches: of a minibatch.
         channels: what comes in and goes out.
         control: where it reports.
+        loss_scale: that of the first minibatch.
 
-    ``carries_out`` are the operations that it has a method for.
+    ``carries_out`` are the operations that it has a method for, ``loss_scale`` is that of the minibatch whose backward
+    comes next.
     """
 
     carries_out: ClassVar[dict[str, str]] = {"F": "_forward", "B": "_backward", "FB": "_forward_backward"}
@@ -88,8 +91,9 @@ class StageWork:
         microbatches: int,
         channels: Channels,
         control: Control,
+        loss_scale: LossScale = LossScale(),  # noqa: B008 - a tuple, never changed
     ) -> None:
-        self.identity, self.device = identity, stage.device
+        self.identity, self.device, self.loss_scale = identity, stage.device, loss_scale
         self.most_in_flight = 0
         self._stage, self._channels, self._control = stage, channels, control
         self._synchronous, self._trains = not scheme.asynchronous, scheme.trains
@@ -101,6 +105,7 @@ class StageWork:
         ]
         self._in_flight: dict[int, tuple[Microbatch, SavedForBackward | None]] = {}
         self._gradients: list[Any] | None = None
+        self._complete: tuple[Microbatch, list[Any]] | None = None
         self._completed = 0  # of the minibatch, the microbatches whose weight gradients are there
         self._last: int | None = None  # the last microbatch of all, once that is known
         self._forwarded = -1  # the last one that has gone forward
@@ -232,11 +237,11 @@ class StageWork:
         self, microbatch: Microbatch, weights: Any, given: SavedForBackward | Inputs, returned: list[tf.Tensor] | None
     ) -> BackwardResult:
         """The stage's backward, with sum and update in the same call where possible; remaining gradients are kept."""
-        mine = self._shared(microbatch)
-        output_gradients = [mine.loss_share] if returned is None else returned
+        mine, scale = self._shared(microbatch), self.loss_scale.scale
+        output_gradients = [mine.loss_share * scale] if returned is None else returned
         step = self._begin_update(microbatch) if self._updates_by(microbatch) else None
         total, self._gradients = self._gradients, None
-        result = self._trained.backward(weights, given, output_gradients, mine.share, total, step)
+        result = self._trained.backward(weights, given, output_gradients, mine.share, total, step, scale)
         self._gradients = result.gradients
         return result
 
@@ -251,7 +256,7 @@ class StageWork:
             self._update_shared(microbatch, self._summed_over_stages(microbatch, self._taken()))
             self._updated()
         elif not self._completed:
-            self._update(microbatch)
+            self._flush(microbatch)
 
     def _updates_by(self, microbatch: Microbatch) -> bool:
         """Whether the minibatch's gradients are complete with this one's, and nobody waits for anything else first.
@@ -259,7 +264,7 @@ class StageWork:
         Other replicas and stages need gradients, and in a synchronous scheme the stage above, which is idle, its own.
         With one microbatch it is not sent them first: the gradients of all weights would be in memory at once.
         """
-        alone = self.identity.replicas == 1 and self._channels.norm is None
+        alone = self.identity.replicas == 1 and self._channels.summaries is None
         awaited = self._synchronous and self._channels.above is not None and len(microbatch.group) > 1
         return alone and not awaited and self._is_last(microbatch) and bool(self._stage.variables)
 
@@ -269,18 +274,46 @@ class StageWork:
 
     def _begin_update(self, microbatch: Microbatch) -> Step:
         """Keep the weight versions that are still read."""
-        step = Step(microbatch.learning_rate, self._versions.staleness(microbatch.number))
+        step = self._step(microbatch, self._versions)
         self._versions.before_update()
         return step
 
-    def _update(self, microbatch: Microbatch) -> None:
-        step = self._begin_update(microbatch)
+    def _step(self, microbatch: Microbatch, versions: WeightVersions) -> Step:
+        return Step(microbatch.learning_rate, versions.staleness(microbatch.number), self.loss_scale.scale)
+
+    def _flush(self, microbatch: Microbatch) -> None:
+        """Complete the minibatch's gradients, and update unless that depends on those of all stages."""
         stage, _, replica, _ = self.identity
         gradients = self._channels.reduction.sum(replica, self._taken(), microbatch.number)
         gradients = self._summed_over_stages(microbatch, gradients)
-        squares = self._channels.norm.squares(stage, replica, gradients) if self._channels.norm else None
-        self._trained.update(gradients, step, squares)
-        self._update_shared(microbatch, gradients, squares)
+        if self._channels.summaries:
+            self._channels.summaries.send(stage, replica, gradients, self._step(microbatch, self._versions))
+            self._complete = microbatch, gradients
+        else:
+            self._update(microbatch, gradients)
+
+    @property
+    def awaits_update(self) -> bool:
+        """Whether the gradients of a minibatch are complete, and ``update`` is to be called."""
+        return self._complete is not None
+
+    def update(self) -> None:
+        """Update by the complete gradients, or skip the step; waits for what all stages tell of theirs."""
+        stage, _, replica, _ = self.identity
+        assert self._channels.summaries is not None and self._complete is not None
+        finite, squares = self._channels.summaries.receive(stage, replica)
+        (microbatch, gradients), self._complete = self._complete, None
+        self._update(microbatch, gradients, squares, finite)
+
+    def _update(
+        self, microbatch: Microbatch, gradients: list[Any], squares: tf.Tensor | None = None, finite: bool = True
+    ) -> None:
+        """Make the next version of the weights, equal to this one if not all gradients are finite."""
+        step = self._begin_update(microbatch)
+        if finite:
+            self._trained.update(gradients, step, squares)
+        self._update_shared(microbatch, gradients, squares, finite)
+        self.loss_scale = self.loss_scale.after(finite)
         self._updated()
 
     def _taken(self) -> Any:
@@ -300,26 +333,31 @@ class StageWork:
                 gradients[n] = total and total[place]
         return gradients
 
-    def _update_shared(self, microbatch: Microbatch, gradients: list[Any], squares: tf.Tensor | None = None) -> None:
+    def _update_shared(
+        self, microbatch: Microbatch, gradients: list[Any], squares: tf.Tensor | None = None, finite: bool = True
+    ) -> None:
         """Update the shared weights whose gradients are complete here, and send these to the other stages.
 
-        They are clipped if the ``squares`` of all stages' gradients are given.
+        They are clipped if the ``squares`` of all stages' gradients are given; if not all gradients are finite, there
+        are none.
         """
         for group, exchange, versions in self._sharing:
             if exchange.first == self.identity.stage:
-                step = Step(microbatch.learning_rate, versions.staleness(microbatch.number))
-                mine = [gradients[n] for n in group.numbers]
-                completed = Completed(mine if squares is None else self._trained.clipped(mine, squares), step)
+                step = self._step(microbatch, versions)
+                mine = [gradients[n] for n in group.numbers] if finite else []
+                completed = Completed(self._trained.prepared(mine, step, squares), step)
                 exchange.hand_down(self.identity.replica, completed, microbatch.number)
                 versions.before_update()
-                group.apply(*completed)
+                if completed.gradients:
+                    group.apply(*completed)
 
     def _catch_up(self, each: SharedWork, version: int) -> None:
         """Make the updates of shared weights up to a version, which another stage completes; waits for it."""
         while each.versions.version < version:
             completed = each.exchange.completed(self.identity.stage, self.identity.replica)
             each.versions.before_update()
-            each.group.apply(*completed)
+            if completed.gradients:
+                each.group.apply(*completed)
 
     def catch_up(self) -> None:
         """After the last action: let all copies of shared weights be equal."""

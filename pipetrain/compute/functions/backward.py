@@ -47,10 +47,10 @@ class Backward:
     Args:
         halves: forward and backward.
         bound: binds a function to the stage's variables.
-        apply: ``apply(gradients, None, staleness)`` updates the stage's own weights.
+        apply: ``apply(gradients, None, numbers)`` updates the stage's own weights.
         own: the numbers of these weights.
         handles: of their variables.
-        staleness: the spec of what ``apply`` takes as staleness, None if nothing.
+        numbers: the specs of what ``apply`` takes as numbers.
         timed: whether to return the time when a forward in the call was finished.
         packing: how residuals come from a forward.
         once: the numbers of the weights whose gradients are made once for all microbatches, see ``weight_products``.
@@ -60,16 +60,16 @@ class Backward:
         self,
         halves: SplitFunction,
         bound: Callable[[Any], BoundFunction],
-        apply: Callable[[Gradients, None, tf.Tensor | None], None],
+        apply: Callable[[Gradients, None, Any], None],
         own: Sequence[int],
         handles: Sequence[tf.Tensor],
-        staleness: tf.TensorSpec | None,
+        numbers: Any,
         timed: bool,
         packing: Packing,
         once: Collection[int] = (),
     ) -> None:
         self._halves, self._bound, self._apply, self._own, self._handles = halves, bound, apply, list(own), handles
-        self._staleness, self._timed, self._packing = staleness, timed, packing
+        self._numbers, self._timed, self._packing = numbers, timed, packing
         self._calls: dict[tuple[Parts, int], BoundFunction] = {}
         self._once, symbolic = once, symbolic_gradients(halves)
         like = halves.backward.structured_outputs[0]
@@ -84,7 +84,7 @@ class Backward:
         given: Any,
         fixed: Sequence[tf.Tensor],
         output_gradients: Sequence[Any],
-        staleness: tf.Tensor | None,
+        numbers: Any,
         total: Gradients | None,
     ) -> Results:
         """One call. ``given`` are the packed residuals, or all that the forward takes beside weights.
@@ -99,7 +99,7 @@ class Backward:
         if key not in self._calls:
             self._calls[key] = self._bound(self._traced(*key))
         self._begun += parts.runs
-        results: Results = self._calls[key](weights, given, fixed, output_gradients, staleness, total)
+        results: Results = self._calls[key](weights, given, fixed, output_gradients, numbers, total)
         if kept is None or parts.updates:
             return results
         pairs = zip(kept, results.gradients, strict=True)
@@ -119,7 +119,7 @@ class Backward:
         given = forward.structured_input_signature[0][1:] if parts.runs else self._packing.specs(residuals)
 
         def call(
-            weights: Any, given: Any, fixed: Any, output_gradients: Any, staleness: Any, total: Gradients | None
+            weights: Any, given: Any, fixed: Any, output_gradients: Any, numbers: Any, total: Gradients | None
         ) -> Results:
             ran = ran_at_s = None
             if parts.runs:
@@ -140,14 +140,14 @@ class Backward:
                 gradients = made(gradients)
                 own = [gradients[n] for n in self._own]
                 with tf.control_dependencies(_there(ran)):
-                    self._apply(own, None, staleness)
+                    self._apply(own, None, numbers)
                 updated_when_read([weights[n] for n in self._own], self._handles)
                 updated_one_by_one(own, self._handles)
                 gradients = [None if n in self._own else each for n, each in enumerate(gradients)]
             return Results(ran, ran_at_s, gradients, by_input)
 
         total = of_parts(self.like, microbatches) if parts.updates else self._sums
-        others = self._staleness if parts.updates else None, total if parts.adds else None
+        others = self._numbers if parts.updates else None, total if parts.adds else None
         return tf.function(call, autograph=False).get_concrete_function(
             weights, given, fixed, output_gradients, *others
         )

@@ -41,9 +41,9 @@ def as_mean(penalty: tf.Tensor, share: float) -> tf.Tensor:
     return penalty if penalty.shape.rank == 0 else penalty[0] + penalty[1] / share
 
 
-def penalty_gradient(spec: tf.TensorSpec, share: float) -> Any:
-    """The output gradient of a ``total_penalty`` of this form."""
-    return share if spec.shape.rank == 0 else (share, 1.0)
+def penalty_gradient(spec: tf.TensorSpec, share: float, scale: float) -> Any:
+    """The output gradient of a ``total_penalty`` of this form, in a loss that is multiplied by the ``scale``."""
+    return share * scale if spec.shape.rank == 0 else (share * scale, scale)
 
 
 def summed_over_rows(segment: Segment, masks: Sequence[Any], training: bool) -> list[bool]:

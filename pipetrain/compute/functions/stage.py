@@ -32,6 +32,7 @@ from pipetrain.compute.graph.sharing import is_seed
 from pipetrain.compute.keras_private import mask_of
 from pipetrain.compute.optimizer.adoption import Part
 from pipetrain.compute.optimizer.clipping import SQUARED_NORM, clipped, limit, squared_norm
+from pipetrain.compute.optimizer.loss_scaling import SCALE, all_finite, is_dynamic, stepping, unscaled
 from pipetrain.compute.optimizer.slots import Slot
 from pipetrain.compute.tensorflow_private import is_deterministic
 from pipetrain.schemes.scheme import UpdateRule
@@ -39,14 +40,16 @@ from pipetrain.schemes.scheme import UpdateRule
 STREAMS = 1 << 12  # of random numbers that replicas may have
 KNOWN_ROWS = 2  # of a trace that tells how many rows of a matrix belong to an example
 LossFunction = Callable[[Any, list[tf.Tensor], Any], tf.Tensor]
+Numbers = tuple[tf.Tensor | None, tf.Tensor | None]  # of a step: staleness and loss scale, None where it has no use
 
 
 class Stage:
     """A run of blocks on one device, its weights in variables that only this stage updates.
 
     Between ``load`` and ``store`` the weights and state of these blocks live here; outside, in the model. The methods
-    that work on minibatches (``forward``, ``backward``, ``accumulate``, ``squared_norm``, ``update``) are called in the
-    scope of the stage's ``device``; entering the scope in every call would take longer than some of the calls.
+    that work on minibatches (``forward``, ``backward``, ``accumulate``, ``squared_norm``, ``all_finite``, ``update``)
+    are called in the scope of the stage's ``device``; entering the scope in every call would take longer than some of
+    the calls.
 
     After ``trace``, ``reached`` are the trainable variables that a gradient reaches, ``unreached`` the inputs that
     want a gradient and get none, and ``is_penalized`` says whether a layer adds a loss of its own.
@@ -87,9 +90,11 @@ class Stage:
         self._rule = rule
         self._missing: list[int] = []  # numbers of the weights that no gradient reaches
         self._weights, self._model_state = segment.trainable_variables, segment.non_trainable_variables
-        self.global_clipnorm = limit(optimizer.global_clipnorm)
-        self._summed_rows = 0 if self.global_clipnorm else summed_rows
-        self._own, self.shared = self._grouped(optimizer, rule, shared)
+        steps = stepping(optimizer)
+        self.global_clipnorm = limit(steps.global_clipnorm)
+        self._scales = is_dynamic(optimizer) or steps.loss_scale_factor is not None
+        self._summed_rows = 0 if self.global_clipnorm or is_dynamic(optimizer) else summed_rows
+        self._own, self.shared = self._grouped(steps, rule, shared)
         copies = {n: copy for group in self._groups for n, copy in zip(group.numbers, group.variables, strict=True)}
         self.variables = [copies[n] for n in range(len(copies))]
         self._assigned: list[int] = []  # numbers of the state's variables that layers assign to
@@ -205,7 +210,7 @@ class Stage:
             own = self._own.numbers
             timed = is_prompt(self.device) and not self._kernels.compiled and not is_deterministic()
             self._backward = Backward(
-                halves, self._bound, self._step, own, self._handles, self._staleness, timed, packing, once
+                halves, self._bound, self._step, own, self._handles, self._numbers, timed, packing, once
             )
             self._gradients, self._fixed = self._backward.like, halves.fixed
             reached = iter(halves.reached)
@@ -213,6 +218,7 @@ class Stage:
             self._missing = [n for n, gradient in enumerate(self._gradients) if gradient is None]
             self._updates: dict[int, Any] = {}  # by the number of microbatches, traced when they are needed
             self._squared_norm: Any = None
+            self._all_finite: Any = None
         output, _, penalty, _ = halves.forward.structured_outputs[0]
         self.is_penalized = penalty is not None
         return [mask if mask is None else tf.TensorSpec(mask.shape, mask.dtype) for mask in output.masks]
@@ -250,17 +256,23 @@ class Stage:
     def _trace_update(self, microbatches: int) -> Any:
         squares = tf.TensorSpec([None], SQUARED_NORM.dtype) if self.global_clipnorm else None
         gradients = of_parts([self._gradients[n] for n in self._own.numbers], microbatches)
-        return self._kernels.op(self._one_by_one, gradients, squares, self._staleness)
+        return self._kernels.op(self._one_by_one, gradients, squares, self._numbers)
 
-    def _one_by_one(self, gradients: list[Any], squared_norms: tf.Tensor | None, staleness: tf.Tensor | None) -> None:
+    def _one_by_one(self, gradients: list[Any], squared_norms: tf.Tensor | None, numbers: Numbers) -> None:
         gradients = made(gradients)
-        self._step(gradients, squared_norms, staleness)
+        self._step(gradients, squared_norms, numbers)
         updated_one_by_one(gradients, self._handles)
 
-    def _step(self, gradients: list[Any], squared_norms: tf.Tensor | None, staleness: tf.Tensor | None) -> None:
-        if squared_norms is not None and self.global_clipnorm:
-            gradients = clipped(gradients, squared_norms, self.global_clipnorm)
-        self._own.update.apply(gradients, staleness)
+    def _step(self, gradients: list[Any], squared_norms: tf.Tensor | None, numbers: Numbers) -> None:
+        staleness, scale = numbers
+        self._own.update.apply(self._prepared(gradients, squared_norms, scale), staleness)
+
+    def _prepared(self, gradients: list[Any], squared_norms: tf.Tensor | None, scale: tf.Tensor | None) -> list[Any]:
+        """The gradients of the loss itself, clipped."""
+        gradients = gradients if scale is None else unscaled(gradients, scale)
+        if squared_norms is None or not self.global_clipnorm:
+            return gradients
+        return clipped(gradients, squared_norms, self.global_clipnorm)
 
     def forward(self, weights: Weights, values: BoundaryTensors, targets: Any = None) -> Forward:
         """Run the blocks with these weights and the stage's current state, which is updated.
@@ -285,25 +297,26 @@ class Stage:
         share: float,
         total: list[Any] | None = None,
         step: Step | None = None,
+        scale: float = 1.0,
     ) -> BackwardResult:
         """Gradients of the weights and of the differentiable inputs, with these weights and what the forward kept.
 
         Given a forward's inputs, the forward is run in the same call, with the same weights. ``gradients`` are those of
-        the outputs that want one (of the loss, for the last stage), ``share`` that of the penalty. Those of the weights
-        are added to a ``total``, if there is one; with a ``step`` those of the stage's own weights are used for an
-        update in the same call.
+        the outputs that want one (of the loss, for the last stage), ``share`` that of the penalty in a loss that is
+        multiplied by the ``scale``. Those of the weights are added to a ``total``, if there is one; with a ``step``
+        those of the stage's own weights are used for an update in the same call.
         """
         runs = isinstance(given, Inputs)
-        parts, staleness = Parts(runs, total is not None, step is not None), None
+        parts, numbers = Parts(runs, total is not None, step is not None), None
         specs_of, penalties = self._gradient_specs[: len(gradients)], self._gradient_specs[len(gradients) :]
         output_gradients = [self._constant(each, spec.dtype) for each, spec in zip(gradients, specs_of, strict=False)]
-        output_gradients += [self._constant(penalty_gradient(spec, share), spec.dtype) for spec in penalties]
+        output_gradients += [self._constant(penalty_gradient(spec, share, scale), spec.dtype) for spec in penalties]
         if step is not None:
             self._own.set_rate(step.learning_rate)
-            staleness = self._stale(step.staleness)
+            numbers = self._numbers_of(step)
         taken = [self._state, *self._sorted(*given)] if isinstance(given, Inputs) else self._residuals(weights, given)
         fixed = [] if runs else [self._state[n] for n in self._fixed]
-        results = self._backward(parts, weights, taken, fixed, output_gradients, staleness, total)
+        results = self._backward(parts, weights, taken, fixed, output_gradients, numbers, total)
         if step is not None:
             self._own.updated()
         if not runs:
@@ -346,23 +359,37 @@ class Stage:
             return gradients
         return added(total, gradients, [self._gradients[n] for n in of])
 
-    def squared_norm(self, gradients: list[Any]) -> tf.Tensor:
+    def squared_norm(self, gradients: list[Any], step: Step) -> tf.Tensor:
         """The squared norm of the stage's gradients, a part of that of all stages; with ``global_clipnorm`` only.
 
         Of weights that several stages have, these are the sums over all stages, at the first of them, and None at the
         others.
         """
+        _, scale = self._numbers_of(step)
         if self._squared_norm is None:
-            like = list(self._gradients)
-            for n in (n for group in self.shared for n in group.numbers):
-                like[n] = None if gradients[n] is None else tf.type_spec_from_value(gradients[n])
-            self._squared_norm = self._kernels.op(squared_norm, like)
-        return self._squared_norm(gradients)
+            self._squared_norm = self._kernels.op(self._norm, self._like(gradients), self._scale)
+        return self._squared_norm(gradients, scale)
 
-    def clipped(self, gradients: list[Any], squared_norms: tf.Tensor) -> list[Any]:
-        """The gradients clipped by the norm that follows from the ``squared_norms`` of all stages."""
-        assert self.global_clipnorm is not None
-        return clipped(gradients, squared_norms, self.global_clipnorm)
+    def _norm(self, gradients: list[Any], scale: tf.Tensor | None) -> tf.Tensor:
+        return squared_norm(self._prepared(gradients, None, scale))
+
+    def all_finite(self, gradients: list[Any]) -> tf.Tensor:
+        """Whether every element of the stage's gradients is finite, with loss scaling."""
+        if self._all_finite is None:
+            self._all_finite = self._kernels.op(all_finite, self._like(gradients))
+        return self._all_finite(gradients)
+
+    def _like(self, gradients: list[Any]) -> list[Any]:
+        """The specs of these gradients, of which those of shared weights are sums over stages, or None."""
+        like = list(self._gradients)
+        for n in (n for group in self.shared for n in group.numbers):
+            like[n] = None if gradients[n] is None else tf.type_spec_from_value(gradients[n])
+        return like
+
+    def prepared(self, gradients: list[Any], step: Step, squared_norms: tf.Tensor | None = None) -> list[Any]:
+        """The gradients of the loss itself, from those of the loss that was multiplied; clipped as in ``update``."""
+        _, scale = self._numbers_of(step)
+        return self._prepared(gradients, squared_norms, scale)
 
     def update(self, gradients: list[Any], step: Step, squared_norms: tf.Tensor | None = None) -> None:
         """One step of the stage's optimizer on its own weights, which makes their next version.
@@ -376,15 +403,20 @@ class Stage:
             microbatches = counted(gradients)
             if microbatches not in self._updates:
                 self._updates[microbatches] = self._trace_update(microbatches)
-            self._updates[microbatches](gradients, squared_norms, self._stale(step.staleness))
+            self._updates[microbatches](gradients, squared_norms, self._numbers_of(step))
             self._own.updated()
 
     @property
-    def _staleness(self) -> tf.TensorSpec | None:
-        return tf.TensorSpec([]) if self._rule.corrects else None
+    def _scale(self) -> tf.TensorSpec | None:
+        return SCALE if self._scales else None
 
-    def _stale(self, staleness: int) -> tf.Tensor | None:
-        return self._constant(float(staleness), tf.float32) if self._rule.corrects else None
+    @property
+    def _numbers(self) -> tuple[tf.TensorSpec | None, tf.TensorSpec | None]:
+        return tf.TensorSpec([]) if self._rule.corrects else None, self._scale
+
+    def _numbers_of(self, step: Step) -> Numbers:
+        staleness = self._constant(float(step.staleness), tf.float32) if self._rule.corrects else None
+        return staleness, self._constant(step.loss_scale, SCALE.dtype) if self._scales else None
 
     def _constant(self, value: Any, dtype: tf.DType) -> tf.Tensor:
         """A number as a tensor on the stage's device, kept for later calls; a tensor is returned as it is."""

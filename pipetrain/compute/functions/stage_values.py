@@ -49,10 +49,14 @@ class Inputs(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The inputs of an update other than gradients; a rate of None leaves a learning-rate schedule unchanged."""
+    """The inputs of an update other than gradients; a rate of None leaves a learning-rate schedule unchanged.
+
+    The gradients are those of a loss that was multiplied by the ``loss_scale``.
+    """
 
     learning_rate: float | None
     staleness: int = 0
+    loss_scale: float = 1.0
 
 
 class BackwardResult(NamedTuple):

@@ -37,7 +37,7 @@ class WeightGroup:
         weights: the model's own variables.
         numbers: which of the stage's weights these are.
         device: a TensorFlow device name.
-        optimizer: the compiled one, of which the group takes a clone.
+        optimizer: the one that makes the steps, of which the group takes a clone.
         rule: what its updates do in addition to the optimizer's own step.
         untrained: gives the copies that no gradient reaches.
         holders: the stages that have the weights, where they are shared.
@@ -60,8 +60,9 @@ class WeightGroup:
         with tf.device(device):
             self.variables = [_like(variable) for variable in weights]
             self.optimizer = clone(optimizer, weights, self.variables, rule)
-            # The norm of all stages' gradients is not the clone's to know: the stage clips before it updates.
-            self.optimizer.global_clipnorm = None
+            # The norm of all stages' gradients is not the clone's to know: the stage clips before it updates. Before
+            # that it divides by the loss scale.
+            self.optimizer.global_clipnorm = self.optimizer.loss_scale_factor = None
             self.optimizer.build(self.variables)
             self.update = Update(self.optimizer, self.variables, rule, untrained)
             read = tf.function(list, autograph=False).get_concrete_function(specs(weights))

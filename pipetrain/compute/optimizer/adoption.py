@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from pipetrain.compute.keras_private import LISTS, forget_weights, set_variables, track, weights_of
+from pipetrain.compute.keras_private import LISTS, forget_weights, own_variables, set_variables, track, weights_of
 from pipetrain.compute.optimizer.slots import shared, slots
 
 Key = tuple[int, str]  # a weight, by its ``id``, and what a slot is of it
@@ -82,7 +82,7 @@ def _rebuild(
 ) -> None:
     """Build the optimizer anew, for these weights, with the slots that are held and what the parts share."""
     common = parts[0].shared if parts else []
-    with _whole(optimizer), _handing_out(optimizer, held, parts):
+    with whole(optimizer), _handing_out(optimizer, held, parts):
         forget(optimizer)
         optimizer.build(list(weights))
         made = Part(optimizer, weights)
@@ -101,14 +101,14 @@ def forget(optimizer: keras.optimizers.Optimizer) -> None:
 def built(optimizer: keras.optimizers.Optimizer, weights: Sequence[keras.Variable]) -> None:
     """Build the optimizer if it is not built; an interrupt leaves it unbuilt."""
     if not optimizer.built:
-        with _whole(optimizer):
+        with whole(optimizer):
             optimizer.build(list(weights))
 
 
 @contextmanager
-def _whole(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
+def whole(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
     """Undo what is done within if it is not completed: Keras treats a partly built optimizer as built."""
-    attributes, variables = dict(vars(optimizer)), list(optimizer.variables)
+    attributes, variables = dict(vars(optimizer)), own_variables(optimizer)
     try:
         yield
     except BaseException:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import keras
 
 from pipetrain.compute.graph.blocks import Block
+from pipetrain.frontend.checks.optimizer import WAITS
+from pipetrain.schemes.scheme import Scheme
 
 
 def check_model(model: keras.Model) -> None:
@@ -19,12 +21,13 @@ def check_model(model: keras.Model) -> None:
             )
 
 
-def check_precision(blocks: Sequence[Block]) -> None:
-    """Refuse layers that need loss scaling, which stages do not have."""
-    for call in (call for block in blocks for call in block.calls):
+def check_precision(blocks: Sequence[Block], scheme: Scheme) -> None:
+    """Refuse layers that need loss scaling, which the stages of an asynchronous scheme do not have."""
+    for call in (call for block in blocks for call in block.calls) if scheme.asynchronous else ():
         policy = getattr(call.operation, "dtype_policy", None)
         if policy is not None and policy.compute_dtype == "float16":
             raise ValueError(
-                f"float16 needs loss scaling, which a pipeline does not have. Received: layer {call.name!r} with "
-                f"dtype policy {policy.name!r}. Try the policy 'mixed_bfloat16'."
+                f"float16 needs loss scaling, for which {WAITS}. Received: scheme={scheme.name!r}, layer "
+                f"{call.name!r} with dtype policy {policy.name!r}. Try the policy 'mixed_bfloat16', or a synchronous "
+                "scheme: 'gpipe' or '1f1b'."
             )

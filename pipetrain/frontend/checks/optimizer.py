@@ -8,19 +8,34 @@ from typing import Any
 import keras
 
 from pipetrain.compute.keras_private import count_of
+from pipetrain.compute.optimizer.loss_scaling import is_dynamic, stepping
 from pipetrain.compute.optimizer.spikes import check_compensable
 from pipetrain.compute.optimizer.update import overwrites
 from pipetrain.compute.optimizer.velocity import check_predictable
 from pipetrain.schemes.scheme import Scheme
 
+WAITS = "a stage would have to wait for all stages to know whether every gradient of a minibatch is finite"
+
 
 def check_optimizer_kind(optimizer: Any) -> None:
-    """Refuse, by name, optimizers that hold others."""
-    name = type(optimizer).__name__
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        raise ValueError(f"Loss scaling is not supported. Received: optimizer={name}. Try the policy 'mixed_bfloat16'.")
-    if hasattr(optimizer, "optimizers"):
+    """Refuse, by name, optimizers that hold others, except for one that scales the loss."""
+    steps = stepping(optimizer)
+    name = type(steps).__name__
+    if is_dynamic(steps):
+        raise ValueError(f"One optimizer scales the loss. Received: {name} in {name}. Try the inner one.")
+    if hasattr(steps, "optimizers"):
         raise ValueError(f"One optimizer trains all layers. Received: optimizer={name}. Try a single one.")
+
+
+def check_loss_scaling(optimizer: Any, scheme: str, chosen: Scheme | None) -> None:
+    """Refuse dynamic loss scaling where a step cannot be skipped. ``chosen`` as for ``check_optimizer``."""
+    if is_dynamic(optimizer) and (chosen is None or chosen.asynchronous):
+        why = "each device would need a copy of the scale" if chosen is None else WAITS
+        raise ValueError(
+            f"Dynamic loss scaling is not supported here: {why}. Received: scheme={scheme!r}, "
+            f"optimizer={type(optimizer).__name__}, in which Keras wraps others under the policy 'mixed_float16'. "
+            "Try the policy 'mixed_bfloat16', or a synchronous scheme: 'gpipe' or '1f1b'."
+        )
 
 
 def check_optimizer(optimizer: keras.optimizers.Optimizer, scheme: str, chosen: Scheme | None, stages: int) -> None:
@@ -28,15 +43,16 @@ def check_optimizer(optimizer: keras.optimizers.Optimizer, scheme: str, chosen: 
 
     ``chosen`` is the scheme of this name, None for data-parallel.
     """
-    name, pipelined = type(optimizer).__name__, chosen is not None
-    apart = chosen is not None and stages > 1 and (chosen.asynchronous or chosen.schedule.chunks > 1)
+    check_loss_scaling(optimizer, scheme, chosen)
+    optimizer = stepping(optimizer)
+    name = type(optimizer).__name__
+    apart = chosen is not None and stages > 1 and chosen.asynchronous
     refused = {
         "global_clipnorm": (
             apart,
             "the stages update at different times, and to wait for the norm of all would stop the pipeline",
             "clipnorm, clipvalue, or a synchronous scheme: 'gpipe' or '1f1b'",
         ),
-        "loss_scale_factor": (pipelined, "a pipeline does not scale losses", "without it"),
     }
     for setting, (applies, why, remedy) in refused.items():
         if applies and getattr(optimizer, setting, None):
