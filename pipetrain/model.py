@@ -188,9 +188,9 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
         With ``gradient_accumulation_steps=k`` each stage updates after every k-th of its minibatches, by the mean of
         their gradients.
 
-        Synchronous schemes scale the loss of a model with the dtype policy ``mixed_float16``, as Keras does: a minibatch
-        with a gradient that is not finite, in any stage, makes no step. With ``loss_scale_factor`` every scheme scales
-        it by this number.
+        Synchronous schemes scale the loss of a model with the dtype policy ``mixed_float16``, as Keras does: a
+        minibatch with a gradient that is not finite, in any stage, makes no step. With ``loss_scale_factor`` every
+        scheme scales it by this number.
 
         ``jit_compile=True`` lets XLA compile every stage's functions, with a warning where it cannot; ``False`` does
         not. With ``"auto"``, the default, each stage has the kernels that a profile says are faster for it.

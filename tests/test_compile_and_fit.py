@@ -243,17 +243,6 @@ def test_options_of_optimizers_that_are_predicted():
     assert history["loss"][-1] < 0.8 * history["loss"][0]
 
 
-@pytest.mark.parametrize("scheme", ["single", "1f1b", "spectrain"])
-def test_a_loss_scale_is_refused(scheme):
-    with pytest.raises(ValueError, match=r"loss_scale_factor is not supported.*SGD\(loss_scale_factor=8.0\)"):
-        compiled(scheme, optimizer=SGD(0.1, loss_scale_factor=8.0))
-
-
-def test_automatic_loss_scaling_is_refused():
-    with pytest.raises(ValueError, match=r"Loss scaling is not supported\..*LossScaleOptimizer"):
-        compiled("1f1b", optimizer=keras.optimizers.LossScaleOptimizer(SGD(0.1)))
-
-
 @pytest.mark.parametrize("wanted", [None, False, True])
 def test_tensorflow_tunes_no_data_set_that_does_not_ask_for_it(wanted):
     """Else the end of an epoch may wait as long again as the epoch took for the thread that tunes."""

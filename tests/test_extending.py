@@ -185,10 +185,14 @@ def test_what_a_schedule_of_two_stages_a_device_does_not_have_is_refused(setting
         pipetrain.PipelineModel(networks.mlp(), devices=("CPU:0", "CPU:1"), **settings)
 
 
-def test_the_norm_of_all_gradients_is_refused_where_devices_have_several_stages():
-    pm = pipetrain.PipelineModel(networks.mlp(), cuts=networks.cuts(6, 4), scheme=looped, devices=("CPU:0", "CPU:1"))
-    with pytest.raises(ValueError, match="global_clipnorm"):
-        pm.compile(keras.optimizers.SGD(0.05, global_clipnorm=1.0), loss=networks.crossentropy())
+def test_devices_with_several_stages_clip_by_the_norm_of_all_gradients():
+    settings = {"scheme": looped, "cuts": networks.cuts(6, 4), "devices": ("CPU:0", "CPU:1"), "microbatches": 2}
+    single, pm = networks.mlp(), pipetrain.PipelineModel(networks.mlp(), **settings)
+    for model in (single, pm):
+        optimizer = keras.optimizers.SGD(0.05, momentum=0.9, global_clipnorm=0.3)
+        model.compile(optimizer, loss=networks.crossentropy())
+        networks.fit(model, *networks.data(110), epochs=2)
+    networks.assert_close(pm.get_weights(), single.get_weights())
 
 
 def after_the_next(device, devices, groups):

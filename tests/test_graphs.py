@@ -365,7 +365,7 @@ def test_half_precision_trains(policy, scheme):
     assert history["accuracy"][-1] > 0.6
 
 
-def test_float16_is_refused_by_name():
+def test_float16_is_refused_by_name_in_asynchronous_schemes():
     layer = L.Dense(4, dtype="mixed_float16", name="narrow")
     with pytest.raises(ValueError, match=r"loss scaling.*'narrow'.*mixed_float16.*mixed_bfloat16"):
         pipetrain.PipelineModel(keras.Sequential([keras.Input((3,)), layer, L.Dense(2)]), stages=2)
