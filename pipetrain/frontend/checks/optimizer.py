@@ -50,7 +50,8 @@ def check_optimizer(optimizer: keras.optimizers.Optimizer, scheme: str, chosen: 
     refused = {
         "global_clipnorm": (
             apart,
-            "the stages update at different times, and to wait for the norm of all would stop the pipeline",
+            "the stages update at different times: to wait for the norm of all would stop the pipeline, and the norm "
+            "of an earlier minibatch, which is known, does not bound this one's gradients",
             "clipnorm, clipvalue, or a synchronous scheme: 'gpipe' or '1f1b'",
         ),
     }
