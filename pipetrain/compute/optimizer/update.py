@@ -172,17 +172,21 @@ class Update:
         self._end_step()
 
     def _end_step(self) -> None:
-        """What Keras does after a step: average, and count. One weight at a time, else copies of all would be made."""
+        """What Keras does after a step: average, and count."""
+        if averages := averages_of(self._optimizer):
+            self._average(averages)
+        count_of(self._optimizer).assign_add(1)
+
+    def _average(self, averages: Sequence[Any]) -> None:
+        """Keras' rule, one weight at a time: else copies of all would be made. The first average is the weight."""
         optimizer = self._optimizer
         later, before = tf.not_equal(tf.convert_to_tensor(optimizer.iterations), 0), list[Any]()
-        for variable, mean in zip(self._variables, averages_of(optimizer), strict=False):
-            if mean is None:
-                continue
-            kept = tf.where(later, tf.constant(optimizer.ema_momentum, variable.dtype), 0)  # the first is the weight
-            with tf.control_dependencies(before):
-                change = (1 - kept) * (mean.value.read_value() - variable.value.read_value())
-                before = [mean.value.assign_sub(change, read_value=False)]
-        count_of(optimizer).assign_add(1)
+        for variable, average in zip(self._variables, averages, strict=True):
+            if average is not None:
+                momentum = tf.where(later, tf.constant(optimizer.ema_momentum, variable.dtype), 0)
+                with tf.control_dependencies(before):
+                    change = (1 - momentum) * (average.value.read_value() - variable.value.read_value())
+                    before = [average.value.assign_sub(change, read_value=False)]
 
 
 def _clips(optimizer: keras.optimizers.Optimizer) -> bool:
