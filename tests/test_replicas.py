@@ -152,7 +152,7 @@ def test_statistics_are_averaged_and_dropout_differs_between_replicas():
     pm.fit(x, x, batch_size=4, verbose=0, shuffle=False)
     np.testing.assert_allclose(pm.model.get_layer("norm").moving_mean, [(1 + 12) / 2])
     np.testing.assert_allclose(pm.model.get_layer("norm").moving_variance, [(1 + 4) / 2])
-    seeds = [replica._state[-1].numpy() for replica in pm._strategy._stages.replicas[0]]
+    seeds = [replica._state.values[-1].numpy() for replica in pm._strategy._stages.replicas[0]]
     assert seeds[0][0] != seeds[1][0]
 
 

@@ -9,7 +9,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from pipetrain.compute.keras_private import count_of
+from pipetrain.compute.graph.beside import beside
+from pipetrain.compute.keras_private import count_of, global_seed
 from pipetrain.compute.optimizer.loss_scaling import is_dynamic, stepping
 from pipetrain.compute.optimizer.slots import Slot
 
@@ -19,11 +20,14 @@ Arrays = dict[str, np.ndarray]
 def collected(model: keras.Model, slots: Iterable[Slot], shared: Iterable[Sequence[Any]]) -> Arrays:
     """Arrays by name: ``weight/N`` of the model's N-th variable, ``slot/N/KIND`` of its slots, ``shared/N``.
 
+    ``beside/N`` are states of recurrent layers and, last, Keras' global seed if there is one.
+
     Nothing here depends on how the model is cut; of several replicas, and of what optimizers have in common, the first
     is taken.
     """
     numbers = {id(variable): n for n, variable in enumerate(model.variables)}
     arrays = {f"weight/{n}": array_of(variable) for n, variable in enumerate(model.variables)}
+    arrays |= {f"beside/{n}": array_of(variable) for n, variable in enumerate(beside(model))}
     for slot in slots:
         key = f"slot/{numbers[id(slot.weight)]}/{slot.kind}"
         if key not in arrays:
@@ -52,6 +56,11 @@ def assign(model: keras.Model, arrays: Arrays, slots: Iterable[Slot], shared: It
     numbers = {id(variable): n for n, variable in enumerate(model.variables)}
     for n, variable in enumerate(model.variables):
         variable.assign(arrays[f"weight/{n}"])
+    state = numbered(arrays, "beside")
+    if len(state) > len(beside(model)):
+        global_seed()  # is made
+    for variable, array in zip(beside(model), state, strict=False):  # older files have none
+        _assign(variable, array)
     missing = set()
     for slot in slots:
         if not _assign(slot.variable, arrays.get(f"slot/{numbers[id(slot.weight)]}/{slot.kind}")):

@@ -10,6 +10,7 @@ from typing import Any
 
 import keras
 from keras.src.backend.common.global_state import get_global_attribute, set_global_attribute
+from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_generator
 from keras.src.trainers.trainer import model_supports_jit
 
 TO_COME = "uninitialized_variables"
@@ -205,6 +206,13 @@ def distributed_spec(epoch_iterator: Any) -> Any:
 def flat_layers(model: keras.Model) -> list[Any]:
     """Every layer of a model, those of nested models included, in a fixed order."""
     return list(model._flatten_layers())
+
+
+def global_seed(make: bool = True) -> Any:
+    """The state of the generator from which Keras draws where no seed is given; None if there is none to be made."""
+    if not make and get_global_attribute(GLOBAL_SEED_GENERATOR) is None:
+        return None
+    return global_seed_generator().state
 
 
 def distribution_of(optimizer: keras.optimizers.Optimizer) -> Any:

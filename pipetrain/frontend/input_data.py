@@ -11,9 +11,10 @@ import tensorflow as tf
 
 from pipetrain.compute.functions.kernels import direct
 from pipetrain.compute.functions.weight_binding import any_rows
+from pipetrain.compute.graph.beside import memory_rows
 from pipetrain.compute.graph.input_shapes import Shapes
 from pipetrain.compute.tensorflow_private import type_spec_of
-from pipetrain.frontend.checks.data import checked_inputs, is_array
+from pipetrain.frontend.checks.data import check_memory, checked_inputs, is_array
 from pipetrain.run.window import Minibatch
 
 DEFAULT_ROWS = 32  # Keras' batch size where none is given
@@ -53,7 +54,13 @@ class InputData:
         self.rows = int(first.x[0].shape[0])
         self.shapes = tuple(tuple(each.shape[1:]) for each in first.x)
         self.targets = any_rows((targets.y, targets.sample_weight))
-        return map(_with_number, chain([first], minibatches))
+        remembered = memory_rows(self._model)
+
+        def checked(minibatch: Minibatch) -> Minibatch:
+            check_memory(int(minibatch.x[0].shape[0]), remembered)
+            return _with_number(minibatch)
+
+        return map(checked, chain([first], minibatches))
 
     def _read(
         self, taken: Any, iterator: tf.data.Iterator, spec: tf.OptionalSpec, steps: int | None, ahead: bool

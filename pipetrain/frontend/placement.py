@@ -10,6 +10,7 @@ import keras
 from pipetrain.cluster.connection import place
 from pipetrain.compute.functions.inference import Inference
 from pipetrain.compute.functions.stage import LossFunction, Stage
+from pipetrain.compute.functions.state import Division
 from pipetrain.compute.functions.weight_group import Shared
 from pipetrain.compute.graph.blocks import Chain
 from pipetrain.compute.graph.cuts import cut_points, why_together
@@ -312,7 +313,7 @@ class Placement:
                     losses[k],
                     recompute,
                     rule(k),
-                    divided=microbatches * len(on) > 1,
+                    division=Division(microbatches, len(on)),
                     summed_rows=rows or 0 if microbatches > 1 and len(on) == 1 else 0,
                     compiled=compiled[k],
                     shared=[
@@ -329,7 +330,7 @@ class Placement:
     def inferences(self, decision: Decision) -> list[list[Inference]]:
         """Every stage's replicas for a pipeline that only runs forwards, with this cut and these kernels."""
         return [
-            [Inference(segment, device, len(on) > 1, by_xla) for device in on]
+            [Inference(segment, device, Division(1, len(on)), by_xla) for device in on]
             for (segment, on), by_xla in zip(self._placed(decision.ends), decision.compiled, strict=True)
         ]
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import keras
 import tensorflow as tf
 
+from pipetrain.compute.graph.beside import beside
 from pipetrain.run.pipeline import Pipeline
 
 
@@ -17,7 +18,8 @@ def handed_out(pipeline: Pipeline, model: keras.Model) -> Iterator[int]:
     """
     if not pipeline.snapshots:
         return
-    newest, drained = [tf.identity(variable.value) for variable in model.variables], pipeline.is_drained
+    variables = [*model.variables, *beside(model)]
+    newest, drained = [tf.identity(variable.value) for variable in variables], pipeline.is_drained
     with pipeline.paused():
         try:
             while pipeline.snapshots:
@@ -26,5 +28,5 @@ def handed_out(pipeline: Pipeline, model: keras.Model) -> Iterator[int]:
                 yield snapshot.version
         finally:  # after a drain they are what training goes on with; an abort has handed back newer ones
             if pipeline.is_drained == drained:
-                for variable, value in zip(model.variables, newest, strict=True):
+                for variable, value in zip(variables, newest, strict=True):
                     variable.assign(value)

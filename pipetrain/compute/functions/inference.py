@@ -11,8 +11,9 @@ import tensorflow as tf
 from pipetrain.compute.functions.kernels import Kernels
 from pipetrain.compute.functions.penalties import summed_over_rows, total_penalty
 from pipetrain.compute.functions.split import specs
-from pipetrain.compute.functions.stage import Stage, state_of
+from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.functions.stage_values import BoundaryTensors, Forward
+from pipetrain.compute.functions.state import Division, State
 from pipetrain.compute.functions.weight_binding import Newest, Weights, any_rows
 from pipetrain.compute.functions.weight_group import WeightGroup
 from pipetrain.compute.graph.segment import Segment
@@ -28,7 +29,7 @@ class Inference:
     Args:
         segment: the blocks.
         device: a TensorFlow device name.
-        divided: whether it is given a replica's rows of a minibatch.
+        division: into which parts minibatches are divided of which it is given some.
         compiled: whether XLA compiles it.
     """
 
@@ -37,13 +38,13 @@ class Inference:
     shared: Sequence[WeightGroup] = ()  # nor updates
     global_clipnorm: float | None = None
 
-    def __init__(self, segment: Segment, device: str, divided: bool = False, compiled: bool = False) -> None:
-        self.segment, self.device, self._divided = segment, device, divided
+    def __init__(self, segment: Segment, device: str, division: Division = Division(), compiled: bool = False) -> None:  # noqa: B008
+        self.segment, self.device, self._division = segment, device, division
         self._kernels = Kernels(compiled, segment.about)
         self.variables: list[keras.Variable] = []  # none is updated here
         self._traced_for: Sequence[Any] | None = None
         self._weights: list[tf.Tensor] = []
-        self._state: list[tf.Tensor] = []
+        self._state = State(segment, False, division)
 
     def trace(
         self, masks: Sequence[tf.TensorSpec | None], targets: Any = None, unreached: Sequence[int] = ()
@@ -51,7 +52,8 @@ class Inference:
         """Trace for inputs with these masks, once. Gives the specs of the outputs' masks."""
         if self._traced_for != list(masks):
             segment = self.segment
-            self._trained, self._others = list(segment.trainable_variables), list(segment.non_trainable_variables)
+            self._trained = list(segment.trainable_variables)
+            self._state = State(segment, False, self._division)
             inputs = any_rows(segment.inputs)
             with tf.device(self.device):
                 concrete = self._traced(inputs, list(masks))
@@ -62,10 +64,13 @@ class Inference:
         return self._masks
 
     def _traced(self, inputs: list[tf.TensorSpec], masks: list[tf.TensorSpec | None]) -> Any:
-        given = specs(self._trained), specs(self._others), inputs, masks
+        given = specs(self._trained), self._state.specs(), inputs, masks
         self._added, self._summed = 0, []
         concrete = tf.function(self._run, autograph=False).get_concrete_function(*given)
-        if self._divided and self._added:
+        if not self._state.is_complete:
+            self._state = State(self.segment, False, self._division)
+            return self._traced(inputs, masks)
+        if self._division.parts > 1 and self._added:
             self._summed = summed_over_rows(self.segment, masks, training=False)
             concrete = tf.function(self._run, autograph=False).get_concrete_function(*given)
         return concrete
@@ -74,8 +79,7 @@ class Inference:
         """Take weights and state from the model; nothing else may write them until the work ends."""
         with tf.device(self.device):
             self._weights = [tf.identity(variable.value) for variable in self._trained]
-            before = self.segment.before
-            self._state = [state_of(each, replica, before.get(id(each), 0)) for each in self._others]
+            self._state.load(replica)
             self._no_loss = tf.zeros([])
 
     def weights(self, wanted: Weights = Newest()) -> list[tf.Tensor]:  # noqa: B008 - a tuple, never changed
@@ -84,23 +88,22 @@ class Inference:
 
     def forward(self, weights: Weights, values: BoundaryTensors, targets: Any = None) -> Forward:
         """Run the blocks with the weights on this device; the loss is zero, and computed by the caller."""
-        output, penalty, assigned = self._forward(self._weights, self._state, *values)
-        for index, value in zip(self._assigned, assigned, strict=True):
-            self._state[index] = value
+        output, penalty, assigned = self._forward(self._weights, self._state.values, *values)
+        self._state.assign(self._assigned, assigned)
         return Forward(output, self._no_loss, penalty, None)
 
     def outcome(self, others: Sequence[Inference]) -> list[tf.Tensor]:
         """End the work: the state that was assigned; the replicas release all tensors."""
-        assigned = [self._state[index] for index in self._assigned]
+        with tf.device(self.device):
+            whole = self._state.whole([each._state for each in others])
         for each in (self, *others):
-            each._weights, each._state = [], []
-        return assigned
+            each._weights = []
+            each._state.release()
+        return [whole[n] for n in self._assigned]
 
     def store(self, values: Sequence[tf.Tensor]) -> None:
         """Write the state that ``outcome`` gave into the model."""
-        for index, value in zip(self._assigned, values, strict=True):
-            if id(self._others[index]) not in self.segment.before:
-                self._others[index].assign(value)
+        self._state.store(values, self._assigned)
 
     def _run(self, weights: Any, state: Any, tensors: Any, masks: Any) -> Any:
         outputs, after, penalties = self.segment.infer(weights, state, tensors, masks)

@@ -24,11 +24,11 @@ from pipetrain.compute.functions.stage_values import (
     SavedForBackward,
     Step,
 )
+from pipetrain.compute.functions.state import Division, State
 from pipetrain.compute.functions.weight_binding import BoundFunction, Newest, OfGroups, Weights
 from pipetrain.compute.functions.weight_group import Shared, WeightGroup
 from pipetrain.compute.functions.weight_products import counted, made, of_parts, over_any_rows, products
 from pipetrain.compute.graph.segment import Segment
-from pipetrain.compute.graph.sharing import is_seed
 from pipetrain.compute.keras_private import mask_of
 from pipetrain.compute.optimizer.adoption import Part
 from pipetrain.compute.optimizer.clipping import SQUARED_NORM, clipped, limit, squared_norm
@@ -37,7 +37,6 @@ from pipetrain.compute.optimizer.slots import Slot
 from pipetrain.compute.tensorflow_private import is_deterministic
 from pipetrain.schemes.scheme import UpdateRule
 
-STREAMS = 1 << 12  # of random numbers that replicas may have
 KNOWN_ROWS = 2  # of a trace that tells how many rows of a matrix belong to an example
 LossFunction = Callable[[Any, list[tf.Tensor], Any], tf.Tensor]
 Numbers = tuple[tf.Tensor | None, tf.Tensor | None]  # of a step: staleness and loss scale, None where it has no use
@@ -65,7 +64,7 @@ class Stage:
         loss: ``loss(y, outputs, sample_weight)`` for the last stage, None for the others.
         recompute: keep a forward's inputs instead of its residuals, and run it again before its backward.
         rule: what its updates do in addition to the optimizer's own step.
-        divided: whether it is given parts of a minibatch, microbatches or a replica's rows.
+        division: into which parts minibatches are divided of which it is given some.
         summed_rows: of a minibatch of several microbatches; 0 where there is one, where other replicas need gradients,
             or where the number is not known.
         compiled: whether XLA compiles its functions.
@@ -80,16 +79,17 @@ class Stage:
         loss: LossFunction | None,
         recompute: bool = False,
         rule: UpdateRule = UpdateRule(),  # noqa: B008 - a tuple, never changed
-        divided: bool = False,
+        division: Division = Division(),  # noqa: B008 - a tuple, never changed
         summed_rows: int = 0,
         compiled: bool = False,
         shared: Sequence[Shared] = (),
     ) -> None:
-        self._divided, self._kernels = divided, Kernels(compiled, segment.about)
+        self._divided, self._kernels = division.parts > 1, Kernels(compiled, segment.about)
         self.segment, self.device, self.recompute, self._loss = segment, device, recompute, loss
         self._rule = rule
         self._missing: list[int] = []  # numbers of the weights that no gradient reaches
-        self._weights, self._model_state = segment.trainable_variables, segment.non_trainable_variables
+        self._weights, self._division = segment.trainable_variables, division
+        self._state = State(segment, True, division)
         steps = stepping(optimizer)
         self.global_clipnorm = limit(steps.global_clipnorm)
         self._scales = is_dynamic(optimizer) or steps.loss_scale_factor is not None
@@ -98,7 +98,6 @@ class Stage:
         copies = {n: copy for group in self._groups for n, copy in zip(group.numbers, group.variables, strict=True)}
         self.variables = [copies[n] for n in range(len(copies))]
         self._assigned: list[int] = []  # numbers of the state's variables that layers assign to
-        self._state: list[tf.Tensor] = []
         self._constants: dict[Any, tf.Tensor] = {}
 
     def _grouped(
@@ -149,31 +148,26 @@ class Stage:
         with tf.device(self.device):
             for group in self._groups:
                 group.load(iterations)
-            before = self.segment.before
-            self._state = [state_of(each, replica, before.get(id(each), 0)) for each in self._model_state]
+            self._state.load(replica)
 
     def store(self, values: Sequence[tf.Tensor]) -> None:
         """Write weights and state, as ``outcome`` or ``snapshot`` gave them, into the model."""
         weights = [variable for group in self._groups if group.is_first for variable in group.originals]
-        for variable, value in zip([*weights, *self._model_state], values, strict=True):
-            if not is_seed(variable) or id(variable) not in self.segment.before:
-                variable.assign(value)
+        for variable, value in zip(weights, values, strict=False):
+            variable.assign(value)
+        self._state.store(values[len(weights) :])
 
     def outcome(self, others: Sequence[Stage]) -> list[tf.Tensor]:
-        """The final weights, and the final state averaged over replicas where it is neither a count nor a seed."""
-        if not others:
-            return self.snapshot()
-        everyone = zip(self._state, *(other._state for other in others), strict=True)
+        """The final weights, and the final state of all replicas: what layers assign is averaged, see ``State``."""
         with tf.device(self.device):
-            state = [
-                tf.add_n(each) / len(each) if n in self._assigned and each[0].dtype.is_floating else each[0]
-                for n, each in enumerate(everyone)
-            ]
-        return [*self._stored(), *state]
+            return [*self._stored(), *self._state.whole([other._state for other in others], self._assigned)]
 
     def snapshot(self) -> list[tf.Tensor]:
-        """The current weights and state, as tensors that later updates do not change."""
-        return [*self._stored(), *self._state]
+        """The current weights and state, as tensors that later updates do not change.
+
+        A state of which other replicas have rows is None, which ``store`` leaves as it is.
+        """
+        return [*self._stored(), *self._state.whole()]
 
     def _stored(self) -> list[tf.Tensor]:
         """The weights that no earlier stage has, which may have made fewer updates by now."""
@@ -227,8 +221,11 @@ class Stage:
         self._added, self._summed = 0, []
         kernels = self._kernels
         handed = kernels.packing.pack, kernels.compiled, self._staying
-        given = specs(self._weights), specs(self._model_state), differentiable, constants, *handed
+        given = specs(self._weights), self._state.specs(), differentiable, constants, *handed
         halves = split(self._run, *given)
+        if not self._state.is_complete:
+            self._state = State(self.segment, True, self._division)
+            return self._split(masks, differentiable, constants)
         if self._divided and self._added:
             self._summed = summed_over_rows(self.segment, masks, training=True)
             halves = split(self._run, *given) if any(self._summed) else halves
@@ -236,7 +233,7 @@ class Stage:
 
     def _staying(self) -> list[int]:
         """The numbers of the state that no layer assigns to, as the last trace has found."""
-        return [n for n in range(len(self._model_state)) if n not in self._assigned]
+        return [n for n in range(len(self._state.variables)) if n not in self._assigned]
 
     def _once(self, halves: SplitFunction, masks: Any, differentiable: Any, constants: Any) -> set[int]:
         """The weights whose gradients are made once for all microbatches.
@@ -279,9 +276,9 @@ class Stage:
 
         With recomputation, ``Newest`` stands for the same weights that the backward will be given.
         """
-        state, inputs = self._state, self._sorted(values, targets)
+        state, inputs = self._state.values, self._sorted(values, targets)
         (output, loss, penalty, assigned), residuals = self._forward(weights, state, *inputs)
-        self._assign(assigned)
+        self._state.assign(self._assigned, assigned)
         if not self.recompute:
             return Forward(output, loss, penalty, SavedForBackward(residuals))
         described = isinstance(weights, Newest) or (isinstance(weights, OfGroups) and not weights.are_tensors)
@@ -314,25 +311,18 @@ class Stage:
         if step is not None:
             self._own.set_rate(step.learning_rate)
             numbers = self._numbers_of(step)
-        taken = [self._state, *self._sorted(*given)] if isinstance(given, Inputs) else self._residuals(weights, given)
-        fixed = [] if runs else [self._state[n] for n in self._fixed]
+        state = self._state.values
+        taken = [state, *self._sorted(*given)] if isinstance(given, Inputs) else self._residuals(weights, given)
+        fixed = [] if runs else [state[n] for n in self._fixed]
         results = self._backward(parts, weights, taken, fixed, output_gradients, numbers, total)
         if step is not None:
             self._own.updated()
         if not runs:
             return BackwardResult(results.gradients, results.by_input, parts.updates)
         output, loss, penalty, assigned = results.ran
-        self._assign(assigned)
+        self._state.assign(self._assigned, assigned)
         forward = Forward(output, loss, penalty, None)
         return BackwardResult(results.gradients, results.by_input, parts.updates, forward, _time_s(results.ran_at_s))
-
-    def _assign(self, values: Sequence[tf.Tensor]) -> None:
-        """The new values of the state that a forward assigns; frozen weights are state too, and stay."""
-        if values:
-            state = list(self._state)  # which a forward that is to be run again may have
-            for n, value in zip(self._assigned, values, strict=True):
-                state[n] = value
-            self._state = state
 
     def had_run(self) -> bool | None:
         """Whether a ``backward`` that raised, given a forward's inputs, had done the forward.
@@ -469,17 +459,6 @@ class Stage:
 def _time_s(of_day_s: tf.Tensor | None) -> float | None:
     """A time of day converted to the clock of ``time.perf_counter``."""
     return None if of_day_s is None else time.perf_counter() - (time.time() - float(of_day_s))
-
-
-def state_of(variable: keras.Variable, replica: int, before: int = 0) -> tf.Tensor:
-    """The value of a variable that is not a weight.
-
-    A seed has a different value in every replica, and in a stage ``before`` which as many calls draw from it.
-    """
-    value, stream = tf.identity(variable.value), replica + STREAMS * before
-    if stream and is_seed(variable):
-        return value + tf.constant([stream * 2654435769 % 2**32, 0], value.dtype)
-    return value
 
 
 def _with_rows(spec: Any) -> Any:

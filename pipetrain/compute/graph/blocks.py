@@ -12,7 +12,7 @@ from pipetrain.compute.graph.calls import RecordedCalls
 from pipetrain.compute.graph.checks import check_crossing_types, check_graph, check_outputs
 from pipetrain.compute.graph.composite import composites
 from pipetrain.compute.graph.grouping import grouped
-from pipetrain.compute.graph.segment import NONE, Call, Segment, is_differentiable
+from pipetrain.compute.graph.segment import NONE, Call, GlobalDraws, Segment, is_differentiable
 from pipetrain.compute.graph.sharing import with_unread
 
 
@@ -48,7 +48,7 @@ class Chain:
         recorded = RecordedCalls()
         self._inputs = [recorded.new_value(tensor) for tensor in model.inputs]
         self._outputs = recorded.through(model, self._inputs)
-        self._symbols = recorded.symbols
+        self._symbols, self._draws = recorded.symbols, GlobalDraws()
         composite = composites(recorded.calls, recorded.symbols)
         calls = with_unread(recorded.calls, recorded.symbols)
         check_outputs(model, [composite.get(value) for value in self._outputs])
@@ -84,8 +84,9 @@ class Chain:
         if end < len(self.blocks):
             check_crossing_types(self.specs(end), self.blocks[end - 1].name)
         calls = list(self._calls(first, end))
-        before = Counter(id(each) for call in self._calls(0, first) for each in _variables(call))
-        return self._segment(calls, self.crossing(first), self.crossing(end), self._trained(), before)
+        earlier = list(self._calls(0, first))
+        before = Counter(id(each) for call in earlier for each in _variables(call))
+        return self._segment(calls, self.crossing(first), self.crossing(end), self._trained(), before, earlier)
 
     def alone(self) -> Iterator[Segment]:
         """Every block as a layer of its own, without the values that only pass it."""
@@ -113,9 +114,10 @@ class Chain:
         writes: list[int],
         trained: set[int],
         before: Mapping[int, int] = NONE,
+        earlier: Sequence[Call] = (),
     ) -> Segment:
         differentiable, returns = ([value in trained for value in values] for values in (reads, writes))
-        return Segment(calls, reads, writes, self._symbols, differentiable, returns, before)
+        return Segment(calls, reads, writes, self._symbols, differentiable, returns, before, earlier, self._draws)
 
     def _trained(self) -> set[int]:
         """Values that need a gradient: those of differentiable types that depend on trainable weights."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from pipetrain.compute.keras_private import mask_of, set_mask
+from pipetrain.compute.graph.beside import memories
+from pipetrain.compute.keras_private import global_seed, mask_of, set_mask
 
 NONE: Mapping[int, int] = MappingProxyType({})
 DIFFERENTIABLE = ("bfloat16", "float16", "float32", "float64", "complex64", "complex128")
@@ -50,6 +51,10 @@ class Segment(keras.Layer):
         symbols: the symbolic tensor of every value.
         differentiable, returns: which values that come in and go out need a gradient.
         before: how many earlier calls have each variable, by its ``id``. A weight's regularizer counts at its first.
+        earlier: the calls before these.
+        draws: which of the chain's calls draw from Keras' global seed, as traces have found.
+
+    ``memories`` are the states of its stateful recurrent layers.
     """
 
     def __init__(
@@ -61,6 +66,8 @@ class Segment(keras.Layer):
         differentiable: Sequence[bool],
         returns: Sequence[bool],
         before: Mapping[int, int] = NONE,
+        earlier: Sequence[Call] = (),
+        draws: GlobalDraws | None = None,
     ) -> None:
         super().__init__(autocast=False)
         self.supports_masking = True
@@ -73,6 +80,9 @@ class Segment(keras.Layer):
         self.inputs = [symbols[value] for value in reads]
         self.outputs = [symbols[value] for value in writes]
         self.differentiable, self.returns, self.before = list(differentiable), list(returns), before
+        self.memories = memories(self._operations)  # which Keras then finds among its variables
+        self._global = draws or GlobalDraws()
+        self._earlier = [id(call.node) for call in earlier]
         self.built = True
 
     @property
@@ -106,6 +116,7 @@ class Segment(keras.Layer):
         """The values ``writes`` as the calls make them."""
         values = dict(zip(self.reads, inputs, strict=True))
         for call, trains in zip(self._calls, self._trains, strict=True):
+            self._global.running = id(call.node)
             tensors = zip(call.node.input_tensors, call.reads, strict=True)
             args, kwargs = call.node.arguments.fill_in({id(t): adapted(values[value], t) for t, value in tensors})
             if trains and training is not None:
@@ -113,6 +124,20 @@ class Segment(keras.Layer):
             outputs = keras.tree.flatten(call.operation(*args, **kwargs))
             values.update(zip(call.writes, outputs, strict=True))
         return [values[value] for value in self.writes]
+
+    def state(self, training: bool) -> list[keras.Variable]:
+        """The variables that are no trained weights, with Keras' global seed where a trace has found that it is drawn.
+
+        That is the last of them.
+        """
+        drawn = self._global.count((id(call.node) for call in self._calls), training)
+        return [*self.non_trainable_variables, *([global_seed()] if drawn else [])]
+
+    def users_before(self, variable: keras.Variable, training: bool) -> int:
+        """How many earlier calls have a variable, or draw from Keras' global seed."""
+        if variable is global_seed(make=False):
+            return self._global.count(self._earlier, training)
+        return self.before.get(id(variable), 0)
 
     def compute_mask(self, inputs: Any, previous_mask: Any) -> None:
         """Nothing is computed here: every output has the mask that its layer gave it."""
@@ -161,8 +186,9 @@ class Segment(keras.Layer):
     ) -> tuple[list[Any], list[Any], list[Any]]:
         for tensor, mask in zip(tensors, masks, strict=True):
             set_mask(tensor, mask)
-        variables = [*self.trainable_variables, *self.non_trainable_variables]
-        scope = _Scope(list(zip(variables, [*weights, *state], strict=True)), self.non_trainable_variables)
+        changing = self.state(training)[: len(state)]  # a first trace may be without a seed that it will find
+        given = list(zip([*self.trainable_variables, *changing], [*weights, *state], strict=True))
+        scope = _Scope(given, changing, lambda: self._global.found(training))
         with scope:
             outputs = self(tensors, training=training)  # a call of Keras' own: what is inside the layers knows it too
             penalties = list(self.losses)
@@ -170,24 +196,49 @@ class Segment(keras.Layer):
         own = penalties[: len(penalties) - len(regularized)]
         pairs = zip(regularized, penalties[len(own) :], strict=True)
         penalties = [*own, *(loss for variable, loss in pairs if id(variable) not in self.before)]
-        return outputs, [scope.get_current_value(variable) for variable in self.non_trainable_variables], penalties
+        return outputs, [scope.get_current_value(variable) for variable in changing], penalties
+
+
+class GlobalDraws:
+    """Which calls of a chain draw from Keras' global seed, known from where traces have seen them do so.
+
+    ``running`` is the call that is being traced, by the ``id`` of its node.
+    """
+
+    def __init__(self) -> None:
+        self.running = 0
+        self._drawing: set[tuple[int, bool]] = set()
+
+    def found(self, training: bool) -> None:
+        """The running call draws, in training or in inference."""
+        self._drawing.add((self.running, training))
+
+    def count(self, calls: Iterable[int], training: bool) -> int:
+        """How many of these calls draw."""
+        return sum((call, training) in self._drawing for call in calls)
 
 
 class _Scope(keras.StatelessScope):
-    """Collects what layers assign to their state."""
+    """Collects what layers assign to their state; ``drawn`` is told of Keras' global seed, if it is none of that."""
 
-    def __init__(self, values: Sequence[tuple[Any, Any]], state: Sequence[Any]) -> None:
-        super().__init__(values, collect_losses=True)
-        self._state = {id(variable) for variable in state}
+    def __init__(
+        self, values: Sequence[tuple[Any, Any]], state: Sequence[Any], drawn: Callable[[], None] = lambda: None
+    ) -> None:
+        super().__init__(collect_losses=True)
+        # Not given to Keras, which would refuse some of the rows of a recurrent state.
+        self.state_mapping.update((id(variable), value) for variable, value in values)
+        self._state, self._drawn = {id(variable) for variable in state}, drawn
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         variable, value = update
-        if id(variable) not in self._state:
+        if variable is global_seed(make=False):
+            self._drawn()
+        elif id(variable) not in self._state:
             raise ValueError(
-                "A layer assigns, while it runs, to a variable that is no state of its own: a weight that is trained, "
-                "a stateful recurrent layer's memory, or Keras' global seed generator. A pipeline would lose it. "
+                "A layer assigns, while it runs, to a variable that is no state of its own, such as a weight that is "
+                "trained. A pipeline would lose it. "
                 f"Received: variable {variable.path!r} of shape {tuple(variable.shape)}. Try a layer without it: "
-                "stateful=False, seed=keras.random.SeedGenerator(...), or add_weight(trainable=False)."
+                "add_weight(trainable=False)."
             )
         super().add_update((variable, tf.stop_gradient(value)))
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from pipetrain.compute.graph.beside import memories
 from pipetrain.compute.graph.segment import Call, Segment
 from pipetrain.compute.keras_private import weights_of_layer
 
@@ -110,7 +111,8 @@ def state_variables(operation: Any) -> list[keras.Variable]:
     if not isinstance(operation, keras.Layer):
         return []
     weights = {id(each) for each in weights_of_layer(operation)}
-    return [each for each in operation.variables if id(each) not in weights and not is_seed(each)]
+    own = [each for each in operation.variables if id(each) not in weights and not is_seed(each)]
+    return [*own, *memories([operation])]
 
 
 def is_seed(variable: keras.Variable) -> bool:

@@ -36,6 +36,15 @@ def check_rows(rows: int | None, microbatches: int) -> None:
         )
 
 
+def check_memory(rows: int, remembered: int | None) -> None:
+    """Refuse a batch of another number of rows than stateful recurrent layers have states for; None without such."""
+    if remembered is not None and rows != remembered:
+        raise ValueError(
+            f"A stateful recurrent layer remembers {remembered} rows, from batch to batch. Received: a batch of {rows} "
+            f"rows. Try batch_size={remembered}, and data that fill the last batch."
+        )
+
+
 def checked_inputs(x: Any, model: keras.Model) -> list[tf.Tensor]:
     """The minibatch's inputs in the model's order, types and ranks. Raises ValueError where they cannot agree."""
     given = in_order(x, model)

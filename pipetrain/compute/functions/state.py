@@ -1,0 +1,141 @@
+"""The state of a stage while its forwards run: what layers assign, and frozen weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from pipetrain.compute.functions.split import specs
+from pipetrain.compute.graph.segment import Segment
+from pipetrain.compute.graph.sharing import is_seed
+from pipetrain.schemes.splitting import microbatch_rows, rows_of
+
+STREAMS = 1 << 12  # of random numbers that replicas may have
+
+
+class Division(NamedTuple):
+    """Into how many microbatches a minibatch is divided, and each of these over how many replicas."""
+
+    microbatches: int = 1
+    replicas: int = 1
+
+    @property
+    def parts(self) -> int:
+        """Of a minibatch."""
+        return self.microbatches * self.replicas
+
+
+class State:
+    """The values of a stage's state at one replica, from a ``load`` to the next.
+
+    Each forward reads ``values`` and leaves the next ones. The states of recurrent layers have a row for each of the
+    minibatch: where that is divided, ``values`` has of these the rows of the microbatch and replica whose turn it is.
+
+    Args:
+        segment: the blocks.
+        training: whether they train or only run forwards.
+        division: of a minibatch.
+    """
+
+    def __init__(self, segment: Segment, training: bool, division: Division = Division()) -> None:  # noqa: B008
+        self._segment, self._training, self._division = segment, training, division
+        self.variables = segment.state(training)
+        self.values: list[tf.Tensor] = []
+        self._memories: dict[int, list[tf.Tensor]] = {}  # by number of the variable, the part of each microbatch
+        self._turns: list[int] = []  # the microbatches of which this replica has rows
+        self._turn = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it has what a trace has found to be assigned; else it begins anew with that."""
+        return len(self.variables) == len(self._segment.state(self._training))
+
+    def specs(self) -> list[tf.TensorSpec]:
+        """Of the values."""
+        found, rows = specs(self.variables), self._with_rows()
+        return [
+            tf.TensorSpec([None, *spec.shape[1:]], spec.dtype) if n in rows else spec for n, spec in enumerate(found)
+        ]
+
+    def _with_rows(self) -> list[int]:
+        """The numbers of what is divided with the minibatch."""
+        memories = {id(each) for each in self._segment.memories} if self._division.parts > 1 else set()
+        return [n for n, variable in enumerate(self.variables) if id(variable) in memories]
+
+    def load(self, replica: int) -> None:
+        """Take it from the model. A generator of random numbers gives others to each replica and stage."""
+        segment, training = self._segment, self._training
+        self.variables = segment.state(training)  # the process may have another generator by now
+        self.values = [state_of(each, replica, segment.users_before(each, training)) for each in self.variables]
+        self._memories = {n: self._mine(self.values[n], replica) for n in self._with_rows()}
+        parts = next(iter(self._memories.values()), [])
+        self._turns, self._turn = [turn for turn, part in enumerate(parts) if part.shape[0]], 0
+        self._show()
+
+    def _mine(self, value: tf.Tensor, replica: int) -> list[tf.Tensor]:
+        """Of each microbatch the replica's rows."""
+        mine = []
+        for rows in microbatch_rows(int(value.shape[0]), self._division.microbatches):
+            within = rows_of(len(rows), replica, self._division.replicas)
+            mine.append(value[rows.start + within.start : rows.start + within.stop])
+        return mine
+
+    def _show(self) -> None:
+        for n, parts in self._memories.items():
+            self.values[n] = parts[self._turns[self._turn]] if self._turns else parts[0]
+
+    def assign(self, numbers: Sequence[int], values: Sequence[tf.Tensor]) -> None:
+        """The new values of what a forward assigns, by number; frozen weights are state too, and stay."""
+        if not values:
+            return
+        self.values = list(self.values)  # a forward that is to be run again may have the old ones
+        for n, value in zip(numbers, values, strict=True):
+            self.values[n] = value
+        if self._memories:
+            for n, parts in self._memories.items():
+                parts[self._turns[self._turn]] = self.values[n]
+            self._turn = (self._turn + 1) % len(self._turns)
+            self._show()
+
+    def whole(self, others: Sequence[State] = (), averaged: Sequence[int] = ()) -> list[Any]:
+        """The values of all replicas: recurrent states joined by rows, what is ``averaged`` so, of all else the first.
+
+        Neither counts nor seeds are averaged. None where a row is missing, because ``others`` have it.
+        """
+        everyone = [self, *others]
+        values = [each.values for each in everyone]
+        made: list[tf.Tensor | None] = list(self.values)
+        for n, first in enumerate(self.values):
+            if n in self._memories and len(everyone) < self._division.replicas:
+                made[n] = None
+            elif n in self._memories:
+                turns = zip(*(each._memories[n] for each in everyone), strict=True)
+                made[n] = tf.concat([part for turn in turns for part in turn], 0)
+            elif others and n in averaged and first.dtype.is_floating:
+                made[n] = tf.add_n([each[n] for each in values]) / len(everyone)
+        return made
+
+    def store(self, values: Sequence[Any], numbers: Sequence[int] | None = None) -> None:
+        """Write what ``whole`` gave into the model; a generator that several stages have, the first of them alone."""
+        variables = self.variables if numbers is None else [self.variables[n] for n in numbers]
+        for variable, value in zip(variables, values, strict=True):
+            if value is not None and not (is_seed(variable) and self._segment.users_before(variable, self._training)):
+                variable.assign(value)
+
+    def release(self) -> None:
+        """Hold no tensors any more."""
+        self.values, self._memories = [], {}
+
+
+def state_of(variable: keras.Variable, replica: int, before: int = 0) -> tf.Tensor:
+    """The value of a variable that is not a weight.
+
+    A seed has a different value in every replica, and in a stage ``before`` which as many calls draw from it.
+    """
+    value, stream = tf.identity(variable.value), replica + STREAMS * before
+    if stream and is_seed(variable):
+        return value + tf.constant([stream * 2654435769 % 2**32, 0], value.dtype)
+    return value
