@@ -38,10 +38,8 @@ def adapt(layer, rank=RANK):
 
 
 def adapt_attention(attention):
-    """Adapters on queries and values, as keras_hub has them; all else is frozen."""
-    attention.trainable = True
-    for part in attention._flatten_layers(include_self=False):
-        part.trainable = False
+    """Adapters on queries and values, as keras_hub has them: all else is frozen, the layer around them too."""
+    attention.trainable = False
     for part in (attention.query_dense, attention.value_dense):
         adapt(part)
 
@@ -114,6 +112,28 @@ def test_synchronous_schemes_train_as_plain_keras(scheme, optimizer, recompute):
     pm = trained(optimizer, cuts=cuts, scheme=scheme, microbatches=2, recompute=recompute)
     networks.assert_close(pm.get_weights(), plain_keras(optimizer))
     assert_frozen_stay_and_others_train(pm, pm.get_weights())
+
+
+@pytest.mark.parametrize("scheme", ["1f1b", "weight-stashing"])
+def test_adapters_inside_a_frozen_layer_are_reached_from_later_stages(scheme):
+    """Such a layer lists no trained weights, and no other weight of its stage is trained."""
+    weights = []
+    for pipelined in (False, True):
+        keras.utils.set_random_seed(0)
+        x = keras.Input((LENGTH, WIDTH))
+        attention = L.MultiHeadAttention(2, 4, name="attention")
+        model = keras.Model(x, L.Dense(WIDTH, name="head")(attention(x, x)))
+        adapt_attention(attention)
+        assert not attention.trainable_weights and len(model.trainable_weights) == 6
+        before = model.get_weights()
+        pm = pipetrain.PipelineModel(model, cuts=("attention",), scheme=scheme) if pipelined else model
+        pm.compile(keras.optimizers.SGD(0.5, momentum=0.9), "mse")
+        networks.fit(pm, networks.normal(40, LENGTH, WIDTH), networks.normal(40, LENGTH, WIDTH))
+        for weight, old in zip(model.weights, before):
+            assert np.array_equal(weight, old) != weight.trainable, weight.path
+        weights.append(model.get_weights())
+    if scheme == "1f1b":
+        networks.assert_close(weights[1], weights[0])
 
 
 class LowRank(reference.State):
@@ -228,7 +248,7 @@ def test_equal_layers_of_which_one_is_tuned_have_different_costs():
     assert len(same) == 1 < len(same | {cost_key(block) for block in Chain(model).blocks[1:]})
     _, plain, tuned = pipetrain.profile(model, 4, verbose=False).blocks
     assert (plain.weight_bytes, plain.fixed_bytes) == (4 * first.count_params(), 0)
-    adapters = 4 * sum(np.prod(weight.shape) for weight in second.trainable_weights)
+    adapters = 4 * sum(np.prod(weight.shape) for weight in second.weights if weight.trainable)
     assert (tuned.weight_bytes, tuned.fixed_bytes) == (adapters, plain.weight_bytes)
 
 

@@ -40,6 +40,13 @@ def classifier(name, **settings):
     return getattr(hub, f"{name}TextClassifier")(backbone=backbone, num_classes=3, preprocessor=None, dropout=0.0)
 
 
+def electra():
+    """A classifier around the backbone, for which keras_hub has no task."""
+    sizes = {name: size for name, size in ENCODER.items() if name != "vocabulary_size"}
+    backbone = hub.ElectraBackbone(vocab_size=50, embedding_dim=8, **sizes)
+    return keras.Model(backbone.input, keras.layers.Dense(3, name="logits")(backbone.output["pooled_output"]))
+
+
 def vit():
     backbone = hub.ViTBackbone(
         image_shape=(16, 16, 3), patch_size=(4, 4), num_layers=3, num_heads=2, hidden_dim=8, mlp_dim=16
@@ -97,6 +104,7 @@ FAMILIES = {
     "RoBERTa": lambda: classifier("Roberta", **ENCODER),
     "XLM-RoBERTa": lambda: classifier("XLMRoberta", **ENCODER),
     "DistilBERT": lambda: classifier("DistilBert", **ENCODER),
+    "ELECTRA": electra,
     "ALBERT": lambda: classifier("Albert", **ENCODER, embedding_dim=8),
     "DeBERTa": lambda: classifier("DebertaV3", **ENCODER),
     "FNet": lambda: classifier("FNet", **TEXT, max_sequence_length=12),
@@ -128,9 +136,9 @@ def rows_of(model, rows):
     return given, np.random.default_rng(1).normal(size=model(given).shape).astype("float32")
 
 
-def trained(model, x, y):
+def trained(model, x, y, **settings):
     """Ten steps."""
-    model.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss="mse")
+    model.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss="mse", **settings)
     model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
 
 
@@ -147,6 +155,58 @@ def test_training_equals_plain_keras(family):
     trained(pipetrain.PipelineModel(stale, scheme="spectrain", stages=3), x, y)
     assert all(np.isfinite(each).all() for each in stale.get_weights())
     assert any((mine != old).any() for mine, old in zip(stale.get_weights(), before, strict=True))
+
+
+def tuned(family):
+    """A frozen backbone with adapters in its attention, and the task's own layers, which are trained."""
+    model = made(family)
+    model.backbone.enable_lora(2)
+    adapters = [each for each in model.backbone.trainable_weights if "lora" in each.path]
+    assert adapters  # beside them the biases of the same layers are trained
+    for each in adapters:  # zeros otherwise, with which half of the gradients are zeros
+        each.assign(0.3 * np.random.default_rng(0).normal(size=each.shape))
+    return model
+
+
+@pytest.mark.parametrize("family", ["BERT", "GPT-2"])
+def test_a_frozen_backbone_with_adapters_trains_as_plain_keras(family):
+    plain, split, stale = (tuned(family) for _ in range(3))
+    x, y = rows_of(plain, 40)
+    trained(keras.Model(plain.input, plain.output), x, y, jit_compile=False)
+    trains = {id(each) for each in split.trainable_weights}
+    before = split.get_weights()
+    trained(pipetrain.PipelineModel(split, scheme="1f1b", stages=3, microbatches=2), x, y, jit_compile=False)
+    trained(pipetrain.PipelineModel(stale, scheme="spectrain", stages=3), x, y, jit_compile=False)
+    networks.assert_close(split.get_weights(), plain.get_weights())
+    for model in (split, stale):
+        pairs = zip(model.weights, split.weights, before, strict=True)
+        assert {id(same) for weight, same, old in pairs if (weight.numpy() != old).any()} == trains
+
+
+@pytest.mark.parametrize("family", ["BERT", "GPT-2"])
+def test_mixed_bfloat16_trains_as_plain_keras(family):
+    """As near as bfloat16 tells numbers apart.
+
+    Its epsilon is 2**-7. Every result is rounded, by half of that at most, and gradients of two microbatches are rounded
+    apart, so they differ by some such roundings, and so does how far the weights go: four times epsilon of the
+    farthest is allowed. The weights themselves are float32.
+    """
+    policy = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        plain, split = made(family), made(family)
+    finally:
+        keras.config.set_dtype_policy(policy)
+    x, y = rows_of(plain, 40)
+    before = split.get_weights()
+    trained(keras.Model(plain.input, plain.output), x, y, jit_compile=False)
+    trained(pipetrain.PipelineModel(split, scheme="1f1b", stages=3, microbatches=2), x, y, jit_compile=False)
+    moved = [wanted - old for wanted, old in zip(plain.get_weights(), before)]
+    farthest = max(np.abs(each).max() for each in moved)
+    assert farthest > 0
+    for mine, wanted in zip(split.get_weights(), plain.get_weights(), strict=True):
+        assert mine.dtype == "float32"
+        np.testing.assert_allclose(mine, wanted, rtol=0, atol=4 * 2**-7 * farthest)
 
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "a", "film", "play", "was", "is", "good", "bad", "dull"]

@@ -33,9 +33,12 @@ class Call(NamedTuple):
 
     @property
     def weights(self) -> list[keras.Variable]:
-        """The trained weights that it reads."""
-        trained = getattr(self.operation, "trainable_variables", ())
-        return [each for each in trained if id(each) not in self.unread]
+        """The trained weights that it reads.
+
+        A frozen layer lists none itself, though layers inside it may be trained, such as those that have adapters.
+        """
+        variables = getattr(self.operation, "variables", ())
+        return [each for each in variables if each.trainable and id(each) not in self.unread]
 
 
 class Segment(keras.Layer):
