@@ -187,8 +187,8 @@ def test_a_frozen_backbone_with_adapters_trains_as_plain_keras(family):
 def test_mixed_bfloat16_trains_as_plain_keras(family):
     """As near as bfloat16 tells numbers apart.
 
-    Its epsilon is 2**-7. Every result is rounded, by half of that at most, and gradients of two microbatches are rounded
-    apart, so they differ by some such roundings, and so does how far the weights go: four times epsilon of the
+    Its epsilon is 2**-7. Every result is rounded, by half of that at most, and gradients of two microbatches are
+    rounded apart, so they differ by some such roundings, and so does how far the weights go: four times epsilon of the
     farthest is allowed. The weights themselves are float32.
     """
     policy = keras.config.dtype_policy()
