@@ -30,7 +30,7 @@ if not tf.config.list_physical_devices("GPU"):  # before any tensor or model is 
 NOUNS = [["film", "play", "scene"], ["soup", "cake", "bread"], ["train", "bus", "ferry"]]  # by what they are about
 GOOD, BAD = ["good", "fine", "lovely", "great"], ["bad", "dull", "awful", "poor"]
 LINKS = ["the", "a", "was", "is", "really", "quite", "said", "we", "they", "that"]
-WORDS = [*"[PAD] [UNK] [CLS] [SEP] [MASK]".split(), *np.concatenate(NOUNS).tolist(), *GOOD, *BAD, *LINKS]
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *np.concatenate(NOUNS).tolist(), *GOOD, *BAD, *LINKS]
 
 keras.utils.set_random_seed(0)
 random = np.random.default_rng(0)
