@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from pipetrain.plan.cost import Affine, Floats, Memory, Place
 
-CLOSE = 1 + 1e-12  # sums in another order differ in the last digits
+CLOSE = 1 + 1e-9  # seconds nearer to each other are equal: a byte more to send, or sums in another order
 HUGE = 1e300  # seconds
 NEVER = 1 << 30  # more stages than any chain has
 
