@@ -10,7 +10,7 @@ from typing import Any
 
 import keras
 from keras.src.backend.common.global_state import get_global_attribute, set_global_attribute
-from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_generator
+from keras.src.random.seed_generator import global_seed_generator
 from keras.src.trainers.trainer import model_supports_jit
 
 TO_COME = "uninitialized_variables"
@@ -22,6 +22,7 @@ CALLBACK_STATE = {
 }
 # What ``compile`` leaves in a model: saving takes it from there.
 COMPILED = ("compiled", "optimizer", "loss", "_compile_config", "_compile_loss", "_compile_metrics", "_loss_tracker")
+GLOBAL_SEED = "global_seed_generator"  # the name under which Keras keeps its generator; only newer versions export it
 OF_FIT = "_use_cached_eval_dataset"  # an argument of ``evaluate``, which Keras' ``fit`` alone gives
 LISTS = ("_variables", "_trainable_variables")  # an optimizer's lists that are no slots
 
@@ -210,7 +211,7 @@ def flat_layers(model: keras.Model) -> list[Any]:
 
 def global_seed(make: bool = True) -> Any:
     """The state of the generator from which Keras draws where no seed is given; None if there is none to be made."""
-    if not make and get_global_attribute(GLOBAL_SEED_GENERATOR) is None:
+    if not make and get_global_attribute(GLOBAL_SEED) is None:
         return None
     return global_seed_generator().state
 
