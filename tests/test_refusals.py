@@ -296,12 +296,13 @@ def test_a_schedule_set_after_compile_is_refused():
         fit(pm, *networks.data(40))
 
 
-def test_a_layer_that_assigns_to_a_trained_weight_is_refused():
+@pytest.mark.parametrize("scheme", ["spectrain", "vanilla"])
+def test_a_layer_that_assigns_to_a_trained_weight_is_refused_in_asynchronous_schemes(scheme):
     """The normalized kernel was silently dropped."""
     model, x = one_layer(L.SpectralNormalization(L.Dense(4))), normal(8, 4)
-    pm = pipetrain.PipelineModel(model, stages=2, scheme="1f1b", microbatches=1)
+    pm = pipetrain.PipelineModel(model, stages=2, scheme=scheme)
     pm.compile("sgd", "mse")
-    with pytest.raises(ValueError, match=r"assigns, while it runs.*Received: variable.*Try"):
+    with pytest.raises(ValueError, match=r"assigns, while it runs.*Received: scheme.*variable.*Try a synchronous"):
         pm.fit(x, normal(8, 2), batch_size=4, verbose=0)
 
 

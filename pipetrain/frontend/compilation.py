@@ -15,6 +15,7 @@ from pipetrain.compute.optimizer.rates import is_scheduled
 from pipetrain.compute.optimizer.update import gathers, slots_per_weight
 from pipetrain.frontend.checks.loop import check_loop
 from pipetrain.frontend.checks.loss import check_masks, check_minimised
+from pipetrain.frontend.checks.model import check_assignments
 from pipetrain.frontend.checks.optimizer import check_optimizer, check_own
 from pipetrain.frontend.input_data import InputData
 from pipetrain.frontend.loss_reduction import is_measured, loss_is_mean, measured_mean
@@ -50,6 +51,7 @@ class Compilation:
         built: Callable[[], None],
     ) -> None:
         self.optimizer, self._loss, self._chain = owner.optimizer, loss, placement.chain
+        self._scheme = scheme
         self.steps = steps = stepping(self.optimizer)
         self._model = placement.chain.model
         check_loop(owner.run_eagerly, owner.steps_per_execution)
@@ -90,8 +92,9 @@ class Compilation:
             self._is_mean = measured_mean(self.metrics.loss, self.data.targets, outputs)
 
     def check_traced(self, stages: Sequence[Stage]) -> None:
-        """Raise ValueError if there is nothing to minimise in these stages, which have just been traced."""
+        """Raise ValueError for what only a trace shows: nothing to minimise, or assignments to trained weights."""
         check_minimised(self._loss, stages)
+        check_assignments(stages, self._scheme)
 
     def check_masks(self, masks: Sequence[Any]) -> None:
         """Raise ValueError if the loss cannot be put together where outputs have these masks."""

@@ -375,7 +375,7 @@ class StageWork:
 
     def _lasts(self, microbatch: int) -> bool:
         """Whether the backward reads the same weights as the forward."""
-        return all(each.lasts(microbatch) for each in self._all_versions)
+        return not self._trained.changed and all(each.lasts(microbatch) for each in self._all_versions)
 
     @property
     def _all_versions(self) -> list[WeightVersions]:

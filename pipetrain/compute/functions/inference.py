@@ -106,7 +106,7 @@ class Inference:
         self._state.store(values, self._assigned)
 
     def _run(self, weights: Any, state: Any, tensors: Any, masks: Any) -> Any:
-        outputs, after, penalties = self.segment.infer(weights, state, tensors, masks)
+        outputs, after, penalties, _ = self.segment.infer(weights, state, tensors, masks)
         self._assigned = [index for index, value in enumerate(after) if value is not state[index]]
         values = BoundaryTensors(outputs, [mask_of(output) for output in outputs])
         self._added = self.segment.added(penalties)

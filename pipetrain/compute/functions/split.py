@@ -3,7 +3,8 @@
 A single trace runs the forward under a gradient tape and builds the backward as a function nested in it. What
 that nested function captures is exactly what the forward must hand over:
 
-- a *weight* it captured is an argument of the backward too, so the backward may read another version;
+- a *weight* it captured is an argument of the backward too, so the backward may read another version, unless a layer
+  assigns to it in the forward: the backward then reads what the forward read;
 - what comes *from outside* of both (a constant or variable that a custom gradient reads) is read by the backward
 itself;
 - *state that stays* as it is (frozen weights, unless a layer assigns to them) is an argument of both as well: nothing
@@ -63,6 +64,7 @@ def split(
     handed: Callable[[list[tf.Tensor]], Any] = list,
     compiled: bool = False,
     stays: Callable[[], Collection[int]] = tuple,
+    changed: Callable[[], Collection[int]] = tuple,
 ) -> SplitFunction:
     """Trace ``run(weights, state, differentiable, constants) -> (outputs, aux)`` into forward and backward functions.
 
@@ -72,6 +74,7 @@ def split(
         handed: what the forward is to give of its residuals; the backward takes these as they are.
         compiled: whether XLA is to compile them.
         stays: the numbers of the state that ``run`` leaves as it is, asked when it has been traced.
+        changed: the numbers of the weights that ``run`` assigns to, asked when it has been traced.
     """
     halves: dict[str, Any] = {}
 
@@ -93,7 +96,8 @@ def split(
         gradients = specs(outputs)
         with traced_for_xla() if compiled else nullcontext():
             nested = tf.function(differentiate, autograph=False).get_concrete_function(gradients)
-        captures = _Captures(nested, weights, {n: state[n] for n in stays()}, stacked=compiled)
+        read_again = {n: weight for n, weight in enumerate(weights) if n not in changed()}
+        captures = _Captures(nested, read_again, {n: state[n] for n in stays()}, stacked=compiled)
         halves.update(nested=nested, captures=captures, gradients=gradients)
         return aux, handed(captures.residuals)
 
@@ -178,13 +182,15 @@ class _Captures:
     last ``fill_in`` has computed again.
     """
 
-    def __init__(self, nested: Any, weights: Sequence[tf.Tensor], stay: Mapping[int, tf.Tensor], stacked: bool) -> None:
-        self._captured, self._weights = [_origin(tensor) for tensor in nested.captured_inputs], list(weights)
+    def __init__(
+        self, nested: Any, weights: Mapping[int, tf.Tensor], stay: Mapping[int, tf.Tensor], stacked: bool
+    ) -> None:
+        self._captured, self._weights = [_origin(tensor) for tensor in nested.captured_inputs], weights
         self._outer = [tensor for tensor in self._captured if not tf.is_symbolic_tensor(tensor)]
-        known = {tensor.ref() for tensor in (*weights, *stay.values(), *self._outer)}
+        known = {tensor.ref() for tensor in (*weights.values(), *stay.values(), *self._outer)}
         pairs = list(zip(self._captured, nested.graph.internal_captures, strict=True))
         read = {outer.ref(): outer for outer, inner in pairs if outer.ref() in known or not _only_shape(inner, nested)}
-        from_weights = _operations_from([*weights, *stay.values()])
+        from_weights = _operations_from([*weights.values(), *stay.values()])
         self._derived = [
             tensor
             for ref, tensor in read.items()
@@ -211,8 +217,8 @@ class _Captures:
         """
         handed, shapes = residuals[: len(self._saved)], residuals[len(self._saved) :]
         saved = [self._lists[n].unstacked(each) if n in self._lists else each for n, each in enumerate(handed)]
-        known = [*self._weights, *self.fixed.values(), *self._saved]
-        given = zip(known, [*weights, *fixed, *saved], strict=True)
+        known = [*self._weights.values(), *self.fixed.values(), *self._saved]
+        given = zip(known, [*(weights[n] for n in self._weights), *fixed, *saved], strict=True)
         values = {old.ref(): new for old, new in given}
         graph = tf.compat.v1.get_default_graph()
         self.remade = []

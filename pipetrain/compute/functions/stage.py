@@ -98,6 +98,7 @@ class Stage:
         copies = {n: copy for group in self._groups for n, copy in zip(group.numbers, group.variables, strict=True)}
         self.variables = [copies[n] for n in range(len(copies))]
         self._assigned: list[int] = []  # numbers of the state's variables that layers assign to
+        self._changed: list[int] = []  # numbers of the weights that layers assign to
         self._constants: dict[Any, tf.Tensor] = {}
 
     def _grouped(
@@ -130,6 +131,11 @@ class Stage:
     def reached(self) -> list[keras.Variable]:
         """The model's trainable variables that a gradient reaches in this stage, as ``trace`` found."""
         return [variable for n, variable in enumerate(self._weights) if n not in self._missing]
+
+    @property
+    def changed(self) -> list[keras.Variable]:
+        """The model's weights that a forward changes, because layers assign to them, as ``trace`` found."""
+        return [self._weights[n] for n in self._changed]
 
     def slots(self) -> Iterator[Slot]:
         """The slots of the stage's optimizers, by the model's own variables."""
@@ -220,7 +226,7 @@ class Stage:
     def _split(self, masks: Any, differentiable: Any, constants: Any) -> SplitFunction:
         self._added, self._summed = 0, []
         kernels = self._kernels
-        handed = kernels.packing.pack, kernels.compiled, self._staying
+        handed = kernels.packing.pack, kernels.compiled, self._staying, lambda: self._changed
         given = specs(self._weights), self._state.specs(), differentiable, constants, *handed
         halves = split(self._run, *given)
         if not self._state.is_complete:
@@ -277,8 +283,10 @@ class Stage:
         With recomputation, ``Newest`` stands for the same weights that the backward will be given.
         """
         state, inputs = self._state.values, self._sorted(values, targets)
-        (output, loss, penalty, assigned), residuals = self._forward(weights, state, *inputs)
+        (output, loss, penalty, (assigned, left)), residuals = self._forward(weights, state, *inputs)
         self._state.assign(self._assigned, assigned)
+        for n, value in zip(self._changed, left, strict=True):
+            self.variables[n].assign(value)
         if not self.recompute:
             return Forward(output, loss, penalty, SavedForBackward(residuals))
         described = isinstance(weights, Newest) or (isinstance(weights, OfGroups) and not weights.are_tensors)
@@ -298,7 +306,8 @@ class Stage:
     ) -> BackwardResult:
         """Gradients of the weights and of the differentiable inputs, with these weights and what the forward kept.
 
-        Given a forward's inputs, the forward is run in the same call, with the same weights. ``gradients`` are those of
+        Given a forward's inputs, the forward is run in the same call, with the same weights, which it must leave as
+        they are (see ``changed``). ``gradients`` are those of
         the outputs that want one (of the loss, for the last stage), ``share`` that of the penalty in a loss that is
         multiplied by the ``scale``. Those of the weights are added to a ``total``, if there is one; with a ``step``
         those of the stage's own weights are used for an update in the same call.
@@ -319,7 +328,7 @@ class Stage:
             self._own.updated()
         if not runs:
             return BackwardResult(results.gradients, results.by_input, parts.updates)
-        output, loss, penalty, assigned = results.ran
+        output, loss, penalty, (assigned, _) = results.ran
         self._state.assign(self._assigned, assigned)
         forward = Forward(output, loss, penalty, None)
         return BackwardResult(results.gradients, results.by_input, parts.updates, forward, _time_s(results.ran_at_s))
@@ -429,8 +438,9 @@ class Stage:
 
     def _run(self, weights: Any, state: Any, differentiable: Any, constants: Any) -> Any:
         others, masks, targets = constants
-        outputs, after, penalties = self.segment.run(weights, state, differentiable, others, masks)
+        outputs, after, penalties, left = self.segment.run(weights, state, differentiable, others, masks)
         self._assigned = [n for n, (old, new) in enumerate(zip(state, after, strict=True)) if new is not old]
+        self._changed = [n for n, (old, new) in enumerate(zip(weights, left, strict=True)) if new is not old]
         differentiated = [tensor for tensor, returned in zip(outputs, self._returns, strict=True) if returned]
         loss = None
         if self._loss:
@@ -440,7 +450,8 @@ class Stage:
         penalty = total_penalty(penalties, self._summed)
         values = BoundaryTensors(outputs, [mask_of(output) for output in outputs])
         starts = differentiated if penalty is None else [*differentiated, penalty]
-        return starts, (values, loss, penalty, [after[n] for n in self._assigned])
+        assigned = [after[n] for n in self._assigned], [left[n] for n in self._changed]
+        return starts, (values, loss, penalty, assigned)
 
     def _loss_of(self, outputs: list[tf.Tensor], targets: Any) -> tf.Tensor:
         y, sample_weight = targets

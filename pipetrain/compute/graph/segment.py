@@ -152,20 +152,19 @@ class Segment(keras.Layer):
         differentiable: Sequence[Any],
         others: Sequence[Any],
         masks: Any,
-    ) -> tuple[list[Any], list[Any], list[Any]]:
-        """The calls in training mode as a pure function: outputs, the new state, and the layers' own losses.
+    ) -> Ran:
+        """The calls in training mode as a pure function.
 
         ``weights`` and ``state`` stand for the trainable and the other variables, ``differentiable`` are the inputs
         that want a gradient and ``others`` the rest, ``masks`` those of all inputs. As in plain Keras, no gradient goes
-        through what a layer assigns to its state. Raises ValueError for a layer that assigns to anything else.
+        through what a layer assigns to its state or weights. Raises ValueError for a layer that assigns to anything
+        else.
         """
         flowing, still = iter(differentiable), iter(others)
         tensors = [next(flowing if flow else still) for flow in self.differentiable]
         return self._pure(weights, state, tensors, masks, training=True)
 
-    def infer(
-        self, weights: Sequence[Any], state: Sequence[Any], tensors: Sequence[Any], masks: Any
-    ) -> tuple[list[Any], list[Any], list[Any]]:
+    def infer(self, weights: Sequence[Any], state: Sequence[Any], tensors: Sequence[Any], masks: Any) -> Ran:
         """``run`` in inference mode, for inputs that want no gradient."""
         return self._pure(weights, state, tensors, masks, training=False)
 
@@ -173,7 +172,7 @@ class Segment(keras.Layer):
         self, weights: Sequence[Any], state: Sequence[Any], tensors: Sequence[Any], masks: Any, training: bool
     ) -> list[Any]:
         """The layers' own losses without those of weights, which are the last of ``run``'s."""
-        _, _, penalties = self._pure(weights, state, tensors, masks, training)
+        penalties = self._pure(weights, state, tensors, masks, training).penalties
         return penalties[: self.added(penalties)]
 
     def added(self, penalties: Sequence[Any]) -> int:
@@ -186,12 +185,14 @@ class Segment(keras.Layer):
 
     def _pure(
         self, weights: Sequence[Any], state: Sequence[Any], tensors: Sequence[Any], masks: Any, training: bool
-    ) -> tuple[list[Any], list[Any], list[Any]]:
+    ) -> Ran:
         for tensor, mask in zip(tensors, masks, strict=True):
             set_mask(tensor, mask)
         changing = self.state(training)[: len(state)]  # a first trace may be without a seed that it will find
-        given = list(zip([*self.trainable_variables, *changing], [*weights, *state], strict=True))
-        scope = _Scope(given, changing, lambda: self._global.found(training))
+        trained = list(zip(self.trainable_variables, weights, strict=True))
+        other = list(zip(changing, state, strict=True))
+        scope = _Scope(trained if training else [], other, lambda: self._global.found(training))
+        scope.set([] if training else trained)
         with scope:
             outputs = self(tensors, training=training)  # a call of Keras' own: what is inside the layers knows it too
             penalties = list(self.losses)
@@ -199,7 +200,20 @@ class Segment(keras.Layer):
         own = penalties[: len(penalties) - len(regularized)]
         pairs = zip(regularized, penalties[len(own) :], strict=True)
         penalties = [*own, *(loss for variable, loss in pairs if id(variable) not in self.before)]
-        return outputs, [scope.get_current_value(variable) for variable in changing], penalties
+        after, left = ([scope.get_current_value(variable) for variable, _ in pairs] for pairs in (other, trained))
+        return Ran(outputs, after, penalties, left)
+
+
+class Ran(NamedTuple):
+    """What a run of the calls gives: outputs, the new state, the layers' own losses, and the weights that it leaves.
+
+    A weight that no layer assigns to is the given one.
+    """
+
+    outputs: list[Any]
+    state: list[Any]
+    penalties: list[Any]
+    weights: list[Any]
 
 
 class GlobalDraws:
@@ -222,28 +236,45 @@ class GlobalDraws:
 
 
 class _Scope(keras.StatelessScope):
-    """Collects what layers assign to their state; ``drawn`` is told of Keras' global seed, if it is none of that."""
+    """Collects what layers assign to trained weights and to state, given as pairs of a variable and its value.
+
+    ``drawn`` is told of Keras' global seed, if it is none of the state.
+    """
 
     def __init__(
-        self, values: Sequence[tuple[Any, Any]], state: Sequence[Any], drawn: Callable[[], None] = lambda: None
+        self, weights: Sequence[tuple[Any, Any]], state: Sequence[tuple[Any, Any]], drawn: Callable[[], None]
     ) -> None:
         super().__init__(collect_losses=True)
-        # Not given to Keras, which would refuse some of the rows of a recurrent state.
+        self.set([*weights, *state])
+        self._state, self._drawn = {id(variable) for variable, _ in state}, drawn
+        self._weights = {id(variable): weight for variable, weight in weights}
+
+    def set(self, values: Sequence[tuple[Any, Any]]) -> None:
+        """What layers read of these variables. Not given to Keras, which would refuse some rows of recurrent states."""
         self.state_mapping.update((id(variable), value) for variable, value in values)
-        self._state, self._drawn = {id(variable) for variable in state}, drawn
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         variable, value = update
         if variable is global_seed(make=False):
             self._drawn()
+        elif id(variable) in self._weights:
+            value = _in_place_of(self._weights[id(variable)], tf.stop_gradient(value))
         elif id(variable) not in self._state:
             raise ValueError(
-                "A layer assigns, while it runs, to a variable that is no state of its own, such as a weight that is "
-                "trained. A pipeline would lose it. "
+                "A layer assigns, while it runs, to a variable that is neither state nor a weight of its own, or in "
+                "inference to a weight that is trained. A pipeline would lose it. "
                 f"Received: variable {variable.path!r} of shape {tuple(variable.shape)}. Try a layer without it: "
                 "add_weight(trainable=False)."
             )
-        super().add_update((variable, tf.stop_gradient(value)))
+        else:
+            value = tf.stop_gradient(value)
+        super().add_update((variable, value))
+
+
+@tf.custom_gradient  # type: ignore[untyped-decorator]
+def _in_place_of(weight: tf.Tensor, value: tf.Tensor) -> Any:
+    """The value that a layer assigns to a weight; gradients by it are gradients by the weight, as by a variable."""
+    return tf.identity(value), lambda gradient: (gradient, None)
 
 
 def is_composite(value: Any) -> bool:

@@ -39,10 +39,17 @@ class BlockFunctions:
         self._segment, self.compiled = segment, compiled
         self._traced: dict[str, list[Any]] = {}
         self._stays: list[int] = []
+        self._changed: list[int] = []
         weights, state = specs(segment.trainable_variables), specs(segment.non_trainable_variables)
         with tf.device(None):  # it runs wherever it is called
             self._halves = split(
-                self._run, weights, state, *self._sorted(like), compiled=compiled, stays=lambda: self._stays
+                self._run,
+                weights,
+                state,
+                *self._sorted(like),
+                compiled=compiled,
+                stays=lambda: self._stays,
+                changed=lambda: self._changed,
             )
         self._forward = either(self._halves.forward, compiled)
         self._backward = either(self._halves.backward, compiled)
@@ -86,8 +93,9 @@ class BlockFunctions:
 
     def _run(self, weights: Any, state: Any, differentiable: Any, constants: Any) -> Any:
         segment = self._segment
-        outputs, after, _ = segment.run(weights, state, differentiable, constants, [None] * len(segment.reads))
+        outputs, after, _, left = segment.run(weights, state, differentiable, constants, [None] * len(segment.reads))
         self._stays = [n for n, (old, new) in enumerate(zip(state, after, strict=True)) if new is old]
+        self._changed = [n for n, (old, new) in enumerate(zip(weights, left, strict=True)) if new is not old]
         flowing, still = iter(differentiable), iter(constants)
         inputs = [next(flowing if flow else still) for flow in segment.differentiable]
         self._traced.update(inputs=inputs, outputs=outputs)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import keras
 
+from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.graph.blocks import Block
 from pipetrain.frontend.checks.optimizer import WAITS
 from pipetrain.schemes.scheme import Scheme
@@ -31,3 +32,25 @@ def check_precision(blocks: Sequence[Block], scheme: Scheme) -> None:
                 f"{call.name!r} with dtype policy {policy.name!r}. Try the policy 'mixed_bfloat16', or a synchronous "
                 "scheme: 'gpipe' or '1f1b'."
             )
+
+
+def check_assignments(stages: Sequence[Stage], scheme: Scheme) -> None:
+    """Refuse layers that assign to trained weights where other versions of these, or other copies, are in use.
+
+    ``stages`` have been traced.
+    """
+    for stage in stages:
+        shared = {id(each) for group in stage.shared for each in group.originals}
+        for variable in stage.changed:
+            if scheme.asynchronous or id(variable) in shared:
+                why = (
+                    "its forwards read versions of the weights that later updates do not begin with"
+                    if scheme.asynchronous
+                    else "other stages have copies of it"
+                )
+                raise ValueError(
+                    f"A layer assigns, while it runs, to a weight that is trained, as SpectralNormalization does, and "
+                    f"{why}. Received: scheme={scheme.name!r}, variable {variable.path!r} of shape "
+                    f"{tuple(variable.shape)}. Try a synchronous scheme, 'gpipe' or '1f1b', with all calls of the "
+                    "layer in one stage."
+                )
