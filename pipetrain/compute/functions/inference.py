@@ -16,7 +16,7 @@ from pipetrain.compute.functions.stage_values import BoundaryTensors, Forward
 from pipetrain.compute.functions.state import Division, State
 from pipetrain.compute.functions.weight_binding import Newest, Weights, any_rows
 from pipetrain.compute.functions.weight_group import WeightGroup
-from pipetrain.compute.graph.segment import Segment
+from pipetrain.compute.graph.segment import Segment, assigned_to
 from pipetrain.compute.keras_private import mask_of
 
 
@@ -107,7 +107,7 @@ class Inference:
 
     def _run(self, weights: Any, state: Any, tensors: Any, masks: Any) -> Any:
         outputs, after, penalties, _ = self.segment.infer(weights, state, tensors, masks)
-        self._assigned = [index for index, value in enumerate(after) if value is not state[index]]
+        self._assigned = assigned_to(state, after)
         values = BoundaryTensors(outputs, [mask_of(output) for output in outputs])
         self._added = self.segment.added(penalties)
         return values, total_penalty(penalties, self._summed), [after[index] for index in self._assigned]

@@ -96,7 +96,8 @@ def split(
         gradients = specs(outputs)
         with traced_for_xla() if compiled else nullcontext():
             nested = tf.function(differentiate, autograph=False).get_concrete_function(gradients)
-        read_again = {n: weight for n, weight in enumerate(weights) if n not in changed()}
+        left_out = changed()
+        read_again = {n: weight for n, weight in enumerate(weights) if n not in left_out}
         captures = _Captures(nested, read_again, {n: state[n] for n in stays()}, stacked=compiled)
         halves.update(nested=nested, captures=captures, gradients=gradients)
         return aux, handed(captures.residuals)

@@ -28,7 +28,7 @@ from pipetrain.compute.functions.state import Division, State
 from pipetrain.compute.functions.weight_binding import BoundFunction, Newest, OfGroups, Weights
 from pipetrain.compute.functions.weight_group import Shared, WeightGroup
 from pipetrain.compute.functions.weight_products import counted, made, of_parts, over_any_rows, products
-from pipetrain.compute.graph.segment import Segment
+from pipetrain.compute.graph.segment import Segment, assigned_to
 from pipetrain.compute.keras_private import mask_of
 from pipetrain.compute.optimizer.adoption import Part
 from pipetrain.compute.optimizer.clipping import SQUARED_NORM, clipped, limit, squared_norm
@@ -283,8 +283,8 @@ class Stage:
         With recomputation, ``Newest`` stands for the same weights that the backward will be given.
         """
         state, inputs = self._state.values, self._sorted(values, targets)
-        (output, loss, penalty, (assigned, left)), residuals = self._forward(weights, state, *inputs)
-        self._state.assign(self._assigned, assigned)
+        (output, loss, penalty, (after, left)), residuals = self._forward(weights, state, *inputs)
+        self._state.assign(self._assigned, after)
         for n, value in zip(self._changed, left, strict=True):
             self.variables[n].assign(value)
         if not self.recompute:
@@ -328,8 +328,8 @@ class Stage:
             self._own.updated()
         if not runs:
             return BackwardResult(results.gradients, results.by_input, parts.updates)
-        output, loss, penalty, (assigned, _) = results.ran
-        self._state.assign(self._assigned, assigned)
+        output, loss, penalty, (after, _) = results.ran
+        self._state.assign(self._assigned, after)
         forward = Forward(output, loss, penalty, None)
         return BackwardResult(results.gradients, results.by_input, parts.updates, forward, _time_s(results.ran_at_s))
 
@@ -439,8 +439,7 @@ class Stage:
     def _run(self, weights: Any, state: Any, differentiable: Any, constants: Any) -> Any:
         others, masks, targets = constants
         outputs, after, penalties, left = self.segment.run(weights, state, differentiable, others, masks)
-        self._assigned = [n for n, (old, new) in enumerate(zip(state, after, strict=True)) if new is not old]
-        self._changed = [n for n, (old, new) in enumerate(zip(weights, left, strict=True)) if new is not old]
+        self._assigned, self._changed = assigned_to(state, after), assigned_to(weights, left)
         differentiated = [tensor for tensor, returned in zip(outputs, self._returns, strict=True) if returned]
         loss = None
         if self._loss:
@@ -450,8 +449,8 @@ class Stage:
         penalty = total_penalty(penalties, self._summed)
         values = BoundaryTensors(outputs, [mask_of(output) for output in outputs])
         starts = differentiated if penalty is None else [*differentiated, penalty]
-        assigned = [after[n] for n in self._assigned], [left[n] for n in self._changed]
-        return starts, (values, loss, penalty, assigned)
+        new = [after[n] for n in self._assigned], [left[n] for n in self._changed]
+        return starts, (values, loss, penalty, new)
 
     def _loss_of(self, outputs: list[tf.Tensor], targets: Any) -> tf.Tensor:
         y, sample_weight = targets

@@ -277,6 +277,11 @@ def _in_place_of(weight: tf.Tensor, value: tf.Tensor) -> Any:
     return tf.identity(value), lambda gradient: (gradient, None)
 
 
+def assigned_to(given: Sequence[Any], after: Sequence[Any]) -> list[int]:
+    """The numbers of the variables that a run has assigned to, from their values before and after it."""
+    return [n for n, (old, new) in enumerate(zip(given, after, strict=True)) if new is not old]
+
+
 def is_composite(value: Any) -> bool:
     """Whether this is a ragged or sparse tensor, or the spec of one."""
     return isinstance(value, tf.RaggedTensor | tf.SparseTensor | tf.RaggedTensorSpec | tf.SparseTensorSpec)

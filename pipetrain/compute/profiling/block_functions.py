@@ -12,7 +12,7 @@ import tensorflow as tf
 from pipetrain.compute.functions.kernels import by_xla, direct
 from pipetrain.compute.functions.split import specs, split, symbolic_gradients
 from pipetrain.compute.functions.weight_products import products
-from pipetrain.compute.graph.segment import Segment
+from pipetrain.compute.graph.segment import Segment, assigned_to
 
 
 class Keeps(NamedTuple):
@@ -95,7 +95,7 @@ class BlockFunctions:
         segment = self._segment
         outputs, after, _, left = segment.run(weights, state, differentiable, constants, [None] * len(segment.reads))
         self._stays = [n for n, (old, new) in enumerate(zip(state, after, strict=True)) if new is old]
-        self._changed = [n for n, (old, new) in enumerate(zip(weights, left, strict=True)) if new is not old]
+        self._changed = assigned_to(weights, left)
         flowing, still = iter(differentiable), iter(constants)
         inputs = [next(flowing if flow else still) for flow in segment.differentiable]
         self._traced.update(inputs=inputs, outputs=outputs)
