@@ -271,7 +271,7 @@ class _Scope(keras.StatelessScope):
         super().add_update((variable, value))
 
 
-@tf.custom_gradient  # type: ignore[untyped-decorator]
+@tf.custom_gradient
 def _in_place_of(weight: tf.Tensor, value: tf.Tensor) -> Any:
     """The value that a layer assigns to a weight; gradients by it are gradients by the weight, as by a variable."""
     return tf.identity(value), lambda gradient: (gradient, None)
