@@ -61,3 +61,14 @@ def test_data_parallel_equals_one_device():
     for model in (pm, single):
         model.fit(x, y, batch_size=16, shuffle=False, epochs=2, verbose=0)
     networks.assert_close(pm.get_weights(), single.get_weights())
+
+
+@pytest.mark.parametrize("clips", [{"clipnorm": 0.1}, {"clipvalue": 0.01}, {"global_clipnorm": 0.1}])
+def test_the_gradients_of_the_whole_minibatch_are_clipped(clips):
+    x, y = networks.data(80)
+    pm = networks.pipeline(scheme="data-parallel", devices=("CPU:0", "CPU:1"))
+    plain = networks.mlp()
+    for model in (pm, plain):
+        model.compile(keras.optimizers.SGD(0.5, **clips), networks.crossentropy())
+        fit(model, x, y)
+    networks.assert_close(pm.get_weights(), plain.get_weights())

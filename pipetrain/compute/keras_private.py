@@ -221,6 +221,17 @@ def distribution_of(optimizer: keras.optimizers.Optimizer) -> Any:
     return optimizer._distribution_strategy
 
 
+def clip_sums(optimizer: keras.optimizers.Optimizer) -> None:
+    """Let an optimizer clip the sums of all replicas' gradients: Keras clips each replica's before they are summed."""
+    clip, add = optimizer._clip_gradients, optimizer._all_reduce_sum_gradients
+
+    def add_and_clip(pairs: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+        gradients, variables = zip(*add(pairs), strict=True)
+        return list(zip(clip(gradients), variables, strict=True))
+
+    optimizer._clip_gradients, optimizer._all_reduce_sum_gradients = list, add_and_clip
+
+
 def compiled_loss(model: keras.Model) -> Any:
     """The loss that ``compile`` made, None without one: the public ``compute_loss`` adds penalties to it."""
     return model._compile_loss

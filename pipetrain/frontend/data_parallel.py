@@ -13,7 +13,14 @@ import tensorflow as tf
 
 from pipetrain.checkpoint.arrays import Arrays, assign, collected
 from pipetrain.checkpoint.session import FitSession, Layout
-from pipetrain.compute.keras_private import count_of, distributed_spec, distribution_of, flat_layers, weights_of
+from pipetrain.compute.keras_private import (
+    clip_sums,
+    count_of,
+    distributed_spec,
+    distribution_of,
+    flat_layers,
+    weights_of,
+)
 from pipetrain.compute.optimizer.adoption import Part, built, copy, with_frozen
 from pipetrain.compute.optimizer.clone import clone
 from pipetrain.compute.optimizer.slots import Slot, slots
@@ -128,6 +135,7 @@ class DataParallelStrategy:
     def _own(self, optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
         check_own(self._gathered(optimizer).weights, self.model.variables, optimizer)
         own = clone(optimizer, self.model.trainable_variables, self.trained.trainable_variables)
+        clip_sums(own)
         self._hand_on(optimizer, own)
         given, before = self._replaced
         if optimizer is given and not self._trained_elsewhere():  # the copy may have loaded what the given one has not
