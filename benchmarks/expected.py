@@ -94,13 +94,14 @@ class Expected:
         from pipetrain.simulation.simulator import simulate
 
         overhead_s, caller_s = beside(self._empty[name])
+        planned = self._planned(name, profile)
         trace = simulate(
-            self._planned(name, profile),
+            planned,
             name,
             self._cluster,
             MINIBATCHES,
             microbatches=MICROBATCHES,
             overhead_s=overhead_s,
-            caller_s=caller_s,
+            caller_s=caller_s + planned.metric_s,
         )
         return self._rows / trace.step_s

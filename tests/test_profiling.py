@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -14,10 +15,13 @@ import tensorflow as tf
 
 import pipetrain
 from pipetrain.compute.graph.blocks import Chain
-from pipetrain.compute.profiling import block_passes, block_timing, profile_cache, profiler, workspace
+from pipetrain.compute.profiling import block_passes, block_timing, loss_timing, profile_cache, profiler, workspace
 from pipetrain.compute.profiling.progress import Progress
 from pipetrain.frontend import placement
-from pipetrain.plan.profile import BlockProfile, Profile
+from pipetrain.plan.cluster import SHARED_MEMORY, Cluster, Level
+from pipetrain.plan.partition import partition
+from pipetrain.plan.profile import BlockProfile, Profile, Seconds
+from pipetrain.simulation.simulator import simulate
 
 L = keras.layers
 
@@ -188,11 +192,15 @@ def test_of_two_processes_that_measure_at_once_the_first_ones_profile_counts(lin
 @pytest.mark.measures
 def test_a_noisy_machine_is_measured_longer_and_said_so():
     rng = np.random.default_rng(0)
-    steady, timing = block_timing._until_steady(lambda: block_passes.TimedBlocks([0.01], [0.02], 0.03, []))
+
+    def whole(taken):
+        return taken.whole
+
+    steady, timing = block_timing.until_steady(lambda: block_passes.TimedBlocks([0.01], [0.02], 0.03, []), whole)
     assert timing == pytest.approx((0.06, 0.0))
     assert len(steady) == block_timing.PASSES
-    noisy, timing = block_timing._until_steady(
-        lambda: block_passes.TimedBlocks([rng.choice([0.1, 0.3])], [0.0], 0.0, [])
+    noisy, timing = block_timing.until_steady(
+        lambda: block_passes.TimedBlocks([rng.choice([0.1, 0.3])], [0.0], 0.0, []), whole
     )
     assert timing.error_s > block_timing.STEADY * timing.median_s
     assert sum(each.whole for each in noisy) == pytest.approx(block_timing.AT_MOST_S, abs=0.3)
@@ -229,6 +237,60 @@ def test_a_backward_timed_on_a_worker_has_both_its_products():
     for _ in range(5):
         once()
     assert counting.count == before + 5
+
+
+@pytest.mark.measures
+def test_the_loss_of_large_outputs_is_measured():
+    """By the last stage's device, and what a metric takes by the caller; of small outputs neither is."""
+    x = keras.Input((16,), dtype="int32")
+    scores = L.Dense(4000, name="scores")(L.Embedding(4000, 4, name="words")(x))
+    found = pipetrain.profile(keras.Model(x, scores), batch_size=8, verbose=False)
+    assert found.loss_s > 0
+    assert found.metric_s > 0
+    assert found.trained[-1].forward_s == found.blocks[-1].forward_s + found.loss_s
+    assert found.total_s > sum(block.forward_s + block.backward_s for block in found.blocks)
+    assert "(loss)" in str(found)
+    small = pipetrain.profile(networks.mlp(), batch_size=8, verbose=False)
+    assert (small.loss_s, small.metric_s) == (0.0, 0.0)
+    assert "(loss)" not in str(small)
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_loss_is_timed_for_outputs_of_several_kinds(remote, monkeypatch):
+    """On a worker by its own clock; numbers of examples, which have no scores, take nothing."""
+    monkeypatch.setattr(loss_timing, "is_remote", lambda device: remote)
+    outputs = [
+        tf.TensorSpec([64, 5000], tf.float32),
+        tf.TensorSpec([8, 4, 100], tf.bfloat16),
+        tf.TensorSpec([], tf.float32),
+        tf.TensorSpec([64, 10], tf.int32),
+    ]
+    for seconds in loss_timing.time_loss(outputs, "/device:CPU:0", []):
+        assert 0 < seconds < 10
+    assert loss_timing.time_loss(outputs[1:], "/device:CPU:0", []) == (0.0, 0.0)
+
+
+def test_a_profile_keeps_and_scales_its_loss():
+    compiled = Seconds(0.1, 0.2, 0.0)
+    profile = Profile("m", 10, (BlockProfile("b", 0.5, 0.5, 0, 0, compiled=compiled),), loss_s=0.25, metric_s=0.125)
+    assert Profile.from_json(profile.to_json()) == profile
+    assert profile.trained[0].compiled.forward_s == pytest.approx(0.35)
+    assert (profile.scaled(20).loss_s, profile.scaled(20).metric_s) == (0.5, 0.25)
+    assert (profile.faster(2).loss_s, profile.faster(2).metric_s) == (0.125, 0.0625)
+
+
+def test_a_plan_gives_the_loss_to_the_last_stage_and_the_metric_to_the_caller():
+    """Three blocks of 1 s: the loss moves the cut; the metric takes a processor's time beside the stages'."""
+    blocks = tuple(BlockProfile(name, 0.4, 0.6, 0, 0) for name in "abc")
+    profile = Profile("m", 10, blocks, loss_s=1.5, metric_s=0.75)
+    links = (Level(SHARED_MEMORY),)
+    plain, cut = (partition(each, 2, Cluster(links)) for each in (replace(profile, loss_s=0.0), profile))
+    assert plain.cuts == ("a",)
+    assert cut.cuts == ("b",)
+    assert [stage.total_s for stage in cut.stages] == pytest.approx([2.0, 2.5])
+    assert cut.step_s == pytest.approx(2.5)  # the metric hides
+    assert partition(profile, 2, Cluster(links, processors=2)).step_s == pytest.approx((2.0 + 2.5 + 0.75) / 2)
+    assert simulate(cut, "gpipe", Cluster(links), 20, microbatches=1).step_s == pytest.approx(4.5 + 0.75)
 
 
 def test_bytes_of_a_block_whose_first_dimension_is_not_the_batch():

@@ -146,7 +146,7 @@ def linear(seconds, update_s=0.0):
     base = roofline("four", 128, works, TESLA_P40)
     times = {"forward_s": seconds, "backward_s": 2 * seconds, "update_s": update_s}
     blocks = tuple(replace(block, **times) for block in base.blocks)
-    return lambda rows: replace(base, batch_size=rows, blocks=blocks)
+    return lambda rows: replace(base, batch_size=rows, blocks=blocks, loss_s=0.0, metric_s=0.0)
 
 
 def by_way(profiled, devices):

@@ -133,7 +133,7 @@ class Costs:
     def __init__(
         self, profile: Profile, cluster: Cluster, microbatches: int = 1, jit_compile: bool | str = False
     ) -> None:
-        blocks = profile.blocks
+        blocks = profile.trained
         self._chain, self.blocks, self.cluster, self._batch_size = blocks, len(blocks), cluster, profile.batch_size
         self._jit_compile, self._margin = jit_compile, CLEAR + profile.spread
         plain = [block.seconds for block in blocks]

@@ -29,6 +29,10 @@ class Seconds:
         """The same, longer by these factors."""
         return Seconds(factor * self.forward_s, factor * self.backward_s, update_factor * self.update_s)
 
+    def later(self, loss_s: float) -> Seconds:
+        """The same with a loss after the forward."""
+        return replace(self, forward_s=self.forward_s + loss_s)
+
 
 @dataclass(frozen=True)
 class BlockProfile:
@@ -88,7 +92,8 @@ class Profile:
     """The measured chain of blocks of one model at one batch size; prints as a table.
 
     ``spread`` is the standard error of all its seconds together, as a part of them, all errors taken to go one way;
-    the larger one where it was measured with XLA too.
+    the larger one where it was measured with XLA too. ``loss_s`` is what a loss takes beside the blocks, on
+    the last one's device, and ``metric_s`` what a metric takes, in the caller's thread.
 
     Raises ValueError for no blocks, or a batch size below 1.
     """
@@ -97,6 +102,8 @@ class Profile:
     batch_size: int
     blocks: tuple[BlockProfile, ...]
     spread: float = 0.0
+    loss_s: float = 0.0
+    metric_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.blocks or not isinstance(self.batch_size, int) or self.batch_size < 1:
@@ -107,8 +114,15 @@ class Profile:
 
     @property
     def total_s(self) -> float:
-        """Seconds for one minibatch on one device: every forward and every backward."""
-        return sum(block.forward_s + block.backward_s for block in self.blocks)
+        """Seconds for one minibatch on one device: every forward and every backward, and the loss."""
+        return sum(block.forward_s + block.backward_s for block in self.blocks) + self.loss_s
+
+    @property
+    def trained(self) -> tuple[BlockProfile, ...]:
+        """The blocks as they train: the last one's forward computes the loss too."""
+        *others, last = self.blocks
+        compiled = last.compiled and last.compiled.later(self.loss_s)
+        return *others, replace(last, forward_s=last.forward_s + self.loss_s, compiled=compiled)
 
     @property
     def is_compiled(self) -> bool:
@@ -138,11 +152,13 @@ class Profile:
             )
             for block in self.blocks
         )
-        return replace(self, batch_size=batch_size, blocks=tuple(blocks))
+        loss_s, metric_s = rows * self.loss_s, rows * self.metric_s
+        return replace(self, batch_size=batch_size, blocks=tuple(blocks), loss_s=loss_s, metric_s=metric_s)
 
     def faster(self, times: float) -> Profile:
         """An estimate for devices that compute faster by a factor."""
-        return replace(self, blocks=tuple(block.longer(1 / times, 1 / times) for block in self.blocks))
+        blocks = tuple(block.longer(1 / times, 1 / times) for block in self.blocks)
+        return replace(self, blocks=blocks, loss_s=self.loss_s / times, metric_s=self.metric_s / times)
 
     def to_json(self) -> str:
         """The profile as JSON text; ``from_json`` reads it back equal."""
@@ -154,7 +170,8 @@ class Profile:
         try:
             data = json.loads(text)
             blocks = tuple(_block(**block) for block in data["blocks"])
-            return cls(data["model"], data["batch_size"], blocks, data.get("spread", 0.0))
+            beside = (data.get(name, 0.0) for name in ("spread", "loss_s", "metric_s"))
+            return cls(data["model"], data["batch_size"], blocks, *beside)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"Not a profile ({error}). Received: {text[:60]!r}. Try a file that save() wrote."
@@ -178,6 +195,9 @@ class Profile:
         if self.is_compiled:
             header = (*header, "with XLA: forward ms", "backward ms")
             rows = [(*row, *_compiled_ms(block)) for row, block in zip(rows, self.blocks, strict=True)]
+        for name, seconds in (("(loss)", self.loss_s), ("(metric)", self.metric_s)):
+            if seconds:
+                rows.append((name, f"{seconds * 1e3:.2f}", *["-"] * (len(header) - 2)))
         title = (
             f"{self.model}: {counted(len(self.blocks), 'block')}, batch {self.batch_size}, {self.total_s * 1e3:.1f} ms"
         )

@@ -12,6 +12,9 @@ FLOAT_BYTES = 4
 MOST_SPLITS, LEAST_INNER = 32, 128  # parts that the sum within a product is cut into, and how long each is at least
 UPDATE_PASSES = 5  # SGD with momentum reads weights, velocity and gradients, and writes weights and velocity
 PREDICTION_PASSES = 3  # W + s*v reads weights and velocity, and writes a copy
+# A cross-entropy reads the outputs for their largest and for the sum of exponentials, and reads and writes to make the
+# gradients and to multiply them by the loss's; a metric reads them for the largest.
+LOSS_PASSES, METRIC_PASSES = 6, 1
 
 
 class Device(NamedTuple):
@@ -145,5 +148,10 @@ def block_profile(work: Work, device: Device) -> BlockProfile:
 
 
 def roofline(model: str, batch_size: int, works: Sequence[Work], device: Device) -> Profile:
-    """The profile that the device would give for work counted at this batch size, without any measuring."""
-    return Profile(model, batch_size, tuple(block_profile(work, device) for work in works))
+    """The profile that the device would give for work counted at this batch size, without any measuring.
+
+    The loss takes ``6 * outputs / bandwidth``, as a cross-entropy does, the metric ``outputs / bandwidth``.
+    """
+    loss_s, metric_s = (device.moving_s(passes * works[-1].output_bytes) for passes in (LOSS_PASSES, METRIC_PASSES))
+    blocks = tuple(block_profile(work, device) for work in works)
+    return Profile(model, batch_size, blocks, loss_s=loss_s, metric_s=metric_s)

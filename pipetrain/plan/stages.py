@@ -52,13 +52,17 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Partition:
-    """A chain of blocks cut into stages, of whose devices ``processors`` work at once; prints as a table."""
+    """A chain of blocks cut into stages, of whose devices ``processors`` work at once; prints as a table.
+
+    ``metric_s`` is what a minibatch's metrics take in the caller's thread, beside the stages.
+    """
 
     model: str
     batch_size: int
     stages: tuple[StagePlan, ...]
     training: Training = DEFAULT_TRAINING
     processors: float = math.inf
+    metric_s: float = 0.0
 
     @property
     def cuts(self) -> tuple[str, ...]:
@@ -93,10 +97,10 @@ class Partition:
         """Predicted seconds per minibatch once the pipeline is full: those of the slowest stage.
 
         Synchronous schemes fill and drain the pipeline for every minibatch: ``(1 + (N-1)/M)`` times as many, or what
-        the schedule takes in units of time where devices have several stages. With fewer processors than devices, all
-        stages' work divided by the processors, if that is more.
+        the schedule takes in units of time where devices have several stages. All stages' work and the metrics' divided
+        by the processors, if that is more.
         """
-        work_s = sum(stage.total_s * stage.replicas for stage in self.stages)
+        work_s = sum(stage.total_s * stage.replicas for stage in self.stages) + self.metric_s
         schedule, microbatches = self.training.chosen.schedule, self.training.microbatches
         filling = 0.0
         if schedule.flushes and schedule.chunks == 1:
@@ -202,4 +206,5 @@ def described(
                 summing_s=costs.summing_s(place, first, end),
             )
         )
-    return Partition(profile.model, profile.batch_size, tuple(stages), training, costs.cluster.processors)
+    processors = costs.cluster.processors
+    return Partition(profile.model, profile.batch_size, tuple(stages), training, processors, profile.metric_s)

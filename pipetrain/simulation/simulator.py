@@ -34,7 +34,7 @@ def simulate(
     *,
     microbatches: int | None = None,
     overhead_s: float | None = None,
-    caller_s: float = 0.0,
+    caller_s: float | None = None,
     speeds: Sequence[float] | None = None,
     slowdown: float = 0.0,
     seed: int = 0,
@@ -58,7 +58,8 @@ def simulate(
         minibatches: how many are trained before the pipeline drains.
         microbatches: pieces of a minibatch, for schemes that split it; by default as the partition was made for.
         overhead_s: seconds that every action takes in addition to its computing; by default the cluster's.
-        caller_s: seconds that the caller takes between a minibatch's result and posting the next one.
+        caller_s: seconds that the caller takes between a minibatch's result and posting the next one; by default those
+            of the partition's metric.
         speeds: of the devices, 1 being that of the profile; by default all 1.
         slowdown: how much the seconds of actions vary: the standard deviation, as a part of the mean, of random factors
             (lognormal, with mean 1).
@@ -81,7 +82,7 @@ def simulate(
         minibatches=checked_count("minibatches", minibatches, COUNTED, 200),
         microbatches=pieces,
         window=_window(window, len(stages), pieces, chosen),
-        caller_s=_seconds("caller_s", caller_s),
+        caller_s=_seconds("caller_s", partition.metric_s if caller_s is None else caller_s),
         overhead_s=_seconds("overhead_s", cluster.overhead_s if overhead_s is None else overhead_s),
         speeds=_speeds(speeds, devices),
         slowdown=_seconds("slowdown", slowdown),
@@ -89,7 +90,7 @@ def simulate(
         reduction=_reduction(reduction),
     )
     built = StationBuilder(stages, devices, partition.batch_size, chosen, options, cluster)
-    caller = Caller(options.minibatches, pieces, options.window, caller_s, built.reports)
+    caller = Caller(options.minibatches, pieces, options.window, options.caller_s, built.reports)
     group = pieces * (options.minibatches if chosen.asynchronous else 1)
     if built.plain and suits(built.stations, cluster, group):
         return built.trace(VectorizedSimulation(built.stations, caller, not chosen.asynchronous).run())

@@ -91,7 +91,7 @@ def joined_pass(blocks: Sequence[Placed], device: str) -> Callable[[], float]:
 
     def once() -> float:
         with tf.device(device):
-            return _seconds(call)
+            return seconds_of(call)
 
     return once
 
@@ -147,14 +147,14 @@ def local_pass(blocks: Sequence[Placed], device: str) -> Callable[[], TimedBlock
                     if last[value] == n:
                         del known[value]
                 del inputs, outputs, residuals  # what no backward needs is free for the next block
-                calls.append((_seconds(nothing[0]), _seconds(nothing[1])))
+                calls.append((seconds_of(nothing[0]), seconds_of(nothing[1])))
             for n in range(len(blocks) - 1, -1, -1):
                 residuals = saved.pop()
                 start_s = time.perf_counter()
                 by_weight, _ = blocks[n].functions.backward(weights[n], residuals, output_gradients[n])
                 backward_s[n] = _since(start_s)
                 gradients[:0] = by_weight
-            return TimedBlocks(forward_s, backward_s, _seconds(lambda: update(gradients)), calls)
+            return TimedBlocks(forward_s, backward_s, seconds_of(lambda: update(gradients)), calls)
 
     return once
 
@@ -174,18 +174,18 @@ def remote_pass(blocks: Sequence[Placed], device: str) -> Callable[[], TimedBloc
         by_weight: list[Any] = []
         for n, block in enumerate(blocks):
             inputs = [known[value] for value in block.segment.reads]
-            outputs, residuals = block.functions.forward(*_from(times[-1], (weights[n], state[n], inputs)))
-            times.append(_after([*outputs, *residuals], seen))
+            outputs, residuals = block.functions.forward(*after_time(times[-1], (weights[n], state[n], inputs)))
+            times.append(time_of([*outputs, *residuals], seen))
             known.update(zip(block.segment.writes, outputs, strict=True))
             saved.append(residuals)
         for n in range(len(blocks) - 1, -1, -1):
             gradients, others = blocks[n].functions.backward(
-                *_from(times[-1], (weights[n], saved.pop(), output_gradients[n]))
+                *after_time(times[-1], (weights[n], saved.pop(), output_gradients[n]))
             )
-            times.append(_after([*gradients, *others], seen))
+            times.append(time_of([*gradients, *others], seen))
             by_weight[:0] = gradients
-        update(_from(times[-1], by_weight))
-        return tf.stack([*times, _after([copy.value.read_value() for copy in copies], seen)])
+        update(after_time(times[-1], by_weight))
+        return tf.stack([*times, time_of([copy.value.read_value() for copy in copies], seen)])
 
     with tf.device(device):
         call = direct(tf.function(run, autograph=False).get_concrete_function())
@@ -199,13 +199,13 @@ def remote_pass(blocks: Sequence[Placed], device: str) -> Callable[[], TimedBloc
     return once
 
 
-def _from(when: tf.Tensor, tensors: Any) -> Any:
+def after_time(when: tf.Tensor, tensors: Any) -> Any:
     """The same tensors, which are there only after this time, so that what reads them cannot begin earlier."""
     with tf.control_dependencies([when]):
         return tf.nest.map_structure(tf.identity, tensors)
 
 
-def _after(tensors: Sequence[tf.Tensor], seen: tf.Variable) -> tf.Tensor:
+def time_of(tensors: Sequence[tf.Tensor], seen: tf.Variable) -> tf.Tensor:
     """The time when all these tensors are there; waiting for a call alone would wait for its side effects only.
 
     A number of each is written to a variable: TensorFlow would not compute tensors that nothing reads.
@@ -257,7 +257,8 @@ def _nothing(count: int, compiled: bool) -> Callable[[], Any]:
     return lambda: call(*tensors)
 
 
-def _seconds(call: Callable[[], Any]) -> float:
+def seconds_of(call: Callable[[], Any]) -> float:
+    """What a call takes on a device of this process until it is done."""
     start_s = time.perf_counter()
     call()
     return _since(start_s)

@@ -6,7 +6,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,7 @@ STEADY = 0.02  # and of more until the standard error of the whole is this part 
 AT_MOST_S = 2.0  # or this many seconds are over
 
 Floats = NDArray[np.float64]
+Taken = TypeVar("Taken")
 
 
 class Seconds(NamedTuple):
@@ -51,13 +53,13 @@ def time_blocks(blocks: Sequence[Placed], device: str, others: Sequence[str]) ->
     """
     with ExitStack() as company:
         for other in others:
-            company.enter_context(_busy(blocks, other))
+            company.enter_context(busy(partial(untimed_pass, blocks, other), other))
         company.enter_context(pinned(device))  # last: a new thread would stay on this one's core
         once = (remote_pass if is_remote(device) else local_pass)(blocks, device)
         joined = None if is_remote(device) else joined_pass(blocks, device)
         once()
         joined_s = [] if joined is None else [joined()]
-        taken, timing = _until_steady(lambda: _both(once, joined, joined_s))
+        taken, timing = until_steady(lambda: _both(once, joined, joined_s), lambda each: each.whole)
     empty_s = _empty_call([call for each in taken for call in each.calls])
     forward, backward = (np.median(each, axis=0) for each in list(zip(*taken, strict=True))[:2])
     forward -= [empty_s(block.functions.forward_tensors) for block in blocks]
@@ -79,11 +81,12 @@ def _both(once: Callable[[], TimedBlocks], joined: Callable[[], float] | None, j
     return taken
 
 
-def _until_steady(once: Callable[[], TimedBlocks]) -> tuple[list[TimedBlocks], Timing]:
-    taken: list[TimedBlocks] = []
+def until_steady(once: Callable[[], Taken], seconds_of: Callable[[Taken], float]) -> tuple[list[Taken], Timing]:
+    """What each pass took, of as many as it needs until their ``seconds_of`` are steady, and the summary of these."""
+    taken: list[Taken] = []
     while True:
         taken.append(once())
-        wholes = [each.whole for each in taken]
+        wholes = [seconds_of(each) for each in taken]
         timing = summary(wholes)
         if len(taken) < PASSES or sum(wholes) < MEASURE_S:
             continue
@@ -99,17 +102,17 @@ def _empty_call(calls: Sequence[tuple[float, float]]) -> Callable[[int], float]:
 
 
 @contextmanager
-def _busy(blocks: Sequence[Placed], device: str) -> Iterator[None]:
-    """Run the blocks on this device in another thread during the context, which begins after the first pass.
+def busy(work: Callable[[], Callable[[], None]], device: str) -> Iterator[None]:
+    """Do the work on this device in another thread during the context, which begins after it was done once.
 
-    In that pass kernels are chosen and compiled, which is not what keeps a device busy in training.
+    At first kernels are chosen and compiled, which is not what keeps a device busy in training.
     """
     stop, is_busy = threading.Event(), threading.Event()
 
     def run() -> None:
         try:
             with pinned(device):
-                once = untimed_pass(blocks, device)
+                once = work()
                 while not stop.is_set():
                     once()
                     is_busy.set()

@@ -21,6 +21,7 @@ from pipetrain.compute.keras_private import is_own, supports_xla
 from pipetrain.compute.profiling.block_functions import BlockFunctions, Keeps, size_bytes, values
 from pipetrain.compute.profiling.block_passes import Placed, sample
 from pipetrain.compute.profiling.block_timing import time_blocks
+from pipetrain.compute.profiling.loss_timing import time_loss
 from pipetrain.compute.profiling.operation_count import LITTLE_S, is_little
 from pipetrain.compute.profiling.progress import Progress
 from pipetrain.compute.profiling.workspace import Workspace, workspace
@@ -46,7 +47,8 @@ def profile(
     than 2 ms, or so it is estimated from counted operations. By turns with them all blocks run in one call, where
     neighbours share kernels, as in a stage. A block's figure is its part of what that takes, by the medians of its own
     times less those of an empty call; the profile's ``spread`` says how steady they are. The optimizer's step is that
-    of SGD with momentum. The model's weights, statistics and seeds are read and never written.
+    of SGD with momentum; the loss, where the outputs are large, a cross-entropy, and the metric an accuracy. The
+    model's weights, statistics and seeds are read and never written.
 
     Args:
         model: a Sequential or Functional model.
@@ -102,7 +104,8 @@ def profile_chain(
                     replace(cost, compiled=seconds if block.functions.compiled else None)
                     for cost, seconds, block in zip(costs, compiled, placed, strict=True)
                 ]
-    measured = Profile(chain.model.name, int(rows), tuple(costs), spread)
+        beside = time_loss(_outputs(chain, placed), device, _others(device))
+    measured = Profile(chain.model.name, int(rows), tuple(costs), spread, *beside)
     return measured if rows == batch_size else measured.scaled(int(batch_size))
 
 
@@ -219,6 +222,12 @@ def _placed(
         more = costs[index].activation_bytes + size_bytes(like[value])
         costs[index] = replace(costs[index], activation_bytes=more)
     return placed, costs
+
+
+def _outputs(chain: Chain, placed: Sequence[Placed]) -> list[tf.TensorSpec]:
+    """What the model's outputs are like."""
+    made = {value: spec for block in placed for value, spec in zip(block.segment.writes, block.outputs, strict=True)}
+    return [made[value] for value in dict.fromkeys(chain.crossing(len(placed))) if value in made]
 
 
 def _windows(costs: Sequence[BlockProfile]) -> Iterator[tuple[int, int]]:
