@@ -260,9 +260,9 @@ def test_the_memory_of_a_stage_by_hand():
     profile = chain([(1, 2, 30, 4, 0), (1, 2, 50, 8, 0)])
     training = Training("single")
     (whole,) = plan(profile, [2], training=training).stages
-    assert whole.memory_bytes == 2 * 80 + 12 + max(2 * 2 + 30, 2 * 2 + 50)
+    assert whole.memory_bytes == 2 * 80 + 12 + max(2 * 2 + 30, 2 * (2 + 2) + 50)
     (replicated,) = plan(profile, [2], replicas=[2], training=training).stages
-    assert replicated.memory_bytes == 3 * 80 + 6 + 2
+    assert replicated.memory_bytes == 3 * 80 + 6 + (2 + 2)
 
 
 def test_the_workspace_of_fewer_rows_by_hand():

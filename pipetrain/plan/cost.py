@@ -151,6 +151,7 @@ class Costs:
         self._overhead_s = 2 * microbatches * cluster.overhead_s
         # nothing is sent before the first block and after the last one
         self._crossing = np.array([0.0, *(float(block.output_bytes) for block in blocks[:-1]), 0.0])
+        self._outputs = np.array([float(block.output_bytes) for block in blocks])
 
     def ways(self, place: Place) -> list[Place]:
         """The same place with the kernels that a stage may have there."""
@@ -212,7 +213,7 @@ class Costs:
             running = (demand.weights + stays) * self._weights + self._fixed
             running = running + share * demand.activations * self._kept
             start = running - share * (demand.activations + demand.inputs) * self._crossing
-            work = 2 * share * demand.work * (self._crossing[:-1] + self._crossing[1:])
+            work = 2 * share * demand.work * (self._crossing[:-1] + self._outputs)
             rows = share * demand.work * self._batch_size
             work = work + [block.workspace_of(rows, self._batch_size) for block in self._chain]
             work = work + passes * np.diff(self._weights)
