@@ -90,11 +90,6 @@ class Stage:
         self._summed_rows = 0 if self.global_clipnorm or is_dynamic(optimizer) else summed_rows
 
     @property
-    def optimizer(self) -> keras.optimizers.Optimizer:
-        """The clone of the compiled optimizer that updates the stage's own weights."""
-        return self._groups.own.optimizer
-
-    @property
     def reached(self) -> list[keras.Variable]:
         """The model's trainable variables that a gradient reaches in this stage, as ``trace`` found."""
         return self._groups.reached

@@ -52,7 +52,8 @@ class WeightGroups:
         self.variables = [copies[n] for n in range(len(copies))]
 
     def _untrained(self) -> list[keras.Variable]:
-        return [self.variables[n] for n in self.own.numbers if n in self.missing]
+        """Of the own ones; a trace finds them, and there are none while the group is made, which may ask."""
+        return [self.variables[n] for n in self.missing if n in self.own.numbers]
 
     @property
     def reached(self) -> list[keras.Variable]:
