@@ -190,11 +190,11 @@ def test_frozen_weights_have_no_gradients_slots_versions_or_predictions(scheme):
         mine = {weight.path for weight in stage.segment.trainable_variables}
         found |= mine
         assert {slot.weight.path for slot in stage.slots()} == mine
-        assert len(stage.variables) == len(stage._gradients) == len(mine)
-        assert all(gradient is not None for gradient in stage._gradients)
+        assert len(stage.variables) == len(stage._backward.like) == len(mine)
+        assert all(gradient is not None for gradient in stage._backward.like)
         frozen = [weight for weight in stage.segment.non_trainable_variables if "seed" not in weight.path]
         assert frozen
-        for group in (stage._own, *stage.shared):  # what is kept as an old version, and what is predicted
+        for group in stage._groups.all:  # what is kept as an old version, and what is predicted
             for horizon in (0, 1) if scheme == "spectrain" else (0,):
                 shapes = [tuple(value.shape) for value in group.weights(Newest(horizon))]
                 assert shapes == [tuple(weight.shape) for weight in group.originals]

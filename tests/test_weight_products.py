@@ -48,9 +48,9 @@ def stages_of(pm):
 def once(pm):
     """The layers whose gradients are products."""
     return {
-        stage._weights[n].path.split("/")[-2]
+        stage._groups.originals[n].path.split("/")[-2]
         for stage in stages_of(pm)
-        for n, each in enumerate(stage._gradients)
+        for n, each in enumerate(stage._backward.like)
         if isinstance(each, Product)
     }
 

@@ -9,7 +9,8 @@ import keras
 
 from pipetrain.cluster.connection import place
 from pipetrain.compute.functions.inference import Inference
-from pipetrain.compute.functions.stage import LossFunction, Stage
+from pipetrain.compute.functions.stage import Stage
+from pipetrain.compute.functions.stage_function import LossFunction
 from pipetrain.compute.functions.state import Division
 from pipetrain.compute.functions.weight_group import Shared
 from pipetrain.compute.graph.blocks import Chain

@@ -94,7 +94,7 @@ class DeviceThread(threading.Thread):
         self._control.wait_if_paused()
         start_s, version = time.perf_counter(), stage.version
         middle_s = stage.perform(action, received)
-        if all(each.awaits_update for each in self.stages):
+        if all(each.updates.are_awaited for each in self.stages):
             self._update()
         end_s = time.perf_counter()
         self.busy_s += end_s - start_s
@@ -109,7 +109,7 @@ class DeviceThread(threading.Thread):
         """Update all stages of the device: each has told the others of its gradients, for which all wait now."""
         for stage in self.stages:
             self._at = stage
-            stage.update()
+            stage.updates.finish()
 
     def _record(self, op: Op, action: Action, version: int, start_s: float, end_s: float) -> None:
         _, stage, microbatch = action

@@ -238,7 +238,7 @@ class Pipeline:
             self._running = None
             raise
         last = min(running.works, key=lambda work: work.version)  # where an abort has left some behind
-        self._running, self.made, self.loss_scale = None, self.made + last.version, last.loss_scale
+        self._running, self.made, self.loss_scale = None, self.made + last.version, last.updates.loss_scale
         self._spans.extend(sorted(chain(*(thread.spans for thread in running.threads)), key=_start_s))
         self._transfers.extend(sorted(chain(*(work.transfers() for work in running.works)), key=_start_s))
         self._busy_s += sum(thread.busy_s for thread in running.threads)

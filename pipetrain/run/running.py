@@ -19,7 +19,8 @@ from pipetrain.run.messages import Microbatch
 from pipetrain.run.reduction import Reduction
 from pipetrain.run.run_settings import RunSettings
 from pipetrain.run.shared_gradients import SharedGradients
-from pipetrain.run.stage_work import StageId, StageWork
+from pipetrain.run.stage_id import StageId
+from pipetrain.run.stage_work import StageWork
 from pipetrain.schemes.scheme import Scheme
 
 

@@ -1,4 +1,4 @@
-"""The stations of a simulated partition: what each has to do, how they are joined, and what they recorded."""
+"""The stations of a simulated partition: what each has to do, and how they are joined."""
 
 from __future__ import annotations
 
@@ -9,23 +9,17 @@ from dataclasses import dataclass
 from itertools import accumulate, count
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipetrain.plan.cluster import Cluster
-from pipetrain.plan.cost import PREDICTING
 from pipetrain.plan.stages import StagePlan
 from pipetrain.schemes.actions import OPERATIONS, SENT, Action, completes
 from pipetrain.schemes.schedules import groups_of
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.splitting import microbatch_rows, rows_of
-from pipetrain.simulation.journal import Record
 from pipetrain.simulation.network import Network
 from pipetrain.simulation.reduction import Ring, Server
+from pipetrain.simulation.stage_costs import StageCosts
 from pipetrain.simulation.stations import NOTHING, Station, Wire, Work
-from pipetrain.trace.columns import Names
-from pipetrain.trace.trace import Spans, Trace, Transfers
-
-ADDING = 0.6  # of an update: adding gradients reads two and writes one where SGD with momentum reads three, writes two
 
 
 @dataclass(frozen=True)
@@ -68,6 +62,7 @@ class StationBuilder:
     ) -> None:
         self._stages, self._devices, self._batch_size = stages, devices, batch_size
         self._scheme, self._options, self._network = scheme, options, Network(cluster)
+        self._costs = StageCosts(stages, batch_size, scheme, options.microbatches)
         self._shares = [
             [[piece[r.start : r.stop] for r in _split(len(piece), len(each))] for piece in self._microbatch_rows()]
             for each in devices
@@ -75,7 +70,7 @@ class StationBuilder:
         self._numbers = [range(end - len(each), end) for each, end in zip(devices, _ends(devices), strict=True)]
         self.stations = [station for device in range(len(devices)) for station in self._made(device)]
         self._join()
-        self._sent_bytes = self._replicate()
+        self._replicate()
 
     @property
     def reports(self) -> int:
@@ -91,19 +86,6 @@ class StationBuilder:
             return False
         codes = [np.frombuffer(station.order, dtype=np.int32) for station in self.stations]
         return all((np.diff(each[each % 2 == kind]) > 0).all() for each in codes for kind in (0, 1))
-
-    def trace(self, record: Record) -> Trace:
-        """What the stations did."""
-        names = tuple(f"device:{n}" for n in range(1 + max(station.device for station in self.stations)))
-        spans = [_spans(station, names, record) for station in self.stations]
-        sent = [
-            self._transfers(station, kinds, wire, record)
-            for station in self.stations
-            for wire, kinds in _wires(station).items()
-        ]
-        sent += [_reduced(self.stations[n], size, record) for n, size in self._sent_bytes.items()]
-        ranks = None if self._scheme.schedule.chunks == 1 else len(self.stations)
-        return Trace.of(Spans.joined(spans), Transfers.joined(sent), ranks)
 
     def _microbatch_rows(self) -> list[range]:
         return microbatch_rows(self._batch_size, self._options.microbatches)
@@ -124,46 +106,14 @@ class StationBuilder:
         for replica, (number, on) in enumerate(zip(self._numbers[device], self._devices[device], strict=True)):
             speed = options.speeds[on] if options.speeds else 1.0
             compute_s = [
-                options.overhead_s + self._compute_s(stage, op, len(share[replica]), n > 0, speed)
+                options.overhead_s + self._costs.compute_s(stage, op, len(share[replica]), n > 0, speed)
                 for n, share in enumerate(self._shares[device])
                 for stage, op in kinds
             ]
             served = replica > 0 and options.reduction == "server"
-            update_s = [0.0 if served else self._update_s(stage) / speed for stage, _ in kinds]
+            update_s = [0.0 if served else self._costs.update_s(stage) / speed for stage, _ in kinds]
             work = Work(kinds, order, compute_s, inputs, updates, reports)
             yield Station(number, (device, replica), on, work, update_s, _factors(options, number, len(order)))
-
-    def _compute_s(self, stage: int, op: str, rows: int, adds: bool, speed: float) -> float:
-        """Seconds of an operation on so many rows; ``adds``: its weight gradients to those of a microbatch before."""
-        operation, plan = OPERATIONS[op], self._stages[stage]
-        backward_s = plan.backward_s - (plan.product_s if self._products_once(stage) else 0.0)
-        whole_s = operation.forward * plan.forward_s + operation.backward * backward_s
-        often = dict(zip(("forward", "backward"), self._predictions(stage), strict=True))
-        predicting_s = sum(PREDICTING * plan.update_s / speed * often[way] for way in operation.reads)
-        added_s = ADDING * plan.update_s * self._summed(stage) / speed
-        adding_s = added_s if adds and "weight gradients" in operation.makes else 0.0
-        return whole_s * rows / self._batch_size / speed + adding_s + predicting_s
-
-    def _update_s(self, stage: int) -> float:
-        """Seconds of a stage's update, with the weight gradients that are made or sent to other stages only then."""
-        plan = self._stages[stage]
-        return plan.update_s + plan.summing_s + (plan.product_s if self._products_once(stage) else 0.0)
-
-    def _products_once(self, stage: int) -> bool:
-        """Whether weight gradients that are products over rows wait for the minibatch's last microbatch."""
-        plan = self._stages[stage]
-        return self._options.microbatches > 1 and plan.replicas == 1
-
-    def _summed(self, stage: int) -> float:
-        """The part of a stage's weights whose gradients are added microbatch by microbatch."""
-        plan = self._stages[stage]
-        return 1 - plan.product_bytes / plan.weight_bytes if plan.product_bytes and self._products_once(stage) else 1.0
-
-    def _predictions(self, stage: int) -> tuple[float, float]:
-        """How many times a forward and a backward of the stage predict weights."""
-        microbatches = self._options.microbatches
-        forwards, backwards = self._scheme.predictions(stage, len(self._stages), microbatches)
-        return forwards / microbatches, backwards / microbatches
 
     def _join(self) -> None:
         """Wires between every replica of a stage and all those of the next one."""
@@ -204,41 +154,15 @@ class StationBuilder:
             sizes.append(round(self._stages[stage].output_bytes * rows / self._batch_size) if rows > 0 else None)
         return sizes
 
-    def _replicate(self) -> dict[int, int]:
-        """Where a stage has several replicas, they sum gradients; gives the bytes that each of these sends."""
-        sent_bytes: dict[int, int] = {}
+    def _replicate(self) -> None:
+        """Where a stage has several replicas, they sum gradients."""
         kind = Ring if self._options.reduction == "ring" else Server
         for stage, plan in enumerate(self._stages):
             devices, numbers = self._devices[self._place(stage)], self._numbers[self._place(stage)]
             if len(devices) > 1:
                 reduction = kind(self._network, numbers, devices, plan.weight_bytes)
-                sent_bytes |= dict(zip(numbers, reduction.sent_bytes, strict=True))
                 for n in numbers:
                     self.stations[n].reduction = reduction
-        return sent_bytes
-
-    def _transfers(self, sender: Station, kinds: list[int], wire: Wire, record: Record) -> Transfers:
-        """What went over a wire, without messages that carry no rows."""
-        codes = np.frombuffer(sender.order, dtype=np.int32)
-        stage, _ = sender.work.kinds[kinds[0]]
-        reader, forward, to_stage = wire.reader, wire.towards > 0, stage + wire.towards
-        sizes = self._sizes(min(stage, to_stage), *_upper_first(forward, sender.place[1], reader.place[1]))
-        mine = np.isin(codes % sender.kinds, kinds)
-        microbatch = codes[mine] // sender.kinds
-        piece = microbatch % len(sizes)
-        table = Transfers(
-            op=np.full(len(microbatch), "F" if forward else "B"),
-            microbatch=microbatch,
-            from_stage=_everywhere(stage, microbatch),
-            from_replica=_everywhere(sender.place[1], microbatch),
-            to_stage=_everywhere(to_stage, microbatch),
-            to_replica=_everywhere(reader.place[1], microbatch),
-            size_bytes=np.array([size or 0 for size in sizes], dtype=np.int64)[piece],
-            start_s=record.computed_s[sender.number][mine],
-            end_s=record.arrived_s[wire.number],
-        )
-        carries = np.array([size is not None for size in sizes])
-        return table if carries.all() else table[carries[piece]]
 
 
 def _kinds(actions: Sequence[Action]) -> list[tuple[int, str]]:
@@ -267,65 +191,6 @@ def _ends_of_minibatches(actions: Sequence[Action], stages: int, microbatches: i
     for n in forwards.values():
         reports[n] = 1
     return bytes(completes(actions, microbatches)), bytes(reports)
-
-
-def _wires(station: Station) -> dict[Wire, list[int]]:
-    """The station's wires, and the kinds of its actions that send over each."""
-    found: dict[Wire, list[int]] = {}
-    for kind, wires in enumerate(station.outputs):
-        for wire in wires:
-            found.setdefault(wire, []).append(kind)
-    return found
-
-
-def _upper_first(forward: bool, sender: int, reader: int) -> tuple[int, int]:
-    return (sender, reader) if forward else (reader, sender)
-
-
-def _spans(station: Station, devices: tuple[str, ...], record: Record) -> Spans:
-    codes, updates = _codes_and_updates(station)
-    stage, op = (np.array(each)[codes % station.kinds] for each in zip(*station.work.kinds, strict=True))
-    end_s = record.computed_s[station.number].copy()
-    end_s[updates] = record.updated_s[station.number]
-    version = np.zeros(len(codes), dtype=np.int32)
-    for mine in (stage == each for each in dict(station.work.kinds)):
-        version[mine] = np.cumsum(updates[mine]) - updates[mine]
-    return Spans(
-        op=op,
-        stage=stage.astype(np.int32),
-        microbatch=codes // station.kinds,
-        device=Names(_everywhere(station.device, codes), devices),
-        start_s=record.start_s[station.number],
-        end_s=end_s,
-        version=version,
-        replica=_everywhere(station.place[1], codes),
-    )
-
-
-def _reduced(station: Station, size_bytes: int, record: Record) -> Transfers:
-    codes, updates = _codes_and_updates(station)
-    microbatch = codes[updates] // station.kinds
-    stage = _everywhere(station.work.kinds[0][0], microbatch)
-    replica = _everywhere(station.place[1], microbatch)
-    return Transfers(
-        op=np.full(len(microbatch), "R"),
-        microbatch=microbatch,
-        from_stage=stage,
-        from_replica=replica,
-        to_stage=stage,
-        to_replica=replica,
-        size_bytes=np.full(len(microbatch), size_bytes),
-        start_s=record.computed_s[station.number][updates],
-        end_s=record.reduced_s[station.number],
-    )
-
-
-def _codes_and_updates(station: Station) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-    return np.frombuffer(station.order, dtype=np.int32), np.frombuffer(station.work.updates, dtype=np.bool_)
-
-
-def _everywhere(number: int, like: NDArray[np.int32]) -> NDArray[np.int32]:
-    return np.full(len(like), number, dtype=np.int32)
 
 
 def _ends(devices: Sequence[Sequence[int]]) -> list[int]:

@@ -18,6 +18,7 @@ from pipetrain.schemes.validation import check_own
 from pipetrain.simulation.build import Options, StationBuilder
 from pipetrain.simulation.events import Simulation
 from pipetrain.simulation.reduction import REDUCTIONS
+from pipetrain.simulation.station_trace import trace_of
 from pipetrain.simulation.stations import Caller
 from pipetrain.simulation.vectorized import VectorizedSimulation, suits
 from pipetrain.trace.trace import Trace
@@ -93,8 +94,10 @@ def simulate(
     caller = Caller(options.minibatches, pieces, options.window, options.caller_s, built.reports)
     group = pieces * (options.minibatches if chosen.asynchronous else 1)
     if built.plain and suits(built.stations, cluster, group):
-        return built.trace(VectorizedSimulation(built.stations, caller, not chosen.asynchronous).run())
-    return built.trace(Simulation(built.stations, caller, not chosen.asynchronous, cluster.processors).run())
+        record = VectorizedSimulation(built.stations, caller, not chosen.asynchronous).run()
+    else:
+        record = Simulation(built.stations, caller, not chosen.asynchronous, cluster.processors).run()
+    return trace_of(built.stations, record, None if chosen.schedule.chunks == 1 else len(built.stations))
 
 
 def _placed(partition: Partition, scheme: str | Scheme) -> tuple[list[StagePlan], list[list[int]]]:

@@ -73,8 +73,8 @@ class Wire:
     """What one station sends another of one value of a stage, which waits in its ``slot``: first in, first out."""
 
     __slots__ = (
-        "_free_at", "_media", "_microbatches", "arrivals", "holds_s", "latency_s", "number", "reader", "slot",
-        "towards",
+        "_free_at", "_media", "_microbatches", "arrivals", "holds_s", "latency_s", "number", "reader", "sizes",
+        "slot", "towards",
     )  # fmt: skip
 
     def __init__(
@@ -93,7 +93,7 @@ class Wire:
         """
         self.number, self.reader, self.slot, self.towards = number, reader, slot, towards
         self.arrivals: Arrivals = deque()
-        self._microbatches = len(sizes)
+        self.sizes, self._microbatches = sizes, len(sizes)
         self.holds_s = [NOTHING if size is None else size / route.bandwidth_bytes_per_s for size in sizes]
         self.latency_s, self._media, self._free_at = route.latency_s, route.media, network.free_at
         reader.inputs[slot].append(self.arrivals)
@@ -117,8 +117,11 @@ class Wire:
 class Reduction(Protocol):
     """How the replicas of a stage sum their gradients.
 
-    Both methods take the time, and give the stations that then know when they have what they wait for.
+    Both methods take the time, and give the stations that then know when they have what they wait for. ``sent_bytes``
+    are those that each replica sends for a minibatch.
     """
+
+    sent_bytes: list[int]
 
     def enter(self, station: int, now: float) -> Due:
         """The station has its gradients."""

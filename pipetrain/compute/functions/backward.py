@@ -10,6 +10,7 @@ import tensorflow as tf
 from pipetrain.compute.functions.graph_rewrite import inlined, updated_one_by_one, updated_when_read
 from pipetrain.compute.functions.packed import Packing
 from pipetrain.compute.functions.split import SplitFunction, specs, symbolic_gradients
+from pipetrain.compute.functions.update_step import UpdateStep
 from pipetrain.compute.functions.weight_binding import BoundFunction, Weights
 from pipetrain.compute.functions.weight_products import Product, counted, made, of_parts
 
@@ -47,10 +48,7 @@ class Backward:
     Args:
         halves: forward and backward.
         bound: binds a function to the stage's variables.
-        apply: ``apply(gradients, None, numbers)`` updates the stage's own weights.
-        own: the numbers of these weights.
-        handles: of their variables.
-        numbers: the specs of what ``apply`` takes as numbers.
+        step: how the stage's own weights are updated.
         timed: whether to return the time when a forward in the call was finished.
         packing: how residuals come from a forward.
         once: the numbers of the weights whose gradients are made once for all microbatches, see ``weight_products``.
@@ -60,16 +58,12 @@ class Backward:
         self,
         halves: SplitFunction,
         bound: Callable[[Any], BoundFunction],
-        apply: Callable[[Gradients, None, Any], None],
-        own: Sequence[int],
-        handles: Sequence[tf.Tensor],
-        numbers: Any,
+        step: UpdateStep,
         timed: bool,
         packing: Packing,
         once: Collection[int] = (),
     ) -> None:
-        self._halves, self._bound, self._apply, self._own, self._handles = halves, bound, apply, list(own), handles
-        self._numbers, self._timed, self._packing = numbers, timed, packing
+        self._halves, self._bound, self._step, self._timed, self._packing = halves, bound, step, timed, packing
         self._calls: dict[tuple[Parts, int], BoundFunction] = {}
         self._once, symbolic = once, symbolic_gradients(halves)
         like = halves.backward.structured_outputs[0]
@@ -138,16 +132,17 @@ class Backward:
                 gradients = [b if a is None else _add(a, b, like) for a, b, like in pairs]
             if parts.updates:
                 gradients = made(gradients)
-                own = [gradients[n] for n in self._own]
+                numbers_of_own, handles = self._step.own.numbers, self._step.handles
+                own = [gradients[n] for n in numbers_of_own]
                 with tf.control_dependencies(_there(ran)):
-                    self._apply(own, None, numbers)
-                updated_when_read([weights[n] for n in self._own], self._handles)
-                updated_one_by_one(own, self._handles)
-                gradients = [None if n in self._own else each for n, each in enumerate(gradients)]
+                    self._step.apply(own, None, numbers)
+                updated_when_read([weights[n] for n in numbers_of_own], handles)
+                updated_one_by_one(own, handles)
+                gradients = [None if n in numbers_of_own else each for n, each in enumerate(gradients)]
             return Results(ran, ran_at_s, gradients, by_input)
 
         total = of_parts(self.like, microbatches) if parts.updates else self._sums
-        others = self._numbers if parts.updates else None, total if parts.adds else None
+        others = self._step.numbers if parts.updates else None, total if parts.adds else None
         return tf.function(call, autograph=False).get_concrete_function(
             weights, given, fixed, output_gradients, *others
         )

@@ -67,10 +67,9 @@ class Inference:
         given = specs(self._trained), self._state.specs(), inputs, masks
         self._added, self._summed = 0, []
         concrete = tf.function(self._run, autograph=False).get_concrete_function(*given)
-        if not self._state.is_complete:
-            self._state = State(self.segment, False, self._division)
+        if self._state.complete():
             return self._traced(inputs, masks)
-        if self._division.parts > 1 and self._added:
+        if self._state.is_divided and self._added:
             self._summed = summed_over_rows(self.segment, masks, training=False)
             concrete = tf.function(self._run, autograph=False).get_concrete_function(*given)
         return concrete

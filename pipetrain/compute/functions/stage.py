@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -11,11 +11,12 @@ import tensorflow as tf
 
 from pipetrain.compute.cores import is_prompt, is_remote
 from pipetrain.compute.functions.backward import Backward, Parts, added
-from pipetrain.compute.functions.graph_rewrite import updated_one_by_one
+from pipetrain.compute.functions.complete_gradients import CompleteGradients
+from pipetrain.compute.functions.constants import Constants
 from pipetrain.compute.functions.kernels import Kernels
-from pipetrain.compute.functions.penalties import penalty_gradient, summed_over_rows, total_penalty
+from pipetrain.compute.functions.penalties import penalty_gradient
 from pipetrain.compute.functions.repeat import repeatable
-from pipetrain.compute.functions.split import SplitFunction, specs, split, symbolic_gradients
+from pipetrain.compute.functions.stage_function import LossFunction, StageFunction
 from pipetrain.compute.functions.stage_values import (
     BackwardResult,
     BoundaryTensors,
@@ -25,21 +26,16 @@ from pipetrain.compute.functions.stage_values import (
     Step,
 )
 from pipetrain.compute.functions.state import Division, State
+from pipetrain.compute.functions.update_step import UpdateStep
 from pipetrain.compute.functions.weight_binding import BoundFunction, Newest, OfGroups, Weights
-from pipetrain.compute.functions.weight_group import Shared, WeightGroup
-from pipetrain.compute.functions.weight_products import counted, made, of_parts, over_any_rows, products
-from pipetrain.compute.graph.segment import Segment, assigned_to
-from pipetrain.compute.keras_private import mask_of
+from pipetrain.compute.functions.weight_group import Shared
+from pipetrain.compute.functions.weight_groups import WeightGroups
+from pipetrain.compute.graph.segment import Segment
 from pipetrain.compute.optimizer.adoption import Part
-from pipetrain.compute.optimizer.clipping import SQUARED_NORM, clipped, limit, squared_norm
-from pipetrain.compute.optimizer.loss_scaling import SCALE, all_finite, is_dynamic, stepping, unscaled
+from pipetrain.compute.optimizer.loss_scaling import is_dynamic, stepping
 from pipetrain.compute.optimizer.slots import Slot
 from pipetrain.compute.tensorflow_private import is_deterministic
 from pipetrain.schemes.scheme import UpdateRule
-
-KNOWN_ROWS = 2  # of a trace that tells how many rows of a matrix belong to an example
-LossFunction = Callable[[Any, list[tf.Tensor], Any], tf.Tensor]
-Numbers = tuple[tf.Tensor | None, tf.Tensor | None]  # of a step: staleness and loss scale, None where it has no use
 
 
 class Stage:
@@ -84,66 +80,32 @@ class Stage:
         compiled: bool = False,
         shared: Sequence[Shared] = (),
     ) -> None:
-        self._divided, self._kernels = division.parts > 1, Kernels(compiled, segment.about)
         self.segment, self.device, self.recompute, self._loss = segment, device, recompute, loss
-        self._rule = rule
-        self._missing: list[int] = []  # numbers of the weights that no gradient reaches
-        self._weights, self._division = segment.trainable_variables, division
+        self._kernels, self._constants = Kernels(compiled, segment.about), Constants()
         self._state = State(segment, True, division)
-        steps = stepping(optimizer)
-        self.global_clipnorm = limit(steps.global_clipnorm)
-        self._scales = is_dynamic(optimizer) or steps.loss_scale_factor is not None
+        self._groups = WeightGroups(segment.trainable_variables, shared, device, stepping(optimizer), rule)
+        self.variables, self.shared = self._groups.variables, self._groups.shared
+        self._step = UpdateStep(optimizer, self._groups.own, self._constants)
+        self.global_clipnorm = self._step.global_clipnorm
         self._summed_rows = 0 if self.global_clipnorm or is_dynamic(optimizer) else summed_rows
-        self._own, self.shared = self._grouped(steps, rule, shared)
-        copies = {n: copy for group in self._groups for n, copy in zip(group.numbers, group.variables, strict=True)}
-        self.variables = [copies[n] for n in range(len(copies))]
-        self._assigned: list[int] = []  # numbers of the state's variables that layers assign to
-        self._changed: list[int] = []  # numbers of the weights that layers assign to
-        self._constants: dict[Any, tf.Tensor] = {}
-
-    def _grouped(
-        self, optimizer: keras.optimizers.Optimizer, rule: UpdateRule, shared: Sequence[Shared]
-    ) -> tuple[WeightGroup, list[WeightGroup]]:
-        """The stage's own weights, and those that it shares, by the stages that have them."""
-        number = {id(variable): n for n, variable in enumerate(self._weights)}
-        numbers = [[number.pop(id(variable)) for variable in each.weights] for each in shared]
-        own = sorted(number.values())
-        mine = [self._weights[n] for n in own]
-
-        def untrained() -> list[keras.Variable]:
-            return [self.variables[n] for n in own if n in self._missing]
-
-        return WeightGroup(mine, own, self.device, optimizer, rule, untrained), [
-            WeightGroup(each.weights, places, self.device, optimizer, each.rule, tuple, each.holders, each.stage)
-            for each, places in zip(shared, numbers, strict=True)
-        ]
-
-    @property
-    def _groups(self) -> list[WeightGroup]:
-        return [self._own, *self.shared]
-
-    @property
-    def optimizer(self) -> keras.optimizers.Optimizer:
-        """The clone of the compiled optimizer that updates the stage's own weights."""
-        return self._own.optimizer
 
     @property
     def reached(self) -> list[keras.Variable]:
         """The model's trainable variables that a gradient reaches in this stage, as ``trace`` found."""
-        return [variable for n, variable in enumerate(self._weights) if n not in self._missing]
+        return self._groups.reached
 
     @property
     def changed(self) -> list[keras.Variable]:
         """The model's weights that a forward changes, because layers assign to them, as ``trace`` found."""
-        return [self._weights[n] for n in self._changed]
+        return [self._groups.originals[n] for n in self._function.changed]
 
     def slots(self) -> Iterator[Slot]:
         """The slots of the stage's optimizers, by the model's own variables."""
-        return (slot for group in self._groups for slot in group.slots())
+        return self._groups.slots()
 
     def parts(self) -> list[Part]:
         """The stage's optimizers, by the model's own variables."""
-        return [group.part() for group in self._groups if group.variables]
+        return self._groups.parts()
 
     def load(self, iterations: int = 0, replica: int = 0) -> None:
         """Take weights and state from the model, and set the optimizer's count of minibatches.
@@ -152,39 +114,29 @@ class Stage:
         """
         self._constants.clear()
         with tf.device(self.device):
-            for group in self._groups:
-                group.load(iterations)
+            self._groups.load(iterations)
             self._state.load(replica)
 
     def store(self, values: Sequence[tf.Tensor]) -> None:
         """Write weights and state, as ``outcome`` or ``snapshot`` gave them, into the model."""
-        weights = [variable for group in self._groups if group.is_first for variable in group.originals]
-        for variable, value in zip(weights, values, strict=False):
-            variable.assign(value)
-        self._state.store(values[len(weights) :])
+        self._state.store(self._groups.store(values))
 
     def outcome(self, others: Sequence[Stage]) -> list[tf.Tensor]:
         """The final weights, and the final state of all replicas: what layers assign is averaged, see ``State``."""
         with tf.device(self.device):
-            return [*self._stored(), *self._state.whole([other._state for other in others], self._assigned)]
+            state = self._state.whole([other._state for other in others], self._function.assigned)
+            return [*self._groups.values(), *state]
 
     def snapshot(self) -> list[tf.Tensor]:
         """The current weights and state, as tensors that later updates do not change.
 
         A state of which other replicas have rows is None, which ``store`` leaves as it is.
         """
-        return [*self._stored(), *self._state.whole()]
-
-    def _stored(self) -> list[tf.Tensor]:
-        """The weights that no earlier stage has, which may have made fewer updates by now."""
-        return [value for group in self._groups if group.is_first for value in group.weights()]
+        return [*self._groups.values(), *self._state.whole()]
 
     def weights(self, wanted: Weights = Newest()) -> Any:  # noqa: B008 - a tuple, never changed
         """The described weights as tensors; holding them keeps this version, as a later update then copies."""
-        if isinstance(wanted, OfGroups):
-            pairs = zip(self._groups, wanted.groups, strict=True)
-            return OfGroups(tuple(group.weights(each) for group, each in pairs))
-        return self._own.weights(wanted)
+        return self._groups.weights(wanted)
 
     def trace(
         self, masks: Sequence[tf.TensorSpec | None], targets: Any = None, unreached: Collection[int] = ()
@@ -194,98 +146,40 @@ class Stage:
         ``targets`` are the specs of labels and sample weights, ``unreached`` the outputs on which, as the next stage
         found, the loss does not depend. Gives the specs of the outputs' masks.
         """
-        self._returns = [returned and n not in unreached for n, returned in enumerate(self.segment.returns)]
-        inputs = [_any_rows(spec) for spec in specs(self.segment.inputs)]
-        differentiable, constants = self._sorted(BoundaryTensors(inputs, list(masks)), targets)
+        kernels, given = self._kernels, (masks, targets, unreached)
+        self._function = StageFunction(self.segment, self._loss, self._state, kernels, *given)
         with tf.device(self.device):
-            halves = self._split(masks, differentiable, constants)
-            once = self._once(halves, masks, differentiable, constants)
-            twice = repeatable(halves.forward, self._kernels.packing) if self.recompute else None
-            self._forward, self._gradient_specs = self._bound(twice.first if twice else halves.forward), halves.outputs
+            self._halves = halves = self._function.halves()
+            # What other stages' gradients are added to is made here.
+            once = self._function.products(halves, self._summed_rows) & {*self._groups.own.numbers}
+            twice = repeatable(halves.forward, kernels.packing) if self.recompute else None
+            self._forward = self._bound(twice.first if twice else halves.forward)
             self._again = self._bound(twice.again) if twice else self._forward
             self._draws = twice is not None
-            self._handles = [variable.value.handle for variable in self._own.variables]
-            packing = self._kernels.packing
             # XLA has no clock, and TensorFlow refuses one where operations are to be deterministic.
-            own = self._own.numbers
-            timed = is_prompt(self.device) and not self._kernels.compiled and not is_deterministic()
-            self._backward = Backward(
-                halves, self._bound, self._step, own, self._handles, self._numbers, timed, packing, once
-            )
-            self._gradients, self._fixed = self._backward.like, halves.fixed
-            reached = iter(halves.reached)
-            self.unreached = [n for n, flow in enumerate(self.segment.differentiable) if flow and not next(reached)]
-            self._missing = [n for n, gradient in enumerate(self._gradients) if gradient is None]
-            self._updates: dict[int, Any] = {}  # by the number of microbatches, traced when they are needed
-            self._squared_norm: Any = None
-            self._all_finite: Any = None
+            timed = is_prompt(self.device) and not kernels.compiled and not is_deterministic()
+            self._backward = Backward(halves, self._bound, self._step, timed, kernels.packing, once)
+            like = self._backward.like
+            self._groups.missing = [n for n, gradient in enumerate(like) if gradient is None]
+            self._complete = CompleteGradients(self._step, like, self.shared, kernels)
+        reached = iter(halves.reached)
+        self.unreached = [n for n, flow in enumerate(self.segment.differentiable) if flow and not next(reached)]
         output, _, penalty, _ = halves.forward.structured_outputs[0]
         self.is_penalized = penalty is not None
         return [mask if mask is None else tf.TensorSpec(mask.shape, mask.dtype) for mask in output.masks]
 
-    def _split(self, masks: Any, differentiable: Any, constants: Any) -> SplitFunction:
-        self._added, self._summed = 0, []
-        kernels = self._kernels
-        handed = kernels.packing.pack, kernels.compiled, self._staying, lambda: self._changed
-        given = specs(self._weights), self._state.specs(), differentiable, constants, *handed
-        halves = split(self._run, *given)
-        if not self._state.is_complete:
-            self._state = State(self.segment, True, self._division)
-            return self._split(masks, differentiable, constants)
-        if self._divided and self._added:
-            self._summed = summed_over_rows(self.segment, masks, training=True)
-            halves = split(self._run, *given) if any(self._summed) else halves
-        return halves
-
-    def _staying(self) -> list[int]:
-        """The numbers of the state that no layer assigns to, as the last trace has found."""
-        return [n for n in range(len(self._state.variables)) if n not in self._assigned]
-
-    def _once(self, halves: SplitFunction, masks: Any, differentiable: Any, constants: Any) -> set[int]:
-        """The weights whose gradients are made once for all microbatches.
-
-        How many rows the factors have for each example is seen in a second trace, for a known number of examples.
-        """
-        if not self._summed_rows or not (possible := over_any_rows(symbolic_gradients(halves))):
-            return set()
-        known = tf.nest.map_structure(_with_rows, (differentiable, constants))
-        try:
-            exact = self._split([_with_rows(mask) for mask in masks], *known)
-        except Exception:  # whatever layers raise that take other numbers of examples alone
-            return set()
-        own = {*self._own.numbers}  # what other stages' gradients are added to is made here
-        return own & possible & products(symbolic_gradients(exact), KNOWN_ROWS, self._summed_rows)
-
-    def _trace_update(self, microbatches: int) -> Any:
-        squares = tf.TensorSpec([None], SQUARED_NORM.dtype) if self.global_clipnorm else None
-        gradients = of_parts([self._gradients[n] for n in self._own.numbers], microbatches)
-        return self._kernels.op(self._one_by_one, gradients, squares, self._numbers)
-
-    def _one_by_one(self, gradients: list[Any], squared_norms: tf.Tensor | None, numbers: Numbers) -> None:
-        gradients = made(gradients)
-        self._step(gradients, squared_norms, numbers)
-        updated_one_by_one(gradients, self._handles)
-
-    def _step(self, gradients: list[Any], squared_norms: tf.Tensor | None, numbers: Numbers) -> None:
-        staleness, scale = numbers
-        self._own.update.apply(self._prepared(gradients, squared_norms, scale), staleness)
-
-    def _prepared(self, gradients: list[Any], squared_norms: tf.Tensor | None, scale: tf.Tensor | None) -> list[Any]:
-        """The gradients of the loss itself, clipped."""
-        gradients = gradients if scale is None else unscaled(gradients, scale)
-        if squared_norms is None or not self.global_clipnorm:
-            return gradients
-        return clipped(gradients, squared_norms, self.global_clipnorm)
+    def _bound(self, concrete: Any) -> BoundFunction:
+        return BoundFunction(concrete, self._groups.all, self._constants, self._kernels)
 
     def forward(self, weights: Weights, values: BoundaryTensors, targets: Any = None) -> Forward:
         """Run the blocks with these weights and the stage's current state, which is updated.
 
         With recomputation, ``Newest`` stands for the same weights that the backward will be given.
         """
-        state, inputs = self._state.values, self._sorted(values, targets)
+        state, inputs = self._state.values, self._function.arguments(values, targets)
         (output, loss, penalty, (after, left)), residuals = self._forward(weights, state, *inputs)
-        self._state.assign(self._assigned, after)
-        for n, value in zip(self._changed, left, strict=True):
+        self._state.assign(self._function.assigned, after)
+        for n, value in zip(self._function.changed, left, strict=True):
             self.variables[n].assign(value)
         if not self.recompute:
             return Forward(output, loss, penalty, SavedForBackward(residuals))
@@ -307,31 +201,37 @@ class Stage:
         """Gradients of the weights and of the differentiable inputs, with these weights and what the forward kept.
 
         Given a forward's inputs, the forward is run in the same call, with the same weights, which it must leave as
-        they are (see ``changed``). ``gradients`` are those of
-        the outputs that want one (of the loss, for the last stage), ``share`` that of the penalty in a loss that is
-        multiplied by the ``scale``. Those of the weights are added to a ``total``, if there is one; with a ``step``
-        those of the stage's own weights are used for an update in the same call.
+        they are (see ``changed``). ``gradients`` are those of the outputs that want one (of the loss, for the last
+        stage), ``share`` that of the penalty in a loss that is multiplied by the ``scale``. Those of the weights are
+        added to a ``total``, if there is one; with a ``step`` those of the stage's own weights are used for an update
+        in the same call.
         """
         runs = isinstance(given, Inputs)
         parts, numbers = Parts(runs, total is not None, step is not None), None
-        specs_of, penalties = self._gradient_specs[: len(gradients)], self._gradient_specs[len(gradients) :]
-        output_gradients = [self._constant(each, spec.dtype) for each, spec in zip(gradients, specs_of, strict=False)]
-        output_gradients += [self._constant(penalty_gradient(spec, share, scale), spec.dtype) for spec in penalties]
+        output_gradients, state = self._output_gradients(gradients, share, scale), self._state.values
         if step is not None:
-            self._own.set_rate(step.learning_rate)
-            numbers = self._numbers_of(step)
-        state = self._state.values
-        taken = [state, *self._sorted(*given)] if isinstance(given, Inputs) else self._residuals(weights, given)
-        fixed = [] if runs else [state[n] for n in self._fixed]
+            self._groups.own.set_rate(step.learning_rate)
+            numbers = self._step.numbers_of(step)
+        if isinstance(given, Inputs):
+            taken, fixed = [state, *self._function.arguments(*given)], list[tf.Tensor]()
+        else:
+            taken, fixed = self._residuals(weights, given), [state[n] for n in self._halves.fixed]
         results = self._backward(parts, weights, taken, fixed, output_gradients, numbers, total)
         if step is not None:
-            self._own.updated()
+            self._groups.own.updated()
         if not runs:
             return BackwardResult(results.gradients, results.by_input, parts.updates)
         output, loss, penalty, (after, _) = results.ran
-        self._state.assign(self._assigned, after)
+        self._state.assign(self._function.assigned, after)
         forward = Forward(output, loss, penalty, None)
         return BackwardResult(results.gradients, results.by_input, parts.updates, forward, _time_s(results.ran_at_s))
+
+    def _output_gradients(self, gradients: Sequence[Any], share: float, scale: float) -> list[tf.Tensor]:
+        """The gradients of all that is differentiated: as they are given, and those of the penalty."""
+        starts = self._halves.outputs
+        given, penalties = zip(gradients, starts, strict=False), starts[len(gradients) :]
+        made = [self._constants(each, spec.dtype) for each, spec in given]
+        return [*made, *(self._constants(penalty_gradient(spec, share, scale), spec.dtype) for spec in penalties)]
 
     def had_run(self) -> bool | None:
         """Whether a ``backward`` that raised, given a forward's inputs, had done the forward.
@@ -356,7 +256,7 @@ class Stage:
         """The sum of two lists of gradients, which are those ``of`` the variables with these numbers."""
         if total is None:
             return gradients
-        return added(total, gradients, [self._gradients[n] for n in of])
+        return added(total, gradients, [self._backward.like[n] for n in of])
 
     def squared_norm(self, gradients: list[Any], step: Step) -> tf.Tensor:
         """The squared norm of the stage's gradients, a part of that of all stages; with ``global_clipnorm`` only.
@@ -364,31 +264,15 @@ class Stage:
         Of weights that several stages have, these are the sums over all stages, at the first of them, and None at the
         others.
         """
-        _, scale = self._numbers_of(step)
-        if self._squared_norm is None:
-            self._squared_norm = self._kernels.op(self._norm, self._like(gradients), self._scale)
-        return self._squared_norm(gradients, scale)
-
-    def _norm(self, gradients: list[Any], scale: tf.Tensor | None) -> tf.Tensor:
-        return squared_norm(self._prepared(gradients, None, scale))
+        return self._complete.squared_norm(gradients, step)
 
     def all_finite(self, gradients: list[Any]) -> tf.Tensor:
         """Whether every element of the stage's gradients is finite, with loss scaling."""
-        if self._all_finite is None:
-            self._all_finite = self._kernels.op(all_finite, self._like(gradients))
-        return self._all_finite(gradients)
-
-    def _like(self, gradients: list[Any]) -> list[Any]:
-        """The specs of these gradients, of which those of shared weights are sums over stages, or None."""
-        like = list(self._gradients)
-        for n in (n for group in self.shared for n in group.numbers):
-            like[n] = None if gradients[n] is None else tf.type_spec_from_value(gradients[n])
-        return like
+        return self._complete.all_finite(gradients)
 
     def prepared(self, gradients: list[Any], step: Step, squared_norms: tf.Tensor | None = None) -> list[Any]:
         """The gradients of the loss itself, from those of the loss that was multiplied; clipped as in ``update``."""
-        _, scale = self._numbers_of(step)
-        return self._prepared(gradients, squared_norms, scale)
+        return self._complete.prepared(gradients, step, squared_norms)
 
     def update(self, gradients: list[Any], step: Step, squared_norms: tf.Tensor | None = None) -> None:
         """One step of the stage's optimizer on its own weights, which makes their next version.
@@ -396,88 +280,9 @@ class Stage:
         With ``global_clipnorm`` the gradients are clipped by the norm that follows from the ``squared_norms`` of all
         stages. Rules that correct for staleness use that of the gradients.
         """
-        self._own.set_rate(step.learning_rate)
-        if self._own.variables:
-            gradients = [gradients[n] for n in self._own.numbers]
-            microbatches = counted(gradients)
-            if microbatches not in self._updates:
-                self._updates[microbatches] = self._trace_update(microbatches)
-            self._updates[microbatches](gradients, squared_norms, self._numbers_of(step))
-            self._own.updated()
-
-    @property
-    def _scale(self) -> tf.TensorSpec | None:
-        return SCALE if self._scales else None
-
-    @property
-    def _numbers(self) -> tuple[tf.TensorSpec | None, tf.TensorSpec | None]:
-        return tf.TensorSpec([]) if self._rule.corrects else None, self._scale
-
-    def _numbers_of(self, step: Step) -> Numbers:
-        staleness = self._constant(float(step.staleness), tf.float32) if self._rule.corrects else None
-        return staleness, self._constant(step.loss_scale, SCALE.dtype) if self._scales else None
-
-    def _constant(self, value: Any, dtype: tf.DType) -> tf.Tensor:
-        """A number as a tensor on the stage's device, kept for later calls; a tensor is returned as it is."""
-        if isinstance(value, tf.Tensor):
-            return value
-        if (value, dtype) not in self._constants:
-            self._constants[value, dtype] = tf.constant(value, dtype)
-        return self._constants[value, dtype]
-
-    def _bound(self, concrete: Any, kernels: Kernels | None = None) -> BoundFunction:
-        return BoundFunction(concrete, self._groups, self._constant, kernels or self._kernels)
-
-    def _sorted(self, values: BoundaryTensors, targets: Any) -> tuple[list[Any], Any]:
-        """The inputs that need a gradient, and all other inputs."""
-        differentiable = [
-            tensor for tensor, flow in zip(values.tensors, self.segment.differentiable, strict=True) if flow
-        ]
-        others = [tensor for tensor, flow in zip(values.tensors, self.segment.differentiable, strict=True) if not flow]
-        return differentiable, (others, values.masks, targets)
-
-    def _run(self, weights: Any, state: Any, differentiable: Any, constants: Any) -> Any:
-        others, masks, targets = constants
-        outputs, after, penalties, left = self.segment.run(weights, state, differentiable, others, masks)
-        self._assigned, self._changed = assigned_to(state, after), assigned_to(weights, left)
-        differentiated = [tensor for tensor, returned in zip(outputs, self._returns, strict=True) if returned]
-        loss = None
-        if self._loss:
-            loss = self._loss_of(outputs, targets)
-            differentiated = [loss if loss.shape.rank == 0 else tf.reduce_sum(loss)]  # a number, or one for each row
-        self._added = self.segment.added(penalties)
-        penalty = total_penalty(penalties, self._summed)
-        values = BoundaryTensors(outputs, [mask_of(output) for output in outputs])
-        starts = differentiated if penalty is None else [*differentiated, penalty]
-        new = [after[n] for n in self._assigned], [left[n] for n in self._changed]
-        return starts, (values, loss, penalty, new)
-
-    def _loss_of(self, outputs: list[tf.Tensor], targets: Any) -> tf.Tensor:
-        y, sample_weight = targets
-        try:
-            with keras.StatelessScope():  # trackers of single losses are the caller's to update
-                assert self._loss is not None  # asked for by the last stage alone
-                return self._loss(y, outputs, sample_weight)
-        except (TypeError, ValueError) as error:
-            labels, shapes = tf.nest.map_structure(lambda each: tuple(each.shape), (y, outputs))
-            raise ValueError(
-                f"The loss cannot be computed: {error} Received: y of shape {labels} for outputs of shape {shapes}. "
-                "Try labels of the shape that the loss takes."
-            ) from error
+        self._complete.update(gradients, step, squared_norms)
 
 
 def _time_s(of_day_s: tf.Tensor | None) -> float | None:
     """A time of day converted to the clock of ``time.perf_counter``."""
     return None if of_day_s is None else time.perf_counter() - (time.time() - float(of_day_s))
-
-
-def _with_rows(spec: Any) -> Any:
-    """The spec of a tensor, with ``KNOWN_ROWS`` where the number of rows is open; anything else as it is."""
-    if not isinstance(spec, tf.TensorSpec) or not spec.shape.rank or spec.shape[0] is not None:
-        return spec
-    return tf.TensorSpec([KNOWN_ROWS, *spec.shape[1:]], spec.dtype)
-
-
-def _any_rows(spec: tf.TensorSpec) -> tf.TensorSpec:
-    """The specs for any number of rows: microbatches may be smaller than a model's fixed batch size."""
-    return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype) if spec.shape.rank else spec

@@ -49,9 +49,14 @@ class State:
         self._turn = 0
 
     @property
-    def is_complete(self) -> bool:
-        """Whether it has what a trace has found to be assigned; else it begins anew with that."""
-        return len(self.variables) == len(self._segment.state(self._training))
+    def is_divided(self) -> bool:
+        """Whether a minibatch comes in several parts."""
+        return self._division.parts > 1
+
+    def complete(self) -> bool:
+        """Add what a trace has found to be assigned too; whether there was anything, so that a trace is to have it."""
+        known, self.variables = len(self.variables), self._segment.state(self._training)
+        return len(self.variables) > known
 
     def specs(self) -> list[tf.TensorSpec]:
         """Of the values."""
@@ -62,7 +67,7 @@ class State:
 
     def _with_rows(self) -> list[int]:
         """The numbers of what is divided with the minibatch."""
-        memories = {id(each) for each in self._segment.memories} if self._division.parts > 1 else set()
+        memories = {id(each) for each in self._segment.memories} if self.is_divided else set()
         return [n for n, variable in enumerate(self.variables) if id(variable) in memories]
 
     def load(self, replica: int) -> None:

@@ -1,0 +1,139 @@
+"""What a stage computes in training, as a function of tensors that is traced in two halves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from pipetrain.compute.functions.kernels import Kernels
+from pipetrain.compute.functions.penalties import summed_over_rows, total_penalty
+from pipetrain.compute.functions.split import SplitFunction, specs, split, symbolic_gradients
+from pipetrain.compute.functions.stage_values import BoundaryTensors
+from pipetrain.compute.functions.state import State
+from pipetrain.compute.functions.weight_binding import any_rows
+from pipetrain.compute.functions.weight_products import over_any_rows, products
+from pipetrain.compute.graph.segment import Segment, assigned_to
+from pipetrain.compute.keras_private import mask_of
+
+KNOWN_ROWS = 2  # of a trace that tells how many rows of a matrix belong to an example
+LossFunction = Callable[[Any, list[tf.Tensor], Any], tf.Tensor]
+
+
+class StageFunction:
+    """A stage's blocks, after which the last stage computes the loss, for inputs with certain masks and targets.
+
+    The function takes weights, state, the inputs that want a gradient, and as constants all other inputs, the masks and
+    the targets. It gives what gradients start from, and besides that the outputs, the loss, the layers' own losses, and
+    the values that layers assign.
+
+    Args:
+        segment: the blocks.
+        loss: that of the last stage, see ``Stage``; None for the others.
+        state: the stage's, which is completed by what traces find to be assigned.
+        kernels: what runs the halves.
+        masks: the specs of the inputs' masks.
+        targets: at the last stage those of labels and sample weights.
+        unreached: the outputs on which, as the next stage found, the loss does not depend.
+
+    ``assigned`` are the numbers of the state's variables that layers assign to, ``changed`` those of the weights, as
+    the last trace has found.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        loss: LossFunction | None,
+        state: State,
+        kernels: Kernels,
+        masks: Sequence[tf.TensorSpec | None],
+        targets: Any,
+        unreached: Collection[int],
+    ) -> None:
+        self._segment, self._loss, self._state, self._kernels = segment, loss, state, kernels
+        self._returns = [returned and n not in unreached for n, returned in enumerate(segment.returns)]
+        self._given = self.arguments(BoundaryTensors(any_rows(segment.inputs), list(masks)), targets)
+        self.assigned: list[int] = []
+        self.changed: list[int] = []
+        self._added = 0  # how many losses the last trace has found that are no regularizers of weights
+        self._summed: list[bool] = []  # which of them are sums over rows
+
+    def arguments(self, values: BoundaryTensors, targets: Any) -> tuple[list[Any], Any]:
+        """The function's arguments besides weights and state: the inputs that need a gradient, and the constants."""
+        flows = self._segment.differentiable
+        differentiable = [tensor for tensor, flow in zip(values.tensors, flows, strict=True) if flow]
+        others = [tensor for tensor, flow in zip(values.tensors, flows, strict=True) if not flow]
+        return differentiable, (others, values.masks, targets)
+
+    def halves(self) -> SplitFunction:
+        """Forward and backward, traced for any number of rows."""
+        return self._split(*self._given)
+
+    def products(self, halves: SplitFunction, minibatch_rows: int) -> set[int]:
+        """The weights whose gradients can be made once for all microbatches of so many rows; none where that is 0.
+
+        How many rows the factors have for each example is seen in a second trace, for a known number of examples.
+        """
+        if not minibatch_rows or not (possible := over_any_rows(symbolic_gradients(halves))):
+            return set()
+        try:
+            exact = self._split(*tf.nest.map_structure(_with_rows, self._given))
+        except Exception:  # whatever layers raise that take other numbers of examples alone
+            return set()
+        return possible & products(symbolic_gradients(exact), KNOWN_ROWS, minibatch_rows)
+
+    def _split(self, differentiable: Any, constants: Any) -> SplitFunction:
+        self._added, self._summed = 0, []
+        kernels = self._kernels
+        handed = kernels.packing.pack, kernels.compiled, self._staying, lambda: self.changed
+        weights = specs(self._segment.trainable_variables)
+        given = weights, self._state.specs(), differentiable, constants, *handed
+        halves = split(self._run, *given)
+        if self._state.complete():
+            return self._split(differentiable, constants)
+        if self._state.is_divided and self._added:
+            _, masks, _ = constants
+            self._summed = summed_over_rows(self._segment, masks, training=True)
+            halves = split(self._run, *given) if any(self._summed) else halves
+        return halves
+
+    def _staying(self) -> list[int]:
+        """The numbers of the state that no layer assigns to, as the last trace has found."""
+        return [n for n in range(len(self._state.variables)) if n not in self.assigned]
+
+    def _run(self, weights: Any, state: Any, differentiable: Any, constants: Any) -> Any:
+        others, masks, targets = constants
+        outputs, after, penalties, left = self._segment.run(weights, state, differentiable, others, masks)
+        self.assigned, self.changed = assigned_to(state, after), assigned_to(weights, left)
+        starts = [tensor for tensor, returned in zip(outputs, self._returns, strict=True) if returned]
+        loss = None
+        if self._loss:
+            loss = _computed(self._loss, outputs, targets)
+            starts = [loss if loss.shape.rank == 0 else tf.reduce_sum(loss)]  # a number, or one for each row
+        self._added = self._segment.added(penalties)
+        penalty = total_penalty(penalties, self._summed)
+        values = BoundaryTensors(outputs, [mask_of(output) for output in outputs])
+        new = [after[n] for n in self.assigned], [left[n] for n in self.changed]
+        return starts if penalty is None else [*starts, penalty], (values, loss, penalty, new)
+
+
+def _computed(loss: LossFunction, outputs: list[tf.Tensor], targets: Any) -> tf.Tensor:
+    y, sample_weight = targets
+    try:
+        with keras.StatelessScope():  # trackers of single losses are the caller's to update
+            return loss(y, outputs, sample_weight)
+    except (TypeError, ValueError) as error:
+        labels, shapes = tf.nest.map_structure(lambda each: tuple(each.shape), (y, outputs))
+        raise ValueError(
+            f"The loss cannot be computed: {error} Received: y of shape {labels} for outputs of shape {shapes}. "
+            "Try labels of the shape that the loss takes."
+        ) from error
+
+
+def _with_rows(spec: Any) -> Any:
+    """The spec of a tensor, with ``KNOWN_ROWS`` where the number of rows is open; anything else as it is."""
+    if not isinstance(spec, tf.TensorSpec) or not spec.shape.rank or spec.shape[0] is not None:
+        return spec
+    return tf.TensorSpec([KNOWN_ROWS, *spec.shape[1:]], spec.dtype)

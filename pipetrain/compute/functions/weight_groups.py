@@ -1,0 +1,92 @@
+"""All trained weights of a stage, by groups that are updated together: its own, and those that it shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from pipetrain.compute.functions.weight_binding import Newest, OfGroups, Weights
+from pipetrain.compute.functions.weight_group import Shared, WeightGroup
+from pipetrain.compute.optimizer.adoption import Part
+from pipetrain.compute.optimizer.slots import Slot
+from pipetrain.schemes.scheme import UpdateRule
+
+
+class WeightGroups:
+    """A stage's copies of the model's trained weights, numbered as in the stage's segment.
+
+    Args:
+        weights: the model's variables.
+        shared: those that other stages have too.
+        device: a TensorFlow device name.
+        optimizer: the one that makes the steps, of which every group takes a clone.
+        rule: what the updates of the stage's own weights do in addition to the optimizer's step.
+
+    ``own`` is the group that only this stage updates, ``shared`` are the others, ``all`` the own and the others.
+    ``originals`` are the model's variables by number, ``variables`` the copies, and ``missing`` the numbers of those
+    that no gradient reaches, as a trace finds.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[keras.Variable],
+        shared: Sequence[Shared],
+        device: str,
+        optimizer: keras.optimizers.Optimizer,
+        rule: UpdateRule,
+    ) -> None:
+        self.originals, self.missing = list(weights), list[int]()
+        number = {id(variable): n for n, variable in enumerate(weights)}
+        theirs = [[number.pop(id(variable)) for variable in each.weights] for each in shared]
+        own = sorted(number.values())
+        self.own = WeightGroup([weights[n] for n in own], own, device, optimizer, rule, self._untrained)
+        self.shared = [
+            WeightGroup(each.weights, numbers, device, optimizer, each.rule, tuple, each.holders, each.stage)
+            for each, numbers in zip(shared, theirs, strict=True)
+        ]
+        self.all = [self.own, *self.shared]
+        copies = {n: copy for group in self.all for n, copy in zip(group.numbers, group.variables, strict=True)}
+        self.variables = [copies[n] for n in range(len(copies))]
+
+    def _untrained(self) -> list[keras.Variable]:
+        """Of the own ones; a trace finds them, and there are none while the group is made, which may ask."""
+        return [self.variables[n] for n in self.missing if n in self.own.numbers]
+
+    @property
+    def reached(self) -> list[keras.Variable]:
+        """The model's variables that a gradient reaches."""
+        return [variable for n, variable in enumerate(self.originals) if n not in self.missing]
+
+    def slots(self) -> Iterator[Slot]:
+        """The slots of the optimizers, by the model's own variables."""
+        return (slot for group in self.all for slot in group.slots())
+
+    def parts(self) -> list[Part]:
+        """The optimizers, by the model's own variables."""
+        return [group.part() for group in self.all if group.variables]
+
+    def load(self, iterations: int) -> None:
+        """Take the weights from the model, and set the optimizers' counts of minibatches; on the device."""
+        for group in self.all:
+            group.load(iterations)
+
+    def values(self) -> list[tf.Tensor]:
+        """The weights that no earlier stage has, which may have made fewer updates by now."""
+        return [value for group in self.all if group.is_first for value in group.weights()]
+
+    def store(self, values: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
+        """Write what ``values`` gave into the model; gives the rest of a longer sequence."""
+        weights = [variable for group in self.all if group.is_first for variable in group.originals]
+        for variable, value in zip(weights, values, strict=False):
+            variable.assign(value)
+        return values[len(weights) :]
+
+    def weights(self, wanted: Weights = Newest()) -> Any:  # noqa: B008 - a tuple, never changed
+        """The described weights as tensors; holding them keeps this version, as a later update then copies."""
+        if isinstance(wanted, OfGroups):
+            pairs = zip(self.all, wanted.groups, strict=True)
+            return OfGroups(tuple(group.weights(each) for group, each in pairs))
+        return self.own.weights(wanted)
