@@ -68,6 +68,8 @@ def of_plain_keras(name):
         {"scheme": "gpipe", "microbatches": 1, "cuts": ("conv",), "recompute": True},
         {"scheme": "1f1b", "microbatches": 1, "cuts": ("conv",), "replicas": (2, 1)},
         {"scheme": "1f1b", "microbatches": 1, "cuts": ("dense",), "jit_compile": True},
+        {"scheme": "single"},
+        {"scheme": "data-parallel", "devices": ("CPU:0", "CPU:1")},
     ],
 )
 def test_synchronous_schemes_train_as_plain_keras(name, settings):

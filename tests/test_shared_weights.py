@@ -28,6 +28,7 @@ ASYNCHRONOUS = (
     "2bw",
 )
 BATCH = 16
+SHARED = {2: 3, 3: 2, 4: 3, 6: 3}  # weights of ``tied_autoencoder`` that several stages have, in so many stages
 
 
 def breadth_first(device, devices, groups):
@@ -86,7 +87,7 @@ def compare(settings, stages, optimizer, **options):
             networks.assert_close([bias], [wanted_bias])
             if kernel is not None:
                 networks.assert_close([kernel], [wanted])
-        assert_equal_copies(pm, {2: 3, 3: 2, 4: 3, 6: 3}[stages])
+        assert_equal_copies(pm, SHARED[stages])
 
 
 @pytest.mark.parametrize(
@@ -137,27 +138,31 @@ def test_forwards_run_again_read_the_same_weights():
         compare(reference.Settings(scheme, lambda t: 0.05), 4, optimizers.SGD(0.05, momentum=0.9), recompute=True)
 
 
+SYNCHRONOUS = [("1f1b", 2, 4, None), ("gpipe", 6, 3, None), ("1f1b", 4, 1, 0.1), (BREADTH_FIRST, 6, 4, None)]
+
+
 @pytest.mark.parametrize(
     ("scheme", "stages", "microbatches", "clipnorm"),
-    [("1f1b", 2, 4, None), ("gpipe", 6, 3, None), ("1f1b", 4, 1, 0.1), (BREADTH_FIRST, 6, 4, None)],
+    [
+        *SYNCHRONOUS,
+        *networks.combinations(("1f1b", "gpipe"), (2, 3, 4, 6), (1, 4), (None, 0.1), default=[]),
+        ("single", 1, None, None),
+    ],
 )
 def test_synchronous_schemes_equal_plain_keras(scheme, stages, microbatches, clipnorm):
-    x, y = data(5 * BATCH + 9)
+    """Two fits; the last minibatch of each is a short one."""
+    x, y = data(28 * BATCH + 8)
     settings = {"learning_rate": 0.05, "momentum": 0.9, "global_clipnorm": clipnorm}
-    plain = networks.tied_autoencoder()
+    plain, model = networks.tied_autoencoder(), networks.tied_autoencoder()
     plain.compile(optimizers.SGD(**settings), loss=networks.crossentropy())
-    fit(plain, x, y)
-    model = networks.tied_autoencoder()
-    pm = networks.pipeline(
-        model,
-        optimizers.SGD(**settings),
-        scheme=scheme,
-        cuts=networks.cuts(6, stages),
-        microbatches=microbatches,
-    )
-    fit(pm, x, y)
-    networks.assert_close(model.get_weights(), plain.get_weights())
-    assert_equal_copies(pm, 3)
+    parts = {"cuts": networks.cuts(6, stages), "microbatches": microbatches} if stages > 1 else {}
+    pm = networks.pipeline(model, optimizers.SGD(**settings), scheme=scheme, **parts)
+    for first in (0, BATCH):
+        fit(plain, x[first:], y[first:])
+        fit(pm, x[first:], y[first:])
+        networks.assert_close(model.get_weights(), plain.get_weights())
+        if stages > 1:
+            assert_equal_copies(pm, SHARED[stages])
 
 
 @pytest.mark.parametrize("scheme", ["spectrain", "1f1b"])
@@ -185,18 +190,25 @@ def language_model(tied=True, regularizer=None):
     return keras.Model(tokens, embedding(y, reverse=True))
 
 
-@pytest.mark.parametrize("optimizer", [optimizers.SGD, optimizers.Adam])
-def test_rows_of_an_embedding_and_a_dense_gradient_are_one_sum(optimizer):
+PIPELINE = {"scheme": "1f1b", "stages": 4, "microbatches": 2}
+COPIES = {"scheme": "data-parallel", "devices": ("CPU:0", "CPU:1")}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "settings"), [(optimizers.SGD, PIPELINE), (optimizers.Adam, PIPELINE), (optimizers.Adam, COPIES)]
+)
+def test_rows_of_an_embedding_and_a_dense_gradient_are_one_sum(optimizer, settings):
     """With a regularizer, which counts once."""
     rng = np.random.default_rng(0)
     x, y = rng.integers(0, 11, (70, 7)), rng.integers(0, 11, (70, 7))
     plain, model = (language_model(regularizer=keras.regularizers.L2(0.05)) for _ in range(2))
     plain.compile(optimizer(0.05), loss=networks.crossentropy())
     history = plain.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0).history["loss"]
-    pm = networks.pipeline(model, optimizer(0.05), scheme="1f1b", stages=4, microbatches=2)
+    pm = networks.pipeline(model, optimizer(0.05), **settings)
     assert pm.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0).history["loss"] == pytest.approx(history, 1e-5)
     networks.assert_close(model.get_weights(), plain.get_weights())
-    assert_equal_copies(pm, 1)
+    if settings is PIPELINE:
+        assert_equal_copies(pm, 1)
     assert pm.evaluate(x, y, verbose=0)[0] == pytest.approx(plain.evaluate(x, y, verbose=0), rel=1e-5)
     networks.assert_close([pm.predict(x, verbose=0)], [plain.predict(x, verbose=0)])
 
