@@ -58,7 +58,7 @@ FROM_ABOVE = frozenset(op for op, operation in OPERATIONS.items() if "outputs" i
 FROM_BELOW = frozenset(op for op, operation in OPERATIONS.items() if "input gradients" in operation.received)
 
 
-def _kept(group: WeightGroup, ahead: int) -> list[tf.Tensor]:
+def _kept(group: WeightGroup, ahead: float) -> list[tf.Tensor]:
     return group.weights(Newest(ahead))
 
 
