@@ -123,8 +123,8 @@ class Scheme(NamedTuple):
     def predictions(self, stage: int, stages: int, microbatches: int = 1) -> tuple[int, int]:
         """How many forwards and backwards of a minibatch predict weights, when the pipeline has long been full.
 
-        A backward that reads the newest version as its forward does does not predict it again. What is read of an old
-        version was predicted once, by a backward that was followed by an update.
+        The last stage's backward does not predict again what its forward has read, with which it is one call. What is
+        read of an old version was predicted once, before the update that made it old.
         """
         if not self.policy.predicts:
             return 0, 0
@@ -135,7 +135,7 @@ class Scheme(NamedTuple):
             read, again = self.policy.forward(reader), self.policy.backward(reader)
             newest, current = reader.newest(), reader.current()
             forwards += read.horizon > 0 and read.version == newest
-            backwards += again.horizon > 0 and again.version == current and again != read
+            backwards += again.horizon > 0 and again.version == current and (again != read or stage < stages - 1)
             stored |= {each for each, there in ((read, newest), (again, current)) if each.version < there}
         return forwards, backwards + sum(read.horizon > 0 for read in stored)
 
