@@ -30,6 +30,11 @@ LOOKS = {
     "spectrain": (COLOURS["spectrain"], "o", "-"),
     "spectrain/local": ("#0072B2", "^", "-."),
     "spectrain/fitted": ("#56B4E9", "*", "-"),
+    **{
+        f"spectrain/target/M={count}": ("#000000", marker, "-")
+        for count, marker in ((1, "1"), (2, "2"), (4, "3"), (8, "4"))
+    },
+    "2bw/1.5": (COLOURS["2bw"], "p", "-"),
     "spike-compensation": (COLOURS["spike-compensation"], "X", "--"),
 }
 OTHER = ("#666666", "h", ":")

@@ -153,18 +153,10 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize(
-    "way",
-    networks.by_default(
-        WAYS,
-        "spectrain",
-        "spectrain, one target",
-        "weight-stashing",
-        "gpipe",
-        "single",
-        "data-parallel",
-    ),  # fmt: skip
-)
+OFTEN = "spectrain", "spectrain, one target", "weight-stashing", "gpipe", "single", "data-parallel"
+
+
+@pytest.mark.parametrize("way", networks.by_default(WAYS, *OFTEN))
 def test_stopped_twice_and_resumed_is_bitwise_as_never_stopped(way, trained, tmp_path, capsys):
     """Stopped in the second epoch; then (once is enough) again before the next checkpoint."""
     settings = dict(WAYS[way])
