@@ -7,8 +7,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import keras
 
-NAMES = ("sgd", "momentum", "nesterov", "adam", "adamw", "rmsprop")
-ADAPTIVE = ("adam", "adamw", "rmsprop")  # steps of about the learning rate's size, whatever the gradients'
+ADAPTIVE = (
+    "adam",
+    "adamw",
+    "rmsprop",
+    "lion",
+    "muon",
+)  # steps of about the learning rate's size, whatever the gradients'
+NAMES = ("sgd", "momentum", "nesterov", *ADAPTIVE)
 ADAPTIVE_RATE = 1e-3  # Keras' default for them
 
 
@@ -21,6 +27,6 @@ def build(name: str, learning_rate: float, momentum: float) -> keras.optimizers.
     if name == "sgd":
         return keras.optimizers.SGD(learning_rate)
     if name in ADAPTIVE:
-        kinds = {"adam": keras.optimizers.Adam, "adamw": keras.optimizers.AdamW, "rmsprop": keras.optimizers.RMSprop}
-        return kinds[name](learning_rate)
+        kinds = {each.lower(): each for each in ("Adam", "AdamW", "RMSprop", "Lion", "Muon")}
+        return getattr(keras.optimizers, kinds[name])(learning_rate)
     return keras.optimizers.SGD(learning_rate, momentum, nesterov=name == "nesterov")

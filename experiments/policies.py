@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from experiments import optimizers
 from experiments.datasets import Dataset
 
 if TYPE_CHECKING:
@@ -26,6 +27,11 @@ POLICIES: dict[str, Mapping[str, Any]] = {
     "spectrain": {"scheme": "spectrain"},
     "spectrain/local": {"scheme": "spectrain", "horizon": "local"},
     "spectrain/fitted": {"scheme": "spectrain", "horizon": "fitted"},
+    **{
+        f"spectrain/target/M={count}": {"scheme": "spectrain", "horizon": "target", "microbatches": count}
+        for count in (1, 2, 4, 8)
+    },
+    "2bw/1.5": {"scheme": "2bw", "horizon": 1.5},
 }
 GUESSING = math.log(10)  # the loss of ten classes, all equally likely
 
@@ -43,11 +49,13 @@ class Run:
     batch_size: int
     depth: int
     width: int
+    optimizer: str = "momentum"
+    residual: bool = False
 
     @property
     def name(self) -> str:
         """Of the file that keeps the outcome."""
-        policy = self.policy.replace(" + ", "-").replace("/", "-")
+        policy = self.policy.replace(" + ", "-").replace("/", "-").replace("=", "")
         return f"{policy}-stages{self.stages}-rate{self.learning_rate:g}-seed{self.seed}"
 
 
@@ -69,7 +77,7 @@ def recorded(run: Run, folder: Path) -> Outcome | None:
     """What the very same run came to before; None if it has not ended."""
     try:
         found = json.loads((folder / f"{run.name}.json").read_text(encoding="utf-8"))
-        return Outcome(**found["outcome"]) if found["run"] == asdict(run) else None
+        return Outcome(**found["outcome"]) if Run(**found["run"]) == run else None
     except (OSError, KeyError, TypeError, ValueError):
         return None
 
@@ -91,12 +99,12 @@ def train(run: Run, data: Dataset) -> Outcome:
     keras.backend.clear_session()
     keras.utils.set_random_seed(run.seed)
     shape = data.x_train.shape[1:]
-    model = mlp(shape, data.classes, run.depth, run.width)
+    model = mlp(shape, data.classes, run.depth, run.width, run.residual)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(loss=loss, metrics=["accuracy"])  # for the evaluation
-    where = {} if run.policy == "single" else {"cuts": cuts(run.depth, run.stages)}
+    where = {} if run.policy == "single" else {"cuts": cuts(run.depth, run.stages, run.residual)}
     pm = pipetrain.PipelineModel(model, **where, **POLICIES[run.policy])
-    pm.compile(keras.optimizers.SGD(run.learning_rate, momentum=run.momentum), loss=loss)
+    pm.compile(optimizers.build(run.optimizer, run.learning_rate, run.momentum), loss=loss)
     steps = _Count()
     try:
         minibatches = batches(data, shape, run.batch_size, run.seed)
@@ -122,15 +130,22 @@ class _Count:
         return keras.callbacks.LambdaCallback(on_train_batch_end=count)
 
 
-def mlp(shape: tuple[int, ...], classes: int, depth: int, width: int) -> keras.Model:
-    """``depth`` dense layers named ``dense_0`` and so on, all tanh but the last, Glorot uniform."""
+def mlp(shape: tuple[int, ...], classes: int, depth: int, width: int, residual: bool = False) -> keras.Model:
+    """``depth`` dense layers named ``dense_0`` and so on, all tanh but the last, Glorot uniform.
+
+    With ``residual`` each but the first and the last adds its outputs to its inputs, as a layer ``sum_1`` and so on.
+    """
     import keras
 
-    hidden = [keras.layers.Dense(width, activation="tanh", name=f"dense_{n}") for n in range(depth - 1)]
-    logits = keras.layers.Dense(classes, name=f"dense_{depth - 1}")
-    return keras.Sequential([keras.Input(shape), keras.layers.Flatten(), *hidden, logits])
+    x = y = keras.Input(shape)
+    y = keras.layers.Flatten()(y)
+    for n in range(depth - 1):
+        made = keras.layers.Dense(width, activation="tanh", name=f"dense_{n}")(y)
+        y = keras.layers.Add(name=f"sum_{n}")([y, made]) if residual and n else made
+    return keras.Model(x, keras.layers.Dense(classes, name=f"dense_{depth - 1}")(y))
 
 
-def cuts(depth: int, stages: int) -> list[str]:
+def cuts(depth: int, stages: int, residual: bool = False) -> list[str]:
     """The last layers of all stages but the final one, the layers shared out as evenly as can be."""
-    return [f"dense_{depth * stage // stages - 1}" for stage in range(1, stages)]
+    last = [depth * stage // stages - 1 for stage in range(1, stages)]
+    return [f"sum_{n}" if residual and n else f"dense_{n}" for n in last]

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pipetrain.schemes.table import HORIZONS, SCHEMES
+from pipetrain.schemes.table import HORIZONS, has, splits, takes
 
 CHECKPOINTS = "checkpoints"  # the folder, within a run's
 LOST = 75  # exit status of a run that has lost a worker; EX_TEMPFAIL of sysexits.h
-POLICY_OPTIONS: dict[str, Any] = {"horizon": HORIZONS[0], "spike_compensation": False, "rescale_steps": None}
+POLICY_OPTIONS: dict[str, Any] = {
+    "horizon": HORIZONS[0],
+    "spike_compensation": False,
+    "rescale_steps": None,
+    "stretch_momentum": "auto",
+}
 
 
 @dataclass(frozen=True)
@@ -31,9 +36,17 @@ class Settings:
     size: dict[str, int]
     checkpoint_every: int = 0
     optimizer: str = "momentum"
-    horizon: str = HORIZONS[0]
+    horizon: str | float = HORIZONS[0]
     spike_compensation: bool = False
     rescale_steps: int | None = None
+    stretch_momentum: bool | str = "auto"
+
+    @property
+    def label(self) -> str:
+        """The scheme, with its horizon and microbatches where these are given: ``spectrain/target/M=2``."""
+        horizon = self.horizon if isinstance(self.horizon, str) else f"{self.horizon:g}"
+        pieces = f"M={self.microbatches}" if self.microbatches and splits(self.scheme, self.horizon) else ""
+        return "/".join(filter(None, (self.scheme, "" if horizon == HORIZONS[0] else horizon, pieces)))
 
 
 @dataclass(frozen=True)
@@ -54,7 +67,15 @@ class Summary:
     diverged_at: int | None
 
 
-def microbatches_for(scheme: str, schemes: Iterable[str], microbatches: int | None) -> int | None:
+def microbatches_for(
+    scheme: str, schemes: Iterable[str], microbatches: int | None, horizon: str | float = HORIZONS[0]
+) -> int | None:
     """Those of this scheme in a run of several: none where it does not split minibatches and another one does."""
-    splitting = [name for name in schemes if name in SCHEMES and SCHEMES[name].splits]
+    splitting = [name for name in schemes if splits(name, horizon)]
     return microbatches if scheme in splitting or not splitting else None
+
+
+def options_of(scheme: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The policy's options for this scheme, the given ones as far as it has them."""
+    had = {name: takes(scheme, value) if name == "horizon" else has(scheme, name) for name, value in given.items()}
+    return {**POLICY_OPTIONS, **{name: given[name] for name in POLICY_OPTIONS if had.get(name)}}

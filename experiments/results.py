@@ -14,7 +14,7 @@ from pipetrain.plan.text_table import counted, text_table
 from pipetrain.schemes.table import DATA_PARALLEL, NAMES
 
 REFERENCES = (DATA_PARALLEL, "single")  # synchronous, the same gradient of each minibatch; the first that was run
-FREE = ("scheme", "seed")  # what may be different between the runs of a network
+FREE = ("scheme", "horizon", "microbatches", "seed")  # what may be different between the runs of a network
 # Chen et al. 2018 (arXiv 1809.02839), section 4: validation accuracy against data parallelism, in points.
 PAPER = {"vanilla": "-0.55", "weight-stashing": "-1.1", "spectrain": "0"}
 PAPER_EXCEPTIONS = {("residual_lstm", "spectrain"): "below 0"}
@@ -48,7 +48,7 @@ class Section:
 
 def folder(output: Path, settings: Settings) -> Path:
     """Where a run writes its files."""
-    return output / settings.model / settings.scheme / f"seed{settings.seed}"
+    return output / settings.model / settings.label.replace("/", "-").replace("=", "") / f"seed{settings.seed}"
 
 
 def gather(output: Path) -> list[Run]:
@@ -58,11 +58,16 @@ def gather(output: Path) -> list[Run]:
         summary = resuming.summary(path.parent)
         if summary is not None:
             found.append(Run(resuming.recorded(path), summary))
-    return sorted(found, key=lambda run: (run.settings.model, NAMES.index(run.settings.scheme), run.settings.seed))
+    return sorted(found, key=_place)
+
+
+def _place(run: Run) -> tuple[str, int, str, int]:
+    settings = run.settings
+    return settings.model, NAMES.index(settings.scheme), settings.label, settings.seed
 
 
 def check_alike(settings: Iterable[Settings]) -> None:
-    """Raises ValueError where runs of one network differ in more than scheme and seed: they are not to be compared."""
+    """Raises ValueError where runs of one network differ in more than the scheme, its horizon and the seed."""
     first: dict[str, Settings] = {}
     keys = [field.name for field in fields(Settings) if field.name not in FREE]
     for each in settings:
@@ -82,7 +87,7 @@ def sections(runs: Sequence[Run]) -> list[Section]:
 
 
 def _section(model: str, runs: Sequence[Run]) -> Section:
-    schemes = {name: list(those) for name, those in groupby(runs, key=lambda run: run.settings.scheme)}
+    schemes = {name: list(those) for name, those in groupby(runs, key=lambda run: run.settings.label)}
     reference = next((name for name in REFERENCES if name in schemes), None)
     columns = [
         _column(schemes, lambda run: run.summary.min_train_loss, min, 4),

@@ -9,8 +9,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from experiments.records import CHECKPOINTS, POLICY_OPTIONS, Settings, Summary, microbatches_for
-from pipetrain.schemes.table import SCHEMES, has
+from experiments.records import CHECKPOINTS, Settings, Summary, microbatches_for, options_of
+from pipetrain.schemes.table import SCHEMES
 
 
 def newest(runs: Path) -> Path:
@@ -61,9 +61,9 @@ def settings(output: Path, schemes: Sequence[str], changes: Mapping[str, Any]) -
                 )
             source = others[0]
         changed = replace(known[source], **{**changes, "scheme": scheme})
-        left_out: dict[str, Any] = {name: default for name, default in POLICY_OPTIONS.items() if not has(scheme, name)}
+        left_out = options_of(scheme, vars(changed))
         asked = schemes or known if changes.get("microbatches") else SCHEMES  # refused if none of those asked has them
-        left_out["microbatches"] = microbatches_for(scheme, asked, changed.microbatches)
+        left_out["microbatches"] = microbatches_for(scheme, asked, changed.microbatches, changed.horizon)
         chosen[source] = replace(changed, **left_out)
         done = max((int(path.stem[5:]) for path in (output / source / CHECKPOINTS).glob("step-*.npz")), default=0)
         if done > changed.steps:

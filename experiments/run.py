@@ -36,7 +36,15 @@ sys.path.insert(0, str(ROOT))
 from experiments import datasets, resuming  # noqa: E402
 from experiments.networks import NETWORKS, sizes  # noqa: E402
 from experiments.options import add_training, fill_in, positive, rate, whole, writable  # noqa: E402
-from experiments.records import LOST, POLICY_OPTIONS, Settings, Summary, microbatches_for  # noqa: E402
+from experiments.records import (  # noqa: E402
+    LOST,
+    POLICY_OPTIONS,
+    Settings,
+    Summary,
+    microbatches_for,
+    options_of,
+)
+from pipetrain.cli.argument_types import horizon  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
 from pipetrain.plan.text_table import text_table  # noqa: E402
 from pipetrain.schemes import table  # noqa: E402
@@ -127,14 +135,24 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--microbatches",
         type=positive,
         metavar="N",
-        help="for gpipe, 1f1b and 2bw (default: 4; for 2bw at least one per stage)",
+        help="for gpipe, 1f1b, 2bw and spectrain with --horizon target (default: 4; for 2bw at least one per stage)",
     )
     parser.add_argument(
         "--horizon",
-        choices=table.HORIZONS,
+        type=horizon,
         default=table.HORIZONS[0],
-        help="how spectrain predicts: as the paper has it; up to the minibatch's own backward, which then reads the "
-        "same predicted weights; or by that multiple of the velocity that came nearest of late (default: %(default)s)",
+        metavar="NAME|X",
+        help=f"how spectrain predicts ({', '.join(table.HORIZONS)}): as the paper has it; up to the minibatch's own "
+        "backward, which then reads the same predicted weights; by that multiple of the velocity that came nearest of "
+        f"late; or to one version for all stages. How many updates ahead 2bw predicts, {table.RECOMMENDED} for "
+        "example (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--stretch-momentum",
+        type=stretch,
+        default="auto",
+        metavar="auto|yes|no",
+        help="whether --horizon target makes momentum longer, with fewer microbatches than stages (default: auto)",
     )
     parser.add_argument(
         "--spike-compensation",
@@ -203,6 +221,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+def stretch(text: str) -> bool | str:
+    """Whether momentum is made longer."""
+    if text not in ("auto", "yes", "no"):
+        raise argparse.ArgumentTypeError(f"{text!r} is none of auto, yes, no")
+    return text if text == "auto" else text == "yes"
+
+
 def start(options: argparse.Namespace, stages: int, ends: ExitStack) -> None:
     """Start TensorFlow, with a device for each stage here, or with those of workers, which end with ``ends``."""
     if options.cluster is None and options.local_workers is None:
@@ -246,7 +271,7 @@ def begin(options: argparse.Namespace, ends: ExitStack) -> tuple[Path, list[Summ
             **{
                 **same,
                 **having(scheme, options),
-                "microbatches": microbatches_for(scheme, options.scheme, options.microbatches),
+                "microbatches": microbatches_for(scheme, options.scheme, options.microbatches, options.horizon),
             },
         )
         for scheme in options.scheme
@@ -274,10 +299,10 @@ def possible(settings: Sequence[Settings], every: bool) -> list[Settings]:
 def having(scheme: str, options: argparse.Namespace) -> dict[str, Any]:
     """The policy's options for this scheme. Raises ValueError for those that none of the run's schemes has."""
     given = {name: getattr(options, name) for name in POLICY_OPTIONS if name in options.given}
-    for name in given:
-        if not any(table.has(each, name) for each in options.scheme):
+    for name, value in given.items():
+        if not any(options_of(each, {name: value})[name] == value for each in options.scheme):
             table.check_options(scheme, **{**POLICY_OPTIONS, **given})
-    return {**POLICY_OPTIONS, **{name: value for name, value in given.items() if table.has(scheme, name)}}
+    return options_of(scheme, given)
 
 
 def go_on(options: argparse.Namespace, ends: ExitStack) -> tuple[Path, list[Summary]]:

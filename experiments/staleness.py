@@ -37,7 +37,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from experiments import datasets  # noqa: E402
+from experiments import datasets, optimizers  # noqa: E402
 from experiments.intervals import interval, shown  # noqa: E402
 from experiments.options import positive, rate, writable  # noqa: E402
 from experiments.policies import POLICIES, Outcome, Run, record, recorded, train  # noqa: E402
@@ -111,6 +111,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--momentum", type=float, default=0.9, metavar="X", help="of SGD (default: %(default)s)")
     add("--steps", type=positive, default=400, metavar="N", help="minibatches (default: %(default)s)")
     add("--batch-size", type=positive, default=64, metavar="N", help="rows per minibatch (default: %(default)s)")
+    add(
+        "--optimizer",
+        choices=optimizers.NAMES,
+        default="momentum",
+        help="sgd has no momentum, momentum and nesterov have that of --momentum (default: %(default)s)",
+    )
+    add("--residual", action="store_true", help="layers add their outputs to their inputs: for deep networks")
     add("--depth", type=positive, default=8, metavar="N", help="layers of the network (default: %(default)s)")
     add("--width", type=positive, default=64, metavar="N", help="units of its layers (default: %(default)s)")
     add(
@@ -149,7 +156,8 @@ def planned(options: argparse.Namespace) -> list[Run]:
             f"Spike compensation needs momentum. Received: --momentum {options.momentum}. "
             "Try --momentum 0.9, or --policy with the others."
         )
-    same = {key: getattr(options, key) for key in ("momentum", "steps", "batch_size", "depth", "width")}
+    names = ("momentum", "steps", "batch_size", "depth", "width", "optimizer", "residual")
+    same = {key: getattr(options, key) for key in names}
     places = [("single", 1)] if "single" in options.policy else []
     places += product([policy for policy in options.policy if policy != "single"], options.stages)
     places.sort(key=lambda place: place[1])
@@ -252,9 +260,11 @@ def _with_interval(row: Row) -> dict:
 
 def title(options: argparse.Namespace) -> str:
     """What was trained."""
+    optimizer = f"momentum {options.momentum:g}" if options.optimizer == "momentum" else options.optimizer
     return (
-        f"{options.depth} dense layers of width {options.width}, {options.steps} minibatches of {options.batch_size}, "
-        f"momentum {options.momentum:g}, {options.seeds} seeds: mean and 95% interval"
+        f"{options.depth} {'residual ' if options.residual else ''}dense layers of width {options.width}, "
+        f"{options.steps} minibatches of {options.batch_size}, {optimizer}, {options.seeds} seeds: "
+        "mean and 95% interval"
     )
 
 

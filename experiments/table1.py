@@ -16,6 +16,8 @@ examples:
   python experiments/table1.py --model snn --width 256 --steps 1000 --output runs/small
   python experiments/table1.py --model residual_lstm --depth 4 --width 32 --steps 1000 --learning-rate 0.05 \\
       --data-dir ~/tensorflow_datasets --output runs/small               # another network of the same table
+  python experiments/table1.py --model snn --width 256 --steps 1000 --output runs/small \\
+      --scheme spectrain/target/M=1 --scheme spectrain/target/M=2 --scheme 2bw/1.5   # how else to predict
   python experiments/table1.py --gather --output runs/small              # the table of what there is by now
 """
 
@@ -26,6 +28,7 @@ import sys
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -34,10 +37,30 @@ from experiments import datasets, results  # noqa: E402
 from experiments.networks import NETWORKS, PUBLISHED, defaults, parameters, sizes  # noqa: E402
 from experiments.options import positive, rate, writable  # noqa: E402
 from experiments.records import Settings  # noqa: E402
+from pipetrain.cli.argument_types import horizon  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
 from pipetrain.schemes import table  # noqa: E402
 
 SCHEMES = (table.DATA_PARALLEL, "vanilla", "weight-stashing", "spectrain")
+
+
+def scheme(text: str) -> str:
+    """A scheme, with its horizon and microbatches if they are given."""
+    try:
+        name, horizon, pieces = parts(text)
+        table.check_name(name)
+        table.check_horizon(name, horizon)
+        table.check_microbatches(pieces, name, horizon)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+def parts(text: str) -> tuple[str, Any, int | None]:
+    """Name, horizon and microbatches of what ``records.Settings.label`` says."""
+    name, *rest = text.split("/")
+    pieces = int(rest.pop()[2:]) if rest and rest[-1].startswith("M=") else None
+    return name, horizon("/".join(rest)) if rest else table.HORIZONS[0], pieces
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,8 +92,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--scheme",
         action="append",
-        choices=table.NAMES,
-        help=f"how to train; may be given several times (default: {', '.join(SCHEMES)})",
+        type=scheme,
+        metavar="NAME[/HORIZON][/M=N]",
+        help=f"how to train ({', '.join(table.NAMES)}), with how far it predicts and its microbatches where it has "
+        f"them, such as spectrain/target/M=2; may be given several times (default: {', '.join(SCHEMES)})",
     )
     parser.add_argument("--steps", type=positive, default=5000, metavar="N", help="minibatches (default: 5000)")
     parser.add_argument("--eval-every", type=positive, default=20, metavar="N", help="(default: 20 steps)")
@@ -109,7 +134,7 @@ def planned(options: argparse.Namespace) -> list[Settings]:
     """The runs that are asked for: all schemes of a seed before the next seed, so that any stop leaves a comparison."""
     return [
         Settings(
-            scheme=scheme,
+            scheme=name,
             model=model,
             dataset=options.dataset or NETWORKS[model].dataset,
             stages=options.stages,
@@ -119,12 +144,13 @@ def planned(options: argparse.Namespace) -> list[Settings]:
             momentum=options.momentum,
             eval_every=options.eval_every,
             seed=seed,
-            microbatches=None,
+            microbatches=pieces,
             size=_size(model, options),
+            horizon=ahead,
         )
         for model in options.model
         for seed in range(options.seeds)
-        for scheme in options.scheme
+        for name, ahead, pieces in map(parts, options.scheme)
     ]
 
 
@@ -155,7 +181,7 @@ def train_all(wanted: Sequence[Settings], output: Path, data_dir: str | None) ->
         runs = list(those)
         data = datasets.load(runs[0].dataset, data_dir, NETWORKS[model].reads)
         for each in runs:
-            print(f"{model}, {each.scheme}, seed {each.seed}", flush=True)
+            print(f"{model}, {each.label}, seed {each.seed}", flush=True)
             train(each, data, results.folder(output, each), verbose=False, keep=False)
             keras.utils.clear_session()  # or memory grows with every run
 

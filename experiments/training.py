@@ -102,6 +102,7 @@ def pipelined(model: keras.Model, settings: Settings) -> pipetrain.PipelineModel
         horizon=settings.horizon,
         spike_compensation=settings.spike_compensation,
         rescale_steps=settings.rescale_steps,
+        stretch_momentum=settings.stretch_momentum,
     )
     pm.compile(
         optimizers.build(settings.optimizer, settings.learning_rate, settings.momentum),
@@ -113,7 +114,7 @@ def pipelined(model: keras.Model, settings: Settings) -> pipetrain.PipelineModel
 
 def check(settings: Settings) -> None:
     """Raise ValueError, before anything is trained, for settings that no network can be trained with."""
-    check_microbatches(settings.microbatches, settings.scheme)
+    check_microbatches(settings.microbatches, settings.scheme, settings.horizon)
     if settings.scheme != DATA_PARALLEL:
         layers = [keras.layers.Dense(1) for _ in range(settings.stages)]
         pipelined(keras.Sequential([keras.Input((1,)), *layers]), settings)

@@ -52,20 +52,29 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
         replicas: how many devices each stage has, such as ``(2, 1, 1)``; by default one, or those of the ``Partition``.
             Each replica takes its part of every minibatch's rows, and their gradients are summed: training is that of
             the unreplicated stage, except for BatchNormalization and Dropout, which use one replica's rows only.
-        microbatches: how many per minibatch for ``gpipe``, ``1f1b`` and ``2bw``, 4 by default (for ``2bw`` at least one
-            per stage, and never fewer than stages - 1); the other schemes have one.
+        microbatches: how many per minibatch for ``gpipe``, ``1f1b``, ``2bw`` and ``spectrain`` with
+            ``horizon="target"``, 4 by default (for ``2bw`` at least one per stage, and never fewer than stages - 1);
+            the other schemes have one.
         recompute: keep only the inputs of a stage's forward and run it again before its backward, with the same
             seeds: less memory, more time, equal results. ``vanilla`` and ``spectrain``, whose backward reads newer
             weights, then also keep the forward's.
         horizon: how ``spectrain`` predicts: ``round-trip`` as the paper has it; ``local``, up to the minibatch's own
             backward, which reads the same predicted weights (kept until then); ``fitted``, as the paper, but with the
-            multiple of the velocity that recently was nearest to the weights then reached at this stage.
+            multiple of the velocity that recently was nearest to the weights then reached at this stage; ``target``, to
+            one version for all stages, forward and backward, with as many microbatches as wanted and never drained
+            between minibatches. How far ``2bw`` predicts: a number of updates, of which 1.5 is recommended; by default
+            0, as published.
         spike_compensation: for asynchronous schemes and SGD with momentum: a gradient with a staleness of D updates is
             applied as momentum would have applied it by then. ``spike-compensation`` is ``vanilla`` with it. Source:
             Kosson et al. 2020 (arXiv 2003.11666).
         rescale_steps: for asynchronous schemes but ``2bw``: learning rates are divided by the staleness of the
             gradient, with an effect that decreases to none over this many steps; where the staleness is at most 1 (as
             with two stages), nothing changes. Source: PipeMare (arXiv 1910.05124).
+        stretch_momentum: for ``horizon="target"`` with fewer microbatches than stages: ``compile`` makes the stages'
+            momentum longer, ``1-mu' = f * (1-mu)`` with ``f = 1.6 / (1 + (stages-1)/microbatches)`` if that is below
+            1, and multiplies learning rates by f where momentum sums gradients (SGD, RMSprop); predictions then reach
+            half as far again. ``"auto"``, the default: for SGD with momentum, Adam and other optimizers of Keras
+            whose momentum is known; True: ValueError for others; False: never.
         name: the model's name.
 
     Raises:
@@ -83,9 +92,10 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
         replicas: Sequence[int] | None = None,
         microbatches: int | None = None,
         recompute: bool = False,
-        horizon: str = HORIZONS[0],
+        horizon: str | float = HORIZONS[0],
         spike_compensation: bool = False,
         rescale_steps: int | None = None,
+        stretch_momentum: bool | str = "auto",
         name: str | None = None,
     ) -> None:
         options = Options(
@@ -99,11 +109,16 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
             horizon,
             spike_compensation,
             rescale_steps,
+            stretch_momentum,
         )
         check(options)
         check_copies(stages, devices, check_name(scheme))
-        steps = None if rescale_steps is None else int(rescale_steps)  # checkpoints, being JSON, have no NumPy numbers
-        options = options._replace(spike_compensation=bool(spike_compensation), rescale_steps=steps)
+        options = options._replace(  # checkpoints, being JSON, have no NumPy numbers
+            horizon=horizon if isinstance(horizon, str) else float(horizon),
+            spike_compensation=bool(spike_compensation),
+            rescale_steps=None if rescale_steps is None else int(rescale_steps),
+            stretch_momentum="auto" if isinstance(stretch_momentum, str) else bool(stretch_momentum),
+        )
         strategy = strategy_of(model, options)
         with strategy.distribution.scope():
             # The wrapped model's policy tells Keras whether to scale losses; what is cast is for the layers to say.

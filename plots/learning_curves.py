@@ -22,7 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from plots import command, runs
-from plots.style import COLOURS, NARROW, NEIGHBOURS, OTHER, STYLES, save, smoothed
+from plots.style import NARROW, NEIGHBOURS, colour_of, dashes_of, save, smoothed
 
 PANELS = {"train_loss": "training loss", "val_loss": "validation loss", "val_accuracy": "validation accuracy"}
 START = 20  # the first of as many parts of a curve is its start
@@ -57,10 +57,10 @@ def curve(panel: Axes, scheme: str, steps: Sequence[float], values: Sequence[flo
     """Draw what was measured and is a finite number lightly, and its moving average boldly over it."""
     finite = [(step, value) for step, value in zip(steps, values, strict=True) if math.isfinite(value)]
     steps, values = zip(*finite, strict=True) if finite else ((), ())
-    colour = COLOURS.get(scheme, OTHER)
+    colour = colour_of(scheme)
     means = smoothed(values) if len(values) >= 2 * NEIGHBOURS else values
     panel.plot(steps, values, color=colour, linewidth=0.7, alpha=0.35)
-    return panel.plot(steps, means, color=colour, linewidth=2, linestyle=STYLES.get(scheme, "-"))[0]
+    return panel.plot(steps, means, color=colour, linewidth=2, linestyle=dashes_of(scheme))[0]
 
 
 def limit(panel: Axes, key: str) -> None:

@@ -30,6 +30,11 @@ LOOKS = {
     "spectrain": (COLOURS["spectrain"], "o", "-"),
     "spectrain/local": ("#0072B2", "^", "-."),
     "spectrain/fitted": ("#56B4E9", "*", "-"),
+    "spectrain/target/M=1": ("#9E9AC8", "<", "-"),
+    "spectrain/target/M=2": ("#756BB1", ">", "-"),
+    "spectrain/target/M=4": ("#54278F", "p", "-"),
+    "spectrain/target/M=8": ("#2D004B", "h", "-"),
+    "2bw/1.5": (COLOURS["2bw"], "d", "-"),
     "spike-compensation": (COLOURS["spike-compensation"], "X", "--"),
 }
 OTHER = ("#666666", "h", ":")

@@ -42,6 +42,25 @@ NARROW = 4.8  # inches: as wide as a figure can be whose letters are to be read 
 ROW = 0.3  # inches of height of a bar
 
 
+def colour_of(name: str) -> str:
+    """Of a scheme, or of a variant of it: ``spectrain-target-M2``."""
+    return COLOURS.get(scheme_of(name), OTHER)
+
+
+def dashes_of(name: str) -> Any:
+    """Of a line: a scheme's own; of a variant, as many dots as it has microbatches between dashes."""
+    scheme = scheme_of(name)
+    if name == scheme:
+        return STYLES.get(name, "-")
+    pieces = name.rpartition("-M")[2]
+    return (0, (5, 1, *[1, 1] * min(int(pieces) if pieces.isdigit() else 0, 8)))
+
+
+def scheme_of(name: str) -> str:
+    """The scheme of which it is a variant, or which it is."""
+    return next((each for each in sorted(COLOURS, key=len)[::-1] if name == each or name.startswith(f"{each}-")), name)
+
+
 def smoothed(values: Sequence[float], neighbours: int = NEIGHBOURS) -> list[float]:
     """At every point the mean of it and its neighbours, half of them on either side, as far as there are so many.
 

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from matplotlib.figure import Figure
 
 from plots.learning_curves import PANELS, curve, limit
-from plots.style import COLOURS, save
+from plots.style import COLOURS, save, scheme_of
 
 Rows = list[dict[str, float]]
 
@@ -37,7 +37,7 @@ def draw(folder: Path, output: Path) -> Path:
     handles: dict[str, Any] = {}
     for panels, (network, schemes) in zip(grid, networks.items(), strict=True):
         notes = []
-        for scheme in sorted(schemes, key=list(COLOURS).index):
+        for scheme in sorted(schemes, key=lambda name: (list(COLOURS).index(scheme_of(name)), name)):
             curves, note = chosen(schemes[scheme])
             notes += [f"{scheme}: {note}"] if note else []
             for panel, key in zip(panels, PANELS, strict=True):
@@ -53,13 +53,13 @@ def draw(folder: Path, output: Path) -> Path:
 
 
 def read(folder: Path) -> dict[str, dict[str, list[tuple[Rows, int | None]]]]:
-    """By network and scheme, every run's rows of history and the step at which it diverged, if it did."""
+    """By network, and scheme or variant of one, the rows of history of every run and where it diverged, if it did."""
     networks: dict[str, dict[str, list[tuple[Rows, int | None]]]] = {}
     for path in sorted(folder.glob("*/*/seed*/summary.json")):
         lines = path.with_name("history.jsonl").read_text(encoding="utf-8").splitlines()
         summary = json.loads(path.read_text(encoding="utf-8"))
         run = ([json.loads(line) for line in lines], summary["diverged_at"])
-        networks.setdefault(summary["model"], {}).setdefault(summary["scheme"], []).append(run)
+        networks.setdefault(summary["model"], {}).setdefault(path.parts[-3], []).append(run)
     return networks
 
 

@@ -26,15 +26,42 @@ class Sgd(NamedTuple):
 
 
 class Adam(NamedTuple):
-    """Keras' Adam, and AdamW where there is decay."""
+    """Keras' Adam, and AdamW where there is decay; mu is its ``beta_1``."""
+
+    decay: float = 0.0
+    mu: float = 0.9
+
+    def step(self, slots, gradient, rate, t):
+        m = self.mu * slots.get("m", 0.0) + (1 - self.mu) * gradient
+        v = 0.999 * slots.get("v", 0.0) + 0.001 * gradient**2
+        unbiased = np.sqrt(1 - 0.999**t) / (1 - self.mu**t)
+        return {"m": m, "v": v}, -rate * unbiased * m / (np.sqrt(v) + EPSILON)
+
+
+class Lion(NamedTuple):
+    """Keras' Lion, whose velocity the package has no formula for."""
 
     decay: float = 0.0
 
     def step(self, slots, gradient, rate, t):
-        m = 0.9 * slots.get("m", 0.0) + 0.1 * gradient
+        m = slots.get("m", 0.0)
+        return {"m": 0.99 * m + 0.01 * gradient}, -rate * np.sign(0.9 * m + 0.1 * gradient)
+
+
+class Nadam(NamedTuple):
+    """Keras' Nadam, likewise."""
+
+    mu: float = 0.9
+    decay: float = 0.0
+
+    def step(self, slots, gradient, rate, t):
+        now, later = (self.mu * (1 - 0.5 * 0.96**n) for n in (t, t + 1))
+        product = slots.get("product", 1.0) * now
+        m = self.mu * slots.get("m", 0.0) + (1 - self.mu) * gradient
         v = 0.999 * slots.get("v", 0.0) + 0.001 * gradient**2
-        unbiased = np.sqrt(1 - 0.999**t) / (1 - 0.9**t)
-        return {"m": m, "v": v}, -rate * unbiased * m / (np.sqrt(v) + EPSILON)
+        ahead = later * m / (1 - product * later) + (1 - now) * gradient / (1 - product)
+        step = -rate * ahead / (np.sqrt(v / (1 - 0.999**t)) + EPSILON)
+        return {"m": m, "v": v, "product": product}, step
 
 
 class RmsProp(NamedTuple):
@@ -54,6 +81,7 @@ class Settings(NamedTuple):
 
     ``every`` so many minibatches are one update by the mean of their gradients. ``average`` is the momentum of the
     weights' averages, None for none, that replace the weights after every ``overwrites`` updates (0: never).
+    ``microbatches`` and ``reach``: M and c of ``target``; ``horizon``: s of ``2bw``.
     """
 
     scheme: str
@@ -64,6 +92,38 @@ class Settings(NamedTuple):
     every: int = 1
     average: float | None = None
     overwrites: int = 0
+    microbatches: int = 1
+    reach: float = 1.0
+    horizon: float = 0.0
+
+
+def stretched(settings, stages):
+    """The settings of ``target`` with M < N as it trains: a longer momentum, of SGD a smaller rate, and c = 1.5.
+
+    None of it with M >= N, or for an optimizer without a momentum that is known.
+    """
+    m, optimizer, rate = settings.microbatches, settings.optimizer, settings.rate
+    if m >= stages or not getattr(optimizer, "mu", 0):
+        return settings
+    factor = min(1.0, 1.6 / (1 + (stages - 1) / m))
+    changed = {"mu": 1 - (1 - optimizer.mu) * factor}
+    if isinstance(optimizer, Sgd | RmsProp):
+        changed["decay"] = optimizer.decay / factor
+        settings = settings._replace(rate=lambda t: factor * rate(t))
+    return settings._replace(optimizer=optimizer._replace(**changed), reach=1.5)
+
+
+def chosen(settings, stages, options):
+    """The settings as they train so many stages, and the pipeline's options that ask for them."""
+    options = {"scheme": settings.scheme, **options}
+    if settings.scheme in ("local", "fitted", "target"):
+        options |= {"scheme": "spectrain", "horizon": settings.scheme}
+    if settings.scheme == "target":
+        options["microbatches"] = settings.microbatches
+        settings = stretched(settings, stages) if options.get("stretch_momentum", True) else settings
+    if settings.horizon:
+        options["horizon"] = settings.horizon
+    return settings, options
 
 
 class State:
@@ -110,19 +170,23 @@ def train(settings, state, ends, batches):
     stages = [Stage(settings, state, k, spans, used) for k in range(len(ends))]
     # Minibatch i's forward at stage k runs when the stage has made v_F updates; its backward when it has made i. In
     # this order every version that is read exists: backward i needs forward i, which needs versions up to i.
+    # A minibatch's microbatches are numbered on: those of minibatch i are i*M ... i*M + M-1.
+    many = settings.microbatches
     for i, (x, y) in enumerate(batches):
-        kept, activation = [], np.asarray(x, np.float64)
-        for stage in stages:
-            activation, saved = forward(stage.read("F", i), activation, stage is stages[-1])
-            kept.append(saved)
-        gradient = softmax(activation)
-        gradient[np.arange(len(y)), y] -= 1.0
-        gradient /= len(y)
         sums = {}
-        for stage in reversed(stages):
-            gradient, by_weight = backward(stage.read("B", i), kept[stage.k], gradient, stage is stages[-1])
-            for key, each in stage.by_key(i, by_weight):
-                sums[key] = sums.get(key, 0.0) + each
+        for m in range(i * many, (i + 1) * many):
+            rows = slice(*(len(y) * (m - i * many + n) // many for n in (0, 1)))
+            kept, activation = [], np.asarray(x[rows], np.float64)
+            for stage in stages:
+                activation, saved = forward(stage.read("F", m), activation, stage is stages[-1])
+                kept.append(saved)
+            gradient = softmax(activation)
+            gradient[np.arange(len(y[rows])), y[rows]] -= 1.0
+            gradient /= len(y)
+            for stage in reversed(stages):
+                gradient, by_weight = backward(stage.read("B", m), kept[stage.k], gradient, stage is stages[-1])
+                for key, each in stage.by_key(m, by_weight):
+                    sums[key] = sums.get(key, 0.0) + each
         for stage in stages:
             for copy in stage.copies:
                 copy.update(i, sums, state.updates + i)
@@ -143,19 +207,19 @@ class Stage:
             for group in sorted({*holders.values()})
         ]
 
-    def pairs(self, op, i):
-        """What every layer trains, for F(i) or B(i)."""
-        values = {key: array for copy in self.copies for key, array in zip(copy.keys, copy.read(op, i))}
+    def pairs(self, op, m):
+        """What every layer trains, for F(m) or B(m)."""
+        values = {key: array for copy in self.copies for key, array in zip(copy.keys, copy.read(op, m))}
         return [[values[self.state.key(n, which)] for which in (0, 1)] for n in range(*self.span)]
 
-    def read(self, op, i):
-        """The kernel and bias of every layer, for F(i) or B(i)."""
-        each = zip(range(*self.span), self.pairs(op, i))
+    def read(self, op, m):
+        """The kernel and bias of every layer, for F(m) or B(m)."""
+        each = zip(range(*self.span), self.pairs(op, m))
         return [array for n, pair in each for array in self.state.applied(n, pair)]
 
-    def by_key(self, i, gradients):
-        """The gradients of B(i), which are those of what ``read`` gives, by the weights' names."""
-        each = zip(range(*self.span), self.pairs("B", i), gradients[::2], gradients[1::2])
+    def by_key(self, m, gradients):
+        """The gradients of B(m), which are those of what ``read`` gives, by the weights' names."""
+        each = zip(range(*self.span), self.pairs("B", m), gradients[::2], gradients[1::2])
         for n, pair, kernel, bias in each:
             for which, gradient in enumerate(self.state.of_pair(n, pair, kernel, bias)):
                 yield self.state.key(n, which), gradient
@@ -187,10 +251,11 @@ class Copy:
         for key, gathered, average in zip(self.keys, self.gathered, self.averages):
             state.gathered[key], state.averages[key] = gathered, average
 
-    def read(self, op, i):
-        """The weights of F(i) or B(i): stage k knows what the first holder had completed when its last F came."""
-        newest, current = max(0, i - (self.stages - 1 - self.first)), max(0, i - (self.k - self.first))
-        version, ahead = newest if op == "F" else current, 0
+    def read(self, op, m):
+        """The weights of F(m) or B(m): stage k knows what the first holder had completed when its last F came."""
+        many, i = self.settings.microbatches, m // self.settings.microbatches
+        newest, current = max(0, m - (self.stages - 1 - self.first)), max(0, m - (self.k - self.first))
+        version, ahead = (newest if op == "F" else current) // many, 0
         match self.settings.scheme:
             case "vanilla" | "spike-compensation":
                 pass
@@ -199,13 +264,16 @@ class Copy:
             case "vertical-sync":
                 version = max(0, i - (self.stages - 1))
             case "2bw":
-                version = max(0, i - 1)
+                version, ahead = (i - 1, self.settings.horizon) if i else (0, 0)
+            case "target":
+                target = (max(0, m - (self.stages - 1 - self.k)) + self.settings.reach * (self.stages - 1)) / many
+                ahead = max(0.0, target - version)
             case "spectrain" | "fitted":
                 ahead = i - version + self.k // 2
             case "local":
                 version, ahead = newest, i - newest
         done, every = self.before + version, self.settings.every
-        ahead = (done + ahead) // every - done // every
+        ahead = (done + ahead) // every - done // every if every > 1 else ahead
         return self.predicted(version, ahead, self.ratios[version] if self.settings.scheme == "fitted" else 1.0)
 
     def predicted(self, version, ahead, ratio):

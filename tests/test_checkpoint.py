@@ -138,7 +138,13 @@ WAYS = {
         "horizon": "fitted",
         "rescale_steps": 20,
     },
+    "spectrain, one target": {  # with a longer momentum, and its displacement beside the slots
+        "optimizer": lambda: keras.optimizers.Nadam(0.01),
+        "horizon": "target",
+        "microbatches": 2,
+    },
     "2bw": {"microbatches": 3},
+    "2bw, predicted": {"microbatches": 3, "horizon": 1.5},
     "weight-stashing": {"optimizer": lambda: keras.optimizers.Adam(0.01)},
     "gpipe": {"optimizer": lambda: keras.optimizers.Nadam(0.01), "microbatches": 2},
     "1f1b": {"optimizer": lambda: keras.optimizers.Adafactor(0.01), "microbatches": 2},
@@ -147,9 +153,10 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize(
-    "way", networks.by_default(WAYS, "spectrain", "weight-stashing", "gpipe", "single", "data-parallel")
-)
+OFTEN = "spectrain", "spectrain, one target", "weight-stashing", "gpipe", "single", "data-parallel"
+
+
+@pytest.mark.parametrize("way", networks.by_default(WAYS, *OFTEN))
 def test_stopped_twice_and_resumed_is_bitwise_as_never_stopped(way, trained, tmp_path, capsys):
     """Stopped in the second epoch; then (once is enough) again before the next checkpoint."""
     settings = dict(WAYS[way])

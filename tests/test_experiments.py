@@ -347,8 +347,17 @@ def test_a_policy_s_options_are_for_the_schemes_that_have_them():
         "horizon": "local",
         "spike_compensation": False,
         "rescale_steps": 9,
+        "stretch_momentum": "auto",
     }
-    assert run.having("gpipe", options) == {"horizon": "round-trip", "spike_compensation": False, "rescale_steps": None}
+    others = {"horizon": "round-trip", "rescale_steps": None}
+    assert run.having("gpipe", options) == {**run.having("spectrain", options), **others}
+    several = ["--scheme", "spectrain", "--scheme", "2bw", "--scheme", "gpipe", "--microbatches", "6"]
+    options = run.parse([*several, "--horizon", "target", "--stretch-momentum", "no"])
+    found = {scheme: run.having(scheme, options) for scheme in options.scheme}
+    assert [found[scheme]["horizon"] for scheme in found] == ["target", "round-trip", "round-trip"]
+    assert [found[scheme]["stretch_momentum"] for scheme in found] == [False, "auto", "auto"]
+    assert {microbatches_for(scheme, found, 6, "target") for scheme in found} == {6}
+    assert run.having("2bw", run.parse(["--scheme", "2bw", "--horizon", "1.5"]))["horizon"] == 1.5
 
 
 def test_another_scheme_goes_on_without_the_options_that_it_lacks(tmp_path):
@@ -358,6 +367,8 @@ def test_another_scheme_goes_on_without_the_options_that_it_lacks(tmp_path):
     (checkpoints / "step-20.npz").touch()
     assert resuming.settings(tmp_path, ["vanilla"], {}) == {"spectrain": settings_of("vanilla", rescale_steps=9)}
     assert resuming.settings(tmp_path, ["gpipe"], {"steps": 40}) == {"spectrain": settings_of("gpipe", steps=40)}
+    predicted = settings_of("2bw", horizon=1.5, microbatches=5)
+    assert resuming.settings(tmp_path, ["2bw"], {"horizon": 1.5, "microbatches": 5}) == {"spectrain": predicted}
     assert not (tmp_path / "vanilla").exists()
     resuming.adopt(tmp_path, "spectrain", "vanilla")
     assert (tmp_path / "vanilla" / "checkpoints" / "step-20.npz").exists()

@@ -83,7 +83,7 @@ blocks = st.lists(st.tuples(numbers, numbers, st.integers(0, 20), numbers, st.in
 schemes = st.sampled_from(["spectrain", "vanilla", "weight-stashing", "vertical-sync", "2bw", "gpipe", "1f1b"])
 jit_compile = st.sampled_from(["auto", "auto", True, False])
 settings_of_training = (st.integers(0, 2), st.integers(1, 3), st.booleans())
-horizons = st.sampled_from(["local", "fitted"])
+horizons = st.sampled_from(["local", "fitted", "target"])
 trainings = st.one_of(
     st.builds(Training, schemes, *settings_of_training, st.just("round-trip"), jit_compile=jit_compile),
     st.builds(Training, st.just("spectrain"), *settings_of_training, horizons, jit_compile=jit_compile),
@@ -235,6 +235,20 @@ def test_memory_in_multiples_of_the_weights(scheme, weights, passing):
     assert [each.weights for each in demands] == weights
     assert [each.passing for each in demands] == passing
     assert [each.activations for each in demands] == [4, 3, 2, 1]
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 5])
+def test_one_target_stores_nothing_and_two_predicted_versions_what_two_do(microbatches):
+    for stage in range(4):
+        vanilla, target, one = (
+            demand(Training(name, horizon=horizon, microbatches=microbatches), stage, 4)
+            for name, horizon in (("vanilla", "round-trip"), ("spectrain", "target"), ("1f1b", "round-trip"))
+        )
+        assert target.activations == (4 - stage) / microbatches
+        # the last stage predicts for a forward and the backward in the same call, others a block at a time
+        assert target.weights == (vanilla.weights if microbatches == 1 else one.weights) + (stage == 3)
+        two = [demand(Training("2bw", horizon=s, microbatches=microbatches), stage, 4) for s in ("round-trip", 1.5)]
+        assert two[0].weights == two[1].weights
 
 
 def test_memory_of_microbatches_recomputation_and_gathered_gradients():

@@ -145,11 +145,13 @@ def walk(scheme, stage, stages, minibatches, microbatches=1):
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 7])
 def test_policies_read_what_the_table_says(stages):
     for stage in range(stages):
-        late = stages - 1 - stage
+        late, reach = stages - 1 - stage, 1.5 * (stages - 1)
         schemes = {name: each for name, each in SCHEMES.items() if each.asynchronous}
         schemes["local"] = scheme("spectrain", horizon="local")
+        schemes["target"] = scheme("spectrain", horizon="target")
+        schemes["2bw/1.5"] = scheme("2bw", horizon=1.5)
         reads = {
-            name: walk(each, stage, stages, 20, max(1, stages - 1) if name == "2bw" else 1)
+            name: walk(each, stage, stages, 20, max(1, stages - 1) if "2bw" in name else 1)
             for name, each in schemes.items()
         }
         for i in range(20):
@@ -162,6 +164,8 @@ def test_policies_read_what_the_table_says(stages):
                 "local": (100 * newest + min(i, late),) * 2,
                 "spike-compensation": (100 * newest, 100 * i),
                 "2bw": (100 * max(0, i - 1),) * 2,
+                "2bw/1.5": (100 * (i - 1) + 1.5 if i else 0,) * 2,
+                "target": (100 * newest + reach, 100 * i + max(0, newest + reach - i)),
             }
             assert set(expected) == set(schemes)
             for name, (forward, backward) in expected.items():
@@ -171,8 +175,69 @@ def test_policies_read_what_the_table_says(stages):
         assert kept["vanilla"] == kept["spectrain"] == 0
         assert kept["weight-stashing"] == late
         assert kept["vertical-sync"] == stages - 1
-        assert kept["local"] == (late + 1 if late else 0)  # predicted, for every minibatch in flight
-        assert kept["2bw"] == 1
+        assert kept["local"] == late  # predicted, for every minibatch in flight but the next to go back
+        assert kept["2bw"] == kept["2bw/1.5"] == 1
+        assert kept["target"] == 0
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.booleans())
+@settings(deadline=None)
+def test_all_stages_aim_at_one_version(stages, microbatches, stretch):
+    """Forward and backward of a microbatch read one version at every stage, up to what the last one is ahead by."""
+    chosen = scheme("spectrain", "target", stretch_momentum=stretch)
+    reach = 1.5 if stretch and microbatches < stages else 1
+    for stage in range(stages):
+        for microbatch in range(4 * stages * microbatches):
+            reader = chosen.reader(microbatch, stage, stages, microbatches)
+            forward, backward = chosen.policy.forward(reader), chosen.policy.backward(reader)
+            begun = max(0, microbatch - (stages - 1 - stage))
+            target = (begun + reach * (stages - 1)) / microbatches
+            assert (forward.version, backward.version) == (begun // microbatches, microbatch // microbatches)
+            assert sum(forward) == pytest.approx(target)
+            assert sum(backward) == pytest.approx(max(target, backward.version))
+    assert len(chosen.rule(0, stages, microbatches).horizons) <= 2 * microbatches + stages
+
+
+def test_what_is_read_of_an_old_version_is_predicted_by_its_own_velocity():
+    """Version v is 100 v, its velocity v + 1: `2bw` reads the same of it before the update and after it."""
+    now, stages, microbatches = [0], 3, 4
+    predicted = [lambda ahead: 100 * now[0] + ahead * (now[0] + 1)] * 2
+    for stage in range(stages):
+        now[0] = 0
+        versions = WeightVersions(scheme("2bw", 1.5), stage, stages, microbatches, *predicted)
+        for action in schedules.asynchronous(stage, stages, schedules.groups_of(9, microbatches)):
+            i = action.microbatch // microbatches
+            read = (versions.forward if action.op == "F" else versions.backward)(action.microbatch)
+            assert read == (100 * (i - 1) + 1.5 * i if i else 0)
+            if action.op == "B" and action.microbatch % microbatches == microbatches - 1:
+                versions.before_update()
+                now[0] += 1
+            assert versions.kept <= 1
+
+
+@pytest.mark.parametrize(
+    ("chosen", "stages", "microbatches", "expected"),
+    [
+        (scheme("spectrain"), 4, 1, [(1, 0), (1, 0), (1, 1), (1, 0)]),
+        (scheme("spectrain", "local"), 4, 1, [(1, 1), (1, 1), (1, 1), (0, 0)]),
+        (scheme("spectrain", "target"), 4, 2, [(2, 2)] * 3 + [(2, 0)]),
+        (scheme("2bw", 1.5), 4, 4, [(3, 1), (2, 1), (1, 1), (0, 1)]),
+        (scheme("2bw"), 4, 4, [(0, 0)] * 4),
+    ],
+)
+def test_how_often_weights_are_predicted(chosen, stages, microbatches, expected):
+    """In forwards and in backwards; what several actions read of an old version is predicted once."""
+    assert [chosen.predictions(stage, stages, microbatches) for stage in range(stages)] == expected
+
+
+def test_momentum_is_stretched_where_microbatches_are_few():
+    """``(1 - mu)`` by 0.2 at eight stages and one microbatch, as ``1.6 / (1 + 7)``."""
+    assert staleness_corrections.stretched(0.9, staleness_corrections.stretch(8, 1)) == pytest.approx(0.98)
+    assert [staleness_corrections.stretch(8, m) for m in (2, 4, 7, 8, 9)] == [1.6 / 4.5, 1.6 / 2.75, 0.8, 1, 1]
+    assert staleness_corrections.stretch(1, 1) == 1
+    rules = [scheme("spectrain", "target", stretch_momentum=each).rule(3, 8, 2) for each in ("auto", True, False)]
+    assert [rule.stretch for rule in rules] == [1.6 / 4.5, 1.6 / 4.5, 1]
+    assert scheme("spectrain").rule(3, 8).stretch == 1
 
 
 def test_prediction_meets_the_future_at_constant_velocity():
@@ -220,7 +285,15 @@ def test_an_observation_says_four_times_at_most_and_the_ratio_is_not_negative():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"name": "spectrain", "horizon": "far"}, "horizon='far'.*round-trip, local, fitted"),
+        ({"name": "spectrain", "horizon": "far"}, "horizon='far'.*round-trip, local, fitted, target"),
+        ({"name": "spectrain", "horizon": 1.5}, "Only 2bw's horizon is a number.*horizon=1.5.*target"),
+        ({"name": "vanilla", "horizon": 1.5}, "horizon=1.5, scheme='vanilla'"),
+        ({"name": "2bw", "horizon": "target"}, "horizon='target', scheme='2bw'.*Try horizon=1.5"),
+        ({"name": "2bw", "horizon": -1}, "horizon=-1, scheme='2bw'.*Try horizon=1.5"),
+        ({"name": "2bw", "horizon": True}, "horizon=True, scheme='2bw'.*Try horizon=1.5"),
+        ({"name": "2bw", "horizon": float("inf")}, "horizon=inf, scheme='2bw'.*Try horizon=1.5"),
+        ({"name": "spectrain", "stretch_momentum": True}, "one target.*stretch_momentum=True.*'round-trip'"),
+        ({"name": "spectrain", "horizon": "target", "stretch_momentum": "yes"}, "stretch_momentum='yes'"),
         ({"name": "vanilla", "horizon": "local"}, "horizon='local', scheme='vanilla'"),
         ({"name": "gpipe", "spike_compensation": True}, "spike_compensation=True, scheme='gpipe'"),
         ({"name": "single", "rescale_steps": 9}, "rescale_steps=9, scheme='single'"),

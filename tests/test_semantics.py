@@ -28,6 +28,18 @@ PREDICTED = {
 }
 
 
+TRAINED = {
+    "momentum": (lambda rate: optimizers.SGD(rate, momentum=0.9), 0.05, reference.Sgd()),
+    "adam": (lambda rate: optimizers.Adam(rate), 2e-3, reference.Adam()),
+    "lion": (lambda rate: optimizers.Lion(rate, weight_decay=0.1), 2e-3, reference.Lion(decay=0.1)),
+}
+AT_ONE_TARGET = [
+    *[("momentum", *place) for place in ((1, 2), (2, 1), (3, 2), (4, 3), (6, 1), (6, 5), (4, 5))],
+    ("adam", 4, 2),
+    ("lion", 4, 3),
+]
+
+
 def minibatches(x, y):
     return [(x[i : i + BATCH], y[i : i + BATCH]) for i in range(0, len(x), BATCH)]
 
@@ -37,9 +49,7 @@ def compare(settings, stages, optimizer, **options):
     x, y = networks.data(rows=28 * BATCH)
     model = networks.mlp()
     state = reference.State([tuple(layer.get_weights()) for layer in model.layers])
-    if settings.scheme in ("local", "fitted"):
-        options |= {"scheme": "spectrain", "horizon": settings.scheme}
-    options = {"scheme": settings.scheme, **options}
+    settings, options = reference.chosen(settings, stages, options)
     pm = networks.pipeline(model, optimizer, cuts=networks.cuts(6, stages), **options)
     for part in (slice(0, 28 * BATCH), slice(0, 27 * BATCH)):
         pm.fit(x[part], y[part], batch_size=BATCH, shuffle=False, verbose=0)
@@ -60,6 +70,47 @@ def constantly(rate):
 )
 def test_asynchronous_schemes_equal_the_reference(scheme, stages):
     compare(reference.Settings(scheme, constantly(0.05)), stages, optimizers.SGD(0.05, momentum=0.9))
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "microbatches"),
+    networks.combinations([*TRAINED], (1, 2, 3, 4, 6), (1, 2, 3, 5), default=AT_ONE_TARGET),
+)
+def test_one_target_equals_the_reference(name, stages, microbatches):
+    optimizer, rate, expected = TRAINED[name]
+    settings = reference.Settings("target", constantly(rate), expected, microbatches=microbatches)
+    compare(settings, stages, optimizer(rate))
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "horizon"),
+    networks.combinations(
+        [*TRAINED], (1, 2, 3, 4, 6), (1.5, 1), default=[("momentum", 4, 1.5), ("momentum", 1, 1.5), ("lion", 3, 1)]
+    ),
+)
+def test_two_predicted_versions_equal_the_reference(name, stages, horizon):
+    optimizer, rate, expected = TRAINED[name]
+    settings = reference.Settings("2bw", constantly(rate), expected, horizon=horizon)
+    compare(settings, stages, optimizer(rate), microbatches=max(5, stages))
+
+
+@pytest.mark.parametrize("microbatches", networks.by_default([1, 3], 3))
+def test_one_target_without_a_longer_momentum(microbatches):
+    """Predictions then reach less far."""
+    settings = reference.Settings("target", constantly(0.02), microbatches=microbatches)
+    compare(settings, 4, optimizers.SGD(0.02, momentum=0.9), stretch_momentum=False)
+
+
+@pytest.mark.parametrize(
+    "name", networks.by_default(["nesterov", "decay", "adamw", "nadam", "rmsprop momentum"], "decay", "nadam")
+)
+def test_longer_momenta_at_changing_rates(name):
+    """A schedule reaches every stage, multiplied where momentum sums; decoupled weight decay stays what it is."""
+    optimizer, expected = {**PREDICTED, "nadam": (lambda rate: optimizers.Nadam(rate), reference.Nadam())}[name]
+    scale = 1.0 if name in ("nesterov", "decay") else 0.05
+    schedule = keras.optimizers.schedules.PiecewiseConstantDecay([7, 35], [scale * each for each in HALVED.values])
+    settings = reference.Settings("target", lambda t: float(schedule(t)), expected, microbatches=2)
+    compare(settings, 4, optimizer(schedule))
 
 
 @pytest.mark.parametrize("name", networks.by_default(PREDICTED, "nesterov", "decay", "adamw", "rmsprop momentum"))

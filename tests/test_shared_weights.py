@@ -75,9 +75,7 @@ def compare(settings, stages, optimizer, **options):
     x, y = data()
     model = networks.tied_autoencoder()
     state = reference.State(networks.tied_layers(model), networks.TIED)
-    if settings.scheme in ("local", "fitted"):
-        options |= {"scheme": "spectrain", "horizon": settings.scheme}
-    options = {"scheme": settings.scheme, **options}
+    settings, options = reference.chosen(settings, stages, options)
     pm = networks.pipeline(model, optimizer, cuts=networks.cuts(6, stages), **options)
     for rows in (28 * BATCH, 27 * BATCH):
         fit(pm, x[:rows], y[:rows])
@@ -100,6 +98,21 @@ def compare(settings, stages, optimizer, **options):
 )
 def test_asynchronous_schemes_equal_the_reference(scheme, stages):
     settings = reference.Settings(scheme, lambda t: 0.05)
+    compare(settings, stages, optimizers.SGD(0.05, momentum=0.9))
+
+
+@pytest.mark.parametrize(
+    ("stages", "microbatches"),
+    networks.combinations((2, 3, 4, 6), (1, 2, 5), default=[(2, 1), (3, 2), (4, 5), (6, 2)]),
+)
+def test_one_target_equals_the_reference(stages, microbatches):
+    settings = reference.Settings("target", lambda t: 0.05, microbatches=microbatches)
+    compare(settings, stages, optimizers.SGD(0.05, momentum=0.9))
+
+
+@pytest.mark.parametrize("stages", networks.by_default([2, 3, 4, 6], 4))
+def test_two_predicted_versions_equal_the_reference(stages):
+    settings = reference.Settings("2bw", lambda t: 0.05, horizon=1.5)
     compare(settings, stages, optimizers.SGD(0.05, momentum=0.9))
 
 

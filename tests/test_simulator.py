@@ -105,6 +105,34 @@ def test_an_asynchronous_pipeline_is_as_fast_as_its_slowest_stage(times):
     assert 120 * slowest_s <= trace.duration_s <= (120 + 2 * len(times)) * slowest_s
 
 
+@pytest.mark.parametrize("microbatches", [1, 2, 4])
+def test_asynchronous_microbatches_have_no_bubble(microbatches):
+    """A flush costs ``(N-1)/M`` of a minibatch, which is not lost where all stages predict one target."""
+    one = (1.0, 2.0, 0, 0, 0)
+    plain = cut([one] * 8, 32, microbatches=microbatches)
+    partition = replace(plain, training=Training("spectrain", horizon="target", microbatches=microbatches))
+    assert partition.step_s == pytest.approx(3)
+    trace = simulate(partition, "spectrain", AT_ONCE, 60)
+    assert trace.step_s == pytest.approx(3)
+    assert len(trace.spans) == 60 * 8 * 2 * microbatches
+    flushed = simulate(partition, "1f1b", AT_ONCE, 60)
+    assert flushed.step_s == pytest.approx(3 * (1 + 7 / microbatches))
+
+
+def test_one_target_predicts_in_every_forward_and_backward():
+    """Each time for 3/5 of an update; the last stage's backward has what its forward has predicted."""
+    one = (3.0, 6.0, 1.0, 0, 0)
+    partition = replace(cut([one] * 4, 30), training=Training("spectrain", horizon="target", microbatches=3))
+    spans = simulate(partition, "spectrain", AT_ONCE, 20).spans
+    for span in spans:
+        if 30 <= span.microbatch < 45:
+            update_s = span.op == "B" and span.microbatch % 3 == 2
+            adding_s = 0.6 * (span.op == "B" and span.microbatch % 3 > 0)
+            predicting_s = 0.6 * (span.op == "F" or span.stage < 3)
+            work_s = (1.0 if span.op == "F" else 2.0) + predicting_s + adding_s + update_s
+            assert span.end_s - span.start_s == pytest.approx(work_s)
+
+
 @given(chains, st.sampled_from([1.0, 7.0]))
 @settings(deadline=None, max_examples=25)
 def test_asynchronous_schemes_differ_in_weights_only(stages, bandwidth):

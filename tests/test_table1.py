@@ -123,6 +123,19 @@ def test_what_has_ended_is_not_repeated(main, tmp_path, capsys):
     assert "Received: snn with momentum 0.9 and 0.5." in capsys.readouterr().err
 
 
+def test_variants_of_a_scheme_are_rows_of_their_own(main, tmp_path, capsys):
+    options = ("--model", "snn", *TINY, "--seeds", "1", "--output", str(tmp_path))
+    names = ("spectrain", "spectrain/target/M=2", "2bw/1.5")
+    assert main([*options, *(each for name in names for each in ("--scheme", name))]) == 0
+    found = {path.parts[-3] for path in tmp_path.glob("*/*/*/summary.json")}
+    assert found == {"spectrain", "spectrain-target-M2", "2bw-1.5"}
+    table = (tmp_path / "table1.md").read_text()
+    assert all(f"| {name} | 1 |" in table for name in names)
+    with pytest.raises(SystemExit):
+        table1.parse(["--scheme", "vanilla/target"])
+    assert "horizon='target', scheme='vanilla'" in capsys.readouterr().err
+
+
 def test_a_command_that_is_stopped_says_how_to_go_on(main, tmp_path, monkeypatch, capsys):
     def stop(*arguments, **options):
         raise KeyboardInterrupt

@@ -27,6 +27,9 @@ RUNS = [
     ("spectrain", {}),
     ("spectrain", {"horizon": "local"}),
     ("spectrain", {"horizon": "fitted"}),
+    *[("spectrain", {"horizon": "target", "microbatches": count}) for count in (1, 4)],
+    ("2bw", {"horizon": 1.5}),
+    ("spectrain", {"optimizer": "lion"}),
     *[(scheme, {}) for scheme in ("spike-compensation", "2bw", "gpipe", "1f1b")],
     ("vanilla", {"rescale_steps": 20}),
     *[(scheme, {"recompute": True}) for scheme in ("spectrain", "gpipe")],
@@ -64,9 +67,10 @@ def digest(make, scheme, options):
     x = rng.normal(size=(STEPS * ROWS, *model.inputs[0].shape[1:])).astype("float32")
     y = rng.integers(0, 4, size=STEPS * ROWS)
     options = dict(options)
-    adam = options.pop("optimizer", None) == "adam"
+    name = options.pop("optimizer", None)
     pm = pipetrain.PipelineModel(model, scheme=scheme, **placed(model, scheme, options))
-    optimizer = keras.optimizers.Adam(1e-3) if adam else keras.optimizers.SGD(0.02, momentum=0.9)
+    adaptive = {"adam": keras.optimizers.Adam, "lion": keras.optimizers.Lion}
+    optimizer = adaptive[name](1e-3) if name else keras.optimizers.SGD(0.02, momentum=0.9)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     pm.compile(optimizer, loss=loss, metrics=["accuracy"])
     history = pm.fit(x, y, batch_size=ROWS, verbose=0).history

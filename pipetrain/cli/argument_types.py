@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipetrain.plan.cluster import size_bytes
+from pipetrain.schemes.table import HORIZONS
 
 
 def positive_number(text: str) -> float:
@@ -35,6 +36,18 @@ def count(text: str) -> int:
 def slots(text: str) -> int:
     """A whole number from 0 up."""
     return 0 if text == "0" else count(text)
+
+
+def horizon(text: str) -> str | float:
+    """The name of a horizon, or a number of updates from 0 up."""
+    if text in HORIZONS:
+        return text
+    try:
+        return share(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is none of {', '.join(HORIZONS)}, nor a number from 0 up"
+        ) from error
 
 
 def input_shape(text: str) -> tuple[str, tuple[int, ...]]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from pipetrain.cli.argument_types import count, input_shape, input_shapes, size, slots
+from pipetrain.cli.argument_types import count, horizon, input_shape, input_shapes, size, slots
 from pipetrain.cli.quiet import start_tensorflow
 from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.memory import Training
@@ -26,11 +26,11 @@ class Given(NamedTuple):
     of_microbatches: Profile | None
 
 
-def check_horizon(named: str | Sequence[str] | None, horizon: str) -> None:
+def check_horizon(named: str | Sequence[str] | None, horizon: str | float) -> None:
     """Refuse a horizon that none of the schemes has."""
     chosen = [named] if isinstance(named, str) else named or ["spectrain"]
-    if not any(table.has(each, "horizon") for each in chosen):
-        table.check_options(chosen[0], horizon, False, None)
+    if not any(table.takes(each, horizon) for each in chosen):
+        table.check_horizon(chosen[0], horizon)
 
 
 def given(options: argparse.Namespace) -> Given:
@@ -54,7 +54,7 @@ def given(options: argparse.Namespace) -> Given:
     about = model, options.batch_size, device, sys.stdout.isatty(), input_shapes(options.input_shape)
     named = [options.scheme] if isinstance(options.scheme, str) else options.scheme or []
     pieces = min(options.microbatches, options.batch_size)
-    divided = pieces > 1 and any(map(table.splits, named))
+    divided = pieces > 1 and any(table.splits(each, training.under(each).horizon) for each in named)
     return Given(profile(*about), cluster, training, profile(*about, pieces) if divided else None)
 
 
@@ -90,12 +90,14 @@ def add_common(command: argparse.ArgumentParser) -> None:
         type=count,
         default=4,
         metavar="N",
-        help="for gpipe, 1f1b and 2bw, which has stages - 1 at least (default: 4)",
+        help="for gpipe, 1f1b, spectrain with --horizon target, and 2bw, which has stages - 1 at least (default: 4)",
     )
     command.add_argument(
         "--horizon",
-        choices=table.HORIZONS,
+        type=horizon,
         default=table.HORIZONS[0],
-        help="how spectrain predicts, which decides on the memory (default: %(default)s)",
+        metavar="NAME|X",
+        help=f"how spectrain predicts ({', '.join(table.HORIZONS)}), or how many updates ahead 2bw does, which decides "
+        "on the memory (default: %(default)s)",
     )
     command.add_argument("--recompute", action="store_true", help="run forwards again instead of keeping activations")

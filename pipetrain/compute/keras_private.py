@@ -109,9 +109,16 @@ def second_moments(optimizer: keras.optimizers.Optimizer) -> list[Any]:
     return moments
 
 
-def decays(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> bool:
-    """Whether weight decay applies to this variable: the public ``exclude_from_weight_decay`` only sets it."""
-    return bool(optimizer._use_weight_decay(variable))
+def decay_of(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> float:
+    """The weight decay of this variable, 0 for none: the public ``exclude_from_weight_decay`` only sets that.
+
+    Muon has another one for the variables that it updates as Adam does.
+    """
+    if not optimizer.weight_decay or not optimizer._use_weight_decay(variable):
+        return 0.0
+    if hasattr(optimizer, "adam_weight_decay") and optimizer._should_use_adamw(variable):
+        return float(optimizer.adam_weight_decay or 0.0)
+    return float(optimizer.weight_decay)
 
 
 def copy_exclusions(

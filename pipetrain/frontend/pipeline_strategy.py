@@ -15,7 +15,8 @@ from pipetrain.compute.gc_pause import gc_paused
 from pipetrain.compute.graph.input_shapes import Shapes
 from pipetrain.compute.keras_private import count_of, supports_xla
 from pipetrain.compute.optimizer.adoption import forget
-from pipetrain.compute.optimizer.loss_scaling import LossScale, is_dynamic
+from pipetrain.compute.optimizer.loss_scaling import LossScale, is_dynamic, stepping
+from pipetrain.compute.optimizer.momenta import told, with_known_momentum
 from pipetrain.compute.optimizer.update import kinds_beside
 from pipetrain.frontend.attributes import known
 from pipetrain.frontend.checks.data import check_rows
@@ -48,7 +49,7 @@ class PipelineStrategy:
         self.placement, self.microbatches = placement, placement.training.microbatches
         self.distribution = Untuned(tf.distribute.get_strategy())
         self.evaluator = Evaluator(model, placement)
-        self._scheme = scheme
+        self._scheme = self._chosen = scheme  # ``compile`` may make another of what is chosen
         self._last_compilation: Compilation | None = None
         self._stages = OptimizedStages()
         self._pipeline: Pipeline | None = None
@@ -72,11 +73,15 @@ class PipelineStrategy:
 
     def compiled(self, owner: keras.Model, loss: Any, jit_compile: Any) -> None:
         """The optimizer and the loss are new: stages are made anew when the next ``fit`` begins."""
-        compilation = Compilation(owner, loss, self._scheme, self.placement, self._counted, self._metrics_built)
+        scheme = with_known_momentum(self._chosen, stepping(owner.optimizer))
+        compilation = Compilation(owner, loss, scheme, self.placement, self._counted, self._metrics_built)
         self.placement.learn_kernels(supports_xla(self.model) and jit_compile)
         if self._last_compilation is None or compilation.steps is not self._last_compilation.steps:
             self._stages = OptimizedStages()
-        self._last_compilation, self._pipeline = compilation, None
+        self._last_compilation, self._pipeline, self._scheme = compilation, None, scheme
+        factor = scheme.rule(0, self.placement.stages, self.microbatches).stretch
+        if factor != 1:
+            print(f"Momentum is stretched (stretch_momentum): {told(compilation.steps, factor)}.", flush=True)
 
     def _metrics_built(self) -> None:
         if self._fit is not None:

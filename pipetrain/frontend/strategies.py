@@ -38,20 +38,21 @@ class Options(NamedTuple):
     replicas: Sequence[int] | None
     microbatches: int | None
     recompute: bool
-    horizon: str
+    horizon: str | float
     spike_compensation: bool
     rescale_steps: int | None
+    stretch_momentum: bool | str = "auto"
 
     def of_policy(self) -> dict[str, Any]:
         """Those of the scheme's policy, for a checkpoint."""
-        return {name: getattr(self, name) for name in ("horizon", "spike_compensation", "rescale_steps")}
+        return dict(zip(self._fields[-4:], self[-4:], strict=True))
 
 
 def check(options: Options) -> None:
     """Raise ValueError, before a model is looked at, for what the scheme does not have."""
     name = check_name(options.scheme)
-    check_options(options.scheme, options.horizon, options.spike_compensation, options.rescale_steps)
-    check_microbatches(options.microbatches, options.scheme)
+    check_options(options.scheme, **options.of_policy())
+    check_microbatches(options.microbatches, options.scheme, options.horizon)
     check_replicas(name, options.replicas)
     check_recompute(options.recompute, name)
     check_cuts(options.cuts, name)
@@ -70,8 +71,8 @@ def _data_parallel(model: keras.Model, options: Options) -> Strategy:
 
 
 def _pipeline(model: keras.Model, options: Options) -> Strategy:
-    name, stages, cuts, devices, replicas, microbatches, recompute, horizon, spike_compensation, rescale_steps = options
-    scheme = chosen_scheme(name, horizon, spike_compensation, rescale_steps)
+    name, stages, cuts, devices, replicas, microbatches, recompute, horizon, *_ = options
+    scheme = chosen_scheme(name, **options.of_policy())
     on = resolve(devices)
 
     def training(stages: int) -> Training:

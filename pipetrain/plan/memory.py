@@ -8,7 +8,7 @@ from typing import NamedTuple
 from pipetrain.schemes.actions import Action, completes
 from pipetrain.schemes.schedules import groups_of, peak_in_flight
 from pipetrain.schemes.scheme import Scheme
-from pipetrain.schemes.table import HORIZONS, has, scheme
+from pipetrain.schemes.table import HORIZONS, scheme, takes
 from pipetrain.schemes.validation import check_own
 from pipetrain.schemes.weight_versions import WeightVersions
 
@@ -27,7 +27,7 @@ class Training(NamedTuple):
     slots: int = 1
     microbatches: int = 1
     recompute: bool = False
-    horizon: str = HORIZONS[0]
+    horizon: str | float = HORIZONS[0]
     gathers: bool = False
     jit_compile: bool | str = "auto"
 
@@ -42,8 +42,8 @@ class Training(NamedTuple):
         return max(self.microbatches, chosen.least_microbatches(stages)) if chosen.splits else 1
 
     def under(self, scheme: str | Scheme) -> Training:
-        """The same with another scheme, which may have no horizon."""
-        return self._replace(scheme=scheme, horizon=self.horizon if has(scheme, "horizon") else HORIZONS[0])
+        """The same with another scheme, which may not have this horizon."""
+        return self._replace(scheme=scheme, horizon=self.horizon if takes(scheme, self.horizon) else HORIZONS[0])
 
 
 class Demand(NamedTuple):
@@ -66,8 +66,8 @@ class Demand(NamedTuple):
 def demand(training: Training, stage: int, stages: int) -> Demand:
     """The demand of stage k of N: a dry run of its schedule, with integers for weights.
 
-    Weights: the newest, the optimizer's slots, every old version that is still to be read, predicted copies that are
-    read again; where the multiple of the velocity is fitted, the weights and the velocity that the observation under
+    Weights: the newest, the optimizer's slots, every old version that is still to be read, as it will be read; where
+    the multiple of the velocity is fitted, the weights and the velocity that the observation under
     way began with, and at its end how far the weights have gone. Gradients are there while their block is at work and
     until its weights are updated, unless the optimizer gathers them or those of several microbatches are summed, and
     likewise what is predicted to be read once. Sums of shared weights' gradients go up and down the pipeline, each

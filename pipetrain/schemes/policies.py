@@ -9,14 +9,17 @@ first of these stages too.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+from pipetrain.schemes.staleness_corrections import reaches
 
 
 class Read(NamedTuple):
-    """Read version ``version``, moved ``horizon`` updates ahead along the velocity."""
+    """Read version ``version``, moved ``horizon`` updates ahead along the velocity of that version."""
 
     version: int
-    horizon: int = 0
+    horizon: float = 0
 
 
 class Reader(NamedTuple):
@@ -58,7 +61,8 @@ class Reader(NamedTuple):
 class Policy(Protocol):
     """The weights of F(m) and of B(m); ``predicts`` says whether any horizon is above 0."""
 
-    predicts: bool
+    @property
+    def predicts(self) -> bool: ...
 
     def forward(self, reader: Reader) -> Read: ...
 
@@ -124,8 +128,8 @@ class SpecTrain:
 class LocalSpecTrain:
     """Predicted weights as of the minibatch's own backward at this stage, which reads the same weights.
 
-    ``s = min(i, N-1-k)`` from version ``v_F``, for both. Memory: at stage k < N-1, one predicted copy for each of the
-    N-k minibatches in flight. Sources: the SpecTrain authors' second version; PipeOptim (arXiv 2312.00839).
+    ``s = min(i, N-1-k)`` from version ``v_F``, for both. Memory: at stage k, N-1-k predicted copies of old versions.
+    Sources: the SpecTrain authors' second version; PipeOptim (arXiv 2312.00839).
     """
 
     predicts = True
@@ -138,14 +142,54 @@ class LocalSpecTrain:
         return self.forward(reader)
 
 
+@dataclass(frozen=True)
+class OneTarget:
+    """Predicted weights: all stages, forward and backward, aim at the same version, which may lie between two.
+
+    Microbatch m is to read version ``A = (m_F + c*(N-1)) / M`` at every stage, ``m_F = max(0, m - (N-1-k))``: F(m) from
+    version ``v_F = floor(m_F/M)``, ``s = A - v_F`` updates ahead; B(m) from version ``i = floor(m/M)``,
+    ``s = max(0, A - i)`` ahead. ``c`` is 1.5 where momentum is stretched, else 1 (``staleness_corrections.reaches``).
+    Shared weights are predicted from the version that is there to the same A.
+
+    ``stretch``: whether momentum is stretched; ``"auto"`` until the optimizer is known, by which it is decided.
+    """
+
+    stretch: bool | Literal["auto"] = "auto"
+    predicts = True
+
+    def forward(self, reader: Reader) -> Read:
+        newest = reader.newest()
+        return Read(newest, self._ahead(reader, newest))
+
+    def backward(self, reader: Reader) -> Read:
+        current = reader.current()
+        return Read(current, max(0.0, self._ahead(reader, current)))
+
+    def _ahead(self, reader: Reader, version: int) -> float:
+        """``A - version``, of whole numbers of microbatches: the same few numbers for ever."""
+        microbatch, stage, stages, microbatches, *_ = reader
+        done = max(0, microbatch - (stages - 1 - stage)) - version * microbatches
+        reach = reaches(stages, microbatches) if self.stretch else 1
+        return (done + reach * (stages - 1)) / microbatches
+
+
+@dataclass(frozen=True)
 class TwoVersions:
     """One version per minibatch at every stage, the version before the newest: ``W[max(0, i-1)]`` for both.
 
     For minibatches of at least N-1 microbatches, whose gradients are averaged: the version is then always there, and
     two are enough. ``W[i+1] = W[i] - lr * grad(W[i-1])``. Source: PipeDream-2BW (arXiv 2006.09503), section 3.1.
+
+    With a ``horizon`` s both read ``W[i-1] + s*(W[i-1] - W[i-2])``, which is stored in place of ``W[i-1]``; the first
+    minibatch after a start or a drain, which finds no version before the newest, reads ``W[0]``.
     """
 
-    predicts = False
+    horizon: float = 0
+
+    @property
+    def predicts(self) -> bool:
+        """Unless the horizon is 0."""
+        return self.horizon > 0
 
     @staticmethod
     def microbatches(stages: int) -> int:
@@ -153,7 +197,8 @@ class TwoVersions:
         return max(1, stages - 1)
 
     def forward(self, reader: Reader) -> Read:
-        return Read(max(0, reader.minibatch - 1))
+        before = reader.minibatch - 1
+        return Read(0) if before < 0 else Read(before, self.horizon)
 
     def backward(self, reader: Reader) -> Read:
         return self.forward(reader)

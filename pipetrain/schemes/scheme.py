@@ -6,23 +6,30 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
-from pipetrain.schemes.policies import Policy, Reader
+from pipetrain.schemes.policies import OneTarget, Policy, Read, Reader
 from pipetrain.schemes.schedules import Schedule
+from pipetrain.schemes.staleness_corrections import stretch
 
 
 class UpdateRule(NamedTuple):
     """What the updates of one stage do in addition to the optimizer's own step.
 
-    ``predicts``: the velocity is wanted; ``furthest``: for no more updates ahead than these (0: for any number);
-    ``fit_horizon``: over so many updates its best multiple is learnt (0: not); ``spikes``, ``rescale_steps``: see
-    ``staleness_corrections``.
+    ``predicts``: the velocity is wanted; ``horizons``: for so many updates ahead (none: for any number);
+    ``fit_horizon``: over so many updates its best multiple is learnt (0: not); ``spikes``, ``rescale_steps``,
+    ``stretch``: see ``staleness_corrections``.
     """
 
     predicts: bool = False
-    furthest: int = 0
+    horizons: frozenset[float] = frozenset()
     fit_horizon: int = 0
     spikes: bool = False
     rescale_steps: int = 0
+    stretch: float = 1.0
+
+    @property
+    def furthest(self) -> float:
+        """The most updates that are predicted; 0 where none are, or any number."""
+        return max(self.horizons, default=0)
 
     @property
     def corrects(self) -> bool:
@@ -98,23 +105,39 @@ class Scheme(NamedTuple):
 
         ``first`` is the first stage that has the weights, where several share them.
         """
-        furthest = _furthest(self, stage, stages, microbatches, first)
-        return UpdateRule(self.policy.predicts, furthest, furthest if self.fits else 0, self.spikes, self.rescale_steps)
+        horizons = _horizons(self, stage, stages, microbatches, first)
+        return UpdateRule(
+            self.policy.predicts,
+            horizons,
+            int(max(horizons, default=0)) if self.fits else 0,
+            self.spikes,
+            self.rescale_steps,
+            stretch(stages, microbatches) if self.stretches else 1.0,
+        )
+
+    @property
+    def stretches(self) -> bool:
+        """Whether momentum is stretched, or may be: that of an optimizer which has one that is known."""
+        return isinstance(self.policy, OneTarget) and bool(self.policy.stretch)
 
     def predictions(self, stage: int, stages: int, microbatches: int = 1) -> tuple[int, int]:
         """How many forwards and backwards of a minibatch predict weights, when the pipeline has long been full.
 
-        A backward that reads what its forward has predicted does not predict it again.
+        The last stage's backward does not predict again what its forward has read, with which it is one call. What is
+        read of an old version was predicted once, before the update that made it old.
         """
         if not self.policy.predicts:
             return 0, 0
         forwards = backwards = 0
+        stored: set[Read] = set()
         for microbatch in range(2 * stages * microbatches, (2 * stages + 1) * microbatches):
             reader = self.reader(microbatch, stage, stages, microbatches)
             read, again = self.policy.forward(reader), self.policy.backward(reader)
-            forwards += read.horizon > 0
-            backwards += again.horizon > 0 and again != read
-        return forwards, backwards
+            newest, current = reader.newest(), reader.current()
+            forwards += read.horizon > 0 and read.version == newest
+            backwards += again.horizon > 0 and again.version == current and (again != read or stage < stages - 1)
+            stored |= {each for each, there in ((read, newest), (again, current)) if each.version < there}
+        return forwards, backwards + sum(read.horizon > 0 for read in stored)
 
     def least_microbatches(self, stages: int) -> int:
         """The fewest microbatches that give every version in time, with so many stages."""
@@ -122,9 +145,10 @@ class Scheme(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _furthest(scheme: Scheme, stage: int, stages: int, microbatches: int, first: int | None = None) -> int:
-    """The most updates that stage k of N predicts ahead until the pipeline has long been full."""
+def _horizons(scheme: Scheme, stage: int, stages: int, microbatches: int, first: int | None = None) -> frozenset[float]:
+    """How many updates stage k of N predicts ahead, all numbers until the pipeline has long been full."""
     if not scheme.policy.predicts:
-        return 0
+        return frozenset()
     readers = [scheme.reader(m, stage, stages, microbatches, first) for m in range((2 * stages + 1) * microbatches)]
-    return max(way(each).horizon for each in readers for way in (scheme.policy.forward, scheme.policy.backward))
+    ways = scheme.policy.forward, scheme.policy.backward
+    return frozenset(way(each).horizon for each in readers for way in ways) - {0}

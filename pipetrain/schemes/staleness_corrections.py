@@ -29,3 +29,31 @@ def rescaled(rate: Any, staleness: Any, step: Any, steps: Any) -> Any:
     """
     left = 1 - step / steps
     return rate / (positive(staleness - 1) + 1) ** positive(left)
+
+
+def stretches(stages: int, microbatches: int) -> bool:
+    """Whether momentum is to be stretched where all stages predict one target: with fewer microbatches than stages."""
+    return microbatches < stages
+
+
+def reaches(stages: int, microbatches: int) -> float:
+    """c of ``policies.OneTarget`` where momentum may be stretched: 1.5 where it is, else 1."""
+    return 1.5 if stretches(stages, microbatches) else 1.0
+
+
+def stretch(stages: int, microbatches: int) -> float:
+    """``f = min(1, 1.6 / (1 + (N-1)/M))``, and 1 where nothing is stretched: N stages, M microbatches a minibatch.
+
+    Momentum is stretched by it as ``stretched`` says. What an update adds to the weights counts then for ``1/f`` times
+    as many later updates, and for as much less at once: the last update foretells more of the next ones.
+    """
+    return min(1.0, 1.6 / (1 + (stages - 1) / microbatches)) if stretches(stages, microbatches) else 1.0
+
+
+def stretched(mu: float, factor: float) -> float:
+    """``mu'`` of ``1 - mu' = f * (1 - mu)``.
+
+    A momentum that sums gradients (SGD's) grows by ``(1 - mu)/(1 - mu')``, so its learning rate is multiplied by f; one
+    that averages them (Adam's ``beta_1``) does not, and its rate stays.
+    """
+    return 1 - factor * (1 - mu)

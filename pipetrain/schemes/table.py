@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from numbers import Real
 from typing import Any
 
 from pipetrain.schemes import policies, schedules
@@ -50,13 +52,15 @@ SCHEMES: dict[str, Scheme] = {
 INFERENCE = Scheme("inference", FORWARD_ONLY, policies.Still(), "forwards only, for evaluate and predict", trains=False)
 DATA_PARALLEL = "data-parallel"
 NAMES = ("single", DATA_PARALLEL, *(name for name in SCHEMES if name != "single"))
-HORIZONS = ("round-trip", "local", "fitted")  # of spectrain; the first is the paper's
+HORIZONS = ("round-trip", "local", "fitted", "target")  # of spectrain; the first is the paper's
+RECOMMENDED = 1.5  # the horizon of 2bw, where one is wanted
 
 
 def is_known(chosen: Scheme) -> bool:
     """Whether its schedule and its policy are those of a scheme of the table."""
     parts = {(each.schedule, type(each.policy)) for each in SCHEMES.values()}
-    return (chosen.schedule, type(chosen.policy)) in parts | {(ASYNCHRONOUS, policies.LocalSpecTrain)}
+    others = policies.LocalSpecTrain, policies.OneTarget
+    return (chosen.schedule, type(chosen.policy)) in parts | {(ASYNCHRONOUS, each) for each in others}
 
 
 def check_name(name: object) -> str:
@@ -76,7 +80,11 @@ def check_name(name: object) -> str:
 
 
 def scheme(
-    name: str | Scheme, horizon: str = HORIZONS[0], spike_compensation: bool = False, rescale_steps: int | None = None
+    name: str | Scheme,
+    horizon: str | float = HORIZONS[0],
+    spike_compensation: bool = False,
+    rescale_steps: int | None = None,
+    stretch_momentum: bool | str = "auto",
 ) -> Scheme:
     """The scheme of the table with these options. Raises ValueError for options that it does not have.
 
@@ -84,17 +92,25 @@ def scheme(
         name: but ``data-parallel``, which is no pipeline; or a ``Scheme``, which is taken as it is.
         horizon: how far ``spectrain`` predicts: ``round-trip`` as the paper has it; ``local``, to the minibatch's own
             backward, which reads the same predicted weights; ``fitted``, the paper's with the multiple of the velocity
-            that came nearest to the weights actually reached.
+            that came nearest to the weights actually reached; ``target``, to one version for all stages, see
+            ``policies.OneTarget``. How far ``2bw`` predicts: a number of updates, 0 as published by default.
         spike_compensation: for asynchronous schemes, see ``staleness_corrections.spike``.
         rescale_steps: for asynchronous schemes but ``2bw``, the steps over which
             ``staleness_corrections.rescaled`` fades away.
+        stretch_momentum: whether the horizon ``target`` stretches momentum, see ``staleness_corrections.stretch``;
+            ``"auto"``: that of an optimizer that has one which is known.
     """
-    check_options(name, horizon, spike_compensation, rescale_steps)
+    check_options(name, horizon, spike_compensation, rescale_steps, stretch_momentum)
     if isinstance(name, Scheme):
         name.check()
     chosen = name if isinstance(name, Scheme) else _named(name)
     if horizon == "local":
         chosen = chosen._replace(policy=policies.LocalSpecTrain())
+    elif horizon == "target":
+        stretch: Any = stretch_momentum if stretch_momentum == "auto" else bool(stretch_momentum)
+        chosen = chosen._replace(policy=policies.OneTarget(stretch), splits=True)
+    elif not isinstance(horizon, str):
+        chosen = chosen._replace(policy=policies.TwoVersions(float(horizon)))
     return chosen._replace(
         fits=chosen.fits or horizon == "fitted",
         spikes=chosen.spikes or spike_compensation,
@@ -112,8 +128,10 @@ def _named(name: str) -> Scheme:
 
 
 def has(name: str | Scheme, option: str) -> bool:
-    """Whether a scheme, or that of this name, has ``horizon``, ``spike_compensation`` or ``rescale_steps``."""
+    """Whether a scheme, or that of this name, has this option of ``scheme``."""
     if option == "horizon":
+        return str(name) in ("spectrain", "2bw")
+    if option == "stretch_momentum":
         return str(name) == "spectrain"
     if option == "rescale_steps" and str(name) == "2bw":
         return False  # whose staleness of 1 changes no rate
@@ -121,15 +139,53 @@ def has(name: str | Scheme, option: str) -> bool:
     return chosen is not None and chosen.asynchronous
 
 
-def check_options(name: str | Scheme, horizon: object, spike_compensation: object, rescale_steps: object) -> None:
-    """Raise ValueError for options that the scheme, or that of this name, ``data-parallel`` included, does not have."""
-    if horizon not in HORIZONS:
-        raise ValueError(f"Unknown horizon. Received: horizon={horizon!r}. Try one of: {', '.join(HORIZONS)}.")
-    if horizon != HORIZONS[0] and not has(name, "horizon"):
+def takes(name: str | Scheme, horizon: object) -> bool:
+    """Whether a scheme, or that of this name, has this horizon; each has the first of ``HORIZONS``, its own."""
+    if isinstance(horizon, str):
+        return horizon == HORIZONS[0] or (horizon in HORIZONS and str(name) == "spectrain")
+    return str(name) == "2bw" and _is_number(horizon)
+
+
+def _is_number(horizon: Any) -> bool:
+    return isinstance(horizon, Real) and not isinstance(horizon, bool) and 0 <= float(horizon) < math.inf
+
+
+def check_horizon(name: str | Scheme, horizon: object) -> None:
+    """Raise ValueError for a horizon that is none, or that the scheme, or that of this name, does not have."""
+    if takes(name, horizon):
+        return
+    received = f"Received: horizon={horizon!r}, scheme={str(name)!r}. "
+    if str(name) == "2bw":
+        raise ValueError(f"2bw predicts a number of updates ahead, 0 or more. {received}Try horizon={RECOMMENDED}.")
+    if not _is_number(horizon) and horizon not in HORIZONS:
+        raise ValueError(f"Unknown horizon. {received}Try one of: {', '.join(HORIZONS)}; a number for 2bw.")
+    if str(name) == "spectrain":
+        raise ValueError(f"Only 2bw's horizon is a number. {received}Try one of: {', '.join(HORIZONS)}.")
+    raise ValueError(f"Only spectrain and 2bw predict weights. {received}Try scheme='spectrain', or without horizon.")
+
+
+def _check_stretch(name: str | Scheme, horizon: object, stretch_momentum: object) -> None:
+    if isinstance(stretch_momentum, str) and stretch_momentum == "auto":
+        return
+    problem = "Momentum is either stretched (True) or not (False), or where that is known to help ('auto')"
+    if checked_bool("stretch_momentum", stretch_momentum, problem) and horizon != "target":
         raise ValueError(
-            f"Only spectrain predicts weights. Received: horizon={horizon!r}, scheme={str(name)!r}. "
-            "Try scheme='spectrain', or without horizon."
+            "Momentum is stretched where all stages predict one target. Received: "
+            f"stretch_momentum=True, scheme={str(name)!r}, horizon={horizon!r}. "
+            "Try scheme='spectrain', horizon='target', or without stretch_momentum."
         )
+
+
+def check_options(
+    name: str | Scheme,
+    horizon: object,
+    spike_compensation: object,
+    rescale_steps: object,
+    stretch_momentum: object = "auto",
+) -> None:
+    """Raise ValueError for options that the scheme, or that of this name, ``data-parallel`` included, does not have."""
+    check_horizon(name, horizon)
+    _check_stretch(name, horizon, stretch_momentum)
     spikes = checked_bool(
         "spike_compensation", spike_compensation, "Spike compensation is either on (True) or off (False)"
     )
@@ -145,20 +201,21 @@ def check_options(name: str | Scheme, horizon: object, spike_compensation: objec
             )
 
 
-def check_microbatches(microbatches: Any, name: str | Scheme) -> None:
+def check_microbatches(microbatches: Any, name: str | Scheme, horizon: object = HORIZONS[0]) -> None:
     """Refuse anything but None or a count, and several microbatches of a scheme that does not split minibatches."""
     if microbatches is None:
         return
     count = checked_count("microbatches", microbatches, "A batch has at least one microbatch", 4)
-    if count > 1 and not splits(name):
+    if count > 1 and not splits(name, horizon):
         splitting = [each.name for each in SCHEMES.values() if each.splits]
         raise ValueError(
             f"This scheme does not split a minibatch. Received: microbatches={microbatches!r}, "
-            f"scheme={str(name)!r}. Try leaving it out, or one of: {', '.join(splitting)}."
+            f"scheme={str(name)!r}. Try leaving it out, or one of: {', '.join(splitting)}; "
+            "or horizon='target' for spectrain."
         )
 
 
-def splits(name: str | Scheme) -> bool:
-    """Whether the scheme, or that of this name, divides minibatches into microbatches."""
+def splits(name: str | Scheme, horizon: object = HORIZONS[0]) -> bool:
+    """Whether the scheme, or that of this name and horizon, divides minibatches into microbatches."""
     chosen = name if isinstance(name, Scheme) else SCHEMES.get(name)
-    return chosen is not None and chosen.splits
+    return chosen is not None and (chosen.splits or (horizon == "target" and takes(name, horizon)))

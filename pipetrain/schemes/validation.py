@@ -132,8 +132,7 @@ def _check_weights(scheme: Scheme, stage: int, stages: int, microbatches: int, o
             )
         for way in action.operation.reads:
             read = getattr(scheme.policy, way)(reader)
-            kept = way == "backward" and read == scheme.policy.forward(reader)  # what the forward read, predicted
-            _check_read(read, action, versions.version, scheme.policy.predicts, kept)
+            _check_read(read, action, versions.version, scheme.policy.predicts)
             try:
                 getattr(versions, way)(action.microbatch)
             except KeyError as error:
@@ -145,10 +144,8 @@ def _check_weights(scheme: Scheme, stage: int, stages: int, microbatches: int, o
             versions.before_update()
 
 
-def _check_read(read: Any, action: Action, newest: int, predicts: bool, kept: bool) -> None:
+def _check_read(read: Any, action: Action, newest: int, predicts: bool) -> None:
     if not isinstance(read, Read) or not 0 <= read.version <= newest or read.horizon < 0:
         raise ScheduleError(f"{action} is to read {read!r}; versions are 0 to {newest}, horizons 0 or more.")
     if read.horizon and not predicts:
         raise ScheduleError(f"{action} is to read {read!r}, predicted, by a policy of predicts=False.")
-    if read.horizon and read.version < newest and not kept:
-        raise ScheduleError(f"{action} is to read {read!r}; only the newest version, {newest}, can be predicted.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -14,10 +14,10 @@ class WeightVersions:
     """The versions of one stage's weights that some action still has to read.
 
     Weights may be anything: integers, arrays, tensors. ``newest(horizon)`` gives the newest version, moved that many
-    updates ahead, which only the newest can be, for the velocity belongs to it; ``keep(horizon)`` gives it in a form
-    that later updates leave alone. Memory: an old version is held only while an action will still read it, and a
-    predicted one only if a later version's action reads it again. So weight stashing holds ``N-k-1`` besides the newest
-    at stage k, ``2bw`` one, and vanilla and SpecTrain none.
+    updates ahead; ``keep(horizon)`` gives it in a form that later updates leave alone. Only the newest can be moved,
+    for the velocity belongs to it: what will be read of it when it is old is kept as it will be read. Memory: an old
+    version is held only while an action will still read it. So weight stashing holds ``N-k-1`` besides the newest at
+    stage k, ``2bw`` one, predicted or not, and vanilla and SpecTrain none.
 
     Of weights that stages share the newest is read where a policy asks for a later version than has come to the stage.
 
@@ -37,13 +37,14 @@ class WeightVersions:
         stage: int,
         stages: int,
         microbatches: int,
-        newest: Callable[[int], Any],
-        keep: Callable[[int], Any],
+        newest: Callable[[float], Any],
+        keep: Callable[[float], Any],
         first: int | None = None,
     ) -> None:
         policy = scheme.policy
+        self._ahead = 4 * stages * microbatches  # no action reads a version that is so many microbatches old
 
-        @lru_cache(maxsize=4 * stages * microbatches)  # they are asked for often
+        @lru_cache(maxsize=2 * self._ahead)  # they are asked for often
         def reads(microbatch: int) -> tuple[Read, Read, int, int]:
             """Of F(m) and of B(m), and the versions that these find."""
             reader = scheme.reader(microbatch, stage, stages, microbatches, first)
@@ -56,25 +57,18 @@ class WeightVersions:
 
         self._reads, self._microbatches = reads, microbatches
         self._newest, self._keep = newest, keep
-        self._kept: dict[int, Any] = {}
-        self._predicted: dict[int, Any] = {}  # by microbatch, for its backward
+        self._kept: dict[Read, Any] = {}
         self._next_forward = self._next_backward = 0
         self.version = 0
 
     def forward(self, microbatch: int) -> Any:
         """The weights of F(microbatch)."""
         self._next_forward = max(self._next_forward, microbatch + 1)
-        read, again, _, current = self._reads(microbatch)
-        if read.horizon and read.version < current and read == again:
-            self._predicted[microbatch] = self._keep(read.horizon)
-            return self._predicted[microbatch]
-        return self._resolve(read)
+        return self._resolve(self._reads(microbatch)[0])
 
     def backward(self, microbatch: int) -> Any:
         """The weights of B(microbatch)."""
         self._next_backward = max(self._next_backward, microbatch + 1)
-        if microbatch in self._predicted:
-            return self._predicted.pop(microbatch)
         return self._resolve(self._reads(microbatch)[1])
 
     def found(self, microbatch: int, backward: bool) -> int:
@@ -92,27 +86,37 @@ class WeightVersions:
         return microbatch // self._microbatches - self._reads(microbatch)[0].version
 
     def before_update(self) -> None:
-        """Call just before the weights change: keeps the newest if an action still reads it, forgets what none will."""
-        read = self._reads(self._next_backward)[1]
-        oldest = self.version + 1 if read.horizon else read.version  # what is predicted comes from the newest then
-        forward, _, found, _ = self._reads(self._next_forward)
-        if found > self.version:  # else the schedule has the next forward before this update: there is none, it drains
-            oldest = min(oldest, forward.version)
-        if self.version >= oldest:
-            self._kept[self.version] = self._keep(0)
+        """Call just before the weights change: keeps the newest as actions still read it, forgets what none will."""
+        reads = {*self._still_read()}
         if self._kept:
-            self._kept = {version: weights for version, weights in self._kept.items() if version >= oldest}
+            self._kept = {read: weights for read, weights in self._kept.items() if read in reads}
+        for read in reads:
+            if read.version == self.version:
+                self._kept[read] = self._keep(read.horizon)
         self.version += 1
 
+    def _still_read(self) -> Iterator[Read]:
+        """What actions to come read of the versions up to this one. Later actions read later versions, or the same."""
+        for microbatch in range(self._next_backward, self._next_backward + self._ahead):
+            read = self._reads(microbatch)[1]
+            if read.version > self.version:
+                break
+            yield read
+        for microbatch in range(self._next_forward, self._next_forward + self._ahead):
+            read, _, found, _ = self._reads(microbatch)
+            if found <= self.version or read.version > self.version:
+                break  # the schedule has a forward that finds this version before the update: there is none, it drains
+            yield read
+
     @property
-    def old(self) -> set[int]:
-        """Old versions that are held."""
+    def old(self) -> set[Read]:
+        """What is held of old versions."""
         return set(self._kept)
 
     @property
     def kept(self) -> int:
-        """Versions held besides the newest."""
-        return len(self._kept) + len(self._predicted)
+        """Copies held besides the newest version."""
+        return len(self._kept)
 
     def _resolve(self, read: Read) -> Any:
-        return self._newest(read.horizon) if read.version == self.version else self._kept[read.version]
+        return self._newest(read.horizon) if read.version == self.version else self._kept[read]

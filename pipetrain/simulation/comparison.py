@@ -87,18 +87,19 @@ def compare(
         ValueError: what cannot be planned or simulated; ``microbatches`` where none of the schemes splits minibatches.
     """
     cluster, training = cluster or Cluster(), training or DEFAULT_TRAINING
-    for scheme in [each for each in schemes if splits(each)] or schemes:
-        check_microbatches(microbatches, scheme)
+    split = {scheme: splits(scheme, training.under(scheme).horizon) for scheme in schemes}
+    for scheme in [each for each in schemes if split[each]] or schemes:
+        check_microbatches(microbatches, scheme, training.under(scheme).horizon)
     partitions: dict[str, Partition | None] = {}
     for scheme in schemes:
         pipelined = check_name(scheme) != DATA_PARALLEL
-        trained, pieces = training.under(scheme if pipelined else "single"), of_microbatches if splits(scheme) else None
+        trained, pieces = training.under(scheme if pipelined else "single"), of_microbatches if split[scheme] else None
         advice = advise(profile, num_devices, cluster, trained, pieces)
         partitions[scheme] = _chosen(advice, scheme)
     one = advise(profile, 1, Cluster(cluster.levels, processors=cluster.processors)).ways["single"]
     assert one is not None  # memory has no limit here
     traces = {
-        scheme: simulate(each, scheme, cluster, microbatches=microbatches if splits(scheme) else None, **options)
+        scheme: simulate(each, scheme, cluster, microbatches=microbatches if split[scheme] else None, **options)
         for scheme, each in partitions.items()
         if each is not None
     }

@@ -13,7 +13,6 @@ from pipetrain.schemes.arguments import checked_count
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.splitting import window as window_of
 from pipetrain.schemes.table import DATA_PARALLEL, SCHEMES, check_microbatches, check_name
-from pipetrain.schemes.table import scheme as chosen_scheme
 from pipetrain.schemes.validation import check_own
 from pipetrain.simulation.build import Options, StationBuilder
 from pipetrain.simulation.events import Simulation
@@ -53,7 +52,7 @@ def simulate(
 
     Args:
         partition: the stages and what they cost; see ``partition``.
-        scheme: the name of a scheme, or a ``Scheme``.
+        scheme: the name of a scheme, or a ``Scheme``; with the horizon of the partition's training, if it has that.
         cluster: how devices are joined and how many work at once; by default as ``Cluster()``, with the partition's
             processors.
         minibatches: how many are trained before the pipeline drains.
@@ -72,10 +71,10 @@ def simulate(
     Raises:
         ValueError: for what cannot be simulated, with a suggestion; ``ScheduleError`` for a schedule that cannot run.
     """
-    chosen = SCHEMES["single"] if check_name(scheme) == DATA_PARALLEL else chosen_scheme(scheme)
-    check_microbatches(microbatches, scheme)
-    checked_training(partition.training)
-    stages, devices = _placed(partition, scheme)
+    training = checked_training(partition.training).under(scheme)
+    chosen = SCHEMES["single"] if check_name(scheme) == DATA_PARALLEL else training.chosen
+    check_microbatches(microbatches, scheme, training.horizon)
+    stages, devices = _placed(partition, chosen, scheme == DATA_PARALLEL)
     cluster = cluster or Cluster(processors=partition.processors)
     pieces = _pieces(chosen, len(stages), partition, microbatches)
     check_own(chosen, len(stages), pieces)
@@ -100,16 +99,19 @@ def simulate(
     return trace_of(built.stations, record, None if chosen.schedule.chunks == 1 else len(built.stations))
 
 
-def _placed(partition: Partition, scheme: str | Scheme) -> tuple[list[StagePlan], list[list[int]]]:
-    """The stages to simulate, and of each device of the schedule those of its replicas."""
-    stages, chunks = list(partition.stages), chosen_scheme(scheme).schedule.chunks if scheme != DATA_PARALLEL else 1
+def _placed(partition: Partition, scheme: Scheme, everywhere: bool) -> tuple[list[StagePlan], list[list[int]]]:
+    """The stages to simulate, and of each device of the schedule those of its replicas.
+
+    ``everywhere``: whether every device has all stages.
+    """
+    stages = list(partition.stages)
     devices = [list(range(stage.device, stage.device + stage.replicas)) for stage in stages]
-    if chunks > 1:
-        place, count = chosen_scheme(scheme).schedule.place, chosen_scheme(scheme).schedule.devices(len(stages))
+    if scheme.schedule.chunks > 1:
+        place, count = scheme.schedule.place, scheme.schedule.devices(len(stages))
         devices = [[n] for n in range(count)]
         if [stage.device for stage in stages] != [place(stage, count) for stage in range(len(stages))]:
             raise ValueError(
-                f"The partition's stages are not where the schedule has them. Received: scheme={str(scheme)!r}, stages "
+                f"The partition's stages are not where the schedule has them. Received: scheme={scheme.name!r}, stages "
                 f"on devices {[stage.device for stage in stages]}. Try partition(..., training=Training(scheme))."
             )
     every = [device for each in devices for device in each]
@@ -118,7 +120,7 @@ def _placed(partition: Partition, scheme: str | Scheme) -> tuple[list[StagePlan]
             f"Each replica of a stage has a device of its own. Received: devices={devices}. "
             "Try pipetrain.partition, which places them."
         )
-    if scheme not in ("single", DATA_PARALLEL):
+    if scheme.name != "single":
         return stages, devices
     whole = replace(
         stages[0],
@@ -126,7 +128,7 @@ def _placed(partition: Partition, scheme: str | Scheme) -> tuple[list[StagePlan]
         output_bytes=0,
         **{name: sum(getattr(stage, name) for stage in stages) for name in SUMMED},
     )
-    return [whole], [every[:1] if scheme == "single" else every]
+    return [whole], [every if everywhere else every[:1]]
 
 
 def _pieces(scheme: Scheme, stages: int, partition: Partition, microbatches: int | None) -> int:

@@ -16,7 +16,7 @@ from pipetrain.compute.functions.kernels import Kernels
 class Newest(NamedTuple):
     """The stage's newest weights, ``horizon`` minibatches ahead along the velocity: a description, not yet tensors."""
 
-    horizon: int = 0
+    horizon: float = 0
 
 
 Tensors = list[tf.Tensor]

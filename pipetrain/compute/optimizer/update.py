@@ -8,13 +8,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from pipetrain.compute.keras_private import averages_of, count_of, decays, rate_of
+from pipetrain.compute.keras_private import averages_of, count_of, decay_of, rate_of
 from pipetrain.compute.optimizer.clone import clone
 from pipetrain.compute.optimizer.horizon_fit import HorizonFit
 from pipetrain.compute.optimizer.rates import Rescaled
 from pipetrain.compute.optimizer.slots import Slot, slots
 from pipetrain.compute.optimizer.spikes import SpikeCompensated
-from pipetrain.compute.optimizer.velocity import Velocity, velocity_of
+from pipetrain.compute.optimizer.velocity import Velocity, is_adam, velocity_of
 from pipetrain.schemes.prediction import decayed, predict
 from pipetrain.schemes.scheme import UpdateRule
 
@@ -38,13 +38,14 @@ class Update:
         rule: UpdateRule = UpdateRule(),  # noqa: B008 - a tuple, never changed
         untrained: Callable[[], Sequence[keras.Variable]] = tuple,
     ) -> None:
-        self._optimizer, self._variables, self._furthest = optimizer, list(variables), rule.furthest
+        self._optimizer, self._variables = optimizer, list(variables)
         self._every = optimizer.gradient_accumulation_steps or 1  # minibatches an update
+        self._by_one = rule.horizons == {1} and self._every == 1
         self._rate: tf.Variable | None = None
         self._velocity: Velocity | None = None
         self.fit: HorizonFit | None = None
         self._untrained = untrained
-        if rule.predicts and (isinstance(optimizer, keras.optimizers.Adam) or optimizer.weight_decay):
+        if rule.predicts and (is_adam(optimizer) or optimizer.weight_decay):
             self._rate = tf.Variable(0.0, trainable=False)  # of the last step, which slots or decay do not carry
         if rule.predicts:
             self._velocity = velocity_of(optimizer, self._variables, self._rate, self._after_decay)
@@ -107,7 +108,7 @@ class Update:
         predicted = []
         for variable, velocity in zip(self._variables, self.velocity(), strict=True):
             value = variable.value.read_value()
-            if self._furthest == self._every == 1 and ratio is None and not self._decays(variable):
+            if self._by_one and ratio is None and not self._decay(variable):
                 predicted.append(value + velocity)  # what ``predict`` says of one update, in one pass over memory
                 continue
             left, steps = self._ahead(variable, value, horizon)
@@ -125,9 +126,9 @@ class Update:
 
     def _ahead(self, variable: keras.Variable, value: tf.Tensor, horizon: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """The value that weight decay leaves after ``horizon`` updates, and how many velocities they add to it."""
-        if not self._decays(variable):
+        if not (by := self._decay(variable)):
             return value, tf.cast(horizon, value.dtype)
-        decay = tf.cast(self._rate, tf.float64) * self._optimizer.weight_decay
+        decay = tf.cast(self._rate, tf.float64) * by
         kept, steps = decayed(tf.maximum(decay, LEAST_DECAY), tf.cast(horizon, tf.float64))
         return tf.cast(kept, value.dtype) * value, tf.cast(steps, value.dtype)
 
@@ -136,16 +137,15 @@ class Update:
             if isinstance(each, (SpikeCompensated, Rescaled)):
                 each.staleness = staleness
 
-    def _decays(self, variable: keras.Variable) -> bool:
-        if not self._optimizer.weight_decay or any(variable is each for each in self._untrained()):
-            return False
-        return decays(self._optimizer, variable)
+    def _decay(self, variable: keras.Variable) -> float:
+        """The weight decay of a variable; 0 for none."""
+        return 0.0 if any(variable is each for each in self._untrained()) else decay_of(self._optimizer, variable)
 
     def _after_decay(self, variable: keras.Variable, value: tf.Tensor) -> tf.Tensor:
         """The variable's value after weight decay, with which Keras begins a step."""
-        if not self._decays(variable):
+        if not (by := self._decay(variable)):
             return value
-        decay, rate = (tf.cast(each, value.dtype) for each in (self._optimizer.weight_decay, self._rate))
+        decay, rate = (tf.cast(each, value.dtype) for each in (by, self._rate))
         return value - value * decay * rate
 
     def _plain(self, gradients: list[Any]) -> bool:

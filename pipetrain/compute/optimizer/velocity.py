@@ -9,21 +9,10 @@ import keras
 import tensorflow as tf
 
 from pipetrain.compute.keras_private import first_moments, second_moments
+from pipetrain.compute.optimizer.spikes import SpikeCompensated
 from pipetrain.schemes import prediction
 
 TINY = 1e-30  # before the first step all is zero, an epsilon of 0 too
-PREDICTABLE = (keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.AdamW, keras.optimizers.RMSprop)
-
-
-def check_predictable(optimizer: keras.optimizers.Optimizer, scheme: str) -> None:
-    """Raise ValueError, with its name, for an optimizer whose velocity is not known."""
-    if type(optimizer) not in PREDICTABLE:
-        *others, last = (kind.__name__ for kind in PREDICTABLE)
-        raise ValueError(
-            f"The scheme {scheme!r} predicts weights, which it can for {', '.join(others)} and {last}. "
-            f"Received: optimizer={type(optimizer).__name__}. "
-            "Try keras.optimizers.SGD(..., momentum=0.9), or a scheme that does not predict."
-        )
 
 
 class Velocity(Protocol):
@@ -96,10 +85,11 @@ class Adam(FromSlots):
 
 
 class Displacement:
-    """How far the last step went, measured: plain SGD's ``-lr*g``, RMSprop's ``-lr*g/sqrt(...)``.
+    """How far the last step went, measured: ``W[t] - W[t-1]`` for any optimizer, weight decay left out.
 
-    It needs one more copy of the weights, because no slot holds the last gradient. ``decayed(variable, value)`` is the
-    value after weight decay.
+    It needs one more copy of the weights. For plain SGD and RMSprop no slot holds the last gradient; for others, a
+    user's own among them, no formula for their slots is here. ``decayed(variable, value)`` is the value after weight
+    decay.
     """
 
     def __init__(self, variables: Sequence[keras.Variable], decayed: Callable[[Any, tf.Tensor], tf.Tensor]) -> None:
@@ -143,11 +133,17 @@ def velocity_of(
     rate: tf.Variable,
     decayed: Callable[[Any, tf.Tensor], tf.Tensor],
 ) -> Velocity:
-    """The velocity for this optimizer; ``rate`` holds the learning rate of the last step."""
-    if isinstance(optimizer, keras.optimizers.Adam):
+    """The velocity for this optimizer, by a formula where one is known; ``rate`` holds the rate of the last step."""
+    kind = type(optimizer)
+    if is_adam(optimizer):
         return Adam(optimizer, rate)
-    if isinstance(optimizer, keras.optimizers.RMSprop):
-        return RMSpropMomentum(optimizer) if optimizer.momentum else Displacement(variables, decayed)
-    if not optimizer.momentum:
-        return Displacement(variables, decayed)
-    return Nesterov(optimizer, variables) if optimizer.nesterov else Momentum(optimizer)
+    if kind is keras.optimizers.RMSprop and optimizer.momentum:
+        return RMSpropMomentum(optimizer)
+    if kind in (keras.optimizers.SGD, SpikeCompensated) and optimizer.momentum:
+        return Nesterov(optimizer, variables) if optimizer.nesterov else Momentum(optimizer)
+    return Displacement(variables, decayed)
+
+
+def is_adam(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether it is Adam or AdamW and no subclass, which may update otherwise."""
+    return type(optimizer) in (keras.optimizers.Adam, keras.optimizers.AdamW)

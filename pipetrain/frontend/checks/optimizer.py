@@ -9,9 +9,9 @@ import keras
 
 from pipetrain.compute.keras_private import count_of
 from pipetrain.compute.optimizer.loss_scaling import is_dynamic, stepping
+from pipetrain.compute.optimizer.momenta import momenta
 from pipetrain.compute.optimizer.spikes import check_compensable
 from pipetrain.compute.optimizer.update import overwrites
-from pipetrain.compute.optimizer.velocity import check_predictable
 from pipetrain.schemes.scheme import Scheme
 
 WAITS = "a stage would have to wait for all stages to know whether every gradient of a minibatch is finite"
@@ -62,8 +62,11 @@ def check_optimizer(optimizer: keras.optimizers.Optimizer, scheme: str, chosen: 
     _check_some_steps(optimizer, scheme, chosen)
     if chosen is not None and chosen.spikes:
         check_compensable(optimizer)
-    if chosen is not None and chosen.policy.predicts:
-        check_predictable(optimizer, scheme)
+    if chosen is not None and chosen.stretches and not momenta(optimizer):
+        raise ValueError(
+            f"The optimizer has no momentum that is known, and that could be stretched. Received: optimizer={name}, "
+            "stretch_momentum=True. Try keras.optimizers.SGD(..., momentum=0.9), or stretch_momentum='auto'."
+        )
 
 
 def _check_some_steps(optimizer: keras.optimizers.Optimizer, scheme: str, chosen: Scheme | None) -> None:
