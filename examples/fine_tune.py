@@ -1,11 +1,11 @@
-"""Fine-tuning by low-rank adapters: a classifier of keras_hub learns what "not" means, its backbone frozen.
+"""Fine-tuning by low-rank adapters: a classifier of keras_hub learns new words, its backbone frozen.
 
     python examples/fine_tune.py
 
 A small BERT, cut into four stages, first learns which made-up sentences praise. Its backbone is then frozen and gets
-LoRA adapters, and learns from sentences of which half have a "not" that turns their meaning round. By weight stashing
-every stage keeps the weights of each minibatch in flight: here old versions and the optimizer's slots are of the
-adapters and the head, and of the frozen weights there is one copy.
+LoRA adapters, and learns from sentences of which half judge in words that it has never read. By weight stashing every
+stage keeps the weights of each minibatch in flight: here old versions and the optimizer's slots are of the adapters and
+the head, and of the frozen weights there is one copy.
 
 Needs keras_hub. A pretrained model takes the place of the first part and brings its own words:
 ``classifier = keras_hub.models.BertTextClassifier.from_preset("bert_small_en_uncased", num_classes=2)``.
@@ -28,25 +28,27 @@ if not tf.config.list_physical_devices("GPU"):  # before any tensor or model is 
     pipetrain.set_cpu_devices(4)
 
 NOUNS = ["film", "play", "scene", "soup", "cake", "bread", "train", "bus", "ferry"]
-GOOD, BAD = ["good", "fine", "lovely", "great"], ["bad", "dull", "awful", "poor"]
-OTHERS = ["the", "was", "is", "not", "really", "quite", "said", "we", "they", "that"]
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *NOUNS, *GOOD, *BAD, *OTHERS]
+KNOWN = [["bad", "dull", "awful", "poor"], ["good", "fine", "lovely", "great"]]
+NEW = [["grim", "dreary", "bland", "shoddy"], ["superb", "splendid", "charming", "brilliant"]]
+BOTH = [known + new for known, new in zip(KNOWN, NEW, strict=True)]
+OTHERS = ["the", "was", "is", "really", "quite", "said", "we", "they", "that"]
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *NOUNS, *BOTH[0], *BOTH[1], *OTHERS]
 
 keras.utils.set_random_seed(0)
 random = np.random.default_rng(0)
 
 
-def sentence(negations):
-    """A sentence, with or without "not" if there are ``negations``, and whether it praises."""
-    good, negated = random.integers(2), random.integers(2) * negations
+def sentence(verdicts):
+    """A sentence with one of these verdicts, and whether it praises."""
+    praises = random.integers(2)
     words = [random.choice(["we", "they"]), "said", "that", "the", random.choice(NOUNS), random.choice(["was", "is"])]
-    words += ["not"] * negated + ["really"] * random.integers(2) + ["quite"] * random.integers(2)
-    return " ".join([*words, random.choice([BAD, GOOD][good])]), good ^ negated
+    words += ["really"] * random.integers(2) + ["quite"] * random.integers(2)
+    return " ".join([*words, random.choice(verdicts[praises])]), praises
 
 
-def sentences(count, negations):
+def sentences(count, verdicts):
     """So many sentences, and their labels."""
-    texts, labels = zip(*(sentence(negations) for _ in range(count)), strict=True)
+    texts, labels = zip(*(sentence(verdicts) for _ in range(count)), strict=True)
     return np.array(texts), np.array(labels)
 
 
@@ -83,14 +85,14 @@ classifier = keras_hub.models.BertTextClassifier(
     dropout=0.0,
 )
 pm = pipeline(classifier, "1f1b", 1e-3)
-pm.fit(*sentences(1000, negations=False), batch_size=50, epochs=3)
+pm.fit(*sentences(1000, KNOWN), batch_size=50, epochs=2)
 
 classifier.backbone.enable_lora(rank=8)
 trained, everything = parameters(classifier.trainable_weights), parameters(classifier.weights)
 print(f"\nNow the backbone is frozen: {trained} of {everything} parameters are trained.", flush=True)
-pm = pipeline(classifier, "weight-stashing", 1e-3)
-test = sentences(400, negations=True)
+pm = pipeline(classifier, "weight-stashing", 5e-3)
+test = sentences(400, BOTH)
 before = pm.evaluate(*test, batch_size=50, verbose=0, return_dict=True)["accuracy"]
-pm.fit(*sentences(2000, negations=True), batch_size=50, epochs=24)
+pm.fit(*sentences(1000, BOTH), batch_size=50, epochs=16)
 after = pm.evaluate(*test, batch_size=50, verbose=0, return_dict=True)["accuracy"]
-print(f'\nOf new sentences with and without "not" {before:.0%} were judged rightly before, and {after:.0%} are now.')
+print(f"\nOf other sentences {before:.0%} were understood before, and {after:.0%} are now.")

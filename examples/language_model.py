@@ -53,7 +53,7 @@ pm.compile(
     metrics=["accuracy"],
     jit_compile=False,
 )
-pm.fit(x, y, batch_size=32, epochs=6)
+pm.fit(x, y, batch_size=32, epochs=5)
 
 written, random = list(b"The pipeline "), np.random.default_rng(0)
 while len(written) < 200:
