@@ -18,6 +18,7 @@ from pipetrain.plan.stages import Partition
 from pipetrain.schemes.arguments import checked_bool
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.table import HORIZONS, check_name
+from pipetrain.schemes.transfers.plan import Plan
 from pipetrain.trace.trace import Trace
 
 
@@ -41,9 +42,11 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
             shared layers included. A subclassed model called inside one is a block that is not cut.
         stages: how many stages (the model is then profiled and cut at the first ``fit``, for inputs like those of its
             first minibatch), or a ``Partition``. By default one per device. ``single`` always uses one;
-            ``data-parallel`` has as many copies of the model, each on a device: of those given, as many as these.
+            ``data-parallel``, ``all-reduce`` and ``parameter-server`` have as many copies of the model, each on a
+            device: of those given, as many as these.
         scheme: ``single``, ``data-parallel``, ``vanilla``, ``weight-stashing``, ``vertical-sync``, ``spectrain``,
-            ``spike-compensation``, ``2bw``, ``gpipe`` or ``1f1b``; or your own ``pipetrain.schemes.Scheme``.
+            ``spike-compensation``, ``2bw``, ``gpipe``, ``1f1b``, ``all-reduce`` or ``parameter-server``; or your own
+            ``pipetrain.schemes.Scheme``.
         cuts: instead of ``stages``, the name of the last layer of every stage but the final one, for schemes with
             several stages.
         devices: TensorFlow devices, such as ``("CPU:0", "CPU:1")``; by default those of the workers that the program
@@ -66,6 +69,10 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
         rescale_steps: for asynchronous schemes but ``2bw``: learning rates are divided by the staleness of the
             gradient, with an effect that decreases to none over this many steps; where the staleness is at most 1 (as
             with two stages), nothing changes. Source: PipeMare (arXiv 1910.05124).
+        order: of the transfers of ``all-reduce`` and ``parameter-server``: ``none``, in whatever order they are ready;
+            ``layerwise``, a message for each layer; ``tic`` or ``tac`` (TicTac, arXiv 1803.03288), ``ibatch`` (AAAI
+            2019), for ``all-reduce`` ``caramel`` (arXiv 2004.14020); or a ``pipetrain.schemes.transfers.plan.Plan``.
+            The weights are the same in every order, bitwise. By default ``none``.
         name: the model's name.
 
     Raises:
@@ -86,6 +93,7 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
         horizon: str = HORIZONS[0],
         spike_compensation: bool = False,
         rescale_steps: int | None = None,
+        order: str | Plan | None = None,
         name: str | None = None,
     ) -> None:
         options = Options(
@@ -99,6 +107,7 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
             horizon,
             spike_compensation,
             rescale_steps,
+            order,
         )
         check(options)
         check_copies(stages, devices, check_name(scheme))

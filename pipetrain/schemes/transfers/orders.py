@@ -16,6 +16,7 @@ ORDERS: dict[str, Callable[[Workload, bool], Plan]] = {
     "ibatch": ibatch.ibatch,
     "caramel": lambda workload, serves: caramel.caramel(workload),
 }
+MEASURED = ("tac", "ibatch", "caramel")  # which need to know what layers and messages take
 
 
 def orders(serves: bool) -> list[str]:
