@@ -6,12 +6,11 @@ import keras
 import networks
 import numpy as np
 import pytest
+from transfer_plans import late_plan
 
 import pipetrain
 from pipetrain import callbacks
-from pipetrain.frontend.transfer_planning import size_bytes
 from pipetrain.schemes.transfers.orders import orders
-from pipetrain.schemes.transfers.plan import Pack, Phase, Plan
 
 SCHEMES = ("all-reduce", "parameter-server")
 OPTIMIZERS = {
@@ -35,14 +34,6 @@ def trained(model, optimizer=None, data=DATA, **settings):
     model = pipetrain.PipelineModel(model, **settings) if settings else model
     model.compile(optimizer or OPTIMIZERS["momentum"](), networks.crossentropy(), metrics=["accuracy"])
     return model, networks.fit(model, *data, epochs=2, validation_data=data).history
-
-
-def late_plan(model, late=4, window=1):
-    """A pack for each variable, some in the next forward; one of them in chunks."""
-    sizes = list(map(size_bytes, model.trainable_variables))
-    packs = [Pack((n,), size) for n, size in enumerate(sizes)]
-    chunks = [Pack((2,), sizes[2] // 2, k, 2) for k in range(2)]
-    return Plan(Phase(), Phase(tuple(packs[: late - 1 : -1]), window), Phase((*packs[:2], *chunks, *packs[3:late])))
 
 
 @pytest.mark.parametrize(

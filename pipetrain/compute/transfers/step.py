@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from pipetrain.compute.functions.flattening import packer, unpacker
+from pipetrain.compute.functions.flattening import unpacker
+from pipetrain.compute.functions.graph_rewrite import operations
 from pipetrain.compute.functions.stage_values import BoundaryTensors
 from pipetrain.compute.functions.weight_group import WeightGroup
 from pipetrain.compute.transfers.message import Order, Packing, Received, sent
@@ -108,12 +109,8 @@ class Step:
         unpacker(self._made.structured_input_signature[0])(arguments, flat)
         graph = tf.compat.v1.get_default_graph()
         flat += [graph.capture(each) for each in self._captured[worker]]
-        types = [tensor.dtype for tensor in self._made.outputs]
-        with tf.device(on.device):  # a call that TensorFlow takes for one without side effects: it then orders nothing
-            results = tf.raw_ops.PartitionedCall(args=flat, Tout=types, f=self._made)
-        for tensor, like in zip(results, self._made.outputs, strict=True):
-            tensor.set_shape(like.shape)
-        found: Made = packer(self._made.structured_outputs)(iter(results))
+        with tf.device(on.device):  # not a call, which would begin with the last weight and end with the last gradient
+            found: Made = operations(self._made, flat)
         return found
 
     def _pulled(self, active: Sequence[int]) -> list[list[tf.Tensor]]:
