@@ -95,10 +95,10 @@ def test_a_worker_that_was_started_anew_is_lost_too(impatient, monkeypatch):
         raise tf.errors.InvalidArgumentError(None, None, "of another kind")
 
 
-def lost(number: int, method: str = "fit") -> dict:
+def lost(number: int, *arguments: str) -> dict:
     """What a process says that lost a worker by this signal."""
     done = subprocess.run(
-        [sys.executable, SCRIPT, str(number), method],
+        [sys.executable, SCRIPT, str(number), *arguments],
         capture_output=True,
         text=True,
         timeout=300,
@@ -114,6 +114,15 @@ def test_fit_says_which_worker_was_killed():
     assert re.search(r"127\.0\.0\.1:\d+, stage 1: connection refused\. .*goes on from the newest", found["message"])
     assert 1 <= found["refusals"] <= 2 * probe.MISSED  # those of the watch, and when the call had failed
     assert found["threads"] == [] and found["kept"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("scheme", ["all-reduce", "parameter-server"])
+def test_a_step_over_all_workers_ends_when_one_is_lost(number, scheme):
+    found = lost(number, "fit", scheme)
+    assert found["workers"] == [1] and found["threads"] == [] and found["kept"]
+    assert found["after_s"] < NOTICED_S + 10
 
 
 @pytest.mark.slow
