@@ -69,10 +69,11 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
         rescale_steps: for asynchronous schemes but ``2bw``: learning rates are divided by the staleness of the
             gradient, with an effect that decreases to none over this many steps; where the staleness is at most 1 (as
             with two stages), nothing changes. Source: PipeMare (arXiv 1910.05124).
-        order: of the transfers of ``all-reduce`` and ``parameter-server``: ``none``, in whatever order they are ready;
+        order: of the transfers of ``all-reduce`` and ``parameter-server``: ``auto``, the one that is predicted to be
+            the fastest, by a profile and the measured links; ``none``, in whatever order they are ready;
             ``layerwise``, a message for each layer; ``tic`` or ``tac`` (TicTac, arXiv 1803.03288), ``ibatch`` (AAAI
             2019), for ``all-reduce`` ``caramel`` (arXiv 2004.14020); or a ``pipetrain.schemes.transfers.plan.Plan``.
-            The weights are the same in every order, bitwise. By default ``none``.
+            The weights are the same in every order, bitwise. By default ``auto``.
         name: the model's name.
 
     Raises:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipetrain.schemes.transfers import caramel, ibatch, tictac
+from pipetrain.schemes.transfers import auto, caramel, ibatch, tictac
 from pipetrain.schemes.transfers.orders import ORDERS, orders
 from pipetrain.schemes.transfers.plan import Pack, Phase, Plan, check_plan
 from pipetrain.schemes.transfers.workload import Layer, Message, Workload, made_s, pulled_s, pushed_s
@@ -196,6 +196,24 @@ def test_caramel_hides_in_the_next_forward_what_the_backward_cannot():
     alone = caramel.step_s(workload, caramel.packed(workload), ())
     assert (alone, caramel.step_s(workload, plan.pushes.packs, plan.late.packs)) == (37.0, 27.0)
     assert 0 < len(plan.late.packs) < 12
+
+
+# The choice ---------------------------------------------------------------------------------------------------------
+
+
+@given(workloads(), st.booleans())
+def test_the_choice_is_the_fastest_or_no_order(workload, serves):
+    plan = auto.auto(workload, serves)
+    seconds = {name: auto.predicted_s(workload, ORDERS[name](workload, serves)) for name in orders(serves)}
+    chosen = auto.predicted_s(workload, plan)
+    assert chosen == min(seconds.values()) or (plan.name == "none" and min(seconds.values()) >= 0.97 * chosen)
+
+
+def test_where_transfers_take_as_long_as_computing_an_order_is_chosen():
+    chain = Workload.chain([100] * 16, [1.0] * 16, [2.0] * 16, Message(0.4, 0.03))
+    assert (auto.auto(chain, serves=True).name, auto.auto(chain, serves=False).name) == ("ibatch (optimum, optimum)", "caramel")
+    free = Workload.chain([1] * 16, [1.0] * 16)
+    assert auto.auto(free, serves=True).name == auto.auto(free, serves=False).name == "none"
 
 
 # Plans of one's own ------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from pipetrain.compute.graph.blocks import Chain
 from pipetrain.compute.keras_private import flat_layers
 from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.profile import Profile
+from pipetrain.schemes.transfers.auto import AUTO, auto
 from pipetrain.schemes.transfers.orders import MEASURED, ORDERS
 from pipetrain.schemes.transfers.plan import Phase, Plan, check_plan
 from pipetrain.schemes.transfers.workload import Layer, Message, Workload
@@ -62,7 +63,8 @@ def planned(order: str | Plan, workload: Workload, serves: bool, apart: set[int]
     """
     if not isinstance(order, str):
         return check_plan(order, workload.sizes_bytes, serves)
-    return _in_time(ORDERS[order](workload, serves), set(workload.owner) if at_once else apart)
+    chosen = auto if order == AUTO else ORDERS[order]
+    return _in_time(chosen(workload, serves), set(workload.owner) if at_once else apart)
 
 
 def _in_time(plan: Plan, needed: set[int]) -> Plan:
@@ -75,7 +77,7 @@ def _in_time(plan: Plan, needed: set[int]) -> Plan:
 
 def is_measured(order: str | Plan) -> bool:
     """Whether the order depends on what layers and messages take."""
-    return isinstance(order, str) and order in MEASURED
+    return isinstance(order, str) and order in (AUTO, *MEASURED)
 
 
 def embeddings(model: keras.Model, variables: Sequence[Any]) -> set[int]:

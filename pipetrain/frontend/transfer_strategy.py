@@ -21,6 +21,7 @@ from pipetrain.frontend.placement import Placement
 from pipetrain.frontend.transfer_planning import embeddings, is_measured, message_of, planned, workload_of
 from pipetrain.run.step_runner import StepRunner
 from pipetrain.schemes.scheme import Scheme
+from pipetrain.schemes.transfers.auto import AUTO
 from pipetrain.schemes.transfers.plan import Plan
 from pipetrain.schemes.transfers.workload import Message
 
@@ -39,7 +40,7 @@ class TransferStrategy(PipelineStrategy):
 
     def __init__(self, model: keras.Model, placement: Placement, scheme: Scheme, order: str | Plan | None) -> None:
         super().__init__(model, placement, scheme)
-        self._serves, self._order = scheme.name == "parameter-server", order or "none"
+        self._serves, self._order = scheme.name == "parameter-server", order or AUTO
         self._devices = placement.replica_devices
 
     def compiled(self, owner: keras.Model, loss: Any, jit_compile: Any) -> None:
@@ -71,9 +72,10 @@ class TransferStrategy(PipelineStrategy):
         variables, placement = self._segment.trainable_variables, self.placement
         profile, message = None, Message()
         if is_measured(self._order):
-            profile = placement.profile(rows or DEFAULT_ROWS)
             remote = any(map(is_remote, self._devices))
             message = message_of(described(self._devices), len(self._devices), self._serves, remote)
+            if message != Message():  # else no order hides anything
+                profile = placement.profile(rows or DEFAULT_ROWS)
         workload = workload_of(placement.chain, variables, profile, message)
         rows_alone = embeddings(self.model, variables)
         at_once = limit(stepping(self.optimizer).global_clipnorm) is not None

@@ -58,6 +58,7 @@ TRANSFERRING: dict[str, Scheme] = {
 }
 DATA_PARALLEL = "data-parallel"
 NAMES = ("single", DATA_PARALLEL, *(name for name in SCHEMES if name != "single"))
+UNCUT = ("single", DATA_PARALLEL, *TRANSFERRING)  # of which every device has the whole model
 HORIZONS = ("round-trip", "local", "fitted")  # of spectrain; the first is the paper's
 
 

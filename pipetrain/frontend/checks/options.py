@@ -9,8 +9,9 @@ from pipetrain.run.stage_work import StageWork
 from pipetrain.schemes.arguments import checked_bool, is_count
 from pipetrain.schemes.schedules import groups_of
 from pipetrain.schemes.scheme import Scheme
-from pipetrain.schemes.table import DATA_PARALLEL, TRANSFERRING
+from pipetrain.schemes.table import DATA_PARALLEL, TRANSFERRING, UNCUT
 from pipetrain.schemes.table import check_microbatches as check_microbatches  # beside the others, for who asks all
+from pipetrain.schemes.transfers.auto import AUTO
 from pipetrain.schemes.transfers.orders import orders
 from pipetrain.schemes.validation import check
 
@@ -19,7 +20,7 @@ DEFAULT_MICROBATCHES = 4
 
 def check_replicas(scheme: str, replicas: Any) -> None:
     """Raise ValueError for replicas of a scheme that has no stages."""
-    if scheme in ("single", DATA_PARALLEL, *TRANSFERRING) and replicas is not None:
+    if scheme in UNCUT and replicas is not None:
         raise ValueError(
             f"The scheme {scheme!r} has no stages to replicate. Received: replicas={replicas!r}. Try leaving it out."
         )
@@ -66,15 +67,14 @@ def check_copies(stages: Any, devices: Sequence[str] | None, scheme: str) -> Non
 
 
 def checked_workers(stages: Any, devices: int, scheme: str) -> int:
-    """How many devices have rows of each minibatch: as many of them as ``stages``, by default all."""
+    """How many devices have rows of each minibatch: of those that there are as many as ``stages``, by default all."""
     if stages is None:
         return devices
-    if not is_count(stages) or stages > devices:
+    if not is_count(stages):
         raise ValueError(
-            f"{scheme} has a copy of the model on every device. Received: stages={stages!r}, {devices} devices. "
-            "Try leaving stages out."
+            f"{scheme} has a copy of the model on every device. Received: stages={stages!r}. Try leaving it out."
         )
-    return int(stages)
+    return min(int(stages), devices)
 
 
 def check_order(order: Any, scheme: str) -> None:
@@ -86,7 +86,7 @@ def check_order(order: Any, scheme: str) -> None:
             f"Only {' and '.join(TRANSFERRING)} order their transfers. Received: order={order!r}, scheme={scheme!r}. "
             "Try leaving it out."
         )
-    names = orders(serves=scheme == "parameter-server")
+    names = [AUTO, *orders(serves=scheme == "parameter-server")]
     if isinstance(order, str) and order not in names:
         raise ValueError(
             f"Unknown order of transfers. Received: order={order!r}, scheme={scheme!r}. "
