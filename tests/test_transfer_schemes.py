@@ -69,7 +69,7 @@ def test_late_gradients_leave_the_weights_of_synchronous_training(name):
     pm, history = trained(model, OPTIMIZERS[name](), scheme="all-reduce", devices=names(2), order=plan)
     networks.assert_close(pm.get_weights(), single.get_weights())
     np.testing.assert_allclose(history["val_loss"], expected["val_loss"], rtol=1e-5)
-    assert bool(pm._strategy._plan.late.packs) == (name != "clipped")
+    assert bool(pm._strategy.plan.late.packs) == (name != "clipped")
 
 
 @pytest.mark.parametrize(

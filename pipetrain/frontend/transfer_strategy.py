@@ -36,6 +36,8 @@ class TransferStrategy(PipelineStrategy):
         placement: one stage, whose replicas are the workers.
         scheme: one of ``TRANSFERRING``.
         order: of the transfers, by name or as a plan.
+
+    ``plan`` is the one that was made of it, once there is a pipeline.
     """
 
     def __init__(self, model: keras.Model, placement: Placement, scheme: Scheme, order: str | Plan | None) -> None:
@@ -50,8 +52,8 @@ class TransferStrategy(PipelineStrategy):
 
     def _built(self, rows: int | None) -> Sequence[list[Stage]]:
         self._segment = segment = self.placement.whole()
-        self._plan = self._planned(rows)
-        late = set(self._plan.late_variables)
+        self.plan = self._planned(rows)
+        late = set(self.plan.late_variables)
         every = range(len(segment.trainable_variables))
         groups = [[n for n in every if n not in late], *([sorted(late)] if late else [])]
         holders = self._devices[:1] if self._serves else self._devices
@@ -65,7 +67,7 @@ class TransferStrategy(PipelineStrategy):
     def _runner(self) -> Any:
         count = len(self._devices)
         workers = [Worker(self._segment, device, n, count) for n, device in enumerate(self._devices)]
-        return StepRunner(self._weights, workers, self._plan, self._serves, self._run_settings)
+        return StepRunner(self._weights, workers, self.plan, self._serves, self._run_settings)
 
     def _planned(self, rows: int | None) -> Plan:
         """The plan of the order; the model is profiled, and links are measured, where it depends on them."""
