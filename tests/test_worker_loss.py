@@ -138,9 +138,9 @@ def test_a_call_says_which_worker_hangs(method):
 class Run:
     """``run.py`` with workers on this machine, from outside."""
 
-    def __init__(self, output: Path, workers: int, *options: object) -> None:
-        self.output, self.said = output, ""
-        what = ["--scheme", "spectrain", "--stages", workers, "--depth", 4, "--width", 32, "--batch-size", 16]
+    def __init__(self, output: Path, workers: int, *options: object, scheme: str = "spectrain") -> None:
+        self.output, self.scheme, self.said = output, scheme, ""
+        what = ["--scheme", scheme, "--stages", workers, "--depth", 4, "--width", 32, "--batch-size", 16]
         what += ["--local-workers", workers, "--checkpoint-every", 50, "--eval-every", 1000, "--output", output]
         self.process = subprocess.Popen(
             [sys.executable, str(ROOT / "experiments" / "run.py"), *map(str, [*what, *options])],
@@ -205,7 +205,7 @@ class Run:
 
     def weights(self) -> list[np.ndarray]:
         """Those at its end."""
-        return keras.models.load_model(self.output / "spectrain" / "model.keras").get_weights()
+        return keras.models.load_model(self.output / self.scheme / "model.keras").get_weights()
 
 
 @pytest.fixture
@@ -213,8 +213,8 @@ def start():
     """Starts runs, which end with the test however it ends."""
     runs: list[Run] = []
 
-    def started(*arguments: Any) -> Run:
-        runs.append(Run(*arguments))
+    def started(*arguments: Any, **settings: Any) -> Run:
+        runs.append(Run(*arguments, **settings))
         return runs[-1]
 
     yield started
@@ -224,11 +224,12 @@ def start():
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * RUN_S)
-def test_ten_kills_with_wait_leave_the_weights_of_a_run_without(start, tmp_path):
+@pytest.mark.parametrize("scheme", ["spectrain", "all-reduce", "parameter-server"])
+def test_ten_kills_with_wait_leave_the_weights_of_a_run_without(start, tmp_path, scheme):
     steps, chance = 4500, random.Random(0)
-    whole = start(tmp_path / "whole", 2, "--steps", steps)
+    whole = start(tmp_path / "whole", 2, "--steps", steps, scheme=scheme)
     whole.end()
-    run = start(tmp_path / "killed", 2, "--steps", steps, "--wait", 60)
+    run = start(tmp_path / "killed", 2, "--steps", steps, "--wait", 60, scheme=scheme)
     newest = []
     for count in range(10):
         newest.append(run.kill_one(chance))
