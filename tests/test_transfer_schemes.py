@@ -11,6 +11,7 @@ from transfer_plans import late_plan
 import pipetrain
 from pipetrain import callbacks
 from pipetrain.schemes.transfers.orders import orders
+from pipetrain.schemes.transfers.plan import Phase, Plan
 
 SCHEMES = ("all-reduce", "parameter-server")
 OPTIMIZERS = {
@@ -204,6 +205,43 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(scheme, tmp_path):
     single.compile(keras.optimizers.Adam(0.01), networks.crossentropy())
     networks.fit(single, *DATA)
     networks.assert_close(kept[4], single.get_weights())
+
+
+@pytest.mark.parametrize(
+    ("scheme", "order"),
+    [("parameter-server", "tic"), ("all-reduce", late_plan(networks.small())), ("all-reduce", "layerwise")],
+)
+def test_messages_arrive_in_the_order_of_the_plan(scheme, order):
+    """With one under way at a time; which gradients are late, the trace does not tell from those that are not."""
+    model = networks.small()
+    sizes = [4 * int(np.prod(each.shape)) for each in model.trainable_variables]
+    pm = pipetrain.PipelineModel(model, scheme=scheme, devices=names(2), order=order)
+    pm.compile("sgd", networks.crossentropy())
+    pm.exact_trace = True
+    networks.fit(pm, *DATA)
+    plan = pm._strategy.plan
+    if order == "tic":
+        pm = pipetrain.PipelineModel(
+            model, scheme=scheme, devices=names(2), order=Plan(Phase(plan.pulls.packs, 1), Phase(plan.pushes.packs, 1))
+        )
+        pm.compile("sgd", networks.crossentropy())
+        pm.exact_trace = True
+        networks.fit(pm, *DATA)
+    trace = pm.trace
+    assert len(trace.spans) == 2 * 4 and set(trace.spans.op) == {"FB"}
+    assert pipetrain.idle(trace)
+    ways = {"W": plan.pulls.packs, "R": plan.pushes.packs}
+    for op, packs in ways.items() if scheme == "parameter-server" else ():
+        sent = trace.transfers[trace.transfers.op == op]
+        assert sent.size_bytes.sum() == 4 * sum(sizes)
+        for step in range(4):
+            mine = sent[sent.microbatch == step]
+            arrived = [size for _, size in sorted(zip(mine.end_s, mine.size_bytes))]
+            assert arrived == [pack.size_bytes for pack in packs]
+            assert (mine.end_s >= mine.start_s).all()
+    if scheme == "all-reduce":  # each device sends all of its gradients; those of the last step are flushed unrecorded
+        late = sum(sizes[n] for n in plan.late_variables)
+        assert trace.transfers.size_bytes.sum() == 2 * (4 * sum(sizes) - late)
 
 
 @pytest.mark.parametrize(

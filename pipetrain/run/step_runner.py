@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,17 +13,21 @@ import tensorflow as tf
 from pipetrain.compute.cores import is_remote
 from pipetrain.compute.functions.stage_values import BoundaryTensors
 from pipetrain.compute.optimizer.loss_scaling import LossScale
+from pipetrain.compute.transfers.record import Sent
 from pipetrain.compute.transfers.step import Rows, Step
 from pipetrain.compute.transfers.weights import Shares, Weights
 from pipetrain.compute.transfers.worker import Worker
 from pipetrain.run.channels import take
 from pipetrain.run.collector import Result, Snapshot
-from pipetrain.run.pipeline import HOST, Activity
+from pipetrain.run.pipeline import HOST, KEPT_SPANS, Activity
 from pipetrain.run.run_settings import RunSettings
 from pipetrain.run.transfers import here
 from pipetrain.schemes.splitting import rows_of
 from pipetrain.schemes.transfers.plan import Plan
-from pipetrain.trace.trace import Trace
+from pipetrain.trace.trace import Span, Trace, Transfer, What
+
+# Weights on their way to a worker, gradients on their way to their sums, and those that the next step's forward hides.
+WHAT: dict[str, What] = {"pull": "W", "push": "R", "late": "R"}
 
 
 class StepRunner:
@@ -62,7 +67,8 @@ class StepRunner:
         self.made, self.loss_scale = 0, LossScale()
         self.output_masks: Sequence[Any] = ()
         self.snapshots: deque[Snapshot] = deque()
-        self.trace = Trace(())
+        self._spans: deque[Span] = deque(maxlen=KEPT_SPANS)
+        self._transfers: deque[Transfer] = deque(maxlen=KEPT_SPANS)
 
     @property
     def is_drained(self) -> bool:
@@ -91,7 +97,9 @@ class StepRunner:
         count = int(x[0].shape[0])
         rows = [each for n in range(len(self._workers)) if (each := self._rows(n, count, x, (y, sample_weight)))]
         self._set_rates(learning_rate)
-        result = self._step(rows, self._waiting)
+        start_s = time.perf_counter()
+        result, sent = self._step(rows, self._waiting, settings.exact_times)
+        self._note(start_s, result.times, sent, [each.worker for each in rows])
         self._late_rate, self._waiting = learning_rate, self._step.is_late
         self._steps_done += 1
         for group in (group for weights in self._weights for group in weights.groups):
@@ -101,6 +109,29 @@ class StepRunner:
         if settings.snapshot_every and version % settings.snapshot_every == 0:
             self._flush()
             self.snapshots.append(Snapshot(version, [self._outcome()]))
+
+    @property
+    def trace(self) -> Trace:
+        """Every worker's steps, as this process saw them, and with exact times also the messages of their packs."""
+        since_s = self._spans[0].start_s if self._spans else 0.0
+        return Trace.of(self._spans, (each for each in self._transfers if each.end_s >= since_s))
+
+    def _note(self, start_s: float, times: Any, sent: Sequence[Sent], active: Sequence[int]) -> None:
+        """Record a step that has begun then and is over now, and its messages, whose times are those of day."""
+        number, end_s = self.made + self._steps_done, time.perf_counter()
+        for worker in active:
+            device = self._workers[worker].device
+            self._spans.append(Span("FB", 0, number, device, start_s, end_s, number, worker))
+        if times is None:
+            return
+        places = {worker.device: n for n, worker in reversed([*enumerate(self._workers)])}
+        from_day_s = end_s - time.time()
+        for each, (ready_s, there_s) in zip(sent, times.numpy() + from_day_s, strict=True):
+            ends = 0, places[each.source], 0, places[each.sink]
+            begun_s = min(ready_s, there_s)  # a time is noted when one of the device's threads is free for it
+            self._transfers.append(
+                Transfer(WHAT[each.kind], number, *ends, each.size_bytes or 0, float(begun_s), float(there_s))
+            )
 
     def _rows(self, number: int, count: int, x: list[tf.Tensor], targets: Any) -> Rows | None:
         """One worker's rows, on its device; None if it has none. A minibatch without rows is the first worker's."""

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from pipetrain.compute.transfers.record import Record, What
 from pipetrain.schemes.splitting import rows_of
 from pipetrain.schemes.transfers.plan import Pack, Phase
-
-Operations = Sequence[tf.Operation]
 
 
 class Packing:
@@ -83,7 +82,7 @@ class Received:
 
 
 class Order:
-    """Which acknowledgements the messages of each pack of a phase wait for.
+    """Sends a phase's packs one after another, each after the acknowledgements that it waits for.
 
     A message leaves when the pack ``window`` places before has arrived at all its receivers. They say so by control
     edges to the sender's device: an edge on the sender's side alone would order nothing, as a message that is ready is
@@ -91,22 +90,35 @@ class Order:
 
     Args:
         phase: whose packs are sent.
+        kind: what is sent, for the record.
+        record: of what is sent and arrives, if there is to be one.
     """
 
-    def __init__(self, phase: Phase) -> None:
-        self._window, self._arrived = phase.window, list[list[tf.Operation]]()
+    def __init__(self, phase: Phase, kind: What, record: Record | None = None) -> None:
+        self._phase, self._kind, self._record = phase, kind, record
+        self._arrived: list[list[tf.Operation]] = []
 
-    def awaited(self) -> Operations:
-        """What the next pack's messages wait for."""
-        place = len(self._arrived) - self._window
-        return self._arrived[place] if self._window and place >= 0 else []
+    def packs(self) -> Iterator[Pack]:
+        """The packs; what is sent after each of them is given, is of it."""
+        for pack in self._phase.packs:
+            self._arrived.append([])
+            yield pack
 
-    def arrived(self, tensors: Sequence[tf.Tensor]) -> None:
-        """The next pack has arrived as these tensors."""
-        self._arrived.append([tensor.op for tensor in tensors])
+    def send(self, tensor: tf.Tensor, source: str, sink: str, waits: bool = True) -> tf.Tensor:
+        """The tensor, a part of the current pack, on another device; there at once if it ``waits`` for no others."""
+        if source == sink:
+            return tensor
+        place = len(self._arrived) - 1 - self._phase.window
+        awaited = self._arrived[place] if waits and self._phase.window and place >= 0 else []
+        there = sent(tensor, source, sink, awaited)
+        arrived = there
+        if self._record is not None:  # the acknowledgement then waits for the time to be noted
+            arrived = self._record.add(self._kind, len(self._arrived) - 1, source, sink, tensor, there)
+        self._arrived[-1].append(arrived.op)
+        return there
 
 
-def sent(tensor: tf.Tensor, source: str, sink: str, awaited: Operations) -> tf.Tensor:
+def sent(tensor: tf.Tensor, source: str, sink: str, awaited: Sequence[tf.Operation]) -> tf.Tensor:
     """The tensor on another device, sent after what is awaited; on its own device it is there already."""
     if source == sink:
         return tensor

@@ -12,37 +12,34 @@ from typing import Any
 import tensorflow as tf
 
 from pipetrain.compute.functions.backward import added
-from pipetrain.compute.transfers.message import Operations, Order, Packing, Received, sent
+from pipetrain.compute.transfers.message import Order, Packing, Received
 from pipetrain.schemes.splitting import rows_of
-from pipetrain.schemes.transfers.plan import Pack, Phase
+from pipetrain.schemes.transfers.plan import Pack
 
 Gradients = Mapping[int, Any]  # by the variables' numbers; rows of an embedding are IndexedSlices
 
 
-def reduced(phase: Phase, made: Sequence[tuple[str, Gradients]], sinks: Sequence[str], like: Gradients) -> list[Any]:
+def reduced(order: Order, made: Sequence[tuple[str, Gradients]], sinks: Sequence[str], like: Gradients) -> list[Any]:
     """The sums of a phase's gradients on each of the ``sinks``, by the variables' numbers, pack after pack.
 
     Args:
-        phase: its packs.
+        order: in which the phase's packs are sent.
         made: of each device that has rows, its name and its gradients.
         sinks: the devices that need the sums.
         like: the specs of the gradients; those that are not there are not sent.
     """
-    order = Order(phase)
     found = [Received(like) for _ in sinks]
-    for pack in phase.packs:
+    for pack in order.packs():
         present = [n for n in pack.variables if n in like]
         dense = [n for n in present if not isinstance(like[n], tf.IndexedSlices)]
-        awaited, arrived = order.awaited(), list[tf.Tensor]()
         if dense:
             packing = Packing(pack._replace(variables=tuple(dense)), like)
             messages = [_at(device, packing.messages, gradients) for device, gradients in made]
-            for place, sums in enumerate(_summed(messages, [device for device, _ in made], sinks, awaited, arrived)):
+            for place, sums in enumerate(_summed(order, messages, [device for device, _ in made], sinks)):
                 found[place].add(pack, _at(sinks[place], packing.values, sums))
         for n in (n for n in present if n not in dense):
             for place, sink in enumerate(sinks):
-                found[place].add(Pack((n,), 0), {n: _rows(n, made, sink, awaited, like[n], arrived)})
-        order.arrived(arrived)
+                found[place].add(Pack((n,), 0), {n: _rows(order, [(at, each[n]) for at, each in made], sink, like[n])})
     return [each.values for each in found]
 
 
@@ -52,30 +49,21 @@ def _at(device: str, function: Any, *arguments: Any) -> Any:
 
 
 def _summed(
-    messages: Sequence[list[tf.Tensor]],
-    sources: Sequence[str],
-    sinks: Sequence[str],
-    awaited: Operations,
-    arrived: list[tf.Tensor],
+    order: Order, messages: Sequence[list[tf.Tensor]], sources: Sequence[str], sinks: Sequence[str]
 ) -> list[list[tf.Tensor]]:
     """On each sink the sums of the sources' messages, of which there is one for each type."""
     reduce = _scattered if len(sinks) > 2 and len(sources) > 2 else _direct
-    sums = [reduce(each, sources, sinks, awaited, arrived) for each in zip(*messages, strict=True)]
+    sums = [reduce(order, each, sources, sinks) for each in zip(*messages, strict=True)]
     return [list(each) for each in zip(*sums, strict=True)]
 
 
 def _direct(
-    messages: Sequence[tf.Tensor],
-    sources: Sequence[str],
-    sinks: Sequence[str],
-    awaited: Operations,
-    arrived: list[tf.Tensor],
+    order: Order, messages: Sequence[tf.Tensor], sources: Sequence[str], sinks: Sequence[str]
 ) -> list[tf.Tensor]:
     """Every source sends all to every sink, which adds: as many bytes as need be, to one sink or between two."""
     sums = []
     for sink in sinks:
-        there = [sent(each, source, sink, awaited) for each, source in zip(messages, sources, strict=True)]
-        arrived += there
+        there = [order.send(each, source, sink) for each, source in zip(messages, sources, strict=True)]
         with tf.device(sink):
             total = there[0]
             for each in there[1:]:  # what is between keeps TensorFlow from adding all at once, in an order of its own
@@ -85,11 +73,7 @@ def _direct(
 
 
 def _scattered(
-    messages: Sequence[tf.Tensor],
-    sources: Sequence[str],
-    sinks: Sequence[str],
-    awaited: Operations,
-    arrived: list[tf.Tensor],
+    order: Order, messages: Sequence[tf.Tensor], sources: Sequence[str], sinks: Sequence[str]
 ) -> list[tf.Tensor]:
     """Reduce-scatter and gather: each of r sources adds an r-th and sends it to all, ``2 (r-1)/r`` of the bytes."""
     shape, count = messages[0].shape, len(sources)
@@ -99,10 +83,9 @@ def _scattered(
         if not rows:
             continue
         slices = [_at(at, _slice, each, rows) for each, at in zip(messages, sources, strict=True)]
-        (total,) = _direct(slices, sources, [owner], awaited, arrived)
+        (total,) = _direct(order, slices, sources, [owner])
         for place, sink in enumerate(sinks):
-            parts[place].append(sent(total, owner, sink, []))
-            arrived.append(parts[place][-1])
+            parts[place].append(order.send(total, owner, sink, waits=False))
     return [_at(sink, _joined, each, shape) for sink, each in zip(sinks, parts, strict=True)]
 
 
@@ -114,20 +97,11 @@ def _joined(parts: Sequence[tf.Tensor], shape: tf.TensorShape) -> tf.Tensor:
     return tf.reshape(tf.concat(parts, 0), shape)
 
 
-def _rows(
-    n: int,
-    made: Sequence[tuple[str, Gradients]],
-    sink: str,
-    awaited: Operations,
-    like: tf.IndexedSlices,
-    arrived: list[tf.Tensor],
-) -> tf.IndexedSlices:
+def _rows(order: Order, made: Sequence[tuple[str, Any]], sink: str, like: tf.IndexedSlices) -> tf.IndexedSlices:
     """An embedding's gradient on a sink: the rows of all sources, as the whole minibatch would give them."""
     total = None
-    for device, gradients in made:
-        parts = tf.nest.flatten(gradients[n], expand_composites=True)
-        there = [sent(each, device, sink, awaited) for each in parts]
-        arrived += there
+    for device, rows in made:
+        there = [order.send(each, device, sink) for each in tf.nest.flatten(rows, expand_composites=True)]
         with tf.device(sink):
             mine = tf.IndexedSlices(*there)
             total = mine if total is None else added([total], [mine], [like])[0]

@@ -17,6 +17,7 @@ from pipetrain.compute.functions.graph_rewrite import operations
 from pipetrain.compute.functions.stage_values import BoundaryTensors
 from pipetrain.compute.functions.weight_group import WeightGroup
 from pipetrain.compute.transfers.message import Order, Packing, Received, sent
+from pipetrain.compute.transfers.record import Record, Sent, What
 from pipetrain.compute.transfers.reduction import reduced
 from pipetrain.compute.transfers.weights import Made, Shares, Weights
 from pipetrain.compute.transfers.worker import Worker
@@ -24,10 +25,14 @@ from pipetrain.schemes.transfers.plan import Pack, Phase, Plan
 
 
 class StepResult(NamedTuple):
-    """The minibatch's loss, a number or one for every row, and the model's outputs, on this process's device."""
+    """The minibatch's loss, a number or one for every row, and the model's outputs, on this process's device.
+
+    ``times`` are those of the messages, if they are recorded, see ``Record``.
+    """
 
     loss: tf.Tensor
     output: BoundaryTensors
+    times: tf.Tensor | None
 
 
 class Rows(NamedTuple):
@@ -60,6 +65,8 @@ class Step:
         captured = self._made.captured_inputs
         self._captured = [[_placed(each, worker.device) for each in captured] for worker in workers]
         self._functions: dict[Any, Any] = {}
+        self._record: Record | None = None  # of the function that is being traced
+        self._sent: dict[Any, list[Sent]] = {}
 
     def _zeros(self, worker: Worker) -> dict[int, tf.Variable]:
         """Gradients that wait for the next step, of each late variable."""
@@ -72,18 +79,23 @@ class Step:
         """Whether some gradients are applied in the step after the one that made them."""
         return bool(self._late_numbers)
 
-    def __call__(self, rows: Sequence[Rows], pending: bool) -> StepResult:
-        """One step; ``pending`` says whether gradients of the last one are to be applied first."""
+    def __call__(self, rows: Sequence[Rows], pending: bool, records: bool) -> tuple[StepResult, list[Sent]]:
+        """One step, and the messages that were recorded if it ``records`` them.
+
+        ``pending`` says whether gradients of the last step are to be applied first.
+        """
         active = tuple(each.worker for each in rows)
         given = [(each.inputs, each.shares) for each in rows]
-        key = active, pending
+        key = active, pending, records
         if key not in self._functions:
             *_, differentiable, constants, shares = self._made.structured_input_signature[0]
             function = tf.function(partial(self._body, active, pending), autograph=False)
             specs = [((differentiable, constants), shares) for _ in active]
+            self._record = Record() if records else None
             self._functions[key] = function.get_concrete_function(specs)
+            self._sent[key], self._record = self._record.messages if self._record else [], None
         result: StepResult = self._functions[key](given)
-        return result
+        return result, self._sent[key]
 
     def flush(self) -> None:
         """Apply the gradients that the last step has left."""
@@ -124,13 +136,12 @@ class Step:
             numbers = [n for pack in phase.packs for n in pack.variables]
             with tf.device(device):
                 values = {n: weights.variables[n].value.read_value() for n in dict.fromkeys(numbers)}
-                packings = [(pack, Packing(pack, like)) for pack in phase.packs]
-                messages = [packing.messages(values) for _, packing in packings]
+                packings = [Packing(pack, like) for pack in phase.packs]
+                messages = [packing.messages(values) for packing in packings]
             for place, worker in enumerate(active):
-                order, sink = Order(phase), self._workers[worker].device
-                for (pack, packing), each in zip(packings, messages, strict=True):
-                    there = [sent(message, device, sink, order.awaited()) for message in each]
-                    order.arrived(there)
+                order, sink = Order(phase, "pull", self._record), self._workers[worker].device
+                for pack, packing, each in zip(order.packs(), packings, messages, strict=True):
+                    there = [order.send(message, device, sink) for message in each]
                     with tf.device(sink):
                         received[place].add(pack, packing.values(there))
         return [[each.values[n] for n in range(len(like))] for each in received]
@@ -177,14 +188,19 @@ class Step:
         self._update(self._plan.late, gradients, late=True)
 
     def _update(self, phase: Phase, gradients: Sequence[tuple[str, Mapping[int, Any]]], late: bool) -> None:
+        kind: What = "late" if late else "push"
         if self._serves:
             (weights,) = self._weights
-            of = {device: reduced(each, gradients, [device], self._like)[0] for device, each in self._by_server(phase)}
+            of = {
+                device: reduced(Order(each, kind, self._record), gradients, [device], self._like)[0]
+                for device, each in self._by_server(phase)
+            }
             weights.apply(weights.groups, lambda group: of[group.device])
             return
         variables = self._weights[0].variables
         like = {n: _spec(variables[n]) for n in self._late_numbers} if late else self._like
-        sums = reduced(phase, gradients, [worker.device for worker in self._workers], like)
+        order = Order(phase, kind, self._record)
+        sums = reduced(order, gradients, [worker.device for worker in self._workers], like)
         for weights, mine in zip(self._weights, sums, strict=True):
             weights.apply([each for each in weights.groups if self._is_late(each) == late], _of(mine))
 
@@ -210,7 +226,8 @@ class Step:
                 [None if rows[0] is None else tf.concat(here(rows), 0) for rows in zip(*values, strict=True)]
                 for values in zip(*(each.output for each in made), strict=True)
             ]
-        return StepResult(loss, BoundaryTensors(*outputs))
+        times = self._record.times(self._host) if self._record else None
+        return StepResult(loss, BoundaryTensors(*outputs), times)
 
 
 def _of(sums: Mapping[int, Any]) -> Callable[[WeightGroup], Mapping[int, Any]]:
