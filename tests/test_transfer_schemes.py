@@ -30,11 +30,11 @@ def names(workers):
     return tuple(f"CPU:{n}" for n in range(workers))
 
 
-def trained(model, optimizer=None, data=DATA, **settings):
+def trained(model, optimizer=None, data=DATA, fit=None, **settings):
     """The model after two epochs, by itself or by a scheme, and its History."""
     model = pipetrain.PipelineModel(model, **settings) if settings else model
     model.compile(optimizer or OPTIMIZERS["momentum"](), networks.crossentropy(), metrics=["accuracy"])
-    return model, networks.fit(model, *data, epochs=2, validation_data=data).history
+    return model, networks.fit(model, *data, epochs=2, validation_data=data, **(fit or {})).history
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,29 @@ def branching():
     return keras.Model(x, keras.layers.Dense(5)(keras.layers.add([shared(x), shared(shared(x))])))
 
 
+class Noise(keras.layers.Layer):
+    """Draws from Keras' global seed."""
+
+    def call(self, x, training=None):
+        return x + 0.01 * keras.random.normal(keras.ops.shape(x)) if training else x
+
+
+def noisy():
+    keras.utils.set_random_seed(1)
+    layers = [Noise(), keras.layers.Dropout(0.2), keras.layers.SpectralNormalization(keras.layers.Dense(8))]
+    return keras.Sequential([keras.Input((12,)), *layers, keras.layers.Dense(5)])
+
+
+def stateful():
+    """Whose states have a row for each of the minibatch."""
+    keras.utils.set_random_seed(1)
+    layers = [keras.layers.Reshape((4, 3)), keras.layers.LSTM(5, stateful=True), keras.layers.Dense(5)]
+    return keras.Sequential([keras.Input((12,), batch_size=10), *layers])
+
+
 MODELS = {
+    "noisy": (noisy, DATA[0]),
+    "stateful": (stateful, DATA[0]),
     "convolutional": (convolutional, networks.normal(70, 8, 8, 3)),
     "words": (words, np.random.default_rng(0).integers(0, 20, (70, 6))),
     "branching": (branching, DATA[0]),
@@ -137,7 +159,9 @@ MODELS = {
 @pytest.mark.parametrize(
     ("kind", "order"),
     networks.combinations(
-        tuple(MODELS), (*SCHEMES, "caramel"), default=[("words", "caramel"), ("convolutional", "parameter-server")]
+        tuple(MODELS),
+        (*SCHEMES, "caramel"),
+        default=[("words", "caramel"), ("convolutional", "parameter-server"), ("noisy", "all-reduce")],
     ),
 )
 def test_models_train_as_replicas_of_one_stage_do(kind, order):
@@ -145,10 +169,10 @@ def test_models_train_as_replicas_of_one_stage_do(kind, order):
     make, x = MODELS[kind]
     scheme = order if order in SCHEMES else "all-reduce"
     order = None if order in SCHEMES else order
-    replicas, expected = trained(
-        make(), data=(x, DATA[1]), scheme="1f1b", stages=1, replicas=(2,), microbatches=1, devices=names(2)
-    )
-    pm, history = trained(make(), data=(x, DATA[1]), scheme=scheme, devices=names(2), order=order)
+    rows = {"batch_size": 10 if kind == "stateful" else 20}
+    one_stage = {"scheme": "1f1b", "stages": 1, "replicas": (2,), "microbatches": 1}
+    replicas, expected = trained(make(), None, (x, DATA[1]), rows, devices=names(2), **one_stage)
+    pm, history = trained(make(), None, (x, DATA[1]), rows, scheme=scheme, devices=names(2), order=order)
     networks.assert_close(pm.get_weights(), replicas.get_weights())
     np.testing.assert_allclose(history["loss"], expected["loss"], rtol=1e-5)
 

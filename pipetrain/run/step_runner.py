@@ -200,8 +200,8 @@ class StepRunner:
         settings = self._settings()
         for weights in self._weights:
             weights.load(settings.updates)
-        for worker in self._workers:
-            worker.load()
+        if any([worker.load() for worker in self._workers]):  # each of them, whatever the first one says
+            self._step = None
         self._run, self._steps_done, self._waiting = settings, 0, False
         return settings
 

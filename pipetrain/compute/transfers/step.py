@@ -160,7 +160,7 @@ class Step:
         of = dict(zip(active, made, strict=True))
         for number, weights in enumerate(self._weights):
             worker = number if number in of and not self._serves else active[0]
-            for n, value in zip(weights.assigned_weights, of[worker].weights, strict=True):
+            for n, value in zip(self._weights[0].assigned_weights, of[worker].weights, strict=True):
                 group = next(group for group in weights.groups if n in group.numbers)
                 there = sent(value, self._workers[worker].device, group.device, [])
                 with tf.device(group.device):

@@ -29,18 +29,20 @@ class Worker:
         self._state = State(segment, True, self._division)
         self._variables: list[tf.Variable] = []
 
-    def load(self) -> None:
-        """Take the state from the model."""
+    def load(self) -> bool:
+        """Take the state from the model; whether that is in other variables on the device than before."""
         if not self._state.is_complete:
             self._state = State(self.segment, True, self._division)
         with tf.device(self.device):
             self._state.load(self._number)
             values = self._state.values
             like = [(each.shape, each.dtype) for each in values]
-            if like != [(each.shape, each.dtype) for each in self._variables]:
+            is_new = like != [(each.shape, each.dtype) for each in self._variables]
+            if is_new:
                 self._variables = [tf.Variable(each, trainable=False) for each in values]
             for variable, value in zip(self._variables, values, strict=True):
                 variable.assign(value)
+        return is_new
 
     def read(self) -> list[tf.Tensor]:
         """The values, within a function."""
