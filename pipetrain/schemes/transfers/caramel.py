@@ -29,7 +29,7 @@ def caramel(workload: Workload, late: bool = True) -> Plan:
     if late:
         ways += [divided(workload, packs, overruns) for overruns in (False, True)]
     now, then = min(ways, key=lambda way: step_s(workload, *way))
-    return Plan(Phase(), Phase(tuple(now)), Phase(tuple(then)), name="caramel")
+    return Plan(Phase(), Phase(tuple(now), 0), Phase(tuple(then)), name="caramel")
 
 
 def threshold_bytes(message: Message, spared: float = SPARED) -> float:

@@ -50,7 +50,7 @@ def ibatch(workload: Workload, serves: bool) -> Plan:
         names.append(name)
     pulls, pushes = found
     name = f"ibatch ({names[0]}, {names[1]})" if serves else f"ibatch ({names[1]})"
-    return Plan(Phase(pulls if serves else ()), Phase(_reversed(pushes)), name=name)
+    return Plan(Phase(pulls if serves else ()), Phase(_reversed(pushes), 0), name=name)
 
 
 def best(chain: Chain) -> tuple[str, list[int]]:

@@ -13,6 +13,6 @@ def unordered(workload: Workload, serves: bool) -> Plan:
 
 
 def layerwise(workload: Workload, serves: bool) -> Plan:
-    """A message for each layer, weights in the order of the forward, gradients in that of the backward."""
+    """A message for each layer, weights in the order of the forward, gradients as the backward makes them."""
     packs = tuple(workload.pack(variables) for variables in workload.owned if variables)
-    return Plan(Phase(packs if serves else ()), Phase(packs[::-1]), name="layer by layer")
+    return Plan(Phase(packs if serves else ()), Phase(packs[::-1], 0), name="layer by layer")

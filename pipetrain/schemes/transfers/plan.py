@@ -25,9 +25,10 @@ class Pack(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """Packs in the order in which they are sent, at most ``window`` of them under way; 0: in no order, any number.
+    """Packs in the order in which they are sent, at most ``window`` of them under way; 0: each when it is ready.
 
-    A pack is under way until its receiver has acknowledged it.
+    A pack is under way until its receivers have acknowledged it. Gradients that a step waits for need no order: it ends
+    when all are there, and acknowledgements take time.
     """
 
     packs: tuple[Pack, ...] = ()

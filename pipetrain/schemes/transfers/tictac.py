@@ -100,4 +100,4 @@ def _in_order(workload: Workload, order: Sequence[int], serves: bool, name: str)
     """A message for each variable: pulls in this order, pushes as the backward makes them."""
     pulls = tuple(workload.pack([n]) for n in order) if serves else ()
     pushes = tuple(workload.pack([n]) for n in backward_order(workload))
-    return Plan(Phase(pulls), Phase(pushes), name=name)
+    return Plan(Phase(pulls), Phase(pushes, 0), name=name)
