@@ -10,6 +10,7 @@ from transfer_plans import late_plan
 
 import pipetrain
 from pipetrain import callbacks
+from pipetrain.compute.transfers.step import Step
 from pipetrain.schemes.transfers.orders import orders
 from pipetrain.schemes.transfers.plan import Phase, Plan
 
@@ -229,6 +230,30 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(scheme, tmp_path):
     single.compile(keras.optimizers.Adam(0.01), networks.crossentropy())
     networks.fit(single, *DATA)
     networks.assert_close(kept[4], single.get_weights())
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_an_interrupt_just_after_a_step_leaves_the_weights_of_that_step(scheme, monkeypatch):
+    """What the step had left to the next one included."""
+    order = late_plan(networks.small()) if scheme == "all-reduce" else None
+    pm = pipetrain.PipelineModel(networks.small(), scheme=scheme, devices=names(2), order=order)
+    pm.compile(keras.optimizers.SGD(0.05, momentum=0.9), networks.crossentropy())
+    run, done = Step.__call__, []
+
+    def interrupted(self, *arguments):
+        done.append(run(self, *arguments))
+        if len(done) == 3:
+            raise KeyboardInterrupt
+        return done[-1]
+
+    monkeypatch.setattr(Step, "__call__", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        networks.fit(pm, *DATA)
+    single = networks.small()
+    single.compile(keras.optimizers.SGD(0.05, momentum=0.9), networks.crossentropy())
+    networks.fit(single, DATA[0][:60], DATA[1][:60])
+    networks.assert_close(pm.get_weights(), single.get_weights())
+    assert int(pm.optimizer.iterations) == 3
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from pipetrain.compute.cores import is_remote
 from pipetrain.compute.functions.stage_values import BoundaryTensors
+from pipetrain.compute.keras_private import count_of
 from pipetrain.compute.optimizer.loss_scaling import LossScale
 from pipetrain.compute.transfers.record import Sent
 from pipetrain.compute.transfers.step import Rows, Step
@@ -182,10 +183,19 @@ class StepRunner:
         """Like ``drain``, without writing back the weights unless ``store``."""
         if self._run is not None:
             if store:
+                self._count(self._run)
                 self._flush()
             self._end(store)
         self._results.clear()
         self.snapshots.clear()
+
+    def _count(self, settings: RunSettings) -> None:
+        """What has been done, by the optimizers' own counts: an interrupt may have come just after a step."""
+        counts = {late: settings.updates for late in (False, True)}
+        for group in self._weights[0].groups:
+            counts[self._is_late(group.numbers)] = int(count_of(group.optimizer).numpy())
+        self._steps_done = counts[False] - settings.updates
+        self._waiting = self._step is not None and self._step.is_late and counts[True] < counts[False]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
