@@ -10,7 +10,7 @@ from pipetrain.schemes.transfers.workload import Workload, pulled_s, pushed_s
 
 AUTO = "auto"
 WORTH = 0.97  # of a step in no order, at most what one in another order is to take
-UNPROVEN = ("caramel",)  # where messages take processor time of the layers, a step takes longer than predicted
+UNPROVEN = ("caramel",)  # which has been predicted to be faster than it was: see docs/benchmarks/data_parallel.md
 
 
 def tried(serves: bool) -> list[str]:
