@@ -117,8 +117,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     description, _, epilog = __doc__.partition("\n\n")[2].partition("examples:")
     about = {name: scheme.about for name, scheme in table.SCHEMES.items()}
     about[table.DATA_PARALLEL] = "synchronous, a copy of the model on every device (MirroredStrategy)"
-    longest = max(map(len, table.NAMES))
-    schemes_about = "\n".join(f"  {name:<{longest}} {about[name]}" for name in table.NAMES)
+    about |= {name: scheme.about for name, scheme in table.TRANSFERRING.items()}
+    names = (*table.NAMES, *table.TRANSFERRING)
+    longest = max(map(len, names))
+    schemes_about = "\n".join(f"  {name:<{longest}} {about[name]}" for name in names)
     parser = argparse.ArgumentParser(
         description=f"{__doc__.splitlines()[0]}\n\n{description}",
         epilog=f"schemes:\n{schemes_about}\n\nexamples:{epilog}",
@@ -127,7 +129,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--scheme",
         action="append",
-        choices=(*table.NAMES, "all"),
+        choices=(*names, "all"),
         help="how to train, see below; may be given several times (default: spectrain)",
     )
     add_training(parser, steps=1000)

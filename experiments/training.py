@@ -23,7 +23,7 @@ from experiments.records import CHECKPOINTS, Settings, Summary
 from pipetrain.callbacks import PipelineCheckpoint, Snapshots
 from pipetrain.frontend.checks.devices import check_local
 from pipetrain.frontend.device_choice import available
-from pipetrain.schemes.table import DATA_PARALLEL, check_microbatches
+from pipetrain.schemes.table import DATA_PARALLEL, UNCUT, check_microbatches
 
 EVALUATION_ROWS = 500  # per batch; evaluation is no part of what is timed
 TIMED_STEPS = (50, 250)  # samples per second are measured between these, or over the second half of a shorter run
@@ -131,7 +131,7 @@ def train(settings: Settings, data: Dataset, output: Path, verbose: bool, keep: 
     model.compile(loss=loss, metrics=["accuracy"])  # for the evaluations
     pm = pipelined(model, settings)
     output.mkdir(parents=True, exist_ok=True)
-    if verbose and settings.scheme not in ("single", DATA_PARALLEL):
+    if verbose and settings.scheme not in UNCUT:
         print(f"{pm.explain(settings.batch_size)}\n")
     write_settings(settings, output)
     recorder = Recorder(data, settings, output / "history.jsonl")
@@ -154,7 +154,7 @@ def train(settings: Settings, data: Dataset, output: Path, verbose: bool, keep: 
     summary = _summary(settings, recorder, diverged_at)
     _write(output / "summary.json", asdict(summary))
     shutil.rmtree(output / CHECKPOINTS, ignore_errors=True)  # the run is over, and its model saved
-    if keep and settings.scheme not in ("single", DATA_PARALLEL):  # which nothing had to cut
+    if keep and settings.scheme not in UNCUT:  # which nothing had to cut
         write_partition(pm, settings.batch_size, output)
     return summary
 

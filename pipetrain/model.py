@@ -18,6 +18,7 @@ from pipetrain.plan.stages import Partition
 from pipetrain.schemes.arguments import checked_bool
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.table import HORIZONS, check_name
+from pipetrain.schemes.transfers.plan import Plan
 from pipetrain.trace.trace import Trace
 
 
@@ -41,9 +42,11 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
             shared layers included. A subclassed model called inside one is a block that is not cut.
         stages: how many stages (the model is then profiled and cut at the first ``fit``, for inputs like those of its
             first minibatch), or a ``Partition``. By default one per device. ``single`` always uses one;
-            ``data-parallel`` has as many copies of the model, each on a device: of those given, as many as these.
+            ``data-parallel``, ``all-reduce`` and ``parameter-server`` have as many copies of the model, each on a
+            device: of those given, as many as these.
         scheme: ``single``, ``data-parallel``, ``vanilla``, ``weight-stashing``, ``vertical-sync``, ``spectrain``,
-            ``spike-compensation``, ``2bw``, ``gpipe`` or ``1f1b``; or your own ``pipetrain.schemes.Scheme``.
+            ``spike-compensation``, ``2bw``, ``gpipe``, ``1f1b``, ``all-reduce`` or ``parameter-server``; or your own
+            ``pipetrain.schemes.Scheme``.
         cuts: instead of ``stages``, the name of the last layer of every stage but the final one, for schemes with
             several stages.
         devices: TensorFlow devices, such as ``("CPU:0", "CPU:1")``; by default those of the workers that the program
@@ -75,6 +78,11 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
             1, and multiplies learning rates by f where momentum sums gradients (SGD, RMSprop); predictions then reach
             half as far again. ``"auto"``, the default: for SGD with momentum, Adam and other optimizers of Keras
             whose momentum is known; True: ValueError for others; False: never.
+        order: of the transfers of ``all-reduce`` and ``parameter-server``: ``auto``, the one that is predicted to be
+            the fastest, by a profile and the measured links; ``none``, in whatever order they are ready;
+            ``layerwise``, a message for each layer; ``tic`` or ``tac`` (TicTac, arXiv 1803.03288), ``ibatch`` (AAAI
+            2019), for ``all-reduce`` ``caramel`` (arXiv 2004.14020); or a ``pipetrain.schemes.transfers.plan.Plan``.
+            The weights are the same in every order, bitwise. By default ``auto``.
         name: the model's name.
 
     Raises:
@@ -96,6 +104,7 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
         spike_compensation: bool = False,
         rescale_steps: int | None = None,
         stretch_momentum: bool | str = "auto",
+        order: str | Plan | None = None,
         name: str | None = None,
     ) -> None:
         options = Options(
@@ -106,6 +115,7 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
             replicas,
             microbatches,
             recompute,
+            order,
             horizon,
             spike_compensation,
             rescale_steps,

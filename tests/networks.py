@@ -13,6 +13,7 @@ import pytest
 
 import pipetrain
 from pipetrain.compute.functions.stage import Stage
+from pipetrain.schemes.table import UNCUT
 
 FEATURES, CLASSES = 12, 5
 
@@ -131,7 +132,7 @@ def cuts(depth, stages):
 
 def parts(scheme, *layers):
     """The argument that makes stages end at these layers, or as many parts where a scheme has no stages."""
-    return {"stages": len(layers) + 1} if scheme in ("single", "data-parallel") else {"cuts": layers}
+    return {"stages": len(layers) + 1} if scheme in UNCUT else {"cuts": layers}
 
 
 def data(rows=400, seed=0):

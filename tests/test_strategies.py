@@ -11,27 +11,29 @@ from pipetrain.checkpoint.session import FitSession
 from pipetrain.frontend.data_parallel import DataParallelStrategy
 from pipetrain.frontend.pipeline_strategy import PipelineStrategy
 from pipetrain.frontend.strategy import Strategy
-from pipetrain.schemes.table import NAMES
+from pipetrain.frontend.transfer_strategy import TransferStrategy
+from pipetrain.schemes.table import NAMES, TRANSFERRING
 
-BOTH = pytest.mark.parametrize("scheme", ["vanilla", "data-parallel"])
+EACH = pytest.mark.parametrize("scheme", ["vanilla", "data-parallel", "all-reduce"])
 
 
-@pytest.mark.parametrize("scheme", NAMES)
+@pytest.mark.parametrize("scheme", (*NAMES, *TRANSFERRING))
 def test_every_scheme_has_a_strategy(scheme):
     pm = pipetrain.PipelineModel(networks.small(), stages=2, scheme=scheme)
-    assert type(pm._strategy) is (DataParallelStrategy if scheme == "data-parallel" else PipelineStrategy)
+    expected = {"data-parallel": DataParallelStrategy, **dict.fromkeys(TRANSFERRING, TransferStrategy)}
+    assert type(pm._strategy) is expected.get(scheme, PipelineStrategy)
 
 
-@BOTH
+@EACH
 def test_a_strategy_has_the_protocol_s_members_and_no_others(scheme):
     """None of them is there only for the other's sake."""
     asked = {name for kind in Strategy.__mro__[:2] for name in vars(kind) if not name.startswith("_")}
     strategy = pipetrain.PipelineModel(networks.small(), stages=2, scheme=scheme)._strategy
     has = {name for name in [*vars(strategy), *vars(type(strategy))] if not name.startswith("_")}
-    assert has - {"evaluator", "microbatches"} == asked  # what tests look at
+    assert has - {"evaluator", "microbatches", "plan"} == asked  # what tests look at
 
 
-@BOTH
+@EACH
 def test_a_session_lives_as_long_as_its_fit(scheme):
     pm, (x, y) = networks.pipeline(scheme=scheme), networks.data(60)
     seen = []
@@ -53,7 +55,7 @@ def test_a_session_lives_as_long_as_its_fit(scheme):
     assert pm.session is None
 
 
-@BOTH
+@EACH
 def test_a_session_ends_with_the_exception_that_ends_its_fit(scheme):
     pm, (x, y) = networks.pipeline(scheme=scheme), networks.data(60)
     weights = pm.get_weights()
@@ -68,7 +70,7 @@ def test_a_session_ends_with_the_exception_that_ends_its_fit(scheme):
     networks.fit(pm, x, y)
 
 
-@BOTH
+@EACH
 def test_prediction_is_not_disturbed_by_what_its_callbacks_do(scheme):
     """Prediction goes on with its own data when a callback of it evaluates, predicts, or trains another model."""
     pm, other, (x, y) = networks.pipeline(scheme=scheme), networks.pipeline(scheme=scheme), networks.data(40)

@@ -95,10 +95,10 @@ def test_a_worker_that_was_started_anew_is_lost_too(impatient, monkeypatch):
         raise tf.errors.InvalidArgumentError(None, None, "of another kind")
 
 
-def lost(number: int, method: str = "fit") -> dict:
+def lost(number: int, *arguments: str) -> dict:
     """What a process says that lost a worker by this signal."""
     done = subprocess.run(
-        [sys.executable, SCRIPT, str(number), method],
+        [sys.executable, SCRIPT, str(number), *arguments],
         capture_output=True,
         text=True,
         timeout=300,
@@ -117,6 +117,15 @@ def test_fit_says_which_worker_was_killed():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("scheme", ["all-reduce", "parameter-server"])
+def test_a_step_over_all_workers_ends_when_one_is_lost(number, scheme):
+    found = lost(number, "fit", scheme)
+    assert found["workers"] == [1] and found["threads"] == [] and found["kept"]
+    assert found["after_s"] < NOTICED_S + 10
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fit", "evaluate", "explain", "train_on_batch"])
 def test_a_call_says_which_worker_hangs(method):
     found = lost(signal.SIGSTOP, method)
@@ -129,9 +138,9 @@ def test_a_call_says_which_worker_hangs(method):
 class Run:
     """``run.py`` with workers on this machine, from outside."""
 
-    def __init__(self, output: Path, workers: int, *options: object) -> None:
-        self.output, self.said = output, ""
-        what = ["--scheme", "spectrain", "--stages", workers, "--depth", 4, "--width", 32, "--batch-size", 16]
+    def __init__(self, output: Path, workers: int, *options: object, scheme: str = "spectrain") -> None:
+        self.output, self.scheme, self.said = output, scheme, ""
+        what = ["--scheme", scheme, "--stages", workers, "--depth", 4, "--width", 32, "--batch-size", 16]
         what += ["--local-workers", workers, "--checkpoint-every", 50, "--eval-every", 1000, "--output", output]
         self.process = subprocess.Popen(
             [sys.executable, str(ROOT / "experiments" / "run.py"), *map(str, [*what, *options])],
@@ -196,7 +205,7 @@ class Run:
 
     def weights(self) -> list[np.ndarray]:
         """Those at its end."""
-        return keras.models.load_model(self.output / "spectrain" / "model.keras").get_weights()
+        return keras.models.load_model(self.output / self.scheme / "model.keras").get_weights()
 
 
 @pytest.fixture
@@ -204,8 +213,8 @@ def start():
     """Starts runs, which end with the test however it ends."""
     runs: list[Run] = []
 
-    def started(*arguments: Any) -> Run:
-        runs.append(Run(*arguments))
+    def started(*arguments: Any, **settings: Any) -> Run:
+        runs.append(Run(*arguments, **settings))
         return runs[-1]
 
     yield started
@@ -215,11 +224,12 @@ def start():
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * RUN_S)
-def test_ten_kills_with_wait_leave_the_weights_of_a_run_without(start, tmp_path):
+@pytest.mark.parametrize("scheme", ["spectrain", "all-reduce", "parameter-server"])
+def test_ten_kills_with_wait_leave_the_weights_of_a_run_without(start, tmp_path, scheme):
     steps, chance = 4500, random.Random(0)
-    whole = start(tmp_path / "whole", 2, "--steps", steps)
+    whole = start(tmp_path / "whole", 2, "--steps", steps, scheme=scheme)
     whole.end()
-    run = start(tmp_path / "killed", 2, "--steps", steps, "--wait", 60)
+    run = start(tmp_path / "killed", 2, "--steps", steps, "--wait", 60, scheme=scheme)
     newest = []
     for count in range(10):
         newest.append(run.kill_one(chance))

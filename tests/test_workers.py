@@ -28,6 +28,14 @@ SCHEMES = (
     "gpipe/norm",
     "spectrain/resumed",
     "gpipe/resumed",
+    "all-reduce",
+    "all-reduce/late",
+    "all-reduce/caramel",
+    "all-reduce/resumed",
+    "parameter-server",
+    "parameter-server/tac",
+    "parameter-server/ibatch",
+    "parameter-server/resumed",
 )
 
 
@@ -48,11 +56,11 @@ def assert_as_in_one_process(found):
 @pytest.fixture(scope="module")
 def two_workers():
     """One process that joins two workers and trains on them."""
-    return trained(2, "join", "spectrain", "gpipe/norm")
+    return trained(2, "join", "spectrain", "gpipe/norm", "all-reduce/late")
 
 
 def test_two_workers_train_as_one_process_does(two_workers):
-    assert_as_in_one_process({case: two_workers[case] for case in ("spectrain", "gpipe/norm")})
+    assert_as_in_one_process({case: two_workers[case] for case in ("spectrain", "gpipe/norm", "all-reduce/late")})
 
 
 def test_local_workers_are_joined_measured_and_ended(two_workers):

@@ -1,4 +1,4 @@
-"""A process that loses one of its two workers: ``worker_loss.py SIGNAL [METHOD]``.
+"""A process that loses one of its two workers: ``worker_loss.py SIGNAL [METHOD [SCHEME]]``.
 
 The second worker is sent SIGNAL in the midst of ``fit`` or ``evaluate``, or before any other METHOD.
 
@@ -42,13 +42,15 @@ def refusals() -> list[str]:
     return found
 
 
-def main(number: int, method: str = "fit") -> None:
+def main(number: int, method: str = "fit", scheme: str = "vanilla") -> None:
     """Train on two workers, send the signal to one of them at the tenth step of the second epoch, or evaluation."""
     with pipetrain.LocalWorkers(2) as workers:
         pipetrain.connect(workers.addresses)
         keras.utils.set_random_seed(0)
         layers = [keras.Input((networks.FEATURES,)), keras.layers.Dense(32), keras.layers.Dense(networks.CLASSES)]
-        pm = pipetrain.PipelineModel(keras.Sequential(layers), cuts=(layers[1].name,), scheme="vanilla")
+        pm = pipetrain.PipelineModel(
+            keras.Sequential(layers), scheme=scheme, cuts=(layers[1].name,) if scheme == "vanilla" else None
+        )
         pm.compile(keras.optimizers.SGD(0.05, momentum=0.9), loss=networks.crossentropy())
         sent_s, drained, refused = 0.0, [], refusals()
 

@@ -52,6 +52,9 @@ def settings(case: str, workers: int) -> dict:
     """Of the PipelineModel: ``SCHEME`` or ``SCHEME/OPTION``."""
     name, _, option = case.partition("/")
     given = {"scheme": name}
+    if name in ("all-reduce", "parameter-server"):
+        orders = {"late": transfer_plans.late_plan(networks.mlp()), "": None, "resumed": "layerwise"}
+        return given | {"stages": None, "order": orders.get(option, option)}
     if option in ("local", "fitted"):
         given["horizon"] = option
     if option == "recompute":
@@ -117,6 +120,7 @@ if __name__ == "__main__":
         import networks
         import numpy as np
         import tensorflow as tf
+        import transfer_plans
 
         from pipetrain import callbacks
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from pipetrain.checkpoint.arrays import Arrays, assign, assign_scale, collected, scale_arrays
 from pipetrain.checkpoint.session import FitSession, Layout
+from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.gc_pause import gc_paused
 from pipetrain.compute.graph.input_shapes import Shapes
 from pipetrain.compute.keras_private import count_of, supports_xla
@@ -115,13 +116,20 @@ class PipelineStrategy:
     def _make_pipeline(self, rows: int | None) -> None:
         """Make the stages for this compilation; compiled again, the same optimizer keeps what it has gathered."""
         with gc_paused():
-            weights, compilation = self.model.trainable_variables, self._compilation
+            weights = self.model.trainable_variables
             self._made_for_rows = rows or 0
-            made = self.placement.build(rows, self.optimizer, compilation.metrics.loss, self._scheme)
-            stages = OptimizedStages(made, weights)
+            stages = OptimizedStages(self._built(rows), weights)
             stages.go_on_from(self._stages)
             self._stages = stages
-            self._pipeline = Pipeline(stages.replicas, self._scheme, self.microbatches, self._run_settings)
+            self._pipeline = self._runner()
+
+    def _built(self, rows: int | None) -> Sequence[list[Stage]]:
+        """Every stage's replicas, for minibatches of so many rows if that is known."""
+        return self.placement.build(rows, self.optimizer, self._compilation.metrics.loss, self._scheme)
+
+    def _runner(self) -> Pipeline:
+        """What runs the stages."""
+        return Pipeline(self._stages.replicas, self._scheme, self.microbatches, self._run_settings)
 
     def _run_settings(self) -> RunSettings:
         """Asked when the pipeline's threads start."""

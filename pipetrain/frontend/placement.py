@@ -328,6 +328,20 @@ class Placement:
             for k, (segment, on) in enumerate(placed)
         ]
 
+    def whole(self) -> Segment:
+        """All blocks as one layer, where the model is not cut."""
+        ((segment, _),) = self._placed([len(self.chain.blocks)])
+        return segment
+
+    @property
+    def replica_devices(self) -> list[str]:
+        """The device of every replica, in order."""
+        return list(self._devices)
+
+    def profile(self, batch_size: int) -> Profile:
+        """The model's blocks, measured at this batch size if they have not been."""
+        return self._profile(batch_size, verbose=True)
+
     def inferences(self, decision: Decision) -> list[list[Inference]]:
         """Every stage's replicas for a pipeline that only runs forwards, with this cut and these kernels."""
         return [

@@ -11,20 +11,23 @@ from pipetrain.frontend.checks.model import check_model, check_precision
 from pipetrain.frontend.checks.options import (
     check_cuts,
     check_microbatches,
+    check_order,
     check_recompute,
     check_replicas,
     check_schedule,
     checked_microbatches,
+    checked_workers,
 )
 from pipetrain.frontend.data_parallel import DataParallelStrategy
 from pipetrain.frontend.device_choice import resolve
 from pipetrain.frontend.pipeline_strategy import PipelineStrategy
 from pipetrain.frontend.placement import Placement
 from pipetrain.frontend.strategy import Strategy
+from pipetrain.frontend.transfer_strategy import TransferStrategy
 from pipetrain.plan.memory import Training
 from pipetrain.plan.stages import Partition
 from pipetrain.schemes.scheme import Scheme
-from pipetrain.schemes.table import DATA_PARALLEL, check_name, check_options
+from pipetrain.schemes.table import DATA_PARALLEL, TRANSFERRING, check_name, check_options
 from pipetrain.schemes.table import scheme as chosen_scheme
 
 
@@ -38,6 +41,7 @@ class Options(NamedTuple):
     replicas: Sequence[int] | None
     microbatches: int | None
     recompute: bool
+    order: Any
     horizon: str | float
     spike_compensation: bool
     rescale_steps: int | None
@@ -56,6 +60,7 @@ def check(options: Options) -> None:
     check_replicas(name, options.replicas)
     check_recompute(options.recompute, name)
     check_cuts(options.cuts, name)
+    check_order(options.order, name)
 
 
 def strategy_of(model: keras.Model, options: Options) -> Strategy:
@@ -71,7 +76,7 @@ def _data_parallel(model: keras.Model, options: Options) -> Strategy:
 
 
 def _pipeline(model: keras.Model, options: Options) -> Strategy:
-    name, stages, cuts, devices, replicas, microbatches, recompute, horizon, *_ = options
+    name, stages, cuts, devices, replicas, microbatches, recompute, _, horizon, *_ = options
     scheme = chosen_scheme(name, **options.of_policy())
     on = resolve(devices)
 
@@ -88,5 +93,16 @@ def _pipeline(model: keras.Model, options: Options) -> Strategy:
     return PipelineStrategy(model, placement, scheme)
 
 
+def _transferring(model: keras.Model, options: Options) -> Strategy:
+    scheme, on = TRANSFERRING[str(options.scheme)], resolve(options.devices)
+    workers = checked_workers(options.stages, len(on), scheme.name)
+    check_model(model)
+    placement = Placement(model, 1, None, on, (workers,), training=lambda stages: Training("single"))
+    return TransferStrategy(model, placement, scheme, options.order)
+
+
 # Strategies of the schemes that are no pipelines.
-OTHERS: dict[str, Callable[[keras.Model, Options], Strategy]] = {DATA_PARALLEL: _data_parallel}
+OTHERS: dict[str, Callable[[keras.Model, Options], Strategy]] = {
+    DATA_PARALLEL: _data_parallel,
+    **dict.fromkeys(TRANSFERRING, _transferring),
+}

@@ -50,10 +50,19 @@ SCHEMES: dict[str, Scheme] = {
     )
 }
 INFERENCE = Scheme("inference", FORWARD_ONLY, policies.Still(), "forwards only, for evaluate and predict", trains=False)
+# One stage on several devices, each with some rows, whose weights or gradients are sent as a plan says.
+TRANSFERRING: dict[str, Scheme] = {
+    name: Scheme(name, ONE_FORWARD_ONE_BACKWARD, policies.Flush(), about)
+    for name, about in (
+        ("all-reduce", "data parallelism, gradients summed for all devices"),
+        ("parameter-server", "data parallelism, weights on a server"),
+    )
+}
 DATA_PARALLEL = "data-parallel"
 NAMES = ("single", DATA_PARALLEL, *(name for name in SCHEMES if name != "single"))
 HORIZONS = ("round-trip", "local", "fitted", "target")  # of spectrain; the first is the paper's
 RECOMMENDED = 1.5  # the horizon of 2bw, where one is wanted
+UNCUT = ("single", DATA_PARALLEL, *TRANSFERRING)  # of which every device has the whole model
 
 
 def is_known(chosen: Scheme) -> bool:
@@ -72,10 +81,9 @@ def check_name(name: object) -> str:
                 f"There is another scheme of this name. Received: scheme={name.name!r}. Try a name of its own."
             )
         return name.name
-    if not isinstance(name, str) or name not in NAMES:
-        raise ValueError(
-            f"Unknown scheme. Received: scheme={name!r}. Try one of: {', '.join(NAMES)}; or a Scheme of your own."
-        )
+    if not isinstance(name, str) or name not in (*NAMES, *TRANSFERRING):
+        known = ", ".join((*NAMES, *TRANSFERRING))
+        raise ValueError(f"Unknown scheme. Received: scheme={name!r}. Try one of: {known}; or a Scheme of your own.")
     return name
 
 

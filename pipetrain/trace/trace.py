@@ -16,8 +16,9 @@ from pipetrain.trace.columns import Columns, Names
 
 Integers = NDArray[np.int32]
 Seconds = NDArray[np.float64]
-# activations, their gradients, weights' gradients to be summed over replicas, and over stages that share the weights
-What = Literal["F", "B", "R", "S"]
+# activations, their gradients, weights' gradients to be summed over replicas, and over stages that share the weights;
+# weights from a server
+What = Literal["F", "B", "R", "S", "W"]
 CATEGORIES = {op: operation.about for op, operation in OPERATIONS.items()}
 OPS = {about: op for op, about in CATEGORIES.items()}
 LONGEST = f"U{max(map(len, OPERATIONS))}"  # the type of their names
@@ -47,7 +48,9 @@ class Transfer(NamedTuple):
     ``op`` is the kind of the transfer: ``F``, activations on their way down; ``B``, their gradients on the way up;
     ``R``, the reduction of weights' gradients among a stage's replicas, a transfer of each of them to its own stage,
     from its gradients being ready to the sums being there; ``S``, gradients of weights that stages share, on their way
-    up to the first of these stages, and their sum over the stages on its way down.
+    up to the first of these stages, and their sum over the stages on its way down; ``W``, weights that a worker gets
+    from a parameter server, which is the replica of the same device. Of schemes that order their transfers ``R`` and
+    ``W`` are single messages between two replicas.
     """
 
     op: What

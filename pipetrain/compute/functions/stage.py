@@ -83,11 +83,16 @@ class Stage:
         self.segment, self.device, self.recompute, self._loss = segment, device, recompute, loss
         self._kernels, self._constants = Kernels(compiled, segment.about), Constants()
         self._state = State(segment, True, division)
-        self._groups = WeightGroups(segment.trainable_variables, shared, device, stepping(optimizer), rule)
+        self._groups = self._grouped(shared, stepping(optimizer), rule)
         self.variables, self.shared = self._groups.variables, self._groups.shared
         self._step = UpdateStep(optimizer, self._groups.own, self._constants)
         self.global_clipnorm = self._step.global_clipnorm
         self._summed_rows = 0 if self.global_clipnorm or is_dynamic(optimizer) else summed_rows
+
+    def _grouped(
+        self, shared: Sequence[Shared], optimizer: keras.optimizers.Optimizer, rule: UpdateRule
+    ) -> WeightGroups:
+        return WeightGroups(self.segment.trainable_variables, shared, self.device, optimizer, rule)
 
     @property
     def reached(self) -> list[keras.Variable]:

@@ -47,6 +47,10 @@ class WeightGroups:
             WeightGroup(each.weights, numbers, device, optimizer, each.rule, tuple, each.holders, each.stage)
             for each, numbers in zip(shared, theirs, strict=True)
         ]
+        self._number()
+
+    def _number(self) -> None:
+        """Find all groups, and the copies by the numbers of the weights."""
         self.all = [self.own, *self.shared]
         copies = {n: copy for group in self.all for n, copy in zip(group.numbers, group.variables, strict=True)}
         self.variables = [copies[n] for n in range(len(copies))]

@@ -9,8 +9,10 @@ from pipetrain.run.stage_work import StageWork
 from pipetrain.schemes.arguments import checked_bool, is_count
 from pipetrain.schemes.schedules import groups_of
 from pipetrain.schemes.scheme import Scheme
-from pipetrain.schemes.table import DATA_PARALLEL
+from pipetrain.schemes.table import DATA_PARALLEL, TRANSFERRING, UNCUT
 from pipetrain.schemes.table import check_microbatches as check_microbatches  # beside the others, for who asks all
+from pipetrain.schemes.transfers.auto import AUTO
+from pipetrain.schemes.transfers.orders import orders
 from pipetrain.schemes.validation import check
 
 DEFAULT_MICROBATCHES = 4
@@ -18,7 +20,7 @@ DEFAULT_MICROBATCHES = 4
 
 def check_replicas(scheme: str, replicas: Any) -> None:
     """Raise ValueError for replicas of a scheme that has no stages."""
-    if scheme in ("single", DATA_PARALLEL) and replicas is not None:
+    if scheme in UNCUT and replicas is not None:
         raise ValueError(
             f"The scheme {scheme!r} has no stages to replicate. Received: replicas={replicas!r}. Try leaving it out."
         )
@@ -27,7 +29,7 @@ def check_replicas(scheme: str, replicas: Any) -> None:
 def check_recompute(recompute: Any, scheme: str) -> None:
     """Refuse anything but a bool, and to run forwards again where Keras keeps what it needs."""
     wanted = checked_bool("recompute", recompute, "Stages either run their forward again (True) or not (False)")
-    if wanted and scheme == DATA_PARALLEL:
+    if wanted and scheme in (DATA_PARALLEL, *TRANSFERRING):
         raise ValueError(
             f"Only stages run their forward again. Received: recompute={recompute!r}, scheme={scheme!r}. "
             "Try leaving it out, or scheme='single'."
@@ -36,9 +38,9 @@ def check_recompute(recompute: Any, scheme: str) -> None:
 
 def check_cuts(cuts: Any, scheme: str) -> None:
     """Refuse cuts of a model that is not split."""
-    if cuts is not None and scheme == DATA_PARALLEL:
+    if cuts is not None and scheme in (DATA_PARALLEL, *TRANSFERRING):
         raise ValueError(
-            f"data-parallel has the whole model on every device. Received: cuts={cuts!r}, scheme={scheme!r}. "
+            f"{scheme} has the whole model on every device. Received: cuts={cuts!r}, scheme={scheme!r}. "
             "Try devices=('CPU:0', 'CPU:1'), or stages=2 for the first two devices."
         )
     if cuts is not None and scheme == "single":
@@ -50,12 +52,45 @@ def check_cuts(cuts: Any, scheme: str) -> None:
 
 def check_copies(stages: Any, devices: Sequence[str] | None, scheme: str) -> None:
     """Refuse another number of stages than devices where every device has a copy of the model."""
-    if scheme != DATA_PARALLEL or devices is None or isinstance(devices, str) or not is_count(stages):
+    if (
+        scheme not in (DATA_PARALLEL, *TRANSFERRING)
+        or devices is None
+        or isinstance(devices, str)
+        or not is_count(stages)
+    ):
         return  # what is no number, or no devices, is refused as for pipelines
     if stages != len(devices):
         raise ValueError(
-            f"data-parallel has a copy of the model on every device. Received: stages={stages!r}, "
+            f"{scheme} has a copy of the model on every device. Received: stages={stages!r}, "
             f"devices={tuple(devices)!r}. Try leaving stages out, or {stages} devices."
+        )
+
+
+def checked_workers(stages: Any, devices: int, scheme: str) -> int:
+    """How many devices have rows of each minibatch: of those that there are as many as ``stages``, by default all."""
+    if stages is None:
+        return devices
+    if not is_count(stages):
+        raise ValueError(
+            f"{scheme} has a copy of the model on every device. Received: stages={stages!r}. Try leaving it out."
+        )
+    return min(int(stages), devices)
+
+
+def check_order(order: Any, scheme: str) -> None:
+    """Refuse an order of transfers that there is not, or of a scheme that has none to order."""
+    if order is None:
+        return
+    if scheme not in TRANSFERRING:
+        raise ValueError(
+            f"Only {' and '.join(TRANSFERRING)} order their transfers. Received: order={order!r}, scheme={scheme!r}. "
+            "Try leaving it out."
+        )
+    names = [AUTO, *orders(serves=scheme == "parameter-server")]
+    if isinstance(order, str) and order not in names:
+        raise ValueError(
+            f"Unknown order of transfers. Received: order={order!r}, scheme={scheme!r}. "
+            f"Try one of: {', '.join(names)}; or a Plan of your own."
         )
 
 

@@ -1,0 +1,75 @@
+"""Hosts emulated by network namespaces of this machine, joined by a bridge whose ports are limited; needs root."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
+PORT = 2222
+
+
+class Hosts:
+    """Namespaces ``0`` to ``count - 1``, a worker in each, on a core of its own while there are enough."""
+
+    def __init__(self, count: int) -> None:
+        self.names = [f"bench{os.getpid()}-{n}" for n in range(count)]
+        self.addresses = [f"10.78.0.{n + 1}" for n in range(count)]
+        self._bridge = f"br{os.getpid()}"
+
+    def on(self, number: int, *command: str) -> list[str]:
+        """The command, run on a host."""
+        return ["ip", "netns", "exec", self.names[number], *command]
+
+    def limit(self, rate_mbit: int) -> None:
+        """Either direction of each host's port carries so much."""
+        for n in range(len(self.names)):
+            limited = ["class", "replace", "dev", "eth0", "parent", "1:", "classid", "1:1", "htb"]
+            _run(*self.on(n, "tc", *limited, "rate", f"{rate_mbit}mbit"))
+
+    def make(self, ends: ExitStack) -> None:
+        """Make what there is to be, which ``ends`` removes; workers answer afterwards."""
+        _run("ip", "link", "add", self._bridge, "type", "bridge")
+        ends.callback(_run, "ip", "link", "delete", self._bridge)
+        _run("ip", "link", "set", self._bridge, "up")
+        for n, (name, address) in enumerate(zip(self.names, self.addresses, strict=True)):
+            _run("ip", "netns", "add", name)
+            ends.callback(_run, "ip", "netns", "delete", name)
+            port = f"{self._bridge}p{n}"
+            _run("ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
+            _run("ip", "link", "set", port, "master", self._bridge, "up")
+            _run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+            for device in ("eth0", "lo"):
+                _run("ip", "-n", name, "link", "set", device, "up")
+            _run(*self.on(n, "tc", "qdisc", "add", "dev", "eth0", "root", "handle", "1:", "htb", "default", "1"))
+        self.limit(1000)
+        cores = sorted(os.sched_getaffinity(0))
+        workers = [self._worker(n, cores[n % len(cores)]) for n in range(len(self.names))]
+        for worker in workers:
+            ends.callback(worker.communicate, timeout=20)
+        for worker in workers:
+            assert worker.stdout is not None and worker.stdout.readline()
+
+    def _worker(self, number: int, core: int) -> subprocess.Popen[str]:
+        where = ["--address", self.addresses[number], "--port", str(PORT), "--attended", "--cores", str(core)]
+        command = self.on(number, sys.executable, "-m", "pipetrain", "worker", *where, "--inter-threads", "3")
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=ENVIRONMENT)
+
+
+@contextmanager
+def emulated(count: int) -> Iterator[Hosts]:
+    """So many hosts, while the context lasts."""
+    with ExitStack() as ends:
+        hosts = Hosts(count)
+        hosts.make(ends)
+        yield hosts
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)

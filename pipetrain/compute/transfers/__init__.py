@@ -1,0 +1,1 @@
+"""One training step over several devices as one TensorFlow function, whose transfers a plan orders."""

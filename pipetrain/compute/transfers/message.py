@@ -1,0 +1,132 @@
+"""Packs of a plan as messages, and messages on their way between devices, all within one traced function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from pipetrain.compute.transfers.record import Record, What
+from pipetrain.schemes.splitting import rows_of
+from pipetrain.schemes.transfers.plan import Pack, Phase
+
+
+class Packing:
+    """How a pack's values become one flat message for each of their types, and values again.
+
+    A value that is alone in its message travels as it is.
+
+    Args:
+        pack: the variables' numbers.
+        like: the spec of each variable, by its number.
+    """
+
+    def __init__(self, pack: Pack, like: Mapping[int, tf.TensorSpec]) -> None:
+        self._pack, self._like = pack, like
+        types = dict.fromkeys(like[n].dtype for n in pack.variables)
+        self._together = [[n for n in pack.variables if like[n].dtype == dtype] for dtype in types]
+
+    def messages(self, values: Mapping[int, tf.Tensor]) -> list[tf.Tensor]:
+        """Of the values by the variables' numbers."""
+        if self._pack.chunks > 1:
+            (n,) = self._pack.variables
+            rows = rows_of(_elements(self._like[n]), self._pack.chunk, self._pack.chunks)
+            return [tf.reshape(values[n], [-1])[rows.start : rows.stop]]
+        return [
+            values[numbers[0]] if len(numbers) == 1 else tf.concat([tf.reshape(values[n], [-1]) for n in numbers], 0)
+            for numbers in self._together
+        ]
+
+    def values(self, messages: Sequence[tf.Tensor]) -> dict[int, tf.Tensor]:
+        """The values, or the chunk of one, by the variables' numbers."""
+        if self._pack.chunks > 1:
+            return {self._pack.variables[0]: messages[0]}
+        found: dict[int, tf.Tensor] = {}
+        for numbers, message in zip(self._together, messages, strict=True):
+            if len(numbers) == 1:
+                found[numbers[0]] = message
+                continue
+            parts = tf.split(message, [_elements(self._like[n]) for n in numbers])
+            found |= {n: tf.reshape(part, self._like[n].shape) for n, part in zip(numbers, parts, strict=True)}
+        return found
+
+
+class Received:
+    """The values of a phase's packs as they arrive at one device; chunks are put together.
+
+    Args:
+        like: the spec of each variable, by its number.
+    """
+
+    def __init__(self, like: Mapping[int, tf.TensorSpec]) -> None:
+        self._like, self._values = like, dict[int, Any]()
+        self._chunks: dict[int, dict[int, tf.Tensor]] = {}
+
+    def add(self, pack: Pack, values: Mapping[int, Any]) -> None:
+        """What a pack brought."""
+        if pack.chunks == 1:
+            self._values.update(values)
+            return
+        (n,) = pack.variables
+        chunks = self._chunks.setdefault(n, {})
+        chunks[pack.chunk] = values[n]
+        if len(chunks) == pack.chunks:
+            whole = tf.concat([chunks[k] for k in range(pack.chunks)], 0)
+            self._values[n] = tf.reshape(whole, self._like[n].shape)
+
+    @property
+    def values(self) -> dict[int, Any]:
+        """Those that are complete, by the variables' numbers."""
+        return self._values
+
+
+class Order:
+    """Sends a phase's packs one after another, each after the acknowledgements that it waits for.
+
+    A message leaves when the pack ``window`` places before has arrived at all its receivers. They say so by control
+    edges to the sender's device: an edge on the sender's side alone would order nothing, as a message that is ready is
+    sent when it is asked for.
+
+    Args:
+        phase: whose packs are sent.
+        kind: what is sent, for the record.
+        record: of what is sent and arrives, if there is to be one.
+    """
+
+    def __init__(self, phase: Phase, kind: What, record: Record | None = None) -> None:
+        self._phase, self._kind, self._record = phase, kind, record
+        self._arrived: list[list[tf.Operation]] = []
+
+    def packs(self) -> Iterator[Pack]:
+        """The packs; what is sent after each of them is given, is of it."""
+        for pack in self._phase.packs:
+            self._arrived.append([])
+            yield pack
+
+    def send(self, tensor: tf.Tensor, source: str, sink: str, waits: bool = True) -> tf.Tensor:
+        """The tensor, a part of the current pack, on another device; there at once if it ``waits`` for no others."""
+        if source == sink:
+            return tensor
+        place = len(self._arrived) - 1 - self._phase.window
+        awaited = self._arrived[place] if waits and self._phase.window and place >= 0 else []
+        there = sent(tensor, source, sink, awaited)
+        arrived = there
+        if self._record is not None:  # the acknowledgement then waits for the time to be noted
+            arrived = self._record.add(self._kind, len(self._arrived) - 1, source, sink, tensor, there)
+        self._arrived[-1].append(arrived.op)
+        return there
+
+
+def sent(tensor: tf.Tensor, source: str, sink: str, awaited: Sequence[tf.Operation]) -> tf.Tensor:
+    """The tensor on another device, sent after what is awaited; on its own device it is there already."""
+    if source == sink:
+        return tensor
+    with tf.device(source), tf.control_dependencies(awaited):
+        leaving = tf.identity(tensor)
+    with tf.device(sink):
+        return tf.identity(leaving)
+
+
+def _elements(spec: tf.TensorSpec) -> int:
+    return int(spec.shape.num_elements())

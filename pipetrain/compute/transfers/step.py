@@ -1,0 +1,255 @@
+"""One training step over several devices, as one function that this process traces and TensorFlow runs on all of them.
+
+Every worker computes the gradients of its rows. With a parameter server the weights come from the servers' devices and
+the gradients go there; else every worker has the weights, and the gradients are summed for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from pipetrain.compute.functions.flattening import unpacker
+from pipetrain.compute.functions.graph_rewrite import operations
+from pipetrain.compute.functions.stage_values import BoundaryTensors
+from pipetrain.compute.functions.weight_group import WeightGroup
+from pipetrain.compute.transfers.message import Order, Packing, Received, sent
+from pipetrain.compute.transfers.record import Record, Sent, What
+from pipetrain.compute.transfers.reduction import reduced
+from pipetrain.compute.transfers.weights import Made, Shares, Weights
+from pipetrain.compute.transfers.worker import Worker
+from pipetrain.schemes.transfers.plan import Pack, Phase, Plan
+
+
+class StepResult(NamedTuple):
+    """The minibatch's loss, a number or one for every row, and the model's outputs, on this process's device.
+
+    ``times`` are those of the messages, if they are recorded, see ``Record``.
+    """
+
+    loss: tf.Tensor
+    output: BoundaryTensors
+    times: tf.Tensor | None
+
+
+class Rows(NamedTuple):
+    """What one worker is given: its number, its inputs as ``Weights.sorted`` gives them, and its shares."""
+
+    worker: int
+    inputs: tuple[list[Any], Any]
+    shares: Shares
+
+
+class Step:
+    """The step's functions: for minibatches of which these workers have rows, with or without late gradients.
+
+    Args:
+        weights: of every worker, or only those of the servers.
+        workers: that compute.
+        plan: of the transfers.
+        serves: whether the weights are on servers.
+        host: this process's device, to which results come.
+    """
+
+    def __init__(
+        self, weights: Sequence[Weights], workers: Sequence[Worker], plan: Plan, serves: bool, host: str
+    ) -> None:
+        self._weights, self._workers, self._serves, self._host = list(weights), list(workers), serves, host
+        self._like, self._made = weights[0].gradients_like, weights[0].made
+        self._plan = plan
+        self._late_numbers = [n for n in plan.late_variables if n in self._like]
+        self._pending = [self._zeros(worker) for worker in workers]
+        captured = self._made.captured_inputs
+        self._captured = [[_placed(each, worker.device) for each in captured] for worker in workers]
+        self._functions: dict[Any, Any] = {}
+        self._record: Record | None = None  # of the function that is being traced
+        self._sent: dict[Any, list[Sent]] = {}
+
+    def _zeros(self, worker: Worker) -> dict[int, tf.Variable]:
+        """Gradients that wait for the next step, of each late variable."""
+        with tf.device(worker.device):
+            shapes = {n: self._weights[0].variables[n] for n in self._late_numbers}
+            return {n: tf.Variable(tf.zeros(each.shape, each.dtype), trainable=False) for n, each in shapes.items()}
+
+    @property
+    def is_late(self) -> bool:
+        """Whether some gradients are applied in the step after the one that made them."""
+        return bool(self._late_numbers)
+
+    def __call__(self, rows: Sequence[Rows], pending: bool, records: bool) -> tuple[StepResult, list[Sent]]:
+        """One step, and the messages that were recorded if it ``records`` them.
+
+        ``pending`` says whether gradients of the last step are to be applied first.
+        """
+        active = tuple(each.worker for each in rows)
+        given = [(each.inputs, each.shares) for each in rows]
+        key = active, pending, records
+        if key not in self._functions:
+            *_, differentiable, constants, shares = self._made.structured_input_signature[0]
+            function = tf.function(partial(self._body, active, pending), autograph=False)
+            specs = [((differentiable, constants), shares) for _ in active]
+            self._record = Record() if records else None
+            self._functions[key] = function.get_concrete_function(specs)
+            self._sent[key], self._record = self._record.messages if self._record else [], None
+        result: StepResult = self._functions[key](given)
+        return result, self._sent[key]
+
+    def flush(self) -> None:
+        """Apply the gradients that the last step has left."""
+        if "flush" not in self._functions:
+            self._functions["flush"] = tf.function(self._apply_late, autograph=False).get_concrete_function()
+        self._functions["flush"]()
+
+    def _body(self, active: Sequence[int], pending: bool, given: Sequence[Any]) -> StepResult:
+        if pending:
+            self._apply_late()
+        pulled = self._pulled(active)
+        made = [self._run(worker, weights, *each) for worker, weights, each in zip(active, pulled, given, strict=True)]
+        for worker, each in zip(active, made, strict=True):
+            self._workers[worker].assign(self._weights[0].assigned, each.state)
+        self._keep_assigned(active, made)
+        self._push(active, made)
+        return self._result(active, made)
+
+    def _run(self, worker: int, weights: list[tf.Tensor], inputs: Any, shares: Shares) -> Made:
+        on = self._workers[worker]
+        flat: list[tf.Tensor] = []
+        arguments = weights, on.read(), *inputs, shares
+        unpacker(self._made.structured_input_signature[0])(arguments, flat)
+        graph = tf.compat.v1.get_default_graph()
+        flat += [graph.capture(each) for each in self._captured[worker]]
+        with tf.device(on.device):  # not a call, which would begin with the last weight and end with the last gradient
+            found: Made = operations(self._made, flat)
+        return found
+
+    def _pulled(self, active: Sequence[int]) -> list[list[tf.Tensor]]:
+        """The weights on each worker that has rows."""
+        if not self._serves:
+            return [_read(self._weights[worker]) for worker in active]
+        (weights,) = self._weights
+        like = dict(enumerate(map(_spec, weights.variables)))
+        received = [Received(like) for _ in active]
+        for device, phase in self._by_server(self._plan.pulls):
+            numbers = [n for pack in phase.packs for n in pack.variables]
+            with tf.device(device):
+                values = {n: weights.variables[n].value.read_value() for n in dict.fromkeys(numbers)}
+                packings = [Packing(pack, like) for pack in phase.packs]
+                messages = [packing.messages(values) for packing in packings]
+            for place, worker in enumerate(active):
+                order, sink = Order(phase, "pull", self._record), self._workers[worker].device
+                for pack, packing, each in zip(order.packs(), packings, messages, strict=True):
+                    there = [order.send(message, device, sink) for message in each]
+                    with tf.device(sink):
+                        received[place].add(pack, packing.values(there))
+        return [[each.values[n] for n in range(len(like))] for each in received]
+
+    def _by_server(self, phase: Phase) -> list[tuple[str, Phase]]:
+        """The phase of each server: what it has of each pack."""
+        found = []
+        for device in dict.fromkeys(group.device for group in self._weights[0].groups):
+            there = {n for group in self._weights[0].groups if group.device == device for n in group.numbers}
+            packs = [_only(pack, there) for pack in phase.packs]
+            found.append((device, phase._replace(packs=tuple(pack for pack in packs if pack.variables))))
+        return found
+
+    def _keep_assigned(self, active: Sequence[int], made: Sequence[Made]) -> None:
+        """What layers assign to weights: each worker's to its own, that of the first with rows to all others."""
+        of = dict(zip(active, made, strict=True))
+        for number, weights in enumerate(self._weights):
+            worker = number if number in of and not self._serves else active[0]
+            for n, value in zip(self._weights[0].assigned_weights, of[worker].weights, strict=True):
+                group = next(group for group in weights.groups if n in group.numbers)
+                there = sent(value, self._workers[worker].device, group.device, [])
+                with tf.device(group.device):
+                    weights.variables[n].assign(there)
+
+    def _push(self, active: Sequence[int], made: Sequence[Made]) -> None:
+        """Send what is sent in this step, and update; the rest is kept for the next one."""
+        gradients = [
+            (self._workers[worker].device, dict(enumerate(each.gradients)))
+            for worker, each in zip(active, made, strict=True)
+        ]
+        self._update(self._plan.pushes, gradients, late=False)
+        of = dict(zip(active, gradients, strict=True))
+        for number, (worker, pending) in enumerate(zip(self._workers, self._pending, strict=True)):
+            with tf.device(worker.device):
+                for n, variable in pending.items():
+                    mine = of[number][1][n] if number in of else tf.zeros_like(variable)
+                    variable.assign(tf.convert_to_tensor(mine), read_value=False)
+
+    def _apply_late(self) -> None:
+        gradients = []
+        for worker, pending in zip(self._workers, self._pending, strict=True):
+            with tf.device(worker.device):
+                gradients.append((worker.device, {n: each.read_value() for n, each in pending.items()}))
+        self._update(self._plan.late, gradients, late=True)
+
+    def _update(self, phase: Phase, gradients: Sequence[tuple[str, Mapping[int, Any]]], late: bool) -> None:
+        kind: What = "late" if late else "push"
+        if self._serves:
+            (weights,) = self._weights
+            of = {
+                device: reduced(Order(each, kind, self._record), gradients, [device], self._like)[0]
+                for device, each in self._by_server(phase)
+            }
+            weights.apply(weights.groups, lambda group: of[group.device])
+            return
+        variables = self._weights[0].variables
+        like = {n: _spec(variables[n]) for n in self._late_numbers} if late else self._like
+        order = Order(phase, kind, self._record)
+        sums = reduced(order, gradients, [worker.device for worker in self._workers], like)
+        for weights, mine in zip(self._weights, sums, strict=True):
+            weights.apply([each for each in weights.groups if self._is_late(each) == late], _of(mine))
+
+    def _is_late(self, group: WeightGroup) -> bool:
+        return bool(group.numbers) and group.numbers[0] in self._plan.late_variables
+
+    def _result(self, active: Sequence[int], made: Sequence[Made]) -> StepResult:
+        """Everything on this process's device, in the order of the rows."""
+
+        def here(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+            return [
+                sent(each, self._workers[worker].device, self._host, [])
+                for worker, each in zip(active, values, strict=True)
+            ]
+
+        with tf.device(self._host):
+            losses = here([each.loss for each in made])
+            penalties = here([each.penalty for each in made]) if made[0].penalty is not None else []
+            loss = tf.add_n([*losses, *penalties]) if losses[0].shape.rank == 0 else tf.concat(losses, 0)
+            if losses[0].shape.rank and penalties:
+                loss += tf.add_n(penalties)
+            outputs = [
+                [None if rows[0] is None else tf.concat(here(rows), 0) for rows in zip(*values, strict=True)]
+                for values in zip(*(each.output for each in made), strict=True)
+            ]
+        times = self._record.times(self._host) if self._record else None
+        return StepResult(loss, BoundaryTensors(*outputs), times)
+
+
+def _of(sums: Mapping[int, Any]) -> Callable[[WeightGroup], Mapping[int, Any]]:
+    return lambda group: sums
+
+
+def _read(weights: Weights) -> list[tf.Tensor]:
+    with tf.device(weights.device):
+        return [variable.value.read_value() for variable in weights.variables]
+
+
+def _spec(variable: Any) -> tf.TensorSpec:
+    return tf.TensorSpec(variable.shape, variable.dtype)
+
+
+def _only(pack: Pack, there: set[int]) -> Pack:
+    return pack._replace(variables=tuple(n for n in pack.variables if n in there))
+
+
+def _placed(captured: tf.Tensor, device: str) -> tf.Tensor:
+    """What a function reads from outside, on the device that runs it: no worker fetches from this process."""
+    if captured.dtype in (tf.resource, tf.variant):
+        return captured
+    with tf.device(device):
+        return tf.identity(captured)

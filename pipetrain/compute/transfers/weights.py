@@ -1,0 +1,186 @@
+"""The whole model's weights with their optimizers, on one device or on several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from pipetrain.compute.functions.graph_rewrite import inlined
+from pipetrain.compute.functions.penalties import as_mean
+from pipetrain.compute.functions.stage import Stage
+from pipetrain.compute.functions.stage_function import LossFunction, StageFunction
+from pipetrain.compute.functions.stage_values import BoundaryTensors
+from pipetrain.compute.functions.state import Division
+from pipetrain.compute.functions.weight_group import Shared, WeightGroup
+from pipetrain.compute.functions.weight_groups import WeightGroups
+from pipetrain.compute.graph.segment import Segment
+from pipetrain.compute.optimizer.clipping import squared_norm
+from pipetrain.compute.optimizer.loss_scaling import SCALE
+from pipetrain.compute.transfers.message import sent
+from pipetrain.schemes.scheme import UpdateRule
+
+
+class Part(NamedTuple):
+    """Some of the model's weights, by number, that are updated together, and the device on which they are."""
+
+    device: str
+    numbers: Sequence[int]
+
+
+class PartedWeights(WeightGroups):
+    """The model's weights, numbered as in its segment, by the parts in which they are updated."""
+
+    def __init__(
+        self,
+        weights: Sequence[keras.Variable],
+        parts: Sequence[Part],
+        optimizer: keras.optimizers.Optimizer,
+        rule: UpdateRule,
+    ) -> None:
+        self.originals, self.missing = list(weights), list[int]()
+        self.own, *self.shared = (
+            WeightGroup([weights[n] for n in part.numbers], part.numbers, part.device, optimizer, rule)
+            for part in parts
+        )
+        self._number()
+
+
+class Shares(NamedTuple):
+    """Of a worker's rows: the factor of their loss, and of the layers' own losses, in the minibatch's."""
+
+    loss: Any
+    penalty: Any
+
+
+class Made(NamedTuple):
+    """What a worker makes of its rows.
+
+    The outputs, its shares of the loss (or the loss of every row) and of the layers' own losses, the new state and
+    weights that layers assign, and the gradients of all weights, None for one that the loss does not depend on.
+    """
+
+    output: BoundaryTensors
+    loss: Any
+    penalty: Any
+    state: list[Any]
+    weights: list[Any]
+    gradients: list[Any]
+
+
+class Weights(Stage):
+    """A stage that is the whole model, whose weights are updated in parts, each with an optimizer of its own.
+
+    Its function for the gradients of any rows is traced once, for any device.
+
+    Args:
+        segment: the whole model.
+        parts: which weights are updated together, and where these are.
+        optimizer: the compiled optimizer, of which each part takes a clone.
+        loss: of the outputs.
+        workers: that have rows of a minibatch.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        parts: Sequence[Part],
+        optimizer: keras.optimizers.Optimizer,
+        loss: LossFunction,
+        workers: int,
+    ) -> None:
+        self._given, self._scale_factor = parts, float(optimizer.loss_scale_factor or 1.0)
+        super().__init__(segment, parts[0].device, optimizer, loss, division=Division(1, workers))
+
+    def _grouped(
+        self, shared: Sequence[Shared], optimizer: keras.optimizers.Optimizer, rule: UpdateRule
+    ) -> WeightGroups:
+        return PartedWeights(self.segment.trainable_variables, self._given, optimizer, rule)
+
+    @property
+    def groups(self) -> list[WeightGroup]:
+        """The parts' weights."""
+        return self._groups.all
+
+    @property
+    def gradients_like(self) -> dict[int, Any]:
+        """The specs of the gradients that there are, by the weights' numbers."""
+        return {n: each for n, each in enumerate(self._gradients) if each is not None}
+
+    @property
+    def assigned(self) -> list[int]:
+        """The numbers of the state's variables that layers assign to."""
+        return self._function.assigned
+
+    @property
+    def assigned_weights(self) -> list[int]:
+        """The numbers of the weights that layers assign to."""
+        return self._function.changed
+
+    def trace(
+        self, masks: Sequence[tf.TensorSpec | None], targets: Any = None, unreached: Collection[int] = ()
+    ) -> list[tf.TensorSpec | None]:
+        """Trace the gradients of any rows, for any device; gives the specs of the outputs' masks."""
+        self._function = StageFunction(self.segment, self._loss, self._state, self._kernels, masks, targets, ())
+        halves = self._function.halves()
+        unpack, residuals = self._kernels.packing.unpack, halves.residuals
+        self._gradients = list(halves.backward.structured_outputs[0])
+        self._groups.missing = [n for n, gradient in enumerate(self._gradients) if gradient is None]
+        self.unreached: list[int] = []
+
+        def make(weights: Any, state: Any, differentiable: Any, constants: Any, shares: Shares) -> Made:
+            ran, given = inlined(halves.forward, weights, state, differentiable, constants)
+            output, loss, penalty, (after, left) = ran
+            starts = _starts(halves.outputs, shares, self._scale_factor)
+            fixed = [state[n] for n in halves.fixed]
+            gradients, _ = inlined(halves.backward, weights, unpack(given, residuals), fixed, starts)
+            if penalty is not None:
+                penalty = tf.cast(as_mean(penalty, shares.penalty), tf.float32) * shares.penalty
+            return Made(output, tf.cast(loss, tf.float32) * shares.loss, penalty, after, left, gradients)
+
+        shares = Shares(*[tf.TensorSpec([])] * 2)
+        self.made = tf.function(make, autograph=False).get_concrete_function(
+            *halves.forward.structured_input_signature[0], shares
+        )
+        output, _, penalty, _ = halves.forward.structured_outputs[0]
+        self.is_penalized = penalty is not None
+        return [mask if mask is None else tf.TensorSpec(mask.shape, mask.dtype) for mask in output.masks]
+
+    def stored(self) -> list[tf.Tensor]:
+        """The weights as ``store`` takes them."""
+        return self._groups.values()
+
+    def store(self, values: Sequence[tf.Tensor]) -> None:
+        """Write the weights, as ``stored`` gave them, into the model; state is the workers'."""
+        self._groups.store(values)
+
+    def sorted(self, values: BoundaryTensors, targets: Any) -> tuple[list[Any], Any]:
+        """A minibatch's inputs as the traced function takes them."""
+        return self._function.arguments(values, targets)
+
+    def apply(self, groups: Sequence[WeightGroup], gradients: Callable[[WeightGroup], Mapping[int, Any]]) -> None:
+        """Update these groups, within a function, by the gradients that each has on its device."""
+        mine = [[gradients(group).get(n) for n in group.numbers] for group in groups]
+        norms = []
+        for group, each in zip(groups, mine, strict=True) if self.global_clipnorm else ():
+            with tf.device(group.device):
+                norms.append(squared_norm(self._step.prepared(each, None, self._factor())))
+        for group, each in zip(groups, mine, strict=True):
+            there = [sent(norm, other.device, group.device, []) for norm, other in zip(norms, groups, strict=False)]
+            with tf.device(group.device):
+                group.update.apply(self._step.prepared(each, tf.stack(there) if there else None, self._factor()), None)
+
+    def _factor(self) -> Any:
+        return tf.constant(self._scale_factor, SCALE.dtype) if self._step.scale is not None else None
+
+
+def _starts(outputs: Sequence[tf.TensorSpec], shares: Shares, scale: float) -> list[tf.Tensor]:
+    """The gradients with which the backward starts: of the loss, and of the layers' own losses if there are any."""
+    loss, *penalties = outputs
+    starts = [tf.cast(shares.loss * scale, loss.dtype)]
+    for spec in penalties:
+        share = tf.cast(shares.penalty * scale, spec.dtype)
+        starts.append(share if spec.shape.rank == 0 else tf.stack([share, tf.constant(scale, spec.dtype)]))
+    return starts

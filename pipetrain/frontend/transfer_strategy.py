@@ -1,0 +1,84 @@
+"""Data parallelism whose transfers a plan orders: by parameter servers, or by all-reduce."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from pipetrain.compute.cores import is_remote
+from pipetrain.compute.functions.stage import Stage
+from pipetrain.compute.optimizer.clipping import limit
+from pipetrain.compute.optimizer.loss_scaling import stepping
+from pipetrain.compute.transfers.weights import Part, Weights
+from pipetrain.compute.transfers.worker import Worker
+from pipetrain.frontend.checks.optimizer import check_loss_scaling
+from pipetrain.frontend.device_choice import described
+from pipetrain.frontend.input_data import DEFAULT_ROWS
+from pipetrain.frontend.pipeline_strategy import PipelineStrategy
+from pipetrain.frontend.placement import Placement
+from pipetrain.frontend.transfer_planning import embeddings, is_measured, message_of, planned, workload_of
+from pipetrain.run.step_runner import StepRunner
+from pipetrain.schemes.scheme import Scheme
+from pipetrain.schemes.transfers.auto import AUTO
+from pipetrain.schemes.transfers.plan import Plan
+from pipetrain.schemes.transfers.workload import Message
+
+
+class TransferStrategy(PipelineStrategy):
+    """A stage that is the whole model, on several devices, whose steps are one function each.
+
+    What a ``fit`` has to do with Keras' loop, metrics, checkpoints and evaluation is as for a pipeline of this stage.
+
+    Args:
+        model: the model to train.
+        placement: one stage, whose replicas are the workers.
+        scheme: one of ``TRANSFERRING``.
+        order: of the transfers, by name or as a plan.
+
+    ``plan`` is the one that was made of it, once there is a pipeline.
+    """
+
+    def __init__(self, model: keras.Model, placement: Placement, scheme: Scheme, order: str | Plan | None) -> None:
+        super().__init__(model, placement, scheme)
+        self._serves, self._order = scheme.name == "parameter-server", order or AUTO
+        self._devices = placement.replica_devices
+
+    def compiled(self, owner: keras.Model, loss: Any, jit_compile: Any) -> None:
+        """The optimizer and the loss are new."""
+        check_loss_scaling(owner.optimizer, self._scheme.name, None)
+        super().compiled(owner, loss, jit_compile)
+
+    def _built(self, rows: int | None) -> Sequence[list[Stage]]:
+        self._segment = segment = self.placement.whole()
+        self.plan = self._planned(rows)
+        late = set(self.plan.late_variables)
+        every = range(len(segment.trainable_variables))
+        groups = [[n for n in every if n not in late], *([sorted(late)] if late else [])]
+        holders = self._devices[:1] if self._serves else self._devices
+        loss = self._compilation.metrics.loss
+        self._weights = [
+            Weights(segment, [Part(device, each) for each in groups], self.optimizer, loss, len(self._devices))
+            for device in holders
+        ]
+        return [list[Stage](self._weights)]
+
+    def _runner(self) -> Any:
+        count = len(self._devices)
+        workers = [Worker(self._segment, device, n, count) for n, device in enumerate(self._devices)]
+        return StepRunner(self._weights, workers, self.plan, self._serves, self._run_settings)
+
+    def _planned(self, rows: int | None) -> Plan:
+        """The plan of the order; the model is profiled, and links are measured, where it depends on them."""
+        variables, placement = self._segment.trainable_variables, self.placement
+        profile, message = None, Message()
+        if is_measured(self._order):
+            remote = any(map(is_remote, self._devices))
+            message = message_of(described(self._devices), len(self._devices), self._serves, remote)
+            if message != Message():  # else no order hides anything
+                profile = placement.profile(rows or DEFAULT_ROWS)
+        workload = workload_of(placement.chain, variables, profile, message)
+        rows_alone = embeddings(self.model, variables)
+        at_once = limit(stepping(self.optimizer).global_clipnorm) is not None
+        return planned(self._order, workload, self._serves, rows_alone, at_once)

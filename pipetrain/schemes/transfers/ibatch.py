@@ -1,0 +1,148 @@
+"""iBatch: neighbouring layers whose variables travel as one message, so that few messages hide behind computing.
+
+Source: Wang, Pi, Zhou, *Scalable Distributed DL Training: Batching Communication and Computation*, AAAI 2019. There a
+greedy algorithm chooses the batches; here the exact optimum is among the candidates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pipetrain.schemes.transfers.plan import Pack, Phase, Plan
+from pipetrain.schemes.transfers.workload import Workload
+
+
+class Chain(NamedTuple):
+    """Layers in a row: the startup of a message ``T_s``, and each layer's transfer ``T_t`` and computing ``C``."""
+
+    startup_s: float
+    transfer_s: tuple[float, ...]
+    computing_s: tuple[float, ...]
+
+    def end_s(self, ends: Sequence[int]) -> float:
+        """When all is computed, for batches that end after so many layers each.
+
+        Batch k has arrived at ``k T_s + sum of T_t`` up to its last layer, and is computed from then on or from the end
+        of the batch before.
+        """
+        end_s, first = 0.0, 0
+        for k, last in enumerate(ends, start=1):
+            arrived_s = k * self.startup_s + sum(self.transfer_s[:last])
+            end_s = max(end_s, arrived_s) + sum(self.computing_s[first:last])
+            first = last
+        return end_s
+
+
+def ibatch(workload: Workload, serves: bool) -> Plan:
+    """The best batches for the forward, and for the backward their mirror image.
+
+    Backwards in time, gradients that leave a layer after its backward are weights that arrive before its forward: the
+    batches that end the one soonest end the other soonest.
+    """
+    found, names = [], []
+    for is_forward in (True, False):
+        name, ends = best(_chain(workload, is_forward))
+        trained = [workload.owned[k] for k in workload.trained]
+        spans = zip([0, *ends[:-1]], ends, strict=True)
+        found.append(tuple(workload.pack([n for each in trained[a:b] for n in each]) for a, b in spans))
+        names.append(name)
+    pulls, pushes = found
+    name = f"ibatch ({names[0]}, {names[1]})" if serves else f"ibatch ({names[1]})"
+    return Plan(Phase(pulls if serves else ()), Phase(_reversed(pushes), 0), name=name)
+
+
+def best(chain: Chain) -> tuple[str, list[int]]:
+    """The name of the way whose batches end soonest, and where these end; of equal ones the first."""
+    ways = {
+        "optimum": optimum(chain),
+        "transfers hidden": transfers_hidden(chain),
+        "computing hidden": computing_hidden(chain),
+        "layer by layer": list(range(1, len(chain.computing_s) + 1)),
+    }
+    return min(ways.items(), key=lambda way: chain.end_s(way[1]))
+
+
+def optimum(chain: Chain) -> list[int]:
+    """The ends of the batches that are computed soonest, exactly.
+
+    ``F[k][j] = min over i of max(F[k-1][i], k T_s + sum T_t[1..j]) + sum C[i+1..j]`` is the least time for the first j
+    layers in k batches. Of equal ones it has the fewest batches.
+    """
+    count = len(chain.computing_s)
+    sent, computed = _sums(chain.transfer_s), _sums(chain.computing_s)
+    before = [0.0] + [math.inf] * count
+    chosen: list[list[int]] = []
+    ends_s: list[float] = []
+    for k in range(1, count + 1):
+        now, places = [math.inf] * (count + 1), [0] * (count + 1)
+        for j in range(k, count + 1):
+            arrived_s = k * chain.startup_s + sent[j]
+            now[j], places[j] = min((max(before[i], arrived_s) + computed[j] - computed[i], i) for i in range(k - 1, j))
+        before = now
+        chosen.append(places)
+        ends_s.append(now[count])
+    ends, last = [], count
+    for places in reversed(chosen[: ends_s.index(min(ends_s)) + 1] if ends_s else []):
+        ends.append(last)
+        last = places[last]
+    return ends[::-1]
+
+
+def transfers_hidden(chain: Chain) -> list[int]:
+    """Greedy: each batch is the largest that arrives while the one before is computed; a layer alone where none does.
+
+    The first batch, behind which there is nothing to hide, is the first layer.
+    """
+    ends = [1] if chain.computing_s else []
+    while ends and ends[-1] < len(chain.computing_s):
+        hidden = sum(chain.computing_s[(ends[-2] if len(ends) > 1 else 0) : ends[-1]])
+        takes = _takes(chain, ends[-1])
+        ends.append(max((last for last, takes_s in takes.items() if takes_s <= hidden), default=ends[-1] + 1))
+    return ends
+
+
+def computing_hidden(chain: Chain) -> list[int]:
+    """Greedy: each batch is the smallest behind whose transfer the one before is computed; all the rest where none is.
+
+    The first batch is the first layer.
+    """
+    ends = [1] if chain.computing_s else []
+    while ends and ends[-1] < len(chain.computing_s):
+        hidden = sum(chain.computing_s[(ends[-2] if len(ends) > 1 else 0) : ends[-1]])
+        takes = _takes(chain, ends[-1])
+        enough = (last for last, takes_s in takes.items() if takes_s >= hidden)
+        ends.append(min(enough, default=len(chain.computing_s)))
+    return ends
+
+
+def _takes(chain: Chain, first: int) -> dict[int, float]:
+    """What the message of a batch takes that begins there, by where it ends."""
+    sent = _sums(chain.transfer_s[first:])
+    return {first + n: chain.startup_s + each for n, each in enumerate(sent[1:], start=1)}
+
+
+def _sums(values: Sequence[float]) -> list[float]:
+    sums = [0.0]
+    for value in values:
+        sums.append(sums[-1] + value)
+    return sums
+
+
+def _chain(workload: Workload, forward: bool) -> Chain:
+    """The layers that own variables, each with the computing of those after it that own none.
+
+    What is computed before the first of them needs no transfer and is left out.
+    """
+    trained = workload.trained
+    computing = [0.0] * len(trained)
+    for k, layer in enumerate(workload.layers):
+        if trained and k >= trained[0]:
+            computing[sum(n <= k for n in trained) - 1] += layer.forward_s if forward else layer.backward_s
+    transfer = [workload.message.s_per_byte * workload.pack(workload.owned[k]).size_bytes for k in trained]
+    return Chain(workload.message.overhead_s, tuple(transfer), tuple(computing))
+
+
+def _reversed(packs: Sequence[Pack]) -> tuple[Pack, ...]:
+    return tuple(pack._replace(variables=pack.variables[::-1]) for pack in reversed(packs))

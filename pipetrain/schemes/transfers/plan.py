@@ -1,0 +1,119 @@
+"""A plan of transfers: which variables travel in one message, in which order, and how many messages are under way."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from pipetrain.schemes.arguments import is_count
+
+WINDOW = 2  # messages under way: of two, one travels while the other's acknowledgement does
+
+
+class Pack(NamedTuple):
+    """Variables, by number, that travel as one message of so many bytes.
+
+    A large variable may travel in several messages: this is then number ``chunk`` of its ``chunks``, see
+    ``splitting.rows_of`` for which elements these are.
+    """
+
+    variables: tuple[int, ...]
+    size_bytes: int
+    chunk: int = 0
+    chunks: int = 1
+
+
+class Phase(NamedTuple):
+    """Packs in the order in which they are sent, at most ``window`` of them under way; 0: each when it is ready.
+
+    A pack is under way until its receivers have acknowledged it. Gradients that a step waits for need no order: it ends
+    when all are there, and acknowledgements take time.
+    """
+
+    packs: tuple[Pack, ...] = ()
+    window: int = WINDOW
+
+
+class Plan(NamedTuple):
+    """All transfers of one training step.
+
+    ``pulls`` are weights that come from a parameter server before the forward; there are none where every device has
+    the weights. ``pushes`` are gradients that are sent, or summed over all devices, in the backward that makes them,
+    ``late`` those that are summed while the next step's forward runs. ``name`` says how the plan was made.
+    """
+
+    pulls: Phase
+    pushes: Phase
+    late: Phase = Phase()
+    name: str = "own"
+
+    @property
+    def late_variables(self) -> list[int]:
+        """Those that are updated in the next step."""
+        return sorted({n for pack in self.late.packs for n in pack.variables})
+
+
+def check_plan(plan: object, sizes_bytes: Sequence[int], serves: bool) -> Plan:
+    """The plan, if it moves every variable once each way. Raises ValueError for another, TypeError for what is none.
+
+    Args:
+        plan: what was given.
+        sizes_bytes: of every variable.
+        serves: whether weights are pulled from a server, else every device has them, and nothing is pulled.
+    """
+    if not isinstance(plan, Plan):
+        raise TypeError(
+            f"An order of transfers is a name or a Plan. Received: order={plan!r}. Try order='auto', or "
+            "Plan(pulls, pushes) of pipetrain.schemes.transfers.plan."
+        )
+    for field in ("pulls", "pushes", "late"):
+        _check_phase(field, getattr(plan, field))
+    if serves:
+        _check_partition("pulls", plan.pulls.packs, len(sizes_bytes))
+    if plan.late.packs if serves else plan.pulls.packs:
+        field, why = ("late", "wait for a next step") if serves else ("pulls", "are pulled")
+        raise ValueError(
+            f"With this scheme no variables {why}. Received: {field}={getattr(plan, field).packs!r}. "
+            f"Try {field}=Phase()."
+        )
+    _check_partition("pushes and late", (*plan.pushes.packs, *plan.late.packs), len(sizes_bytes))
+    both = {n for pack in plan.pushes.packs for n in pack.variables} & set(plan.late_variables)
+    if both:
+        raise ValueError(
+            "A variable is updated when all its chunks have arrived, so they travel in one phase. Received: "
+            f"variables {sorted(both)} in pushes and late. Try them in one of these."
+        )
+    return plan
+
+
+def _check_phase(field: str, phase: object) -> None:
+    if not isinstance(phase, Phase) or not is_count(phase.window, 0):
+        raise ValueError(
+            f"A phase has packs, and a window from 0 up. Received: {field}={phase!r}. "
+            f"Try Phase(packs, window={WINDOW})."
+        )
+    for pack in phase.packs:
+        whole = isinstance(pack, Pack) and is_count(pack.chunks) and is_count(pack.chunk, 0) and pack.variables
+        if not whole or pack.chunk >= pack.chunks or (pack.chunks > 1 and len(pack.variables) > 1):
+            raise ValueError(
+                "A pack has variables, or is a chunk of one variable, the first of n being number 0 of n. Received: "
+                f"{pack!r} in {field}. Try Pack((0, 1), 4096)."
+            )
+
+
+def _check_partition(field: str, packs: Iterable[Pack], count: int) -> None:
+    """ValueError unless each variable's chunks are there, each once."""
+    found = Counter((n, pack.chunk, pack.chunks) for pack in packs for n in pack.variables)
+    expected = Counter({(n, chunk, chunks): 1 for n, _, chunks in found for chunk in range(chunks)})
+    missing = [n for n in range(count) if not any(n == m for m, *_ in found)]
+    unknown = [n for n, *_ in found if not is_count(n, 0) or n >= count]
+    cut = Counter(n for n, chunk, _ in expected if chunk == 0)
+    twice = [n for n, times in cut.items() if times > 1] + [each[0] for each in found if found[each] > 1]
+    parts = [n for n, *_ in expected - found]
+    if missing or unknown or twice or parts:
+        raise ValueError(
+            f"Every variable is sent once. Received: {field} without {sorted({*missing, *parts})}, with "
+            f"{sorted({*twice})} more than once and {unknown} that are not among the {count} variables. "
+            "Try each variable in one pack."
+        )

@@ -1,0 +1,329 @@
+"""Data parallelism by all-reduce and by parameter server: the weights of plain Keras, in whatever order they travel."""
+
+from __future__ import annotations
+
+import keras
+import networks
+import numpy as np
+import pytest
+from transfer_plans import late_plan
+
+import pipetrain
+from pipetrain import callbacks
+from pipetrain.compute.transfers.step import Step
+from pipetrain.schemes.transfers.orders import orders
+from pipetrain.schemes.transfers.plan import Phase, Plan
+
+SCHEMES = ("all-reduce", "parameter-server")
+OPTIMIZERS = {
+    "momentum": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
+    "adam": lambda: keras.optimizers.Adam(0.01),
+    "schedule": lambda: keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.8), momentum=0.9),
+    "clipped": lambda: keras.optimizers.AdamW(0.01, global_clipnorm=0.1),
+    "nadam": lambda: keras.optimizers.Nadam(0.01),
+    "accumulating": lambda: keras.optimizers.SGD(0.05, momentum=0.9, gradient_accumulation_steps=2),
+    "averaging": lambda: keras.optimizers.SGD(0.05, use_ema=True, ema_momentum=0.9),
+}
+DATA = networks.data(70)  # whose last batch is short
+
+
+def names(workers):
+    return tuple(f"CPU:{n}" for n in range(workers))
+
+
+def trained(model, optimizer=None, data=DATA, fit=None, **settings):
+    """The model after two epochs, by itself or by a scheme, and its History."""
+    model = pipetrain.PipelineModel(model, **settings) if settings else model
+    model.compile(optimizer or OPTIMIZERS["momentum"](), networks.crossentropy(), metrics=["accuracy"])
+    return model, networks.fit(model, *data, epochs=2, validation_data=data, **(fit or {})).history
+
+
+@pytest.mark.parametrize(
+    ("scheme", "workers", "name"),
+    networks.combinations(
+        SCHEMES,
+        (1, 2, 3),
+        tuple(OPTIMIZERS),
+        default=[
+            ("all-reduce", 2, "momentum"),
+            ("all-reduce", 3, "clipped"),
+            ("parameter-server", 2, "adam"),
+            ("parameter-server", 3, "schedule"),
+            ("parameter-server", 1, "accumulating"),
+        ],
+    ),
+)
+def test_weights_and_logs_are_those_of_the_whole_minibatch(scheme, workers, name):
+    single, expected = trained(networks.small(), OPTIMIZERS[name]())
+    pm, history = trained(networks.small(), OPTIMIZERS[name](), scheme=scheme, devices=names(workers))
+    networks.assert_close(pm.get_weights(), single.get_weights())
+    assert int(pm.optimizer.iterations) == int(single.optimizer.iterations)
+    for key, values in expected.items():
+        np.testing.assert_allclose(history[key], values, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", networks.by_default(OPTIMIZERS, "schedule"))
+def test_late_gradients_leave_the_weights_of_synchronous_training(name):
+    """At an epoch's end they have been applied; a norm of all gradients lets none be late."""
+    model = networks.small()
+    plan = "caramel" if name == "clipped" else late_plan(model)
+    single, expected = trained(networks.small(), OPTIMIZERS[name]())
+    pm, history = trained(model, OPTIMIZERS[name](), scheme="all-reduce", devices=names(2), order=plan)
+    networks.assert_close(pm.get_weights(), single.get_weights())
+    np.testing.assert_allclose(history["val_loss"], expected["val_loss"], rtol=1e-5)
+    assert bool(pm._strategy.plan.late.packs) == (name != "clipped")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "workers"), networks.combinations(SCHEMES, (2, 3), default=[("all-reduce", 3), ("parameter-server", 2)])
+)
+def test_every_order_leaves_bitwise_equal_weights(scheme, workers):
+    """However transfers are packed, and whatever waits for the next forward."""
+    chosen = [*orders(scheme == "parameter-server")]
+    if scheme == "all-reduce":
+        chosen += [late_plan(networks.small()), late_plan(networks.small(), late=6, window=0)]
+    found = [trained(networks.small(), scheme=scheme, devices=names(workers), order=order)[0] for order in chosen]
+    for pm in found[1:]:
+        networks.assert_equal(pm.get_weights(), found[0].get_weights())
+
+
+def test_a_late_gradient_is_applied_with_the_rate_of_its_own_step():
+    weights = []
+    for settings in ({}, {"scheme": "all-reduce", "devices": names(2), "order": late_plan(networks.small())}):
+        model = networks.small()
+        model = pipetrain.PipelineModel(model, **settings) if settings else model
+        model.compile(keras.optimizers.SGD(0.05, momentum=0.9), networks.crossentropy())
+
+        def set_rate(batch, logs, model=model):
+            model.optimizer.learning_rate = 0.1 / (batch + 1)
+
+        networks.fit(model, *DATA, epochs=2, callbacks=[keras.callbacks.LambdaCallback(on_train_batch_begin=set_rate)])
+        weights.append(model.get_weights())
+    networks.assert_close(weights[1], weights[0])
+
+
+def convolutional():
+    keras.utils.set_random_seed(1)
+    return keras.Sequential(networks.convolutional_layers())
+
+
+def words():
+    """An embedding, with the gradients of its rows, and a recurrent layer."""
+    keras.utils.set_random_seed(1)
+    return keras.Sequential(
+        [
+            keras.Input((6,), dtype="int32"),
+            keras.layers.Embedding(20, 4, mask_zero=True),
+            keras.layers.LSTM(5),
+            keras.layers.Dense(5),
+        ]
+    )
+
+
+def branching():
+    """Branches, a variable of two layers, and a weight regularizer."""
+    keras.utils.set_random_seed(1)
+    x = keras.Input((12,))
+    shared = keras.layers.Dense(12, "tanh", kernel_regularizer="l2", activity_regularizer="l2")
+    return keras.Model(x, keras.layers.Dense(5)(keras.layers.add([shared(x), shared(shared(x))])))
+
+
+class Noise(keras.layers.Layer):
+    """Draws from Keras' global seed."""
+
+    def call(self, x, training=None):
+        return x + 0.01 * keras.random.normal(keras.ops.shape(x)) if training else x
+
+
+def noisy():
+    keras.utils.set_random_seed(1)
+    layers = [Noise(), keras.layers.Dropout(0.2), keras.layers.SpectralNormalization(keras.layers.Dense(8))]
+    return keras.Sequential([keras.Input((12,)), *layers, keras.layers.Dense(5)])
+
+
+def stateful():
+    """Whose states have a row for each of the minibatch."""
+    keras.utils.set_random_seed(1)
+    layers = [keras.layers.Reshape((4, 3)), keras.layers.LSTM(5, stateful=True), keras.layers.Dense(5)]
+    return keras.Sequential([keras.Input((12,), batch_size=10), *layers])
+
+
+MODELS = {
+    "noisy": (noisy, DATA[0]),
+    "stateful": (stateful, DATA[0]),
+    "convolutional": (convolutional, networks.normal(70, 8, 8, 3)),
+    "words": (words, np.random.default_rng(0).integers(0, 20, (70, 6))),
+    "branching": (branching, DATA[0]),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "order"),
+    networks.combinations(
+        tuple(MODELS),
+        (*SCHEMES, "caramel"),
+        default=[("words", "caramel"), ("convolutional", "parameter-server"), ("noisy", "all-reduce")],
+    ),
+)
+def test_models_train_as_replicas_of_one_stage_do(kind, order):
+    """BatchNormalization sees a worker's rows and Dropout draws for them, as with replicas."""
+    make, x = MODELS[kind]
+    scheme = order if order in SCHEMES else "all-reduce"
+    order = None if order in SCHEMES else order
+    rows = {"batch_size": 10 if kind == "stateful" else 20}
+    one_stage = {"scheme": "1f1b", "stages": 1, "replicas": (2,), "microbatches": 1}
+    replicas, expected = trained(make(), None, (x, DATA[1]), rows, devices=names(2), **one_stage)
+    pm, history = trained(make(), None, (x, DATA[1]), rows, scheme=scheme, devices=names(2), order=order)
+    networks.assert_close(pm.get_weights(), replicas.get_weights())
+    np.testing.assert_allclose(history["loss"], expected["loss"], rtol=1e-5)
+
+
+def test_a_minibatch_of_fewer_rows_than_workers_trains_with_them():
+    x, y = networks.data(41)  # whose last batch has one row
+    single, _ = trained(networks.small(), data=(x, y))
+    for scheme, order in (("all-reduce", late_plan(networks.small())), ("parameter-server", None)):
+        pm, _ = trained(networks.small(), data=(x, y), scheme=scheme, devices=names(3), order=order)
+        networks.assert_close(pm.get_weights(), single.get_weights())
+
+
+def test_evaluation_prediction_and_files_have_the_weights_of_all_steps(tmp_path):
+    settings = {"scheme": "all-reduce", "devices": names(2), "order": late_plan(networks.small())}
+    (single, _), (pm, _) = trained(networks.small()), trained(networks.small(), **settings)
+    np.testing.assert_allclose(pm.evaluate(*DATA, verbose=0), single.evaluate(*DATA, verbose=0), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(pm.predict(DATA[0], verbose=0), single.predict(DATA[0], verbose=0), atol=1e-5)
+    pm.save(tmp_path / "model.keras")
+    networks.assert_equal(keras.models.load_model(tmp_path / "model.keras").get_weights(), pm.get_weights())
+    pm.train_on_batch(*DATA)
+    single.train_on_batch(*DATA)
+    networks.assert_close(pm.get_weights(), single.get_weights())
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(scheme, tmp_path):
+    """Bitwise; snapshots on the way are those of plain Keras, late gradients included."""
+    order = late_plan(networks.small()) if scheme == "all-reduce" else "tic"
+
+    def run(directory, stop_at=None):
+        kept, pm = {}, pipetrain.PipelineModel(networks.small(), scheme=scheme, devices=names(2), order=order)
+        pm.compile(keras.optimizers.Adam(0.01), networks.crossentropy())
+
+        def stop(batch, logs):
+            if batch == stop_at:
+                raise InterruptedError
+
+        used = [
+            callbacks.PipelineCheckpoint(directory, every_steps=3),
+            callbacks.Snapshots(2, lambda step, model: kept.update({step: model.get_weights()})),
+            keras.callbacks.LambdaCallback(on_train_batch_end=stop),
+        ]
+        try:
+            networks.fit(pm, *DATA, epochs=2, callbacks=used)
+        except InterruptedError:
+            return None, kept
+        return pm.get_weights(), kept
+
+    whole, kept = run(tmp_path / "whole")
+    assert sorted(kept) == [2, 4, 6, 8]
+    assert run(tmp_path / "parts", stop_at=3)[0] is None
+    networks.assert_equal(run(tmp_path / "parts")[0], whole)
+    single = networks.small()
+    single.compile(keras.optimizers.Adam(0.01), networks.crossentropy())
+    networks.fit(single, *DATA)
+    networks.assert_close(kept[4], single.get_weights())
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_an_interrupt_just_after_a_step_leaves_the_weights_of_that_step(scheme, monkeypatch):
+    """What the step had left to the next one included."""
+    order = late_plan(networks.small()) if scheme == "all-reduce" else None
+    pm = pipetrain.PipelineModel(networks.small(), scheme=scheme, devices=names(2), order=order)
+    pm.compile(keras.optimizers.SGD(0.05, momentum=0.9), networks.crossentropy())
+    run, done = Step.__call__, []
+
+    def interrupted(self, *arguments):
+        done.append(run(self, *arguments))
+        if len(done) == 3:
+            raise KeyboardInterrupt
+        return done[-1]
+
+    monkeypatch.setattr(Step, "__call__", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        networks.fit(pm, *DATA)
+    single = networks.small()
+    single.compile(keras.optimizers.SGD(0.05, momentum=0.9), networks.crossentropy())
+    networks.fit(single, DATA[0][:60], DATA[1][:60])
+    networks.assert_close(pm.get_weights(), single.get_weights())
+    assert int(pm.optimizer.iterations) == 3
+
+
+@pytest.mark.parametrize(
+    ("scheme", "order"),
+    [("parameter-server", "tic"), ("all-reduce", late_plan(networks.small())), ("all-reduce", "layerwise")],
+)
+def test_messages_arrive_in_the_order_of_the_plan(scheme, order):
+    """With one under way at a time; which gradients are late, the trace does not tell from those that are not."""
+    model = networks.small()
+    sizes = [4 * int(np.prod(each.shape)) for each in model.trainable_variables]
+    pm = pipetrain.PipelineModel(model, scheme=scheme, devices=names(2), order=order)
+    pm.compile("sgd", networks.crossentropy())
+    pm.exact_trace = True
+    networks.fit(pm, *DATA)
+    plan = pm._strategy.plan
+    if order == "tic":
+        pm = pipetrain.PipelineModel(
+            model, scheme=scheme, devices=names(2), order=Plan(Phase(plan.pulls.packs, 1), Phase(plan.pushes.packs, 1))
+        )
+        pm.compile("sgd", networks.crossentropy())
+        pm.exact_trace = True
+        networks.fit(pm, *DATA)
+    trace = pm.trace
+    assert len(trace.spans) == 2 * 4 and set(trace.spans.op) == {"FB"}
+    assert pipetrain.idle(trace)
+    ways = {"W": plan.pulls.packs, "R": plan.pushes.packs}
+    for op, packs in ways.items() if scheme == "parameter-server" else ():
+        sent = trace.transfers[trace.transfers.op == op]
+        assert sent.size_bytes.sum() == 4 * sum(sizes)
+        for step in range(4):
+            mine = sent[sent.microbatch == step]
+            arrived = [size for _, size in sorted(zip(mine.end_s, mine.size_bytes))]
+            assert arrived == [pack.size_bytes for pack in packs]
+            assert (mine.end_s >= mine.start_s).all()
+    if scheme == "all-reduce":  # each device sends all of its gradients; those of the last step are flushed unrecorded
+        late = sum(sizes[n] for n in plan.late_variables)
+        assert trace.transfers.size_bytes.sum() == 2 * (4 * sum(sizes) - late)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"scheme": "vanilla", "order": "tic"}, "Only all-reduce and parameter-server order.*scheme='vanilla'"),
+        ({"scheme": "all-reduce", "order": "fastest"}, "Unknown order.*'fastest'.*auto, none, layerwise, tic"),
+        ({"scheme": "parameter-server", "order": "caramel"}, "Unknown order.*'caramel'"),
+        ({"scheme": "all-reduce", "cuts": ("d1",)}, "all-reduce has the whole model on every device"),
+        ({"scheme": "all-reduce", "replicas": (2,)}, "has no stages to replicate"),
+        ({"scheme": "all-reduce", "recompute": True}, "Only stages run their forward again"),
+        ({"scheme": "all-reduce", "microbatches": 2}, "does not split a minibatch"),
+        ({"scheme": "all-reduce", "stages": 0}, "a copy of the model on every device. Received: stages=0"),
+        ({"scheme": "parameter-server", "stages": 2, "devices": ("CPU:0",)}, "stages=2, devices="),
+    ],
+)
+def test_what_these_schemes_do_not_have_is_refused(settings, problem):
+    with pytest.raises(ValueError, match=problem):
+        pipetrain.PipelineModel(networks.small(), **settings)
+
+
+def test_a_plan_of_another_model_is_refused_before_training():
+    pm = pipetrain.PipelineModel(networks.small(), scheme="all-reduce", order=late_plan(networks.mlp()))
+    pm.compile("sgd", networks.crossentropy())
+    with pytest.raises(ValueError, match="Every variable is sent once"):
+        networks.fit(pm, *DATA)
+    pm = pipetrain.PipelineModel(networks.small(), scheme="all-reduce", order=3)
+    pm.compile("sgd", networks.crossentropy())
+    with pytest.raises(TypeError, match="An order of transfers is a name or a Plan"):
+        networks.fit(pm, *DATA)
+
+
+def test_dynamic_loss_scaling_is_refused():
+    pm = pipetrain.PipelineModel(networks.small(), scheme="all-reduce", devices=names(2))
+    with pytest.raises(ValueError, match=r"Dynamic loss scaling is not supported here.*scheme='all-reduce'"):
+        pm.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)), networks.crossentropy())
