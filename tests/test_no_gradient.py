@@ -47,6 +47,15 @@ def without_loss():
     return keras.Model(x, [L.Dense(networks.CLASSES, name="last")(y), dense("third")(dense("fourth")(y))])
 
 
+def shared(**settings):
+    """A layer that is called in two stages, each time in front of what stops gradients."""
+    x = keras.Input((networks.FEATURES,))
+    twice = L.Dense(networks.FEATURES, name="twice", **settings)
+    y = Stopped(name="stop")(twice(x))
+    z = Stopped(name="again")(twice(dense("middle", networks.FEATURES)(y)))
+    return keras.Model(x, L.Dense(networks.CLASSES, name="last")(dense("end")(L.Add()([y, z]))))
+
+
 def frozen_tail():
     x = keras.Input((networks.FEATURES,))
     y = dense("third", trainable=False)(dense("second")(dense("first")(x)))
@@ -178,3 +187,19 @@ def test_no_gradient_flows_through_what_a_layer_assigns():
         fit(model, x, y, batch_size=8)
         weights.append(model.get_weights())
     networks.assert_close(weights[1], weights[0], 1e-5)
+
+
+@pytest.mark.parametrize("optimizer", [keras.optimizers.SGD, keras.optimizers.AdamW])
+def test_shared_weights_without_a_gradient_are_predicted_as_they_stay(optimizer):
+    """With weight decay too: as if their layer was frozen."""
+    trained = []
+    for settings in ({}, {"trainable": False}):
+        keras.utils.set_random_seed(0)
+        model = shared(**settings)
+        pm = pipetrain.PipelineModel(model, scheme="spectrain", cuts=("stop", "middle"))
+        pm.compile(optimizer(0.01, weight_decay=0.5), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        x, y = networks.data(rows=8 * 16)
+        pm.fit(x, y, batch_size=16, shuffle=False, verbose=0)
+        trained.append({weight.path: weight.numpy() for weight in model.weights})
+    for path, wanted in trained[1].items():
+        np.testing.assert_allclose(trained[0][path], wanted, atol=1e-6, err_msg=path)

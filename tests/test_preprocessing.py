@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras import layers as L
 
 import pipetrain
+from pipetrain.frontend import preprocessing
 
 FIGURES, CLASSES, ROWS, BATCH = 4, 3, 40, 8
 
@@ -68,8 +69,33 @@ def test_words_train_as_the_figures_that_the_preprocessor_makes_of_them(as_datas
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
 
 
-def test_what_is_preprocessed_is_not_split():
-    _, words, y, _ = data()
+def test_the_last_rows_are_split_off_as_in_keras():
+    figures, words, y, weights = data()
+    settings = {"batch_size": BATCH, "epochs": 2, "verbose": 0, "sample_weight": weights, "validation_split": 0.3}
+    plain = compiled(keras.Model(*(lambda model: (model.inputs, model.outputs))(task())))
+    wanted = plain.fit(figures, y, shuffle=False, **settings).history
+    found = compiled(pipetrain.PipelineModel(task(), 2, "1f1b")).fit(words, y, **settings).history
+    assert "val_loss" in found
+    for name, values in wanted.items():
+        np.testing.assert_allclose(found[name], values, rtol=1e-5, err_msg=name)
+
+
+def test_validation_data_may_be_texts_alone():
+    """As for tasks that make their labels of them."""
+    words = data()[1]
+    given = {"x": words, "y": None, "sample_weight": None, "batch_size": 8, "validation_split": 0.0}
+    made = preprocessing.fit_arguments(task(), {**given, "validation_data": words[:3]})
+    (read,) = made["validation_data"]
+    assert read.shape == (3, FIGURES)
+
+
+def test_what_a_data_set_has_of_its_own_is_not_given_beside_it():
+    _, words, y, weights = data()
     pm = compiled(pipetrain.PipelineModel(task(), 2, "1f1b"))
-    with pytest.raises(ValueError, match=r"not split.*validation_split=0\.5.*Try validation_data"):
-        pm.fit(words, y, validation_split=0.5, verbose=0)
+    minibatches = tf.data.Dataset.from_tensor_slices((words, y)).batch(BATCH)
+    with pytest.raises(ValueError, match=r"x=Dataset and y\. Try leaving it out"):
+        pm.fit(minibatches, y, verbose=0)
+    with pytest.raises(ValueError, match=r"x=Dataset and sample_weight"):
+        pm.evaluate(minibatches, sample_weight=weights, verbose=0)
+    with pytest.raises(ValueError, match=r"cannot be split.*validation_split=0\.5.*Try validation_data"):
+        pm.fit(minibatches, validation_split=0.5, verbose=0)

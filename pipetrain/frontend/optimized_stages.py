@@ -30,6 +30,12 @@ class OptimizedStages:
         """The first replica of every stage."""
         return [stage for stage, *_ in self.replicas]
 
+    def traced(self) -> None:
+        """Let every stage know which weights gradients reach in all of them."""
+        reached = [variable for stage in self.first for variable in stage.reached]
+        for stage in (stage for replicas in self.replicas for stage in replicas):
+            stage.learn_reached(reached)
+
     def adopt_from(self, optimizer: keras.optimizers.Optimizer) -> None:
         """What has been set in the compiled optimizer since it was at work, the stages take over; see ``adopt``."""
         adopt(stepping(optimizer), self._weights, self._parts)

@@ -183,6 +183,7 @@ class PipelineStrategy:
         pipeline = known(self._pipeline)
         if pipeline.trace_for(data.targets):
             self._compilation.check_traced(self._stages.first)
+            self._stages.traced()
         self._compilation.check_masks(pipeline.output_masks)
         return pipeline
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -98,6 +98,10 @@ class Stage:
     def reached(self) -> list[keras.Variable]:
         """The model's trainable variables that a gradient reaches in this stage, as ``trace`` found."""
         return self._groups.reached
+
+    def learn_reached(self, reached: Iterable[keras.Variable]) -> None:
+        """What gradients reach in any of the stages: of weights that these share, no stage alone can tell."""
+        self._groups.reached_elsewhere = frozenset(map(id, reached))
 
     @property
     def changed(self) -> list[keras.Variable]:

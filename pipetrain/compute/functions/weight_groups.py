@@ -27,7 +27,8 @@ class WeightGroups:
 
     ``own`` is the group that only this stage updates, ``shared`` are the others, ``all`` the own and the others.
     ``originals`` are the model's variables by number, ``variables`` the copies, and ``missing`` the numbers of those
-    that no gradient reaches, as a trace finds.
+    that no gradient reaches in this stage, as a trace finds. ``reached_elsewhere`` are those of the model's variables,
+    by identity, that a gradient reaches in another stage.
     """
 
     def __init__(
@@ -38,13 +39,13 @@ class WeightGroups:
         optimizer: keras.optimizers.Optimizer,
         rule: UpdateRule,
     ) -> None:
-        self.originals, self.missing = list(weights), list[int]()
+        self.originals, self.missing, self.reached_elsewhere = list(weights), list[int](), frozenset[int]()
         number = {id(variable): n for n, variable in enumerate(weights)}
         theirs = [[number.pop(id(variable)) for variable in each.weights] for each in shared]
         own = sorted(number.values())
         self.own = WeightGroup([weights[n] for n in own], own, device, optimizer, rule, self._untrained)
         self.shared = [
-            WeightGroup(each.weights, numbers, device, optimizer, each.rule, tuple, each.holders, each.stage)
+            WeightGroup(each.weights, numbers, device, optimizer, each.rule, self._untrained, each.holders, each.stage)
             for each, numbers in zip(shared, theirs, strict=True)
         ]
         self._number()
@@ -56,8 +57,8 @@ class WeightGroups:
         self.variables = [copies[n] for n in range(len(copies))]
 
     def _untrained(self) -> list[keras.Variable]:
-        """Of the own ones; a trace finds them, and there are none while the group is made, which may ask."""
-        return [self.variables[n] for n in self.missing if n in self.own.numbers]
+        """Those that no gradient reaches in any stage; there are none while the groups are made, which may ask."""
+        return [self.variables[n] for n in self.missing if id(self.originals[n]) not in self.reached_elsewhere]
 
     @property
     def reached(self) -> list[keras.Variable]:
