@@ -27,7 +27,7 @@ keras.utils.set_random_seed(0)
 root = Path(__file__).parents[1]
 pages = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
 lines = [line for page in pages for line in page.read_text(encoding="utf-8").splitlines()]
-prose = [line for line in lines if line and line[0] not in "|`-#! "]  # no tables, code, lists, titles
+prose = [line for line in lines if line and line[0] not in "|`-#! "]  # no tables, lists, titles
 text = np.frombuffer("\n".join(prose).encode(), np.uint8).astype("int32")
 starts = np.random.permutation(np.arange(0, len(text) - CONTEXT, 24))
 windows = np.stack([text[start : start + CONTEXT + 1] for start in starts])

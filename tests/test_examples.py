@@ -107,7 +107,7 @@ def test_skips(start):
 def test_language_model(start):
     said = output(start("language_model.py"))
     epochs = accuracies(said, "accuracy")
-    assert len(epochs) >= 6
+    assert len(epochs) >= 5
     assert epochs[-1] > 0.4 > 0.3 > epochs[0]  # of bytes, of which 15 in 100 are spaces
     assert re.search(r"The model goes on: The pipeline .{100}", said, re.DOTALL)
 

@@ -335,3 +335,24 @@ def test_what_would_disturb_a_fit_is_refused_within_it(scheme, method, call):
     if scheme != "data-parallel":
         assert threading.active_count() == threads
     call(pm, x, y)
+
+
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__(name="subclassed")
+        self.inner = L.Dense(4, name="inner")
+
+    def call(self, x):
+        return self.inner(x)
+
+
+def test_nested_models_that_are_not_opened_say_why():
+    x = keras.Input((4,))
+    closed = keras.Model(x, Subclassed()(x))
+    with pytest.raises(ValueError, match=r"can only be one stage \('subclassed' is a subclassed model.*Try stages=1"):
+        pipetrain.PipelineModel(closed, stages=2)
+    words = keras.Input((4,), dtype="int32")
+    nested = keras.Sequential([keras.Input((4, 3)), L.Dense(3, name="deep"), L.Dense(3)], name="nested")
+    masked = keras.Model(words, L.Dense(2)(nested(L.Embedding(9, 3, mask_zero=True)(words))))
+    with pytest.raises(ValueError, match="Unknown layer in cuts: 'nested' is called with a mask"):
+        pipetrain.PipelineModel(masked, cuts=("deep",))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+
+import keras
 
 from pipetrain.compute.graph.blocks import Block
+from pipetrain.compute.graph.calls import is_graph
 from pipetrain.compute.graph.sharing import state_variables
 
 
@@ -44,7 +47,10 @@ def _end(blocks: Sequence[Block], cut: str, cuts: Sequence[str]) -> int:
     if not found and len({call.name for _, call in inside}) == 1:
         return _end(blocks, inside[0][1].name, cuts) if inside[0][1].name in names else inside[-1][0] + 1
     if not found:
-        raise ValueError(f"Unknown layer in cuts. Received: cuts={tuple(cuts)!r} with {cut!r}. Try {_some(names)}.")
+        within = next((f": {why}" for model, why in _unopened(blocks) if _has(model, cut)), "")
+        raise ValueError(
+            f"Unknown layer in cuts{within}. Received: cuts={tuple(cuts)!r} with {cut!r}. Try {_some(names)}."
+        )
     index, call = found[-1]
     if call is not blocks[index].calls[-1]:
         raise ValueError(
@@ -71,9 +77,23 @@ def reason(block: Block) -> str:
 def why_together(blocks: Sequence[Block]) -> str:
     """The reason, as text, why several layers are one block; empty if there is none."""
     largest = max(blocks, key=lambda block: len(block.calls), default=None)
-    if largest is None or len(largest.calls) == 1:
-        return ""
-    return f" ({reason(largest)}, which keeps {len(largest.calls)} calls together)"
+    if largest is not None and len(largest.calls) > 1:
+        return f" ({reason(largest)}, which keeps {len(largest.calls)} calls together)"
+    return next((f" ({why})" for _, why in _unopened(blocks)), "")
+
+
+def _unopened(blocks: Sequence[Block]) -> Iterator[tuple[keras.Model, str]]:
+    """The nested models that are blocks of their own, each with the reason, as text, why its layers are not seen."""
+    for call in (call for block in blocks for call in block.calls):
+        if is_graph(call.operation):
+            yield call.operation, f"{call.name!r} is called with a mask or other settings, and is not cut inside"
+        elif isinstance(call.operation, keras.Model):
+            yield call.operation, f"{call.name!r} is a subclassed model, which is not cut inside"
+
+
+def _has(model: keras.Model, name: str) -> bool:
+    """Whether a model has a layer of this name; of a nested one's the last part is compared."""
+    return any(layer.name == name.rsplit("/", 1)[-1] for layer in model.layers)
 
 
 def _some(names: list[str]) -> str:
