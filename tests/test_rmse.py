@@ -149,9 +149,9 @@ def test_optimizers_by_name():
     assert optimizers.build("nesterov", 0.1, 0.8).nesterov
     assert not optimizers.build("momentum", 0.1, 0.8).nesterov
     kinds = [type(optimizers.build(name, 0.1, 0.9)).__name__ for name in optimizers.ADAPTIVE]
-    assert kinds == ["Adam", "AdamW", "RMSprop"]
+    assert kinds == ["Adam", "AdamW", "RMSprop", "Lion", "Muon"]
     with pytest.raises(ValueError, match="Try one of: sgd"):
-        optimizers.build("lion", 0.1, 0.9)
+        optimizers.build("lamb", 0.1, 0.9)
     assert rmse.parse(["--optimizer", "adam"]).learning_rate == 1e-3
     assert rmse.parse(["--model", "transformer"]).learning_rate == 5e-5
 
