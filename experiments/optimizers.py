@@ -7,13 +7,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import keras
 
-ADAPTIVE = (
-    "adam",
-    "adamw",
-    "rmsprop",
-    "lion",
-    "muon",
-)  # steps of about the learning rate's size, whatever the gradients'
+# Steps of about the learning rate's size, whatever the gradients'; and Keras' names.
+ADAPTIVE = {"adam": "Adam", "adamw": "AdamW", "rmsprop": "RMSprop", "lion": "Lion", "muon": "Muon"}
 NAMES = ("sgd", "momentum", "nesterov", *ADAPTIVE)
 ADAPTIVE_RATE = 1e-3  # Keras' default for them
 
@@ -27,6 +22,5 @@ def build(name: str, learning_rate: float, momentum: float) -> keras.optimizers.
     if name == "sgd":
         return keras.optimizers.SGD(learning_rate)
     if name in ADAPTIVE:
-        kinds = {each.lower(): each for each in ("Adam", "AdamW", "RMSprop", "Lion", "Muon")}
-        return getattr(keras.optimizers, kinds[name])(learning_rate)
+        return getattr(keras.optimizers, ADAPTIVE[name])(learning_rate)
     return keras.optimizers.SGD(learning_rate, momentum, nesterov=name == "nesterov")

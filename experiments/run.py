@@ -118,7 +118,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     about = {name: scheme.about for name, scheme in table.SCHEMES.items()}
     about[table.DATA_PARALLEL] = "synchronous, a copy of the model on every device (MirroredStrategy)"
     about |= {name: scheme.about for name, scheme in table.TRANSFERRING.items()}
-    names = (*table.NAMES, *table.TRANSFERRING)
+    names = table.EVERY_NAME
     longest = max(map(len, names))
     schemes_about = "\n".join(f"  {name:<{longest}} {about[name]}" for name in names)
     parser = argparse.ArgumentParser(

@@ -48,7 +48,8 @@ def scheme(text: str) -> str:
     """A scheme, with its horizon and microbatches if they are given."""
     try:
         name, horizon, pieces = parts(text)
-        table.check_name(name)
+        if name not in table.NAMES:
+            raise ValueError(f"{name!r} is none of {', '.join(table.NAMES)}")
         table.check_horizon(name, horizon)
         table.check_microbatches(pieces, name, horizon)
     except ValueError as error:

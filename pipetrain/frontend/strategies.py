@@ -45,11 +45,12 @@ class Options(NamedTuple):
     horizon: str | float
     spike_compensation: bool
     rescale_steps: int | None
-    stretch_momentum: bool | str = "auto"
+    stretch_momentum: bool | str
 
     def of_policy(self) -> dict[str, Any]:
         """Those of the scheme's policy, for a checkpoint."""
-        return dict(zip(self._fields[-4:], self[-4:], strict=True))
+        names = "horizon", "spike_compensation", "rescale_steps", "stretch_momentum"
+        return {name: getattr(self, name) for name in names}
 
 
 def check(options: Options) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import keras
 
+from pipetrain.compute.functions.split import specs
 from pipetrain.compute.graph.blocks import Chain
 from pipetrain.compute.keras_private import flat_layers
+from pipetrain.compute.profiling.block_functions import size_bytes
 from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.profile import Profile
 from pipetrain.schemes.transfers.auto import AUTO, auto
@@ -41,7 +42,7 @@ def workload_of(chain: Chain, variables: Sequence[Any], profile: Profile | None,
                 tuple(sorted(after)),
             )
         )
-    return Workload(tuple(layers), tuple(map(size_bytes, variables)), message)
+    return Workload(tuple(layers), tuple(map(size_bytes, specs(variables))), message)
 
 
 def message_of(cluster: Cluster, workers: int, serves: bool, remote: bool) -> Message:
@@ -85,8 +86,3 @@ def embeddings(model: keras.Model, variables: Sequence[Any]) -> set[int]:
     tables = [layer for layer in flat_layers(model) if isinstance(layer, keras.layers.Embedding)]
     found = {id(variable) for layer in tables for variable in layer.variables}
     return {n for n, each in enumerate(variables) if id(each) in found}
-
-
-def size_bytes(variable: Any) -> int:
-    """Of a variable's elements."""
-    return math.prod(map(int, variable.shape)) * int(variable.value.dtype.size)

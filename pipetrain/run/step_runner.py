@@ -157,10 +157,7 @@ class StepRunner:
         """Gradients that waited are applied with the rate of the step that made them."""
         for weights in self._weights:
             for group in weights.groups:
-                group.set_rate(self._late_rate if self._is_late(group.numbers) else learning_rate)
-
-    def _is_late(self, numbers: Sequence[int]) -> bool:
-        return bool(numbers) and numbers[0] in self.plan.late_variables
+                group.set_rate(self._late_rate if self.plan.are_late(group.numbers) else learning_rate)
 
     def result(self) -> Result:
         """The next minibatch's loss and predictions, in order."""
@@ -193,7 +190,7 @@ class StepRunner:
         """What has been done, by the optimizers' own counts: an interrupt may have come just after a step."""
         counts = {late: settings.updates for late in (False, True)}
         for group in self._weights[0].groups:
-            counts[self._is_late(group.numbers)] = int(count_of(group.optimizer).numpy())
+            counts[self.plan.are_late(group.numbers)] = int(count_of(group.optimizer).numpy())
         self._steps_done = counts[False] - settings.updates
         self._waiting = self._step is not None and self._step.is_late and counts[True] < counts[False]
 

@@ -14,14 +14,13 @@ from pipetrain.schemes.staleness_corrections import stretch
 class UpdateRule(NamedTuple):
     """What the updates of one stage do in addition to the optimizer's own step.
 
-    ``predicts``: the velocity is wanted; ``horizons``: for so many updates ahead (none: for any number);
-    ``fit_horizon``: over so many updates its best multiple is learnt (0: not); ``spikes``, ``rescale_steps``,
-    ``stretch``: see ``staleness_corrections``.
+    ``predicts``: the velocity is wanted; ``horizons``: for so many updates ahead (none: for any number); ``fits``: its
+    best multiple is learnt; ``spikes``, ``rescale_steps``, ``stretch``: see ``staleness_corrections``.
     """
 
     predicts: bool = False
     horizons: frozenset[float] = frozenset()
-    fit_horizon: int = 0
+    fits: bool = False
     spikes: bool = False
     rescale_steps: int = 0
     stretch: float = 1.0
@@ -30,6 +29,11 @@ class UpdateRule(NamedTuple):
     def furthest(self) -> float:
         """The most updates that are predicted; 0 where none are, or any number."""
         return max(self.horizons, default=0)
+
+    @property
+    def fit_horizon(self) -> int:
+        """Over how many updates the best multiple of the velocity is learnt; 0 where it is not."""
+        return int(self.furthest) if self.fits else 0
 
     @property
     def corrects(self) -> bool:
@@ -105,11 +109,10 @@ class Scheme(NamedTuple):
 
         ``first`` is the first stage that has the weights, where several share them.
         """
-        horizons = _horizons(self, stage, stages, microbatches, first)
         return UpdateRule(
             self.policy.predicts,
-            horizons,
-            int(max(horizons, default=0)) if self.fits else 0,
+            _horizons(self, stage, stages, microbatches, first),
+            self.fits,
             self.spikes,
             self.rescale_steps,
             stretch(stages, microbatches) if self.stretches else 1.0,

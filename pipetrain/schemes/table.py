@@ -62,7 +62,9 @@ DATA_PARALLEL = "data-parallel"
 NAMES = ("single", DATA_PARALLEL, *(name for name in SCHEMES if name != "single"))
 HORIZONS = ("round-trip", "local", "fitted", "target")  # of spectrain; the first is the paper's
 RECOMMENDED = 1.5  # the horizon of 2bw, where one is wanted
-UNCUT = ("single", DATA_PARALLEL, *TRANSFERRING)  # of which every device has the whole model
+COPIED = (DATA_PARALLEL, *TRANSFERRING)  # of which every device has the whole model
+UNCUT = ("single", *COPIED)
+EVERY_NAME = (*NAMES, *TRANSFERRING)
 
 
 def is_known(chosen: Scheme) -> bool:
@@ -81,8 +83,8 @@ def check_name(name: object) -> str:
                 f"There is another scheme of this name. Received: scheme={name.name!r}. Try a name of its own."
             )
         return name.name
-    if not isinstance(name, str) or name not in (*NAMES, *TRANSFERRING):
-        known = ", ".join((*NAMES, *TRANSFERRING))
+    if not isinstance(name, str) or name not in EVERY_NAME:
+        known = ", ".join(EVERY_NAME)
         raise ValueError(f"Unknown scheme. Received: scheme={name!r}. Try one of: {known}; or a Scheme of your own.")
     return name
 

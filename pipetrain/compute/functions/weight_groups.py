@@ -31,6 +31,9 @@ class WeightGroups:
     by identity, that a gradient reaches in another stage.
     """
 
+    missing: Sequence[int] = ()
+    reached_elsewhere: frozenset[int] = frozenset()
+
     def __init__(
         self,
         weights: Sequence[keras.Variable],
@@ -39,7 +42,7 @@ class WeightGroups:
         optimizer: keras.optimizers.Optimizer,
         rule: UpdateRule,
     ) -> None:
-        self.originals, self.missing, self.reached_elsewhere = list(weights), list[int](), frozenset[int]()
+        self.originals = list(weights)
         number = {id(variable): n for n, variable in enumerate(weights)}
         theirs = [[number.pop(id(variable)) for variable in each.weights] for each in shared]
         own = sorted(number.values())

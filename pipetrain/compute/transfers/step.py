@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from pipetrain.compute.functions.flattening import unpacker
 from pipetrain.compute.functions.graph_rewrite import operations
+from pipetrain.compute.functions.split import specs
 from pipetrain.compute.functions.stage_values import BoundaryTensors
 from pipetrain.compute.functions.weight_group import WeightGroup
 from pipetrain.compute.transfers.message import Order, Packing, Received, sent
@@ -130,7 +131,7 @@ class Step:
         if not self._serves:
             return [_read(self._weights[worker]) for worker in active]
         (weights,) = self._weights
-        like = dict(enumerate(map(_spec, weights.variables)))
+        like = dict(enumerate(specs(weights.variables)))
         received = [Received(like) for _ in active]
         for device, phase in self._by_server(self._plan.pulls):
             numbers = [n for pack in phase.packs for n in pack.variables]
@@ -197,15 +198,14 @@ class Step:
             }
             weights.apply(weights.groups, lambda group: of[group.device])
             return
-        variables = self._weights[0].variables
-        like = {n: _spec(variables[n]) for n in self._late_numbers} if late else self._like
+        like = self._like
+        if late:
+            variables = specs(self._weights[0].variables)
+            like = {n: variables[n] for n in self._late_numbers}
         order = Order(phase, kind, self._record)
         sums = reduced(order, gradients, [worker.device for worker in self._workers], like)
         for weights, mine in zip(self._weights, sums, strict=True):
-            weights.apply([each for each in weights.groups if self._is_late(each) == late], _of(mine))
-
-    def _is_late(self, group: WeightGroup) -> bool:
-        return bool(group.numbers) and group.numbers[0] in self._plan.late_variables
+            weights.apply([each for each in weights.groups if self._plan.are_late(each.numbers) == late], _of(mine))
 
     def _result(self, active: Sequence[int], made: Sequence[Made]) -> StepResult:
         """Everything on this process's device, in the order of the rows."""
@@ -237,10 +237,6 @@ def _of(sums: Mapping[int, Any]) -> Callable[[WeightGroup], Mapping[int, Any]]:
 def _read(weights: Weights) -> list[tf.Tensor]:
     with tf.device(weights.device):
         return [variable.value.read_value() for variable in weights.variables]
-
-
-def _spec(variable: Any) -> tf.TensorSpec:
-    return tf.TensorSpec(variable.shape, variable.dtype)
 
 
 def _only(pack: Pack, there: set[int]) -> Pack:

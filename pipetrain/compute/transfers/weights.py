@@ -40,7 +40,7 @@ class PartedWeights(WeightGroups):
         optimizer: keras.optimizers.Optimizer,
         rule: UpdateRule,
     ) -> None:
-        self.originals, self.missing, self.reached_elsewhere = list(weights), list[int](), frozenset[int]()
+        self.originals = list(weights)
         self.own, *self.shared = (
             WeightGroup([weights[n] for n in part.numbers], part.numbers, part.device, optimizer, rule)
             for part in parts

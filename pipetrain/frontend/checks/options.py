@@ -9,7 +9,7 @@ from pipetrain.run.stage_work import StageWork
 from pipetrain.schemes.arguments import checked_bool, is_count
 from pipetrain.schemes.schedules import groups_of
 from pipetrain.schemes.scheme import Scheme
-from pipetrain.schemes.table import DATA_PARALLEL, TRANSFERRING, UNCUT
+from pipetrain.schemes.table import COPIED, TRANSFERRING, UNCUT
 from pipetrain.schemes.table import check_microbatches as check_microbatches  # beside the others, for who asks all
 from pipetrain.schemes.transfers.auto import AUTO
 from pipetrain.schemes.transfers.orders import orders
@@ -29,7 +29,7 @@ def check_replicas(scheme: str, replicas: Any) -> None:
 def check_recompute(recompute: Any, scheme: str) -> None:
     """Refuse anything but a bool, and to run forwards again where Keras keeps what it needs."""
     wanted = checked_bool("recompute", recompute, "Stages either run their forward again (True) or not (False)")
-    if wanted and scheme in (DATA_PARALLEL, *TRANSFERRING):
+    if wanted and scheme in COPIED:
         raise ValueError(
             f"Only stages run their forward again. Received: recompute={recompute!r}, scheme={scheme!r}. "
             "Try leaving it out, or scheme='single'."
@@ -38,7 +38,7 @@ def check_recompute(recompute: Any, scheme: str) -> None:
 
 def check_cuts(cuts: Any, scheme: str) -> None:
     """Refuse cuts of a model that is not split."""
-    if cuts is not None and scheme in (DATA_PARALLEL, *TRANSFERRING):
+    if cuts is not None and scheme in COPIED:
         raise ValueError(
             f"{scheme} has the whole model on every device. Received: cuts={cuts!r}, scheme={scheme!r}. "
             "Try devices=('CPU:0', 'CPU:1'), or stages=2 for the first two devices."
@@ -52,12 +52,7 @@ def check_cuts(cuts: Any, scheme: str) -> None:
 
 def check_copies(stages: Any, devices: Sequence[str] | None, scheme: str) -> None:
     """Refuse another number of stages than devices where every device has a copy of the model."""
-    if (
-        scheme not in (DATA_PARALLEL, *TRANSFERRING)
-        or devices is None
-        or isinstance(devices, str)
-        or not is_count(stages)
-    ):
+    if scheme not in COPIED or devices is None or isinstance(devices, str) or not is_count(stages):
         return  # what is no number, or no devices, is refused as for pipelines
     if stages != len(devices):
         raise ValueError(

@@ -53,6 +53,10 @@ class Plan(NamedTuple):
         """Those that are updated in the next step."""
         return sorted({n for pack in self.late.packs for n in pack.variables})
 
+    def are_late(self, together: Sequence[int]) -> bool:
+        """Whether variables that are updated together are so in the next step."""
+        return bool(together) and any(together[0] in pack.variables for pack in self.late.packs)
+
 
 def check_plan(plan: object, sizes_bytes: Sequence[int], serves: bool) -> Plan:
     """The plan, if it moves every variable once each way. Raises ValueError for another, TypeError for what is none.
