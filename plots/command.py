@@ -1,4 +1,4 @@
-"""The command line that the figures of runs have in common."""
+"""The command lines that figures have in common: of runs, and of one folder of results."""
 
 from __future__ import annotations
 
@@ -23,3 +23,12 @@ def main(about: str, draw: Callable[[Sequence[Path], Path], Path], arguments: Se
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def of_folder(about: str, draw: Callable[[Path, Path], Path], made_by: str, name: str) -> None:
+    """Draw the figure of a folder of results of a program, by default as a file of this name in that folder."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help=f"--output of {made_by}")
+    parser.add_argument("--output", type=Path, help=f"(default: {name} in that folder)")
+    options = parser.parse_args()
+    print(draw(options.folder, options.output or options.folder / name))

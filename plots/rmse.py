@@ -6,7 +6,6 @@ example:
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -20,6 +19,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from plots import command
 from plots.style import save
 
 WINDOW = 20  # steps of the moving average
@@ -89,14 +89,5 @@ def smoothed(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndar
     return np.convolve(steps, window, "valid"), np.convolve(values, window, "valid")
 
 
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="directory of a run of experiments/rmse.py")
-    parser.add_argument("--output", type=Path, help="(default: rmse.png in the run directory)")
-    options = parser.parse_args()
-    print(draw(options.run, options.output or options.run / "rmse.png"))
-
-
 if __name__ == "__main__":
-    main()
+    command.of_folder(__doc__, draw, "experiments/rmse.py", "rmse.png")

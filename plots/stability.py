@@ -6,7 +6,6 @@ example:
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from matplotlib.figure import Figure
 
+from plots import command
 from plots.staleness import LOOKS, OTHER
 from plots.style import save
 
@@ -36,14 +36,5 @@ def draw(study: Path, output: Path) -> Path:
     return save(figure, output)
 
 
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("study", type=Path, help="directory of experiments/stability.py")
-    parser.add_argument("--output", type=Path, help="(default: stability.png in that directory)")
-    options = parser.parse_args()
-    print(draw(options.study, options.output or options.study / "stability.png"))
-
-
 if __name__ == "__main__":
-    main()
+    command.of_folder(__doc__, draw, "experiments/stability.py", "stability.png")

@@ -6,7 +6,6 @@ example:
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from plots import command
 from plots.style import COLOURS, save
 
 # A colour alone does not tell ten lines apart: policies that are related share one, and differ in marker and dashes.
@@ -100,14 +100,5 @@ def _fill(panel: Axes, rows: Sequence[dict], config: dict) -> None:
     panel.set_xlim(-0.5, len(places) - 0.5)
 
 
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("study", type=Path, help="directory of a study of experiments/staleness.py")
-    parser.add_argument("--output", type=Path, help="(default: staleness.png in that directory)")
-    options = parser.parse_args()
-    print(draw(options.study, options.output or options.study / "staleness.png"))
-
-
 if __name__ == "__main__":
-    main()
+    command.of_folder(__doc__, draw, "experiments/staleness.py", "staleness.png")

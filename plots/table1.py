@@ -8,7 +8,6 @@ example:
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from matplotlib.figure import Figure
 
+from plots import command
 from plots.learning_curves import PANELS, curve, limit
 from plots.style import COLOURS, save, scheme_of
 
@@ -79,14 +79,5 @@ def means(curves: Sequence[Rows], key: str) -> tuple[list[float], list[float]]:
     return [rows[0]["step"] for rows in shared], [fmean(row[key] for row in rows) for rows in shared]
 
 
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="--output of experiments/table1.py")
-    parser.add_argument("--output", type=Path, help="(default: table1.png in that folder)")
-    options = parser.parse_args()
-    print(draw(options.folder, options.output or options.folder / "table1.png"))
-
-
 if __name__ == "__main__":
-    main()
+    command.of_folder(__doc__, draw, "experiments/table1.py", "table1.png")
