@@ -69,12 +69,13 @@ def test_words_train_as_the_figures_that_the_preprocessor_makes_of_them(as_datas
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
 
 
-def test_the_last_rows_are_split_off_as_in_keras():
+@pytest.mark.parametrize("kind", [np.asarray, list])
+def test_the_last_rows_are_split_off_as_in_keras(kind):
     figures, words, y, weights = data()
     settings = {"batch_size": BATCH, "epochs": 2, "verbose": 0, "sample_weight": weights, "validation_split": 0.3}
     plain = compiled(keras.Model(*(lambda model: (model.inputs, model.outputs))(task())))
     wanted = plain.fit(figures, y, shuffle=False, **settings).history
-    found = compiled(pipetrain.PipelineModel(task(), 2, "1f1b")).fit(words, y, **settings).history
+    found = compiled(pipetrain.PipelineModel(task(), 2, "1f1b")).fit(kind(words), y, **settings).history
     assert "val_loss" in found
     for name, values in wanted.items():
         np.testing.assert_allclose(found[name], values, rtol=1e-5, err_msg=name)

@@ -11,7 +11,6 @@ import math
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from pipetrain.frontend.input_data import DEFAULT_ROWS
@@ -24,37 +23,24 @@ def fit_arguments(model: keras.Model, given: dict[str, Any]) -> dict[str, Any]:
     """
     if not _preprocesses(model):
         return given
-    made, rows = dict(given, shuffle=False), given["batch_size"]
-    read = [given[name] for name in ("x", "y", "sample_weight")]
-    validation = given["validation_data"]
-    if (split := given["validation_split"]) and validation is None:
+    made, rows, split = dict(given, shuffle=False), given["batch_size"], given["validation_split"]
+    names, validation = ("x", "y", "sample_weight", "batch_size"), given["validation_data"]
+    of_validation = made.pop("validation_batch_size", None) or rows
+    if split and validation is None:
         if isinstance(given["x"], tf.data.Dataset):
             raise ValueError(
                 f"A data set cannot be split. Received: validation_split={split!r}. Try validation_data=dataset."
             )
-        read, validation = _split(read, split)
-    made["validation_split"] = 0.0
-    if validation is not None:
-        of_validation = made.pop("validation_batch_size", None)
-        if isinstance(validation, tf.data.Dataset):
-            made["validation_data"], *_ = minibatches(model, validation, None, None, None)
-        else:
-            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(validation)
-            made["validation_data"], *_ = minibatches(model, x, y, sample_weight, of_validation or rows)
-    names = "x", "y", "sample_weight", "batch_size"
-    return made | dict(zip(names, minibatches(model, read[0], read[1], read[2], rows), strict=True))
-
-
-def _split(read: list[Any], part: float) -> tuple[list[Any], tuple[Any, ...]]:
-    """What is trained on, and what is validated on: the last rows, as Keras has it."""
-    arrays = keras.tree.map_structure(lambda each: each if each is None else np.asarray(each), read)
-    rows = len(next(each for each in keras.tree.flatten(arrays) if each is not None))
-    count = math.floor(rows * (1.0 - part))
-    first, last = (
-        keras.tree.map_structure(lambda each, which=which: each if each is None else each[which], arrays)
-        for which in (slice(count), slice(count, None))
-    )
-    return first, tuple(last)
+        every = _rows(given["x"], given["y"], given["sample_weight"])
+        count = math.floor(len(every) * (1.0 - split))  # the last ones are split off, as Keras has it
+        made |= dict.fromkeys(names) | {"x": _batched(model, every.take(count), rows), "validation_split": 0.0}
+        return made | {"validation_data": _batched(model, every.skip(count), of_validation)}
+    if isinstance(validation, tf.data.Dataset):
+        made["validation_data"], *_ = minibatches(model, validation, None, None, None)
+    elif validation is not None:
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(validation)
+        made["validation_data"], *_ = minibatches(model, x, y, sample_weight, of_validation)
+    return made | dict(zip(names, minibatches(model, *(given[name] for name in names)), strict=True))
 
 
 def minibatches(
@@ -66,19 +52,28 @@ def minibatches(
     """
     if not _preprocesses(model):
         return x, y, sample_weight, batch_size
-    given = x
-    if isinstance(x, tf.data.Dataset):
-        beside = {"y": y, "sample_weight": sample_weight, "batch_size": batch_size}
-        if present := [name for name, value in beside.items() if value is not None]:
-            raise ValueError(
-                f"A data set has labels, weights and minibatches of its own. Received: x=Dataset and "
-                f"{' and '.join(present)}. Try leaving {'it' if len(present) == 1 else 'them'} out."
-            )
-    else:
-        packed = keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
-        given = tf.data.Dataset.from_tensor_slices(packed).batch(batch_size or DEFAULT_ROWS)
-    read = given.map(model.preprocess_samples, num_parallel_calls=tf.data.AUTOTUNE).prefetch(tf.data.AUTOTUNE)
-    return read, None, None, None
+    if not isinstance(x, tf.data.Dataset):
+        return _batched(model, _rows(x, y, sample_weight), batch_size), None, None, None
+    beside = {"y": y, "sample_weight": sample_weight, "batch_size": batch_size}
+    if present := [name for name, value in beside.items() if value is not None]:
+        raise ValueError(
+            "A data set has labels, weights and minibatches of its own. Received: x=Dataset and "
+            f"{' and '.join(present)}. Try leaving {'it' if len(present) == 1 else 'them'} out."
+        )
+    return _read(model, x), None, None, None
+
+
+def _rows(x: Any, y: Any, sample_weight: Any) -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices(keras.utils.pack_x_y_sample_weight(x, y, sample_weight))
+
+
+def _batched(model: keras.Model, rows: tf.data.Dataset, batch_size: int | None) -> tf.data.Dataset:
+    return _read(model, rows.batch(batch_size or DEFAULT_ROWS))
+
+
+def _read(model: keras.Model, given: tf.data.Dataset) -> tf.data.Dataset:
+    """Minibatches as the layers read them."""
+    return given.map(model.preprocess_samples, num_parallel_calls=tf.data.AUTOTUNE).prefetch(tf.data.AUTOTUNE)
 
 
 def minibatch(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
