@@ -35,7 +35,7 @@ sys.path.insert(0, str(ROOT))
 
 from experiments import datasets, resuming  # noqa: E402
 from experiments.networks import NETWORKS, sizes  # noqa: E402
-from experiments.options import add_training, fill_in, positive, rate, whole, writable  # noqa: E402
+from experiments.options import add_policy, add_training, add_workers, fill_in, positive, whole, writable  # noqa: E402
 from experiments.records import (  # noqa: E402
     LOST,
     POLICY_OPTIONS,
@@ -44,7 +44,6 @@ from experiments.records import (  # noqa: E402
     microbatches_for,
     options_of,
 )
-from pipetrain.cli.argument_types import horizon  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
 from pipetrain.plan.text_table import text_table  # noqa: E402
 from pipetrain.schemes import table  # noqa: E402
@@ -133,40 +132,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="how to train, see below; may be given several times (default: spectrain)",
     )
     add_training(parser, steps=1000)
-    parser.add_argument(
-        "--microbatches",
-        type=positive,
-        metavar="N",
-        help="for gpipe, 1f1b, 2bw and spectrain with --horizon target (default: 4; for 2bw at least one per stage)",
-    )
-    parser.add_argument(
-        "--horizon",
-        type=horizon,
-        default=table.HORIZONS[0],
-        metavar="NAME|X",
-        help=f"how spectrain predicts ({', '.join(table.HORIZONS)}): as the paper has it; up to the minibatch's own "
-        "backward, which then reads the same predicted weights; by that multiple of the velocity that came nearest of "
-        f"late; or to one version for all stages. How many updates ahead 2bw predicts, {table.RECOMMENDED} for "
-        "example (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--stretch-momentum",
-        type=stretch,
-        default="auto",
-        metavar="auto|yes|no",
-        help="whether --horizon target makes momentum longer, with fewer microbatches than stages (default: auto)",
-    )
-    parser.add_argument(
-        "--spike-compensation",
-        action="store_true",
-        help="asynchronous schemes with momentum: late gradients make up for what momentum would have done by then",
-    )
-    parser.add_argument(
-        "--rescale-steps",
-        type=positive,
-        metavar="N",
-        help="asynchronous schemes: learning rates divided by the staleness, ever less so over N steps",
-    )
+    add_policy(parser)
     parser.add_argument(
         "--eval-every", type=positive, default=20, metavar="N", help="steps between validations (default: 20)"
     )
@@ -184,31 +150,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="DIR",
         help="go on with the run in DIR (default: the newest under runs/), as it was but for the options given here",
     )
-    workers = parser.add_mutually_exclusive_group()
-    workers.add_argument(
-        "--cluster",
-        metavar="FILE",
-        help="a hosts file: stages go to the workers that run there, see docs/guide/hosts.md",
-    )
-    workers.add_argument(
-        "--local-workers",
-        type=positive,
-        metavar="N",
-        help="stages go to N processes on this machine, each on cores of its own, which end with the run",
-    )
-    parser.add_argument(
-        "--wait",
-        type=rate,
-        metavar="SECONDS",
-        help="when a worker is lost, wait so long for it to come back, and go on from the newest checkpoint; those of "
-        "--local-workers are started anew",
-    )
-    parser.add_argument(
-        "--elastic",
-        action="store_true",
-        help="when a worker is lost (and, with --wait, not back in time) go on from the newest checkpoint without it: "
-        "with fewer stages, planned anew",
-    )
+    add_workers(parser)
     parser.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)  # a process of such a run
     parser.add_argument("--verbose", action="store_true", help="show how the model is cut, and why")
     options = parser.parse_args(arguments)
@@ -221,13 +163,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.every = "all" in chosen
     options.scheme = list(table.NAMES) if options.every else list(dict.fromkeys(chosen))
     return options
-
-
-def stretch(text: str) -> bool | str:
-    """Whether momentum is made longer."""
-    if text not in ("auto", "yes", "no"):
-        raise argparse.ArgumentTypeError(f"{text!r} is none of auto, yes, no")
-    return text if text == "auto" else text == "yes"
 
 
 def start(options: argparse.Namespace, stages: int, ends: ExitStack) -> None:
