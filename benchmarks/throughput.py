@@ -40,7 +40,7 @@ from benchmarks.networks import COMPARED, Network
 from benchmarks.sides import FIRST, Figures, KerasJob, plain_names
 from benchmarks.turns import teams_taking_turns
 from pipetrain.plan.text_table import text_table
-from pipetrain.schemes.table import NAMES
+from pipetrain.schemes.table import NAMES, SCHEDULED
 
 CORES = 2
 DEFAULT = ("spectrain", "vanilla", "weight-stashing", "1f1b", "gpipe", "data-parallel")
@@ -187,7 +187,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--scheme",
         action="append",
-        choices=["all", *NAMES],
+        choices=["all", *NAMES, *SCHEDULED],
         help=f"several times if wanted (default: {', '.join(DEFAULT)})",
     )
     parser.add_argument("--steps", type=int, default=30, help="minibatches of each side a round (default: 30)")

@@ -1,4 +1,4 @@
-"""Draw what each schedule does with four equal stages: a simulated timeline of every one, without transfers.
+"""Draw what each schedule does with four equal devices: a simulated timeline of every one, without transfers.
 
 examples:
   python plots/schedules.py --output docs/concepts
@@ -19,8 +19,15 @@ from pipetrain.plan.partition import partition
 from pipetrain.plan.profile import BlockProfile, Profile
 from plots.timeline import draw
 
-STAGES, BACKWARD = 4, 2  # a backward takes so many times as long as a forward
-SHOWN = {"spectrain": (1, 6, 10), "gpipe": (4, 8, 4), "1f1b": (4, 8, 4)}  # microbatches; numbers shown; minibatches
+DEVICES, BACKWARD = 4, 2  # a backward takes so many times as long as a forward
+SHOWN = {  # microbatches; numbers shown; minibatches
+    "spectrain": (1, 6, 10),
+    "gpipe": (4, 8, 4),
+    "1f1b": (4, 8, 4),
+    "interleaved": (4, 8, 4),
+    "zb-h1": (4, 8, 4),
+    "zb-v": (8, 8, 2),
+}
 FAST = Cluster((Level(Link(bandwidth_bytes_per_s=1e15, latency_s=0.0)),), overhead_s=0.0)
 
 
@@ -29,11 +36,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path(), help="the folder to write to (default: this one)")
     options = parser.parse_args()
-    blocks = tuple(BlockProfile(f"layer_{n}", 1e-3, BACKWARD * 1e-3, 1000, 1000, 1000) for n in range(STAGES))
-    profile = Profile("four equal stages", 16, blocks)
+    blocks = tuple(BlockProfile(f"layer_{n}", 1e-3, BACKWARD * 1e-3, 1000, 1000, 1000) for n in range(2 * DEVICES))
+    profile = Profile("eight equal layers", 16, blocks)
     for scheme, (microbatches, shown, minibatches) in SHOWN.items():
         training = Training(scheme, microbatches=microbatches)
-        trace = pipetrain.simulate(partition(profile, STAGES, FAST, training=training), scheme, FAST, minibatches)
+        trace = pipetrain.simulate(partition(profile, DEVICES, FAST, training=training), scheme, FAST, minibatches)
         print(draw(trace, options.output / f"{scheme}.png", 0, shown, f"{scheme}: {trace.bubble():.0%} bubble"))
 
 

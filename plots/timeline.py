@@ -93,7 +93,7 @@ def _chosen(spans: Spans, first: int, end: int) -> Spans:
 
 def _has_pieces(spans: Spans) -> bool:
     """Whether several backwards make an update."""
-    backwards = spans[(spans.op == "B") & (spans.stage == 0) & (spans.replica == 0)]
+    backwards = spans[np.isin(spans.op, ("B", "W")) & (spans.stage == 0) & (spans.replica == 0)]
     return bool((np.diff(backwards.version) == 0).any())
 
 

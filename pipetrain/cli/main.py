@@ -6,11 +6,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from pipetrain.cli import plan, simulate, worker
+from pipetrain.cli import plan, schedule, simulate, worker
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status: 2 for what cannot be planned, simulated or served."""
+    """Run the command line; returns the exit status: 2 for what cannot be planned, simulated, scheduled or served."""
     options = _parse(arguments)
     try:
         options.run(options)
@@ -23,6 +23,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m pipetrain", description="Pipeline-parallel training for Keras.")
     commands = parser.add_subparsers(required=True, metavar="command", dest="command")
-    for command in (plan, simulate, worker):
+    for command in (plan, simulate, schedule, worker):
         command.add(commands)
     return parser.parse_args(arguments)

@@ -37,7 +37,7 @@ def add(commands: Any) -> None:
     add_common(command)
     command.add_argument(
         "--scheme",
-        choices=[*table.SCHEMES],
+        choices=[*table.PIPELINES],
         default="spectrain",
         help="decides on the memory (default: spectrain)",
     )

@@ -50,7 +50,7 @@ def add(commands: Any) -> None:
     add_common(command)
     command.add_argument(
         "--scheme",
-        choices=table.NAMES,
+        choices=(*table.NAMES, *table.SCHEDULED),
         action="append",
         help="may be given several times (default: single, data-parallel and spectrain)",
     )

@@ -96,16 +96,14 @@ class Partition:
     def step_s(self) -> float:
         """Predicted seconds per minibatch once the pipeline is full: those of the slowest stage.
 
-        Synchronous schemes fill and drain the pipeline for every minibatch: ``(1 + (N-1)/M)`` times as many, or what
-        the schedule takes in units of time where devices have several stages. All stages' work and the metrics' divided
-        by the processors, if that is more.
+        Synchronous schemes fill and drain the pipeline for every minibatch: what the schedule takes in units of time,
+        for ``gpipe`` and ``1f1b`` ``(1 + (N-1)/M)`` times as many. All stages' work and the metrics' divided by the
+        processors, if that is more.
         """
         work_s = sum(stage.total_s * stage.replicas for stage in self.stages) + self.metric_s
         schedule, microbatches = self.training.chosen.schedule, self.training.microbatches
         filling = 0.0
-        if schedule.flushes and schedule.chunks == 1:
-            filling = (len(self.stages) - 1) / microbatches
-        elif schedule.flushes:
+        if schedule.flushes:
             filling = waiting(schedule.order, schedule.devices(len(self.stages)), microbatches)
         return max((1 + filling) * self.slowest_s, work_s / self.processors)
 

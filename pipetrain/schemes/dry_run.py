@@ -79,7 +79,7 @@ def replay(orders: Sequence[Sequence[Action]], feed: Feed | None = None, stages:
             taken += 1
         step: Step = [None] * len(orders)
         for k, order in enumerate(orders):
-            if position[k] == len(order) or _missing(order[position[k]], stages, made):
+            if position[k] == len(order) or missing(order[position[k]], stages, made):
                 continue
             if feed is None or feed.arrived(k, position[k], firsts[k], taken + feed.ahead, made):
                 step[k] = order[position[k]]
@@ -103,19 +103,15 @@ def grid(steps: Sequence[Step]) -> str:
     several = any(action is not None and action.stage != k for step in steps for k, action in enumerate(step))
     rows = []
     for device in range(len(steps[0])):
-        named = [str(action) if several else str(action)[len(str(action.stage)) :] for action in _of(steps, device)]
-        names = iter(named)
-        cells = [next(names) if step[device] else "." for step in steps]
-        rows.append(f"{device}: " + " ".join(f"{cell:<{4 if several else 3}}" for cell in cells).rstrip())
-    return "\n".join(rows)
+        names = [str(action) if action else "." for action in (step[device] for step in steps)]
+        rows.append([name if several else name.removeprefix(str(device)) for name in names])
+    width = max(4 if several else 3, *(len(cell) for cells in rows for cell in cells))
+    lines = (" ".join(f"{cell:<{width}}" for cell in cells).rstrip() for cells in rows)
+    return "\n".join(f"{device}: {line}" for device, line in enumerate(lines))
 
 
-def _of(steps: Sequence[Step], device: int) -> list[Action]:
-    return [action for step in steps if (action := step[device]) is not None]
-
-
-def _missing(action: Action, stages: int, made: Made) -> list[str]:
-    """For people: what the action needs that is not there."""
+def missing(action: Action, stages: int, made: Made) -> list[str]:
+    """What the action needs that is not made, as text for people."""
     return [
         f"{need.value} of stage {action.stage + need.stage}"
         for need in action.operation.needs
@@ -187,6 +183,6 @@ def _stuck(
     rows = grid(steps).split("\n") if steps else [f"{device}:" for device in range(len(orders))]
     for device, order in enumerate(orders):
         if position[device] < len(order):
-            missing = _missing(order[position[device]], stages, made) or ["a minibatch that is posted after it"]
-            rows[device] += f"  {order[position[device]]} <-- ERROR HERE: needs {', '.join(missing)}"
+            needed = missing(order[position[device]], stages, made) or ["a minibatch that is posted after it"]
+            rows[device] += f"  {order[position[device]]} <-- ERROR HERE: needs {', '.join(needed)}"
     return "\n".join(rows)

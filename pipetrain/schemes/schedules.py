@@ -15,7 +15,7 @@ group.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -123,6 +123,36 @@ def fused(actions: Iterator[Action], last: int) -> Iterator[Action]:
             yield action
             if following is not None:
                 yield following
+
+
+def joined(actions: Iterator[Action], microbatches: int) -> Iterator[list[Action]]:
+    """The same order, each action in a list of its own, but the W of one stage that follow each other in one list.
+
+    Nothing has to arrive between them, and one call makes the products of all their rows. The action after a W is asked
+    for before that W is given, unless it completes its minibatch.
+    """
+    made: Counter[tuple[int, int]] = Counter()  # of a stage and minibatch
+    run: list[Action] = []
+    for action in actions:
+        if run and (action.op != "W" or action.stage != run[0].stage):
+            yield run
+            run = []
+        if action.op != "W":
+            yield [action]
+            continue
+        run.append(action)
+        place = action.stage, action.microbatch // microbatches
+        made[place] += 1
+        if made[place] == microbatches:
+            del made[place]
+            yield run
+            run = []
+
+
+@lru_cache(maxsize=256)
+def has_halves(order: Order, devices: int, microbatches: int) -> bool:
+    """Whether any backward of the order is in halves."""
+    return any(action.op == "W" for each in orders(order, devices, 1, microbatches) for action in each)
 
 
 @lru_cache(maxsize=256)

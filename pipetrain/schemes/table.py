@@ -8,6 +8,9 @@ from typing import Any
 
 from pipetrain.schemes import policies, schedules
 from pipetrain.schemes.arguments import checked_bool, checked_count
+from pipetrain.schemes.families.interleaved import interleaved, looped_bfs
+from pipetrain.schemes.families.v_shape import V_HALF, V_MIN, ZB_V
+from pipetrain.schemes.families.zero_bubble import ZB_H1, ZB_H2
 from pipetrain.schemes.schedules import Schedule
 from pipetrain.schemes.scheme import Scheme
 
@@ -49,6 +52,20 @@ SCHEMES: dict[str, Scheme] = {
         Scheme("single", ONE_FORWARD_ONE_BACKWARD, policies.Flush(), "one device, the unsplit model"),
     )
 }
+# Synchronous like 1f1b, with several stages on a device, or with the backward in halves.
+SCHEDULED: dict[str, Scheme] = {
+    name: Scheme(name, schedule, policies.Flush(), about, splits=True)
+    for name, schedule, about in (
+        ("interleaved", interleaved(2), "synchronous, 1f1b of several stages a device"),
+        ("looped-bfs", looped_bfs(2), "synchronous, several stages a device, each for all microbatches"),
+        ("zb-h1", ZB_H1, "synchronous, backwards in halves, 1f1b's memory"),
+        ("zb-h2", ZB_H2, "synchronous, backwards in halves, twice 1f1b's memory"),
+        ("zb-v", ZB_V, "synchronous, backwards in halves, two stages a device, 1f1b's memory"),
+        ("v-half", V_HALF, "synchronous, as zb-v with half its memory"),
+        ("v-min", V_MIN, "synchronous, as zb-v with a third of its memory"),
+    )
+}
+CHUNKED = {"interleaved": interleaved, "looped-bfs": looped_bfs}  # with as many stages on a device as are wanted
 INFERENCE = Scheme("inference", FORWARD_ONLY, policies.Still(), "forwards only, for evaluate and predict", trains=False)
 # One stage on several devices, each with some rows, whose weights or gradients are sent as a plan says.
 TRANSFERRING: dict[str, Scheme] = {
@@ -64,12 +81,13 @@ HORIZONS = ("round-trip", "local", "fitted", "target")  # of spectrain; the firs
 RECOMMENDED = 1.5  # the horizon of 2bw, where one is wanted
 COPIED = (DATA_PARALLEL, *TRANSFERRING)  # of which every device has the whole model
 UNCUT = ("single", *COPIED)
-EVERY_NAME = (*NAMES, *TRANSFERRING)
+EVERY_NAME = (*NAMES, *SCHEDULED, *TRANSFERRING)
+PIPELINES = {**SCHEMES, **SCHEDULED}
 
 
 def is_known(chosen: Scheme) -> bool:
     """Whether its schedule and its policy are those of a scheme of the table."""
-    parts = {(each.schedule, type(each.policy)) for each in SCHEMES.values()}
+    parts = {(each.schedule, type(each.policy)) for each in PIPELINES.values()}
     others = policies.LocalSpecTrain, policies.OneTarget
     return (chosen.schedule, type(chosen.policy)) in parts | {(ASYNCHRONOUS, each) for each in others}
 
@@ -78,7 +96,7 @@ def check_name(name: object) -> str:
     """``name``, or that of a ``Scheme``; ValueError with the valid names otherwise, or what the scheme lacks."""
     if isinstance(name, Scheme):
         name.check()
-        if name.name in NAMES and SCHEMES.get(name.name) != name:
+        if name.name in EVERY_NAME and PIPELINES.get(name.name) != name:
             raise ValueError(
                 f"There is another scheme of this name. Received: scheme={name.name!r}. Try a name of its own."
             )
@@ -134,7 +152,25 @@ def _named(name: str) -> Scheme:
             f"{DATA_PARALLEL} has no schedule: it is no pipeline. Received: scheme={name!r}. Try scheme='single', one "
             "stage, which a plan may replicate."
         )
-    return SCHEMES[check_name(name)]
+    return PIPELINES[check_name(name)]
+
+
+def chunked(name: str | Scheme, chunks: Any) -> str | Scheme:
+    """The scheme with so many stages on each device, which has the number in its name; None for what it has.
+
+    Raises ValueError for a scheme whose number is fixed.
+    """
+    if chunks is None:
+        return name
+    count = checked_count("chunks", chunks, "A device has at least one stage", 2)
+    if str(name) not in CHUNKED:
+        raise ValueError(
+            f"The stages on a device are fixed in this scheme. Received: chunks={chunks!r}, scheme={str(name)!r}. "
+            f"Try leaving it out, or one of: {', '.join(CHUNKED)}."
+        )
+    chosen = SCHEDULED[str(name)]
+    schedule = CHUNKED[str(name)](count)
+    return chosen if schedule == chosen.schedule else chosen._replace(name=f"{name}-{count}", schedule=schedule)
 
 
 def has(name: str | Scheme, option: str) -> bool:
@@ -145,7 +181,7 @@ def has(name: str | Scheme, option: str) -> bool:
         return str(name) == "spectrain"
     if option == "rescale_steps" and str(name) == "2bw":
         return False  # whose staleness of 1 changes no rate
-    chosen = name if isinstance(name, Scheme) else SCHEMES.get(name)
+    chosen = name if isinstance(name, Scheme) else PIPELINES.get(name)
     return chosen is not None and chosen.asynchronous
 
 
@@ -217,7 +253,7 @@ def check_microbatches(microbatches: Any, name: str | Scheme, horizon: object = 
         return
     count = checked_count("microbatches", microbatches, "A batch has at least one microbatch", 4)
     if count > 1 and not splits(name, horizon):
-        splitting = [each.name for each in SCHEMES.values() if each.splits]
+        splitting = [each.name for each in PIPELINES.values() if each.splits]
         raise ValueError(
             f"This scheme does not split a minibatch. Received: microbatches={microbatches!r}, "
             f"scheme={str(name)!r}. Try leaving it out, or one of: {', '.join(splitting)}; "
@@ -227,5 +263,5 @@ def check_microbatches(microbatches: Any, name: str | Scheme, horizon: object = 
 
 def splits(name: str | Scheme, horizon: object = HORIZONS[0]) -> bool:
     """Whether the scheme, or that of this name and horizon, divides minibatches into microbatches."""
-    chosen = name if isinstance(name, Scheme) else SCHEMES.get(name)
+    chosen = name if isinstance(name, Scheme) else PIPELINES.get(name)
     return chosen is not None and (chosen.splits or (horizon == "target" and takes(name, horizon)))

@@ -1,0 +1,174 @@
+"""Schedules of several stages a device, or with backwards in halves: bubbles and memory are as published."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipetrain.plan.cluster import Cluster, Level, Link
+from pipetrain.plan.memory import Training
+from pipetrain.plan.partition import partition
+from pipetrain.plan.profile import BlockProfile, Profile
+from pipetrain.schemes import dry_run
+from pipetrain.schemes.families import interleaved, v_shape, zero_bubble
+from pipetrain.schemes.schedules import orders
+from pipetrain.schemes.scheme import Scheme
+from pipetrain.schemes.table import PIPELINES, SCHEDULED, check_name, chunked, scheme
+from pipetrain.schemes.unit_times import figures
+from pipetrain.schemes.validation import check
+from pipetrain.simulation.simulator import simulate
+
+UNIT_S = 1e-3
+FAST = Cluster((Level(Link(bandwidth_bytes_per_s=1e15, latency_s=0.0)),), overhead_s=0.0)
+
+
+def of_name(name):
+    family, _, chunks = name.partition("/")
+    return scheme(chunked(family, int(chunks) if chunks else None))
+
+
+@cache
+def simulated(name, devices, microbatches):
+    """The bubble of one minibatch, simulated with T_F = T_I = T_W for every stage and no time for transfers.
+
+    As the papers count it: the time in which a device waits between its first action and its last one, most of all
+    devices, as a part of the time in which it works.
+    """
+    chosen = of_name(name)
+    count = devices * chosen.schedule.chunks
+    rows = microbatches  # so that a stage's forward of a microbatch takes one unit
+    blocks = tuple(BlockProfile(f"b{n}", rows * UNIT_S, 2 * rows * UNIT_S, 1000, 500, 1000) for n in range(count))
+    training = Training(chosen, microbatches=microbatches)
+    cut = partition(Profile("chain", rows, blocks), devices, FAST, training=training)
+    spans = simulate(cut, chosen, FAST, minibatches=1).spans
+    waits = []
+    for device in range(devices):
+        mine = [span for span in spans if span.device == f"device:{device}"]
+        work_s = sum(span.end_s - span.start_s for span in mine)
+        waits.append((max(span.end_s for span in mine) - min(span.start_s for span in mine)) / work_s - 1)
+    return max(waits)
+
+
+def held(name, devices, microbatches):
+    """The most activations of a stage, of a microbatch each, that a device holds."""
+    return max(figures(orders(of_name(name).schedule.order, devices, 1, microbatches)).peak_held)
+
+
+# The published bubble for p devices and m microbatches where there are as many as it is published for, and where there
+# are fewer, what the way of a single microbatch down and up the devices leaves; and the activations held.
+CLOSED = {
+    "gpipe": (lambda p, m: (p - 1) / m, lambda p, m: m),  # arXiv 1811.06965, section 2.3
+    "1f1b": (lambda p, m: (p - 1) / m, lambda p, m: min(p, m)),  # arXiv 2006.09503, section 3
+    "interleaved/2": (  # arXiv 2104.04473, section 2.2
+        lambda p, m: (p - 1 + max(0, p - m)) / (2 * m),
+        lambda p, m: min(2 * m, 3 * p - 1) if m % p == 0 or m < p else None,
+    ),
+    "interleaved/3": (
+        lambda p, m: (p - 1 + 2 * max(0, p - m)) / (3 * m),
+        lambda p, m: min(3 * m, 4 * p - 1) if m % p == 0 or m < p else None,
+    ),
+    "looped-bfs/2": (lambda p, m: (p - 1 + max(0, p - m)) / (2 * m), lambda p, m: 2 * m),  # arXiv 2211.05953
+    "looped-bfs/3": (lambda p, m: (p - 1 + 2 * max(0, p - m)) / (3 * m), lambda p, m: 3 * m),
+    "zb-h1": (  # arXiv 2401.10241, table 1: (p-1)(T_F + T_I - T_W) of m(T_F + T_I + T_W), at 1F1B's memory
+        lambda p, m: max(p - 1, 2 * p - 1 - m) / (3 * m),
+        lambda p, m: min(p, m),
+    ),
+    "zb-h2": (  # the same: (p-1)(T_F + T_I - 2 T_W), at 2p-1
+        lambda p, m: max(0, 2 * p - 1 - m) / (3 * m),
+        lambda p, m: min(2 * p - 1, m),
+    ),
+    "zb-v": (  # the same, section 6: none, at 1F1B's memory, that is p microbatches at both stages
+        lambda p, m: max(0, 2 * p - 1 - m, 4 * p - 1 - 4 * m) / (6 * m),
+        lambda p, m: min(2 * p, 2 * m),
+    ),
+}
+# arXiv 2405.15362, section 3: bubbles and memory up to a constant number of actions, for p devices of both stages.
+CONTROLLED = {
+    "v-half": (lambda p, m: p / (2 * m), lambda p: (p + 2) // 2, 4),
+    "v-min": (lambda p, m: 2 * p / (3 * m), lambda p: (p + 4) // 3, 5),
+}
+
+
+@pytest.mark.parametrize("microbatches", [4, 5, 7, 8, 12, 15, 16, 24, 32])
+@pytest.mark.parametrize("devices", [4, 8])
+@pytest.mark.parametrize("name", CLOSED)
+def test_bubble_and_memory_are_as_published(name, devices, microbatches):
+    bubble, peak = CLOSED[name]
+    if "interleaved" in name and microbatches > devices and microbatches % devices:
+        assert simulated(name, devices, microbatches) <= bubble(devices, microbatches) * 1.5
+        return
+    assert simulated(name, devices, microbatches) == pytest.approx(bubble(devices, microbatches), abs=1e-9)
+    assert held(name, devices, microbatches) == peak(devices, microbatches)
+
+
+@pytest.mark.parametrize("microbatches", [4, 5, 7, 8, 12, 15, 16, 24, 32])
+@pytest.mark.parametrize("devices", [4, 8])
+@pytest.mark.parametrize("name", CONTROLLED)
+def test_controlled_memory_is_as_published_and_the_bubble_at_most(name, devices, microbatches):
+    bubble, peak, fewer = CONTROLLED[name]
+    found, published = simulated(name, devices, microbatches), bubble(devices, microbatches)
+    assert published - fewer / (6 * microbatches) <= found + 1e-9
+    assert found <= published + 1e-9
+    assert held(name, devices, microbatches) == 2 * min(microbatches, peak(devices))
+
+
+@pytest.mark.parametrize("name", SCHEDULED)
+def test_simulated_times_are_those_of_units(name):
+    schedule = SCHEDULED[name].schedule
+    for devices, microbatches in ((2, 3), (4, 4), (4, 9)):
+        bubble = figures(orders(schedule.order, devices, 1, microbatches)).bubble
+        assert simulated(name, devices, microbatches) == pytest.approx(bubble, abs=1e-9)
+
+
+@given(
+    st.sampled_from([*SCHEDULED, *(f"{name}/{v}" for name in ("interleaved", "looped-bfs") for v in (1, 3, 4))]),
+    st.integers(1, 9),
+    st.integers(1, 33),
+)
+@settings(deadline=None, max_examples=150)
+def test_every_schedule_finishes(name, devices, microbatches):
+    dry_run.replay(orders(of_name(name).schedule.order, devices, 2, microbatches))
+
+
+@pytest.mark.parametrize("microbatches", [1, 3, 4, 8])
+@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("name", [*SCHEDULED, "interleaved/1", "interleaved/3", "looped-bfs/3"])
+def test_the_validator_takes_them(name, devices, microbatches):
+    chosen = of_name(name)
+    check(chosen, devices * chosen.schedule.chunks, microbatches)
+
+
+@pytest.mark.parametrize(
+    ("module", "schedule", "devices", "microbatches"),
+    [
+        (interleaved, PIPELINES["interleaved"].schedule, 2, 4),
+        (interleaved, PIPELINES["looped-bfs"].schedule, 2, 4),
+        (zero_bubble, zero_bubble.ZB_H1, 4, 6),
+        (zero_bubble, zero_bubble.ZB_H2, 4, 7),
+        (v_shape, v_shape.ZB_V, 2, 3),
+        (v_shape, v_shape.V_HALF, 2, 3),
+        (v_shape, v_shape.V_MIN, 2, 3),
+    ],
+)
+def test_docstrings_show_the_grids(module, schedule, devices, microbatches):
+    grid = dry_run.grid(dry_run.replay(orders(schedule.order, devices, 1, microbatches)))
+    assert "\n".join(f"    {row}" for row in grid.splitlines()) in module.__doc__
+
+
+def test_one_chunk_is_the_schedule_without_chunks():
+    for family, plain in (("interleaved/1", "1f1b"), ("looped-bfs/1", "gpipe")):
+        assert orders(of_name(family).schedule.order, 3, 2, 5) == orders(PIPELINES[plain].schedule.order, 3, 2, 5)
+
+
+def test_chunks_are_of_schemes_that_have_any_number_of_them():
+    assert chunked("interleaved", 2) == SCHEDULED["interleaved"]
+    three = chunked("interleaved", 3)
+    assert isinstance(three, Scheme)
+    assert check_name(three) == "interleaved-3"
+    assert three.schedule.devices(6) == 2
+    for name, chunks in (("zb-v", 3), ("1f1b", 2), ("interleaved", 0), ("interleaved", 1.5)):
+        with pytest.raises(ValueError, match="Received: chunks="):
+            chunked(name, chunks)
