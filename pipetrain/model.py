@@ -18,6 +18,7 @@ from pipetrain.plan.stages import Partition
 from pipetrain.schemes.arguments import checked_bool
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.table import HORIZONS, check_name
+from pipetrain.schemes.text_form import chosen, microbatches_of, stages_of
 from pipetrain.schemes.transfers.plan import Plan
 from pipetrain.trace.trace import Trace
 
@@ -45,8 +46,9 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
             ``data-parallel``, ``all-reduce`` and ``parameter-server`` have as many copies of the model, each on a
             device: of those given, as many as these.
         scheme: ``single``, ``data-parallel``, ``vanilla``, ``weight-stashing``, ``vertical-sync``, ``spectrain``,
-            ``spike-compensation``, ``2bw``, ``gpipe``, ``1f1b``, ``all-reduce`` or ``parameter-server``; or your own
-            ``pipetrain.schemes.Scheme``.
+            ``spike-compensation``, ``2bw``, ``gpipe``, ``1f1b``, ``interleaved``, ``looped-bfs``, ``zb-h1``, ``zb-h2``,
+            ``zb-v``, ``v-half``, ``v-min``, ``all-reduce`` or ``parameter-server``; the name of a file in ``.csv`` that
+            has a synchronous schedule, see ``pipetrain.schemes.text_form``; or your own ``pipetrain.schemes.Scheme``.
         cuts: instead of ``stages``, the name of the last layer of every stage but the final one, for schemes with
             several stages.
         devices: TensorFlow devices, such as ``("CPU:0", "CPU:1")``; by default those of the workers that the program
@@ -55,9 +57,10 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
         replicas: how many devices each stage has, such as ``(2, 1, 1)``; by default one, or those of the ``Partition``.
             Each replica takes its part of every minibatch's rows, and their gradients are summed: training is that of
             the unreplicated stage, except for BatchNormalization and Dropout, which use one replica's rows only.
-        microbatches: how many per minibatch for ``gpipe``, ``1f1b``, ``2bw`` and ``spectrain`` with
-            ``horizon="target"``, 4 by default (for ``2bw`` at least one per stage, and never fewer than stages - 1);
-            the other schemes have one.
+        microbatches: how many per minibatch for synchronous schedules, ``2bw`` and ``spectrain`` with
+            ``horizon="target"``, 4 by default (for ``2bw`` at least one per stage, and never fewer than stages - 1; for
+            a file as many as it is for); the other schemes have one.
+        chunks: how many stages each device has, for ``interleaved`` and ``looped-bfs``, 2 by default.
         recompute: keep only the inputs of a stage's forward and run it again before its backward, with the same
             seeds: less memory, more time, equal results. ``vanilla`` and ``spectrain``, whose backward reads newer
             weights, then also keep the forward's.
@@ -99,6 +102,7 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
         devices: Sequence[str] | None = None,
         replicas: Sequence[int] | None = None,
         microbatches: int | None = None,
+        chunks: int | None = None,
         recompute: bool = False,
         horizon: str | float = HORIZONS[0],
         spike_compensation: bool = False,
@@ -107,13 +111,16 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
         order: str | Plan | None = None,
         name: str | None = None,
     ) -> None:
+        scheme = chosen(scheme, chunks)
+        if cuts is None and stages is None:
+            stages = stages_of(scheme)
         options = Options(
             scheme,
             stages,
             cuts,
             devices,
             replicas,
-            microbatches,
+            microbatches_of(scheme) if microbatches is None else microbatches,
             recompute,
             order,
             horizon,

@@ -22,13 +22,14 @@ from pipetrain.trace.idle import IdleSpan, pauses
 from pipetrain.trace.trace import Span, Spans, Trace
 from plots.style import save
 
-FILL = {"F": "#56B4E9", "B": "#E69F00", "I": "#F0E442", "W": "#009E73", "FB": "#D55E00"}
+FILL = {"F": "#56B4E9", "B": "#E69F00", "I": "#F0E442", "W": "#009E73", "FB": "#D55E00", "FI": "#CC79A7"}
 OPERATIONS = {
     "F": "forward",
     "B": "backward and update",
     "I": "gradients of inputs",
     "W": "gradients of weights, and update",
     "FB": "forward, backward and update in one",
+    "FI": "forward and gradients of inputs in one",
 }
 IDLE: dict[str, dict[str, Any]] = {
     "transfer": {"facecolor": "#F3D9E7", "edgecolor": "#CC79A7", "hatch": "//////"},

@@ -31,7 +31,7 @@ from pipetrain.plan.partition import partition, plan
 from pipetrain.plan.profile import Profile
 from pipetrain.plan.stages import DEFAULT_TRAINING, Partition
 from pipetrain.schemes.arguments import is_count
-from pipetrain.schemes.schedules import Schedule
+from pipetrain.schemes.schedules import Schedule, has_halves
 from pipetrain.schemes.scheme import Scheme, UpdateRule
 from pipetrain.schemes.table import ONE_FORWARD_ONE_BACKWARD
 
@@ -299,6 +299,7 @@ class Placement:
         ends = self.ends or cut_points(self.chain.blocks, self.partition(batch_size, verbose=True).cuts)
         losses, recompute = [*[None] * (self.stages - 1), loss], self.training.recompute
         compiled, microbatches = self._decide_kernels(batch_size), self.training.microbatches
+        halved = has_halves(scheme.schedule.order, scheme.schedule.devices(self.stages), microbatches)
         placed = self._placed(ends)
         groups = sharing([segment.trainable_variables for segment, _ in placed])
 
@@ -315,7 +316,7 @@ class Placement:
                     recompute,
                     rule(k),
                     division=Division(microbatches, len(on)),
-                    summed_rows=rows or 0 if microbatches > 1 and len(on) == 1 else 0,
+                    summed_rows=rows or 0 if microbatches > 1 and len(on) == 1 and not halved else 0,
                     compiled=compiled[k],
                     shared=[
                         Shared(k, each.holders, each.weights, rule(k, each.first))

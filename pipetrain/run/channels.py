@@ -88,7 +88,8 @@ class Channels(NamedTuple):
 
     A None in the inbox says that no more microbatches will come. ``reduction`` is the all-reduce among the stage's
     replicas, ``summaries`` the exchange with all stages where an update depends on the gradients of all, ``shared``
-    those of the gradients of weights that it shares with other stages.
+    those of the gradients of weights that it shares with other stages. ``together``: whether the stages of a device
+    update when all of them have a minibatch's gradients, since one may wait for another.
     """
 
     inbox: Receiver[Any]
@@ -98,6 +99,7 @@ class Channels(NamedTuple):
     reduction: Reduction
     summaries: GradientExchange | None = None
     shared: Sequence[SharedGradients] = ()
+    together: bool = False
 
 
 def take(data: Any, part: range, rows: int) -> Any:

@@ -13,7 +13,7 @@ from pipetrain.run.control import Control
 from pipetrain.run.mailbox import Closed
 from pipetrain.run.stage_work import StageWork
 from pipetrain.schemes.actions import Action, Op
-from pipetrain.schemes.schedules import fused, fusible
+from pipetrain.schemes.schedules import fused, fusible, joined
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.trace.trace import Span
 
@@ -63,8 +63,8 @@ class DeviceThread(threading.Thread):
         try:
             pin(self._at.device)
             with tf.device(self._at.device):
-                for action in self._actions():
-                    self._act(action)
+                for actions in joined(self._actions(), self._microbatches):
+                    self._act(actions)
                 for stage in self.stages:
                     stage.catch_up()
         except Closed:
@@ -73,7 +73,7 @@ class DeviceThread(threading.Thread):
             self._control.fail(error, f"Raised in {self._at.doing()}")
 
     def _actions(self) -> Iterator[Action]:
-        """The device's actions; the last stage's F and B are one call unless exact times of each are wanted."""
+        """The device's actions; the last stage's F and B, or I, are one call unless exact times of each are wanted."""
         order, last = self._scheme.schedule.order, self.stages[-1].identity.stages - 1
         actions = order(*self._place, self._arrivals())
         together = last in self._by_number and fusible(order, *self._place, last, self._microbatches)
@@ -88,25 +88,39 @@ class DeviceThread(threading.Thread):
         for stage in self.stages:
             stage.ends_after(last)
 
-    def _act(self, action: Action) -> None:
+    def _act(self, actions: Sequence[Action]) -> None:
+        """Execute an action, or some W of one stage in one call: each then has an equal part of its time."""
+        action, middle_s = actions[0], None
         stage = self._at = self._by_number[action.stage]
         received = stage.receive(action)
         self._control.wait_if_paused()
         start_s, version = time.perf_counter(), stage.version
-        middle_s = stage.perform(action, received)
+        if action.op == "W":
+            stage.weight_gradients(actions)
+        else:
+            middle_s = stage.perform(action, received)
         if all(each.updates.are_awaited for each in self.stages):
             self._update()
         end_s = time.perf_counter()
         self.busy_s += end_s - start_s
-        if action.op == "FB":
+        if action.op in ("FB", "FI"):
             middle_s = end_s if middle_s is None else min(max(start_s, middle_s), end_s)  # the clock may be set anew
             self._record("F", action, version, start_s, middle_s)
-            self._record("B", action, version, middle_s, end_s)
+            self._record("B" if action.op == "FB" else "I", action, version, middle_s, end_s)
         else:
-            self._record(action.op, action, version, start_s, end_s)
+            ends_s = [start_s + (end_s - start_s) * n / len(actions) for n in range(len(actions) + 1)]
+            for each, from_s, to_s in zip(actions, ends_s, ends_s[1:], strict=False):
+                self._record(each.op, each, version, from_s, to_s)
 
     def _update(self) -> None:
-        """Update all stages of the device: each has told the others of its gradients, for which all wait now."""
+        """Update all stages of the device, which all have their gradients.
+
+        They are completed from the last stage to the first one, as those of shared weights are added. When each has
+        told the others of its own, all wait for what these tell.
+        """
+        for stage in reversed(self.stages):
+            self._at = stage
+            stage.updates.complete()
         for stage in self.stages:
             self._at = stage
             stage.updates.finish()

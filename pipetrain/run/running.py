@@ -81,6 +81,8 @@ class Running:
         sharing = dict.fromkeys(group.holders for stage in self._stages for group in stage[0].shared)
         shared = {holders: SharedGradients(holders, cast("list[list[Stage]]", self._stages)) for holders in sharing}
         every += [box for each in shared.values() for box in each.mailboxes]
+        # Weights that are shared may be so by stages of one device, whose sums are then added in the order of stages.
+        several = bool(sharing) and self._scheme.schedule.chunks > 1 and not self._scheme.asynchronous
         self.entrance = _sender(down[0], self._stages[0], 0, 1)
         works: list[list[StageWork]] = [[] for _ in self._stages]
         last = len(self._stages) - 1
@@ -95,6 +97,7 @@ class Running:
                     reduction=reductions[k],
                     summaries=summaries,
                     shared=[shared[group.holders] for group in replica.shared],
+                    together=summaries is not None or several,
                 )
                 settings = self._scheme, self._microbatches, channels, self.control, scale
                 works[k].append(StageWork(identity, replica, *settings))

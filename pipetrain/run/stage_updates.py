@@ -21,9 +21,9 @@ class StageUpdates:
     """What one replica of a stage makes of its weights' gradients, from one start of a pipeline to one drain.
 
     Each backward takes what is ``gathered`` and leaves the sum with its own gradients. After a minibatch's last
-    backward the sum is completed by those of other replicas and stages, and applied. If updates depend on the gradients
-    of all stages, the sum is held until ``finish`` is called; if they depend on nothing else, the backward's call makes
-    the update of the stage's own weights itself.
+    backward the sum is completed by those of other replicas and stages, and applied. If a device's stages update
+    together, the sum is held until ``complete`` and ``finish`` are called; if they depend on nothing else, the
+    backward's call makes the update of the stage's own weights itself.
 
     Args:
         identity: which replica of which stage.
@@ -53,16 +53,19 @@ class StageUpdates:
         self._backwards = 0  # of the minibatch, those whose gradients are gathered
         self._complete: tuple[Microbatch, list[Any]] | None = None
 
-    def begun_with(self, microbatch: Microbatch) -> Step | None:
+    def begun_with(self, microbatch: Microbatch, sends: bool = True, count: int = 1) -> Step | None:
         """The step that the call of this backward is to make too; None where the update is made later.
+
+        ``sends``: whether it makes gradients that the stage above waits for; ``count``: of how many microbatches it
+        makes the weights' gradients, this one being the last.
 
         The call makes it if the minibatch's gradients are complete with this one's, and nobody waits for anything else
         first. Other replicas and stages need gradients, and in a synchronous scheme the stage above, which is idle, its
         own. With one microbatch it is not sent them first: the gradients of all weights would be in memory at once.
         """
-        alone = self._identity.replicas == 1 and self._channels.summaries is None
-        awaited = self._is_synchronous and self._channels.above is not None and len(microbatch.group) > 1
-        if alone and not awaited and self._completes(microbatch) and self._stage.variables:
+        alone = self._identity.replicas == 1 and not self._channels.together
+        awaited = sends and self._is_synchronous and self._channels.above is not None and len(microbatch.group) > 1
+        if alone and not awaited and self._completes(microbatch, count) and self._stage.variables:
             return self._begin(microbatch)
         return None
 
@@ -75,10 +78,13 @@ class StageUpdates:
         """Hold the gradients that a backward has left."""
         self._gathered = gradients
 
-    def after_backward(self, microbatch: Microbatch, is_made: bool) -> None:
-        """Update after the minibatch's last backward; ``is_made``: its call has updated the stage's own weights."""
-        completes = self._completes(microbatch)
-        self._backwards = 0 if completes else self._backwards + 1
+    def after_backward(self, microbatch: Microbatch, is_made: bool, count: int = 1) -> None:
+        """Update after the minibatch's last backward; ``is_made``: its call has updated the stage's own weights.
+
+        The call has made the weights' gradients of ``count`` microbatches.
+        """
+        completes = self._completes(microbatch, count)
+        self._backwards = 0 if completes else self._backwards + count
         if is_made:
             self._update_shared(microbatch, self._summed_over_stages(microbatch, self.taken()))
             self._report()
@@ -87,30 +93,39 @@ class StageUpdates:
 
     @property
     def are_awaited(self) -> bool:
-        """Whether the gradients of a minibatch are complete, and ``finish`` is to be called."""
+        """Whether all gradients of a minibatch are there, and ``complete`` and ``finish`` are to be called."""
         return self._complete is not None
+
+    def complete(self) -> None:
+        """Add those of other stages to the gradients, and tell all stages of them."""
+        assert self._complete is not None
+        microbatch, gradients = self._complete
+        gradients = self._summed_over_stages(microbatch, gradients)
+        if self._channels.summaries:
+            stage, _, replica, _ = self._identity
+            self._channels.summaries.send(stage, replica, gradients, self._step(microbatch, self._weights.own))
+        self._complete = microbatch, gradients
 
     def finish(self) -> None:
         """Update by the complete gradients, or skip the step; waits for what all stages tell of theirs."""
-        assert self._channels.summaries is not None and self._complete is not None
-        finite, squares = self._channels.summaries.receive(self._identity.stage, self._identity.replica)
+        assert self._complete is not None
+        finite, squares = True, None
+        if self._channels.summaries:
+            finite, squares = self._channels.summaries.receive(self._identity.stage, self._identity.replica)
         (microbatch, gradients), self._complete = self._complete, None
         self._update(microbatch, gradients, squares, finite)
 
-    def _completes(self, microbatch: Microbatch) -> bool:
-        """Whether only this one's weight gradients are missing of its minibatch's, see ``actions.completes``."""
-        return self._backwards + 1 == len(microbatch.group)
+    def _completes(self, microbatch: Microbatch, count: int) -> bool:
+        """Whether only so many weight gradients are missing of its minibatch's, see ``actions.completes``."""
+        return self._backwards + count == len(microbatch.group)
 
     def _flush(self, microbatch: Microbatch) -> None:
-        """Complete the minibatch's gradients, and update unless that depends on those of all stages."""
-        stage, _, replica, _ = self._identity
-        gradients = self._channels.reduction.sum(replica, self.taken(), microbatch.number)
-        gradients = self._summed_over_stages(microbatch, gradients)
-        if self._channels.summaries:
-            self._channels.summaries.send(stage, replica, gradients, self._step(microbatch, self._weights.own))
+        """Complete the minibatch's gradients and update, unless the device's stages do so together."""
+        gradients = self._channels.reduction.sum(self._identity.replica, self.taken(), microbatch.number)
+        if self._channels.together:
             self._complete = microbatch, gradients
         else:
-            self._update(microbatch, gradients)
+            self._update(microbatch, self._summed_over_stages(microbatch, gradients))
 
     def _summed_over_stages(self, microbatch: Microbatch, gradients: list[Any]) -> list[Any]:
         """The gradients, those of shared weights summed over the stages; None for what an earlier stage completes."""

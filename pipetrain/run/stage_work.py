@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, cast
 
 import tensorflow as tf
@@ -16,6 +16,7 @@ from pipetrain.compute.functions.stage_values import (
     BoundaryTensors,
     Forward,
     Inputs,
+    Operands,
     SavedForBackward,
 )
 from pipetrain.compute.optimizer.loss_scaling import LossScale
@@ -36,8 +37,8 @@ FROM_BELOW = frozenset(op for op, operation in OPERATIONS.items() if "input grad
 class StageWork:
     """One replica of one stage, from one start of a pipeline to one drain.
 
-    The device's thread calls ``receive`` and then ``perform`` for each of the stage's actions in the schedule's order;
-    results go to the neighbouring stages and to the caller.
+    The device's thread calls ``receive`` and then ``perform`` for each of the stage's actions in the schedule's order,
+    ``weight_gradients`` for those of W that follow each other; results go to the neighbouring stages and to the caller.
 
     Args:
         identity: which replica of which stage.
@@ -51,7 +52,13 @@ class StageWork:
     ``carries_out`` are the operations that it has a method for, ``updates`` are what its backwards lead to.
     """
 
-    carries_out: ClassVar[dict[str, str]] = {"F": "_forward", "B": "_backward", "FB": "_forward_backward"}
+    carries_out: ClassVar[dict[str, str]] = {
+        "F": "_forward",
+        "B": "_backward",
+        "I": "_input_gradients",
+        "FB": "_forward_backward",
+        "FI": "_forward_backward",
+    }
 
     def __init__(
         self,
@@ -69,7 +76,7 @@ class StageWork:
         self.updates = StageUpdates(
             identity, self._trained, self._weights, not scheme.asynchronous, channels, control, loss_scale
         )
-        self._in_flight: dict[int, tuple[Microbatch, SavedForBackward | None]] = {}
+        self._in_flight: dict[int, tuple[Microbatch, SavedForBackward | Operands | None]] = {}
         self._last: int | None = None  # the last microbatch of all, once that is known
         self._forwarded = -1  # the last one that has gone forward
         self._now: tuple[Microbatch, tuple[Action, ...]] | None = None
@@ -162,31 +169,56 @@ class StageWork:
         del weights, kept  # held by nobody, the variables' buffers are updated in place
         self._pass_on(microbatch, result)
 
+    def _input_gradients(self, action: Action, returned: list[tf.Tensor] | None) -> None:
+        """The first half of a backward; what the second one needs takes the place of the activations."""
+        microbatch, kept = self._in_flight.pop(action.microbatch)
+        weights = self._weights.backward(microbatch.number)
+        result = None
+        if kept is not None:
+            result = self._run_first_half(microbatch, weights, cast(SavedForBackward, kept), returned)
+        else:
+            self._in_flight[action.microbatch] = microbatch, None
+        self._send_up(microbatch, result)
+
+    def weight_gradients(self, actions: Sequence[Action]) -> None:
+        """The second halves of some backwards of one minibatch in one call, with the weights of the first ones."""
+        halves = [self._in_flight.pop(action.microbatch) for action in actions]
+        microbatch, _ = halves[-1]
+        self._now = microbatch, (actions[-1],)
+        weights = self._weights.backward(microbatch.number)
+        packed = [each for _, kept in halves if isinstance(kept, Operands) for each in kept.packed]
+        result = self._run_backward(microbatch, weights, Operands(packed), [], len(actions)) if packed else None
+        del halves, weights, packed
+        self._finish()
+        self.updates.after_backward(microbatch, result is not None and result.updated, len(actions))
+
     def _forward_backward(self, action: Action, microbatch: Microbatch) -> float | None:
         """Forward and backward as one call, which reads the weights once; as two calls if they read different versions.
 
-        Returns the time when the forward was finished, if known.
+        Of the backward in halves it is the first half. Returns the time when the forward was finished, if known.
         """
-        forward, backward = action._replace(op="F"), action._replace(op="B")
+        is_half = action.op == "FI"
+        forward, backward = action._replace(op="F"), action._replace(op="I" if is_half else "B")
         self._now = microbatch, (forward,)
         if microbatch.values is None or not self._weights.last(microbatch.number):
             self._forward(forward, microbatch)
             middle_s = time.perf_counter()
             self._now = microbatch, (backward,)
-            self._backward(backward, None)
+            (self._input_gradients if is_half else self._backward)(backward, None)
             return middle_s
         weights = self._weights.forward(microbatch.number)
         self._weights.backward(microbatch.number)  # the same
         self.most_in_flight = max(self.most_in_flight, len(self._in_flight) + 1)
         inputs = self._inputs(microbatch)
         self._now = microbatch, (forward, backward)
-        result = self._run_backward(microbatch, weights, inputs, None)
+        runs = self._run_first_half if is_half else self._run_backward
+        result = runs(microbatch, weights, inputs, None)
         del weights, inputs
         self._now = microbatch, (backward,)
         made = cast(Forward, result.forward)
         done = self.identity.with_own_share(self._passed(microbatch, made))
         self._control.report(Output(done, self.identity.replica, made.loss, made.output))
-        self._pass_on(microbatch, result)
+        (self._send_up if is_half else self._pass_on)(microbatch, result)
         return result.forward_end_s
 
     def _passed(self, microbatch: Microbatch, result: Forward | None) -> Microbatch:
@@ -201,23 +233,45 @@ class StageWork:
         return Inputs(cast(BoundaryTensors, microbatch.values), targets)
 
     def _run_backward(
-        self, microbatch: Microbatch, weights: Any, given: SavedForBackward | Inputs, returned: list[tf.Tensor] | None
+        self,
+        microbatch: Microbatch,
+        weights: Any,
+        given: SavedForBackward | Inputs | Operands,
+        returned: list[tf.Tensor] | None,
+        count: int = 1,
     ) -> BackwardResult:
-        """The stage's backward, with sum and update in the same call where possible; remaining gradients are kept."""
+        """The stage's backward, with sum and update in the same call where possible; remaining gradients are kept.
+
+        ``count``: of how many microbatches, this one being the last.
+        """
         mine, scale = self.identity.with_own_share(microbatch), self.updates.loss_scale.scale
         output_gradients = [mine.loss_share * scale] if returned is None else returned
-        step, total = self.updates.begun_with(microbatch), self.updates.taken()
+        step = self.updates.begun_with(microbatch, not isinstance(given, Operands), count)
+        total = self.updates.taken()
         result = self._trained.backward(weights, given, output_gradients, mine.share, total, step, scale)
         self.updates.gather(result.gradients)
         return result
 
+    def _run_first_half(
+        self, microbatch: Microbatch, weights: Any, given: SavedForBackward | Inputs, returned: list[tf.Tensor] | None
+    ) -> BackwardResult:
+        """The first half of the stage's backward; what the second half needs is kept."""
+        mine, scale = self.identity.with_own_share(microbatch), self.updates.loss_scale.scale
+        gradients = [mine.loss_share * scale] if returned is None else returned
+        result, operands = self._trained.input_gradients(weights, given, gradients, mine.share, scale)
+        self._in_flight[microbatch.number] = microbatch.passed(None), operands
+        return result
+
     def _pass_on(self, microbatch: Microbatch, result: BackwardResult | None) -> None:
         """Send the inputs' gradients up; after the minibatch's last microbatch begin the update."""
+        self._send_up(microbatch, result)
+        self.updates.after_backward(microbatch, result is not None and result.updated)
+
+    def _send_up(self, microbatch: Microbatch, result: BackwardResult | None) -> None:
         self._finish()
         if self._channels.above:
             by_input = None if result is None else result.by_input
             self._channels.above.send(lambda values: values, by_input, microbatch.rows, microbatch.number)
-        self.updates.after_backward(microbatch, result is not None and result.updated)
 
     def doing(self) -> str:
         """What this stage was doing, as text for an error message."""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-Op = Literal["F", "B", "I", "W", "FB"]
+Op = Literal["F", "B", "I", "W", "FB", "FI"]
 Value = Literal["outputs", "activations", "input gradients", "weight operands", "weight gradients"]
 
 
@@ -65,7 +65,7 @@ OPERATIONS: dict[str, Operation] = {
     "W": Operation(
         "weight gradients", (Need("weight operands"),), ("weight gradients",), ("weight operands",), backward=0.5
     ),
-    # F and B of one microbatch in one call: at the last stage, where nothing has to arrive between them
+    # F and B, or F and I, of one microbatch in one call: at the last stage, where nothing has to arrive between them
     "FB": Operation(
         "forward and backward",
         (Need("outputs", -1), Need("input gradients", 1)),
@@ -74,6 +74,15 @@ OPERATIONS: dict[str, Operation] = {
         reads=("forward", "backward"),
         forward=1.0,
         backward=1.0,
+    ),
+    "FI": Operation(
+        "forward and input gradients",
+        (Need("outputs", -1), Need("input gradients", 1)),
+        ("outputs", "activations", "input gradients", "weight operands"),
+        ("activations",),
+        reads=("forward", "backward"),
+        forward=1.0,
+        backward=0.5,
     ),
 }
 SENT: dict[Value, int] = {need.value: -need.stage for each in OPERATIONS.values() for need in each.needs if need.stage}

@@ -110,7 +110,7 @@ def forward_only(device: int, devices: int, groups: Groups) -> Iterator[Action]:
 
 
 def fused(actions: Iterator[Action], last: int) -> Iterator[Action]:
-    """The same order with FB for F and B of one microbatch that follow each other at the last stage.
+    """The same order with FB, or FI, for F and B, or I, of one microbatch that follow each other at the last stage.
 
     There nothing has to arrive between the two, and one call reads the weights once. So the action after an F of the
     last stage is asked for before that F is given: only for orders that are ``fusible``.
@@ -119,6 +119,8 @@ def fused(actions: Iterator[Action], last: int) -> Iterator[Action]:
         following = next(actions, None) if action.op == "F" and action.stage == last else None
         if following == ("B", last, action.microbatch):
             yield action._replace(op="FB")
+        elif following == ("I", last, action.microbatch):
+            yield action._replace(op="FI")
         else:
             yield action
             if following is not None:
@@ -157,7 +159,7 @@ def has_halves(order: Order, devices: int, microbatches: int) -> bool:
 
 @lru_cache(maxsize=256)
 def fusible(order: Order, device: int, devices: int, last: int, microbatches: int) -> bool:
-    """Whether F and B of the last stage follow each other in the order, and no minibatch is awaited after such an F."""
+    """Whether F and B, or I, of the last stage follow each other, and no minibatch is awaited after such an F."""
     given: list[Action] = []
     waits = False
 
@@ -170,7 +172,7 @@ def fusible(order: Order, device: int, devices: int, last: int, microbatches: in
     for action in order(device, devices, arriving()):
         given.append(action)
     pairs = {(a.stage, a.op, b.stage, b.op) for a, b in pairwise(given) if a.microbatch == b.microbatch}
-    return not waits and (last, "F", last, "B") in pairs
+    return not waits and not pairs.isdisjoint({(last, "F", last, "B"), (last, "F", last, "I")})
 
 
 def groups_of(minibatches: int, microbatches: int) -> list[range]:

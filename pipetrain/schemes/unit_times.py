@@ -11,7 +11,7 @@ from typing import NamedTuple
 from pipetrain.schemes.actions import Action, held
 from pipetrain.schemes.dry_run import Made, missing
 
-UNITS = {"F": 1, "I": 1, "W": 1, "B": 2, "FB": 3}
+UNITS = {"F": 1, "I": 1, "W": 1, "B": 2, "FB": 3, "FI": 2}
 
 
 class Figures(NamedTuple):

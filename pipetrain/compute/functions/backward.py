@@ -7,22 +7,28 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from pipetrain.compute.functions.backward_halves import BackwardHalves
 from pipetrain.compute.functions.graph_rewrite import inlined, updated_one_by_one, updated_when_read
 from pipetrain.compute.functions.packed import Packing
 from pipetrain.compute.functions.split import SplitFunction, specs, symbolic_gradients
 from pipetrain.compute.functions.update_step import UpdateStep
 from pipetrain.compute.functions.weight_binding import BoundFunction, Weights
-from pipetrain.compute.functions.weight_products import Product, counted, made, of_parts
+from pipetrain.compute.functions.weight_products import Product, counted, made, of_parts, over_any_rows
 
 Gradients = list[Any]
 
 
 class Parts(NamedTuple):
-    """What one call does in addition to the backward: the forward before it, a sum with other gradients, an update."""
+    """What one call does in addition to the backward: the forward before it, a sum with other gradients, an update.
+
+    ``late``: if above 0, of so many microbatches' backwards it does only the weights' gradients, from what
+    ``input_gradients`` has left; those that are products over rows are made once for all of them.
+    """
 
     runs: bool
     adds: bool
     updates: bool
+    late: int = 0
 
 
 class Results(NamedTuple):
@@ -69,6 +75,8 @@ class Backward:
         like = halves.backward.structured_outputs[0]
         self.like = [_specs(Product.of(symbolic[n])) if n in self._once else each for n, each in enumerate(like)]
         self._sums = [None if isinstance(each, Product) else each for each in self.like]
+        self._parts: BackwardHalves | None = None  # made when one is needed
+        self._input_gradients: dict[bool, BoundFunction] = {}  # by whether they run the forward
         self._begun, self._ran = 0, tf.Variable(tf.zeros([], tf.int64), trainable=False)  # calls with a forward
 
     def __call__(
@@ -81,9 +89,9 @@ class Backward:
         numbers: Any,
         total: Gradients | None,
     ) -> Results:
-        """One call. ``given`` are the packed residuals, or all that the forward takes beside weights.
+        """One call. ``given`` are packed residuals, all that the forward takes beside weights, or packs of operands.
 
-        ``fixed`` is the state that stays, see ``split``; none where ``given`` has all state.
+        ``fixed`` is the state that stays, see ``split``; none where ``given`` has all state, and with operands.
         """
         key, kept = (parts, 0), total
         if total is not None and parts.updates:
@@ -99,6 +107,52 @@ class Backward:
         pairs = zip(kept, results.gradients, strict=True)
         return results._replace(gradients=[a.joined(b) if isinstance(a, Product) else b for a, b in pairs])
 
+    def input_gradients(
+        self, runs: bool, weights: Weights, given: Any, fixed: Sequence[tf.Tensor], output_gradients: Sequence[Any]
+    ) -> Results:
+        """The first half of the backward, after the forward if it ``runs``; ``given`` and ``fixed`` as in a call.
+
+        In place of the weights' gradients it gives the packed operands of a late call.
+        """
+        if runs not in self._input_gradients:
+            self._input_gradients[runs] = self._bound(self._traced_first(runs))
+        self._begun += runs
+        results: Results = self._input_gradients[runs](weights, given, fixed, output_gradients)
+        return results
+
+    def _traced_first(self, runs: bool) -> Any:
+        """The first half."""
+        weights, residuals, fixed, output_gradients = self._halves.backward.structured_input_signature[0]
+        given = self._halves.forward.structured_input_signature[0][1:] if runs else self._packing.specs(residuals)
+        cut = self._cut
+
+        def call(weights: Any, given: Any, fixed: Any, output_gradients: Any) -> Results:
+            ran = ran_at_s = None
+            if runs:
+                ran, ran_at_s, given, fixed, output_gradients = self._after_forward(weights, given, output_gradients)
+            unpacked = self._packing.unpack(given, residuals)
+            by_input, operands = cut.input_gradients(weights, unpacked, fixed, output_gradients)
+            return Results(ran, ran_at_s, operands, by_input)
+
+        traced = tf.function(call, autograph=False)
+        return traced.get_concrete_function(weights, given, [] if runs else fixed, output_gradients)
+
+    def _after_forward(self, weights: Any, given: Any, output_gradients: Sequence[tf.Tensor]) -> tuple[Any, ...]:
+        """Run the forward; its results, when it was finished, its residuals, and the backward's other arguments."""
+        fixed = [given[0][n] for n in self._halves.fixed]
+        ran, residuals = inlined(self._halves.forward, weights, *given)
+        with tf.control_dependencies(_there(ran)):
+            counted = self._ran.assign_add(1).op
+            ran_at_s = tf.timestamp() if self._timed else None
+        with tf.control_dependencies([counted]):
+            return ran, ran_at_s, residuals, fixed, [tf.identity(start) for start in output_gradients]
+
+    @property
+    def _cut(self) -> BackwardHalves:
+        if self._parts is None:
+            self._parts = BackwardHalves(self._halves.backward, self._packing)
+        return self._parts
+
     def had_run(self) -> bool:
         """Whether a call that failed had finished its forward."""
         done = int(self._ran.numpy())
@@ -109,24 +163,23 @@ class Backward:
         """The call; an update with a total has the factors of so many microbatches there."""
         forward, backward = self._halves.forward, self._halves.backward
         weights, residuals, fixed, output_gradients = backward.structured_input_signature[0]
-        fixed = [] if parts.runs else fixed
+        fixed = [] if parts.runs or parts.late else fixed
         given = forward.structured_input_signature[0][1:] if parts.runs else self._packing.specs(residuals)
+        if parts.late:
+            given, output_gradients = parts.late * [self._cut.packing.specs(self._cut.operands)], []
 
         def call(
             weights: Any, given: Any, fixed: Any, output_gradients: Any, numbers: Any, total: Gradients | None
         ) -> Results:
             ran = ran_at_s = None
             if parts.runs:
-                fixed = [given[0][n] for n in self._halves.fixed]
-                ran, given = inlined(forward, weights, *given)
-                with tf.control_dependencies(_there(ran)):
-                    counted = self._ran.assign_add(1).op
-                    ran_at_s = tf.timestamp() if self._timed else None
-                with tf.control_dependencies([counted]):
-                    output_gradients = [tf.identity(start) for start in output_gradients]
-            unpacked = self._packing.unpack(given, residuals)
-            gradients, by_input = inlined(backward, weights, unpacked, fixed, output_gradients)
-            gradients = [Product.of(each) if n in self._once else each for n, each in enumerate(gradients)]
+                ran, ran_at_s, given, fixed, output_gradients = self._after_forward(weights, given, output_gradients)
+            if parts.late:
+                gradients, by_input = self._made_late(weights, given), []
+            else:
+                unpacked = self._packing.unpack(given, residuals)
+                gradients, by_input = inlined(backward, weights, unpacked, fixed, output_gradients)
+                gradients = [Product.of(each) if n in self._once else each for n, each in enumerate(gradients)]
             if total is not None:
                 pairs = zip(total, gradients, self.like, strict=True)
                 gradients = [b if a is None else _add(a, b, like) for a, b, like in pairs]
@@ -146,6 +199,16 @@ class Backward:
         return tf.function(call, autograph=False).get_concrete_function(
             weights, given, fixed, output_gradients, *others
         )
+
+    def _made_late(self, weights: Any, given: Sequence[Any]) -> Gradients:
+        """The sums of the weights' gradients of several microbatches, of which operands are given."""
+        total: Gradients | None = None
+        for packed in given:
+            gradients = self._cut.weight_gradients(weights, packed)
+            joined = over_any_rows(gradients)
+            gradients = [Product.of(gradient) if n in joined else gradient for n, gradient in enumerate(gradients)]
+            total = gradients if total is None else added(total, gradients, self.like)
+        return made(total or [])
 
 
 def _specs(product: Product) -> Product:

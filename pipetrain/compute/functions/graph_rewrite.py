@@ -19,19 +19,31 @@ def inlined(concrete: Any, *arguments: Any) -> Any:
 
     TensorFlow would inline a call too, but only later, when nothing can be ordered among its operations.
     """
-    return operations(concrete, _inputs(concrete, arguments))
+    return operations(concrete, inputs_of(concrete, arguments))
 
 
 def showing(concrete: Any, inner: Sequence[tf.Tensor], *arguments: Any) -> tuple[Any, list[tf.Tensor]]:
     """``inlined``, and the values of tensors within the function's graph."""
-    made = _imported(concrete, _inputs(concrete, arguments), {}, (), inner)
+    made = _imported(concrete, inputs_of(concrete, arguments), {}, (), inner)
     return _results(concrete, made), [made[tensor.name] for tensor in inner]
 
 
 def without(concrete: Any, gone: Collection[tf.Operation], instead: Mapping[str, tf.Tensor], *arguments: Any) -> Any:
     """``inlined`` without the operations ``gone``; the tensors ``instead`` replace their outputs, by name."""
     names = [operation.name for operation in gone]
-    return _results(concrete, _imported(concrete, _inputs(concrete, arguments), instead, names))
+    return _results(concrete, _imported(concrete, inputs_of(concrete, arguments), instead, names))
+
+
+def some_of(
+    concrete: Any,
+    outputs: Sequence[tf.Tensor],
+    without: Collection[str],
+    inputs: Sequence[tf.Tensor | None],
+    instead: Mapping[str, tf.Tensor],
+) -> list[tf.Tensor]:
+    """``operations`` whose names are not in ``without``: the values of these tensors within the function's graph."""
+    made = _imported(concrete, inputs, instead, without, outputs=outputs)
+    return [made[tensor.name] for tensor in outputs]
 
 
 def operations(
@@ -44,7 +56,8 @@ def operations(
     return _results(concrete, _imported(concrete, inputs, instead or {}))
 
 
-def _inputs(concrete: Any, arguments: Any) -> list[tf.Tensor]:
+def inputs_of(concrete: Any, arguments: Any) -> list[tf.Tensor]:
+    """The values of a function's graph's inputs for these arguments, captures included."""
     flat: list[tf.Tensor] = []
     unpacker(concrete.structured_input_signature[0])(arguments, flat)
     graph = tf.compat.v1.get_default_graph()
@@ -61,8 +74,11 @@ def _imported(
     instead: Mapping[str, tf.Tensor],
     without: Collection[str] = (),
     inner: Sequence[tf.Tensor] = (),
+    outputs: Sequence[tf.Tensor] | None = None,
 ) -> dict[str, tf.Tensor]:
     """Copies of the function's outputs, its ``inner`` tensors and replacements, by names in its graph.
+
+    Of the ``outputs`` alone, if these are given.
 
     Operations in ``without``, and those that make the tensors replaced by ``instead``, are left out.
     """
@@ -77,7 +93,9 @@ def _imported(
         node.input[:] = [name for name in node.input if name.removeprefix("^") not in gone or not name.startswith("^")]
         node.attr.pop("_class", None)  # wishes to be where another node is, which may be gone
     used = {name if ":" in name else f"{name}:0" for node in part.node for name in node.input}
-    wanted = [tensor.name for tensor in (*graph.outputs, *inner) if tensor.name not in given]
+    wanted = [
+        tensor.name for tensor in (*(graph.outputs if outputs is None else outputs), *inner) if tensor.name not in given
+    ]
     feeds = {name: value for name, value in given.items() if name in used}
     made = dict(zip(wanted, tf.graph_util.import_graph_def(part, feeds, return_elements=wanted), strict=True))
     return {**given, **made}
@@ -97,7 +115,7 @@ def made_when_needed(tensors: Sequence[tf.Tensor]) -> None:
         # Made first, it comes after nothing that needs the tensor: no circles.
         first = min(readers, key=number_of)
         awaited = [each.op for each in first.inputs if each.ref() not in known and each.op.type not in SOURCES]
-        for operation in _only_for(tensor):
+        for operation in only_for(tensor):
             run_after(operation, awaited)
 
 
@@ -124,7 +142,7 @@ def updated_one_by_one(gradients: Sequence[Any], handles: Sequence[tf.Tensor]) -
     needed: set[str] = set()  # for the updates so far
     before: list[tf.Operation] = []
     for gradient, writing in sorted(made, key=lambda each: number_of(origin(each[0]))):  # the last layer's first
-        own = _only_for(gradient)
+        own = only_for(gradient)
         if not any(operation.name in needed for operation in own):  # else no update can come before it
             for operation in own:
                 run_after(operation, before)
@@ -174,7 +192,7 @@ def _others_that_read(operations: Sequence[tf.Operation]) -> list[tf.Operation]:
     return sorted(readers.values(), key=number_of)
 
 
-def _only_for(tensor: tf.Tensor) -> list[tf.Operation]:
+def only_for(tensor: tf.Tensor) -> list[tf.Operation]:
     """The operations that make the tensor, as far as nothing else waits for them and they may run later."""
     found: dict[str, tf.Operation] = {tensor.op.name: tensor.op}
     waiting = [tensor.op]

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from pipetrain.compute.cores import is_prompt, is_remote
-from pipetrain.compute.functions.backward import Backward, Parts, added
+from pipetrain.compute.functions.backward import Backward, Parts, Results, added
 from pipetrain.compute.functions.complete_gradients import CompleteGradients
 from pipetrain.compute.functions.constants import Constants
 from pipetrain.compute.functions.kernels import Kernels
@@ -22,6 +22,7 @@ from pipetrain.compute.functions.stage_values import (
     BoundaryTensors,
     Forward,
     Inputs,
+    Operands,
     SavedForBackward,
     Step,
 )
@@ -62,7 +63,7 @@ class Stage:
         rule: what its updates do in addition to the optimizer's own step.
         division: into which parts minibatches are divided of which it is given some.
         summed_rows: of a minibatch of several microbatches; 0 where there is one, where other replicas need gradients,
-            or where the number is not known.
+            where backwards are in halves, or where the number is not known.
         compiled: whether XLA compiles its functions.
         shared: the weights that other stages have too.
     """
@@ -200,7 +201,7 @@ class Stage:
     def backward(
         self,
         weights: Weights,
-        given: SavedForBackward | Inputs,
+        given: SavedForBackward | Inputs | Operands,
         gradients: Sequence[Any],
         share: float,
         total: list[Any] | None = None,
@@ -210,30 +211,59 @@ class Stage:
         """Gradients of the weights and of the differentiable inputs, with these weights and what the forward kept.
 
         Given a forward's inputs, the forward is run in the same call, with the same weights, which it must leave as
-        they are (see ``changed``). ``gradients`` are those of the outputs that want one (of the loss, for the last
-        stage), ``share`` that of the penalty in a loss that is multiplied by the ``scale``. Those of the weights are
-        added to a ``total``, if there is one; with a ``step`` those of the stage's own weights are used for an update
-        in the same call.
+        they are (see ``changed``); given what ``input_gradients`` has left, only the weights' gradients are made, with
+        the same weights. ``gradients`` are those of the outputs that want one (of the loss, for the last stage),
+        ``share`` that of the penalty in a loss that is multiplied by the ``scale``. Those of the weights are added to a
+        ``total``, if there is one; with a ``step`` those of the stage's own weights are used for an update in the same
+        call.
         """
-        runs = isinstance(given, Inputs)
-        parts, numbers = Parts(runs, total is not None, step is not None), None
-        output_gradients, state = self._output_gradients(gradients, share, scale), self._state.values
+        runs, late = isinstance(given, Inputs), len(given.packed) if isinstance(given, Operands) else 0
+        parts, numbers = Parts(runs, total is not None, step is not None, late), None
+        output_gradients = self._output_gradients(gradients, share, scale)
         if step is not None:
             self._groups.own.set_rate(step.learning_rate)
             numbers = self._step.numbers_of(step)
-        if isinstance(given, Inputs):
-            taken, fixed = [state, *self._function.arguments(*given)], list[tf.Tensor]()
+        if isinstance(given, Operands):
+            taken, fixed, output_gradients = given.packed, list[tf.Tensor](), []
         else:
-            taken, fixed = self._residuals(weights, given), [state[n] for n in self._halves.fixed]
+            taken, fixed = self._taken(weights, given)
         results = self._backward(parts, weights, taken, fixed, output_gradients, numbers, total)
         if step is not None:
             self._groups.own.updated()
-        if not runs:
-            return BackwardResult(results.gradients, results.by_input, parts.updates)
+        return self._result(results, parts.updates)
+
+    def input_gradients(
+        self,
+        weights: Weights,
+        given: SavedForBackward | Inputs,
+        gradients: Sequence[Any],
+        share: float,
+        scale: float = 1.0,
+    ) -> tuple[BackwardResult, Operands]:
+        """The gradients of the differentiable inputs, and what ``backward`` makes those of the weights from later.
+
+        The arguments are those of ``backward``.
+        """
+        output_gradients = self._output_gradients(gradients, share, scale)
+        taken, fixed = self._taken(weights, given)
+        results = self._backward.input_gradients(isinstance(given, Inputs), weights, taken, fixed, output_gradients)
+        return self._result(results._replace(gradients=[]), updated=False), Operands([results.gradients])
+
+    def _taken(self, weights: Weights, given: SavedForBackward | Inputs) -> tuple[Any, list[tf.Tensor]]:
+        """What a backward takes of the forward, or all that the forward takes, and the state that stays."""
+        state = self._state.values
+        if isinstance(given, Inputs):
+            return [state, *self._function.arguments(*given)], []
+        return self._residuals(weights, given), [state[n] for n in self._halves.fixed]
+
+    def _result(self, results: Results, updated: bool) -> BackwardResult:
+        """The results of a call; the state that a forward in it has left is kept."""
+        if results.ran is None:
+            return BackwardResult(results.gradients, results.by_input, updated)
         output, loss, penalty, (after, _) = results.ran
         self._state.assign(self._function.assigned, after)
         forward = Forward(output, loss, penalty, None)
-        return BackwardResult(results.gradients, results.by_input, parts.updates, forward, _time_s(results.ran_at_s))
+        return BackwardResult(results.gradients, results.by_input, updated, forward, _time_s(results.ran_at_s))
 
     def _output_gradients(self, gradients: Sequence[Any], share: float, scale: float) -> list[tf.Tensor]:
         """The gradients of all that is differentiated: as they are given, and those of the penalty."""

@@ -41,6 +41,12 @@ class SavedForBackward(NamedTuple):
     inputs: Any = None
 
 
+class Operands(NamedTuple):
+    """What the first halves of some microbatches' backwards leave for the second ones: of each the packed tensors."""
+
+    packed: list[list[tf.Tensor]]
+
+
 class Inputs(NamedTuple):
     """A forward's inputs other than weights: what crosses the cut and, at the last stage, labels and sample weights."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pipetrain.run.stage_work import StageWork
 from pipetrain.schemes.arguments import checked_bool, is_count
 from pipetrain.schemes.schedules import groups_of
 from pipetrain.schemes.scheme import Scheme
@@ -90,15 +89,18 @@ def check_order(order: Any, scheme: str) -> None:
 
 
 def check_schedule(scheme: Scheme, stages: int, microbatches: int) -> None:
-    """Raise ScheduleError, a ValueError, for an order of actions that cannot run, and ValueError for halves of B."""
+    """Raise ScheduleError, a ValueError, for an order of actions that cannot run.
+
+    Raises ValueError for backwards in halves between which weights may change: an asynchronous schedule's.
+    """
     check(scheme, stages, microbatches)
     devices, groups = scheme.schedule.devices(stages), groups_of(1, microbatches)
     actions = [each for device in range(devices) for each in scheme.schedule.order(device, devices, groups)]
-    other = next((each for each in actions if each.op not in StageWork.carries_out), None)
-    if other is not None:
+    half = next((each for each in actions if each.op == "W"), None)
+    if half is not None and scheme.asynchronous:
         raise ValueError(
-            f"Training carries out {', '.join(StageWork.carries_out)}; other operations can be planned and simulated. "
-            f"Received: {other} in the schedule of {scheme.name!r}. Try B where it has I and W."
+            "Training has backwards in halves where the weights of a minibatch are one version; others can be planned "
+            f"and simulated. Received: {half} in the asynchronous schedule of {scheme.name!r}. Try B for I and W."
         )
 
 
