@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pipetrain.plan.cost import PREDICTING
 from pipetrain.plan.stages import StagePlan
 from pipetrain.schemes.actions import OPERATIONS
+from pipetrain.schemes.schedules import has_halves
 from pipetrain.schemes.scheme import Scheme
 
 ADDING = 0.6  # of an update: adding gradients reads two and writes one where SGD with momentum reads three, writes two
@@ -24,6 +25,8 @@ class StageCosts:
 
     def __init__(self, stages: Sequence[StagePlan], batch_size: int, scheme: Scheme, microbatches: int) -> None:
         self._stages, self._batch_size, self._scheme, self._microbatches = stages, batch_size, scheme, microbatches
+        schedule = scheme.schedule
+        self._halved = has_halves(schedule.order, schedule.devices(len(stages)), microbatches)
 
     def compute_s(self, stage: int, op: str, rows: int, adds: bool, speed: float) -> float:
         """Seconds of an operation on so many rows; ``adds``: its weight gradients to those of a microbatch before."""
@@ -42,9 +45,12 @@ class StageCosts:
         return plan.update_s + plan.summing_s + (plan.product_s if self._products_once(stage) else 0.0)
 
     def _products_once(self, stage: int) -> bool:
-        """Whether weight gradients that are products over rows wait for the minibatch's last microbatch."""
+        """Whether weight gradients that are products over rows wait for the minibatch's last microbatch.
+
+        In halves of backwards each W makes its own.
+        """
         plan = self._stages[stage]
-        return self._microbatches > 1 and plan.replicas == 1
+        return self._microbatches > 1 and plan.replicas == 1 and not self._halved
 
     def _summed(self, stage: int) -> float:
         """The part of a stage's weights whose gradients are added microbatch by microbatch."""
