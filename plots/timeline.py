@@ -1,4 +1,4 @@
-"""Draw what every stage did and when: forward and backward boxes numbered by minibatch, and why it was idle.
+"""Draw what every stage, or device of several, did and when: boxes numbered by minibatch, and why it was idle.
 
 examples:
   python plots/timeline.py runs/all/spectrain --first 60 --minibatches 12
@@ -51,14 +51,17 @@ PER_POINT = 0.66 / 72  # inches that a character takes at most, for each point o
 
 
 def draw(trace: Trace, output: Path, first: int = 0, minibatches: int = 12, title: str = "") -> Path:
-    """The span of time from the first to the last action of these minibatches, a row per stage and replica."""
+    """The span of time from the first to the last action of these minibatches, a row per stage and replica.
+
+    Where a device has several stages it is a row per device, of actions such as 2F0: stage 2, forward, microbatch 0.
+    """
     chosen = _chosen(trace.spans, first, first + minibatches)
     start_s, end_s = float(chosen.start_s.min()), float(chosen.end_s.max())
     shown = trace.spans[(trace.spans.start_s < end_s) & (trace.spans.end_s > start_s)]
-    rows = {place: row for row, place in enumerate(trace.rows)}
-    figure = Figure(figsize=(WIDTH, 1.3 + 0.62 * len(rows)), layout="constrained")
+    rows, names = _rows(trace)
+    figure = Figure(figsize=(WIDTH, 1.3 + 0.62 * len(names)), layout="constrained")
     axes = figure.subplots()
-    idle = [each for each in pauses(trace) if each.start_s < end_s and each.end_s > start_s]
+    idle = [] if trace.ranks else [each for each in pauses(trace) if each.start_s < end_s and each.end_s > start_s]
     for span in shown:
         alpha = 1.0 if first <= span.microbatch < first + minibatches else 0.4
         _bar(
@@ -66,20 +69,30 @@ def draw(trace: Trace, output: Path, first: int = 0, minibatches: int = 12, titl
         )
         clear_s = min([each.start_s for each in idle if _within(each, span)], default=span.end_s)
         clear = span._replace(start_s=max(span.start_s, start_s), end_s=min(clear_s, end_s))
-        _write(axes, rows[span.stage, span.replica], clear, start_s, (WIDTH - MARGIN) / (end_s - start_s))
+        number = f"{span.stage}{span.op}{span.microbatch}" if trace.ranks else str(span.microbatch)
+        _write(axes, rows[span.stage, span.replica], clear, number, start_s, (WIDTH - MARGIN) / (end_s - start_s))
     for each in idle:
         _bar(axes, rows, each, start_s, **IDLE[each.cause], linewidth=0, zorder=3)
-    axes.set(xlim=(0, (end_s - start_s) * 1e3), ylim=(len(rows) - 0.5, -0.5))
+    axes.set(xlim=(0, (end_s - start_s) * 1e3), ylim=(len(names) - 0.5, -0.5))
     axes.set_title(title, loc="left")
     pieces = " or microbatch" if _has_pieces(trace.spans) else ""
     axes.set_xlabel(f"milliseconds\n{CAPTION.format(pieces=pieces)}")
-    axes.set_yticks(range(len(rows)), trace.row_names())
+    axes.set_yticks(range(len(names)), names)
     done = {*shown.op.tolist()}
     handles = [Patch(color=FILL[op], label=about) for op, about in OPERATIONS.items() if op in done]
     causes = {each.cause for each in idle}
     handles += [Patch(**IDLE[cause], linewidth=0, label=LABELS[cause]) for cause in IDLE if cause in causes]
-    figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), frameon=False)
+    figure.legend(handles=handles, loc="outside upper right", ncols=min(len(handles), 4), frameon=False)
     return save(figure, output)
+
+
+def _rows(trace: Trace) -> tuple[dict[tuple[int, int], int], list[str]]:
+    """The row of each stage and replica, and the rows' names: those of devices where these have several stages."""
+    if not trace.ranks:
+        return {place: row for row, place in enumerate(trace.rows)}, trace.row_names()
+    on = {(span.stage, span.replica): span.device for span in trace.spans}
+    devices = list(dict.fromkeys(on[place] for place in trace.rows))
+    return {place: devices.index(device) for place, device in on.items()}, [each.rpartition("/")[2] for each in devices]
 
 
 def _chosen(spans: Spans, first: int, end: int) -> Spans:
@@ -109,11 +122,11 @@ def _bar(axes: Any, rows: dict[tuple[int, int], int], what: Span | IdleSpan, sta
     axes.barh(rows[what.stage, what.replica], width_ms, left=left_ms, height=0.86, **style)
 
 
-def _write(axes: Any, row: int, span: Span, start_s: float, inches_per_s: float) -> None:
-    """The minibatch and the weight version, where there is room for them."""
+def _write(axes: Any, row: int, span: Span, number: str, start_s: float, inches_per_s: float) -> None:
+    """The number of the minibatch and the weight version, where there is room for them."""
     room = (span.end_s - span.start_s) * inches_per_s / PER_POINT
     middle_ms = ((span.start_s + span.end_s) / 2 - start_s) * 1e3
-    number, version = str(span.microbatch), f"v{span.version}"
+    version = f"v{span.version}"
     at = {"ha": "center", "va": "center", "clip_on": True, "zorder": 4}
     if room < len(number) * NUMBER:
         return
