@@ -31,13 +31,14 @@ def pipelined(model, scheme, devices, chunks=None, **settings):
     return pipetrain.PipelineModel(model, stages, scheme, chunks=chunks, devices=places, **settings)
 
 
-def compare(make, scheme, devices, data, chunks=None, optimizer=None, epochs=2, **settings):
+def compare(make, scheme, devices, data, chunks=None, optimizer=None, epochs=2, jit_compile="auto", **settings):
     """Weights and history after a few steps, the last minibatch being a short one, against plain Keras."""
     single, pm = make(), pipelined(make(), scheme, devices, chunks, **settings)
     histories = []
     for model in (single, pm):
         steps = optimizer() if optimizer else keras.optimizers.SGD(0.05, momentum=0.9)
-        model.compile(steps, loss=networks.crossentropy(), metrics=["accuracy"])
+        kernels = {} if model is single else {"jit_compile": jit_compile}
+        model.compile(steps, loss=networks.crossentropy(), metrics=["accuracy"], **kernels)
         histories.append(networks.fit(model, *data, epochs=epochs).history)
     for name, values in histories[0].items():
         np.testing.assert_allclose(histories[1][name], values, rtol=1e-5, atol=1e-6, err_msg=name)
@@ -146,6 +147,13 @@ def test_layers_of_all_kinds(scheme, make, data):
 @pytest.mark.parametrize("scheme", ["zb-h1", "zb-v"])
 def test_optimizers_that_gather_gradients(scheme, optimizer):
     compare(networks.mlp, scheme, 2, networks.data(110), optimizer=optimizer, microbatches=4)
+
+
+@pytest.mark.parametrize("make", [recurrent, convolutional])
+def test_stages_that_xla_compiles(make, recwarn):
+    data = networks.data(50) if make is recurrent else rows_of((8, 8, 3))
+    compare(make, "zb-v", 2, data, jit_compile=True, microbatches=3)
+    assert not [each for each in recwarn if "XLA cannot" in str(each.message)]
 
 
 @pytest.mark.parametrize("settings", [{"recompute": True}, {"replicas": (2, 1)}], ids=str)

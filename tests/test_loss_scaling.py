@@ -144,6 +144,7 @@ SPLIT = [
     {"scheme": "1f1b", "cuts": ("d1", "d3"), "microbatches": 4},
     {"scheme": "gpipe", "cuts": ("d1",), "microbatches": 2, "replicas": (2, 1)},
     {"scheme": looped, "cuts": ("d0", "d2", "d3"), "microbatches": 2, "devices": ("CPU:0", "CPU:1")},
+    {"scheme": "zb-v", "cuts": ("d0", "d2", "d3"), "microbatches": 2, "devices": ("CPU:0", "CPU:1")},
 ]
 
 
@@ -156,6 +157,8 @@ SPLIT = [
         (networks.tied_autoencoder, BOTH, SPLIT[0]),
         pytest.param(networks.mlp, BOTH, SPLIT[1], marks=pytest.mark.slow),
         (penalized, OVERWRITING, SPLIT[2]),
+        (networks.tied_autoencoder, {"global_clipnorm": 0.3}, SPLIT[3]),
+        (penalized, {}, {**SPLIT[0], "scheme": "zb-h1"}),
     ],
 )
 @pytest.mark.usefixtures("mixed")

@@ -12,7 +12,8 @@ from pipetrain.plan.cluster import Cluster, Level, Link
 from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import partition
 from pipetrain.plan.profile import BlockProfile, Profile
-from pipetrain.schemes import dry_run
+from pipetrain.schemes import dry_run, schedules
+from pipetrain.schemes.actions import Action
 from pipetrain.schemes.families import interleaved, v_shape, zero_bubble
 from pipetrain.schemes.schedules import orders
 from pipetrain.schemes.scheme import Scheme
@@ -172,3 +173,35 @@ def test_chunks_are_of_schemes_that_have_any_number_of_them():
     for name, chunks in (("zb-v", 3), ("1f1b", 2), ("interleaved", 0), ("interleaved", 1.5)):
         with pytest.raises(ValueError, match="Received: chunks="):
             chunked(name, chunks)
+
+
+def test_weight_gradients_that_follow_each_other_are_one_list():
+    made = [Action.parse(text) for text in ["0F0", "0F1", "0I0", "0W0", "0I1", "2W0", "2W1", "0W1"]]
+    lists = [[str(action) for action in each] for each in schedules.joined(iter(made), 2)]
+    assert lists == [["0F0"], ["0F1"], ["0I0"], ["0W0"], ["0I1"], ["2W0", "2W1"], ["0W1"]]
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
+def test_no_minibatch_is_awaited_before_a_given_one_has_ended(name):
+    schedule = SCHEDULED[name].schedule
+    for device in range(2):
+        given, waits = [], []
+
+        def arriving(given=given, waits=waits):
+            for group in schedules.groups_of(3, 4):
+                waits.append(len(given))
+                yield group
+
+        for each in schedules.joined(schedule.order(device, 2, arriving()), 4):
+            given += each
+        assert waits == [n * len(given) // 3 for n in range(3)]
+        assert given == orders(schedule.order, 2, 3, 4)[device]
+
+
+@pytest.mark.parametrize("name", [name for name, each in PIPELINES.items() if each.schedule.flushes and each.splits])
+def test_the_planner_counts_the_units_in_which_devices_wait(name):
+    training = Training(name, microbatches=8)
+    blocks = tuple(BlockProfile(f"b{n}", 1e-3, 2e-3, 1000, 0, 1000) for n in range(8))
+    planned = partition(Profile("chain", 8, blocks), 4, FAST, training=training)
+    trace = simulate(planned, name, FAST, minibatches=3)
+    assert planned.step_s == pytest.approx(trace.step_s, rel=0.06)
