@@ -26,8 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.emulated_hosts import ENVIRONMENT, PORT, ROOT, emulated
 from pipetrain.plan.text_table import text_table
 from pipetrain.schemes.table import TRANSFERRING
-from pipetrain.schemes.transfers.auto import AUTO
-from pipetrain.schemes.transfers.orders import orders
+from pipetrain.schemes.transfers.orders import AUTO, orders
 
 if TYPE_CHECKING:
     import keras

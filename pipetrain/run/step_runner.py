@@ -127,12 +127,13 @@ class StepRunner:
             return
         places = {worker.device: n for n, worker in reversed([*enumerate(self._workers)])}
         from_day_s = end_s - time.time()
-        for each, (ready_s, there_s) in zip(sent, times.numpy() + from_day_s, strict=True):
+        late = len(self.plan.late.packs) * any(each.kind == "late" for each in sent)
+        for each, (left_s, there_s) in zip(sent, times.numpy() + from_day_s, strict=True):
             ends = 0, places[each.source], 0, places[each.sink]
-            begun_s = min(ready_s, there_s)  # a time is noted when one of the device's threads is free for it
-            self._transfers.append(
-                Transfer(WHAT[each.kind], number, *ends, each.size_bytes or 0, float(begun_s), float(there_s))
-            )
+            begun_s = min(left_s, there_s)  # a time is noted when one of the device's threads is free for it
+            pack = each.pack + (late if each.kind == "push" else 0)  # what is late is sent first
+            seconds = float(begun_s), float(there_s)
+            self._transfers.append(Transfer(WHAT[each.kind], number, *ends, each.size_bytes or 0, *seconds, pack))
 
     def _rows(self, number: int, count: int, x: list[tf.Tensor], targets: Any) -> Rows | None:
         """One worker's rows, on its device; None if it has none. A minibatch without rows is the first worker's."""
