@@ -69,7 +69,9 @@ class TransferStrategy(PipelineStrategy):
     def _runner(self) -> Any:
         count = len(self._devices)
         workers = [Worker(self._segment, device, n, count) for n, device in enumerate(self._devices)]
-        return StepRunner(self._weights, workers, self.plan, self._serves, self._run_settings)
+        return StepRunner(
+            self._weights, workers, self.plan, self._serves, self._run_settings, self._compilation.learning_rate
+        )
 
     def _planned(self, rows: int | None) -> Plan:
         """The plan of the order; the model is profiled, and links are measured, where it depends on them."""

@@ -34,7 +34,9 @@ class Message:
 class Ports:
     """Carries messages over a cluster's links. Whatever these are, a device has one port.
 
-    A port takes in one message at a time and sends out one. Acknowledgements, of a few bytes, take a link's latency.
+    A port takes in one message at a time and sends out one. What leaves one medium, such as a port, goes through the
+    next one at the same time if that is free, and else waits before it, without keeping the first one from others: as
+    in a switch. Acknowledgements, of a few bytes, take a link's latency.
     """
 
     def __init__(self, clock: Clock, setting: Setting) -> None:
@@ -44,8 +46,17 @@ class Ports:
 
     def send(self, source: int, sink: int, size_bytes: float, arrives: Happens) -> None:
         """Send it now; ``arrives`` happens when it is there."""
-        end_s = self._network.send(self._route(source, sink), size_bytes, self.clock.now)
-        self.clock.at(end_s, arrives)
+        self._enter(self._route(source, sink), 0, size_bytes, self.clock.now, arrives)
+
+    def _enter(self, route: Route, place: int, size_bytes: float, left_s: float, arrives: Happens) -> None:
+        """The message comes to one of its media; it has left the one before then."""
+        free_at, medium = self._network.free_at, route.media[place]
+        start_s = max(self.clock.now, free_at[medium])
+        end_s = free_at[medium] = max(left_s, start_s + size_bytes / route.bandwidth_bytes_per_s)
+        if place + 1 < len(route.media):
+            self.clock.at(start_s, lambda: self._enter(route, place + 1, size_bytes, end_s, arrives))
+        else:
+            self.clock.at(end_s + route.latency_s, arrives)
 
     def acknowledgement_s(self, source: int, sink: int) -> float:
         """What it takes from the sink to the source."""
@@ -54,8 +65,8 @@ class Ports:
     def _route(self, source: int, sink: int) -> Route:
         if (source, sink) not in self._routes:
             route, medium = self._network.route(source, sink), self._network.medium
-            ports = medium("device", "out", source), medium("device", "in", sink)
-            self._routes[source, sink] = route._replace(media=(*route.media, *ports))
+            out, into = medium("device", "out", source), medium("device", "in", sink)
+            self._routes[source, sink] = route._replace(media=(out, *route.media, into))
         return self._routes[source, sink]
 
 
