@@ -197,7 +197,7 @@ def test_what_is_sent_is_counted_for_each_update(made):
     """What crosses the two cuts goes down, and comes back up."""
     (run,) = runs.find([made / "all" / "vanilla"])[0]
     crossing = sum(stage.output_bytes for stage in CUT.stages[:-1])
-    assert transfers.sent_bytes(run.trace()) == {"F": crossing, "B": crossing, "R": 0}
+    assert transfers.sent_bytes(run.trace()) == {"F": crossing, "B": crossing, "R": 0, "W": 0}
 
 
 def test_the_page_has_everything_and_needs_nothing(made):
@@ -285,7 +285,7 @@ def test_packs_of_a_plan_are_in_the_timeline_with_what_is_out_of_order(tmp_path)
     pulls, pushes = (Phase(tuple(workload.pack([n]) for n in range(3)), window) for window in (2, 0))
     trace = simulate_plan(setting, Plan(pulls, pushes), 3)
     axes = Figure().subplots()
-    labels = [each.get_label() for each in packs.draw(axes, trace, {0: 1, 1: 3}, 0.0, trace.duration_s)]
+    labels = [each.get_label() for each in packs.draw(axes, trace, {0: 1, 1: 3}, 0.0, trace.duration_s + 1)]
     assert labels == [packs.LABELS["W"], packs.LABELS["R"], packs.LABELS["inverted"], "first used"]
     assert len(axes.patches) == len(trace.transfers) == 3 * 6
     assert timeline.draw(trace, tmp_path / "drawn.png", 1, 2).exists()

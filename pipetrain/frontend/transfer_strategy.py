@@ -73,16 +73,23 @@ class TransferStrategy(PipelineStrategy):
             self._weights, workers, self.plan, self._serves, self._run_settings, self._compilation.learning_rate
         )
 
-    def _planned(self, rows: int | None) -> Plan:
-        """The plan of the order; the model is profiled, and links are measured, where it depends on them."""
+    def setting(self, rows: int | None, is_measured: bool = True) -> Setting:
+        """The workers as the simulator takes them, for minibatches of so many rows.
+
+        If it ``is_measured``, the model is profiled and links are measured; else nothing takes time.
+        """
         variables, placement, workers = self._segment.trainable_variables, self.placement, len(self._devices)
         profile, message, cluster = None, Message(), Cluster()
-        if is_measured(self._order):
+        if is_measured:
             cluster = described(self._devices, within_functions=True)
             message = message_of(cluster, workers, self._serves)
             if message != Message():  # else no order hides anything
                 profile = placement.profile(rows or DEFAULT_ROWS, workers)
         workload = workload_of(placement.chain, variables, profile, message, workers)
-        rows_alone = embeddings(self.model, variables)
+        return Setting(workload, workers, self._serves, cluster)
+
+    def _planned(self, rows: int | None) -> Plan:
+        """The plan of the order, measured where it depends on that."""
+        rows_alone = embeddings(self.model, self._segment.trainable_variables)
         at_once = limit(stepping(self.optimizer).global_clipnorm) is not None
-        return planned(self._order, Setting(workload, workers, self._serves, cluster), rows_alone, at_once)
+        return planned(self._order, self.setting(rows, is_measured(self._order)), rows_alone, at_once)
