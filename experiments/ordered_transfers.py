@@ -6,7 +6,7 @@
 
 What a network computes is counted from its shapes, a roofline of the device makes seconds of it, and plans of transfers
 run in the simulator of pipetrain. The papers do not say all that decides on the result: what a message takes beside its
-bytes is tried at several values, and each network on each device is a line of its own. The rows are those of one worker,
+bytes is tried at several values, and each network on each device is a line of its own. Rows are those of one worker,
 however many there are. Servers are on the workers' hosts.
 
 examples:
