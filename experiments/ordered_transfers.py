@@ -74,9 +74,9 @@ PAPERS = {
         (2, 8, 24, 72),
         lambda nodes: nodes,
         10 / 9,
-        ((NINTH_OF_BLADE, 8),),
-        ("vgg16", "resnet50", "inception_v3"),
-        (5e-4, 1e-2, 5e-2),
+        ((NINTH_OF_BLADE, 1), (NINTH_OF_BLADE, 8)),
+        ("vgg16", "resnet50"),
+        (5e-4, 1e-2),
     ),
     "tictac": Paper(
         "TicTac",
@@ -111,6 +111,7 @@ class Outcome(NamedTuple):
     paper: str
     network: str
     device: str
+    rows: int
     message_ms: float
     nodes: int
     computing_ms: float
@@ -172,17 +173,19 @@ def outcomes(paper: Paper, profile: Callable[[str, Device, int], Profile]) -> It
                         for way in paper.ways
                     }
                     computing_s = sum(layer.forward_s + layer.backward_s for layer in workload.layers)
-                    yield Outcome(paper.title, network, device.name, 1e3 * message_s, nodes, 1e3 * computing_s, ms)
+                    about = paper.title, network, device.name, rows, 1e3 * message_s, nodes
+                    yield Outcome(*about, 1e3 * computing_s, ms)
 
 
 def table(paper: Paper, found: list[Outcome]) -> str:
     """For people: the gains beside what the paper reports."""
-    header = ("network", "device", "message ms", "nodes", "computing ms", *(f"{way} ms" for way in paper.ways))
+    header = ("network", "device", "rows", "message ms", "nodes", "computing ms", *(f"{way} ms" for way in paper.ways))
     header = (*header, *(f"gain over {way}" for way in paper.ways[:-1]))
     rows = [
         (
             each.network,
             each.device,
+            str(each.rows),
             f"{each.message_ms:g}",
             str(each.nodes),
             f"{each.computing_ms:.0f}",
