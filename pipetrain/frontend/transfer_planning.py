@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from pipetrain.compute.functions.split import specs
 from pipetrain.compute.graph.blocks import Chain
+from pipetrain.compute.graph.input_shapes import Shapes
 from pipetrain.compute.keras_private import flat_layers
 from pipetrain.compute.profiling.block_functions import size_bytes
 from pipetrain.plan.profile import Profile, Seconds
@@ -63,6 +66,13 @@ def _in_time(plan: Plan, needed: set[int]) -> Plan:
 def is_measured(order: str | Plan) -> bool:
     """Whether the order depends on what layers and messages take."""
     return isinstance(order, str) and order in (AUTO, *MEASURED)
+
+
+def input_bytes(model: keras.Model, shapes: Shapes | None, rows: int) -> int:
+    """The bytes of so many rows of the inputs; 0 where their shapes are not known."""
+    sizes = [math.prod(size or 0 for size in shape) for shape in shapes or ()]
+    dtypes = [tf.as_dtype(each.dtype).size for each in model.inputs[: len(sizes)]]
+    return rows * sum(size * width for size, width in zip(sizes, dtypes, strict=True))
 
 
 def embeddings(model: keras.Model, variables: Sequence[Any]) -> set[int]:

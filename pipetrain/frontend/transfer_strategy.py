@@ -17,7 +17,7 @@ from pipetrain.frontend.device_choice import described
 from pipetrain.frontend.input_data import DEFAULT_ROWS
 from pipetrain.frontend.pipeline_strategy import PipelineStrategy
 from pipetrain.frontend.placement import Placement
-from pipetrain.frontend.transfer_planning import embeddings, is_measured, planned, workload_of
+from pipetrain.frontend.transfer_planning import embeddings, input_bytes, is_measured, planned, workload_of
 from pipetrain.plan.cluster import Cluster
 from pipetrain.run.step_runner import StepRunner
 from pipetrain.schemes.scheme import Scheme
@@ -86,7 +86,8 @@ class TransferStrategy(PipelineStrategy):
             if message != Message():  # else no order hides anything
                 profile = placement.profile(rows or DEFAULT_ROWS, workers)
         workload = workload_of(placement.chain, variables, profile, message, workers)
-        return Setting(workload, workers, self._serves, cluster)
+        sent = input_bytes(self.model, placement.shapes, (rows or DEFAULT_ROWS) // workers)
+        return Setting(workload, workers, self._serves, cluster, input_bytes=sent)
 
     def _planned(self, rows: int | None) -> Plan:
         """The plan of the order, measured where it depends on that."""
