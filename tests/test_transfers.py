@@ -174,6 +174,16 @@ def test_what_is_late_is_sent_in_the_order_of_need(workload):
             assert pushed_s(workload, now) <= made[0] + 1e-9
 
 
+def test_a_variable_whose_chunks_overrun_the_backward_lets_the_others_wait_for_the_forward():
+    """It is made first and takes longer than the backward: 60 s of messages, behind which all computing hides."""
+    workload = Workload.chain([10] * 4 + [40], [4.0] * 5, [4.0] * 5, Message(0.2, 0.75))
+    plan = caramel.caramel(workload)
+    assert {n for pack in plan.pushes.packs for n in pack.variables} == {4}
+    assert [pack.chunks for pack in plan.pushes.packs] == [8] * 8
+    step_s = caramel.step_s(workload, plan.pushes.packs, plan.late.packs)
+    assert step_s < caramel.step_s(workload, caramel.packed(workload), ())
+
+
 def test_caramel_hides_in_the_next_forward_what_the_backward_cannot():
     """Transfers take as long as computing: in the backward alone half of them stick out."""
     workload = Workload.chain([1] * 12, [1.0] * 12, [1.0] * 12, Message(0.0, 2.0))
