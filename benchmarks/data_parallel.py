@@ -2,56 +2,83 @@
 
 Hosts are network namespaces of this machine, each with a worker on a core of its own and a port of limited bandwidth;
 the program runs on the first of them. All orders train in turns in one process, a few minibatches each, so that a
-machine whose speed drifts is fair to all; the median of all steps but the first of each turn is printed, and how many
-times as fast as TensorFlow's own order that is. Needs root, for the namespaces.
+machine whose speed drifts is fair to all; the median of all steps but the first of each turn is printed, how many times
+as fast as TensorFlow's own order that is, and what the simulator predicts. Beside them in turns: TensorFlow's
+MultiWorkerMirroredStrategy, as a loop written by hand, with its own packs and with packs of 1 MiB. Needs root, for the
+namespaces.
 
 examples:
   python benchmarks/data_parallel.py
   python benchmarks/data_parallel.py --network vgg --hosts 3 --rate 100 --rate 400 --rounds 10
+  python benchmarks/data_parallel.py --part forward --scheme parameter-server
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.emulated_hosts import ENVIRONMENT, PORT, ROOT, emulated
+from benchmarks.emulated_hosts import ENVIRONMENT, PORT, ROOT, Hosts, emulated
 from pipetrain.plan.text_table import text_table
 from pipetrain.schemes.table import TRANSFERRING
-from pipetrain.schemes.transfers.auto import AUTO
-from pipetrain.schemes.transfers.orders import orders
+from pipetrain.schemes.transfers.orders import AUTO, orders
 
 if TYPE_CHECKING:
     import keras
+    import numpy as np
 
 STEPS = 6  # of a turn
 NARROW = 16  # the inputs of the dense network: its minibatches are sent over the same links
+WORDS = 1000  # of made-up sentences, and of the Transformer's vocabulary
+PEER, PEER_PORT = "MultiWorker", 2322
+PACKS = {"its own packs": 0, "1 MiB packs": 2**20}
 
 
-def dense(rows: int) -> tuple[keras.Model, tuple[int, ...]]:
+def dense() -> keras.Model:
     """16 layers of 256 units."""
     import keras
 
     layers = [keras.layers.Dense(256, activation="relu") for _ in range(16)]
-    return keras.Sequential([keras.Input((NARROW,)), *layers, keras.layers.Dense(10)]), (rows, NARROW)
+    return keras.Sequential([keras.Input((NARROW,)), *layers, keras.layers.Dense(10)])
 
 
-def vgg(rows: int) -> tuple[keras.Model, tuple[int, ...]]:
+def vgg() -> keras.Model:
     """VGG16 of a quarter of the width, whose dense layers have most of the weights."""
     import models
 
-    return models.build("vgg16", (32, 32, 3), 10, width=16), (rows, 32, 32, 3)
+    return models.build("vgg16", (32, 32, 3), 10, width=16)
 
 
-NETWORKS = {"dense": (dense, 4096), "vgg": (vgg, 64)}
+def transformer() -> keras.Model:
+    """Three encoder layers of width 128."""
+    import models
+
+    return models.build("transformer", (20,), 10, depth=3, width=128, vocabulary=WORDS)
+
+
+NETWORKS = {"dense": (dense, 4096), "vgg": (vgg, 64), "transformer": (transformer, 256)}  # with the rows of a worker
+
+
+def made(network: str, rows: int, minibatches: int) -> tuple[keras.Model, np.ndarray]:
+    """The network, and inputs of so many rows for each of the minibatches."""
+    import numpy as np
+
+    model = NETWORKS[network][0]()
+    shape, rng = (minibatches * rows, *model.input_shape[1:]), np.random.default_rng(0)
+    if network == "transformer":
+        return model, rng.integers(0, WORDS, shape).astype("int32")
+    return model, rng.normal(size=shape).astype("float32")
 
 
 class Way:
@@ -59,15 +86,12 @@ class Way:
 
     def __init__(self, network: str, scheme: str, order: str, devices: list[str]) -> None:
         import keras
-        import numpy as np
 
         import pipetrain
 
-        make, rows = NETWORKS[network]
         keras.utils.set_random_seed(0)
-        model, shape = make(rows * len(devices))
-        self.scheme, self.order, self._rows = scheme, order, shape[0]
-        self._x = np.random.default_rng(0).normal(size=(STEPS * shape[0], *shape[1:])).astype("float32")
+        self.scheme, self.order, self._rows = scheme, order, NETWORKS[network][1] * len(devices)
+        model, self._x = made(network, self._rows, STEPS)
         self._pm = pipetrain.PipelineModel(model, scheme=scheme, order=order, devices=devices)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         self._pm.compile(keras.optimizers.SGD(1e-3, momentum=0.9), loss)
@@ -90,32 +114,124 @@ class Way:
         """The name of the plan."""
         return str(self._pm._strategy.plan.name)
 
+    def predicted_ms(self, part: str) -> float | None:
+        """What the simulator says of its plan; None of a part of a step."""
+        from pipetrain.simulation.data_parallel.simulator import simulate_plan
 
-def train(network: str, rounds: int, addresses: list[str]) -> None:
+        setting = self._pm._strategy.setting(self._rows)
+        return None if part == "forward" else 1e3 * simulate_plan(setting, self._pm._strategy.plan, 4).step_s
+
+
+class Peer:
+    """The first process of MultiWorkerMirroredStrategy, and the milliseconds of its steps so far."""
+
+    def __init__(self, packs: str, command: Sequence[str]) -> None:
+        self.scheme, self.order, self.plan = PEER, packs, ""
+        self.ms: list[float] = []
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=ENVIRONMENT)
+        self._answer()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        return json.loads(self._process.stdout.readline())
+
+    def turn(self, counts: bool) -> None:
+        """Take the steps of a turn, which ``counts`` unless it is to warm up."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{STEPS}\n")
+        self._process.stdin.flush()
+        taken_ms = self._answer()
+        self.ms += taken_ms[1:] if counts else []
+
+    def predicted_ms(self, part: str) -> None:
+        """Nothing is known of it."""
+
+    def end(self) -> None:
+        """End the process."""
+        self._process.communicate(timeout=20)
+
+
+def peer_command(network: str, addresses: Sequence[str], task: int, packs: str) -> list[str]:
+    """The command of one process of the peer."""
+    port = PEER_PORT + [*PACKS].index(packs)
+    cores = sorted(os.sched_getaffinity(0))
+    where = ["--addresses", *[f"{each.partition(':')[0]}:{port}" for each in addresses], "--task", str(task)]
+    what = ["--network", network, "--core", str(cores[task % len(cores)]), "--pack", str(PACKS[packs])]
+    return [sys.executable, str(ROOT / "benchmarks" / "multi_worker.py"), *where, *what]
+
+
+def pull_and_forward() -> None:
+    """Let steps end after the forward: TensorFlow leaves out what nothing needs, the backward."""
+    from pipetrain.compute.transfers.step import Step
+    from pipetrain.run import step_runner
+
+    class Forward(Step):
+        def _push(self, active: Any, made: Any) -> None:
+            """No gradient is sent."""
+
+    step_runner.Step = Forward  # type: ignore[misc]
+
+
+def train(options: argparse.Namespace) -> None:
     """On the first host: every scheme and order in turns; prints what they took as JSON."""
     import tensorflow as tf
 
-    tf.config.threading.set_inter_op_parallelism_threads(3)  # workers have as many; with one nothing overlaps
+    tf.config.threading.set_inter_op_parallelism_threads(3)  # workers have as many
     import pipetrain
 
-    devices = pipetrain.connect(addresses)
-    ways = [
-        Way(network, scheme, order, devices)
-        for scheme in TRANSFERRING
-        for order in (*orders(scheme == "parameter-server"), AUTO)
-    ]
-    for number in range(rounds + 1):
-        for way in ways:
-            way.turn(counts=number > 0)
-    found = [(way.scheme, way.order, way.plan, statistics.median(way.ms)) for way in ways]
-    print(json.dumps(found), flush=True)
+    devices = pipetrain.connect(options.addresses)
+    if options.part == "forward":
+        pull_and_forward()
+    with ExitStack() as ends:
+        ways: list[Any] = [
+            Way(options.network, scheme, order, devices)
+            for scheme in options.scheme or TRANSFERRING
+            for order in (*orders(scheme == "parameter-server"), AUTO)
+            if not options.order or order in options.order
+        ]
+        for packs in PACKS if options.peer and options.part == "step" else ():
+            peer = Peer(packs, peer_command(options.network, options.addresses, 0, packs))
+            ends.callback(peer.end)
+            ways.append(peer)
+        for number in range(options.rounds + 1):
+            for way in ways:
+                way.turn(counts=number > 0)
+        found = [
+            (way.scheme, way.order, way.plan, statistics.median(way.ms), way.predicted_ms(options.part)) for way in ways
+        ]
+        print(json.dumps(found), flush=True)
 
 
 def table(found: list[Any]) -> str:
     """What the orders took, for people."""
-    base = {scheme: ms for scheme, order, _, ms in found if order == "none"}
-    rows = [(scheme, order, plan, f"{ms:.1f}", f"{base[scheme] / ms:.2f}x") for scheme, order, plan, ms in found]
-    return text_table(("scheme", "order", "plan", "ms", "against none"), rows)
+    base = {scheme: ms for scheme, order, _, ms, _ in found if order == "none"}
+    rows = []
+    for scheme, order, plan, ms, predicted_ms in found:
+        against = f"{base[scheme] / ms:.2f}x" if scheme in base else "-"
+        said = "-" if predicted_ms is None else f"{predicted_ms:.1f} ({predicted_ms / ms - 1:+.0%})"
+        rows.append((scheme, order, plan, f"{ms:.1f}", against, said))
+    return text_table(("scheme", "order", "plan", "ms", "against none", "simulated ms"), rows)
+
+
+def measured(hosts: Hosts, options: argparse.Namespace, rate_mbit: int) -> list[Any]:
+    """What all ways take at this bandwidth, all of whose processes are started for it."""
+    hosts.limit(rate_mbit)
+    with ExitStack() as ends:
+        if options.peer and options.part == "step":
+            for task, packs in [(task, packs) for task in range(1, options.hosts) for packs in PACKS]:
+                command = hosts.on(task, *peer_command(options.network, hosts.addresses, task, packs))
+                other = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=ENVIRONMENT)
+                ends.callback(other.wait)
+                ends.callback(other.kill)
+        given = [f"--{name}={value}" for name in ("network", "rounds", "part") for value in [getattr(options, name)]]
+        given += [f"--{name}={value}" for name in ("scheme", "order") for value in getattr(options, name) or ()]
+        given += ["--peer"] if options.peer else []
+        addresses = [f"{address}:{PORT}" for address in hosts.addresses]
+        command = hosts.on(0, sys.executable, __file__, *given, "--addresses", *addresses)
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT, env=ENVIRONMENT)
+    found: list[Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def main() -> None:
@@ -125,20 +241,20 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=2, metavar="N")
     parser.add_argument("--rate", type=int, action="append", metavar="MBIT", help="of each port (default: 200)")
     parser.add_argument("--rounds", type=int, default=10, metavar="N")
+    parser.add_argument("--scheme", choices=TRANSFERRING, action="append", help="(default: both)")
+    parser.add_argument("--order", action="append", help="(default: all)")
+    parser.add_argument("--part", choices=("step", "forward"), default="step", help="whole steps, or pull and forward")
+    parser.add_argument("--peer", action="store_true", help="MultiWorkerMirroredStrategy beside them")
     parser.add_argument("--addresses", nargs="*", help=argparse.SUPPRESS)  # of the workers: on the first host
     options = parser.parse_args()
     if options.addresses:
-        train(options.network, options.rounds, options.addresses)
+        train(options)
         return
     with emulated(options.hosts) as hosts:
         for rate_mbit in options.rate or [200]:
-            hosts.limit(rate_mbit)
-            what = ["--network", options.network, "--rounds", str(options.rounds)]
-            addresses = [f"{address}:{PORT}" for address in hosts.addresses]
-            command = hosts.on(0, sys.executable, __file__, *what, "--addresses", *addresses)
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT, env=ENVIRONMENT)
+            found = measured(hosts, options, rate_mbit)
             print(f"{options.network}, {options.hosts} hosts, {rate_mbit} Mb/s")
-            print(table(json.loads(done.stdout.splitlines()[-1])), flush=True)
+            print(table(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -26,11 +26,17 @@ class Hosts:
         """The command, run on a host."""
         return ["ip", "netns", "exec", self.names[number], *command]
 
+    def _port(self, number: int) -> str:
+        """The bridge's end of a host's link."""
+        return f"{self._bridge}p{number}"
+
     def limit(self, rate_mbit: int) -> None:
         """Either direction of each host's port carries so much."""
         for n in range(len(self.names)):
             limited = ["class", "replace", "dev", "eth0", "parent", "1:", "classid", "1:1", "htb"]
             _run(*self.on(n, "tc", *limited, "rate", f"{rate_mbit}mbit"))
+            limited[3] = self._port(n)
+            _run("tc", *limited, "rate", f"{rate_mbit}mbit")
 
     def make(self, ends: ExitStack) -> None:
         """Make what there is to be, which ``ends`` removes; workers answer afterwards."""
@@ -40,13 +46,15 @@ class Hosts:
         for n, (name, address) in enumerate(zip(self.names, self.addresses, strict=True)):
             _run("ip", "netns", "add", name)
             ends.callback(_run, "ip", "netns", "delete", name)
-            port = f"{self._bridge}p{n}"
+            port = self._port(n)
             _run("ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
             _run("ip", "link", "set", port, "master", self._bridge, "up")
             _run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
             for device in ("eth0", "lo"):
                 _run("ip", "-n", name, "link", "set", device, "up")
-            _run(*self.on(n, "tc", "qdisc", "add", "dev", "eth0", "root", "handle", "1:", "htb", "default", "1"))
+            shaped = ["root", "handle", "1:", "htb", "default", "1"]
+            _run(*self.on(n, "tc", "qdisc", "add", "dev", "eth0", *shaped))
+            _run("tc", "qdisc", "add", "dev", port, *shaped)  # what the host receives
         self.limit(1000)
         cores = sorted(os.sched_getaffinity(0))
         workers = [self._worker(n, cores[n % len(cores)]) for n in range(len(self.names))]

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pipetrain.plan.partition import partition
     from pipetrain.plan.profile import Profile
     from pipetrain.plan.stages import Partition
+    from pipetrain.simulation.data_parallel.profiled import simulate_order
     from pipetrain.simulation.simulator import simulate
     from pipetrain.trace.idle import idle
     from pipetrain.trace.trace import Trace
@@ -36,6 +37,7 @@ __all__ = [
     "profile",
     "set_cpu_devices",
     "simulate",
+    "simulate_order",
 ]
 __version__ = "0.1.0"
 
@@ -54,6 +56,7 @@ _HOMES = {
     "profile": "pipetrain.compute.profiling.profiler",
     "set_cpu_devices": "pipetrain.devices",
     "simulate": "pipetrain.simulation.simulator",
+    "simulate_order": "pipetrain.simulation.data_parallel.profiled",
 }
 
 

@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipetrain.schemes.table import SCHEMES
+from pipetrain.schemes.table import SCHEMES, TRANSFERRING
+from pipetrain.trace.packs import messages
 from pipetrain.trace.trace import Trace
 from plots import breakdown, learning_curves, memory, page, runs, throughput, timeline, transfers
 from plots.missing import attempt
 
 BOXES = 10  # minibatches in a timeline
+STEPS = 2  # in one that shows the packs of a plan of transfers
 MIB = 2**20
 
 
@@ -175,7 +177,7 @@ def _traces(those: Sequence[runs.Run], missing: list[str]) -> list[tuple[runs.Ru
     found = [(run, attempt(f"The trace of {run.scheme}", missing, run.trace)) for run in those]
     without = [run.scheme for run in those if not (run.folder / "trace.json").exists()]
     kept = [(run, trace) for run, trace in found if trace is not None]
-    silent = [run.scheme for run, trace in kept if trace.stages > 1 and not len(trace.transfers)]
+    silent = [run.scheme for run, trace in kept if len(trace.rows) > 1 and not len(trace.transfers)]
     if without:
         missing.append(f"The timelines of {', '.join(without)}: no trace was kept.")
     if silent:
@@ -190,9 +192,11 @@ def _timeline(run: runs.Run, trace: Trace, scratch: Path, missing: list[str]) ->
     """What the stages did in the middle of a run."""
     first, path = middle(run, trace), scratch / f"timeline-{run.scheme}.png"
     what = f"The timeline of {run.scheme}"
-    drawn = attempt(what, missing, timeline.draw, trace, path, first=first, minibatches=BOXES)
+    count = STEPS if len(messages(trace.transfers)) else BOXES
+    drawn = attempt(what, missing, timeline.draw, trace, path, first=first, minibatches=count)
     if drawn:
-        about = f" ({SCHEMES[run.scheme].about})" if run.scheme in SCHEMES else ""
+        known = SCHEMES | TRANSFERRING
+        about = f" ({known[run.scheme].about})" if run.scheme in known else ""
         alt = f"Timeline: forward and backward boxes of every stage under {run.scheme}"
         yield page.picture(drawn, alt, f"{run.scheme}{about}: from number {first} on.", wide=True)
 

@@ -26,6 +26,8 @@ COLOURS = {
     "2bw": "#5AAE61",
     "gpipe": "#009E73",
     "1f1b": "#0072B2",
+    "all-reduce": "#17BECF",
+    "parameter-server": "#8C6D31",
 }
 STYLES: dict[str, Any] = {
     "single": "--",
@@ -35,6 +37,8 @@ STYLES: dict[str, Any] = {
     "2bw": (0, (4, 1, 1, 1)),
     "gpipe": ":",
     "1f1b": "-.",
+    "all-reduce": (0, (6, 2)),
+    "parameter-server": (0, (6, 2, 1, 2)),
 }
 OTHER = "#666666"
 NEIGHBOURS = 20  # of a point, that it is averaged with

@@ -1,5 +1,8 @@
 """Draw what every stage, or device of several, did and when: boxes numbered by minibatch, and why it was idle.
 
+Where a plan orders the transfers of data parallelism, a row below each worker's has what came to it, numbered by the
+packs of the plan: from when it was sent to when it had arrived, and a mark where it was used, as far as that is known.
+
 examples:
   python plots/timeline.py runs/all/spectrain --first 60 --minibatches 12
   python plots/timeline.py trace.json --output timeline.png
@@ -19,7 +22,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from pipetrain.trace.idle import IdleSpan, pauses
+from pipetrain.trace.packs import messages
 from pipetrain.trace.trace import Span, Spans, Trace
+from plots import packs
 from plots.style import save
 
 FILL = {"F": "#56B4E9", "B": "#E69F00", "I": "#F0E442", "W": "#009E73", "FB": "#D55E00", "FI": "#CC79A7"}
@@ -55,11 +60,14 @@ def draw(trace: Trace, output: Path, first: int = 0, minibatches: int = 12, titl
 
     Where a device has several stages it is a row per device, of actions such as 2F0: stage 2, forward, microbatch 0.
     """
-    chosen = _chosen(trace.spans, first, first + minibatches)
+    is_ordered = len(messages(trace.transfers)) > 0
+    chosen = _chosen(trace.spans, first, first + minibatches, is_ordered)
     start_s, end_s = float(chosen.start_s.min()), float(chosen.end_s.max())
     shown = trace.spans[(trace.spans.start_s < end_s) & (trace.spans.end_s > start_s)]
-    rows, names = _rows(trace)
-    figure = Figure(figsize=(WIDTH, 1.3 + 0.62 * len(names)), layout="constrained")
+    places, names = _rows(trace)
+    rows = {place: (1 + is_ordered) * row for place, row in places.items()}
+    count = (1 + is_ordered) * len(names)
+    figure = Figure(figsize=(WIDTH, 1.3 + 0.62 * count), layout="constrained")
     axes = figure.subplots()
     idle = [] if trace.ranks else [each for each in pauses(trace) if each.start_s < end_s and each.end_s > start_s]
     for span in shown:
@@ -73,16 +81,22 @@ def draw(trace: Trace, output: Path, first: int = 0, minibatches: int = 12, titl
         _write(axes, rows[span.stage, span.replica], clear, number, start_s, (WIDTH - MARGIN) / (end_s - start_s))
     for each in idle:
         _bar(axes, rows, each, start_s, **IDLE[each.cause], linewidth=0, zorder=3)
-    axes.set(xlim=(0, (end_s - start_s) * 1e3), ylim=(len(names) - 0.5, -0.5))
+    axes.set(xlim=(0, (end_s - start_s) * 1e3), ylim=(count - 0.5, -0.5))
     axes.set_title(title, loc="left")
     pieces = " or microbatch" if _has_pieces(trace.spans) else ""
     axes.set_xlabel(f"milliseconds\n{CAPTION.format(pieces=pieces)}")
-    axes.set_yticks(range(len(names)), names)
+    labels = {(1 + is_ordered) * row: name for row, name in enumerate(names)}
+    if is_ordered:
+        labels |= {row + 1: f"to {packs.receiver(place)}" for place, row in rows.items()}
+    axes.set_yticks([*labels], [*labels.values()])
     done = {*shown.op.tolist()}
     handles = [Patch(color=FILL[op], label=about) for op, about in OPERATIONS.items() if op in done]
     causes = {each.cause for each in idle}
     handles += [Patch(**IDLE[cause], linewidth=0, label=LABELS[cause]) for cause in IDLE if cause in causes]
-    figure.legend(handles=handles, loc="outside upper right", ncols=min(len(handles), 4), frameon=False)
+    if is_ordered:
+        handles += packs.draw(axes, trace, {place[1]: row + 1 for place, row in rows.items()}, start_s, end_s)
+    columns = -(-len(handles) // 2) if is_ordered else min(len(handles), 4)
+    figure.legend(handles=handles, loc="outside upper right", ncols=columns, frameon=False)
     return save(figure, output)
 
 
@@ -95,11 +109,13 @@ def _rows(trace: Trace) -> tuple[dict[tuple[int, int], int], list[str]]:
     return {place: devices.index(device) for place, device in on.items()}, [each.rpartition("/")[2] for each in devices]
 
 
-def _chosen(spans: Spans, first: int, end: int) -> Spans:
-    """The spans of these minibatches, up to the first drain after them: numbers begin anew then."""
+def _chosen(spans: Spans, first: int, end: int, goes_on: bool) -> Spans:
+    """The spans of these minibatches, up to the first drain after them: unless it ``goes_on``, numbers begin anew."""
     wanted = spans[(spans.microbatch >= first) & (spans.microbatch < end)]
     if not len(wanted):
         raise ValueError(f"The trace has no such minibatches. Received: first={first}. Try 0.")
+    if goes_on:
+        return wanted
     begins_s = spans.start_s[(spans.op == "F") & (spans.stage == 0) & (spans.replica == 0) & (spans.microbatch == 0)]
     passes = np.searchsorted(begins_s, wanted.start_s, side="right")
     return wanted[passes == passes.min()]

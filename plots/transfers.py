@@ -1,7 +1,7 @@
 """Draw how much devices send each other for each minibatch under each scheme, by what the runs' traces recorded.
 
 Activations go down the pipeline, their gradients come back up, and the replicas of a stage sum the gradients of their
-weights. The first stage's inputs do not count.
+weights; a parameter server sends weights. The first stage's inputs do not count.
 
 example:
   python plots/transfers.py runs/all --output transfers.png
@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 from matplotlib.axes import Axes
 
-from pipetrain.trace.trace import Trace
+from pipetrain.trace.trace import ENDING, Trace
 from plots import command, runs
 from plots.style import bars_for, name_rows, save
 
@@ -28,6 +28,7 @@ LOOKS = {
     "F": ("activations, down the pipeline", "#56B4E9", ""),
     "B": ("their gradients, up", "#E69F00", "//"),
     "R": ("gradients of weights, to be summed", "#009E73", ".."),
+    "W": ("weights, from a server", "#CC79A7", "xx"),
 }
 
 
@@ -52,7 +53,7 @@ def draw(folders: Sequence[Path], output: Path) -> Path:
 def sent_bytes(trace: Trace) -> dict[str, float]:
     """The bytes of all transfers for each update of the last stage's weights, by what is sent: see ``Transfer.op``."""
     backwards = trace.spans[(trace.spans.stage == trace.stages - 1) & (trace.spans.replica == 0)]
-    versions = backwards.version[backwards.op == "B"]
+    versions = backwards.version[np.isin(backwards.op, ENDING)]
     updates = max(1, int(np.count_nonzero(np.diff(versions, append=-1))))
     sent = trace.transfers
     return {op: float(sent.size_bytes[sent.op == op].sum()) / updates for op in LOOKS}

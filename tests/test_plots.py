@@ -10,11 +10,16 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from experiments import run
 from pipetrain.plan.cluster import Cluster, Level, Link
 from pipetrain.plan.partition import plan
 from pipetrain.plan.profile import BlockProfile, Profile
+from pipetrain.schemes.transfers.plan import Phase, Plan
+from pipetrain.schemes.transfers.workload import Message, Workload
+from pipetrain.simulation.data_parallel.setting import Setting
+from pipetrain.simulation.data_parallel.simulator import simulate_plan
 from pipetrain.simulation.simulator import simulate
 from pipetrain.trace.trace import Span, Trace, Transfer
 from plots import (
@@ -23,6 +28,7 @@ from plots import (
     comparison,
     learning_curves,
     memory,
+    packs,
     report,
     rmse,
     runs,
@@ -191,7 +197,7 @@ def test_what_is_sent_is_counted_for_each_update(made):
     """What crosses the two cuts goes down, and comes back up."""
     (run,) = runs.find([made / "all" / "vanilla"])[0]
     crossing = sum(stage.output_bytes for stage in CUT.stages[:-1])
-    assert transfers.sent_bytes(run.trace()) == {"F": crossing, "B": crossing, "R": 0}
+    assert transfers.sent_bytes(run.trace()) == {"F": crossing, "B": crossing, "R": 0, "W": 0}
 
 
 def test_the_page_has_everything_and_needs_nothing(made):
@@ -271,6 +277,19 @@ def test_a_timeline_of_a_folder_without_a_trace_is_refused(tmp_path, capsys, mon
     monkeypatch.setattr(sys, "argv", ["timeline.py", str(tmp_path)])
     assert timeline.main() == 2
     assert "There is no trace. Received:" in capsys.readouterr().err
+
+
+def test_packs_of_a_plan_are_in_the_timeline_with_what_is_out_of_order(tmp_path):
+    workload = Workload.chain([10, 300, 10], [1.0] * 3, message=Message(0.1, 0.01))
+    setting = Setting(workload, 2, True, Cluster((Level(Link(100.0, 0.1)),)))
+    pulls, pushes = (Phase(tuple(workload.pack([n]) for n in range(3)), window) for window in (2, 0))
+    trace = simulate_plan(setting, Plan(pulls, pushes), 3)
+    axes = Figure().subplots()
+    labels = [each.get_label() for each in packs.draw(axes, trace, {0: 1, 1: 3}, 0.0, trace.duration_s + 1)]
+    assert labels == [packs.LABELS["W"], packs.LABELS["R"], packs.LABELS["inverted"], "first used"]
+    assert len(axes.patches) == len(trace.transfers) == 3 * 6
+    assert timeline.draw(trace, tmp_path / "drawn.png", 1, 2).exists()
+    assert transfers.sent_bytes(trace) == {"F": 0, "B": 0, "R": 320, "W": 320}
 
 
 def test_the_page_says_which_stages_xla_compiled(tmp_path):

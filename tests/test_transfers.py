@@ -7,27 +7,12 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transfer_plans import MESSAGES, SECONDS, workloads
 
-from pipetrain.schemes.transfers import auto, caramel, ibatch, tictac
+from pipetrain.schemes.transfers import caramel, ibatch, tictac
 from pipetrain.schemes.transfers.orders import ORDERS, orders
 from pipetrain.schemes.transfers.plan import Pack, Phase, Plan, check_plan
 from pipetrain.schemes.transfers.workload import Layer, Message, Workload, made_s, pulled_s, pushed_s
-
-SECONDS = st.integers(0, 20).map(float)
-MESSAGES = st.builds(Message, SECONDS, st.sampled_from([0.0, 0.25, 1.0]))
-
-
-@st.composite
-def workloads(draw, most=8):
-    """Graphs of layers with none, one or several variables, of which some are shared."""
-    layers, sizes = [], []
-    for k in range(draw(st.integers(1, most))):
-        own = range(len(sizes), len(sizes) + draw(st.integers(0 if k else 1, 3)))
-        sizes += [draw(st.integers(1, 40)) for _ in own]
-        shared = [draw(st.integers(0, len(sizes) - 1))] if draw(st.booleans()) else []
-        after = sorted(draw(st.sets(st.integers(0, k - 1), max_size=2))) if k else []
-        layers.append(Layer((*own, *shared), draw(SECONDS), draw(SECONDS), tuple(after)))
-    return Workload(tuple(layers), tuple(sizes), draw(MESSAGES))
 
 
 def chains(most):
@@ -189,6 +174,16 @@ def test_what_is_late_is_sent_in_the_order_of_need(workload):
             assert pushed_s(workload, now) <= made[0] + 1e-9
 
 
+def test_a_variable_whose_chunks_overrun_the_backward_lets_the_others_wait_for_the_forward():
+    """It is made first and takes longer than the backward: 60 s of messages, behind which all computing hides."""
+    workload = Workload.chain([10] * 4 + [40], [4.0] * 5, [4.0] * 5, Message(0.2, 0.75))
+    plan = caramel.caramel(workload)
+    assert {n for pack in plan.pushes.packs for n in pack.variables} == {4}
+    assert [pack.chunks for pack in plan.pushes.packs] == [8] * 8
+    step_s = caramel.step_s(workload, plan.pushes.packs, plan.late.packs)
+    assert step_s < caramel.step_s(workload, caramel.packed(workload), ())
+
+
 def test_caramel_hides_in_the_next_forward_what_the_backward_cannot():
     """Transfers take as long as computing: in the backward alone half of them stick out."""
     workload = Workload.chain([1] * 12, [1.0] * 12, [1.0] * 12, Message(0.0, 2.0))
@@ -196,25 +191,6 @@ def test_caramel_hides_in_the_next_forward_what_the_backward_cannot():
     alone = caramel.step_s(workload, caramel.packed(workload), ())
     assert (alone, caramel.step_s(workload, plan.pushes.packs, plan.late.packs)) == (37.0, 27.0)
     assert 0 < len(plan.late.packs) < 12
-
-
-# The choice ---------------------------------------------------------------------------------------------------------
-
-
-@given(workloads(), st.booleans())
-def test_the_choice_is_the_fastest_or_no_order(workload, serves):
-    plan = auto.auto(workload, serves)
-    seconds = {name: auto.predicted_s(workload, ORDERS[name](workload, serves)) for name in auto.tried(serves)}
-    chosen = auto.predicted_s(workload, plan)
-    assert chosen == min(seconds.values()) or (plan.name == "none" and min(seconds.values()) >= 0.97 * chosen)
-
-
-def test_where_transfers_take_as_long_as_computing_an_order_is_chosen():
-    chain = Workload.chain([100] * 16, [1.0] * 16, [2.0] * 16, Message(0.4, 0.03))
-    assert auto.auto(chain, serves=True).name == "ibatch (optimum, optimum)"
-    assert auto.auto(chain, serves=False).name == "none"  # how gradients are packed changes next to nothing
-    free = Workload.chain([1] * 16, [1.0] * 16)
-    assert auto.auto(free, serves=True).name == auto.auto(free, serves=False).name == "none"
 
 
 # Plans of one's own ------------------------------------------------------------------------------------------------

@@ -224,19 +224,26 @@ def start():
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * RUN_S)
-@pytest.mark.parametrize("scheme", ["spectrain", "all-reduce", "parameter-server"])
-def test_ten_kills_with_wait_leave_the_weights_of_a_run_without(start, tmp_path, scheme):
-    steps, chance = 4500, random.Random(0)
+@pytest.mark.parametrize(
+    ("scheme", "kills", "steps", "seed"),
+    [
+        ("spectrain", 10, 4500, 0),
+        *(("all-reduce", 2, 1500, seed) for seed in range(5)),
+        *(("parameter-server", 2, 1500, seed) for seed in range(5)),
+    ],
+)
+def test_ten_kills_with_wait_leave_the_weights_of_a_run_without(start, tmp_path, scheme, kills, steps, seed):
+    chance = random.Random(seed)
     whole = start(tmp_path / "whole", 2, "--steps", steps, scheme=scheme)
     whole.end()
     run = start(tmp_path / "killed", 2, "--steps", steps, "--wait", 60, scheme=scheme)
     newest = []
-    for count in range(10):
+    for count in range(kills):
         newest.append(run.kill_one(chance))
         run.wait_for_losses(count + 1)
     said = run.end()
     at = run.went_on_at()
-    assert len(at) == 10
+    assert len(at) == kills
     assert all(went >= kept for went, kept in zip(at, newest, strict=True)), said
     for mine, other in zip(run.weights(), whole.weights(), strict=True):
         np.testing.assert_array_equal(mine, other)

@@ -1,10 +1,29 @@
-"""Plans of transfers for the tests."""
+"""Plans and workloads of transfers for the tests."""
 
 from __future__ import annotations
+
+from hypothesis import strategies as st
 
 from pipetrain.compute.functions.split import specs
 from pipetrain.compute.profiling.block_functions import size_bytes
 from pipetrain.schemes.transfers.plan import Pack, Phase, Plan
+from pipetrain.schemes.transfers.workload import Layer, Message, Workload
+
+SECONDS = st.integers(0, 20).map(float)
+MESSAGES = st.builds(Message, SECONDS, st.sampled_from([0.0, 0.25, 1.0]))
+
+
+@st.composite
+def workloads(draw, most=8):
+    """Graphs of layers with none, one or several variables, of which some are shared."""
+    layers, sizes = [], []
+    for k in range(draw(st.integers(1, most))):
+        own = range(len(sizes), len(sizes) + draw(st.integers(0 if k else 1, 3)))
+        sizes += [draw(st.integers(1, 40)) for _ in own]
+        shared = [draw(st.integers(0, len(sizes) - 1))] if draw(st.booleans()) else []
+        after = sorted(draw(st.sets(st.integers(0, k - 1), max_size=2))) if k else []
+        layers.append(Layer((*own, *shared), draw(SECONDS), draw(SECONDS), tuple(after)))
+    return Workload(tuple(layers), tuple(sizes), draw(MESSAGES))
 
 
 def late_plan(model, late=4, window=1):

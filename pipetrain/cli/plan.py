@@ -6,13 +6,14 @@ import argparse
 from typing import Any
 
 from pipetrain.cli.given import add_common, given
-from pipetrain.plan.advice import advise
 from pipetrain.schemes import table
+from pipetrain.simulation.data_parallel.advice import advise_all
 
 ABOUT = """Plan how to train a saved Keras model on several devices, without training it.
 
 Profiles the model's layers on this machine, cuts it into stages, and says what to expect of one device, of data
-parallelism, of a pipeline, and of a pipeline whose slow stages have several devices.
+parallelism, of a pipeline, and of a pipeline whose slow stages have several devices; and, as simulated, of data
+parallelism that sends weights or gradients while it computes (all-reduce, parameter-server).
 """
 EXAMPLES = """examples:
   python -m pipetrain plan model.keras --devices 4
@@ -47,4 +48,4 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     """Print the plan."""
     profile, cluster, training, of_microbatches = given(options)
-    print(f"{advise(profile, options.devices, cluster, training, of_microbatches)}\n{profile.warning}".rstrip())
+    print(f"{advise_all(profile, options.devices, cluster, training, of_microbatches)}\n{profile.warning}".rstrip())

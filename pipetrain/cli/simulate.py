@@ -8,9 +8,10 @@ from typing import Any
 
 from pipetrain.cli.argument_types import count, positive_number, share
 from pipetrain.cli.given import add_common, given
-from pipetrain.plan.advice import advise
 from pipetrain.schemes import table
+from pipetrain.schemes.transfers.orders import AUTO, ORDERS
 from pipetrain.simulation.comparison import Comparison, compare
+from pipetrain.simulation.data_parallel.advice import advise_all
 from pipetrain.simulation.reduction import REDUCTIONS
 
 ABOUT = """Simulate training a saved Keras model on devices that need not be there.
@@ -24,6 +25,7 @@ EXAMPLES = """examples:
   python -m pipetrain simulate model.keras --devices 4 --cluster cluster.json
   python -m pipetrain simulate model.keras --devices 8 --cluster cluster.json --speed 40 --scheme gpipe --scheme 2bw
   python -m pipetrain simulate model.keras --devices 4 --scheme spectrain --output trace.json
+  python -m pipetrain simulate model.keras --devices 4 --cluster cluster.json --scheme parameter-server --order tic
 
 a cluster file, for hosts with 4 GPUs each, which are joined by a switch: what a GPU sends, and what it receives, has to
 queue at its port; each host has one network card for all its GPUs:
@@ -50,9 +52,15 @@ def add(commands: Any) -> None:
     add_common(command)
     command.add_argument(
         "--scheme",
-        choices=(*table.NAMES, *table.SCHEDULED),
+        choices=table.EVERY_NAME,
         action="append",
         help="may be given several times (default: single, data-parallel and spectrain)",
+    )
+    command.add_argument(
+        "--order",
+        choices=[AUTO, *ORDERS],
+        default=AUTO,
+        help="of the transfers of all-reduce and parameter-server (default: auto, the one that is simulated fastest)",
     )
     command.add_argument(
         "--minibatches", type=count, default=200, metavar="N", help="how many are trained (default: 200)"
@@ -88,6 +96,7 @@ def run(options: argparse.Namespace) -> None:
         made.cluster,
         made.training,
         of_microbatches=of_microbatches,
+        order=options.order,
         minibatches=options.minibatches,
         reduction=options.reduction,
         slowdown=options.slowdown,
@@ -98,7 +107,7 @@ def run(options: argparse.Namespace) -> None:
     title = f"{profile.model}: batch {profile.batch_size}, {options.minibatches} minibatches simulated"
     parts = [title, comparison]
     if not options.scheme:
-        advice = advise(profile, options.devices, made.cluster, made.training)
+        advice = advise_all(profile, options.devices, made.cluster, made.training)
         parts += ["", f"Recommended by the cost model: {advice.recommended}. {advice.reason}"]
     print("\n".join(map(str, [*parts, made.profile.warning])).rstrip())
 

@@ -46,7 +46,12 @@ def add(commands: Any) -> None:
     option("--cores", type=cores, metavar="LIST", help="processor cores to keep to, such as 0,2-3 (default: all)")
     option("--cpu-devices", type=count, default=1, metavar="N", help="logical CPU devices (default: 1)")
     option("--intra-threads", type=count, metavar="N", help="threads of an operation (default: the devices' cores)")
-    option("--inter-threads", type=count, metavar="N", help="operations at a time (default: one for each device)")
+    option(
+        "--inter-threads",
+        type=count,
+        metavar="N",
+        help="operations at a time until a controller joins, which says how many (default: one for each device)",
+    )
     option(
         "--on-controller-gone",
         choices=("wait", "end"),

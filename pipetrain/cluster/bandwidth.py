@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 from itertools import combinations
 
@@ -15,7 +16,9 @@ from pipetrain.cluster.connection import about, joins, task_of
 from pipetrain.compute.cores import cores, finish, is_remote
 from pipetrain.plan.cluster import PCIE_3, SHARED_MEMORY, Cluster, Level, Link
 
+HOST = "/device:CPU:0"
 REPEATS = 7
+HOPS = 40  # of a message to and fro, by which its latency is measured
 ACTIONS = 10  # one after another, by which an action's overhead is measured
 LONG_S = 0.1  # a copy that takes so much longer than an empty one tells the bandwidth
 SMALLEST_BYTES, LARGEST_BYTES = 2**16, 2**25
@@ -38,6 +41,20 @@ def joined(devices: Sequence[str]) -> Cluster:
     return Cluster((Level(slowest),), None, _processors(devices), tuple(map(tuple, between)), overhead_s)
 
 
+def joined_within_functions(devices: Sequence[str]) -> Cluster:
+    """The same for messages within one function over these devices, whose latency is less than that of a call."""
+    cluster = joined(devices)
+    if cluster.between is None:
+        return cluster
+    between = [[*row] for row in cluster.between]
+    for (i, first), (j, last) in combinations(enumerate(devices), 2):
+        if task_of(first) != task_of(last):
+            hosts = frozenset((_host(first), _host(last)))
+            hop_s = _hop_s(hosts, *_ONE_OF.setdefault(hosts, (first, last)))
+            between[i][j] = between[j][i] = replace(between[i][j], latency_s=hop_s)
+    return replace(cluster, between=tuple(map(tuple, between)))
+
+
 def _link(first: str, last: str) -> Link:
     if first == last:
         return SHARED_MEMORY
@@ -53,7 +70,7 @@ _KNOWN_AT = {"joins": 0}  # what is cached here
 
 def _forget_former_workers() -> None:
     if _KNOWN_AT["joins"] != joins():
-        for known in (_about, _measured, _overhead_s):
+        for known in (_about, _measured, _hop_s, _overhead_s):
             known.cache_clear()
         _ONE_OF.clear()
         _KNOWN_AT["joins"] = joins()
@@ -81,6 +98,31 @@ def _measured(hosts: frozenset[str], sender: str, receiver: str) -> Link:
         size_bytes *= 2
         taken_s = _seconds(size_bytes, sender, receiver, 3) - empty_s
     return Link(min(size_bytes / max(taken_s, 1e-9), FASTEST_BYTES_PER_S), empty_s)
+
+
+@cache
+def _hop_s(hosts: frozenset[str], first: str, last: str) -> float:
+    """What a message of few bytes takes between two devices, of a function that sends it to and fro."""
+
+    def seconds(hops: int) -> float:
+        @tf.function(autograph=False)
+        def run(number: tf.Tensor) -> tf.Tensor:
+            for n in range(hops):
+                with tf.device((last, first)[n % 2]):
+                    number = number + 1.0
+            with tf.device(HOST):
+                return tf.identity(number)
+
+        with tf.device(first):
+            number = tf.zeros([])
+        taken = []
+        for _ in range(REPEATS + 1):  # the first makes the function
+            start_s = time.perf_counter()
+            run(number).numpy()
+            taken.append(time.perf_counter() - start_s)
+        return float(np.median(taken[1:]))
+
+    return max(0.0, seconds(HOPS) - seconds(0)) / HOPS
 
 
 def _seconds(size_bytes: int, sender: str, receiver: str, repeats: int = REPEATS) -> float:

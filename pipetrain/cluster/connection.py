@@ -16,6 +16,7 @@ from pipetrain.cluster.heartbeat import Heartbeat
 from pipetrain.cluster.hosts import Hosts
 from pipetrain.cluster.probe import NO_HOST, probed
 from pipetrain.cluster.server import ABOUT, keep_to_loopback, listening
+from pipetrain.compute.cores import cores
 
 JOB = "worker"
 RETRY_S = 0.2
@@ -45,6 +46,7 @@ def connect(cluster: Given = None, timeout_s: float = 20.0) -> list[str]:
     spec = tf.train.ClusterSpec({JOB: list(hosts.workers)})
     _check_time(spec)
     _check_answers(hosts, timeout_s)
+    _let_messages_in()
     before = set(listening())
     try:
         tf.config.experimental_connect_to_cluster(spec)
@@ -61,6 +63,16 @@ def connect(cluster: Given = None, timeout_s: float = 20.0) -> list[str]:
     for task in range(len(hosts.workers)):
         _beat(task)
     return devices
+
+
+def _let_messages_in() -> None:
+    """Let a worker run two operations at a time at least: with one, nothing that arrives is taken while it computes.
+
+    Workers take the number from this process, whatever their own is. Where TensorFlow has started it is fixed.
+    """
+    threading = tf.config.threading
+    with contextlib.suppress(RuntimeError):
+        threading.set_inter_op_parallelism_threads(max(2, threading.get_inter_op_parallelism_threads() or len(cores())))
 
 
 _JOINED: list[tf.train.ClusterSpec] = []  # TensorFlow's runtime is one for the process, and does not tell

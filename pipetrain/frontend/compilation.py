@@ -80,6 +80,10 @@ class Compilation:
             )
         self._check_own()
 
+    def learning_rate(self) -> float | None:
+        """That of now; None where each stage's own copy of a schedule knows it."""
+        return None if self._scheduled else float(self.optimizer.learning_rate.value.numpy())
+
     @property
     def loss_is_mean(self) -> bool:
         """Whether a minibatch's loss is the mean over its rows, else the sum of theirs; known once it is measured."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from pipetrain.cluster.bandwidth import joined
+from pipetrain.cluster.bandwidth import joined, joined_within_functions
 from pipetrain.cluster.connection import remote_devices
 from pipetrain.compute.cores import cores, full_name, is_remote
 from pipetrain.plan.cluster import PCIE_3, SHARED_MEMORY, Cluster, Level
@@ -42,13 +42,13 @@ def assign(devices: Sequence[str], stages: int) -> list[str]:
     return [used[stage * len(used) // stages] for stage in range(stages)]
 
 
-def described(devices: Sequence[str]) -> Cluster:
+def described(devices: Sequence[str], within_functions: bool = False) -> Cluster:
     """What the planner should know of these devices: those of one processor share its memory, others PCIe.
 
-    Links between processes and hosts are measured.
+    Links between processes and hosts are measured: for calls, or for messages ``within_functions`` over all devices.
     """
     if any(map(is_remote, devices)):
-        return joined(devices)
+        return joined_within_functions(devices) if within_functions else joined(devices)
     if all("CPU" in device for device in devices):
         return Cluster((Level(SHARED_MEMORY),), processors=len(cores()))
     return Cluster((Level(PCIE_3),))

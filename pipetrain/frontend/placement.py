@@ -25,7 +25,6 @@ from pipetrain.frontend.attributes import known
 from pipetrain.frontend.device_choice import assign, described
 from pipetrain.frontend.input_data import DEFAULT_ROWS
 from pipetrain.frontend.kernel_choice import KernelChoice
-from pipetrain.plan.advice import advise
 from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import partition, plan
 from pipetrain.plan.profile import Profile
@@ -34,6 +33,7 @@ from pipetrain.schemes.arguments import is_count
 from pipetrain.schemes.schedules import Schedule, has_halves
 from pipetrain.schemes.scheme import Scheme, UpdateRule
 from pipetrain.schemes.table import ONE_FORWARD_ONE_BACKWARD
+from pipetrain.simulation.data_parallel.advice import advise_all
 
 
 class Decision(NamedTuple):
@@ -198,7 +198,7 @@ class Placement:
         """A text: the cut of the model, and the estimates of other ways to train it on as many devices."""
         measured, devices = self._profile(batch_size, True), self._schedule.devices(sum(self.replicas))
         whole = measured if self.training.microbatches == 1 else self._profile(batch_size, True, microbatches=1)
-        advice = advise(whole, devices, described(self._devices), self.training, measured)
+        advice = advise_all(whole, devices, described(self._devices), self.training, measured)
         parts = [f"{self.partition(batch_size)}", advice.comparison(), measured.warning, left_out()]
         return "\n\n".join(filter(None, parts))
 
@@ -339,9 +339,9 @@ class Placement:
         """The device of every replica, in order."""
         return list(self._devices)
 
-    def profile(self, batch_size: int) -> Profile:
-        """The model's blocks, measured at this batch size if they have not been."""
-        return self._profile(batch_size, verbose=True)
+    def profile(self, batch_size: int, parts: int) -> Profile:
+        """The model's blocks for such a minibatch in so many parts, measured with the rows of one if need be."""
+        return self._profile(batch_size, verbose=True, microbatches=parts)
 
     def inferences(self, decision: Decision) -> list[list[Inference]]:
         """Every stage's replicas for a pipeline that only runs forwards, with this cut and these kernels."""

@@ -11,7 +11,6 @@ from pipetrain.frontend.checks.model import check_model, check_precision
 from pipetrain.frontend.checks.options import (
     check_cuts,
     check_microbatches,
-    check_order,
     check_recompute,
     check_replicas,
     check_schedule,
@@ -29,6 +28,7 @@ from pipetrain.plan.stages import Partition
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.table import DATA_PARALLEL, TRANSFERRING, check_name, check_options
 from pipetrain.schemes.table import scheme as chosen_scheme
+from pipetrain.schemes.transfers.orders import check_order
 
 
 class Options(NamedTuple):

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from pipetrain.compute.functions.split import specs
 from pipetrain.compute.graph.blocks import Chain
+from pipetrain.compute.graph.input_shapes import Shapes
 from pipetrain.compute.keras_private import flat_layers
 from pipetrain.compute.profiling.block_functions import size_bytes
-from pipetrain.plan.cluster import Cluster
-from pipetrain.plan.profile import Profile
-from pipetrain.schemes.transfers.auto import AUTO, auto
-from pipetrain.schemes.transfers.orders import MEASURED, ORDERS
+from pipetrain.plan.profile import Profile, Seconds
+from pipetrain.schemes.transfers.orders import AUTO, MEASURED, ORDERS
 from pipetrain.schemes.transfers.plan import Phase, Plan, check_plan
 from pipetrain.schemes.transfers.workload import Layer, Message, Workload
+from pipetrain.simulation.data_parallel.choice import auto
+from pipetrain.simulation.data_parallel.setting import Setting
 
-MESSAGE_S = 5e-4  # of TensorFlow's runtime for a message between processes, beside its bytes and the link's latency
 
-
-def workload_of(chain: Chain, variables: Sequence[Any], profile: Profile | None, message: Message) -> Workload:
-    """A model's blocks as layers, with the seconds of a profile if there is one.
+def workload_of(
+    chain: Chain, variables: Sequence[Any], profile: Profile | None, message: Message, workers: int
+) -> Workload:
+    """A model's blocks as layers, with one worker's seconds by the profile of a minibatch, if there is one.
 
     ``variables`` are the trained ones in the order of their numbers.
     """
@@ -33,39 +36,23 @@ def workload_of(chain: Chain, variables: Sequence[Any], profile: Profile | None,
         after = {made_by[value] for call in block.calls for value in call.reads if value in made_by} - {k}
         made_by |= {value: k for call in block.calls for value in call.writes}
         used = dict.fromkeys(numbers[id(each)] for call in block.calls for each in call.weights)
-        seconds = profile.blocks[k].seconds if profile else None
-        layers.append(
-            Layer(
-                tuple(used),
-                seconds.forward_s if seconds else 0.0,
-                seconds.backward_s if seconds else 0.0,
-                tuple(sorted(after)),
-            )
-        )
+        seconds = profile.trained[k].seconds if profile else Seconds(0.0, 0.0, 0.0)
+        own_s = seconds.forward_s / workers, seconds.backward_s / workers
+        layers.append(Layer(tuple(used), *own_s, tuple(sorted(after)), seconds.update_s))
     return Workload(tuple(layers), tuple(map(size_bytes, specs(variables))), message)
 
 
-def message_of(cluster: Cluster, workers: int, serves: bool, remote: bool) -> Message:
-    """What a message between the workers takes; an all-reduce sends each byte ``2 (r-1)/r`` times, in two messages."""
-    if workers == 1:
-        return Message()
-    link = max((cluster.link(0, n) for n in range(1, workers)), key=lambda link: link.seconds(1e6))
-    times = 1.0 if serves or workers == 2 else 2 * (workers - 1) / workers
-    steps = 1 if serves or workers == 2 else 2
-    overhead_s = link.latency_s + (MESSAGE_S if remote else 0.0)
-    return Message(steps * overhead_s, times / link.bandwidth_bytes_per_s)
-
-
-def planned(order: str | Plan, workload: Workload, serves: bool, apart: set[int], at_once: bool) -> Plan:
+def planned(order: str | Plan, setting: Setting, apart: set[int], at_once: bool) -> Plan:
     """The plan of an order, or the user's, checked.
 
     No variable of those ``apart``, whose gradients are rows, is late; none at all where all gradients are needed
     ``at_once``.
     """
+    workload = setting.workload
     if not isinstance(order, str):
-        return check_plan(order, workload.sizes_bytes, serves)
-    chosen = auto if order == AUTO else ORDERS[order]
-    return _in_time(chosen(workload, serves), set(workload.owner) if at_once else apart)
+        return check_plan(order, workload.sizes_bytes, setting.serves)
+    plan = auto(setting) if order == AUTO else ORDERS[order](workload, setting.serves)
+    return _in_time(plan, set(workload.owner) if at_once else apart)
 
 
 def _in_time(plan: Plan, needed: set[int]) -> Plan:
@@ -79,6 +66,13 @@ def _in_time(plan: Plan, needed: set[int]) -> Plan:
 def is_measured(order: str | Plan) -> bool:
     """Whether the order depends on what layers and messages take."""
     return isinstance(order, str) and order in (AUTO, *MEASURED)
+
+
+def input_bytes(model: keras.Model, shapes: Shapes | None, rows: int) -> int:
+    """The bytes of so many rows of the inputs; 0 where their shapes are not known."""
+    sizes = [math.prod(size or 0 for size in shape) for shape in shapes or ()]
+    dtypes = [tf.as_dtype(each.dtype).size for each in model.inputs[: len(sizes)]]
+    return rows * sum(size * width for size, width in zip(sizes, dtypes, strict=True))
 
 
 def embeddings(model: keras.Model, variables: Sequence[Any]) -> set[int]:

@@ -7,7 +7,6 @@ from typing import Any
 
 import keras
 
-from pipetrain.compute.cores import is_remote
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.optimizer.clipping import limit
 from pipetrain.compute.optimizer.loss_scaling import stepping
@@ -18,12 +17,15 @@ from pipetrain.frontend.device_choice import described
 from pipetrain.frontend.input_data import DEFAULT_ROWS
 from pipetrain.frontend.pipeline_strategy import PipelineStrategy
 from pipetrain.frontend.placement import Placement
-from pipetrain.frontend.transfer_planning import embeddings, is_measured, message_of, planned, workload_of
+from pipetrain.frontend.transfer_planning import embeddings, input_bytes, is_measured, planned, workload_of
+from pipetrain.plan.cluster import Cluster
 from pipetrain.run.step_runner import StepRunner
 from pipetrain.schemes.scheme import Scheme
-from pipetrain.schemes.transfers.auto import AUTO
+from pipetrain.schemes.transfers.orders import AUTO
 from pipetrain.schemes.transfers.plan import Plan
 from pipetrain.schemes.transfers.workload import Message
+from pipetrain.simulation.data_parallel.profiled import message_of
+from pipetrain.simulation.data_parallel.setting import Setting
 
 
 class TransferStrategy(PipelineStrategy):
@@ -67,18 +69,28 @@ class TransferStrategy(PipelineStrategy):
     def _runner(self) -> Any:
         count = len(self._devices)
         workers = [Worker(self._segment, device, n, count) for n, device in enumerate(self._devices)]
-        return StepRunner(self._weights, workers, self.plan, self._serves, self._run_settings)
+        return StepRunner(
+            self._weights, workers, self.plan, self._serves, self._run_settings, self._compilation.learning_rate
+        )
+
+    def setting(self, rows: int | None, is_measured: bool = True) -> Setting:
+        """The workers as the simulator takes them, for minibatches of so many rows.
+
+        If it ``is_measured``, the model is profiled and links are measured; else nothing takes time.
+        """
+        variables, placement, workers = self._segment.trainable_variables, self.placement, len(self._devices)
+        profile, message, cluster = None, Message(), Cluster()
+        if is_measured:
+            cluster = described(self._devices, within_functions=True)
+            message = message_of(cluster, workers, self._serves)
+            if message != Message():  # else no order hides anything
+                profile = placement.profile(rows or DEFAULT_ROWS, workers)
+        workload = workload_of(placement.chain, variables, profile, message, workers)
+        sent = input_bytes(self.model, placement.shapes, (rows or DEFAULT_ROWS) // workers)
+        return Setting(workload, workers, self._serves, cluster, input_bytes=sent)
 
     def _planned(self, rows: int | None) -> Plan:
-        """The plan of the order; the model is profiled, and links are measured, where it depends on them."""
-        variables, placement = self._segment.trainable_variables, self.placement
-        profile, message = None, Message()
-        if is_measured(self._order):
-            remote = any(map(is_remote, self._devices))
-            message = message_of(described(self._devices), len(self._devices), self._serves, remote)
-            if message != Message():  # else no order hides anything
-                profile = placement.profile(rows or DEFAULT_ROWS)
-        workload = workload_of(placement.chain, variables, profile, message)
-        rows_alone = embeddings(self.model, variables)
+        """The plan of the order, measured where it depends on that."""
+        rows_alone = embeddings(self.model, self._segment.trainable_variables)
         at_once = limit(stepping(self.optimizer).global_clipnorm) is not None
-        return planned(self._order, workload, self._serves, rows_alone, at_once)
+        return planned(self._order, self.setting(rows, is_measured(self._order)), rows_alone, at_once)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from pipetrain.plan.capacity import NoPlan
 from pipetrain.plan.cluster import Cluster
@@ -18,6 +20,14 @@ WAYS = ("single", "data-parallel", "pipeline", "hybrid")  # the simplest first
 MARGIN = 1.05  # what a less simple way must gain to be worth it
 
 
+class Ordered(NamedTuple):
+    """Data parallelism whose transfers are ordered: how many devices, the simulated rate, what each device keeps."""
+
+    devices: int
+    samples_per_second: float
+    memory_bytes: int
+
+
 @dataclass(frozen=True)
 class Advice:
     """The ways to train one model on some devices, the simplest first, and the recommended one; prints as tables.
@@ -25,15 +35,33 @@ class Advice:
     ``ways`` are ``single``, ``data-parallel`` (one stage on several devices), ``pipeline`` (every stage one device) and
     ``hybrid`` (stages with several), each with its fastest partition, or None where it does not fit the devices'
     memory. A way that is the best cut of none is not there: ``hybrid`` where a simpler one is faster than any.
+    ``ordered`` are the schemes beside them whose transfers are ordered, those that fit, see ``beside``.
     """
 
     ways: dict[str, Partition | None]
     recommended: str
     reason: str
+    ordered: Mapping[str, Ordered] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        best = self.ways[self.recommended]
-        return f"{best}\n\n{self.comparison()}"
+        best = self.ways.get(self.recommended)  # an ordered scheme has no stages
+        return f"{best}\n\n{self.comparison()}" if best else self.comparison()
+
+    def beside(self, ordered: Mapping[str, Ordered]) -> Advice:
+        """The advice with these schemes beside, one of which is recommended if it is 5% faster than what is so far."""
+        way = self.ways[self.recommended]
+        found = replace(self, ordered=ordered)
+        if way is None or not ordered:
+            return found
+        best = max(ordered, key=lambda name: ordered[name].samples_per_second)
+        gain = ordered[best].samples_per_second / way.samples_per_second
+        if gain < MARGIN:
+            return found
+        reason = (
+            f"Its transfers go on while its devices compute: simulated, {gain:.2f}x {self.recommended}, the best of "
+            f"the others. {self.reason}"
+        )
+        return replace(found, recommended=best, reason=reason)
 
     def comparison(self) -> str:
         """The table of ways, and what is recommended and why."""
@@ -46,6 +74,10 @@ class Advice:
                 continue
             gain = f"{way.samples_per_second / one.samples_per_second:.2f}x" if one else "-"
             rows.append((name, str(sum(way.replicas)), f"{way.samples_per_second:.0f}", gain, mib(way.fullest_bytes)))
+        for name, scheme in self.ordered.items():
+            gain = f"{scheme.samples_per_second / one.samples_per_second:.2f}x" if one else "-"
+            rate = f"{scheme.samples_per_second:.0f}"
+            rows.append((name, str(scheme.devices), rate, gain, mib(scheme.memory_bytes)))
         header = ("way to train", "devices", "samples/s", "against one", "memory MiB")
         return f"{text_table(header, rows)}\n\nRecommended: {self.recommended}. {self.reason}"
 
@@ -90,6 +122,13 @@ def advise(
         recommended,
         _reason(profile, recommended, possible, Costs(profile, cluster, 1, training.jit_compile)),
     )
+
+
+def everywhere(profile: Profile, num_devices: int, cluster: Cluster, training: Training) -> Partition | None:
+    """The whole model on every device; None if it does not fit their memory."""
+    way = training.under("single")._replace(jit_compile=False)
+    whole = plan(profile, [len(profile.blocks)], cluster, [num_devices], way)
+    return None if cluster.memory_bytes is not None and whole.fullest_bytes > cluster.memory_bytes else whole
 
 
 def _keep_faster(ways: dict[str, Partition | None], way: Partition, cluster: Cluster) -> None:

@@ -62,6 +62,8 @@ class Pipeline:
     from ``trace_for`` on.
     """
 
+    sends_ahead = False  # a stage is sent what is posted at once
+
     def __init__(
         self,
         stages: Sequence[Sequence[Replica]],
@@ -159,6 +161,9 @@ class Pipeline:
                 inputs = BoundaryTensors(take(x, part, rows), [None] * len(x)) if part or not rows else None
                 running.control.guarded(partial(running.entrance.send, microbatch.with_values, inputs, microbatch.rows))
         running.posted += 1
+
+    def send_ahead(self, x: list[tf.Tensor], y: Any, sample_weight: Any) -> None:
+        """A minibatch that is to be posted next; for pipelines that send it now."""
 
     def result(self) -> Result:
         """The next minibatch's loss and predictions, in order; waits for them. Raises what a stage raised."""

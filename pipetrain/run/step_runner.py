@@ -10,7 +10,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipetrain.compute.cores import is_remote
 from pipetrain.compute.functions.stage_values import BoundaryTensors
 from pipetrain.compute.keras_private import count_of
 from pipetrain.compute.optimizer.loss_scaling import LossScale
@@ -18,12 +17,11 @@ from pipetrain.compute.transfers.record import Sent
 from pipetrain.compute.transfers.step import Rows, Step
 from pipetrain.compute.transfers.weights import Shares, Weights
 from pipetrain.compute.transfers.worker import Worker
-from pipetrain.run.channels import take
 from pipetrain.run.collector import Result, Snapshot
 from pipetrain.run.pipeline import HOST, KEPT_SPANS, Activity
 from pipetrain.run.run_settings import RunSettings
 from pipetrain.run.transfers import here
-from pipetrain.schemes.splitting import rows_of
+from pipetrain.run.worker_rows import WorkerRows
 from pipetrain.schemes.transfers.plan import Plan
 from pipetrain.trace.trace import Span, Trace, Transfer, What
 
@@ -42,6 +40,9 @@ class StepRunner:
         plan: of the transfers.
         serves: whether the weights are on servers.
         settings: called whenever the weights are taken from the model.
+        rate: gives the learning rate of a step that begins, None where the optimizers know it.
+
+    Workers in other processes get their rows of the next minibatch while they compute this one.
 
     ``made``, ``loss_scale``, ``snapshots`` and ``output_masks`` as those of a ``Pipeline``.
     """
@@ -55,8 +56,14 @@ class StepRunner:
         plan: Plan,
         serves: bool,
         settings: Callable[[], RunSettings],
+        rate: Callable[[], float | None],
     ) -> None:
-        self._weights, self._workers, self._settings = list(weights), list(workers), settings
+        self._weights, self._workers, self._settings, self._rate = list(weights), list(workers), settings, rate
+        self._rows = WorkerRows([worker.device for worker in workers])
+        self.sends_ahead = self._rows.sends_ahead
+        self._shares: dict[
+            tuple[str, float], Shares
+        ] = {}  # on the devices, since the weights were taken from the model
         self.plan, self._serves = plan, serves
         self._step: Step | None = None
         self._run: RunSettings | None = None  # of the steps since the weights were taken from the model
@@ -95,13 +102,21 @@ class StepRunner:
         settings = self._run or self._start()
         if self._step is None:
             self._step = Step(self._weights, self._workers, self.plan, self._serves, HOST)
-        count = int(x[0].shape[0])
-        rows = [each for n in range(len(self._workers)) if (each := self._rows(n, count, x, (y, sample_weight)))]
-        self._set_rates(learning_rate)
+        rate = self._rate()  # that of the minibatch is as old as its reading
+        masks: list[Any] = [None] * len(x)
+        rows = [
+            Rows(
+                part.worker,
+                self._weights[0].sorted(BoundaryTensors(part.inputs, masks), part.targets),
+                self._shares_of(self._workers[part.worker].device, part.share),
+            )
+            for part in self._rows.of(x, (y, sample_weight))
+        ]
+        self._set_rates(rate)
         start_s = time.perf_counter()
         result, sent = self._step(rows, self._waiting, settings.exact_times)
         self._note(start_s, result.times, sent, [each.worker for each in rows])
-        self._late_rate, self._waiting = learning_rate, self._step.is_late
+        self._late_rate, self._waiting = rate, self._step.is_late
         self._steps_done += 1
         for group in (group for weights in self._weights for group in weights.groups):
             group.updated()
@@ -127,31 +142,25 @@ class StepRunner:
             return
         places = {worker.device: n for n, worker in reversed([*enumerate(self._workers)])}
         from_day_s = end_s - time.time()
-        for each, (ready_s, there_s) in zip(sent, times.numpy() + from_day_s, strict=True):
+        late = len(self.plan.late.packs) * any(each.kind == "late" for each in sent)
+        for each, (left_s, there_s) in zip(sent, times.numpy() + from_day_s, strict=True):
             ends = 0, places[each.source], 0, places[each.sink]
-            begun_s = min(ready_s, there_s)  # a time is noted when one of the device's threads is free for it
-            self._transfers.append(
-                Transfer(WHAT[each.kind], number, *ends, each.size_bytes or 0, float(begun_s), float(there_s))
-            )
+            begun_s = min(left_s, there_s)  # a time is noted when one of the device's threads is free for it
+            pack = each.pack + (late if each.kind == "push" else 0)  # what is late is sent first
+            seconds = float(begun_s), float(there_s)
+            self._transfers.append(Transfer(WHAT[each.kind], number, *ends, each.size_bytes or 0, *seconds, pack))
 
-    def _rows(self, number: int, count: int, x: list[tf.Tensor], targets: Any) -> Rows | None:
-        """One worker's rows, on its device; None if it has none. A minibatch without rows is the first worker's."""
-        worker, part = self._workers[number], rows_of(count, number, len(self._workers))
-        if not part and (count or number):
-            return None
-        with tf.device(HOST):
-            mine = take(x, part, count), take(targets, part, count)
-        if is_remote(worker.device):  # a worker does not fetch from this process: it is given what it needs
-            with tf.device(worker.device):
-                mine = tf.nest.map_structure(_identity, mine)
-        share = len(part) / count if count else 1.0
-        shares = self._shares(worker.device, share)
-        return Rows(number, self._weights[0].sorted(BoundaryTensors(mine[0], [None] * len(x)), mine[1]), shares)
+    def send_ahead(self, x: list[tf.Tensor], y: Any, sample_weight: Any) -> None:
+        """Send the rows of the minibatch that is to be posted next, while this one's step runs."""
+        self._rows.send_ahead(x, (y, sample_weight))
 
-    def _shares(self, device: str, share: float) -> Shares:
+    def _shares_of(self, device: str, share: float) -> Shares:
         assert self._run is not None  # within a step
-        with tf.device(device):
-            return Shares(tf.constant(share if self._run.loss_is_mean else 1.0), tf.constant(share))
+        if (device, share) not in self._shares:
+            with tf.device(device):
+                of_loss = tf.constant(share if self._run.loss_is_mean else 1.0)
+                self._shares[device, share] = Shares(of_loss, tf.constant(share))
+        return self._shares[device, share]
 
     def _set_rates(self, learning_rate: float | None) -> None:
         """Gradients that waited are applied with the rate of the step that made them."""
@@ -171,7 +180,7 @@ class StepRunner:
             self._waiting = False
 
     def drain(self) -> None:
-        """All gradients are applied, and the weights in the model."""
+        """All gradients are applied, and the weights in the model; rows that were sent ahead are the next step's."""
         if self._run is not None:
             self._flush()
             self._end(store=True)
@@ -183,6 +192,7 @@ class StepRunner:
                 self._count(self._run)
                 self._flush()
             self._end(store)
+        self._rows.forget()
         self._results.clear()
         self.snapshots.clear()
 
@@ -209,7 +219,7 @@ class StepRunner:
             weights.load(settings.updates)
         if any([worker.load() for worker in self._workers]):  # each of them, whatever the first one says
             self._step = None
-        self._run, self._steps_done, self._waiting = settings, 0, False
+        self._run, self._steps_done, self._waiting, self._shares = settings, 0, False, {}
         return settings
 
     def _end(self, store: bool) -> None:
@@ -230,7 +240,3 @@ class StepRunner:
         count = len(self._weights[0].variables)
         self._weights[0].store(values[:count])
         self._workers[0].store(values[count:])
-
-
-def _identity(tensor: Any) -> Any:
-    return None if tensor is None else tf.identity(tensor)

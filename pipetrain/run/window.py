@@ -33,6 +33,9 @@ class Window:
     If ``drains_after(n)`` is true for the number n of updates after all minibatches posted so far, nothing more is
     posted until every result is taken: the weights are then those of exactly n updates. ``updates`` are those made
     before.
+
+    A pipeline that ``sends_ahead`` is given each minibatch one before its turn, to send it; an error in reading it is
+    raised at its own turn.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class Window:
         self._pipeline, self._minibatches = pipeline, minibatches
         self._left, self._drains_after, self._updates = steps, drains_after, updates
         self._posted: deque[Minibatch] = deque()
+        self._following: list[Minibatch | Exception | None] = []  # the next one, if it has been read
 
     @property
     def in_flight(self) -> int:
@@ -57,17 +61,36 @@ class Window:
         while len(self._posted) < self._pipeline.window and self._left != 0:
             if self._posted and self._drains_after(self._updates):
                 break
-            minibatch = next(self._minibatches, None)
+            minibatch = self._read()
             if minibatch is None:
                 self._left = 0
                 break
+            self._left = None if self._left is None else self._left - 1
+            self._send_ahead()
             self._pipeline.post(*minibatch)
             self._posted.append(minibatch)
             self._updates += 1
-            self._left = None if self._left is None else self._left - 1
         if not self._posted:
             raise StopIteration
         return self._posted.popleft(), self._pipeline.result()
+
+    def _read(self) -> Minibatch | None:
+        """The next minibatch; None when the data have ended."""
+        following = self._following.pop() if self._following else next(self._minibatches, None)
+        if isinstance(following, Exception):
+            raise following
+        return following
+
+    def _send_ahead(self) -> None:
+        if not self._pipeline.sends_ahead or self._left == 0:
+            return
+        try:
+            following = next(self._minibatches, None)
+            if following is not None:
+                self._pipeline.send_ahead(following.x, following.y, following.sample_weight)
+            self._following.append(following)
+        except Exception as error:
+            self._following.append(error)
 
     def remaining(self) -> Iterator[tuple[Minibatch, Result]]:
         """The results of minibatches posted ahead and not yet returned; no more minibatches are read."""

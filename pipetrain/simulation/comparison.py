@@ -6,17 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipetrain.plan.advice import Advice, advise
+from pipetrain.plan.advice import Advice, advise, everywhere
 from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.memory import Training
 from pipetrain.plan.profile import Profile
 from pipetrain.plan.stages import DEFAULT_TRAINING, Partition
 from pipetrain.plan.text_table import text_table
-from pipetrain.schemes.table import DATA_PARALLEL, check_microbatches, check_name, splits
+from pipetrain.schemes.table import DATA_PARALLEL, TRANSFERRING, check_microbatches, check_name, splits
+from pipetrain.schemes.transfers.orders import AUTO
+from pipetrain.simulation.data_parallel.profiled import simulate_order
 from pipetrain.simulation.simulator import simulate
 from pipetrain.trace.idle import idle
 from pipetrain.trace.trace import Trace
 
+ORDERED = ("minibatches", "slowdown", "seed")  # options of those whose transfers are ordered
 HEADER = ("scheme", "devices", "samples/s", "against single", "bubble", "busiest", "most idle", "transfer")
 
 
@@ -66,12 +69,13 @@ def compare(
     training: Training | None = None,
     microbatches: int | None = None,
     of_microbatches: Profile | None = None,
+    order: str = AUTO,
     **options: Any,
 ) -> Comparison:
     """Simulate each scheme with the partition that suits it, and ``single`` to compare with.
 
     Pipelines have the cost model's fastest stages, with several devices each where that helps; ``data-parallel`` as
-    many devices as make it fastest.
+    many devices as make it fastest; ``all-reduce`` and ``parameter-server`` all devices, with transfers in an order.
 
     Args:
         profile: what the blocks cost.
@@ -81,6 +85,7 @@ def compare(
         training: what decides on the memory; its scheme does not matter.
         microbatches: pieces of a minibatch, of the schemes that split it.
         of_microbatches: the profile for these schemes, if it is another.
+        order: of the transfers of those schemes that order them.
         options: of ``simulate``.
 
     Raises:
@@ -92,17 +97,23 @@ def compare(
         check_microbatches(microbatches, scheme, training.under(scheme).horizon)
     partitions: dict[str, Partition | None] = {}
     for scheme in schemes:
-        pipelined = check_name(scheme) != DATA_PARALLEL
+        if check_name(scheme) in TRANSFERRING:
+            partitions[scheme] = everywhere(profile, num_devices, cluster, training)
+            continue
+        pipelined = scheme != DATA_PARALLEL
         trained, pieces = training.under(scheme if pipelined else "single"), of_microbatches if split[scheme] else None
         advice = advise(profile, num_devices, cluster, trained, pieces)
         partitions[scheme] = _chosen(advice, scheme)
     one = advise(profile, 1, Cluster(cluster.levels, processors=cluster.processors)).ways["single"]
     assert one is not None  # memory has no limit here
-    traces = {
-        scheme: simulate(each, scheme, cluster, microbatches=microbatches if split[scheme] else None, **options)
-        for scheme, each in partitions.items()
-        if each is not None
-    }
+    traces = {}
+    for scheme, each in partitions.items():
+        if scheme in TRANSFERRING and each is not None:
+            known = {name: options[name] for name in ORDERED if name in options}
+            traces[scheme] = simulate_order(profile, scheme, num_devices, cluster, order, **known)
+        elif each is not None:
+            count = microbatches if split[scheme] else None
+            traces[scheme] = simulate(each, scheme, cluster, microbatches=count, **options)
     return Comparison(
         profile.batch_size, partitions, traces, traces.get("single") or simulate(one, "single", cluster, **options)
     )

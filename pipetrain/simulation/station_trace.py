@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,6 +73,7 @@ def _transfers(sender: Station, kinds: list[int], wire: Wire, record: Record) ->
         size_bytes=np.array([size or 0 for size in sizes], dtype=np.int64)[piece],
         start_s=record.computed_s[sender.number][mine],
         end_s=record.arrived_s[wire.number],
+        **_alone(microbatch),
     )
     carries = np.array([size is not None for size in sizes])
     return table if carries.all() else table[carries[piece]]
@@ -93,11 +95,17 @@ def _reduced(station: Station, reduction: Reduction, record: Record) -> Transfer
         size_bytes=np.full(len(microbatch), reduction.sent_bytes[number]),
         start_s=record.computed_s[station.number][updates],
         end_s=record.reduced_s[station.number],
+        **_alone(microbatch),
     )
 
 
 def _codes_and_updates(station: Station) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
     return np.frombuffer(station.order, dtype=np.int32), np.frombuffer(station.work.updates, dtype=np.bool_)
+
+
+def _alone(like: NDArray[np.int32]) -> dict[str, Any]:
+    """Of transfers that no plan orders."""
+    return {"pack": np.zeros_like(like), "kept_s": np.zeros(len(like))}
 
 
 def _everywhere(number: int, like: NDArray[np.int32]) -> NDArray[np.int32]:

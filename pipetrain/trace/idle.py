@@ -9,11 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipetrain.schemes.actions import OPERATIONS
+from pipetrain.trace.packs import messages
 from pipetrain.trace.trace import Seconds, Spans, Trace, Transfers
 
 FORWARDS = [op for op, operation in OPERATIONS.items() if "outputs" in operation.received]
 BACKWARDS = [op for op, operation in OPERATIONS.items() if "input gradients" in operation.received]
 
+RESOLUTION_S = 1e-9  # of seconds that are sums of others
 Keys = NDArray[np.int64]
 Cause = Literal["transfer", "imbalance", "fill"]
 
@@ -50,8 +52,9 @@ def idle(trace: Trace) -> dict[tuple[int, int], Idle]:
     """For every stage and replica of the trace, the seconds in which it was idle, by cause.
 
     The time in which replicas wait for each other's gradients, within the span of a backward, is idle too:
-    ``imbalance`` until the last replica has computed its gradients, ``transfer`` after that. In a trace without
-    transfers no idle time is assigned to them.
+    ``imbalance`` until the last replica has computed its gradients, ``transfer`` after that. Where a plan orders the
+    transfers, what a replica waits for before its next action are the messages that have arrived until then. In a trace
+    without transfers no idle time is assigned to them.
     """
     places = trace.rows
     seconds: dict[Cause, Seconds] = {cause: np.zeros(len(places)) for cause in ("transfer", "imbalance", "fill")}
@@ -88,6 +91,7 @@ def _pauses(trace: Trace, places: list[tuple[int, int]]) -> Iterator[tuple[Cause
     yield "fill", row[last], spans.end_s[last], np.full(int(last.sum()), trace.duration_s)
     transfers = _among(trace.transfers, places)
     sent_s, arrived_s = _inputs(spans, row, transfers, row_of)
+    _add_messages(spans, row, messages(transfers), row_of, begin_s, sent_s, arrived_s)
     waits = ~refilled
     row, begin_s, start_s = row[waits], begin_s[waits], spans.start_s[waits]
     left_s = np.clip(sent_s[waits], begin_s, start_s)
@@ -138,9 +142,32 @@ def _inputs(spans: Spans, row: Keys, transfers: Transfers, row_of: Any) -> tuple
     return sent_s, arrived_s
 
 
+def _add_messages(
+    spans: Spans, row: Keys, sent: Transfers, row_of: Any, begin_s: Seconds, sent_s: Seconds, arrived_s: Seconds
+) -> None:
+    """Add messages of a plan to the inputs of the spans, in order of row and start, before which they arrived.
+
+    Only those count that arrived in the pause, which begins then; of what they waited for each other, they are taken to
+    have been on their way since the first of them was sent.
+    """
+    reader, ends = row_of(sent.to_stage, sent.to_replica), np.searchsorted(row, np.arange(1 + int(row.max(initial=0))))
+    for place in np.unique(reader).tolist():
+        mine, first = sent[reader == place], int(ends[place])
+        starts_s = spans.start_s[first:][row[first:] == place]
+        span = np.searchsorted(starts_s, mine.end_s - RESOLUTION_S)
+        taken = span < len(starts_s)
+        at = first + span[taken]
+        late = mine.end_s[taken] > begin_s[at]
+        at, left_s, there_s = at[late], mine.start_s[taken][late], mine.end_s[taken][late]
+        begun_s = np.full(len(spans), np.inf)
+        np.minimum.at(begun_s, at, left_s)
+        np.maximum.at(arrived_s, at, there_s)
+        sent_s[at] = np.maximum(sent_s[at], begun_s[at])
+
+
 def _reductions(transfers: Transfers, row_of: Any) -> tuple[Keys, Seconds, Seconds, Seconds]:
     """Of each replica's reductions: its row, when it began, when the last of the replicas did, and when it ended."""
-    of = transfers[transfers.op == "R"]
+    of = transfers[(transfers.op == "R") & (transfers.from_replica == transfers.to_replica)]
     if not len(of):
         return np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0), np.zeros(0)
     together = of.to_stage.astype(np.int64) * (1 + int(of.microbatch.max())) + of.microbatch

@@ -50,7 +50,8 @@ class Transfer(NamedTuple):
     from its gradients being ready to the sums being there; ``S``, gradients of weights that stages share, on their way
     up to the first of these stages, and their sum over the stages on its way down; ``W``, weights that a worker gets
     from a parameter server, which is the replica of the same device. Of schemes that order their transfers ``R`` and
-    ``W`` are single messages between two replicas.
+    ``W`` are single messages between two replicas, from when they left; ``pack`` is then the place of what is sent in
+    the step's plan, and ``kept_s`` the time from its arrival to its first use, which only a simulation knows.
     """
 
     op: What
@@ -62,6 +63,8 @@ class Transfer(NamedTuple):
     size_bytes: int
     start_s: float
     end_s: float
+    pack: int = 0
+    kept_s: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +89,7 @@ class Transfers(Columns[Transfer]):
     """Transfers as columns."""
 
     record: ClassVar[Any] = Transfer
-    dtypes: ClassVar[tuple[Any, ...]] = ("U1", *[np.int32] * 5, np.int64, float, float)
+    dtypes: ClassVar[tuple[Any, ...]] = ("U1", *[np.int32] * 5, np.int64, float, float, np.int32, float)
 
     op: NDArray[np.str_]
     microbatch: Integers
@@ -97,6 +100,8 @@ class Transfers(Columns[Transfer]):
     size_bytes: NDArray[np.int64]
     start_s: Seconds
     end_s: Seconds
+    pack: Integers
+    kept_s: Seconds
 
 
 class Trace:
@@ -257,7 +262,7 @@ def _halves(transfer: Transfer, number: int) -> Iterator[dict[str, Any]]:
 
 def _transfer(event: dict[str, Any]) -> Transfer:
     args = event["args"] | {"microbatch": _microbatch(event["args"])}
-    return Transfer(**{name: args[name] for name in Transfer._fields})
+    return Transfer(**{name: args[name] for name in Transfer._fields if name in args})
 
 
 def _microbatch(args: dict[str, Any]) -> int:

@@ -113,7 +113,7 @@ class Order:
         there = sent(tensor, source, sink, awaited)
         arrived = there
         if self._record is not None:  # the acknowledgement then waits for the time to be noted
-            arrived = self._record.add(self._kind, len(self._arrived) - 1, source, sink, tensor, there)
+            arrived = self._record.add(self._kind, len(self._arrived) - 1, source, sink, there)
         self._arrived[-1].append(arrived.op)
         return there
 

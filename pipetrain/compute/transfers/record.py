@@ -1,4 +1,4 @@
-"""When messages were ready and when they had arrived, noted on the devices themselves within one traced function."""
+"""When messages left and when they had arrived, noted on the devices themselves within one traced function."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ class Sent(NamedTuple):
 class Record:
     """Collects times of day while a function is traced; its results are then returned by the function.
 
-    ``messages`` are in the order in which they were added; each has two times, that of its being ready at its source
-    and that of its arrival.
+    ``messages`` are in the order in which they were added; each has two times, that of its leaving its source and that
+    of its arrival.
     """
 
     def __init__(self) -> None:
         self.messages: list[Sent] = []
         self._times: list[tuple[tf.Tensor, tf.Tensor]] = []
 
-    def add(self, kind: What, pack: int, source: str, sink: str, ready: tf.Tensor, there: tf.Tensor) -> tf.Tensor:
-        """A message is ready as the one tensor and has arrived as the other; gives the time of that."""
-        count = ready.shape.num_elements()
-        size_bytes = None if count is None else count * ready.dtype.size
+    def add(self, kind: What, pack: int, source: str, sink: str, there: tf.Tensor) -> tf.Tensor:
+        """A message has arrived as this tensor, a copy of the one that left; gives the time of that."""
+        (leaving,) = there.op.inputs
+        count = leaving.shape.num_elements()
+        size_bytes = None if count is None else count * leaving.dtype.size
         self.messages.append(Sent(kind, pack, source, sink, size_bytes))
         number = len(self.messages)
-        self._times.append((_time(source, ready, 2 * number), _time(sink, there, 2 * number + 1)))
+        self._times.append((_time(source, leaving, 2 * number), _time(sink, there, 2 * number + 1)))
         return self._times[-1][1]
 
     def times(self, host: str) -> tf.Tensor:

@@ -8,10 +8,8 @@ from typing import Any
 from pipetrain.schemes.arguments import checked_bool, is_count
 from pipetrain.schemes.schedules import groups_of
 from pipetrain.schemes.scheme import Scheme
-from pipetrain.schemes.table import COPIED, TRANSFERRING, UNCUT
+from pipetrain.schemes.table import COPIED, UNCUT
 from pipetrain.schemes.table import check_microbatches as check_microbatches  # beside the others, for who asks all
-from pipetrain.schemes.transfers.auto import AUTO
-from pipetrain.schemes.transfers.orders import orders
 from pipetrain.schemes.validation import check
 
 DEFAULT_MICROBATCHES = 4
@@ -69,23 +67,6 @@ def checked_workers(stages: Any, devices: int, scheme: str) -> int:
             f"{scheme} has a copy of the model on every device. Received: stages={stages!r}. Try leaving it out."
         )
     return min(int(stages), devices)
-
-
-def check_order(order: Any, scheme: str) -> None:
-    """Refuse an order of transfers that there is not, or of a scheme that has none to order."""
-    if order is None:
-        return
-    if scheme not in TRANSFERRING:
-        raise ValueError(
-            f"Only {' and '.join(TRANSFERRING)} order their transfers. Received: order={order!r}, scheme={scheme!r}. "
-            "Try leaving it out."
-        )
-    names = [AUTO, *orders(serves=scheme == "parameter-server")]
-    if isinstance(order, str) and order not in names:
-        raise ValueError(
-            f"Unknown order of transfers. Received: order={order!r}, scheme={scheme!r}. "
-            f"Try one of: {', '.join(names)}; or a Plan of your own."
-        )
 
 
 def check_schedule(scheme: Scheme, stages: int, microbatches: int) -> None:

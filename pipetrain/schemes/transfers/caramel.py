@@ -68,8 +68,8 @@ def divided(workload: Workload, packs: Sequence[Pack], overruns: bool) -> tuple[
 
     Whenever the link is free, of the packs that are made the one goes that the next forward needs first: the earliest
     deadline first. What has not begun by the end of the backward goes in the next forward, in the order of need; so
-    does what would not arrive before that end, unless one pack may overrun it. A variable's chunks go one after another
-    and stay together, as it is updated when all have arrived.
+    does what would not arrive before that end, unless one pack, or one variable's chunks, may overrun it. A variable's
+    chunks go one after another and stay together, as it is updated when all have arrived.
     """
     made = made_s(workload)
     end_s, time_s = made[0] if made else 0.0, 0.0
@@ -82,7 +82,8 @@ def divided(workload: Workload, packs: Sequence[Pack], overruns: bool) -> tuple[
         begun = {n for pack in now if pack.chunks > 1 for n in pack.variables}
         first = min(ready, key=lambda pack: (pack.variables[0] not in begun, workload.first(pack)))
         arrives_s = time_s + workload.message.seconds(first.size_bytes)
-        if time_s >= end_s or (arrives_s > end_s and not overruns):
+        goes_on = overruns and first.variables[0] in begun
+        if (time_s >= end_s and not goes_on) or (arrives_s > end_s and not overruns):
             break
         now.append(first)
         left.remove(first)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+from pipetrain.schemes.table import TRANSFERRING
 from pipetrain.schemes.transfers import caramel, ibatch, layerwise, tictac
 from pipetrain.schemes.transfers.plan import Plan
 from pipetrain.schemes.transfers.workload import Workload
+
+AUTO = "auto"  # the one of these whose simulated step is the shortest
 
 ORDERS: dict[str, Callable[[Workload, bool], Plan]] = {
     "none": layerwise.unordered,
@@ -22,3 +26,20 @@ MEASURED = ("tac", "ibatch", "caramel")  # which need to know what layers and me
 def orders(serves: bool) -> list[str]:
     """The names of the orders for a parameter server, or for an all-reduce."""
     return [name for name in ORDERS if not (serves and name == "caramel")]
+
+
+def check_order(order: Any, scheme: str) -> None:
+    """Raise ValueError for an order that there is not, or of a scheme that has none to order; None is the default."""
+    if order is None:
+        return
+    if scheme not in TRANSFERRING:
+        raise ValueError(
+            f"Only {' and '.join(TRANSFERRING)} order their transfers. Received: order={order!r}, scheme={scheme!r}. "
+            "Try leaving it out."
+        )
+    names = [AUTO, *orders(serves=scheme == "parameter-server")]
+    if isinstance(order, str) and order not in names:
+        raise ValueError(
+            f"Unknown order of transfers. Received: order={order!r}, scheme={scheme!r}. "
+            f"Try one of: {', '.join(names)}; or a Plan of your own."
+        )

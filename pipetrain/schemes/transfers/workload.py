@@ -23,12 +23,16 @@ class Message:
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer's variables, by number, its seconds, and the numbers of the earlier layers whose outputs it reads."""
+    """A layer's variables, by number, its seconds, and the numbers of the earlier layers whose outputs it reads.
+
+    ``update_s`` are the seconds of the optimizer's step for the variables that no earlier layer has.
+    """
 
     variables: tuple[int, ...] = ()
     forward_s: float = 0.0
     backward_s: float = 0.0
     after: tuple[int, ...] = ()
+    update_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,16 @@ class Workload:
     def owner(self) -> dict[int, int]:
         """The first layer of each variable."""
         return {n: k for k, variables in enumerate(self.owned) for n in variables}
+
+    @cached_property
+    def update_s(self) -> tuple[float, ...]:
+        """The seconds of each variable's update: its layer's, by its part of the bytes."""
+        seconds = [0.0] * len(self.sizes_bytes)
+        for layer, variables in zip(self.layers, self.owned, strict=True):
+            whole = sum(self.sizes_bytes[n] for n in variables)
+            for n in variables:
+                seconds[n] = layer.update_s * self.sizes_bytes[n] / whole if whole else 0.0
+        return tuple(seconds)
 
     @property
     def trained(self) -> list[int]:

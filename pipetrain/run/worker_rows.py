@@ -1,0 +1,96 @@
+"""The rows of a minibatch on their way to the workers, those of the next one while a step runs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from pipetrain.compute.cores import is_remote
+from pipetrain.run.channels import take
+from pipetrain.run.pipeline import HOST
+from pipetrain.schemes.splitting import rows_of
+
+
+class Part(NamedTuple):
+    """One worker's part of a minibatch: its number, its share of the rows, its inputs, its labels and weights."""
+
+    worker: int
+    share: float
+    inputs: list[Any]
+    targets: Any
+
+
+class WorkerRows:
+    """Divides minibatches among workers.
+
+    Args:
+        devices: the workers', in order.
+    """
+
+    def __init__(self, devices: Sequence[str]) -> None:
+        self._devices = list(devices)
+        self.sends_ahead = any(map(is_remote, devices))
+        self._ahead: tuple[Any, _Sending] | None = None  # a minibatch's inputs, and its rows on their way
+
+    def send_ahead(self, x: list[tf.Tensor], targets: Any) -> None:
+        """Send a minibatch that will be asked for next, in a thread of its own."""
+        self._ahead = x, _Sending(self, x, targets)
+
+    def of(self, x: list[tf.Tensor], targets: Any) -> list[Part]:
+        """Each worker's part, on its device, of those that have one. Raises what sending it has raised."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            parts = ahead[1].parts()
+            if ahead[0] is x and parts is not None:
+                return parts
+        return self.sent(x, targets)
+
+    def forget(self) -> None:
+        """Nothing is on its way any more."""
+        if self._ahead is not None:
+            self._ahead[1].parts()
+            self._ahead = None
+
+    def sent(self, x: list[tf.Tensor], targets: Any) -> list[Part]:
+        """The parts, sent now. A minibatch without rows is the first worker's."""
+        found, count = [], int(x[0].shape[0])
+        for number, device in enumerate(self._devices):
+            rows = rows_of(count, number, len(self._devices))
+            if not rows and (count or number):
+                continue
+            with tf.device(HOST):
+                mine = take(x, rows, count), take(targets, rows, count)
+            if is_remote(device):  # a worker does not fetch from this process: it is given what it needs
+                with tf.device(device):
+                    mine = tf.nest.map_structure(_identity, mine)
+            found.append(Part(number, len(rows) / count if count else 1.0, *mine))
+        return found
+
+
+class _Sending(threading.Thread):
+    """Sends a minibatch; what fails fails again when it is sent anew, for who waits for it then."""
+
+    def __init__(self, rows: WorkerRows, x: list[tf.Tensor], targets: Any) -> None:
+        super().__init__(name="pipetrain rows", daemon=True)
+        self._rows, self._given = rows, (x, targets)
+        self._parts: list[Part] | None = None
+        self.start()
+
+    def run(self) -> None:
+        """What the thread does."""
+        try:
+            self._parts = self._rows.sent(*self._given)
+        except tf.errors.OpError:
+            self._parts = None
+
+    def parts(self) -> list[Part] | None:
+        """Wait for the end; what was sent, None if that failed."""
+        self.join()
+        return self._parts
+
+
+def _identity(tensor: Any) -> Any:
+    return None if tensor is None else tf.identity(tensor)

@@ -1,0 +1,99 @@
+"""Simulated time, and devices that do one thing after another in it."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from heapq import heappop, heappush
+from itertools import count
+
+from pipetrain.schemes.actions import Op
+
+Happens = Callable[[], None]
+
+
+class Clock:
+    """What is to happen and when; of what happens at one time, first what was asked for first."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._heap: list[tuple[float, int, Happens]] = []
+        self._numbers = count()
+
+    def at(self, time_s: float, happens: Happens) -> None:
+        """Let it happen then."""
+        heappush(self._heap, (time_s, next(self._numbers), happens))
+
+    def run(self) -> None:
+        """Until nothing is left to happen."""
+        while self._heap:
+            self.now, _, happens = heappop(self._heap)
+            happens()
+
+
+class Processors:
+    """So many devices work at once; others wait, first come, first served."""
+
+    def __init__(self, number: float = math.inf) -> None:
+        self._idle, self._queue = number, deque[Happens]()
+
+    def take(self, then: Happens) -> None:
+        """Take a processor, now or when there is one."""
+        if self._idle > 0:
+            self._idle -= 1
+            then()
+        else:
+            self._queue.append(then)
+
+    def release(self) -> None:
+        """Give it back, to who has waited longest."""
+        if self._queue:
+            self._queue.popleft()()
+        else:
+            self._idle += 1
+
+
+class Piece:
+    """A time in which a device did one operation of a step without a pause."""
+
+    __slots__ = ("end_s", "op", "start_s", "step")
+
+    def __init__(self, op: Op, step: int, start_s: float, end_s: float) -> None:
+        self.op, self.step, self.start_s, self.end_s = op, step, start_s, end_s
+
+
+class Device:
+    """Does what it is given, one thing after another; ``pieces`` are what it did."""
+
+    def __init__(self, clock: Clock, processors: Processors, factor: Callable[[], float]) -> None:
+        self._clock, self._processors, self._factor = clock, processors, factor
+        self._queue = deque[tuple[float, Op, int, Callable[[float], None]]]()
+        self._busy = False
+        self.pieces: list[Piece] = []
+
+    def do(self, seconds: float, op: Op, step: int, then: Callable[[float], None]) -> None:
+        """Work for so long, after what it has been given before; ``then`` is told when that began."""
+        self._queue.append((seconds, op, step, then))
+        if not self._busy:
+            self._busy = True
+            self._processors.take(self._next)
+
+    def _next(self) -> None:
+        seconds, op, step, then = self._queue.popleft()
+        start_s = self._clock.now
+        end_s = start_s + seconds * self._factor()
+        last = self.pieces[-1] if self.pieces else None
+        if last and (last.op, last.step, last.end_s) == (op, step, start_s):
+            last.end_s = end_s
+        elif end_s > start_s:
+            self.pieces.append(Piece(op, step, start_s, end_s))
+        self._clock.at(end_s, lambda: self._done(start_s, then))
+
+    def _done(self, start_s: float, then: Callable[[float], None]) -> None:
+        self._processors.release()
+        self._busy = False
+        then(start_s)
+        if self._queue and not self._busy:
+            self._busy = True
+            self._processors.take(self._next)

@@ -1,0 +1,128 @@
+"""Messages between devices in simulated time: ports that they share, and the order in which a phase sends them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pipetrain.schemes.transfers.plan import Phase
+from pipetrain.simulation.data_parallel.clock import Clock, Happens
+from pipetrain.simulation.data_parallel.setting import Setting
+from pipetrain.simulation.network import Network, Route
+from pipetrain.trace.trace import Transfer, What
+
+
+class Message:
+    """A message: from when it leaves to when it has arrived, and to when it is used first."""
+
+    __slots__ = ("arrived_s", "left_s", "pack", "sink", "size_bytes", "source", "step", "used_s", "what")
+
+    def __init__(self, what: What, step: int, pack: int, source: int, sink: int, size_bytes: float) -> None:
+        self.what, self.step, self.pack = what, step, pack
+        self.source, self.sink, self.size_bytes = source, sink, size_bytes
+        self.left_s = self.arrived_s = self.used_s = 0.0
+
+    @property
+    def transfer(self) -> Transfer:
+        """As a trace has it."""
+        kept_s = max(0.0, self.used_s - self.arrived_s)
+        ends = 0, self.source, 0, self.sink
+        return Transfer(
+            self.what, self.step, *ends, round(self.size_bytes), self.left_s, self.arrived_s, self.pack, kept_s
+        )
+
+
+class Ports:
+    """Carries messages over a cluster's links. Whatever these are, a device has one port.
+
+    A port takes in one message at a time and sends out one. What leaves one medium, such as a port, goes through the
+    next one at the same time if that is free, and else waits before it, without keeping the first one from others: as
+    in a switch. Acknowledgements, of a few bytes, take a link's latency.
+    """
+
+    def __init__(self, clock: Clock, setting: Setting) -> None:
+        self.clock = clock
+        self._network = Network(setting.cluster)
+        self._routes: dict[tuple[int, int], Route] = {}
+
+    def send(self, source: int, sink: int, size_bytes: float, arrives: Happens) -> None:
+        """Send it now; ``arrives`` happens when it is there."""
+        self._enter(self._route(source, sink), 0, size_bytes, self.clock.now, arrives)
+
+    def _enter(self, route: Route, place: int, size_bytes: float, left_s: float, arrives: Happens) -> None:
+        """The message comes to one of its media; it has left the one before then."""
+        free_at, medium = self._network.free_at, route.media[place]
+        start_s = max(self.clock.now, free_at[medium])
+        end_s = free_at[medium] = max(left_s, start_s + size_bytes / route.bandwidth_bytes_per_s)
+        if place + 1 < len(route.media):
+            self.clock.at(start_s, lambda: self._enter(route, place + 1, size_bytes, end_s, arrives))
+        else:
+            self.clock.at(end_s + route.latency_s, arrives)
+
+    def acknowledgement_s(self, source: int, sink: int) -> float:
+        """What it takes from the sink to the source."""
+        return self._route(sink, source).latency_s
+
+    def _route(self, source: int, sink: int) -> Route:
+        if (source, sink) not in self._routes:
+            route, medium = self._network.route(source, sink), self._network.medium
+            out, into = medium("device", "out", source), medium("device", "in", sink)
+            self._routes[source, sink] = route._replace(media=(out, *route.media, into))
+        return self._routes[source, sink]
+
+
+class Flow:
+    """The messages of a phase's packs, of which so many packs are under way at a time.
+
+    ``messages`` are those that have left, in that order.
+
+    Args:
+        ports: that carry them.
+        phase: whose order they keep.
+        expected: messages of each pack.
+        together: they share the way, so that each is there when the last is: what all leave at once, and in no order.
+    """
+
+    def __init__(self, ports: Ports, phase: Phase, expected: int, together: bool = False) -> None:
+        self._ports, self._window, self._together = ports, phase.window, together
+        self._missing = [expected] * len(phase.packs)
+        self._acknowledged = [False] * len(phase.packs)
+        self._waiting: list[list[Happens]] = [[] for _ in phase.packs]
+        self._held: list[Callable[[], None]] = []
+        self._left = expected * len(phase.packs)
+        self.messages: list[Message] = []
+
+    def offer(self, place: int, message: Message, arrives: Happens, waits: bool = True) -> None:
+        """A message of the pack at this place of the phase is ready; it ``waits`` for those before it."""
+        before = place - self._window
+        if waits and self._window and before >= 0 and not self._acknowledged[before]:
+            self._waiting[before].append(lambda: self._send(place, message, arrives))
+        else:
+            self._send(place, message, arrives)
+
+    def _send(self, place: int, message: Message, arrives: Happens) -> None:
+        message.left_s = self._ports.clock.now
+        self.messages.append(message)
+        self._ports.send(
+            message.source, message.sink, message.size_bytes, lambda: self._arrived(place, message, arrives)
+        )
+
+    def _arrived(self, place: int, message: Message, arrives: Happens) -> None:
+        self._missing[place] -= 1
+        self._left -= 1
+        if not self._missing[place]:
+            back_s = self._ports.acknowledgement_s(message.source, message.sink)
+            self._ports.clock.at(self._ports.clock.now + back_s, lambda: self._acknowledge(place))
+        self._held.append(lambda: self._deliver(message, arrives))
+        if not self._together or not self._left:
+            held, self._held = self._held, []
+            for deliver in held:
+                deliver()
+
+    def _deliver(self, message: Message, arrives: Happens) -> None:
+        message.arrived_s = message.used_s = self._ports.clock.now
+        arrives()
+
+    def _acknowledge(self, place: int) -> None:
+        self._acknowledged[place] = True
+        for send in self._waiting[place]:
+            send()

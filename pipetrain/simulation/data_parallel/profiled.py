@@ -1,0 +1,95 @@
+"""Data parallelism as a profile predicts it: a worker's layers are the profile's blocks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from pipetrain.plan.cluster import Cluster
+from pipetrain.plan.profile import Profile
+from pipetrain.schemes.transfers.orders import AUTO, ORDERS, check_order
+from pipetrain.schemes.transfers.workload import Layer, Message, Workload
+from pipetrain.simulation.data_parallel.choice import auto
+from pipetrain.simulation.data_parallel.setting import Setting
+from pipetrain.simulation.data_parallel.simulator import simulate_plan
+from pipetrain.trace.trace import Trace
+
+STEPS = 4  # of which the middle ones are alike
+
+
+def simulate_order(
+    profile: Profile,
+    scheme: str,
+    workers: int,
+    cluster: Cluster | None = None,
+    order: str = AUTO,
+    minibatches: int = STEPS,
+    **options: Any,
+) -> Trace:
+    """Simulate ``all-reduce`` or ``parameter-server`` of a profiled model, with transfers in an order by its name.
+
+    Each worker has an equal part of the minibatch's rows, and computes for that part of the profile's seconds. The
+    trained weights of a block are one variable; those that blocks share are others.
+
+    Args:
+        profile: what the blocks cost for a whole minibatch.
+        scheme: ``all-reduce`` or ``parameter-server``.
+        workers: how many devices there are; a server is on the first of them.
+        cluster: how they are joined. A link's latency is what a message takes beside its bytes: between TensorFlow's
+            processes about half a millisecond and what the network takes.
+        order: of the transfers.
+        minibatches: how many are trained.
+        options: of ``simulate_plan``.
+
+    Raises ValueError for an order that the scheme does not have, and more workers than rows.
+    """
+    check_order(order, scheme)
+    setting = setting_of(profile, scheme, workers, cluster or Cluster())
+    plan = auto(setting) if order == AUTO else ORDERS[order](setting.workload, setting.serves)
+    return simulate_plan(setting, plan, minibatches, **options)
+
+
+def setting_of(profile: Profile, scheme: str, workers: int, cluster: Cluster) -> Setting:
+    """Such workers. Raises ValueError for more of them than rows."""
+    if workers > profile.batch_size:
+        raise ValueError(
+            f"Every worker has a row at least. Received: {workers} workers, batch_size={profile.batch_size}. "
+            f"Try {profile.batch_size} workers."
+        )
+    serves = scheme == "parameter-server"
+    workload = workload_of(profile, workers, message_of(cluster, workers, serves))
+    return Setting(workload, workers, serves, cluster, caller_s=profile.metric_s)
+
+
+def workload_of(profile: Profile, workers: int, message: Message) -> Workload:
+    """What one of so many workers computes of a profiled minibatch: the blocks one after another."""
+    share = math.ceil(profile.batch_size / workers) / profile.batch_size
+    sizes: list[int] = []
+    numbers: dict[int, int] = {}  # of variables that blocks share, by the weights' numbers
+    layers = []
+    for k, block in enumerate(profile.trained):
+        variables = []
+        if own_bytes := block.weight_bytes - sum(size for _, size in block.shared):
+            variables.append(len(sizes))
+            sizes.append(own_bytes)
+        for weight, size in block.shared:
+            if weight not in numbers:
+                numbers[weight] = len(sizes)
+                sizes.append(size)
+            variables.append(numbers[weight])
+        seconds, after = block.seconds, (k - 1,) if k else ()
+        layer = Layer(tuple(variables), share * seconds.forward_s, share * seconds.backward_s, after, seconds.update_s)
+        layers.append(layer)
+    return Workload(tuple(layers), tuple(sizes), message)
+
+
+def message_of(cluster: Cluster, workers: int, serves: bool) -> Message:
+    """What a message between the workers takes, for plans that are made by a formula.
+
+    Among r > 2 workers an all-reduce sends each byte ``2 (r-1)/r`` times, in two messages.
+    """
+    if workers == 1:
+        return Message()
+    link = max((cluster.link(0, n) for n in range(1, workers)), key=lambda link: link.seconds(1e6))
+    times, steps = (1.0, 1) if serves or workers == 2 else (2 * (workers - 1) / workers, 2)
+    return Message(steps * link.latency_s, times / link.bandwidth_bytes_per_s)

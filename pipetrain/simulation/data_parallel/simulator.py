@@ -1,0 +1,66 @@
+"""What a run of data parallelism would be, for a plan of transfers: the same kind of trace as training records."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from pipetrain.schemes.arguments import checked_count
+from pipetrain.schemes.transfers.plan import Plan, check_plan
+from pipetrain.simulation.data_parallel.clock import Device
+from pipetrain.simulation.data_parallel.messages import Message
+from pipetrain.simulation.data_parallel.setting import COUNTED, Setting
+from pipetrain.simulation.data_parallel.training import Training
+from pipetrain.trace.columns import Names
+from pipetrain.trace.trace import Spans, Trace, Transfers
+
+
+def simulate_plan(setting: Setting, plan: Plan, minibatches: int = 8, slowdown: float = 0.0, seed: int = 0) -> Trace:
+    """Simulate so many steps of data parallelism whose transfers this plan orders.
+
+    The spans of a worker are the pieces of its forward, ``F``, and of its backward and updates, ``B``, that it does
+    without a pause; where it waits between them for weights or sums, there is a pause. ``W`` are messages of weights,
+    ``R`` of gradients, each from when it leaves.
+
+    Args:
+        setting: the workers, how they are joined, and what they compute.
+        plan: of the transfers.
+        minibatches: how many are trained.
+        slowdown: how much the seconds of layers and updates vary: the standard deviation, as a part of the mean, of
+            random factors (lognormal, with mean 1).
+        seed: of these.
+
+    Raises ValueError for a plan that does not move every variable once each way, and for counts below 1.
+    """
+    check_plan(plan, setting.workload.sizes_bytes, setting.serves)
+    checked_count("minibatches", minibatches, COUNTED, 8)
+    sigma, rng = math.sqrt(math.log1p(slowdown**2)), np.random.default_rng(seed)
+
+    def factor() -> float:
+        return float(rng.lognormal(-(sigma**2) / 2, sigma)) if slowdown else 1.0
+
+    training = Training(setting, plan, minibatches, factor)
+    messages = training.run()
+    return Trace.of(_spans(training.devices), _transfers(messages))
+
+
+def _spans(devices: Sequence[Device]) -> Spans:
+    pieces = [(worker, piece) for worker, device in enumerate(devices) for piece in device.pieces]
+    workers = np.array([worker for worker, _ in pieces], dtype=np.int32)
+    steps = np.array([piece.step for _, piece in pieces], dtype=np.int32)
+    return Spans(
+        op=np.array([piece.op for _, piece in pieces], dtype=Spans.dtypes[0]),
+        stage=np.zeros_like(workers),
+        microbatch=steps,
+        device=Names(workers, tuple(f"device:{n}" for n in range(len(devices)))),
+        start_s=np.array([piece.start_s for _, piece in pieces], dtype=float),
+        end_s=np.array([piece.end_s for _, piece in pieces], dtype=float),
+        version=steps,
+        replica=workers,
+    )
+
+
+def _transfers(messages: Sequence[Message]) -> Transfers:
+    return Transfers.of(message.transfer for message in messages)

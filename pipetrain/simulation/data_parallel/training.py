@@ -1,0 +1,225 @@
+"""Training steps of data parallelism in simulated time, one after another, with all that their devices send."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from pipetrain.schemes.transfers.plan import Pack, Phase, Plan
+from pipetrain.simulation.data_parallel.clock import Clock, Device, Processors
+from pipetrain.simulation.data_parallel.messages import Flow, Message, Ports
+from pipetrain.simulation.data_parallel.setting import Setting
+from pipetrain.simulation.data_parallel.worker import WorkerStep
+
+
+class Training:
+    """So many steps; a step begins when the one before has ended everywhere.
+
+    A step updates each pack's variables where its sums are, when all of them have come; gradients that are late are
+    sent and updated at the beginning of the next step, before the forward of the layers that read the variables.
+
+    Args:
+        setting: the workers.
+        plan: of the transfers.
+        steps: how many.
+        factor: gives by how much longer each piece of work takes.
+
+    ``messages`` are those of all steps, in the order in which they left.
+    """
+
+    def __init__(self, setting: Setting, plan: Plan, steps: int, factor: Callable[[], float]) -> None:
+        self._setting, self._plan, self._steps = setting, plan, steps
+        self._clock, processors = Clock(), Processors(setting.cluster.processors)
+        self._ports = Ports(self._clock, setting)
+        self.devices = [Device(self._clock, processors, factor) for _ in range(setting.workers)]
+        self._made_after: list[list[tuple[int, Pack]]] = [[] for _ in setting.workload.layers]
+        for place, pack in enumerate(plan.pushes.packs):
+            self._made_after[setting.workload.first(pack)].append((place, pack))
+        self._step = -1
+        self._left = 0  # of the current step: layers to run backward, updates to be made, rows to arrive
+        self._flows: list[Flow] = []
+
+    def run(self) -> list[Message]:
+        """All steps; the messages."""
+        self._send_rows(range(1, self._setting.workers))
+        self._clock.run()
+        return [message for flow in self._flows for message in flow.messages]
+
+    def _send_rows(self, workers: range) -> None:
+        """The first step's rows, without which it does not begin."""
+        if not self._setting.input_bytes or not workers:
+            self._begin()
+            return
+        left = [*workers]
+
+        def arrived() -> None:
+            left.pop()
+            if not left:
+                self._begin()
+
+        for worker in workers:
+            self._ports.send(0, worker, self._setting.input_bytes, arrived)
+
+    def _begin(self) -> None:
+        setting, plan = self._setting, self._plan
+        self._step += 1
+        if self._step == self._steps:
+            return
+        late = plan.late if self._step else Phase()
+        awaited = plan.pulls.packs if setting.serves else late.packs
+        sides = setting.servers if setting.serves else 1
+        sinks = setting.servers if setting.serves else setting.workers
+        self._left = setting.workers * len(setting.workload.layers) + sinks * len(plan.pushes.packs)
+        awaits_rows = self._step + 1 < self._steps and setting.input_bytes > 0
+        self._left += (setting.workers - 1) * awaits_rows
+        pushes = self._summing(plan.pushes, len(late.packs), self._updated)
+        self._workers = [
+            WorkerStep(setting.workload, device, self._step, awaited, sides, partial(self._made, pushes, number))
+            for number, device in enumerate(self.devices)
+        ]
+        if awaits_rows:  # the next step's rows, which are sent while this one computes
+            for worker in range(1, setting.workers):
+                self._ports.send(0, worker, setting.input_bytes, self._done)
+        if setting.serves:
+            self._pull()
+        else:
+            sums = self._summing(late, 0, self._updated_late)
+            for place, pack in enumerate(late.packs):
+                for worker in range(setting.workers):
+                    sums.offer(place, pack, worker)
+        for each in self._workers:
+            each.begin()
+
+    def _pull(self) -> None:
+        """Every server sends its part of each pack to every worker, to each in the phase's order, itself first."""
+        setting, phase = self._setting, self._plan.pulls
+        flows = {
+            (server, (server + turn) % setting.workers): self._flow(phase, 1, together=not phase.window)
+            for turn in range(setting.workers)
+            for server in range(setting.servers)
+        }
+        for place, pack in enumerate(phase.packs):
+            for (server, worker), flow in flows.items():
+                there = self._workers[worker].there
+                if server == worker:
+                    there(pack, [])
+                    continue
+                message = Message("W", self._step, place, server, worker, pack.size_bytes / setting.servers)
+                flow.offer(place, message, partial(there, pack, [message]))
+
+    def _flow(self, phase: Phase, expected: int, together: bool = False) -> Flow:
+        self._flows.append(Flow(self._ports, phase, expected, together))
+        return self._flows[-1]
+
+    def _summing(self, phase: Phase, before: int, summed: Callable[[Pack, int, list[Message]], None]) -> Summing:
+        return Summing(self._setting, phase, self._step, before, self._flow, summed)
+
+    def _made(self, pushes: Summing, worker: int, layer: int) -> None:
+        for place, pack in self._made_after[layer]:
+            pushes.offer(place, pack, worker)
+        self._done()
+
+    def _updated(self, pack: Pack, sink: int, messages: list[Message]) -> None:
+        """The sums of a pack are there: update its variables."""
+        parts = self._setting.servers if self._setting.serves else 1
+        self.devices[sink].do(self._update_s(pack) / parts, "B", self._step, partial(self._used, messages, self._done))
+
+    def _updated_late(self, pack: Pack, sink: int, messages: list[Message]) -> None:
+        """The sums of a late pack are there: update its variables, then its layers may run."""
+        there = partial(self._workers[sink].there, pack, [])
+        self.devices[sink].do(self._update_s(pack), "F", self._step, partial(self._used, messages, there))
+
+    def _update_s(self, pack: Pack) -> float:
+        return sum(self._setting.workload.update_s[n] for n in pack.variables) / pack.chunks
+
+    @staticmethod
+    def _used(messages: list[Message], then: Callable[[], None], start_s: float) -> None:
+        for message in messages:
+            message.used_s = start_s
+        then()
+
+    def _done(self) -> None:
+        self._left -= 1
+        if not self._left:
+            self._clock.at(self._clock.now + self._setting.caller_s, self._begin)
+
+
+class Summing:
+    """The sums of a phase's gradients: on every server those of its part, or on every worker those of all.
+
+    Among more than two workers each adds a part of the pack and sends the sum to all others.
+
+    Args:
+        setting: the workers.
+        phase: the packs.
+        step: which step it is.
+        before: packs of other phases that the step has sent.
+        flow: makes one of a phase and the number of each pack's messages.
+        summed: is told the pack, the device and the messages that brought them whenever sums are there.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        phase: Phase,
+        step: int,
+        before: int,
+        flow: Callable[[Phase, int], Flow],
+        summed: Callable[[Pack, int, list[Message]], None],
+    ) -> None:
+        count = setting.workers
+        self._workers, self._step, self._before, self._summed = range(count), step, before, summed
+        self._scatters = not setting.serves and count > 2
+        self._sinks = range(setting.servers if setting.serves else count)
+        self._parts = len(self._sinks) if setting.serves or self._scatters else 1
+        if setting.serves:
+            self._flows = [flow(phase, count - 1) for _ in self._sinks]
+        else:
+            every = flow(phase, (1 + self._scatters) * count * (count - 1))
+            self._flows = [every] * count
+        self._missing: dict[tuple[int, int], int] = {}
+        self._came: dict[tuple[int, int], list[Message]] = {}
+        self._parts_missing: dict[tuple[int, int], int] = {}
+
+    def offer(self, place: int, pack: Pack, worker: int) -> None:
+        """A worker has its gradients of the pack at this place of the phase."""
+        size = pack.size_bytes / self._parts
+        for sink in _from(worker, self._sinks):
+            if sink == worker:
+                self._added(place, pack, sink, None)
+                continue
+            message = Message("R", self._step, self._before + place, worker, sink, size)
+            self._flows[sink].offer(place, message, partial(self._added, place, pack, sink, message))
+
+    def _added(self, place: int, pack: Pack, sink: int, message: Message | None) -> None:
+        key = place, sink
+        self._missing[key] = self._missing.get(key, len(self._workers)) - 1
+        self._came.setdefault(key, []).extend([message] if message else [])
+        if self._missing[key]:
+            return
+        if not self._scatters:
+            self._summed(pack, sink, self._came.pop(key))
+            return
+        self._came.pop(key)
+        size = pack.size_bytes / self._parts
+        for worker in _from(sink, self._workers):
+            if worker == sink:
+                self._gathered(place, pack, worker, None)
+                continue
+            message = Message("R", self._step, self._before + place, sink, worker, size)
+            arrives = partial(self._gathered, place, pack, worker, message)
+            self._flows[sink].offer(place, message, arrives, waits=False)
+
+    def _gathered(self, place: int, pack: Pack, worker: int, message: Message | None) -> None:
+        key = place, worker
+        self._parts_missing[key] = self._parts_missing.get(key, len(self._workers)) - 1
+        came = self._came.setdefault((place, len(self._workers) + worker), [])
+        came += [message] if message else []
+        if not self._parts_missing[key]:
+            self._summed(pack, worker, came)
+
+
+def _from(device: int, others: range) -> list[int]:
+    """The others, beginning with this device's place: so that not all send to the same one first."""
+    first = device % len(others)
+    return [*others[first:], *others[:first]]

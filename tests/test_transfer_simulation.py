@@ -1,0 +1,298 @@
+"""Plans of transfers in simulated time: what steps take, what travels when, and the choice of a plan."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transfer_plans import workloads
+
+import pipetrain
+from pipetrain.plan.advice import advise
+from pipetrain.plan.cluster import Cluster, Level, Link
+from pipetrain.plan.profile import BlockProfile, Profile
+from pipetrain.schemes.transfers.caramel import step_s
+from pipetrain.schemes.transfers.orders import ORDERS, orders
+from pipetrain.schemes.transfers.plan import Phase, Plan
+from pipetrain.schemes.transfers.workload import Layer, Message, Workload, pulled_s, pushed_s
+from pipetrain.simulation.comparison import compare
+from pipetrain.simulation.data_parallel.advice import advise_all
+from pipetrain.simulation.data_parallel.choice import WORTH, auto, tried
+from pipetrain.simulation.data_parallel.profiled import workload_of
+from pipetrain.simulation.data_parallel.setting import Setting
+from pipetrain.simulation.data_parallel.simulator import simulate_plan
+from pipetrain.trace.packs import packs
+from pipetrain.trace.trace import Trace
+
+
+def joined(s_per_byte=1.0, latency_s=0.0, **options):
+    return Cluster((Level(Link(1 / s_per_byte if s_per_byte else math.inf, latency_s)),), **options)
+
+
+def set_up(workload, workers=2, serves=True, **options):
+    """Workers whose messages take what the workload says."""
+    message = workload.message
+    return Setting(workload, workers, serves, joined(message.s_per_byte, message.overhead_s), **options)
+
+
+def without_overhead(workload):
+    return replace(workload, message=Message(0.0, workload.message.s_per_byte))
+
+
+def computed_s(trace, worker):
+    mine = trace.spans[trace.spans.replica == worker]
+    return float((mine.end_s - mine.start_s).sum())
+
+
+@given(workloads(), st.sampled_from(["layerwise", "ibatch"]))
+def test_a_server_and_a_worker_take_what_the_formulas_say(workload, order):
+    workload = without_overhead(workload)
+    plan = ORDERS[order](workload, True)
+    trace = simulate_plan(set_up(workload), plan, 1)
+    found_s = pulled_s(workload, plan.pulls.packs) + pushed_s(workload, plan.pushes.packs)
+    ends_s = max([trace.duration_s, *trace.transfers.end_s])
+    before_s = min((layer.forward_s for layer in workload.layers if layer.forward_s), default=0.0)
+    # a trace begins with the first span: that of the server's own worker, which waits for nothing
+    assert ends_s == pytest.approx(found_s) or before_s == 0.0
+
+
+@given(workloads())
+def test_two_workers_that_sum_take_what_the_formulas_say(workload):
+    workload = without_overhead(workload)
+    plan = ORDERS["layerwise"](workload, False)
+    forward_s = sum(layer.forward_s for layer in workload.layers)
+    trace = simulate_plan(set_up(workload, serves=False), plan, 1)
+    if forward_s:
+        ends_s = max([trace.duration_s, *trace.transfers.end_s])
+        assert ends_s == pytest.approx(forward_s + pushed_s(workload, plan.pushes.packs))
+
+
+def test_what_is_late_hides_in_the_next_forward():
+    workload = Workload.chain([1] * 12, [1.0] * 12, [1.0] * 12, Message(0.0, 2.0))
+    plan = ORDERS["caramel"](workload, False)
+    assert plan.late.packs
+    trace = simulate_plan(set_up(workload, serves=False), plan, 4)
+    assert trace.step_s == step_s(workload, plan.pushes.packs, plan.late.packs) == 27.0
+    assert simulate_plan(set_up(workload, serves=False), ORDERS["layerwise"](workload, False), 4).step_s == 37.0
+
+
+def test_a_message_waits_for_the_acknowledgement_of_the_one_a_window_before():
+    """Four messages of 10 s and 3 s of latency, then 1 s of computing each."""
+    workload = Workload.chain([10] * 4, [1.0] * 4, [0.0] * 4, Message(3.0, 1.0))
+
+    def left_s(window):
+        pulls = Phase(tuple(workload.pack([n]) for n in range(4)), window)
+        trace = simulate_plan(set_up(workload), Plan(pulls, ORDERS["none"](workload, True).pushes), 1)
+        mine = trace.transfers[trace.transfers.op == "W"]
+        assert not any(each.inverted for each in packs(trace))
+        return mine.start_s.tolist(), mine.end_s.tolist()
+
+    assert left_s(1) == ([0, 16, 32, 48], [13, 29, 45, 61])
+    assert left_s(2) == ([0, 0, 16, 26], [13, 23, 33, 43])
+    assert left_s(3) == ([0, 0, 0, 16], [13, 23, 33, 43])
+    assert left_s(0) == ([0, 0, 0, 0], [43] * 4)  # in no order all are there when the last is
+
+
+def test_the_server_has_one_port_each_way():
+    """Two workers beside it pull and push through it; among three that sum, each sends and takes two thirds twice."""
+    workload = Workload.chain([30], [1.0], [2.0], Message(0.0, 1.0))
+    plan = ORDERS["layerwise"](workload, True)
+    assert simulate_plan(set_up(workload, 3), plan, 4).step_s == 2 * 30 + 1 + 2 + 30
+    assert simulate_plan(set_up(workload, 2), plan, 4).step_s == 30 + 1 + 2 + 30
+    trace = simulate_plan(set_up(workload, 3, serves=False), ORDERS["layerwise"](workload, False), 4)
+    assert trace.step_s == 1 + 2 + 2 * 20
+    assert trace.transfers.size_bytes.sum() == 4 * 3 * 2 * 20
+
+
+def test_servers_share_every_pack():
+    workload = Workload.chain([30], [1.0], [2.0], Message(0.0, 1.0))
+    plan = ORDERS["layerwise"](workload, True)
+    assert simulate_plan(set_up(workload, 3, servers=3), plan, 4).step_s == 20 + 1 + 2 + 20
+    assert simulate_plan(set_up(workload, 2, servers=2), plan, 4).step_s == 15 + 1 + 2 + 15
+
+
+def test_hosts_share_the_ports_that_the_cluster_says():
+    """Two hosts of two devices each: what the host of the server sends to the other goes through one card."""
+    workload = Workload.chain([30], [1.0], [2.0], Message(0.0, 1.0))
+    hosts = Cluster((Level(Link(math.inf), 2), Level(Link(1.0), contention="port")))
+    setting = Setting(workload, 4, False, hosts)
+    sums = simulate_plan(setting, ORDERS["layerwise"](workload, False), 4)
+    assert sums.step_s == pytest.approx(3 + 2 * 4 * 7.5)  # a quarter from each of two to each of two, twice
+
+
+def test_updates_and_rows_take_their_time():
+    layers = (Layer((0,), 1.0, 2.0, (), 4.0), Layer((1,), 1.0, 2.0, (0,), 8.0))
+    workload = Workload(layers, (10, 10), Message(0.0, 0.0))
+    every = {serves: simulate_plan(set_up(workload, serves=serves), ORDERS["none"](workload, serves), 4) for serves in
+             (True, False)}  # fmt: skip
+    # the second layer's update takes the device before the first layer's backward
+    assert every[True].step_s == 2 + 4 + 12
+    assert every[False].step_s == 2 + 4 + 12
+    assert computed_s(every[True], 0) == 4 * 18 and computed_s(every[True], 1) == 4 * 6
+    assert computed_s(every[False], 1) == 4 * 18
+    workload = Workload.chain([0], [1.0], [1.0], Message(0.0, 1.0))
+    plan = ORDERS["none"](workload, False)
+    assert simulate_plan(set_up(workload, serves=False, input_bytes=7), plan, 4).step_s == 7
+    assert simulate_plan(set_up(workload, serves=False, input_bytes=1), plan, 4).step_s == 2
+    assert simulate_plan(set_up(workload, serves=False, caller_s=3.0), plan, 4).step_s == 5
+
+
+def test_fewer_processors_than_workers_take_turns():
+    workload = Workload.chain([0] * 3, [1.0] * 3, [1.0] * 3)
+    setting = Setting(workload, 3, False, joined(0.0, processors=1))
+    trace = simulate_plan(setting, ORDERS["none"](workload, False), 3)
+    assert trace.step_s == 18 and computed_s(trace, 2) == 18
+
+
+@given(workloads(), st.booleans(), st.integers(1, 4), st.sampled_from([0, 1, 2, 5]))
+@settings(deadline=None)
+def test_every_plan_runs_and_moves_what_it_says(workload, serves, workers, window):
+    """Whatever the windows; with one message under way at a time all arrive in the order of the plan."""
+    for name in orders(serves):
+        plan = ORDERS[name](workload, serves)
+        plan = plan._replace(
+            **{each: getattr(plan, each)._replace(window=window) for each in ("pulls", "pushes", "late")}
+        )
+        trace = simulate_plan(set_up(workload, workers, serves), plan, 3)
+        size, late = sum(workload.sizes_bytes), sum(pack.size_bytes for pack in plan.late.packs)
+        sent = trace.transfers
+        if serves:
+            assert sent.size_bytes[sent.op == "W"].sum() == 3 * (workers - 1) * size
+            assert sent.size_bytes[sent.op == "R"].sum() == 3 * (workers - 1) * size
+        else:
+            exact = sum(each.size_bytes for each in sent)
+            assert exact == pytest.approx(2 * (workers - 1) * (3 * size - late), abs=len(sent))
+        assert (sent.end_s >= sent.start_s).all() and (sent.kept_s >= 0).all()
+        if window == 1:
+            assert not any(each.inverted for each in packs(trace))
+        seconds = sum(layer.forward_s + layer.backward_s for layer in workload.layers)
+        assert computed_s(trace, workers - 1) == pytest.approx(3 * seconds)
+        idle = pipetrain.idle(trace)
+        for replica, causes in idle.items():
+            assert causes.total_s + computed_s(trace, replica[1]) == pytest.approx(trace.duration_s)
+
+
+def test_a_trace_is_the_same_again_and_after_it_was_saved(tmp_path):
+    workload = Workload.chain([40] * 6, [0.5] * 6, message=Message(0.25, 0.0625))
+    plan = ORDERS["ibatch"](workload, True)
+    trace, again = (simulate_plan(set_up(workload, 3), plan, 5, slowdown=0.2, seed=1) for _ in range(2))
+    assert trace == again
+    assert trace != simulate_plan(set_up(workload, 3), plan, 5, slowdown=0.2, seed=2)
+    trace.save(tmp_path / "trace.json")
+    loaded = Trace.load(tmp_path / "trace.json")
+    np.testing.assert_array_equal(loaded.transfers.pack, trace.transfers.pack)
+    np.testing.assert_allclose(loaded.transfers.kept_s, trace.transfers.kept_s)
+    first = packs(trace)[0]
+    assert first.sent_s <= first.arrived_s < first.used_s
+
+
+def test_inversions_are_found():
+    """Against its own plan: a pack that comes after one that is behind it."""
+    workload = Workload.chain([1, 100, 1], [1.0] * 3, message=Message(0.0, 1.0))
+    pushes = tuple(workload.pack([n]) for n in (0, 1, 2))
+    trace = simulate_plan(set_up(workload, serves=False), Plan(Phase(), Phase(pushes, 0)), 1)
+    assert [(each.pack, each.inverted) for each in packs(trace) if each.to_replica] == [
+        (2, False),
+        (1, True),
+        (0, True),
+    ]
+
+
+# The choice ---------------------------------------------------------------------------------------------------------
+
+
+@given(workloads(), st.booleans())
+@settings(deadline=None)
+def test_the_choice_is_the_fastest_or_no_order(workload, serves):
+    setting = set_up(workload, 3, serves)
+    plan = auto(setting)
+    seconds = {name: simulate_plan(setting, ORDERS[name](workload, serves), 4).step_s for name in tried(serves)}
+    chosen = simulate_plan(setting, plan, 4).step_s
+    assert chosen == min(seconds.values()) or (plan.name == "none" and min(seconds.values()) >= WORTH * chosen)
+
+
+def test_where_transfers_take_as_long_as_computing_an_order_is_chosen():
+    chain = Workload.chain([100] * 16, [1.0] * 16, [2.0] * 16, Message(0.4, 0.03))
+    assert auto(set_up(chain)).name == "layer by layer"
+    assert auto(set_up(chain, serves=False)).name == "none"  # how gradients are packed changes next to nothing
+    free = Workload.chain([1] * 16, [1.0] * 16)
+    assert auto(set_up(free)).name == auto(set_up(free, serves=False)).name == "none"
+
+
+# What a profile predicts --------------------------------------------------------------------------------------------
+
+
+def profiled(count=8, weight_bytes=10**6, **options):
+    blocks = [BlockProfile(f"d{n}", 1e-3, 2e-3, 100, weight_bytes, **options) for n in range(count)]
+    return Profile("chain", 64, tuple(blocks))
+
+
+def test_blocks_are_layers_of_a_share_of_the_rows():
+    blocks = (
+        BlockProfile("a", 1.0, 2.0, 8, 100, update_s=5.0, shared=((3, 40),)),
+        BlockProfile("b", 3.0, 4.0, 8, 0),
+        BlockProfile("c", 5.0, 6.0, 8, 40, shared=((3, 40),)),
+    )
+    workload = workload_of(Profile("m", 4, blocks), 2, Message())
+    assert workload.sizes_bytes == (60, 40)
+    assert [layer.variables for layer in workload.layers] == [(0, 1), (), (1,)]
+    assert [layer.forward_s for layer in workload.layers] == [0.5, 1.5, 2.5]
+    assert workload.update_s == (3.0, 2.0)
+
+
+def test_simulate_order_is_public():
+    hosts = joined(1e-9, 5e-4)
+    rates = {order: pipetrain.simulate_order(profiled(), "parameter-server", 2, hosts, order).step_s for order in
+             ("none", "layerwise", "auto")}  # fmt: skip
+    assert rates["auto"] <= rates["layerwise"] < rates["none"]
+    with pytest.raises(ValueError, match="Unknown order of transfers"):
+        pipetrain.simulate_order(profiled(), "parameter-server", 2, hosts, "caramel")
+    with pytest.raises(ValueError, match=r"65 workers, batch_size=64"):
+        pipetrain.simulate_order(profiled(), "all-reduce", 65, hosts)
+    with pytest.raises(ValueError, match=r"Servers are workers too.*servers=3, workers=2"):
+        Setting(Workload.chain([1], [1.0]), 2, True, hosts, servers=3)
+    with pytest.raises(ValueError, match=r"caller_s=-1"):
+        Setting(Workload.chain([1], [1.0]), 2, True, hosts, caller_s=-1)
+    with pytest.raises(ValueError, match=r"which a partition has not.*Try pipetrain.simulate_order"):
+        pipetrain.simulate(pipetrain.partition(profiled(), 2), "all-reduce")
+
+
+def test_schemes_with_ordered_transfers_are_compared_beside_the_others():
+    hosts = joined(1e-9, 5e-4)
+    found = compare(profiled(), 2, ["single", "all-reduce", "parameter-server"], hosts, minibatches=8, slowdown=0.1)
+    assert [*found.traces] == ["single", "all-reduce", "parameter-server"]
+    assert re.search(r"parameter-server +2 ", str(found))
+    tight = compare(profiled(), 2, ["all-reduce"], replace(hosts, memory_bytes=10**6), minibatches=8)
+    assert "no cut fits" in str(tight)
+
+
+def test_advice_lists_them_with_their_rates():
+    hosts = joined(1e-9, 5e-4)
+    advice, plain = advise_all(profiled(), 2, hosts), advise(profiled(), 2, hosts)
+    assert (advice.ways, not plain.ordered) == (plain.ways, True)
+    rates = {name: each.samples_per_second for name, each in advice.ordered.items()}
+    assert rates == {
+        name: pytest.approx(64 / pipetrain.simulate_order(profiled(), name, 2, hosts).step_s)
+        for name in ("all-reduce", "parameter-server")
+    }
+    for name, rate in rates.items():
+        assert f"{name}" in str(advice) and f"{rate:.0f}" in str(advice)
+    assert advise_all(profiled(), 1, hosts).ordered == {}
+
+
+def test_one_of_them_is_recommended_where_it_is_clearly_faster():
+    """One block cannot be cut, and its gradients hide behind computing only where transfers are ordered."""
+    light, slow = profiled(weight_bytes=10**4), joined(1e-9, 0.0)
+    heavy = replace(light, blocks=tuple(replace(b, output_bytes=10**7) for b in light.blocks))
+    advice = advise_all(heavy, 2, slow)
+    best = max(way.samples_per_second for way in advise(heavy, 2, slow).ways.values() if way)
+    assert advice.ordered["all-reduce"].samples_per_second < 1.05 * best
+    assert advice.recommended == "data-parallel"
+    heavy = replace(heavy, blocks=tuple(replace(b, weight_bytes=10**6) for b in heavy.blocks))
+    advice = advise_all(heavy, 2, slow)
+    assert advice.recommended == "all-reduce" and "while its devices compute" in str(advice)
