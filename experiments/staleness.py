@@ -39,7 +39,7 @@ sys.path.insert(0, str(ROOT))
 
 from experiments import datasets, optimizers  # noqa: E402
 from experiments.intervals import interval, shown  # noqa: E402
-from experiments.options import positive, rate, writable  # noqa: E402
+from experiments.options import positive, rate, whole, writable  # noqa: E402
 from experiments.policies import POLICIES, Outcome, Run, record, recorded, train  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
 from pipetrain.plan.text_table import text_table  # noqa: E402
@@ -106,8 +106,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--stages", type=positive, action="append", metavar="N", help=f"pipeline stages{again % _default(STAGES)}")
     add("--learning-rate", type=rate, action="append", metavar="X", help=f"of SGD{again % _default(RATES)}")
     add(
-        "--seeds", type=positive, default=SEEDS, metavar="N", help="runs of each, seeds 0 to N-1 (default: %(default)s)"
+        "--seeds",
+        type=positive,
+        default=SEEDS,
+        metavar="N",
+        help="runs of each, seeds S to S+N-1 (default: %(default)s)",
     )
+    add("--first-seed", type=whole, default=0, metavar="S", help="the first of the seeds (default: %(default)s)")
     add("--momentum", type=float, default=0.9, metavar="X", help="of SGD (default: %(default)s)")
     add("--steps", type=positive, default=400, metavar="N", help="minibatches (default: %(default)s)")
     add("--batch-size", type=positive, default=64, metavar="N", help="rows per minibatch (default: %(default)s)")
@@ -165,7 +170,7 @@ def planned(options: argparse.Namespace) -> list[Run]:
         Run(policy, stages, learning_rate, seed, **same)
         for learning_rate in options.learning_rate
         for policy, stages in places
-        for seed in range(options.seeds)
+        for seed in range(options.first_seed, options.first_seed + options.seeds)
     ]
 
 

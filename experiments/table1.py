@@ -33,9 +33,9 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from experiments import datasets, results  # noqa: E402
+from experiments import datasets, optimizers, results  # noqa: E402
 from experiments.networks import NETWORKS, PUBLISHED, defaults, parameters, sizes  # noqa: E402
-from experiments.options import positive, rate, writable  # noqa: E402
+from experiments.options import learning_rate, positive, rate, writable  # noqa: E402
 from experiments.records import Settings  # noqa: E402
 from pipetrain.cli.argument_types import horizon  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
@@ -106,7 +106,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--stages", type=positive, default=4, metavar="N", help="pipeline stages (default: 4)")
     parser.add_argument("--batch-size", type=positive, default=128, metavar="N", help="(default: 128 rows)")
     parser.add_argument(
-        "--learning-rate", type=rate, metavar="X", help=f"of SGD (default: the paper's: {defaults('learning_rate')})"
+        "--optimizer",
+        choices=optimizers.NAMES,
+        default="momentum",
+        help="momentum is SGD with it (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--learning-rate",
+        type=rate,
+        metavar="X",
+        help=f"(default: of SGD the paper's: {defaults('learning_rate')}; of optimizers with steps of about the rate's "
+        f"size, such as adam, {optimizers.ADAPTIVE_RATE:g})",
     )
     parser.add_argument("--momentum", type=rate, default=0.9, metavar="X", help="of SGD (default: 0.9)")
     parser.add_argument(
@@ -141,12 +151,13 @@ def planned(options: argparse.Namespace) -> list[Settings]:
             stages=options.stages,
             batch_size=options.batch_size,
             steps=options.steps,
-            learning_rate=NETWORKS[model].learning_rate if options.learning_rate is None else options.learning_rate,
+            learning_rate=learning_rate(options, model),
             momentum=options.momentum,
             eval_every=options.eval_every,
             seed=seed,
             microbatches=pieces,
             size=_size(model, options),
+            optimizer=options.optimizer,
             horizon=ahead,
         )
         for model in options.model

@@ -251,6 +251,14 @@ def test_one_target_stores_nothing_and_two_predicted_versions_what_two_do(microb
         assert two[0].weights == two[1].weights
 
 
+def test_what_is_predicted_without_a_longer_momentum_is_planned_so():
+    """The first stage's backward is then at the target already; a scheme without it forgets the setting."""
+    auto, plain = (Training("spectrain", horizon="target", stretch_momentum=each) for each in ("auto", False))
+    assert [each.chosen.predictions(0, 4) for each in (auto, plain)] == [(1, 1), (1, 0)]
+    assert plain.under("1f1b") == auto.under("1f1b") == Training("1f1b")
+    assert plain.under("spectrain") == plain
+
+
 def test_memory_of_microbatches_recomputation_and_gathered_gradients():
     # with gradients, their sum so far and the new one
     assert demand(Training("gpipe", microbatches=4), 0, 2) == (5, 1, 0, 0.25, 0, 1)

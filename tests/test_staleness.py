@@ -50,6 +50,11 @@ def test_the_study_that_is_asked_for():
     ]
 
 
+def test_seeds_that_were_not_used_before():
+    runs = staleness.planned(options("--policy", "single", "--learning-rate", "1", "--first-seed=100", "--seeds=2"))
+    assert [run.seed for run in runs] == [100, 101]
+
+
 def test_layers_are_shared_out_evenly():
     assert policies.cuts(8, 4) == ["dense_1", "dense_3", "dense_5"]
     assert policies.cuts(8, 8) == [f"dense_{n}" for n in range(7)]
