@@ -28,7 +28,6 @@ import sys
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -37,31 +36,11 @@ from experiments import datasets, optimizers, results  # noqa: E402
 from experiments.networks import NETWORKS, PUBLISHED, defaults, parameters, sizes  # noqa: E402
 from experiments.options import learning_rate, positive, rate, writable  # noqa: E402
 from experiments.records import Settings  # noqa: E402
-from pipetrain.cli.argument_types import horizon  # noqa: E402
+from experiments.variants import variant  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
 from pipetrain.schemes import table  # noqa: E402
 
 SCHEMES = (table.DATA_PARALLEL, "vanilla", "weight-stashing", "spectrain")
-
-
-def scheme(text: str) -> str:
-    """A scheme, with its horizon and microbatches if they are given."""
-    try:
-        name, horizon, pieces = parts(text)
-        if name not in table.NAMES:
-            raise ValueError(f"{name!r} is none of {', '.join(table.NAMES)}")
-        table.check_horizon(name, horizon)
-        table.check_microbatches(pieces, name, horizon)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return text
-
-
-def parts(text: str) -> tuple[str, Any, int | None]:
-    """Name, horizon and microbatches of what ``records.Settings.label`` says."""
-    name, *rest = text.split("/")
-    pieces = int(rest.pop()[2:]) if rest and rest[-1].startswith("M=") else None
-    return name, horizon("/".join(rest)) if rest else table.HORIZONS[0], pieces
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -93,7 +72,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--scheme",
         action="append",
-        type=scheme,
+        type=variant,
         metavar="NAME[/HORIZON][/M=N]",
         help=f"how to train ({', '.join(table.NAMES)}), with how far it predicts and its microbatches where it has "
         f"them, such as spectrain/target/M=2; may be given several times (default: {', '.join(SCHEMES)})",
@@ -137,7 +116,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--gather", action="store_true", help="train nothing: the table of the runs in --output")
     options = parser.parse_args(arguments)
     options.model = list(dict.fromkeys(options.model or PUBLISHED))
-    options.scheme = list(dict.fromkeys(options.scheme or SCHEMES))
+    options.scheme = list(dict.fromkeys(options.scheme or map(variant, SCHEMES)))
     return options
 
 
@@ -162,7 +141,7 @@ def planned(options: argparse.Namespace) -> list[Settings]:
         )
         for model in options.model
         for seed in range(options.seeds)
-        for name, ahead, pieces in map(parts, options.scheme)
+        for name, ahead, pieces in options.scheme
     ]
 
 
