@@ -274,21 +274,25 @@ def title(options: argparse.Namespace) -> str:
 
 
 def report(rows: Sequence[Row]) -> str:
-    """The table."""
-    header = ("policy", "stages", "learning rate", "validation accuracy", "")
-    cells = [
-        (
-            row.policy,
-            str(row.stages),
-            f"{row.learning_rate:g}",
-            shown(row.accuracies, 3),
-            f"{row.diverged} of {row.runs} diverged" if row.diverged else "",
-        )
-        for row in rows
+    """The table; where `single` was trained too, also with the differences to it, seed by seed."""
+    singles = {row.learning_rate: row for row in rows if row.policy == "single"}
+    columns = [
+        ("policy", [row.policy for row in rows]),
+        ("stages", [str(row.stages) for row in rows]),
+        ("learning rate", [f"{row.learning_rate:g}" for row in rows]),
+        ("validation accuracy", [shown(row.accuracies, 3) for row in rows]),
+        ("minus single", [_difference(row, singles.get(row.learning_rate)) for row in rows]),
+        ("", [f"{row.diverged} of {row.runs} diverged" if row.diverged else "" for row in rows]),
     ]
-    if not any(row.diverged for row in rows):
-        header, cells = header[:-1], [row[:-1] for row in cells]
-    return text_table(header, cells)
+    kept = [(name, cells) for name, cells in columns if any(cells)]
+    return text_table([name for name, _ in kept], list(zip(*(cells for _, cells in kept), strict=True)))
+
+
+def _difference(row: Row, single: Row | None) -> str:
+    """Nothing where a run of either has no accuracy: the others' seeds are not known."""
+    if single is None or single is row or not len(row.accuracies) == row.runs == len(single.accuracies) == single.runs:
+        return ""
+    return shown([a - b for a, b in zip(row.accuracies, single.accuracies, strict=True)], 3, signed=True)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import keras
@@ -91,6 +92,15 @@ def test_rows_by_hand():
     assert lines[2].endswith("2 of 3 diverged")
     assert lines[3].split() == ["spectrain", "2", "0.02", "0.800", "±", "0.248"]  # 4.303 * 0.1 / sqrt(3)
     assert lines[4].split() == ["single", "1", "0.02", "-", "1", "of", "1", "diverged"]
+
+
+def test_differences_are_taken_seed_by_seed():
+    single = Row("single", 1, 0.02, accuracies=(0.8, 0.9), runs=2, diverged=0)
+    other = Row("spectrain", 8, 0.02, accuracies=(0.7, 0.8), runs=2, diverged=0)
+    lost, elsewhere = replace(other, accuracies=(0.7,)), replace(other, learning_rate=0.04)
+    header, _, *lines = staleness.report([single, other, lost, elsewhere]).split("\n")
+    assert "minus single" in header
+    assert [line.split()[6:] for line in lines] == [[], ["-0.100", "±", "0.000"], [], []]
 
 
 def test_worse_than_guessing_is_divergence():
