@@ -63,6 +63,14 @@ def test_layers_are_shared_out_evenly():
     assert policies.cuts(8, 1) == []
 
 
+def test_another_network_is_cut_where_it_can_be():
+    run = Run("spectrain", 3, 0.02, 0, model="vgg16", **{**SMALL, "width": 1})
+    shape, model = policies.network(run, datasets.load("fashion_mnist_small"))
+    assert shape == (32, 32, 3)
+    assert policies.even_cuts(run, model) == ["block3_conv2", "block5_conv2"]
+    assert run.name.startswith("vgg16-spectrain-")
+
+
 def test_more_stages_than_layers(tmp_path, capsys):
     assert staleness.main(["--stages", "4", "--depth", "3", "--output", str(tmp_path)]) == 2
     assert "Try at most --stages 3." in capsys.readouterr().err
@@ -84,13 +92,13 @@ def test_rows_by_hand():
     outcomes += [Outcome(accuracy, 0.5) for accuracy in (0.7, 0.8, 0.9)]
     rows = staleness.gathered(runs, dict(zip(runs, outcomes)))
     assert rows == [
-        Row("vanilla", 2, 0.02, accuracies=(0.1, 0.4), runs=3, diverged=2),
-        Row("spectrain", 2, 0.02, accuracies=(0.7, 0.8, 0.9), runs=3, diverged=0),
+        Row("vanilla", 2, 0.02, accuracies=(0.1, 0.4), runs=3, diverged=2, losses=(9.0, 2.0)),
+        Row("spectrain", 2, 0.02, accuracies=(0.7, 0.8, 0.9), runs=3, diverged=0, losses=(0.5, 0.5, 0.5)),
     ]
     lines = staleness.report([*rows, Row("single", 1, 0.02, (), 1, 1)]).split("\n")
-    assert lines[0].split() == ["policy", "stages", "learning", "rate", "validation", "accuracy"]
+    assert lines[0].split()[4:] == ["validation", "accuracy", "validation", "loss"]
     assert lines[2].endswith("2 of 3 diverged")
-    assert lines[3].split() == ["spectrain", "2", "0.02", "0.800", "±", "0.248"]  # 4.303 * 0.1 / sqrt(3)
+    assert lines[3].split()[:6] == ["spectrain", "2", "0.02", "0.800", "±", "0.248"]  # 4.303 * 0.1 / sqrt(3)
     assert lines[4].split() == ["single", "1", "0.02", "-", "1", "of", "1", "diverged"]
 
 
