@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from matplotlib.figure import Figure
 
 from plots import command, runs
-from plots.staleness import LOOKS, OTHER
-from plots.style import COLOURS, STYLES, save, smoothed
+from plots.staleness import LOOKS
+from plots.style import colour_of, dashes_of, save, smoothed
 
 NEIGHBOURS = 4  # of a point, that it is averaged with
 
@@ -40,15 +41,13 @@ def draw(folder: Path, output: Path) -> Path:
     return save(figure, output)
 
 
-def look(label: str) -> tuple[str, str, str]:
+def look(label: str) -> tuple[str, str, Any]:
     """Colour, marker and dashes of a scheme: those of the study of staleness, where it has them."""
-    name, _, pieces = label.partition("/")
-    if label in LOOKS or name not in COLOURS:
-        return LOOKS.get(label, OTHER)
-    near = next((each for each in LOOKS if label.startswith(f"{each}/")), None)
-    if near:
+    near = max((each for each in LOOKS if f"{label}/".startswith(f"{each}/")), key=len, default="")
+    if near == label or "/" in near:
         return LOOKS[near]
-    return COLOURS[name], "s" if pieces else "", STYLES.get(name, "-")
+    variant = label.replace("/", "-").replace("=", "")  # as runs' folders are called
+    return colour_of(variant), "", dashes_of(variant)
 
 
 if __name__ == "__main__":

@@ -83,10 +83,11 @@ blocks = st.lists(st.tuples(numbers, numbers, st.integers(0, 20), numbers, st.in
 schemes = st.sampled_from(["spectrain", "vanilla", "weight-stashing", "vertical-sync", "2bw", "gpipe", "1f1b"])
 jit_compile = st.sampled_from(["auto", "auto", True, False])
 settings_of_training = (st.integers(0, 2), st.integers(1, 3), st.booleans())
+same = {"stretch_momentum": st.just("auto")}  # True is for one of the horizons alone
 horizons = st.sampled_from(["local", "fitted", "target"])
 trainings = st.one_of(
-    st.builds(Training, schemes, *settings_of_training, st.just("round-trip"), jit_compile=jit_compile),
-    st.builds(Training, st.just("spectrain"), *settings_of_training, horizons, jit_compile=jit_compile),
+    st.builds(Training, schemes, *settings_of_training, st.just("round-trip"), jit_compile=jit_compile, **same),
+    st.builds(Training, st.just("spectrain"), *settings_of_training, horizons, jit_compile=jit_compile, **same),
 )
 with_xla = st.lists(st.one_of(st.none(), numbers, numbers, numbers), max_size=7)
 shared_weights = st.one_of(
