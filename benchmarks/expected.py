@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from benchmarks import networks
 from benchmarks.networks import Network
 from benchmarks.simulation import MICROBATCHES, SIDE, SIDE_STEPS, beside, pipeline
+from experiments.variants import variant
 from pipetrain.plan.memory import Training
-from pipetrain.schemes.table import splits
 
 if TYPE_CHECKING:
     import keras
@@ -27,13 +27,15 @@ MINIBATCHES = 40  # simulated
 
 
 def microbatches(scheme: str) -> int | None:
-    """How many the benchmarks split a minibatch into; None for schemes that do not."""
-    return MICROBATCHES if splits(scheme) else None
+    """How many the benchmarks split a minibatch into, if the name does not say; None for schemes that do not."""
+    chosen = variant(scheme)
+    return chosen.microbatches or MICROBATCHES if chosen.splits else None
 
 
 def training(scheme: str) -> Training:
     """What to plan a scheme's stages for."""
-    return Training(scheme, microbatches=microbatches(scheme) or 1)
+    name, horizon, _ = variant(scheme)
+    return Training(name, microbatches=microbatches(scheme) or 1, horizon=horizon)
 
 
 def profiled(model: keras.Model, network: Network, scheme: str) -> Profile:

@@ -132,6 +132,7 @@ def pipelines(job: KerasJob) -> tuple[dict[str, Any], Expected | None]:
     """Every scheme, cut as the planner cuts for it; and what is expected of them, if that is wanted."""
     import pipetrain
     from benchmarks.expected import Expected, microbatches, profiled, training
+    from experiments.variants import variant
     from pipetrain.frontend.device_choice import available, described
     from pipetrain.plan.partition import partition
 
@@ -145,7 +146,10 @@ def pipelines(job: KerasJob) -> tuple[dict[str, Any], Expected | None]:
         planned_for = training("single" if name == DATA_PARALLEL else name)
         partitions[name] = partition(profiles[microbatches(name)], job.cores, described(devices), training=planned_for)
         for setting in job.jit_compile:
-            pipe = pipetrain.PipelineModel(model, partitions[name], name, microbatches=microbatches(name))
+            scheme, horizon, _ = variant(name)
+            pipe = pipetrain.PipelineModel(
+                model, partitions[name], scheme, microbatches=microbatches(name), horizon=horizon
+            )
             sides[name + SETTINGS[setting]] = compiled(pipe, jit_compile=JIT_COMPILE[setting])
     planned = {name: each for name, each in partitions.items() if name not in ("single", DATA_PARALLEL)}
     return sides, Expected(model, job.network, planned, devices) if job.predict else None

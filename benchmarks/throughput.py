@@ -18,6 +18,7 @@ examples:
   python benchmarks/throughput.py --isa avx2 --without-torch
   python benchmarks/throughput.py --scheme spectrain --jit-compile auto --jit-compile true --jit-compile false
   python benchmarks/throughput.py --brief --scheme spectrain --scheme 1f1b --predict
+  python benchmarks/throughput.py --brief --scheme spectrain/target/M=2 --scheme 2bw/1.5
   python benchmarks/throughput.py --devices GPU --scheme spectrain --scheme 1f1b --scheme data-parallel
 """
 
@@ -39,8 +40,8 @@ from benchmarks import instruction_sets, sides, torch_peer
 from benchmarks.networks import COMPARED, Network
 from benchmarks.sides import FIRST, Figures, KerasJob, plain_names
 from benchmarks.turns import teams_taking_turns
+from experiments.variants import NAMES, variant
 from pipetrain.plan.text_table import text_table
-from pipetrain.schemes.table import NAMES, SCHEDULED
 
 CORES = 2
 DEFAULT = ("spectrain", "vanilla", "weight-stashing", "1f1b", "gpipe", "data-parallel")
@@ -187,8 +188,10 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--scheme",
         action="append",
-        choices=["all", *NAMES, *SCHEDULED],
-        help=f"several times if wanted (default: {', '.join(DEFAULT)})",
+        type=lambda text: text if text == "all" else str(variant(text)),
+        metavar="NAME[/HORIZON][/M=N]",
+        help=f"all, or one of {', '.join(NAMES)}, such as spectrain/target/M=2; several times if wanted "
+        f"(default: {', '.join(DEFAULT)})",
     )
     parser.add_argument("--steps", type=int, default=30, help="minibatches of each side a round (default: 30)")
     parser.add_argument("--rounds", type=int, default=5, help="medians are of these (default: 5)")

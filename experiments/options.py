@@ -157,6 +157,11 @@ def fill_in(options: argparse.Namespace) -> None:
     """Data set and learning rate are the network's own, where none are given."""
     network = NETWORKS[options.model]
     options.dataset = options.dataset or network.dataset
-    if options.learning_rate is None:
-        adaptive = options.optimizer in optimizers.ADAPTIVE
-        options.learning_rate = optimizers.ADAPTIVE_RATE if adaptive else network.learning_rate
+    options.learning_rate = learning_rate(options, options.model)
+
+
+def learning_rate(options: argparse.Namespace, model: str) -> float:
+    """The one that is given; otherwise the optimizer's own, or the network's for SGD."""
+    if options.learning_rate is not None:
+        return options.learning_rate
+    return optimizers.ADAPTIVE_RATE if options.optimizer in optimizers.ADAPTIVE else NETWORKS[model].learning_rate

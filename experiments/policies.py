@@ -9,8 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import models
 from experiments import optimizers
 from experiments.datasets import Dataset
+from experiments.networks import input_shape, parameters
 
 if TYPE_CHECKING:
     import keras
@@ -33,12 +35,16 @@ POLICIES: dict[str, Mapping[str, Any]] = {
     },
     "2bw/1.5": {"scheme": "2bw", "horizon": 1.5},
 }
+MLP = "mlp"  # the network of this module
 GUESSING = math.log(10)  # the loss of ten classes, all equally likely
 
 
 @dataclass(frozen=True)
 class Run:
-    """What decides the accuracy of one training; ``stages`` is 1 for the policy ``single``."""
+    """What decides the accuracy of one training; ``stages`` is 1 for the policy ``single``.
+
+    ``model`` is a network of ``models``, of the depth and width that it has, or ``mlp``.
+    """
 
     policy: str
     stages: int
@@ -51,12 +57,14 @@ class Run:
     width: int
     optimizer: str = "momentum"
     residual: bool = False
+    model: str = MLP
 
     @property
     def name(self) -> str:
         """Of the file that keeps the outcome."""
+        model = "" if self.model == MLP else f"{self.model}-"
         policy = self.policy.replace(" + ", "-").replace("/", "-").replace("=", "")
-        return f"{policy}-stages{self.stages}-rate{self.learning_rate:g}-seed{self.seed}"
+        return f"{model}{policy}-stages{self.stages}-rate{self.learning_rate:g}-seed{self.seed}"
 
 
 @dataclass(frozen=True)
@@ -69,7 +77,7 @@ class Outcome:
 
     @property
     def diverged(self) -> bool:
-        """Whether the last loss is none, or worse than giving every class the same probability."""
+        """Whether the last loss is none, or worse than giving every one of ten classes the same probability."""
         return self.loss is None or not self.loss <= GUESSING
 
 
@@ -98,11 +106,10 @@ def train(run: Run, data: Dataset) -> Outcome:
 
     keras.backend.clear_session()
     keras.utils.set_random_seed(run.seed)
-    shape = data.x_train.shape[1:]
-    model = mlp(shape, data.classes, run.depth, run.width, run.residual)
+    shape, model = network(run, data)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(loss=loss, metrics=["accuracy"])  # for the evaluation
-    where = {} if run.policy == "single" else {"cuts": cuts(run.depth, run.stages, run.residual)}
+    where = {} if run.policy == "single" else {"cuts": even_cuts(run, model)}
     pm = pipetrain.PipelineModel(model, **where, **POLICIES[run.policy])
     pm.compile(optimizers.build(run.optimizer, run.learning_rate, run.momentum), loss=loss)
     steps = _Count()
@@ -128,6 +135,27 @@ class _Count:
             self.done += 1
 
         return keras.callbacks.LambdaCallback(on_train_batch_end=count)
+
+
+def network(run: Run, data: Dataset) -> tuple[tuple[int, ...], keras.Model]:
+    """The network, and the shape of what it reads."""
+    shape = data.x_train.shape[1:]
+    if run.model == MLP:
+        return shape, mlp(shape, data.classes, run.depth, run.width, run.residual)
+    given = {"depth": run.depth, "width": run.width}
+    size = {key: value for key, value in given.items() if key in parameters(run.model)}
+    shape = input_shape(run.model, shape)
+    return shape, models.build(run.model, shape, data.classes, **size)
+
+
+def even_cuts(run: Run, model: keras.Model) -> list[str]:
+    """The last layers of all stages but the final one: the same number of layers each, or of places to cut at."""
+    if run.model == MLP:
+        return cuts(run.depth, run.stages, run.residual)
+    from pipetrain.compute.graph.blocks import Chain
+
+    blocks = Chain(model).blocks
+    return [blocks[len(blocks) * stage // run.stages - 1].name for stage in range(1, run.stages)]
 
 
 def mlp(shape: tuple[int, ...], classes: int, depth: int, width: int, residual: bool = False) -> keras.Model:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from experiments.variants import Variant
 from pipetrain.schemes.table import HORIZONS, has, splits, takes
 
 CHECKPOINTS = "checkpoints"  # the folder, within a run's
@@ -44,9 +45,7 @@ class Settings:
     @property
     def label(self) -> str:
         """The scheme, with its horizon and microbatches where these are given: ``spectrain/target/M=2``."""
-        horizon = self.horizon if isinstance(self.horizon, str) else f"{self.horizon:g}"
-        pieces = f"M={self.microbatches}" if self.microbatches and splits(self.scheme, self.horizon) else ""
-        return "/".join(filter(None, (self.scheme, "" if horizon == HORIZONS[0] else horizon, pieces)))
+        return str(Variant(self.scheme, self.horizon, self.microbatches))
 
 
 @dataclass(frozen=True)

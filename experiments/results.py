@@ -148,10 +148,16 @@ def _divergence(runs: Sequence[Run]) -> str:
 def _about(settings: Settings) -> str:
     size = ", ".join(f"{key} {value}" for key, value in settings.size.items()) or "as published"
     return (
-        f"{size}; {settings.dataset}; SGD {settings.learning_rate:g}, momentum {settings.momentum:g}; "
+        f"{size}; {settings.dataset}; {_optimizer(settings)}; "
         f"{settings.steps} steps of {settings.batch_size}, metrics every {settings.eval_every}; "
         f"{counted(settings.stages, 'stage')}"
     )
+
+
+def _optimizer(settings: Settings) -> str:
+    if settings.optimizer == "momentum":
+        return f"SGD {settings.learning_rate:g}, momentum {settings.momentum:g}"
+    return f"{settings.optimizer} {settings.learning_rate:g}"
 
 
 def text(parts: Sequence[Section]) -> str:

@@ -26,10 +26,10 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -37,10 +37,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+import models  # noqa: E402
 from experiments import datasets, optimizers  # noqa: E402
 from experiments.intervals import interval, shown  # noqa: E402
-from experiments.options import positive, rate, writable  # noqa: E402
-from experiments.policies import POLICIES, Outcome, Run, record, recorded, train  # noqa: E402
+from experiments.networks import NETWORKS  # noqa: E402
+from experiments.options import positive, rate, whole, writable  # noqa: E402
+from experiments.policies import MLP, POLICIES, Outcome, Run, record, recorded, train  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
 from pipetrain.plan.text_table import text_table  # noqa: E402
 
@@ -52,7 +54,7 @@ RUN_S = 3.0  # for each run, two at a time on two CPU cores
 
 @dataclass(frozen=True)
 class Row:
-    """One policy with its stages and learning rate: the accuracies of those runs that have one, and the runs."""
+    """One policy with its stages and learning rate: the accuracies and losses of those runs that have them."""
 
     policy: str
     stages: int
@@ -60,6 +62,7 @@ class Row:
     accuracies: tuple[float, ...]
     runs: int
     diverged: int
+    losses: tuple[float, ...] = ()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         runs = planned(options)
         output = writable(Path(options.output or ROOT / "runs" / "staleness"))
-        outcomes = finish(runs, writable(output / "runs"), options.jobs)
+        outcomes = finish(runs, writable(output / "runs"), options.jobs, options.data_dir)
     except ValueError as error:
         print(f"staleness.py: {error}", file=sys.stderr)
         return 2
@@ -106,8 +109,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--stages", type=positive, action="append", metavar="N", help=f"pipeline stages{again % _default(STAGES)}")
     add("--learning-rate", type=rate, action="append", metavar="X", help=f"of SGD{again % _default(RATES)}")
     add(
-        "--seeds", type=positive, default=SEEDS, metavar="N", help="runs of each, seeds 0 to N-1 (default: %(default)s)"
+        "--seeds",
+        type=positive,
+        default=SEEDS,
+        metavar="N",
+        help="runs of each, seeds S to S+N-1 (default: %(default)s)",
     )
+    add("--first-seed", type=whole, default=0, metavar="S", help="the first of the seeds (default: %(default)s)")
     add("--momentum", type=float, default=0.9, metavar="X", help="of SGD (default: %(default)s)")
     add("--steps", type=positive, default=400, metavar="N", help="minibatches (default: %(default)s)")
     add("--batch-size", type=positive, default=64, metavar="N", help="rows per minibatch (default: %(default)s)")
@@ -118,6 +126,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="sgd has no momentum, momentum and nesterov have that of --momentum (default: %(default)s)",
     )
     add("--residual", action="store_true", help="layers add their outputs to their inputs: for deep networks")
+    add(
+        "--model",
+        choices=(MLP, *(name for name in models.NAMES if NETWORKS[name].reads != "next words")),
+        default=MLP,
+        help="network: the dense layers, or one of those of experiments/run.py on the data set that it has there, or, "
+        "of images, on the embedded one (default: %(default)s)",
+    )
+    add("--data-dir", metavar="DIR", help="where tensorflow-datasets keeps or downloads reviews")
     add("--depth", type=positive, default=8, metavar="N", help="layers of the network (default: %(default)s)")
     add("--width", type=positive, default=64, metavar="N", help="units of its layers (default: %(default)s)")
     add(
@@ -146,7 +162,7 @@ def _policies() -> str:
 
 def planned(options: argparse.Namespace) -> list[Run]:
     """Every run of the study, in the order of the table. Raises ValueError, before any, for those that cannot be."""
-    if max(options.stages) > options.depth:
+    if options.model == MLP and max(options.stages) > options.depth:
         raise ValueError(
             f"Every stage needs a layer. Received: --stages {max(options.stages)}, --depth {options.depth}. "
             f"Try at most --stages {options.depth}."
@@ -156,7 +172,7 @@ def planned(options: argparse.Namespace) -> list[Run]:
             f"Spike compensation needs momentum. Received: --momentum {options.momentum}. "
             "Try --momentum 0.9, or --policy with the others."
         )
-    names = ("momentum", "steps", "batch_size", "depth", "width", "optimizer", "residual")
+    names = ("momentum", "steps", "batch_size", "depth", "width", "optimizer", "residual", "model")
     same = {key: getattr(options, key) for key in names}
     places = [("single", 1)] if "single" in options.policy else []
     places += product([policy for policy in options.policy if policy != "single"], options.stages)
@@ -165,11 +181,11 @@ def planned(options: argparse.Namespace) -> list[Run]:
         Run(policy, stages, learning_rate, seed, **same)
         for learning_rate in options.learning_rate
         for policy, stages in places
-        for seed in range(options.seeds)
+        for seed in range(options.first_seed, options.first_seed + options.seeds)
     ]
 
 
-def finish(runs: Sequence[Run], folder: Path, jobs: int) -> dict[Run, Outcome]:
+def finish(runs: Sequence[Run], folder: Path, jobs: int, data_dir: str | None = None) -> dict[Run, Outcome]:
     """Train whatever has not ended in this folder; every run's outcome."""
     outcomes = {run: recorded(run, folder) for run in runs}
     left = [run for run, outcome in outcomes.items() if outcome is None]
@@ -177,7 +193,8 @@ def finish(runs: Sequence[Run], folder: Path, jobs: int) -> dict[Run, Outcome]:
         return outcomes
     stages = max(run.stages for run in left)
     progress = _progress(len(left))
-    for done, (run, outcome) in enumerate(_trained(left, folder, stages, min(jobs, len(left))), start=1):
+    job = partial(train_and_record, folder=folder, data_dir=data_dir)
+    for done, (run, outcome) in enumerate(_trained(left, job, stages, min(jobs, len(left))), start=1):
         outcomes[run] = outcome
         progress(done)
     return outcomes
@@ -195,14 +212,16 @@ def _progress(runs: int):
     return bar.update
 
 
-def _trained(runs: Sequence[Run], folder: Path, stages: int, jobs: int) -> Iterator[tuple[Run, Outcome]]:
+def _trained(
+    runs: Sequence[Run], job: Callable[[Run], Outcome], stages: int, jobs: int
+) -> Iterator[tuple[Run, Outcome]]:
     if jobs == 1:
         start_tensorflow(stages)
-        yield from ((run, train_and_record(run, folder)) for run in runs)
+        yield from ((run, job(run)) for run in runs)
         return
     workers = ProcessPoolExecutor(jobs, get_context("spawn"), _start_worker, (stages,))
     try:
-        futures = {workers.submit(train_and_record, run, folder): run for run in runs}
+        futures = {workers.submit(job, run): run for run in runs}
         for future in as_completed(futures):
             yield futures[future], future.result()
     except KeyboardInterrupt:
@@ -217,16 +236,18 @@ def _start_worker(stages: int) -> None:
     start_tensorflow(stages)
 
 
-def train_and_record(run: Run, folder: Path) -> Outcome:
+def train_and_record(run: Run, folder: Path, data_dir: str | None = None) -> Outcome:
     """One run, and its file."""
-    outcome = train(run, _data())
+    outcome = train(run, _data(run.model, data_dir))
     record(run, outcome, folder)
     return outcome
 
 
 @cache
-def _data() -> datasets.Dataset:
-    return datasets.load("fashion_mnist_small")
+def _data(model: str, data_dir: str | None) -> datasets.Dataset:
+    reads = "images" if model == MLP else NETWORKS[model].reads
+    name = "fashion_mnist_small" if reads in ("images", "features") else NETWORKS[model].dataset
+    return datasets.load(name, data_dir, reads)
 
 
 def gathered(runs: Sequence[Run], outcomes: dict[Run, Outcome]) -> list[Row]:
@@ -240,6 +261,7 @@ def gathered(runs: Sequence[Run], outcomes: dict[Run, Outcome]) -> list[Row]:
             accuracies=tuple(each.accuracy for each in some if each.accuracy is not None),
             runs=len(some),
             diverged=sum(each.diverged for each in some),
+            losses=tuple(each.loss for each in some if each.loss is not None),
         )
         for place, some in groups.items()
     ]
@@ -262,28 +284,39 @@ def title(options: argparse.Namespace) -> str:
     """What was trained."""
     optimizer = f"momentum {options.momentum:g}" if options.optimizer == "momentum" else options.optimizer
     return (
-        f"{options.depth} {'residual ' if options.residual else ''}dense layers of width {options.width}, "
+        f"{_network(options)}, "
         f"{options.steps} minibatches of {options.batch_size}, {optimizer}, {options.seeds} seeds: "
         "mean and 95% interval"
     )
 
 
+def _network(options: argparse.Namespace) -> str:
+    if options.model != MLP:
+        return options.model
+    return f"{options.depth} {'residual ' if options.residual else ''}dense layers of width {options.width}"
+
+
 def report(rows: Sequence[Row]) -> str:
-    """The table."""
-    header = ("policy", "stages", "learning rate", "validation accuracy", "")
-    cells = [
-        (
-            row.policy,
-            str(row.stages),
-            f"{row.learning_rate:g}",
-            shown(row.accuracies, 3),
-            f"{row.diverged} of {row.runs} diverged" if row.diverged else "",
-        )
-        for row in rows
+    """The table; where `single` was trained too, also with the differences to it, seed by seed."""
+    singles = {row.learning_rate: row for row in rows if row.policy == "single"}
+    columns = [
+        ("policy", [row.policy for row in rows]),
+        ("stages", [str(row.stages) for row in rows]),
+        ("learning rate", [f"{row.learning_rate:g}" for row in rows]),
+        ("validation accuracy", [shown(row.accuracies, 3) for row in rows]),
+        ("minus single", [_difference(row, singles.get(row.learning_rate)) for row in rows]),
+        ("validation loss", [shown(row.losses, 3) if row.losses else "" for row in rows]),
+        ("", [f"{row.diverged} of {row.runs} diverged" if row.diverged else "" for row in rows]),
     ]
-    if not any(row.diverged for row in rows):
-        header, cells = header[:-1], [row[:-1] for row in cells]
-    return text_table(header, cells)
+    kept = [(name, cells) for name, cells in columns if any(cells)]
+    return text_table([name for name, _ in kept], list(zip(*(cells for _, cells in kept), strict=True)))
+
+
+def _difference(row: Row, single: Row | None) -> str:
+    """Nothing where a run of either has no accuracy: the others' seeds are not known."""
+    if single is None or single is row or not len(row.accuracies) == row.runs == len(single.accuracies) == single.runs:
+        return ""
+    return shown([a - b for a, b in zip(row.accuracies, single.accuracies, strict=True)], 3, signed=True)
 
 
 if __name__ == "__main__":

@@ -28,40 +28,19 @@ import sys
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from experiments import datasets, results  # noqa: E402
+from experiments import datasets, optimizers, results  # noqa: E402
 from experiments.networks import NETWORKS, PUBLISHED, defaults, parameters, sizes  # noqa: E402
-from experiments.options import positive, rate, writable  # noqa: E402
+from experiments.options import learning_rate, positive, rate, writable  # noqa: E402
 from experiments.records import Settings  # noqa: E402
-from pipetrain.cli.argument_types import horizon  # noqa: E402
+from experiments.variants import variant  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
 from pipetrain.schemes import table  # noqa: E402
 
 SCHEMES = (table.DATA_PARALLEL, "vanilla", "weight-stashing", "spectrain")
-
-
-def scheme(text: str) -> str:
-    """A scheme, with its horizon and microbatches if they are given."""
-    try:
-        name, horizon, pieces = parts(text)
-        if name not in table.NAMES:
-            raise ValueError(f"{name!r} is none of {', '.join(table.NAMES)}")
-        table.check_horizon(name, horizon)
-        table.check_microbatches(pieces, name, horizon)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return text
-
-
-def parts(text: str) -> tuple[str, Any, int | None]:
-    """Name, horizon and microbatches of what ``records.Settings.label`` says."""
-    name, *rest = text.split("/")
-    pieces = int(rest.pop()[2:]) if rest and rest[-1].startswith("M=") else None
-    return name, horizon("/".join(rest)) if rest else table.HORIZONS[0], pieces
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -93,7 +72,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--scheme",
         action="append",
-        type=scheme,
+        type=variant,
         metavar="NAME[/HORIZON][/M=N]",
         help=f"how to train ({', '.join(table.NAMES)}), with how far it predicts and its microbatches where it has "
         f"them, such as spectrain/target/M=2; may be given several times (default: {', '.join(SCHEMES)})",
@@ -106,7 +85,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--stages", type=positive, default=4, metavar="N", help="pipeline stages (default: 4)")
     parser.add_argument("--batch-size", type=positive, default=128, metavar="N", help="(default: 128 rows)")
     parser.add_argument(
-        "--learning-rate", type=rate, metavar="X", help=f"of SGD (default: the paper's: {defaults('learning_rate')})"
+        "--optimizer",
+        choices=optimizers.NAMES,
+        default="momentum",
+        help="momentum is SGD with it (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--learning-rate",
+        type=rate,
+        metavar="X",
+        help=f"(default: of SGD the paper's: {defaults('learning_rate')}; of optimizers with steps of about the rate's "
+        f"size, such as adam, {optimizers.ADAPTIVE_RATE:g})",
     )
     parser.add_argument("--momentum", type=rate, default=0.9, metavar="X", help="of SGD (default: 0.9)")
     parser.add_argument(
@@ -127,7 +116,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--gather", action="store_true", help="train nothing: the table of the runs in --output")
     options = parser.parse_args(arguments)
     options.model = list(dict.fromkeys(options.model or PUBLISHED))
-    options.scheme = list(dict.fromkeys(options.scheme or SCHEMES))
+    options.scheme = list(dict.fromkeys(options.scheme or map(variant, SCHEMES)))
     return options
 
 
@@ -141,17 +130,18 @@ def planned(options: argparse.Namespace) -> list[Settings]:
             stages=options.stages,
             batch_size=options.batch_size,
             steps=options.steps,
-            learning_rate=NETWORKS[model].learning_rate if options.learning_rate is None else options.learning_rate,
+            learning_rate=learning_rate(options, model),
             momentum=options.momentum,
             eval_every=options.eval_every,
             seed=seed,
             microbatches=pieces,
             size=_size(model, options),
+            optimizer=options.optimizer,
             horizon=ahead,
         )
         for model in options.model
         for seed in range(options.seeds)
-        for name, ahead, pieces in map(parts, options.scheme)
+        for name, ahead, pieces in options.scheme
     ]
 
 

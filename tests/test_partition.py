@@ -83,10 +83,11 @@ blocks = st.lists(st.tuples(numbers, numbers, st.integers(0, 20), numbers, st.in
 schemes = st.sampled_from(["spectrain", "vanilla", "weight-stashing", "vertical-sync", "2bw", "gpipe", "1f1b"])
 jit_compile = st.sampled_from(["auto", "auto", True, False])
 settings_of_training = (st.integers(0, 2), st.integers(1, 3), st.booleans())
+same = {"stretch_momentum": st.just("auto")}  # True is for one of the horizons alone
 horizons = st.sampled_from(["local", "fitted", "target"])
 trainings = st.one_of(
-    st.builds(Training, schemes, *settings_of_training, st.just("round-trip"), jit_compile=jit_compile),
-    st.builds(Training, st.just("spectrain"), *settings_of_training, horizons, jit_compile=jit_compile),
+    st.builds(Training, schemes, *settings_of_training, st.just("round-trip"), jit_compile=jit_compile, **same),
+    st.builds(Training, st.just("spectrain"), *settings_of_training, horizons, jit_compile=jit_compile, **same),
 )
 with_xla = st.lists(st.one_of(st.none(), numbers, numbers, numbers), max_size=7)
 shared_weights = st.one_of(
@@ -249,6 +250,14 @@ def test_one_target_stores_nothing_and_two_predicted_versions_what_two_do(microb
         assert target.weights == (vanilla.weights if microbatches == 1 else one.weights) + (stage == 3)
         two = [demand(Training("2bw", horizon=s, microbatches=microbatches), stage, 4) for s in ("round-trip", 1.5)]
         assert two[0].weights == two[1].weights
+
+
+def test_what_is_predicted_without_a_longer_momentum_is_planned_so():
+    """The first stage's backward is then at the target already; a scheme without it forgets the setting."""
+    auto, plain = (Training("spectrain", horizon="target", stretch_momentum=each) for each in ("auto", False))
+    assert [each.chosen.predictions(0, 4) for each in (auto, plain)] == [(1, 1), (1, 0)]
+    assert plain.under("1f1b") == auto.under("1f1b") == Training("1f1b")
+    assert plain.under("spectrain") == plain
 
 
 def test_memory_of_microbatches_recomputation_and_gathered_gradients():

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import keras
@@ -50,11 +51,24 @@ def test_the_study_that_is_asked_for():
     ]
 
 
+def test_seeds_that_were_not_used_before():
+    runs = staleness.planned(options("--policy", "single", "--learning-rate", "1", "--first-seed=100", "--seeds=2"))
+    assert [run.seed for run in runs] == [100, 101]
+
+
 def test_layers_are_shared_out_evenly():
     assert policies.cuts(8, 4) == ["dense_1", "dense_3", "dense_5"]
     assert policies.cuts(8, 8) == [f"dense_{n}" for n in range(7)]
     assert policies.cuts(5, 2) == ["dense_1"]
     assert policies.cuts(8, 1) == []
+
+
+def test_another_network_is_cut_where_it_can_be():
+    run = Run("spectrain", 3, 0.02, 0, model="vgg16", **{**SMALL, "width": 1})
+    shape, model = policies.network(run, datasets.load("fashion_mnist_small"))
+    assert shape == (32, 32, 3)
+    assert policies.even_cuts(run, model) == ["block3_conv2", "block5_conv2"]
+    assert run.name.startswith("vgg16-spectrain-")
 
 
 def test_more_stages_than_layers(tmp_path, capsys):
@@ -78,14 +92,23 @@ def test_rows_by_hand():
     outcomes += [Outcome(accuracy, 0.5) for accuracy in (0.7, 0.8, 0.9)]
     rows = staleness.gathered(runs, dict(zip(runs, outcomes)))
     assert rows == [
-        Row("vanilla", 2, 0.02, accuracies=(0.1, 0.4), runs=3, diverged=2),
-        Row("spectrain", 2, 0.02, accuracies=(0.7, 0.8, 0.9), runs=3, diverged=0),
+        Row("vanilla", 2, 0.02, accuracies=(0.1, 0.4), runs=3, diverged=2, losses=(9.0, 2.0)),
+        Row("spectrain", 2, 0.02, accuracies=(0.7, 0.8, 0.9), runs=3, diverged=0, losses=(0.5, 0.5, 0.5)),
     ]
     lines = staleness.report([*rows, Row("single", 1, 0.02, (), 1, 1)]).split("\n")
-    assert lines[0].split() == ["policy", "stages", "learning", "rate", "validation", "accuracy"]
+    assert lines[0].split()[4:] == ["validation", "accuracy", "validation", "loss"]
     assert lines[2].endswith("2 of 3 diverged")
-    assert lines[3].split() == ["spectrain", "2", "0.02", "0.800", "±", "0.248"]  # 4.303 * 0.1 / sqrt(3)
+    assert lines[3].split()[:6] == ["spectrain", "2", "0.02", "0.800", "±", "0.248"]  # 4.303 * 0.1 / sqrt(3)
     assert lines[4].split() == ["single", "1", "0.02", "-", "1", "of", "1", "diverged"]
+
+
+def test_differences_are_taken_seed_by_seed():
+    single = Row("single", 1, 0.02, accuracies=(0.8, 0.9), runs=2, diverged=0)
+    other = Row("spectrain", 8, 0.02, accuracies=(0.7, 0.8), runs=2, diverged=0)
+    lost, elsewhere = replace(other, accuracies=(0.7,)), replace(other, learning_rate=0.04)
+    header, _, *lines = staleness.report([single, other, lost, elsewhere]).split("\n")
+    assert "minus single" in header
+    assert [line.split()[6:] for line in lines] == [[], ["-0.100", "±", "0.000"], [], []]
 
 
 def test_worse_than_guessing_is_divergence():

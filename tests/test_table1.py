@@ -77,6 +77,14 @@ def test_the_table_has_means_differences_and_the_paper(runs):
     assert "85.00 ± 63.53 *" in results.text([section])
 
 
+def test_the_optimizer_is_said_and_has_a_rate_of_its_own(tmp_path):
+    (run,) = table1.planned(table1.parse(["--model=snn", "--optimizer=adamw", "--seeds=1", "--scheme=single"]))
+    assert (run.optimizer, run.learning_rate) == ("adamw", 1e-3)
+    written(tmp_path, "single", 0, 0.8, optimizer="adamw")
+    (section,) = results.sections(results.gather(tmp_path))
+    assert "; adamw 0.01; " in section.about
+
+
 def test_a_network_without_its_reference(tmp_path):
     written(tmp_path, "spectrain", 0, 0.5, "residual_lstm")
     (section,) = results.sections(results.gather(tmp_path))

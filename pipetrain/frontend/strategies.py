@@ -77,14 +77,20 @@ def _data_parallel(model: keras.Model, options: Options) -> Strategy:
 
 
 def _pipeline(model: keras.Model, options: Options) -> Strategy:
-    name, stages, cuts, devices, replicas, microbatches, recompute, _, horizon, *_ = options
+    name, stages, cuts, devices, replicas, microbatches, recompute, *_ = options
     scheme = chosen_scheme(name, **options.of_policy())
     on = resolve(devices)
 
     def training(stages: int) -> Training:
         count = checked_microbatches(microbatches, scheme, stages)
         check_schedule(scheme, stages, count)
-        return Training(name, microbatches=count, recompute=recompute, horizon=horizon)
+        return Training(
+            name,
+            microbatches=count,
+            recompute=recompute,
+            horizon=options.horizon,
+            stretch_momentum=options.stretch_momentum,
+        )
 
     placement = Placement(model, stages, cuts, on, replicas, scheme.schedule, training)
     check_model(model)

@@ -21,6 +21,7 @@ class Training(NamedTuple):
     as with all optimizers but SGD with momentum, and there too where gradients are clipped or accumulated, weights
     constrained or overwritten by averages, spikes compensated or Nesterov momentum predicted.
     ``jit_compile``: whether XLA compiles the stages, as in Keras; ``"auto"``: those that it makes clearly faster.
+    ``stretch_momentum``: as ``schemes.table.scheme`` takes it; ``"auto"`` counts as for an optimizer with a momentum.
     """
 
     scheme: str | Scheme = "spectrain"
@@ -30,11 +31,12 @@ class Training(NamedTuple):
     horizon: str | float = HORIZONS[0]
     gathers: bool = False
     jit_compile: bool | str = "auto"
+    stretch_momentum: bool | str = "auto"
 
     @property
     def chosen(self) -> Scheme:
         """The scheme itself."""
-        return scheme(self.scheme, self.horizon)
+        return scheme(self.scheme, self.horizon, stretch_momentum=self.stretch_momentum)
 
     def microbatches_of(self, stages: int) -> int:
         """How many microbatches a minibatch has in a pipeline of so many stages."""
@@ -43,7 +45,9 @@ class Training(NamedTuple):
 
     def under(self, scheme: str | Scheme) -> Training:
         """The same with another scheme, which may not have this horizon."""
-        return self._replace(scheme=scheme, horizon=self.horizon if takes(scheme, self.horizon) else HORIZONS[0])
+        if takes(scheme, self.horizon):
+            return self._replace(scheme=scheme)
+        return self._replace(scheme=scheme, horizon=HORIZONS[0], stretch_momentum="auto")
 
 
 class Demand(NamedTuple):

@@ -14,7 +14,6 @@ from pipetrain.plan.profile import Profile
 from pipetrain.plan.search import Choice, Problem, fastest, most_even
 from pipetrain.plan.stages import DEFAULT_TRAINING, Partition, described, located, predictions
 from pipetrain.schemes.arguments import checked_count, is_count
-from pipetrain.schemes.table import scheme
 
 DEVICES = "Devices, and the replicas of each stage, are numbers from 1 up"
 
@@ -131,7 +130,7 @@ def checked_training(training: Training | None) -> Training:
             f"XLA compiles stages, or does not, or where it is faster. Received: training.jit_compile="
             f"{training.jit_compile!r}. Try True, False or 'auto'."
         )
-    scheme(training.scheme, training.horizon)  # refuses what is no scheme of stages
+    training.chosen.check()  # refuses what is no scheme of stages
     return training
 
 

@@ -1,0 +1,214 @@
+"""What accuracy each scheme has after how many seconds: runs of experiments/table1.py, and simulated seconds.
+
+Accuracy is what the runs of one network measured, the mean over their seeds. The seconds of a minibatch are simulated,
+since they depend on the devices and accuracy does not: the network is profiled on one core of this machine, with the
+rows of a minibatch and of every number of microbatches, and cut for as many devices of that speed as the runs had
+stages, joined as --cluster says. --synchronous schemes train as `single` does: they have its accuracy, and seconds of
+their own.
+
+example:
+  python experiments/table1.py --model vgg16 --width 4 --dataset fashion_mnist_small --stages 8 --output runs/vgg16 \\
+      --scheme single --scheme spectrain --scheme spectrain/target/M=2
+  python experiments/over_time.py runs/vgg16 --synchronous 1f1b/M=2 --synchronous 1f1b/M=8
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+import models  # noqa: E402
+from experiments import datasets, results  # noqa: E402
+from experiments.intervals import shown  # noqa: E402
+from experiments.networks import NETWORKS, input_shape  # noqa: E402
+from experiments.options import rate  # noqa: E402
+from experiments.records import Settings  # noqa: E402
+from experiments.variants import Variant, variant  # noqa: E402
+from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
+from pipetrain.plan.cluster import Cluster  # noqa: E402
+from pipetrain.plan.memory import Training  # noqa: E402
+from pipetrain.plan.partition import partition  # noqa: E402
+from pipetrain.plan.text_table import text_table  # noqa: E402
+from pipetrain.simulation.simulator import simulate  # noqa: E402
+
+if TYPE_CHECKING:
+    from pipetrain.plan.profile import Profile
+
+CLUSTER = ROOT / "experiments" / "platforms" / "hosts_10gbe.json"
+OVERHEAD_S = 3e-4  # of an action, measured (docs/benchmarks/overhead.md)
+MINIBATCHES = 100  # simulated
+History = list[dict[str, float]]  # the rows of a run's history.jsonl
+LAST = 5  # evaluations of a run, whose mean is its accuracy at the end
+
+
+@dataclass(frozen=True)
+class Way:
+    """One scheme: its simulated seconds, its mean accuracy after so many minibatches, and each seed's at the end."""
+
+    label: str
+    step_s: float
+    samples_per_second: float
+    steps: list[int]
+    accuracy: list[float]
+    ends: dict[int, float]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status: 2 for arguments that cannot be used."""
+    options = parse(arguments)
+    try:
+        runs = results.gather(options.folder)
+        settings = compared([run.settings for run in runs], options.folder)
+        start_tensorflow(1)
+        histories = curves(options.folder, runs)
+        labels = [str(each) for each in options.synchronous]
+        seconds = step_seconds(settings, [*histories, *labels], Cluster.load(options.cluster), options)
+    except (OSError, ValueError) as error:
+        print(f"over_time.py: {error}", file=sys.stderr)
+        return 2
+    ways = [way(label, seconds[label], histories.get(label, histories["single"]), settings) for label in seconds]
+    title = f"{settings.model}, {settings.stages} stages, minibatches of {settings.batch_size}"
+    content = {"title": title, "seeds": len(histories["single"]), "ways": [asdict(each) for each in ways]}
+    path = options.folder / "over_time.json"
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    from plots.over_time import draw
+
+    print(f"{title}\n\n{report(ways)}\n\n{draw(options.folder, path.with_suffix('.png'))}")
+    return 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line's options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="--output of experiments/table1.py, with runs of one network")
+    parser.add_argument(
+        "--synchronous",
+        type=variant,
+        action="append",
+        default=[],
+        metavar="NAME/M=N",
+        help="1f1b/M=8 for example; may be given several times (default: none)",
+    )
+    parser.add_argument(
+        "--cluster", type=Path, default=CLUSTER, metavar="FILE", help="how devices are joined (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--overhead-s",
+        type=rate,
+        default=OVERHEAD_S,
+        metavar="S",
+        help="seconds that every action takes beside its computing (default: %(default)s)",
+    )
+    parser.add_argument("--data-dir", metavar="DIR", help="where tensorflow-datasets keeps its data")
+    return parser.parse_args(arguments)
+
+
+def compared(settings: Sequence[Settings], folder: Path) -> Settings:
+    """What the runs have in common. Raises ValueError where they are of several networks, or none is of `single`."""
+    if {each.model for each in settings} != {next((each.model for each in settings), "")} or not any(
+        each.scheme == "single" for each in settings
+    ):
+        found = sorted({f"{each.model} {each.label}" for each in settings}) or "no runs"
+        raise ValueError(
+            f"Runs of one network are shown, single among them. Received: {str(folder)!r} with {found}. "
+            "Try an --output of experiments/table1.py of its own for each network."
+        )
+    results.check_alike(settings)
+    return settings[0]
+
+
+def curves(folder: Path, runs: Iterable[results.Run]) -> dict[str, dict[int, History]]:
+    """By scheme, the history of every seed."""
+    found: dict[str, dict[int, History]] = {}
+    for run in runs:
+        lines = (results.folder(folder, run.settings) / "history.jsonl").read_text(encoding="utf-8").splitlines()
+        found.setdefault(run.settings.label, {})[run.settings.seed] = [json.loads(line) for line in lines]
+    return found
+
+
+def step_seconds(
+    settings: Settings, labels: Iterable[str], cluster: Cluster, options: argparse.Namespace
+) -> dict[str, float]:
+    """By scheme, the simulated seconds of a minibatch, when the pipeline is full."""
+    import pipetrain
+
+    network = NETWORKS[settings.model]
+    data = datasets.load(settings.dataset, options.data_dir, network.reads)
+    shape = input_shape(settings.model, data.x_train.shape[1:])
+    model = models.build(settings.model, shape, data.classes, **settings.size)
+    profiles: dict[int, Profile] = {}
+    found = {}
+    for label in labels:
+        chosen = variant(label)
+        pieces = (chosen.microbatches or 4) if chosen.splits else 1
+        if pieces not in profiles:
+            profiles[pieces] = pipetrain.profile(model, settings.batch_size, verbose=False, microbatches=pieces)
+        found[label] = simulated_s(profiles[pieces], chosen, settings.stages, cluster, options.overhead_s)
+    return found
+
+
+def simulated_s(profile: Profile, chosen: Variant, stages: int, cluster: Cluster, overhead_s: float) -> float:
+    """Seconds of a minibatch of one scheme, which is cut as the planner cuts for it."""
+    pieces = chosen.microbatches or 4 if chosen.splits else 1
+    training = Training(chosen.scheme, microbatches=pieces, horizon=chosen.horizon)
+    devices = 1 if chosen.scheme == "single" else stages
+    cut = partition(profile, devices, cluster, training=training)
+    split = pieces if chosen.splits else None
+    trace = simulate(cut, chosen.scheme, cluster, MINIBATCHES, microbatches=split, overhead_s=overhead_s)
+    return trace.step_s
+
+
+def way(label: str, step_s: float, histories: Mapping[int, History], settings: Settings) -> Way:
+    """One scheme's seconds and accuracy together."""
+    shared = list(zip(*histories.values(), strict=False))
+    return Way(
+        label,
+        step_s,
+        settings.batch_size / step_s,
+        [int(rows[0]["step"]) for rows in shared],
+        [fmean(row["val_accuracy"] for row in rows) for rows in shared],
+        {seed: fmean(row["val_accuracy"] for row in rows[-LAST:]) for seed, rows in histories.items()},
+    )
+
+
+def report(ways: Sequence[Way]) -> str:
+    """The table."""
+    single = next(each for each in ways if each.label == "single")
+    nearly = fmean(single.ends.values()) - 0.01
+    rows = [
+        (
+            each.label,
+            f"{each.samples_per_second:.0f}",
+            f"{single.step_s / each.step_s:.2f}x",
+            shown([*each.ends.values()], 3),
+            "" if each.ends == single.ends else shown(_differences(each.ends, single.ends), 3, signed=True),
+            _reached(each, nearly),
+        )
+        for each in ways
+    ]
+    header = ("scheme", "samples/s", "against single", "accuracy at the end", "minus single", "s until single's - 0.01")
+    return text_table(header, rows)
+
+
+def _differences(ends: Mapping[int, float], others: Mapping[int, float]) -> list[float]:
+    """Seed by seed, of which both have a run."""
+    return [accuracy - others[seed] for seed, accuracy in ends.items() if seed in others]
+
+
+def _reached(one: Way, accuracy: float) -> str:
+    """After how many seconds the mean curve first has this accuracy."""
+    step = next((step for step, value in zip(one.steps, one.accuracy, strict=True) if value >= accuracy), None)
+    return "-" if step is None else f"{step * one.step_s:.1f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
