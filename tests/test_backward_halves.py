@@ -63,7 +63,7 @@ def test_every_schedule_equals_the_unsplit_model(scheme, devices, microbatches):
 
 
 @pytest.mark.parametrize("scheme", ["interleaved", "looped-bfs"])
-@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("chunks", networks.by_default([1, 3], 3))
 def test_other_numbers_of_stages_a_device(scheme, chunks):
     cuts = networks.cuts(6, 2 * chunks)
     pm = compare(networks.mlp, scheme, 2, networks.data(110), chunks, cuts=cuts, microbatches=4)
@@ -121,32 +121,27 @@ def rows_of(shape, classes=5, integers=0, rows=50):
     return x, rng.integers(0, classes, rows).astype("int32")
 
 
-@pytest.mark.parametrize("scheme", ["zb-h1", "zb-v"])
-@pytest.mark.parametrize(
-    ("make", "data"),
-    [
-        (recurrent, lambda: networks.data(50)),
-        (attentive, lambda: rows_of((7,), integers=11)),
-        (convolutional, lambda: rows_of((8, 8, 3))),
-    ],
-    ids=["recurrent", "attentive", "convolutional"],
-)
-def test_layers_of_all_kinds(scheme, make, data):
+MODELS = {
+    "recurrent": (recurrent, lambda: networks.data(50)),
+    "attentive": (attentive, lambda: rows_of((7,), integers=11)),
+    "convolutional": (convolutional, lambda: rows_of((8, 8, 3))),
+}
+OPTIMIZERS = {
+    "global_clipnorm": lambda: keras.optimizers.SGD(0.05, momentum=0.9, global_clipnorm=0.3),
+    "clipnorm": lambda: keras.optimizers.Adam(0.01, clipnorm=0.1),
+    "accumulation": lambda: keras.optimizers.AdamW(0.01, gradient_accumulation_steps=2),
+}
+
+
+@pytest.mark.parametrize(("scheme", "name"), networks.combinations(["zb-h1", "zb-v"], [*MODELS]))
+def test_layers_of_all_kinds(scheme, name):
+    make, data = MODELS[name]
     compare(make, scheme, 2, data(), microbatches=3)
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        lambda: keras.optimizers.SGD(0.05, momentum=0.9, global_clipnorm=0.3),
-        lambda: keras.optimizers.Adam(0.01, clipnorm=0.1),
-        lambda: keras.optimizers.AdamW(0.01, gradient_accumulation_steps=2),
-    ],
-    ids=["global_clipnorm", "clipnorm", "accumulation"],
-)
-@pytest.mark.parametrize("scheme", ["zb-h1", "zb-v"])
-def test_optimizers_that_gather_gradients(scheme, optimizer):
-    compare(networks.mlp, scheme, 2, networks.data(110), optimizer=optimizer, microbatches=4)
+@pytest.mark.parametrize(("scheme", "name"), networks.combinations(["zb-h1", "zb-v"], [*OPTIMIZERS]))
+def test_optimizers_that_gather_gradients(scheme, name):
+    compare(networks.mlp, scheme, 2, networks.data(110), optimizer=OPTIMIZERS[name], microbatches=4)
 
 
 @pytest.mark.parametrize("make", [recurrent, convolutional])
@@ -169,8 +164,9 @@ def test_recomputation_and_replicas(settings):
     networks.assert_close(pm.get_weights(), single.get_weights())
 
 
-@pytest.mark.parametrize("scheme", ["zb-h1", "zb-v", "v-min", "interleaved"])
-@pytest.mark.parametrize("clipped", [False, True])
+@pytest.mark.parametrize(
+    ("scheme", "clipped"), networks.combinations(["zb-h1", "zb-v", "v-min", "interleaved"], [False, True])
+)
 def test_shared_weights(scheme, clipped):
     """Copies of a weight may be on one device, of which either stage may be done with a minibatch first."""
 
@@ -182,7 +178,7 @@ def test_shared_weights(scheme, clipped):
     compare(networks.tied_autoencoder, scheme, 2, data, optimizer=optimizer, microbatches=3)
 
 
-@pytest.mark.parametrize("scheme", ["zb-h1", "zb-v"])
+@pytest.mark.parametrize("scheme", networks.by_default(["zb-h1", "zb-v"], "zb-v"))
 def test_the_same_seed_gives_the_same_weights_whatever_the_timing(scheme, monkeypatch):
     trained = []
     for delays in (False, True):

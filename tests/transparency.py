@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import product
 
 import keras
 import numpy as np
@@ -66,8 +67,8 @@ def cut(model, stages):
     return parts
 
 
-def through(parts, model, inputs, recompute):
-    """What ``whole`` gives, through these stages."""
+def through(parts, model, inputs, recompute, halved=False):
+    """What ``whole`` gives, through these stages; by backwards in halves if these are wanted."""
     values, results = BoundaryTensors(inputs, [None] * len(inputs)), []
     for part in parts:
         part.recompute = recompute  # asked for when it runs: stages are traced alike
@@ -76,9 +77,14 @@ def through(parts, model, inputs, recompute):
         values = results[-1].output
     gradients, state, returned = {}, {}, [1.0]
     for part, result in zip(reversed(parts), reversed(results), strict=True):
-        pulled = part.backward(Newest(), result.kept, returned, 1.0)
+        if halved:
+            pulled, operands = part.input_gradients(Newest(), result.kept, returned, 1.0)
+            by_weight = part.backward(Newest(), operands, [], 1.0).gradients
+        else:
+            pulled = part.backward(Newest(), result.kept, returned, 1.0)
+            by_weight = pulled.gradients
         returned = pulled.by_input
-        for variable, gradient in zip(part.segment.trainable_variables, pulled.gradients, strict=True):
+        for variable, gradient in zip(part.segment.trainable_variables, by_weight, strict=True):
             gradients[id(variable)] = over_stages(gradients.get(id(variable)), gradient)
         after = part.snapshot()[len(part.variables) :]
         state.update(zip(map(id, part.segment.non_trainable_variables), after, strict=True))
@@ -98,17 +104,18 @@ def worst(got, expected):
     return difference / largest if difference else 0.0
 
 
-def error(model, *counts, rows=2, recompute=(False,)):
+def error(model, *counts, rows=2, recompute=(False,), halved=(False,)):
     """The worst difference of outputs, loss, gradients and state between the model cut into stages and whole.
 
-    ``counts`` are the numbers of stages to try; each with ``recompute`` as in all of these.
+    ``counts`` are the numbers of stages to try; each with ``recompute`` as in all of these, and with backwards that are
+    ``halved`` or not as in all of these.
     """
     inputs = sample(model, rows)
     expected, errors = whole(model, inputs), []
     for stages in counts:
         parts = cut(model, stages)
-        for each in recompute:
-            got = through(parts, model, inputs, each)
+        for ways in product(recompute, halved):
+            got = through(parts, model, inputs, *ways)
             errors += [worst([got[0]], [expected[0]]), *map(worst, got[1:], expected[1:])]
     assert np.isfinite(errors).all()
     return max(errors)
@@ -122,7 +129,7 @@ def error_of_application(name, *counts):
         keras.utils.set_random_seed(0)
         size = 75 if name in ("InceptionV3", "InceptionResNetV2", "Xception") else 32
         model = getattr(keras.applications, name)(weights=None, input_shape=(size, size, 3), classes=5)
-        return error(model, *counts, rows=8)
+        return error(model, *counts, rows=8, halved=(False, True))
     finally:
         tf.config.optimizer.set_experimental_options({"arithmetic_optimization": True})
 
