@@ -118,7 +118,7 @@ class Way:
         """What the simulator says of its plan; None of a part of a step."""
         from pipetrain.simulation.data_parallel.simulator import simulate_plan
 
-        setting = self._pm._strategy.setting(self._rows)
+        setting = self._pm._strategy._setting(self._rows)
         return None if part == "forward" else 1e3 * simulate_plan(setting, self._pm._strategy.plan, 4).step_s
 
 
