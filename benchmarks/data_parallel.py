@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import keras
     import numpy as np
 
-STEPS = 6  # of a turn
+STEPS = 4  # of a turn
 NARROW = 16  # the inputs of the dense network: its minibatches are sent over the same links
 WORDS = 1000  # of made-up sentences, and of the Transformer's vocabulary
 PEER, PEER_PORT = "MultiWorker", 2322
