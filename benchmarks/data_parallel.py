@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import keras
     import numpy as np
 
-STEPS = 6  # of a turn
+STEPS = 4  # of a turn
 NARROW = 16  # the inputs of the dense network: its minibatches are sent over the same links
 WORDS = 1000  # of made-up sentences, and of the Transformer's vocabulary
 PEER, PEER_PORT = "MultiWorker", 2322
@@ -118,7 +118,7 @@ class Way:
         """What the simulator says of its plan; None of a part of a step."""
         from pipetrain.simulation.data_parallel.simulator import simulate_plan
 
-        setting = self._pm._strategy.setting(self._rows)
+        setting = self._pm._strategy._setting(self._rows)
         return None if part == "forward" else 1e3 * simulate_plan(setting, self._pm._strategy.plan, 4).step_s
 
 

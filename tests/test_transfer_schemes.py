@@ -202,6 +202,18 @@ def test_evaluation_prediction_and_files_have_the_weights_of_all_steps(tmp_path)
     networks.assert_close(pm.get_weights(), single.get_weights())
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_operation_of_a_step_is_on_a_device_of_its_own(scheme):
+    """Else it would run on the controller, from which workers on other hosts cannot fetch."""
+    order = late_plan(networks.small()) if scheme == "all-reduce" else "ibatch"  # with chunks
+    pm, _ = trained(networks.small(), scheme=scheme, devices=names(3), order=order)
+    steps = pm._strategy._pipeline._step._functions.values()
+    free = [each for step in steps for each in step.graph.get_operations() if not each.device]
+    assert {each.type for each in free} <= {"Placeholder", "ReadVariableOp", "Identity", "NoOp"}
+    results = [each for each in free if each.type == "Identity"]
+    assert len(results) <= 2 * len(steps)  # of the whole function, to this process
+
+
 class Recorder:
     """In the place of a pipeline that sends ahead: what it is given, in order."""
 

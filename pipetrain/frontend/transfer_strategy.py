@@ -73,7 +73,7 @@ class TransferStrategy(PipelineStrategy):
             self._weights, workers, self.plan, self._serves, self._run_settings, self._compilation.learning_rate
         )
 
-    def setting(self, rows: int | None, is_measured: bool = True) -> Setting:
+    def _setting(self, rows: int | None, is_measured: bool = True) -> Setting:
         """The workers as the simulator takes them, for minibatches of so many rows.
 
         If it ``is_measured``, the model is profiled and links are measured; else nothing takes time.
@@ -93,4 +93,4 @@ class TransferStrategy(PipelineStrategy):
         """The plan of the order, measured where it depends on that."""
         rows_alone = embeddings(self.model, self._segment.trainable_variables)
         at_once = limit(stepping(self.optimizer).global_clipnorm) is not None
-        return planned(self._order, self.setting(rows, is_measured(self._order)), rows_alone, at_once)
+        return planned(self._order, self._setting(rows, is_measured(self._order)), rows_alone, at_once)

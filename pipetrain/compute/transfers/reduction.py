@@ -36,7 +36,8 @@ def reduced(order: Order, made: Sequence[tuple[str, Gradients]], sinks: Sequence
             packing = Packing(pack._replace(variables=tuple(dense)), like)
             messages = [_at(device, packing.messages, gradients) for device, gradients in made]
             for place, sums in enumerate(_summed(order, messages, [device for device, _ in made], sinks)):
-                found[place].add(pack, _at(sinks[place], packing.values, sums))
+                values = _at(sinks[place], packing.values, sums)
+                _at(sinks[place], found[place].add, pack, values)  # chunks are put together there
         for n in (n for n in present if n not in dense):
             for place, sink in enumerate(sinks):
                 found[place].add(Pack((n,), 0), {n: _rows(order, [(at, each[n]) for at, each in made], sink, like[n])})
