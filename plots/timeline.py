@@ -47,7 +47,7 @@ LABELS = {
     "fill": "idle: filling, draining",
 }
 CAPTION = (
-    "Large: the minibatch{pieces}. Small, below it: the weight version, that is how many updates the stage had made "
+    "Large: the {number}. Small, below it: the weight version, that is how many updates the stage had made "
     "when the action began."
 )
 WIDTH, MARGIN = 14.0, 1.3  # inches: of the figure, and of what is not a row
@@ -83,8 +83,7 @@ def draw(trace: Trace, output: Path, first: int = 0, minibatches: int = 12, titl
         _bar(axes, rows, each, start_s, **IDLE[each.cause], linewidth=0, zorder=3)
     axes.set(xlim=(0, (end_s - start_s) * 1e3), ylim=(count - 0.5, -0.5))
     axes.set_title(title, loc="left")
-    pieces = " or microbatch" if _has_pieces(trace.spans) else ""
-    axes.set_xlabel(f"milliseconds\n{CAPTION.format(pieces=pieces)}")
+    axes.set_xlabel(f"milliseconds\n{CAPTION.format(number=_numbered(trace))}")
     labels = {(1 + is_ordered) * row: name for row, name in enumerate(names)}
     if is_ordered:
         labels |= {row + 1: f"to {packs.receiver(place)}" for place, row in rows.items()}
@@ -98,6 +97,13 @@ def draw(trace: Trace, output: Path, first: int = 0, minibatches: int = 12, titl
     columns = -(-len(handles) // 2) if is_ordered else min(len(handles), 4)
     figure.legend(handles=handles, loc="outside upper right", ncols=columns, frameon=False)
     return save(figure, output)
+
+
+def _numbered(trace: Trace) -> str:
+    """What the text in the bars counts."""
+    if trace.ranks:
+        return "stage, the action and the microbatch"
+    return "minibatch or microbatch" if _has_pieces(trace.spans) else "minibatch"
 
 
 def _rows(trace: Trace) -> tuple[dict[tuple[int, int], int], list[str]]:
