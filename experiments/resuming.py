@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.records import CHECKPOINTS, Settings, Summary, microbatches_for, options_of
-from pipetrain.schemes.table import SCHEMES
+from pipetrain.schemes.table import PIPELINES
 
 
 def newest(runs: Path) -> Path:
@@ -62,7 +62,8 @@ def settings(output: Path, schemes: Sequence[str], changes: Mapping[str, Any]) -
             source = others[0]
         changed = replace(known[source], **{**changes, "scheme": scheme})
         left_out = options_of(scheme, vars(changed))
-        asked = schemes or known if changes.get("microbatches") else SCHEMES  # refused if none of those asked has them
+        # Refused if none of those asked has them.
+        asked = schemes or known if changes.get("microbatches") else PIPELINES
         left_out["microbatches"] = microbatches_for(scheme, asked, changed.microbatches, changed.horizon)
         chosen[source] = replace(changed, **left_out)
         done = max((int(path.stem[5:]) for path in (output / source / CHECKPOINTS).glob("step-*.npz")), default=0)

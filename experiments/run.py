@@ -114,9 +114,8 @@ def end_with_supervisor() -> None:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line's options."""
     description, _, epilog = __doc__.partition("\n\n")[2].partition("examples:")
-    about = {name: scheme.about for name, scheme in table.SCHEMES.items()}
+    about = {name: scheme.about for name, scheme in (table.PIPELINES | table.TRANSFERRING).items()}
     about[table.DATA_PARALLEL] = "synchronous, a copy of the model on every device (MirroredStrategy)"
-    about |= {name: scheme.about for name, scheme in table.TRANSFERRING.items()}
     names = table.EVERY_NAME
     longest = max(map(len, names))
     schemes_about = "\n".join(f"  {name:<{longest}} {about[name]}" for name in names)
