@@ -110,10 +110,15 @@ def _joined(blocks: Sequence[Placed], device: str) -> tuple[Callable[[], Any], C
             outputs, residuals = block.functions.forward(weights[n], state[n], inputs)
             known.update(zip(block.segment.writes, outputs, strict=True))
             saved.append(residuals)
+        before = tf.nest.flatten(outputs)
         for n in range(len(blocks) - 1, -1, -1):
-            gradients, others = blocks[n].functions.backward(weights[n], saved.pop(), output_gradients[n])
+            # In a stage a backward needs the next one's gradients; without that, many would run at once.
+            with tf.control_dependencies(before):
+                given_gradients = [tf.identity(each) for each in output_gradients[n]]
+            gradients, others = blocks[n].functions.backward(weights[n], saved.pop(), given_gradients)
             by_weight[:0] = gradients
             by_input += others
+            before = [each for each in (*gradients, *others) if isinstance(each, tf.Tensor)] or before
         return by_weight, by_input  # what is not returned is not computed
 
     with tf.device(device):
