@@ -92,7 +92,8 @@ def add_policy(parser: argparse.ArgumentParser) -> None:
         "--microbatches",
         type=positive,
         metavar="N",
-        help="for gpipe, 1f1b, 2bw and spectrain with --horizon target (default: 4; for 2bw at least one per stage)",
+        help="for synchronous pipelines, 2bw, and spectrain with --horizon target (default: 4; for 2bw at least one "
+        "per stage)",
     )
     parser.add_argument(
         "--horizon",
