@@ -66,18 +66,19 @@ class Advice:
     def comparison(self) -> str:
         """The table of ways, and what is recommended and why."""
         one = self.ways["single"]
-        rows = []
+
+        def row(name: str, devices: int, rate: float, memory_bytes: int) -> tuple[str, ...]:
+            gain = f"{rate / one.samples_per_second:.2f}x" if one else "-"
+            return name, str(devices), f"{rate:.0f}", gain, mib(memory_bytes)
+
+        rows: list[tuple[str, ...]] = []
         for name in WAYS:
             way = self.ways.get(name)
             if way is None:
                 rows.append((name, "-", "-", "-", "does not fit" if name in self.ways else "not faster"))
-                continue
-            gain = f"{way.samples_per_second / one.samples_per_second:.2f}x" if one else "-"
-            rows.append((name, str(sum(way.replicas)), f"{way.samples_per_second:.0f}", gain, mib(way.fullest_bytes)))
-        for name, scheme in self.ordered.items():
-            gain = f"{scheme.samples_per_second / one.samples_per_second:.2f}x" if one else "-"
-            rate = f"{scheme.samples_per_second:.0f}"
-            rows.append((name, str(scheme.devices), rate, gain, mib(scheme.memory_bytes)))
+            else:
+                rows.append(row(name, sum(way.replicas), way.samples_per_second, way.fullest_bytes))
+        rows += [row(name, *scheme) for name, scheme in self.ordered.items()]
         header = ("way to train", "devices", "samples/s", "against one", "memory MiB")
         return f"{text_table(header, rows)}\n\nRecommended: {self.recommended}. {self.reason}"
 
