@@ -20,8 +20,8 @@ from pipetrain.schemes.transfers.caramel import step_s
 from pipetrain.schemes.transfers.orders import ORDERS, orders
 from pipetrain.schemes.transfers.plan import Phase, Plan
 from pipetrain.schemes.transfers.workload import Layer, Message, Workload, pulled_s, pushed_s
+from pipetrain.simulation.advice import advise_all
 from pipetrain.simulation.comparison import compare
-from pipetrain.simulation.data_parallel.advice import advise_all
 from pipetrain.simulation.data_parallel.choice import WORTH, auto, tried
 from pipetrain.simulation.data_parallel.profiled import workload_of
 from pipetrain.simulation.data_parallel.setting import Setting

@@ -15,6 +15,7 @@ from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.memory import Training
 from pipetrain.plan.profile import Profile
 from pipetrain.schemes import table
+from pipetrain.simulation.schedule_trials import pieces_to_measure
 
 
 class Given(NamedTuple):
@@ -53,9 +54,9 @@ def given(options: argparse.Namespace) -> Given:
     training = Training(scheme, options.slots, options.microbatches, options.recompute, options.horizon, gathers)
     about = model, options.batch_size, device, sys.stdout.isatty(), input_shapes(options.input_shape)
     named = [options.scheme] if isinstance(options.scheme, str) else options.scheme or []
-    pieces = min(options.microbatches, options.batch_size)
-    divided = pieces > 1 and any(table.splits(each, training.under(each).horizon) for each in named)
-    return Given(profile(*about), cluster, training, profile(*about, pieces) if divided else None)
+    counts = [pieces_to_measure(training.under(each), options.devices) for each in named if each in table.PIPELINES]
+    pieces = min(max(counts, default=1), options.batch_size)
+    return Given(profile(*about), cluster, training, profile(*about, pieces) if pieces > 1 else None)
 
 
 def add_common(command: argparse.ArgumentParser) -> None:
@@ -90,7 +91,8 @@ def add_common(command: argparse.ArgumentParser) -> None:
         type=count,
         default=4,
         metavar="N",
-        help="for gpipe, 1f1b, spectrain with --horizon target, and 2bw, which has stages - 1 at least (default: 4)",
+        help="of synchronous schemes, spectrain with --horizon target, and 2bw, where it is at least stages - 1 "
+        "(default: 4)",
     )
     command.add_argument(
         "--horizon",

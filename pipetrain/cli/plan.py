@@ -7,16 +7,18 @@ from typing import Any
 
 from pipetrain.cli.given import add_common, given
 from pipetrain.schemes import table
-from pipetrain.simulation.data_parallel.advice import advise_all
+from pipetrain.simulation.advice import advise_all
 
 ABOUT = """Plan how to train a saved Keras model on several devices, without training it.
 
 Profiles the model's layers on this machine, cuts it into stages, and says what to expect of one device, of data
 parallelism, of a pipeline, and of a pipeline whose slow stages have several devices; and, as simulated, of data
-parallelism that sends weights or gradients while it computes (all-reduce, parameter-server).
+parallelism that sends weights or gradients while it computes (all-reduce, parameter-server). With a synchronous scheme,
+such as 1f1b, it compares all synchronous schedules, each with the microbatches that suit it, and recommends one.
 """
 EXAMPLES = """examples:
   python -m pipetrain plan model.keras --devices 4
+  python -m pipetrain plan model.keras --devices 4 --scheme 1f1b --memory 2GiB
   python -m pipetrain plan model.keras --devices 8 --cluster cluster.json --batch-size 256 --memory 16GiB
 
 a cluster file, for hosts with 4 GPUs each:
@@ -40,7 +42,7 @@ def add(commands: Any) -> None:
         "--scheme",
         choices=[*table.PIPELINES],
         default="spectrain",
-        help="decides on the memory (default: spectrain)",
+        help="decides on the memory, and whether synchronous schedules are compared (default: spectrain)",
     )
     command.set_defaults(run=run)
 

@@ -10,8 +10,8 @@ from pipetrain.cli.argument_types import count, positive_number, share
 from pipetrain.cli.given import add_common, given
 from pipetrain.schemes import table
 from pipetrain.schemes.transfers.orders import AUTO, ORDERS
+from pipetrain.simulation.advice import advise_all
 from pipetrain.simulation.comparison import Comparison, compare
-from pipetrain.simulation.data_parallel.advice import advise_all
 from pipetrain.simulation.reduction import REDUCTIONS
 
 ABOUT = """Simulate training a saved Keras model on devices that need not be there.

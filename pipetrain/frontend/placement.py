@@ -33,7 +33,8 @@ from pipetrain.schemes.arguments import is_count
 from pipetrain.schemes.schedules import Schedule, has_halves
 from pipetrain.schemes.scheme import Scheme, UpdateRule
 from pipetrain.schemes.table import ONE_FORWARD_ONE_BACKWARD
-from pipetrain.simulation.data_parallel.advice import advise_all
+from pipetrain.simulation.advice import advise_all
+from pipetrain.simulation.schedule_trials import pieces_to_measure
 
 
 class Decision(NamedTuple):
@@ -196,8 +197,9 @@ class Placement:
 
     def explanation(self, batch_size: int) -> str:
         """A text: the cut of the model, and the estimates of other ways to train it on as many devices."""
-        measured, devices = self._profile(batch_size, True), self._schedule.devices(sum(self.replicas))
-        whole = measured if self.training.microbatches == 1 else self._profile(batch_size, True, microbatches=1)
+        devices = self._schedule.devices(sum(self.replicas))
+        measured = self._profile(batch_size, True, microbatches=pieces_to_measure(self.training, devices))
+        whole = measured if measured.microbatches == 1 else self._profile(batch_size, True, microbatches=1)
         advice = advise_all(whole, devices, described(self._devices), self.training, measured)
         parts = [f"{self.partition(batch_size)}", advice.comparison(), measured.warning, left_out()]
         return "\n\n".join(filter(None, parts))

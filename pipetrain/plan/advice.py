@@ -12,6 +12,7 @@ from pipetrain.plan.cost import Costs, Place
 from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import DEVICES, checked_training, partition, plan
 from pipetrain.plan.profile import Profile, mib
+from pipetrain.plan.schedule_advice import ScheduleAdvice
 from pipetrain.plan.stages import Partition
 from pipetrain.plan.text_table import text_table
 from pipetrain.schemes.arguments import checked_count
@@ -35,13 +36,15 @@ class Advice:
     ``ways`` are ``single``, ``data-parallel`` (one stage on several devices), ``pipeline`` (every stage one device) and
     ``hybrid`` (stages with several), each with its fastest partition, or None where it does not fit the devices'
     memory. A way that is the best cut of none is not there: ``hybrid`` where a simpler one is faster than any.
-    ``ordered`` are the schemes beside them whose transfers are ordered, those that fit, see ``beside``.
+    ``ordered`` are the schemes beside them whose transfers are ordered, those that fit, see ``beside``. ``schedules``
+    are those that the pipeline may have, where one is asked about that trains as the unsplit model does.
     """
 
     ways: dict[str, Partition | None]
     recommended: str
     reason: str
     ordered: Mapping[str, Ordered] = field(default_factory=dict)
+    schedules: ScheduleAdvice | None = None
 
     def __str__(self) -> str:
         best = self.ways.get(self.recommended)  # an ordered scheme has no stages
@@ -64,7 +67,7 @@ class Advice:
         return replace(found, recommended=best, reason=reason)
 
     def comparison(self) -> str:
-        """The table of ways, and what is recommended and why."""
+        """The table of ways, and what is recommended and why; and so for schedules."""
         one = self.ways["single"]
 
         def row(name: str, devices: int, rate: float, memory_bytes: int) -> tuple[str, ...]:
@@ -80,7 +83,8 @@ class Advice:
                 rows.append(row(name, sum(way.replicas), way.samples_per_second, way.fullest_bytes))
         rows += [row(name, *scheme) for name, scheme in self.ordered.items()]
         header = ("way to train", "devices", "samples/s", "against one", "memory MiB")
-        return f"{text_table(header, rows)}\n\nRecommended: {self.recommended}. {self.reason}"
+        schedules = f"\n\n{self.schedules}" if self.schedules else ""
+        return f"{text_table(header, rows)}\n\nRecommended: {self.recommended}. {self.reason}{schedules}"
 
 
 def advise(
@@ -105,7 +109,7 @@ def advise(
     for replicas in range(1, num_devices + 1):
         way = unsplit if replicas == 1 else unsplit._replace(jit_compile=False)  # as data-parallel runs
         _keep_faster(ways, plan(profile, [len(profile.blocks)], cluster, [replicas], way), cluster)
-    chunks, pieces = training.chosen.schedule.chunks, of_microbatches or profile
+    chunks, pieces = training.chosen.schedule.chunks, (training.microbatches > 1 and of_microbatches) or profile
     try:
         devices = min(num_devices, len(profile.blocks) // chunks)
         _keep_faster(ways, partition(pieces, devices, cluster, training=training), cluster)

@@ -93,7 +93,8 @@ class Profile:
 
     ``spread`` is the standard error of all its seconds together, as a part of them, all errors taken to go one way;
     the larger one where it was measured with XLA too. ``loss_s`` is what a loss takes beside the blocks, on
-    the last one's device, and ``metric_s`` what a metric takes, in the caller's thread.
+    the last one's device, and ``metric_s`` what a metric takes, in the caller's thread. The seconds are those of all
+    ``microbatches`` of a minibatch together, with the rows of one at a time.
 
     Raises ValueError for no blocks, or a batch size below 1.
     """
@@ -104,6 +105,7 @@ class Profile:
     spread: float = 0.0
     loss_s: float = 0.0
     metric_s: float = 0.0
+    microbatches: int = 1
 
     def __post_init__(self) -> None:
         if not self.blocks or not isinstance(self.batch_size, int) or self.batch_size < 1:
@@ -170,8 +172,8 @@ class Profile:
         try:
             data = json.loads(text)
             blocks = tuple(_block(**block) for block in data["blocks"])
-            beside = (data.get(name, 0.0) for name in ("spread", "loss_s", "metric_s"))
-            return cls(data["model"], data["batch_size"], blocks, *beside)
+            beside = {name: data[name] for name in ("spread", "loss_s", "metric_s", "microbatches") if name in data}
+            return cls(data["model"], data["batch_size"], blocks, **beside)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"Not a profile ({error}). Received: {text[:60]!r}. Try a file that save() wrote."

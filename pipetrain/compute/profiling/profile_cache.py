@@ -60,7 +60,7 @@ def cached_profile(
     if known is None:
         known = _kept(profile_chain(chain, batch_size, shapes, device, verbose, with_xla, microbatches), path)
     renamed = tuple(replace(cost, name=block.name) for cost, block in zip(known.blocks, blocks, strict=True))
-    return replace(known, model=chain.model.name, blocks=renamed)
+    return replace(known, model=chain.model.name, blocks=renamed, microbatches=microbatches)
 
 
 def _read(path: Path) -> Profile | None:

@@ -105,7 +105,7 @@ def profile_chain(
                     for cost, seconds, block in zip(costs, compiled, placed, strict=True)
                 ]
         beside = time_loss(_outputs(chain, placed), device, _others(device))
-    measured = Profile(chain.model.name, int(rows), tuple(costs), spread, *beside)
+    measured = Profile(chain.model.name, int(rows), tuple(costs), spread, *beside, microbatches=microbatches)
     return measured if rows == batch_size else measured.scaled(int(batch_size))
 
 

@@ -1,0 +1,51 @@
+"""Which way to train is fastest, with what is simulated among the ways: ordered transfers, synchronous schedules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pipetrain.plan.advice import WAYS, Advice, Ordered, advise, everywhere
+from pipetrain.plan.capacity import NoPlan
+from pipetrain.plan.cluster import Cluster
+from pipetrain.plan.memory import Training
+from pipetrain.plan.partition import checked_training
+from pipetrain.plan.profile import Profile
+from pipetrain.schemes.table import TRANSFERRING
+from pipetrain.simulation.data_parallel.profiled import simulate_order
+from pipetrain.simulation.schedule_trials import is_synchronous, try_schedules
+
+
+def advise_all(
+    profile: Profile,
+    num_devices: int,
+    cluster: Cluster | None = None,
+    training: Training | None = None,
+    of_microbatches: Profile | None = None,
+) -> Advice:
+    """``advise``, with ``all-reduce`` and ``parameter-server`` on all devices beside it, as they are simulated.
+
+    Each has the order of transfers that is predicted to be the fastest. There are none on one device, on more than the
+    minibatch has rows, and where the whole model does not fit a device's memory. Where the training's scheme is a
+    synchronous pipeline, the other schedules of this kind are there too, see ``try_schedules``: also if one of them
+    alone fits the devices' memory.
+
+    Raises NoPlan, a ValueError, if nothing fits it.
+    """
+    cluster, training = cluster or Cluster(), checked_training(training)
+    schedules = None
+    if is_synchronous(training.chosen):
+        schedules = try_schedules(profile, num_devices, cluster, training, of_microbatches)
+    try:
+        advice = advise(profile, num_devices, cluster, training, of_microbatches)
+    except NoPlan:
+        if schedules is None or schedules.recommended is None:
+            raise
+        advice = Advice(dict.fromkeys(WAYS[:3]), "pipeline", "Nothing fits as it is set, but with another schedule.")
+    whole = everywhere(profile, num_devices, cluster, training)
+    if whole is None or not 1 < num_devices <= profile.batch_size:
+        return replace(advice, schedules=schedules)
+    ordered = {}
+    for scheme in TRANSFERRING:
+        step_s = simulate_order(profile, scheme, num_devices, cluster).step_s
+        ordered[scheme] = Ordered(num_devices, profile.batch_size / step_s, whole.fullest_bytes)
+    return replace(advice.beside(ordered), schedules=schedules)
