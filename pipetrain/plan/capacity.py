@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from pipetrain.plan.cost import Costs, Memory, Place
-from pipetrain.plan.memory import Training, demand
+from pipetrain.plan.memory import Demand, Training, demand, even_demand
 from pipetrain.plan.profile import Profile, mib
 from pipetrain.plan.search import CLOSE, HUGE, NEVER, Limit, Problem, Reach, fastest
 from pipetrain.plan.stages import Partition, described
 from pipetrain.schemes.table import HORIZONS
 
+Need = Callable[[Training, int, int], Demand]
+Attempt = tuple[int | None, Need]
 ENOUGH = 1.001  # the leanest cut is looked for to a thousandth
 
 
@@ -33,9 +37,9 @@ class Capacity:
         Raises NoPlan, naming the stage that is too large in the leanest partition, and what would help.
         """
         best, slowest_s = None, HUGE
-        totals = self._totals()
-        for total in totals:
-            limit = self._limit(limit_bytes, total)
+        attempts = self._attempts()
+        for total, need in attempts:
+            limit = self._limit(limit_bytes, total, need)
             found = fastest(self._problem, limit, at_least_s, slowest_s)
             if found is None:
                 if total is None:
@@ -44,7 +48,7 @@ class Capacity:
             candidate = described(self._profile, self._costs, found, self._training)
             if total is None:
                 at_least_s = self._problem.slowest_s(found)
-                totals[1:] = sorted(totals[1:], key=lambda each: abs((each or 0) - len(found)))
+                _nearest_first(attempts, len(found))
             if candidate.fullest_bytes <= limit_bytes:
                 best, slowest_s = candidate, self._problem.slowest_s(found)
                 if slowest_s <= at_least_s * CLOSE:
@@ -55,15 +59,15 @@ class Capacity:
 
     def any(self, limit_bytes: float) -> Partition | None:
         """Some partition that fits, however slow; None if there is none."""
-        totals = self._totals()
-        for total in totals:
-            found = Reach(self._problem, HUGE, self._limit(limit_bytes, total)).stages()
+        attempts = self._attempts()
+        for total, need in attempts:
+            found = Reach(self._problem, HUGE, self._limit(limit_bytes, total, need)).stages()
             if found is not None:
                 candidate = described(self._profile, self._costs, found, self._training)
                 if candidate.fullest_bytes <= limit_bytes:
                     return candidate
                 if total is None:
-                    totals[1:] = sorted(totals[1:], key=lambda each: abs((each or 0) - len(found)))
+                    _nearest_first(attempts, len(found))
             elif total is None:
                 return None
         return None
@@ -82,17 +86,24 @@ class Capacity:
                 best = leaner
         return best
 
-    def _totals(self) -> list[int | None]:
-        if self._problem.stages is not None:
-            return [self._problem.stages]
-        return [None, *range(1, min(self._problem.devices, self._problem.blocks) + 1)]
+    def _attempts(self) -> list[Attempt]:
+        """For how many stages to search, None standing for any number, and what each is taken to keep.
 
-    def _limit(self, limit_bytes: float, total: int | None) -> Limit:
+        A device's several stages are taken to keep equal parts of what is there when they hold most together; then, as
+        that refuses nothing but may not fit, each what it keeps at its own fullest.
+        """
+        if self._training.chosen.schedule.chunks > 1:
+            return [(self._problem.stages, even_demand), (self._problem.stages, demand)]
+        if self._problem.stages is not None:
+            return [(self._problem.stages, demand)]
+        return [(total, demand) for total in (None, *range(1, min(self._problem.devices, self._problem.blocks) + 1))]
+
+    def _limit(self, limit_bytes: float, total: int | None, need: Need) -> Limit:
         """What stages keep in a pipeline of ``total`` stages, or of those from each one to the end."""
 
         def memory(place: Place, left: int) -> Memory:
             stages = max(total or left, left)
-            return self._costs.memory(place.replicas, demand(self._training, stages - left, stages))
+            return self._costs.memory(place.replicas, need(self._training, stages - left, stages))
 
         # of a device's several stages each is given an equal part, which may refuse what would fit
         return Limit(memory, limit_bytes / self._training.chosen.schedule.chunks, total or NEVER)
@@ -122,3 +133,8 @@ class Capacity:
             f"scheme={str(self._training.scheme)!r}{horizon}. "
             f"Try {'; '.join([*helps, 'a smaller batch; or more devices'])}."
         )
+
+
+def _nearest_first(attempts: list[Attempt], stages: int) -> None:
+    """All but the first in the order of how near they are to this number of stages."""
+    attempts[1:] = sorted(attempts[1:], key=lambda attempt: abs((attempt[0] or 0) - stages))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import NamedTuple
 
 from pipetrain.schemes.actions import Action, completes
-from pipetrain.schemes.schedules import groups_of, peak_in_flight
+from pipetrain.schemes.policies import Flush
+from pipetrain.schemes.schedules import groups_of
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.table import HORIZONS, scheme, takes
 from pipetrain.schemes.validation import check_own
@@ -84,40 +86,119 @@ def demand(training: Training, stage: int, stages: int) -> Demand:
     return _demand(training, stage, stages)
 
 
+class Holding(NamedTuple):
+    """What a stage holds beside what it always does.
+
+    Of microbatches the activations, or operands for W; copies of its weights: old versions, gradients; and of each
+    block's weights while the block is at work.
+    """
+
+    microbatches: float
+    copies: float
+    passing: int = 0
+
+
+class Moment(NamedTuple):
+    """What a device holds during an action of a stage: of all its stages in order."""
+
+    stage: int
+    holdings: tuple[Holding, ...]
+
+
 @cache
 def _demand(training: Training, stage: int, stages: int) -> Demand:
     trained, microbatches = training.chosen, training.microbatches_of(stages)
     check_own(trained, stages, microbatches)
-    order = _order(training, stage, stages)
-    in_flight = peak_in_flight(order) / microbatches
-    versions = WeightVersions(trained, stage, stages, microbatches, newest=lambda ahead: ahead, keep=lambda ahead: 0)
-    observed = 2 if trained.rule(stage, stages, microbatches).fit_horizon else 0
-    gathers = microbatches > 1 or training.gathers or trained.spikes
-    more, passing = _beside(order, versions, microbatches, gathers, stage == stages - 1, observed)
-    weights: float = 1 + training.slots + observed + more
-    sums = 1 + ((stages - 1) / 2 if trained.asynchronous and microbatches == 1 else 0)
-    if not training.recompute:
-        return Demand(weights, in_flight, work=1 / microbatches, passing=passing, sums=sums)
-    if not versions.lasts(3 * stages * microbatches):  # every forward's weights are kept for running it again
-        weights += in_flight - (0 if trained.policy.predicts else 1)
-    return Demand(weights, 1 / microbatches, in_flight, 1 / microbatches, passing, sums)
+    order = [
+        each
+        for each in _order(training, trained.schedule.place(stage, trained.schedule.devices(stages)), stages)
+        if each.stage == stage
+    ]
+    during = (during for during, _ in _holdings(training, stage, stages, order))
+    return demand_of(training, stage, stages, Holding(*map(max, zip(*during, strict=True))))
 
 
-def _order(training: Training, stage: int, stages: int) -> list[Action]:
-    """The stage's own actions in its device's order, for as many minibatches as fill the pipeline."""
-    schedule, groups = training.chosen.schedule, groups_of(3 * stages, training.microbatches_of(stages))
-    devices = schedule.devices(stages)
-    return [each for each in schedule.order(schedule.place(stage, devices), devices, groups) if each.stage == stage]
+def even_demand(training: Training, stage: int, stages: int) -> Demand:
+    """The demand of each of a device's stages if they hold equal parts of the most that they hold together.
 
-
-def _beside(
-    order: list[Action], versions: WeightVersions, microbatches: int, gathers: bool, last: bool, observed: int
-) -> tuple[int, int]:
-    """The most copies beside the newest weights, and the most that pass while a block is at work.
-
-    Of weights: old versions, and predicted ones. Of gradients: this microbatch's, the sum so far, and the new sum.
+    ``demand`` is that of a stage at its own fullest, which is when the others hold less.
     """
-    more, passing, gathered = 0, 0, 0
+    schedule = training.chosen.schedule
+    each = [moment.holdings for moment in moments(training, schedule.place(stage, schedule.devices(stages)), stages)]
+    microbatches = max(sum(holding.microbatches for holding in holdings) for holdings in each)
+    copies = max(sum(holding.copies for holding in holdings) for holdings in each)
+    passing = max(holding.passing for holdings in each for holding in holdings)
+    return demand_of(
+        training, stage, stages, Holding(microbatches / schedule.chunks, copies / schedule.chunks, passing)
+    )
+
+
+@cache
+def moments(training: Training, device: int, stages: int) -> tuple[Moment, ...]:
+    """What a device holds during its actions, each different moment once."""
+    schedule = training.chosen.schedule
+    check_own(training.chosen, stages, training.microbatches_of(stages))
+    order = _order(training, device, stages)
+    own = {
+        stage: _holdings(training, stage, stages, [each for each in order if each.stage == stage])
+        for stage in schedule.stages_on(device, stages)
+    }
+    now = dict.fromkeys(own, Holding(0, 0))
+    found: dict[Moment, None] = {}
+    for action in order:
+        during, after = next(own[action.stage])
+        found[Moment(action.stage, tuple((now | {action.stage: during}).values()))] = None
+        now[action.stage] = after
+    return tuple(found)
+
+
+def demand_of(training: Training, stage: int, stages: int, holding: Holding, works: bool = True) -> Demand:
+    """The demand of stage k of N while it holds this, and one of its actions ``works`` or none does."""
+    trained, microbatches = training.chosen, training.microbatches_of(stages)
+    observed = _observed(training, stage, stages)
+    weights: float = 1 + training.slots + observed + holding.copies
+    sums = 1 + ((stages - 1) / 2 if trained.asynchronous and microbatches == 1 else 0)
+    in_flight, work = holding.microbatches / microbatches, works / microbatches
+    if not training.recompute:
+        return Demand(weights, in_flight, work=work, passing=holding.passing, sums=sums)
+    if not _versions(training, stage, stages).lasts(3 * stages * microbatches):
+        weights += in_flight - (0 if trained.policy.predicts else 1)  # every forward's, for running it again
+    return Demand(weights, work, in_flight, work, holding.passing, sums)
+
+
+def _versions(training: Training, stage: int, stages: int) -> WeightVersions:
+    """Integers for weights."""
+    microbatches = training.microbatches_of(stages)
+    return WeightVersions(
+        training.chosen, stage, stages, microbatches, newest=lambda ahead: ahead, keep=lambda ahead: 0
+    )
+
+
+def _observed(training: Training, stage: int, stages: int) -> int:
+    """The copies that fitting a multiple of the velocity takes."""
+    return 2 if training.chosen.rule(stage, stages, training.microbatches_of(stages)).fit_horizon else 0
+
+
+def _order(training: Training, device: int, stages: int) -> list[Action]:
+    """A device's order, for as many minibatches as fill the pipeline, or show what lasts from one to the next."""
+    schedule, policy = training.chosen.schedule, training.chosen.policy
+    minibatches = 2 if schedule.flushes and isinstance(policy, Flush) else 3 * stages
+    groups = groups_of(minibatches, training.microbatches_of(stages))
+    return [*schedule.order(device, schedule.devices(stages), groups)]
+
+
+def _holdings(
+    training: Training, stage: int, stages: int, order: Sequence[Action]
+) -> Iterator[tuple[Holding, Holding]]:
+    """What a stage holds at most during each of its actions, and after it.
+
+    Copies of weights: old versions, and predicted ones. Of gradients: this microbatch's, the sum so far, and the new
+    sum.
+    """
+    microbatches, versions = training.microbatches_of(stages), _versions(training, stage, stages)
+    gathers = microbatches > 1 or training.gathers or training.chosen.spikes
+    observed, last = _observed(training, stage, stages), stage == stages - 1
+    in_flight, gathered = 0, 0
     for action, completed in zip(order, completes(order, microbatches), strict=True):
         before, held, predicted = versions.kept, versions.old, 0
         for way in action.operation.reads:
@@ -127,12 +208,17 @@ def _beside(
         whole = gradients if gathers else 0
         if predicted and last:  # for the forward, and the backward in the same call
             whole, predicted = whole + predicted, 0
-        passing = max(passing, predicted + (1 if action.updates and not gathers else 0))
-        more = max(more, max(before, versions.kept) + whole)  # it may be given what was kept for it
+        passing = predicted + (1 if action.updates and not gathers else 0)
+        copies = max(before, versions.kept) + whole  # it may be given what was kept for it
         gathered = 1 if action.updates else gathered
         if completed:
             gathered = 0
             versions.before_update()
             held |= versions.old  # what the update's own backward has read is there until it ends
-            more = max(more, len(held) + (1 if gathers or observed else 0))
-    return more, passing
+            copies = max(copies, len(held) + (1 if gathers or observed else 0))
+        during, after = action.operation.holds
+        yield (
+            Holding(in_flight + during, copies, passing),
+            Holding(in_flight + after, versions.kept + (gathered if gathers else 0)),
+        )
+        in_flight += after

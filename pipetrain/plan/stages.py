@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipetrain.plan.cost import PREDICTING, Costs, Place
-from pipetrain.plan.memory import Training, demand
+from pipetrain.plan.memory import Moment, Training, demand, demand_of, moments
 from pipetrain.plan.profile import Profile, mib
 from pipetrain.plan.search import Choice
 from pipetrain.plan.text_table import counted, text_table
@@ -22,11 +22,11 @@ class StagePlan:
     """Blocks ``first`` to ``last`` (both included) of the chain on ``replicas`` devices, and what they cost.
 
     Forward, backward and update seconds and ``sent_bytes`` are per minibatch, for all replicas together; ``total_s``
-    is what one replica takes per minibatch, transfers and predicting weights included; ``memory_bytes`` the peak memory
-    of each; ``compiled`` whether XLA compiles it; ``prediction_s`` what predicting weights takes of ``total_s``;
-    ``product_bytes`` and ``product_s`` the weights whose gradients are made once for all microbatches of a minibatch,
-    and what that takes of ``backward_s``; ``shared_bytes`` the weights that other stages have too, and ``summing_s``
-    what sending their gradients takes of ``total_s``.
+    is what one replica takes per minibatch, transfers and predicting weights included; ``memory_bytes`` what each holds
+    when its device holds most; ``compiled`` whether XLA compiles it; ``prediction_s`` what predicting weights takes of
+    ``total_s``; ``product_bytes`` and ``product_s`` the weights whose gradients are made once for all microbatches of a
+    minibatch, and what that takes of ``backward_s``; ``shared_bytes`` the weights that other stages have too, and
+    ``summing_s`` what sending their gradients takes of ``total_s``.
     """
 
     first: str
@@ -174,13 +174,12 @@ def described(
     compiled: Sequence[bool] | None = None,
 ) -> Partition:
     """The partition into the chosen stages, ``compiled`` by XLA or not as is given, or as is best by their costs."""
-    stages = []
+    stages, memory_bytes = [], _memory_bytes(costs, choices, training)
     for n, (first, end, counted_place) in enumerate(choices):
         counted_place = counted_place._replace(predictions=predictions(training, n, len(choices)))
         place = located(counted_place, training.chosen.schedule, len(choices))
         place = costs.chosen(place, first, end) if compiled is None else place._replace(compiled=compiled[n])
         part, seconds = profile.blocks[first:end], costs.computing(first, end, place.compiled)
-        needs = demand(training, n, len(choices))
         stages.append(
             StagePlan(
                 first=part[0].name,
@@ -195,7 +194,7 @@ def described(
                 replicas=place.replicas,
                 device=place.device,
                 sent_bytes=int(costs.sent_bytes(first, end, place.replicas)),
-                memory_bytes=math.ceil(costs.memory(place.replicas, needs).of(first, end)),
+                memory_bytes=math.ceil(memory_bytes[n]),
                 compiled=place.compiled,
                 prediction_s=PREDICTING * place.predictions * seconds.update_s,
                 product_bytes=sum(block.product_bytes for block in part),
@@ -206,3 +205,29 @@ def described(
         )
     processors = costs.cluster.processors
     return Partition(profile.model, profile.batch_size, tuple(stages), training, processors, profile.metric_s)
+
+
+def _memory_bytes(costs: Costs, choices: Sequence[Choice], training: Training) -> list[float]:
+    """What each stage holds at its fullest; of a device's several stages, when they hold most together."""
+    stages, schedule = len(choices), training.chosen.schedule
+    if schedule.chunks == 1:
+        needs = (demand(training, n, stages) for n in range(stages))
+        return [
+            costs.memory(place.replicas, need).of(first, end)
+            for need, (first, end, place) in zip(needs, choices, strict=True)
+        ]
+    training.chosen.check()
+    found = [0.0] * stages
+    for device in range(schedule.devices(stages)):
+        own = schedule.stages_on(device, stages)
+
+        def bytes_at(moment: Moment, own: Sequence[int] = own) -> list[float]:
+            return [
+                costs.memory(1, demand_of(training, n, stages, holding, n == moment.stage)).of(*choices[n][:2])
+                for n, holding in zip(own, moment.holdings, strict=True)
+            ]
+
+        fullest = max(map(bytes_at, moments(training, device, stages)), key=sum)
+        for n, size_bytes in zip(own, fullest, strict=True):
+            found[n] = size_bytes
+    return found

@@ -42,6 +42,15 @@ class Operation(NamedTuple):
         """What it needs of the stages before and after."""
         return tuple(need.value for need in self.needs if need.stage)
 
+    @property
+    def holds(self) -> tuple[int, int]:
+        """How many more values are held while it works than before, and how many more after it.
+
+        What it frees is counted while it works unless it is another value that takes its place.
+        """
+        after = sum(value in HELD for value in self.makes) - len(self.frees)
+        return max(len({*self.makes} & {*self.frees}), after), after
+
 
 OPERATIONS: dict[str, Operation] = {
     "F": Operation("forward", (Need("outputs", -1),), ("outputs", "activations"), reads=("forward",), forward=1.0),
@@ -125,17 +134,12 @@ class Action(NamedTuple):
 
 
 def held(actions: Sequence[Action]) -> list[int]:
-    """How many microbatches' values a device holds during each of its actions: activations, and operands kept for W.
-
-    What an operation frees is counted unless it is another value that takes its place.
-    """
+    """How many microbatches' values a device holds during each of its actions: activations, and operands kept for W."""
     counts, now = [], 0
     for action in actions:
-        operation = action.operation
-        made = sum(value in HELD for value in operation.makes)
-        own = len({*operation.makes} & {*operation.frees})
-        counts.append(max(now + own, now + made - len(operation.frees)))
-        now += made - len(operation.frees)
+        during, after = action.operation.holds
+        counts.append(now + during)
+        now += after
     return counts
 
 

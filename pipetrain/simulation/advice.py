@@ -8,8 +8,9 @@ from pipetrain.plan.advice import WAYS, Advice, Ordered, advise, everywhere
 from pipetrain.plan.capacity import NoPlan
 from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.memory import Training
-from pipetrain.plan.partition import checked_training
+from pipetrain.plan.partition import DEVICES, checked_training
 from pipetrain.plan.profile import Profile
+from pipetrain.schemes.arguments import checked_count
 from pipetrain.schemes.table import TRANSFERRING
 from pipetrain.simulation.data_parallel.profiled import simulate_order
 from pipetrain.simulation.schedule_trials import is_synchronous, try_schedules
@@ -32,6 +33,7 @@ def advise_all(
     Raises NoPlan, a ValueError, if nothing fits it.
     """
     cluster, training = cluster or Cluster(), checked_training(training)
+    num_devices = checked_count("num_devices", num_devices, DEVICES, 4)
     schedules = None
     if is_synchronous(training.chosen):
         schedules = try_schedules(profile, num_devices, cluster, training, of_microbatches)
