@@ -205,3 +205,59 @@ def test_the_planner_counts_the_units_in_which_devices_wait(name):
     planned = partition(Profile("chain", 8, blocks), 4, FAST, training=training)
     trace = simulate(planned, name, FAST, minibatches=3)
     assert planned.step_s == pytest.approx(trace.step_s, rel=0.06)
+
+
+@pytest.mark.parametrize("microbatches", [8, 16, 32])
+@pytest.mark.parametrize("devices", [4, 8])
+@pytest.mark.parametrize("name", [*CLOSED, *CONTROLLED])
+def test_planned_memory_is_as_published(name, devices, microbatches):
+    """In the activations that all of a device's layers keep of one microbatch: p for zb-v, and so on."""
+    chosen = of_name(name)
+    chunks = chosen.schedule.chunks
+    kept_bytes = 2**10 * microbatches  # of a minibatch, at each stage
+    blocks = tuple(BlockProfile(f"b{n}", 1e-3, 2e-3, 0, 0, kept_bytes) for n in range(devices * chunks))
+    training = Training(chosen, microbatches=microbatches)
+    cut = partition(Profile("chain", microbatches, blocks), devices, FAST, training=training)
+    if name in CONTROLLED:
+        expected = chunks * min(microbatches, CONTROLLED[name][1](devices))
+    else:
+        expected = CLOSED[name][1](devices, microbatches)
+    assert cut.fullest_bytes == expected * 2**10
+
+
+@given(
+    st.sampled_from([name for name in SCHEDULED if of_name(name).schedule.chunks > 1]),
+    st.integers(1, 3),
+    st.sampled_from([1, 2, 4, 8]),
+    st.lists(st.integers(0, 1000), min_size=6, max_size=6),
+)
+@settings(deadline=None, max_examples=40)
+def test_a_device_holds_what_its_stages_hold_together(name, devices, microbatches, sizes):
+    """The planned bytes are those of a walk through the order that keeps each microbatch from its F to its B or W."""
+    schedule = PIPELINES[name].schedule
+    blocks = tuple(BlockProfile(f"b{n}", 1.0, 2.0, 0, 0, 8 * size) for n, size in enumerate(sizes[: 2 * devices]))
+    training = Training(name, microbatches=microbatches)
+    cut = partition(Profile("chain", 8, blocks), devices, FAST, training=training)
+    fullest = []
+    for order in orders(schedule.order, devices, 1, microbatches):
+        held, most = set(), 0
+        halved = {each.stage for each in order if each.op == "W"}
+        for op, stage, microbatch in order:
+            held |= {(stage, microbatch)} if op == "F" else set()
+            most = max(most, sum(8 * sizes[each] // microbatches for each, _ in held))
+            held -= {(stage, microbatch)} if op == ("W" if stage in halved else "B") else set()
+        fullest.append(most)
+    assert cut.fullest_bytes == max(fullest)
+
+
+@pytest.mark.parametrize("name", ["interleaved", "zb-v", "v-half", "v-min"])
+def test_a_limit_is_kept_and_used(name):
+    """Layers keep more and more: the most even cut is not the leanest, and a leaner one is found."""
+    blocks = tuple(BlockProfile(f"b{n}", 1e-3, 2e-3, 0, 0, 1000 * (n + 1)) for n in range(24))
+    profile, training = Profile("chain", 16, blocks), Training(name, microbatches=16)
+    free = partition(profile, 4, FAST, training=training)
+    for part in (0.98, 0.95):
+        limit = int(part * free.fullest_bytes)
+        limited = partition(profile, 4, Cluster(FAST.levels, memory_bytes=limit), training=training)
+        assert limited.fullest_bytes <= limit
+        assert limited.slowest_s >= free.slowest_s

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from pipetrain.plan.cost import PREDICTING, Costs, Place
-from pipetrain.plan.memory import Moment, Training, demand, demand_of, moments
+from pipetrain.plan.memory import Holding, Training, demand, demand_of, moments
 from pipetrain.plan.profile import Profile, mib
 from pipetrain.plan.search import Choice
 from pipetrain.plan.text_table import counted, text_table
@@ -217,17 +218,18 @@ def _memory_bytes(costs: Costs, choices: Sequence[Choice], training: Training) -
             for need, (first, end, place) in zip(needs, choices, strict=True)
         ]
     training.chosen.check()
-    found = [0.0] * stages
+
+    @cache
+    def stage_bytes(stage: int, holding: Holding, works: bool) -> float:
+        first, end, _ = choices[stage]
+        return costs.memory(1, demand_of(training, stage, stages, holding, works)).of(first, end)
+
+    found: dict[int, float] = {}
     for device in range(schedule.devices(stages)):
         own = schedule.stages_on(device, stages)
-
-        def bytes_at(moment: Moment, own: Sequence[int] = own) -> list[float]:
-            return [
-                costs.memory(1, demand_of(training, n, stages, holding, n == moment.stage)).of(*choices[n][:2])
-                for n, holding in zip(own, moment.holdings, strict=True)
-            ]
-
-        fullest = max(map(bytes_at, moments(training, device, stages)), key=sum)
-        for n, size_bytes in zip(own, fullest, strict=True):
-            found[n] = size_bytes
-    return found
+        each = (
+            [stage_bytes(n, holding, n == moment.stage) for n, holding in zip(own, moment.holdings, strict=True)]
+            for moment in moments(training, device, stages)
+        )
+        found.update(zip(own, max(each, key=sum), strict=True))
+    return [found[stage] for stage in range(stages)]
