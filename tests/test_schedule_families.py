@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipetrain.plan.capacity import NoPlan
 from pipetrain.plan.cluster import Cluster, Level, Link
 from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import partition
@@ -253,11 +254,27 @@ def test_a_device_holds_what_its_stages_hold_together(name, devices, microbatche
 @pytest.mark.parametrize("name", ["interleaved", "zb-v", "v-half", "v-min"])
 def test_a_limit_is_kept_and_used(name):
     """Layers keep more and more: the most even cut is not the leanest, and a leaner one is found."""
-    blocks = tuple(BlockProfile(f"b{n}", 1e-3, 2e-3, 0, 0, 1000 * (n + 1)) for n in range(24))
+    blocks = tuple(BlockProfile(f"b{n}", 1e-3, 2e-3, 0, 0, 1000 * (n + 20)) for n in range(48))
     profile, training = Profile("chain", 16, blocks), Training(name, microbatches=16)
     free = partition(profile, 4, FAST, training=training)
-    for part in (0.98, 0.95):
-        limit = int(part * free.fullest_bytes)
-        limited = partition(profile, 4, Cluster(FAST.levels, memory_bytes=limit), training=training)
-        assert limited.fullest_bytes <= limit
-        assert limited.slowest_s >= free.slowest_s
+    limit = int(0.97 * free.fullest_bytes)
+    limited = partition(profile, 4, Cluster(FAST.levels, memory_bytes=limit), training=training)
+    assert limited.fullest_bytes <= limit
+    assert limited.slowest_s >= free.slowest_s
+    least = limited.fullest_bytes // 4
+    with pytest.raises(NoPlan, match=rf"stage \d+ .* and stage \d+ .* keep .*too much.*bytes={least} .*devices=4"):
+        partition(profile, 4, Cluster(FAST.levels, memory_bytes=least), training=training)
+
+
+def test_what_waits_is_what_the_profile_says():
+    """I and W of a stage: a normalization's gradients do not wait, and the first layer has no input gradients."""
+    late = [400, 400, 0, None]
+    blocks = tuple(BlockProfile(f"b{n}", 1.0, 2.0, 0, 400, 0, late_bytes=each) for n, each in enumerate(late))
+    training = Training("zb-h1", microbatches=4)
+    cut = partition(Profile("chain", 4, blocks), 4, FAST, training=training)
+    assert [stage.late_s for stage in cut.stages] == [2.0, 1.0, 0.0, 1.0]
+    spans = simulate(cut, "zb-h1", FAST, minibatches=1).spans
+    for stage, late_s in enumerate([2.0, 1.0, 0.0, 1.0]):
+        for op, expected in (("I", 2.0 - late_s), ("W", late_s)):
+            taken = {round(each.end_s - each.start_s, 9) for each in spans if (each.op, each.stage) == (op, stage)}
+            assert taken == {expected / 4}

@@ -54,7 +54,9 @@ class Capacity:
                 if slowest_s <= at_least_s * CLOSE:
                     break
         if best is None:
-            raise NoPlan(self._what_would_fit(limit_bytes))
+            best = self.leanest(limit_bytes)  # of a device's several stages, a looser limit may lead to what fits
+            if best.fullest_bytes > limit_bytes:
+                raise NoPlan(self._what_would_fit(limit_bytes, best))
         return best
 
     def any(self, limit_bytes: float) -> Partition | None:
@@ -108,9 +110,9 @@ class Capacity:
         # of a device's several stages each is given an equal part, which may refuse what would fit
         return Limit(memory, limit_bytes / self._training.chosen.schedule.chunks, total or NEVER)
 
-    def _what_would_fit(self, limit_bytes: int) -> str:
-        leanest = self.leanest(limit_bytes)
-        stage = max(leanest.stages, key=lambda each: each.memory_bytes)
+    def _what_would_fit(self, limit_bytes: int, leanest: Partition) -> str:
+        together = max(leanest.on_devices, key=lambda stages: sum(stage.memory_bytes for stage in stages))
+        keep = " and ".join(f"stage {leanest.stages.index(each)} ({each.first} - {each.last})" for each in together)
         plain = self._training._replace(horizon=HORIZONS[0])
         others = {} if plain == self._training else {"horizon='round-trip'": plain}
         others |= {
@@ -126,10 +128,10 @@ class Capacity:
         ]
         horizon = "" if plain == self._training else f", horizon={self._training.horizon!r}"
         return (
-            f"No cut of {self._profile.model!r} fits the devices' memory: in the leanest one, stage "
-            f"{leanest.stages.index(stage)} ({stage.first} - {stage.last}) keeps {mib(stage.memory_bytes)} MiB a "
-            f"device, {mib(stage.memory_bytes - limit_bytes)} MiB too much. Received: memory_bytes={limit_bytes} "
-            f"({mib(limit_bytes)} MiB), devices={self._problem.devices}, "
+            f"No cut of {self._profile.model!r} fits the devices' memory: in the leanest one, {keep} "
+            f"keep{'s' * (len(together) == 1)} {mib(leanest.fullest_bytes)} MiB a device, "
+            f"{mib(leanest.fullest_bytes - limit_bytes)} MiB too much. Received: memory_bytes={limit_bytes} "
+            f"({mib(limit_bytes)} MiB), devices={self._problem.devices // self._training.chosen.schedule.chunks}, "
             f"scheme={str(self._training.scheme)!r}{horizon}. "
             f"Try {'; '.join([*helps, 'a smaller batch; or more devices'])}."
         )

@@ -253,6 +253,20 @@ class Costs:
         parts = (block.product_bytes / block.weight_bytes * block.with_kernels(compiled).backward_s for block in blocks)
         return sum(parts) / 2
 
+    def late_s(self, i: int, j: int, compiled: bool) -> float:
+        """What those weight gradients of blocks i to j-1 take that may be made after the inputs' gradients.
+
+        They are taken to be half of a block's backward, the other half being the gradients of its inputs: as in a
+        product or a convolution, whose two gradients take as many operations. The model's first block has no gradients
+        of its inputs. Of a block's weights whose gradients cannot all wait, it is as large a part as that of the bytes.
+        """
+        seconds = 0.0
+        for n, block in enumerate(self._chain[i:j], i):
+            part = 1.0 if block.late_bytes is None else block.late_bytes / max(block.weight_bytes, 1)
+            known_first = n == 0 and block.late_bytes is not None
+            seconds += part * block.with_kernels(compiled).backward_s * (1.0 if known_first else 0.5)
+        return seconds
+
     def sent_bytes(self, i: int, j: int, replicas: int) -> float:
         """Bytes that all devices of the stage send per minibatch: activations, gradients, and gradients to sum."""
         summed = 2 * (replicas - 1) * self.weight_bytes(i, j) + self.shared_bytes(i, j)

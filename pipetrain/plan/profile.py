@@ -46,7 +46,8 @@ class BlockProfile:
     gradients are made once for all microbatches of a minibatch, as products over its rows. ``compiled`` is what it
     takes where XLA compiles it, None where it cannot or was not tried. ``shared`` are the bytes of those of its weights
     that other blocks have too, by the weights' numbers. ``fixed_bytes`` are its variables that are not trained: frozen
-    weights and state, of which a stage has one version and no slots.
+    weights and state, of which a stage has one version and no slots. ``late_bytes`` are those of its weights whose
+    gradients may be made later than its inputs' gradients; None where that is not known.
     """
 
     name: str
@@ -62,6 +63,7 @@ class BlockProfile:
     compiled: Seconds | None = None
     shared: tuple[tuple[int, int], ...] = ()
     fixed_bytes: int = 0
+    late_bytes: int | None = None
 
     @property
     def seconds(self) -> Seconds:

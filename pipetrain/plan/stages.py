@@ -27,7 +27,8 @@ class StagePlan:
     when its device holds most; ``compiled`` whether XLA compiles it; ``prediction_s`` what predicting weights takes of
     ``total_s``; ``product_bytes`` and ``product_s`` the weights whose gradients are made once for all microbatches of a
     minibatch, and what that takes of ``backward_s``; ``shared_bytes`` the weights that other stages have too, and
-    ``summing_s`` what sending their gradients takes of ``total_s``.
+    ``summing_s`` what sending their gradients takes of ``total_s``; ``late_s`` what those weight gradients take of
+    ``backward_s`` that may be made later than the gradients of the stage's inputs.
     """
 
     first: str
@@ -49,6 +50,7 @@ class StagePlan:
     product_s: float = 0.0
     shared_bytes: int = 0
     summing_s: float = 0.0
+    late_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -202,6 +204,7 @@ def described(
                 product_s=costs.products_s(first, end, place.compiled),
                 shared_bytes=costs.shared_bytes(first, end),
                 summing_s=costs.summing_s(place, first, end),
+                late_s=costs.late_s(first, end, place.compiled),
             )
         )
     processors = costs.cluster.processors

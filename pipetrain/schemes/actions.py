@@ -24,9 +24,9 @@ class Operation(NamedTuple):
     """What an operation needs before it can begin, what is there when it has ended, and what is freed by then.
 
     ``reads`` says which weights: those that the policy gives to forwards, those that it gives to backwards, both or
-    none. ``forward`` and ``backward`` are the parts of a whole forward's and a whole backward's computation that it
-    does. Who makes weight gradients changes weights: the last one of a minibatch at a stage, see ``completes``, is
-    followed by the stage's update.
+    none. ``forward``, ``early`` and ``late`` are the parts that it does of the computation of a whole forward, of what
+    leads to the input gradients, and of the weight gradients that may wait. Who makes weight gradients changes weights:
+    the last one of a minibatch at a stage, see ``completes``, is followed by the stage's update.
     """
 
     about: str
@@ -35,7 +35,8 @@ class Operation(NamedTuple):
     frees: tuple[Value, ...] = ()
     reads: tuple[Literal["forward", "backward"], ...] = ()
     forward: float = 0.0
-    backward: float = 0.0
+    early: float = 0.0
+    late: float = 0.0
 
     @property
     def received(self) -> tuple[Value, ...]:
@@ -60,7 +61,8 @@ OPERATIONS: dict[str, Operation] = {
         ("input gradients", "weight gradients"),
         ("activations",),
         reads=("backward",),
-        backward=1.0,
+        early=1.0,
+        late=1.0,
     ),
     # B in halves: the gradients of the stage's inputs, for which the stage before waits, and those of its weights
     "I": Operation(
@@ -69,10 +71,10 @@ OPERATIONS: dict[str, Operation] = {
         ("input gradients", "weight operands"),
         ("activations",),
         reads=("backward",),
-        backward=0.5,
+        early=1.0,
     ),
     "W": Operation(
-        "weight gradients", (Need("weight operands"),), ("weight gradients",), ("weight operands",), backward=0.5
+        "weight gradients", (Need("weight operands"),), ("weight gradients",), ("weight operands",), late=1.0
     ),
     # F and B, or F and I, of one microbatch in one call: at the last stage, where nothing has to arrive between them
     "FB": Operation(
@@ -82,7 +84,8 @@ OPERATIONS: dict[str, Operation] = {
         ("activations",),
         reads=("forward", "backward"),
         forward=1.0,
-        backward=1.0,
+        early=1.0,
+        late=1.0,
     ),
     "FI": Operation(
         "forward and input gradients",
@@ -91,7 +94,7 @@ OPERATIONS: dict[str, Operation] = {
         ("activations",),
         reads=("forward", "backward"),
         forward=1.0,
-        backward=0.5,
+        early=1.0,
     ),
 }
 SENT: dict[Value, int] = {need.value: -need.stage for each in OPERATIONS.values() for need in each.needs if need.stage}

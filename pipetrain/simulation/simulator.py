@@ -23,7 +23,7 @@ from pipetrain.simulation.vectorized import VectorizedSimulation, suits
 from pipetrain.trace.trace import Trace
 
 COUNTED = "A simulation counts from 1 up"
-SUMMED = ("blocks", "forward_s", "backward_s", "update_s", "weight_bytes", "product_bytes", "product_s")
+SUMMED = ("blocks", "forward_s", "backward_s", "update_s", "weight_bytes", "product_bytes", "product_s", "late_s")
 
 
 def simulate(

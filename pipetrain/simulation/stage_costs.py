@@ -31,8 +31,10 @@ class StageCosts:
     def compute_s(self, stage: int, op: str, rows: int, adds: bool, speed: float) -> float:
         """Seconds of an operation on so many rows; ``adds``: its weight gradients to those of a microbatch before."""
         operation, plan = OPERATIONS[op], self._stages[stage]
-        backward_s = plan.backward_s - (plan.product_s if self._products_once(stage) else 0.0)
-        whole_s = operation.forward * plan.forward_s + operation.backward * backward_s
+        early_s, late_s = plan.backward_s - plan.late_s, plan.late_s
+        if self._products_once(stage):
+            late_s -= plan.product_s
+        whole_s = operation.forward * plan.forward_s + operation.early * early_s + operation.late * late_s
         often = dict(zip(("forward", "backward"), self._predictions(stage), strict=True))
         predicting_s = sum(PREDICTING * plan.update_s / speed * often[way] for way in operation.reads)
         added_s = ADDING * plan.update_s * self._summed(stage) / speed

@@ -79,6 +79,21 @@ class BackwardHalves:
         return list(self._pack_by_weight(iter(made)))
 
 
+def may_wait(gradients: Sequence[Any]) -> set[int]:
+    """Which of these weights' gradients in a graph are products or convolutions that are made in the second half."""
+    tensors = [tf.nest.flatten(each, expand_composites=True) for each in gradients]
+    late = _late([tensor for each in tensors for tensor in each if tensor is not None])
+    return {
+        n
+        for n, each in enumerate(tensors)
+        if any(_is_product(late[made.name]) for t in each if t is not None for made in only_for(t) if made.name in late)
+    }
+
+
+def _is_product(operation: tf.Operation) -> bool:
+    return any(name in operation.type for name in ("MatMul", "Einsum", "BackpropFilter"))
+
+
 def _handed(dtype: tf.DType) -> tf.DType:
     """As which type a tensor leaves a function: not int32, which on a GPU lives on the host."""
     return tf.int64 if dtype == tf.int32 else dtype

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from pipetrain.compute.functions.backward_halves import may_wait
 from pipetrain.compute.functions.kernels import by_xla, direct
 from pipetrain.compute.functions.split import specs, split, symbolic_gradients
 from pipetrain.compute.functions.weight_products import products
@@ -76,6 +77,11 @@ class BlockFunctions:
         weights = self._segment.trainable_variables
         once = products(symbolic_gradients(self._halves), rows, minibatch_rows)
         return sum(size_bytes(self.gradients[n]) for n in once if weights[n].regularizer is None)  # else it is a sum
+
+    def late_bytes(self) -> int:
+        """The bytes of weights whose gradients are products that may be made later than those of the inputs."""
+        weights = specs(self._segment.trainable_variables)
+        return sum(size_bytes(weights[n]) for n in may_wait(symbolic_gradients(self._halves)))
 
     def ones(self, outputs: Sequence[tf.TensorSpec]) -> list[tf.Tensor]:
         """Gradients of ones for those of its outputs that need one."""

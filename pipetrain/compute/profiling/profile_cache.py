@@ -17,7 +17,7 @@ from pipetrain.compute.profiling.conditions import conditions
 from pipetrain.compute.profiling.profiler import cost_key, may_be_compiled, profile_chain
 from pipetrain.plan.profile import Profile
 
-FORMAT = 12  # of what is kept; profiles of other formats are measured anew
+FORMAT = 13  # of what is kept; profiles of other formats are measured anew
 
 
 def cached_profile(

@@ -214,6 +214,7 @@ def _placed(
                 row_workspace_bytes=beside.row_bytes,
                 product_bytes=functions.product_bytes(batch_size, minibatch_rows),
                 shared=tuple((number, sum(map(size_bytes, specs([weight])))) for number, weight in shared[index]),
+                late_bytes=functions.late_bytes(),
                 fixed_bytes=sum(size_bytes(spec) for spec in specs(segment.non_trainable_variables)),
             )
         )
