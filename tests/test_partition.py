@@ -451,7 +451,7 @@ def test_plan_on_the_command_line(tmp_path, capsys):
     assert all(word in out for word in ("d0", "hybrid", "replicas", "Recommended:"))
     assert command_line.main([*common, "--devices", "6", "--memory", "20KiB"]) == 2
     assert "No cut of 'mlp' fits" in capsys.readouterr().err
-    assert command_line.main([*common, "--devices", "2", "--scheme", "zb-h1"]) == 0
+    assert command_line.main([*common, "--devices", "6", "--scheme", "zb-h1"]) == 0
     assert re.search(r"as set: zb-h1 .*Recommended of these: scheme='", capsys.readouterr().out, re.DOTALL)
     assert command_line.main(["plan", str(tmp_path / "none.keras"), "--devices", "6"]) == 2
     assert "none.keras" in capsys.readouterr().err
