@@ -9,6 +9,7 @@ import networks
 import numpy as np
 import pytest
 import tensorflow as tf
+import transparency
 from schedule_training import assert_as, compare, pipelined, plain_mlp, trained
 
 import pipetrain
@@ -186,6 +187,49 @@ def test_a_schedule_of_a_file_trains(tmp_path, monkeypatch):
     assert len({span.microbatch for span in pm.trace.spans}) % 3 == 0
     with pytest.raises(ValueError, match=r"for 2 devices and 3 microbatches. Received: 2 devices, microbatches=4"):
         pipelined(networks.mlp(), str(file), 2, cuts=networks.cuts(6, 4), microbatches=4)
+
+
+def first_gradients(model, x, y):
+    """The loss of a first step and the gradients that it went by, and the model's state after it."""
+    before = [each.numpy() for each in model.trainable_variables]
+    loss = model.train_on_batch(x, y)
+    after = [each.numpy() for each in model.trainable_variables]
+    state = [each.numpy() for each in model.non_trainable_variables]
+    return [loss], [old - new for old, new in zip(before, after, strict=True)], state
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "microbatches", "settings"),
+    [
+        ("MobileNet", 1, {"alpha": 0.25}),
+        ("MobileNetV2", 1, {"alpha": 0.35}),
+        ("EfficientNetB0", 1, {}),
+        ("ResNet50", 1, {}),
+        ("DenseNet121", 1, {}),
+        ("VGG16", 4, {"include_top": False, "pooling": "avg"}),  # its dense layers would have 120 million weights
+        ("ConvNeXtTiny", 4, {}),
+    ],
+)
+def test_networks_of_keras_applications_under_zb_v(name, microbatches, settings):
+    """Of those that normalize over a minibatch's rows, minibatches are not divided."""
+    # Grappler regroups sums over the whole model, which a cut keeps it from: not what is looked for here.
+    tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
+    try:
+        x, y = rows_of((32, 32, 3), rows=8)
+        results = []
+        for cut in (False, True):
+            keras.utils.set_random_seed(0)
+            make = getattr(keras.applications, name)
+            top = {"classes": 5, "classifier_activation": None} if settings.get("include_top", True) else {}
+            model = make(weights=None, input_shape=(32, 32, 3), **top, **settings)
+            model = pipelined(model, "zb-v", 2, microbatches=microbatches) if cut else model
+            model.compile(keras.optimizers.SGD(1.0), networks.crossentropy(), jit_compile=False)
+            results.append(first_gradients(model, x, y))
+        for got, expected in zip(*results[::-1], strict=True):
+            assert transparency.worst(got, expected) < 1e-4
+    finally:
+        tf.config.optimizer.set_experimental_options({"arithmetic_optimization": True})
 
 
 def halved(order):

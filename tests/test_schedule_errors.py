@@ -63,8 +63,10 @@ class Faulty(keras.layers.Layer):
     @tf.custom_gradient
     def _product(self, x, marks, kernel):
         def backward(upstream):
-            by_input = tf.matmul(upstream, kernel, transpose_b=True) + zero_unless(self._marked(marks, "I"))
-            by_weight = tf.matmul(x, upstream, transpose_a=True) + zero_unless(self._marked(marks, "W"))
+            by_input = tf.matmul(upstream, kernel, transpose_b=True)
+            by_input += zero_unless(self._marked(marks, "I") & tf.math.is_finite(by_input))
+            by_weight = tf.matmul(x, upstream, transpose_a=True)
+            by_weight += zero_unless(tf.reduce_any(self._marked(marks, "W")) & tf.math.is_finite(by_weight))
             large = 1e6 * tf.cast(tf.reduce_any(self._marked(marks, "update")), tf.float32)
             return by_input, tf.zeros_like(marks), by_weight + large
 
