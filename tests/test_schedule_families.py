@@ -181,6 +181,20 @@ def test_weight_gradients_that_follow_each_other_are_one_list():
     assert lists == [["0F0"], ["0F1"], ["0I0"], ["0W0"], ["0I1"], ["2W0", "2W1"], ["0W1"]]
 
 
+def test_a_minibatch_with_whole_and_halved_backwards_ends_without_the_next_one():
+    """PyTorch's DualPipeV has such; the caller posts the next minibatch when the update of this one is made."""
+    given = []
+
+    def order():
+        for text in ["0F0", "0F1", "0B0", "0I1", "0W1"]:
+            given.append(text)
+            yield Action.parse(text)
+        raise AssertionError("The next minibatch is awaited.")
+
+    lists = schedules.joined(order(), 2)
+    assert [str(next(lists)[0]) for _ in range(5)] == given
+
+
 @pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
 def test_no_minibatch_is_awaited_before_a_given_one_has_ended(name):
     schedule = SCHEDULED[name].schedule
