@@ -144,7 +144,7 @@ def test_optimizers_that_gather_gradients(scheme, name):
     compare(networks.mlp, scheme, 2, networks.data(110), optimizer=OPTIMIZERS[name], microbatches=4)
 
 
-@pytest.mark.parametrize("make", [recurrent, convolutional])
+@pytest.mark.parametrize("make", networks.by_default([recurrent, convolutional], recurrent))
 def test_stages_that_xla_compiles(make, recwarn):
     data = networks.data(50) if make is recurrent else rows_of((8, 8, 3))
     compare(make, "zb-v", 2, data, jit_compile=True, microbatches=3)
@@ -165,7 +165,10 @@ def test_recomputation_and_replicas(settings):
 
 
 @pytest.mark.parametrize(
-    ("scheme", "clipped"), networks.combinations(["zb-h1", "zb-v", "v-min", "interleaved"], [False, True])
+    ("scheme", "clipped"),
+    networks.combinations(
+        ["zb-h1", "zb-v", "v-min", "interleaved"], [False, True], default=[("zb-v", True), ("interleaved", False)]
+    ),
 )
 def test_shared_weights(scheme, clipped):
     """Copies of a weight may be on one device, of which either stage may be done with a minibatch first."""

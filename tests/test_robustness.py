@@ -23,7 +23,7 @@ from pipetrain.schemes.table import SCHEMES as SCHEME_TABLE
 ROWS, BATCH = 12 * 16, 16
 
 
-@pytest.mark.parametrize("scheme", networks.by_default(SCHEME_TABLE, "spectrain", "1f1b", "2bw"))
+@pytest.mark.parametrize("scheme", networks.by_default(SCHEME_TABLE, "spectrain", "1f1b"))
 def test_delays_change_no_bit(scheme, monkeypatch):
     x, y = networks.data(rows=ROWS)
     pm, results = networks.pipeline(scheme=scheme), []
