@@ -133,7 +133,6 @@ def rates(name):
         default=[
             ("vanilla", "momentum", "overwriting"),
             ("spectrain", "adamw", "both"),
-            ("local", "nesterov", "accumulating"),
         ],
     ),
 )

@@ -35,7 +35,7 @@ def test_a_strategy_has_the_protocol_s_members_and_no_others(scheme):
     assert has - {"evaluator", "microbatches", "plan"} == asked  # what tests look at
 
 
-@EACH
+@pytest.mark.parametrize("scheme", networks.by_default(SCHEMES, "vanilla", "all-reduce"))
 def test_a_session_lives_as_long_as_its_fit(scheme):
     pm, (x, y) = networks.pipeline(scheme=scheme), networks.data(60)
     seen = []

@@ -106,12 +106,12 @@ def test_what_is_sent_is_measured_by_its_shape():
     assert wide.trace.transfers.size_bytes.tolist().count(5 * WIDTH * 4) == 2 * 2
 
 
-@pytest.mark.parametrize("cut", networks.by_default("ab", "b"))
+@pytest.mark.parametrize("cut", ["a", "b"])
 def test_and_by_the_number_of_words_to_a_row_and_of_rows_that_a_layer_makes_of_these(cut):
     words = keras.Input((None, 3))
     apart = keras.layers.Dense(4, name="b")(keras.ops.reshape(keras.layers.Dense(4, name="a")(words), (-1, 4)))
     again = keras.ops.reshape(keras.layers.Dense(4)(apart), (6, -1, 4))
-    model = keras.Model(words, keras.layers.Dense(1)(keras.layers.LSTM(2)(again)))
+    model = keras.Model(words, keras.layers.Dense(1)(keras.layers.GlobalAveragePooling1D()(again)))
     lengths = [5, 2, 7, 2]
     pm = pipetrain.PipelineModel(model, cuts=[cut], scheme="vanilla")
     pm.compile("sgd", "mse")
