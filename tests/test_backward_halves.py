@@ -133,7 +133,7 @@ def test_optimizers_that_gather_gradients(scheme, name):
     compare(networks.mlp, scheme, 2, networks.data(110), optimizer=OPTIMIZERS[name], microbatches=4)
 
 
-@pytest.mark.parametrize("make", [recurrent, convolutional])
+@pytest.mark.parametrize("make", networks.by_default([recurrent, convolutional], recurrent))
 def test_stages_that_xla_compiles(make, recwarn):
     data = networks.data(50) if make is recurrent else rows_of((8, 8, 3))
     compare(make, "zb-v", 2, data, jit_compile=True, microbatches=3)

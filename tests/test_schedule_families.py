@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from networks import by_default
 
 from pipetrain.plan.cluster import Cluster, Level, Link
 from pipetrain.plan.memory import Training
@@ -93,7 +94,7 @@ CONTROLLED = {
 }
 
 
-@pytest.mark.parametrize("microbatches", [4, 5, 7, 8, 12, 15, 16, 24, 32])
+@pytest.mark.parametrize("microbatches", by_default([4, 5, 7, 8, 12, 15, 16, 24, 32], 4, 7, 16))
 @pytest.mark.parametrize("devices", [4, 8])
 @pytest.mark.parametrize("name", CLOSED)
 def test_bubble_and_memory_are_as_published(name, devices, microbatches):
@@ -105,7 +106,7 @@ def test_bubble_and_memory_are_as_published(name, devices, microbatches):
     assert held(name, devices, microbatches) == peak(devices, microbatches)
 
 
-@pytest.mark.parametrize("microbatches", [4, 5, 7, 8, 12, 15, 16, 24, 32])
+@pytest.mark.parametrize("microbatches", by_default([4, 5, 7, 8, 12, 15, 16, 24, 32], 4, 7, 16))
 @pytest.mark.parametrize("devices", [4, 8])
 @pytest.mark.parametrize("name", CONTROLLED)
 def test_controlled_memory_is_as_published_and_the_bubble_at_most(name, devices, microbatches):
