@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from benchmarks.instruction_sets import set_onednn
 from benchmarks.networks import Network, build, data
 from pipetrain.cli.quiet import start_tensorflow
@@ -165,12 +167,13 @@ def compiled(model: keras.Model, **settings: Any) -> keras.Model:
 
 
 def bound(model: Any) -> float | None:
-    """The sum of all stages' times over the slowest's, in the run just done; with data parallelism, the devices."""
+    """The sum of all devices' times over the busiest's, in the run just done; with data parallelism, the devices."""
     scheme = getattr(model, "scheme", None)
     if scheme is None:
         return None
     if scheme == DATA_PARALLEL:
         return 2.0
     trace: Trace = model.trace
-    busy_s = [trace.busy_s(stage) for stage in range(trace.stages)]
-    return sum(busy_s) / max(busy_s)
+    spans = trace.spans
+    busy_s = np.bincount(spans.device.index, spans.end_s - spans.start_s)
+    return float(busy_s.sum() / busy_s.max())

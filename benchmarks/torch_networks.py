@@ -35,11 +35,11 @@ class Chain(nn.Module):
 
 
 class _ContiguousGradient(torch.autograd.Function):
-    """The same tensor; its gradient in one piece."""
+    """The same values, not as a view, of which PyTorch halves no backward; their gradient in one piece."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
+        return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:

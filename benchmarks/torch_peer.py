@@ -1,16 +1,17 @@
 """PyTorch's ways to train a network: on one pinned core, and with two pinned processes (DDP and pipeline schedules).
 
 As its users would write it: eager, channels first, fused SGD, one thread a process, gloo between the processes. The
-pipelines have two stages, cut where PyTorch's own blocks balance best, and 4 microbatches.
+pipelines have one or two stages on either process, cut where PyTorch's own blocks balance best, and 4 microbatches.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -65,11 +66,11 @@ def work(job: TorchJob) -> Iterator[dict[str, Figures]]:
         sides, bounds = {ALONE: plain_step(deepcopy(whole))}, [None]
     else:
         torch.distributed.init_process_group("gloo", f"file://{job.meeting}", rank=job.rank, world_size=2)
-        cut, bound = balanced_cut(whole, x[0])
-        check(job.rank, whole, cut, x[0], y[0])
+        balanced = balanced_cuts(whole, x[0])
+        check(job.rank, whole, balanced, x[0], y[0])
         torch.manual_seed(job.rank)  # of dropout
-        sides = {name: make(job.rank, deepcopy(whole), cut) for name, make in TOGETHER.items()}
-        bounds = [2.0, bound, bound]
+        sides = {name: way.make(job.rank, deepcopy(whole), balanced) for name, way in TOGETHER.items()}
+        bounds = [balanced[way.stages].bound for way in TOGETHER.values()]
     for step in sides.values():
         timed(step, x[:FIRST], y[:FIRST])
     yield {}
@@ -124,7 +125,29 @@ def plain_step(model: nn.Module) -> Step:
     return step
 
 
-def ddp_step(rank: int, model: nn.Module, cut: int) -> Step:
+class Cut(NamedTuple):
+    """Blocks before which a stage begins, the first one's 0 and the end included, and what the cut allows at most."""
+
+    places: tuple[int, ...]
+    bound: float
+
+
+Make = Callable[[int, "nn.Module", Mapping[int, Cut]], Step]
+
+
+class Way(NamedTuple):
+    """A way to train on two processes, and the stages that each of them has, in order."""
+
+    make: Make
+    placement: tuple[tuple[int, ...], ...]
+
+    @property
+    def stages(self) -> int:
+        """How many there are."""
+        return 1 + max(map(max, self.placement))
+
+
+def ddp_step(rank: int, model: nn.Module, balanced: Mapping[int, Cut]) -> Step:
     """Each process trains on its half of the rows."""
     import torch
 
@@ -132,60 +155,82 @@ def ddp_step(rank: int, model: nn.Module, cut: int) -> Step:
     return lambda x, y: one(x.chunk(2)[rank], y.chunk(2)[rank])
 
 
-def pipeline_step(schedule_name: str) -> Callable[[int, nn.Module, int], Step]:
-    """Each process has one of two stages."""
+def pipeline(schedule_name: str, *placement: tuple[int, ...]) -> Way:
+    """A schedule of ``torch.distributed.pipelining``."""
+    count = sum(map(len, placement))
 
-    def made(rank: int, model: nn.Module, cut: int) -> Step:
+    def made(rank: int, model: nn.Module, balanced: Mapping[int, Cut]) -> Step:
         import torch
         from torch.distributed import pipelining
+        from torch.distributed.pipelining import schedules
 
-        mine = part(model, rank, cut)
-        stage = pipelining.PipelineStage(mine, rank, 2, torch.device("cpu"))
+        numbers = placement[rank]
+        mine = [part(model, number, balanced[count]) for number in numbers]
+        stages = [
+            pipelining.PipelineStage(each, number, count, torch.device("cpu"))
+            for each, number in zip(mine, numbers, strict=True)
+        ]
         entropy = torch.nn.CrossEntropyLoss()
-        schedule = getattr(pipelining, schedule_name)(stage, MICROBATCHES, loss_fn=entropy)
-        sgd = optimizer(mine)
+        kind = getattr(schedules, schedule_name)
+        schedule = kind(stages if len(stages) > 1 else stages[0], MICROBATCHES, loss_fn=entropy)
+        sgd = optimizer(torch.nn.ModuleList(mine))
 
         def step(x: torch.Tensor, y: torch.Tensor) -> float:
             losses: list[torch.Tensor] = []
-            if rank == 0:
-                schedule.step(x, return_outputs=False)
-            else:
-                schedule.step(target=y, losses=losses, return_outputs=False)
+            reads = (x,) if 0 in numbers else ()
+            scores = {"target": y, "losses": losses} if count - 1 in numbers else {}
+            schedule.step(*reads, **scores, return_outputs=False)
             sgd.step()
             sgd.zero_grad()
             return torch.stack(losses).mean().item() if losses else 0.0
 
         return step
 
-    return made
+    return Way(made, placement)
 
 
-def part(model: nn.Module, rank: int, cut: int) -> nn.Module:
-    """One of the two stages, in the mode of the whole."""
+def part(model: nn.Module, stage: int, cut: Cut) -> nn.Module:
+    """One of the stages, in the mode of the whole."""
     from benchmarks.torch_networks import Chain, Received
 
-    blocks = list(model.blocks)
-    return Chain(blocks[:cut] if rank == 0 else [Received(), *blocks[cut:]]).train(model.training)
+    blocks = list(model.blocks)[cut.places[stage] : cut.places[stage + 1]]
+    return Chain([Received(), *blocks] if stage else blocks).train(model.training)
 
 
-TOGETHER: dict[str, Callable[[int, nn.Module, int], Step]] = {
-    "PyTorch DDP": ddp_step,
-    "PyTorch ScheduleGPipe": pipeline_step("ScheduleGPipe"),
-    "PyTorch Schedule1F1B": pipeline_step("Schedule1F1B"),
+LOOPED, V = ((0, 2), (1, 3)), ((0, 3), (1, 2))
+TOGETHER = {
+    "PyTorch DDP": Way(ddp_step, ((0,), (0,))),
+    "PyTorch ScheduleGPipe": pipeline("ScheduleGPipe", (0,), (1,)),
+    "PyTorch Schedule1F1B": pipeline("Schedule1F1B", (0,), (1,)),
+    "PyTorch ScheduleInterleaved1F1B": pipeline("ScheduleInterleaved1F1B", *LOOPED),
+    "PyTorch ScheduleLoopedBFS": pipeline("ScheduleLoopedBFS", *LOOPED),
+    "PyTorch ScheduleInterleavedZeroBubble": pipeline("ScheduleInterleavedZeroBubble", *LOOPED),
+    "PyTorch ScheduleZBVZeroBubble": pipeline("ScheduleZBVZeroBubble", *V),
+    "PyTorch ScheduleDualPipeV": pipeline("ScheduleDualPipeV", *V),
 }
 
 
-def balanced_cut(whole: nn.Module, x: torch.Tensor) -> tuple[int, float]:
-    """Where both halves' blocks take most nearly as long, by the first process' clock; and the bound of that cut."""
+def balanced_cuts(whole: nn.Module, x: torch.Tensor) -> dict[int, Cut]:
+    """For so many stages the cut whose slowest one is fastest, by the first process' clock.
+
+    The bound is that of two processes with as many stages each, which are as slow as the slowest one.
+    """
     import torch
 
     walks = [walk_s(deepcopy(whole.blocks), x) for _ in range(5)]
-    seconds = [min(each) for each in zip(*walks, strict=True)]
-    slowest = {cut: max(sum(seconds[:cut]), sum(seconds[cut:])) for cut in range(1, len(seconds))}
-    cut = min(slowest, key=slowest.__getitem__)
-    agreed = torch.tensor([cut, sum(seconds) / slowest[cut]])
-    torch.distributed.broadcast(agreed, 0)
-    return int(agreed[0]), float(agreed[1])
+    seconds = torch.tensor([min(each) for each in zip(*walks, strict=True)], dtype=torch.float64)
+    torch.distributed.broadcast(seconds, 0)
+    sums = [0.0, *itertools.accumulate(seconds.tolist())]
+    found = {1: Cut((0, len(seconds)), 2.0)}  # each process has all blocks, and half of the rows
+    for stages in (2, 4):
+
+        def slowest_s(places: tuple[int, ...]) -> float:
+            return max(sums[end] - sums[begin] for begin, end in itertools.pairwise(places))
+
+        inner = itertools.combinations(range(1, len(seconds)), stages - 1)
+        places = min(((0, *each, len(seconds)) for each in inner), key=slowest_s)
+        found[stages] = Cut(places, 2 * sums[-1] / (stages * slowest_s(places)))
+    return found
 
 
 def walk_s(blocks: Any, x: torch.Tensor) -> list[float]:
@@ -201,25 +246,28 @@ def walk_s(blocks: Any, x: torch.Tensor) -> list[float]:
     return seconds
 
 
-def check(rank: int, whole: nn.Module, cut: int, x: torch.Tensor, y: torch.Tensor) -> None:
+def check(rank: int, whole: nn.Module, balanced: Mapping[int, Cut], x: torch.Tensor, y: torch.Tensor) -> None:
     """Five steps of every way move weights as one process moves them, and the loss falls; RuntimeError otherwise.
 
     Without dropout and with BatchNorm's moving statistics, which are the only ones that a part of the rows has too.
     """
     import torch
 
-    trained = {}
-    for name, make in {"alone": lambda rank, model, cut: plain_step(model), **TOGETHER}.items():
+    def trained(make: Make) -> nn.Module:
         model = deepcopy(whole).eval()
-        step = make(rank, model, cut)
+        step = make(rank, model, balanced)
         losses = [step(x, y) for _ in range(5)]
         if losses[0] and not losses[-1] < losses[0]:
-            raise RuntimeError(f"{name}: the loss does not fall. Received: {losses}.")
-        trained[name] = list(part(model, rank, cut).parameters())
-    before = list(part(whole, rank, cut).parameters())
-    if all(torch.equal(a, b) for a, b in zip(before, trained["alone"], strict=True)):
+            raise RuntimeError(f"The loss does not fall. Received: {losses}.")
+        return model
+
+    alone = trained(lambda rank, model, balanced: plain_step(model))
+    if all(torch.equal(a, b) for a, b in zip(whole.parameters(), alone.parameters(), strict=True)):
         raise RuntimeError("No weight moves.")
-    for name, ours in trained.items():
-        apart = max(float((a - b).detach().abs().max()) for a, b in zip(ours, trained["alone"], strict=True))
-        if apart > TOLERANCE:
-            raise RuntimeError(f"{name} trains other weights than one process does. Received: {apart} apart.")
+    for name, way in TOGETHER.items():
+        ours = trained(way.make)
+        for stage in way.placement[rank]:
+            pair = [part(model, stage, balanced[way.stages]).parameters() for model in (ours, alone)]
+            apart = max((float((a - b).detach().abs().max()) for a, b in zip(*pair, strict=True)), default=0.0)
+            if apart > TOLERANCE:
+                raise RuntimeError(f"{name} trains other weights than one process does. Received: {apart} apart.")

@@ -23,6 +23,11 @@ def by_default(names, *chosen):
     return [name if name in chosen else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
+def rarely(*several):
+    """Tuples of a test's parameters that run only with ``-m slow``."""
+    return [pytest.param(*each, marks=pytest.mark.slow) for each in several]
+
+
 def combinations(*values, default=None, pairs=False):
     """Every combination of these values as a test's parameters, of which few run by default.
 

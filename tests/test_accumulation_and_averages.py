@@ -84,7 +84,8 @@ def test_synchronous_schemes_equal_keras(scheme, make, settings):
     alike(scheme, lambda: make(**settings))
 
 
-@pytest.mark.parametrize("settings", networks.by_default([OVERWRITING, BOTH], BOTH))
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [OVERWRITING, BOTH])
 def test_stages_that_xla_compiles(settings):
     alike("1f1b", lambda: momentum(**settings), jit_compile=True)
 
@@ -132,7 +133,6 @@ def rates(name):
         default=[
             ("vanilla", "momentum", "overwriting"),
             ("spectrain", "adamw", "both"),
-            ("local", "nesterov", "accumulating"),
         ],
     ),
 )
@@ -179,7 +179,7 @@ def assert_layers(model, weights, state):
     networks.assert_close(weights, [expected[variable.path] for variable in model.variables])
 
 
-@pytest.mark.parametrize("scheme", ["1f1b", "data-parallel"])
+@pytest.mark.parametrize("scheme", networks.by_default(["1f1b", "data-parallel"], "1f1b"))
 def test_averages_are_swapped_in_for_evaluations_and_files(scheme, tmp_path):
     def swapped(scheme):
         model = compiled(scheme, optimizer=momentum(**AVERAGES))

@@ -60,18 +60,18 @@ def of_plain_keras(name):
     return trained(MODELS[name]())
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"scheme": "1f1b", "microbatches": 1, "cuts": ("dense", "conv")},
-        {"scheme": "gpipe", "microbatches": 1, "cuts": ("conv",), "recompute": True},
-        {"scheme": "1f1b", "microbatches": 1, "cuts": ("conv",), "replicas": (2, 1)},
-        {"scheme": "1f1b", "microbatches": 1, "cuts": ("dense",), "jit_compile": True},
-        {"scheme": "single"},
-        {"scheme": "data-parallel", "devices": ("CPU:0", "CPU:1")},
-    ],
-)
+WAYS = [
+    {"scheme": "1f1b", "microbatches": 1, "cuts": ("dense", "conv")},
+    {"scheme": "gpipe", "microbatches": 1, "cuts": ("conv",), "recompute": True},
+    {"scheme": "1f1b", "microbatches": 1, "cuts": ("conv",), "replicas": (2, 1)},
+    {"scheme": "1f1b", "microbatches": 1, "cuts": ("dense",), "jit_compile": True},
+    {"scheme": "single"},
+    {"scheme": "data-parallel", "devices": ("CPU:0", "CPU:1")},
+]
+OFTEN = [("spectral", WAYS[0]), ("decaying", WAYS[1]), ("spectral", WAYS[2]), ("decaying", WAYS[5])]
+
+
+@pytest.mark.parametrize(("name", "settings"), networks.combinations(list(MODELS), WAYS, default=OFTEN))
 def test_synchronous_schemes_train_as_plain_keras(name, settings):
     networks.assert_close(trained(MODELS[name](), **settings), of_plain_keras(name))
 

@@ -206,7 +206,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("form", LOSSES)
+@pytest.mark.parametrize("form", networks.by_default(LOSSES, "dict"))
 def test_losses_of_several_outputs(form):
     y, weights = TWO, {"one": WEIGHTS, "two": WEIGHTS[::-1].copy()}
     if form == "list":
@@ -382,7 +382,7 @@ def plain_and_pipeline(make_optimizer, **settings):
     return plain, pm
 
 
-@pytest.mark.parametrize("by", ["name", "variable"])
+@pytest.mark.parametrize("by", networks.by_default(["name", "variable"], "name"))
 def test_weights_excluded_from_decay_stay_excluded(by):
     def optimizer(model):
         chosen = keras.optimizers.AdamW(0.01, weight_decay=0.5)

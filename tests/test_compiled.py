@@ -41,7 +41,7 @@ def ops(monkeypatch):
     return made
 
 
-@pytest.mark.parametrize("scheme", [*ASYNCHRONOUS, *LATER])
+@pytest.mark.parametrize("scheme", networks.by_default([*ASYNCHRONOUS, *LATER], "vanilla", "spectrain", "2bw"))
 def test_asynchronous_schemes_equal_the_reference(scheme, ops, recwarn):
     settings = reference.Settings(scheme, constantly(0.05))
     compare(settings, 3, keras.optimizers.SGD(0.05, momentum=0.9), jit_compile=True)
@@ -87,7 +87,7 @@ def inputs(model):
 
 
 @pytest.mark.parametrize("optimizer", networks.by_default(["sgd", "adam"], "sgd"))
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", networks.by_default(MODELS, "dropout and BatchNormalization"))
 def test_layers_train_as_in_keras_with_xla(name, optimizer):
     """The last batch is short. Nothing here runs without XLA: what it cannot compile would be warned of."""
     trained = []
@@ -111,6 +111,7 @@ def test_layers_train_as_in_keras_with_xla(name, optimizer):
         np.testing.assert_allclose(our_history[key], values, rtol=1e-4, err_msg=key)
 
 
+@pytest.mark.slow
 def test_bfloat16_is_compiled():
     policy = keras.config.dtype_policy()
     keras.config.set_dtype_policy("mixed_bfloat16")
@@ -352,6 +353,7 @@ def test_a_resumed_run_takes_the_same_kernels(tmp_path, ops, capsys):
     assert f"Different now: {was}." in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_bitwise_the_same_weights():
     weights = []
     for _ in range(2):

@@ -78,7 +78,7 @@ def trained(built, **settings):
     return built.get_weights()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", networks.by_default(KINDS, declared, sparse, beside))
 def test_models_with_such_tensors_are_cut_around_them(kind):
     built = model(kind)
     blocks = Chain(built).blocks

@@ -12,6 +12,7 @@ from networks import fit
 import pipetrain
 
 
+@pytest.mark.slow
 def test_early_stopping_restores_the_best_weights():
     x, y = networks.data(80)
     pm, kept = networks.pipeline(scheme="data-parallel", optimizer=keras.optimizers.SGD(3.0)), []

@@ -104,7 +104,7 @@ def assert_frozen_stay_and_others_train(model, after):
         ["1f1b", "gpipe"],
         list(OPTIMIZERS),
         [False, True],
-        default=[("1f1b", "momentum", False), ("gpipe", "adamw", True)],
+        default=[("gpipe", "adamw", True)],
     ),
 )
 def test_synchronous_schemes_train_as_plain_keras(scheme, optimizer, recompute):

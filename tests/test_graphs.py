@@ -328,7 +328,7 @@ def test_sequential_models_pass_masks_as_functional_ones_do(layers):
 
 @pytest.mark.parametrize(
     "scheme",
-    networks.by_default(["vanilla", "weight-stashing", "vertical-sync", "spectrain", "1f1b"], "spectrain", "1f1b"),
+    networks.by_default(["vanilla", "weight-stashing", "vertical-sync", "spectrain", "1f1b"], "spectrain"),
 )
 def test_recomputation_changes_no_weight(scheme):
     def trained(recompute):

@@ -339,11 +339,14 @@ def test_data_that_tell():
     assert shapes_of_model(line) is None
 
 
-def test_a_fixed_batch_and_unknown_dimensions():
+@pytest.mark.parametrize(
+    "layer", networks.by_default([L.GlobalAveragePooling1D, lambda: L.LSTM(4)], L.GlobalAveragePooling1D)
+)
+def test_a_fixed_batch_and_unknown_dimensions(layer):
     """The number of rows is the model's."""
     given = keras.Input(batch_shape=(6, None), dtype="int32", name="words")
     keras.utils.set_random_seed(0)
-    x = L.LSTM(4, name="lstm")(L.Embedding(20, 6, name="e")(given))
+    x = layer()(L.Embedding(20, 6, name="e")(given))
     model = keras.Model(given, L.Dense(CLASSES, name="out")(x))
     plain = compiled(keras.models.clone_model(model))
     plain.set_weights(model.get_weights())

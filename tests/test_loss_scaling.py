@@ -29,6 +29,7 @@ AVERAGES = {"use_ema": True, "ema_momentum": 0.8}
 OVERWRITING = {**AVERAGES, "ema_overwrite_frequency": 3}
 ACCUMULATING = {"gradient_accumulation_steps": 3}
 BOTH = {**AVERAGES, "gradient_accumulation_steps": 2}
+CLIPPED = {"global_clipnorm": 0.5}
 OPTIMIZERS = {
     "momentum": lambda **settings: SGD(0.05, momentum=0.9, **settings),
     "adam": lambda **settings: keras.optimizers.Adam(0.01, **settings),
@@ -103,26 +104,16 @@ def rounding(plain, make):
     ("name", "options", "scale", "growth", "make", "settings"),
     [
         ("momentum", {}, 2.0**22, 3, networks.mlp, {"scheme": "gpipe", **ONE}),
-        ("adam", {}, 2.0**22, 3, networks.mlp, {"scheme": "1f1b", **ONE}),
-        ("momentum", {}, 1000.0, 2, penalized, {"scheme": "gpipe", **ONE}),
-        ("adam", {"global_clipnorm": 0.5}, 2.0**22, 3, penalized, {"scheme": "single"}),
-        ("momentum", {"global_clipnorm": 0.5}, 2.0**22, 3, networks.tied_autoencoder, {"scheme": "1f1b", **ONE}),
-        ("momentum", BOTH, 2.0**22, 3, networks.tied_autoencoder, {"scheme": "1f1b", **ONE}),
-        pytest.param(
-            "adam", {**BOTH, "clipnorm": 0.3}, 1000.0, 2, penalized, {"scheme": "gpipe", **ONE}, marks=pytest.mark.slow
-        ),
-        pytest.param("adam", ACCUMULATING, 2.0**22, 3, networks.mlp, {"scheme": "single"}, marks=pytest.mark.slow),
-        pytest.param(
-            "momentum", OVERWRITING, 2.0**22, 3, networks.mlp, {"scheme": "gpipe", **ONE}, marks=pytest.mark.slow
-        ),
-        pytest.param(
-            "momentum",
-            {**AVERAGES, "global_clipnorm": 0.5},
-            2.0**22,
-            3,
-            networks.mlp,
-            {"scheme": "1f1b", **ONE},
-            marks=pytest.mark.slow,
+        *networks.rarely(
+            ("momentum", BOTH, 2.0**22, 3, networks.tied_autoencoder, {"scheme": "1f1b", **ONE}),
+            ("adam", {}, 2.0**22, 3, networks.mlp, {"scheme": "1f1b", **ONE}),
+            ("momentum", {}, 1000.0, 2, penalized, {"scheme": "gpipe", **ONE}),
+            ("adam", CLIPPED, 2.0**22, 3, penalized, {"scheme": "single"}),
+            ("momentum", CLIPPED, 2.0**22, 3, networks.tied_autoencoder, {"scheme": "1f1b", **ONE}),
+            ("adam", {**BOTH, "clipnorm": 0.3}, 1000.0, 2, penalized, {"scheme": "gpipe", **ONE}),
+            ("adam", ACCUMULATING, 2.0**22, 3, networks.mlp, {"scheme": "single"}),
+            ("momentum", OVERWRITING, 2.0**22, 3, networks.mlp, {"scheme": "gpipe", **ONE}),
+            ("momentum", {**AVERAGES, **CLIPPED}, 2.0**22, 3, networks.mlp, {"scheme": "1f1b", **ONE}),
         ),
     ],
 )
@@ -153,12 +144,14 @@ SPLIT = [
     [
         (networks.mlp, {"global_clipnorm": 0.3}, SPLIT[1]),
         (penalized, {}, SPLIT[0]),
-        (networks.tied_autoencoder, {"global_clipnorm": 0.3}, SPLIT[2]),
-        (networks.tied_autoencoder, BOTH, SPLIT[0]),
-        pytest.param(networks.mlp, BOTH, SPLIT[1], marks=pytest.mark.slow),
-        (penalized, OVERWRITING, SPLIT[2]),
         (networks.tied_autoencoder, {"global_clipnorm": 0.3}, SPLIT[3]),
-        (penalized, {}, {**SPLIT[0], "scheme": "zb-h1"}),
+        *networks.rarely(
+            (networks.tied_autoencoder, {"global_clipnorm": 0.3}, SPLIT[2]),
+            (networks.tied_autoencoder, BOTH, SPLIT[0]),
+            (networks.mlp, BOTH, SPLIT[1]),
+            (penalized, OVERWRITING, SPLIT[2]),
+            (penalized, {}, {**SPLIT[0], "scheme": "zb-h1"}),
+        ),
     ],
 )
 @pytest.mark.usefixtures("mixed")
@@ -229,14 +222,14 @@ def test_what_is_resumed_equals_an_uninterrupted_run(tmp_path):
     ("factor", "options", "make", "settings"),
     [
         (0.3, {"global_clipnorm": 0.3}, networks.mlp, {"scheme": "gpipe", "cuts": ("d1",), "microbatches": 2}),
-        (1024.0, {"weight_decay": 0.01, "clipvalue": 0.01}, penalized, {"scheme": "1f1b", **ONE, "microbatches": 3}),
-        (1024.0, {"global_clipnorm": 0.3}, networks.tied_autoencoder, {"scheme": "gpipe", **ONE}),
         (1024.0, BOTH, networks.tied_autoencoder, SPLIT[0]),
-        (0.3, {**ACCUMULATING, "clipnorm": 0.3}, penalized, SPLIT[1]),
-        pytest.param(
-            0.3, {**OVERWRITING, "weight_decay": 0.01}, networks.mlp, {"scheme": "single"}, marks=pytest.mark.slow
+        *networks.rarely(
+            (1024.0, {"weight_decay": 0.01, "clipvalue": 0.01}, penalized, {**SPLIT[0], "microbatches": 3}),
+            (1024.0, {"global_clipnorm": 0.3}, networks.tied_autoencoder, {"scheme": "gpipe", **ONE}),
+            (0.3, {**ACCUMULATING, "clipnorm": 0.3}, penalized, SPLIT[1]),
+            (0.3, {**OVERWRITING, "weight_decay": 0.01}, networks.mlp, {"scheme": "single"}),
+            (1024.0, {**AVERAGES, "clipnorm": 0.3}, networks.mlp, COPIES),
         ),
-        (1024.0, {**AVERAGES, "clipnorm": 0.3}, networks.mlp, COPIES),
     ],
 )
 def test_a_factor_changes_gradients_as_in_plain_keras(factor, options, make, settings):

@@ -121,7 +121,9 @@ def train(name, data, tmp_path, chosen, steps):
     return [(tmp_path / scheme / "history.jsonl").read_text() for scheme in chosen]
 
 
-@pytest.mark.parametrize("name", ["vgg16", "gpt2", pytest.param("transformer", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("vgg16", "transformer"))]
+)
 def test_networks_train(name, data, tmp_path):
     (history,) = train(name, data, tmp_path, ["spectrain"], 4)
     assert '"step": 4' in history

@@ -11,6 +11,8 @@ from keras import optimizers
 from pipetrain.run.stage_work import StageWork
 
 ROWS = 12 * 16
+TWO_VERSIONS = {"scheme": "2bw", "horizon": 1.5, "microbatches": 3}
+ROUND_TRIP = {"horizon": "round-trip", "microbatches": None}
 
 
 class Signs(optimizers.Optimizer):
@@ -37,7 +39,7 @@ def trained(make=momentum, **options):
 
 @pytest.mark.parametrize(
     ("options", "most"),
-    [({}, 0), ({"microbatches": 5}, 0), ({"scheme": "2bw", "horizon": 1.5, "microbatches": 3}, 1)],
+    [({}, 0), ({"microbatches": 5}, 0), (TWO_VERSIONS, 1)],
 )
 def test_no_old_version_is_stored_between_actions(options, most, monkeypatch):
     """Of predicted two versions one is, and none where all stages have one target; of the actions that there are."""
@@ -54,7 +56,7 @@ def test_no_old_version_is_stored_between_actions(options, most, monkeypatch):
     assert max(kept) == most
 
 
-@pytest.mark.parametrize("options", [{}, {"scheme": "2bw", "horizon": 1.5, "microbatches": 3}])
+@pytest.mark.parametrize("options", networks.by_default([{}, TWO_VERSIONS], {}))
 @pytest.mark.parametrize("make", networks.by_default([momentum, lambda: optimizers.Lion(1e-3)], momentum))
 def test_the_same_weights_whatever_the_timing(make, options, monkeypatch):
     once = trained(make, **options).get_weights()
@@ -66,13 +68,13 @@ def test_the_same_weights_whatever_the_timing(make, options, monkeypatch):
     "options",
     networks.by_default([{"recompute": True}, {"replicas": (1, 2, 1, 1)}, {"jit_compile": True}], {"recompute": True}),
 )
-@pytest.mark.parametrize("scheme", [{}, {"scheme": "2bw", "horizon": 1.5, "microbatches": 3}])
+@pytest.mark.parametrize("scheme", networks.by_default([{}, TWO_VERSIONS], TWO_VERSIONS))
 def test_recomputation_replicas_and_xla_train_the_same(scheme, options):
     networks.assert_close(trained(**scheme, **options).get_weights(), trained(**scheme).get_weights())
 
 
 @pytest.mark.parametrize("kind", networks.by_default([Signs, optimizers.Muon, optimizers.Adafactor], Signs))
-@pytest.mark.parametrize("options", [{}, {"horizon": "round-trip", "microbatches": None}])
+@pytest.mark.parametrize("options", networks.by_default([{}, ROUND_TRIP], {}))
 def test_optimizers_without_a_formula_train(kind, options):
     """Weights that have gone somewhere, and are finite."""
     pm = trained(lambda: kind(1e-3), **options)

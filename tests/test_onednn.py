@@ -70,7 +70,10 @@ def test_too_late_explain_says_so(name, said, on):
     assert pipetrain.PipelineModel(model, stages=2).explain(8).endswith(line) == said
 
 
-@pytest.mark.parametrize(("imports", "value"), [(["pipetrain", "keras"], "1"), (["keras", "pipetrain"], None)])
+@pytest.mark.parametrize(
+    ("imports", "value"),
+    [(["pipetrain", "keras"], "1"), pytest.param(["keras", "pipetrain"], None, marks=pytest.mark.slow)],
+)
 def test_a_program_imports_pipetrain_first(imports, value, tmp_path):
     """Here as where TensorFlow reads the variable: in a fresh process."""
     program = f"""

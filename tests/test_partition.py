@@ -316,12 +316,11 @@ def test_the_workspace_of_fewer_rows_by_hand():
     ("network", "scheme", "nesterov"),
     [
         ("snn", "spectrain", ""),
-        ("transformer", "spectrain", ""),
         *(
             pytest.param(network, scheme, "", marks=pytest.mark.slow)
             for network in ("dense", "snn", "vgg16", "resnet", "transformer")
             for scheme in ("spectrain", "weight-stashing")
-            if (network, scheme) not in {("snn", "spectrain"), ("transformer", "spectrain")}
+            if (network, scheme) != ("snn", "spectrain")
         ),
         *(pytest.param("vgg16", scheme, "", marks=pytest.mark.slow) for scheme in ("gpipe", "1f1b")),
         *(pytest.param("dense", scheme, "nesterov", marks=pytest.mark.slow) for scheme in ("vanilla", "spectrain")),

@@ -47,7 +47,7 @@ def data():
     return figures, words, figures.argmax(axis=1) % CLASSES, rng.uniform(0.5, 1.5, ROWS).astype("float32")
 
 
-@pytest.mark.parametrize("as_dataset", [False, True])
+@pytest.mark.parametrize("as_dataset", networks.by_default([False, True], True))
 def test_words_train_as_the_figures_that_the_preprocessor_makes_of_them(as_dataset):
     figures, words, y, weights = data()
     plain = compiled(keras.Model(*(lambda model: (model.inputs, model.outputs))(task())))

@@ -60,7 +60,7 @@ def test_training_takes_no_time_while_something_else_is_done():
     assert time.seconds == 12.0
 
 
-@pytest.mark.parametrize("scheme", ["vanilla", "1f1b", "data-parallel"])
+@pytest.mark.parametrize("scheme", networks.by_default(["vanilla", "1f1b", "data-parallel"], "1f1b"))
 def test_evaluations_and_snapshots_within_fit_stop_its_time(scheme):
     """What a callback and the validation do is timed by no step."""
     pm, (x, y) = networks.pipeline(scheme=scheme), networks.data(100)

@@ -85,6 +85,14 @@ how = {
 
 
 @seed(1973)
+@settings(max_examples=2, **how)
+@given(random_models.recipes())
+def test_two_random_models_learn_as_in_plain_keras(recipe):
+    check(recipe)
+
+
+@pytest.mark.slow
+@seed(1973)
 @settings(max_examples=8, **how)
 @given(random_models.recipes())
 def test_eight_random_models_learn_as_in_plain_keras(recipe):

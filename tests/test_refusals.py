@@ -316,16 +316,23 @@ def test_refusals_of_models_cuts_and_labels_say_what_to_do():
         fit(pm, normal(8, 4), normal(8, 3))
 
 
-@pytest.mark.parametrize("scheme", ["spectrain", "gpipe", "data-parallel"])
+DISTURBING = {
+    "train_on_batch": lambda pm, x, y: pm.train_on_batch(x, y),
+    "fit": lambda pm, x, y: pm.fit(x, y, verbose=0),
+    "compile": lambda pm, x, y: pm.compile("adam", networks.crossentropy()),
+}
+
+
 @pytest.mark.parametrize(
-    ("method", "call"),
-    [
-        ("train_on_batch", lambda pm, x, y: pm.train_on_batch(x, y)),
-        ("fit", lambda pm, x, y: pm.fit(x, y, verbose=0)),
-        ("compile", lambda pm, x, y: pm.compile("adam", networks.crossentropy())),
-    ],
+    ("scheme", "method"),
+    networks.combinations(
+        ["spectrain", "gpipe", "data-parallel"],
+        list(DISTURBING),
+        default=[("spectrain", "fit"), ("spectrain", "compile"), ("gpipe", "train_on_batch")],
+    ),
 )
-def test_what_would_disturb_a_fit_is_refused_within_it(scheme, method, call):
+def test_what_would_disturb_a_fit_is_refused_within_it(scheme, method):
+    call = DISTURBING[method]
     pm, interval, threads = networks.pipeline(scheme=scheme), sys.getswitchinterval(), threading.active_count()
     x, y = networks.data(64)
     again = keras.callbacks.LambdaCallback(on_train_batch_end=lambda step, logs: call(pm, x, y))

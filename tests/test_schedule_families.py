@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from networks import by_default
 
 from pipetrain.plan.capacity import NoPlan
 from pipetrain.plan.cluster import Cluster, Level, Link
@@ -94,7 +95,7 @@ CONTROLLED = {
 }
 
 
-@pytest.mark.parametrize("microbatches", [4, 5, 7, 8, 12, 15, 16, 24, 32])
+@pytest.mark.parametrize("microbatches", by_default([4, 5, 7, 8, 12, 15, 16, 24, 32], 4, 7, 16))
 @pytest.mark.parametrize("devices", [4, 8])
 @pytest.mark.parametrize("name", CLOSED)
 def test_bubble_and_memory_are_as_published(name, devices, microbatches):
@@ -106,7 +107,7 @@ def test_bubble_and_memory_are_as_published(name, devices, microbatches):
     assert held(name, devices, microbatches) == peak(devices, microbatches)
 
 
-@pytest.mark.parametrize("microbatches", [4, 5, 7, 8, 12, 15, 16, 24, 32])
+@pytest.mark.parametrize("microbatches", by_default([4, 5, 7, 8, 12, 15, 16, 24, 32], 4, 7, 16))
 @pytest.mark.parametrize("devices", [4, 8])
 @pytest.mark.parametrize("name", CONTROLLED)
 def test_controlled_memory_is_as_published_and_the_bubble_at_most(name, devices, microbatches):
@@ -180,6 +181,20 @@ def test_weight_gradients_that_follow_each_other_are_one_list():
     made = [Action.parse(text) for text in ["0F0", "0F1", "0I0", "0W0", "0I1", "2W0", "2W1", "0W1"]]
     lists = [[str(action) for action in each] for each in schedules.joined(iter(made), 2)]
     assert lists == [["0F0"], ["0F1"], ["0I0"], ["0W0"], ["0I1"], ["2W0", "2W1"], ["0W1"]]
+
+
+def test_a_minibatch_with_whole_and_halved_backwards_ends_without_the_next_one():
+    """PyTorch's DualPipeV has such; the caller posts the next minibatch when the update of this one is made."""
+    given = []
+
+    def order():
+        for text in ["0F0", "0F1", "0B0", "0I1", "0W1"]:
+            given.append(text)
+            yield Action.parse(text)
+        raise AssertionError("The next minibatch is awaited.")
+
+    lists = schedules.joined(order(), 2)
+    assert [str(next(lists)[0]) for _ in range(5)] == given
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "zb-v"])

@@ -13,7 +13,7 @@ from keras import optimizers
 
 ASYNCHRONOUS = ("vanilla", "weight-stashing", "vertical-sync", "spectrain")
 LATER = ("local", "fitted", "spike-compensation", "2bw")  # tried with fewer numbers of stages
-FEWER = [("vanilla", 1), ("weight-stashing", 2), ("spectrain", 2), ("vertical-sync", 6), ("spectrain", 6)]
+OFTEN = [("vanilla", 2), ("weight-stashing", 4), ("vertical-sync", 6), ("spectrain", 1), ("spectrain", 4)]
 BATCH = 16
 HALVED = keras.optimizers.schedules.PiecewiseConstantDecay([7, 35], [0.05, 0.025, 0.1])
 PREDICTED = {
@@ -34,8 +34,8 @@ TRAINED = {
     "lion": (lambda rate: optimizers.Lion(rate, weight_decay=0.1), 2e-3, reference.Lion(decay=0.1)),
 }
 AT_ONE_TARGET = [
-    *[("momentum", *place) for place in ((1, 2), (2, 1), (3, 2), (4, 3), (6, 1), (6, 5), (4, 5))],
-    ("adam", 4, 2),
+    *[("momentum", *place) for place in ((1, 2), (3, 1), (4, 5))],
+    ("adam", 6, 2),
     ("lion", 4, 3),
 ]
 
@@ -64,7 +64,7 @@ def constantly(rate):
 @pytest.mark.parametrize(
     ("scheme", "stages"),
     [
-        *networks.combinations(ASYNCHRONOUS, (1, 2, 3, 4, 6), default=[*FEWER, *((name, 4) for name in ASYNCHRONOUS)]),
+        *networks.combinations(ASYNCHRONOUS, (1, 2, 3, 4, 6), default=OFTEN),
         *networks.combinations(LATER, (2, 4, 6), default=[(name, 4) for name in LATER]),
     ],
 )
@@ -84,9 +84,7 @@ def test_one_target_equals_the_reference(name, stages, microbatches):
 
 @pytest.mark.parametrize(
     ("name", "stages", "horizon"),
-    networks.combinations(
-        [*TRAINED], (1, 2, 3, 4, 6), (1.5, 1), default=[("momentum", 4, 1.5), ("momentum", 1, 1.5), ("lion", 3, 1)]
-    ),
+    networks.combinations([*TRAINED], (1, 2, 3, 4, 6), (1.5, 1), default=[("momentum", 4, 1.5), ("lion", 3, 1)]),
 )
 def test_two_predicted_versions_equal_the_reference(name, stages, horizon):
     optimizer, rate, expected = TRAINED[name]
@@ -113,7 +111,7 @@ def test_longer_momenta_at_changing_rates(name):
     compare(settings, 4, optimizer(schedule))
 
 
-@pytest.mark.parametrize("name", networks.by_default(PREDICTED, "nesterov", "decay", "adamw", "rmsprop momentum"))
+@pytest.mark.parametrize("name", networks.by_default(PREDICTED, "nesterov", "decay", "adamw"))
 def test_predictions_of_every_optimizer_at_changing_rates(name):
     """The rate changes between two steps of a fit: predictions go by that of the last step."""
     optimizer, expected = PREDICTED[name]
@@ -185,7 +183,7 @@ def plain_keras(rows):
 @pytest.mark.parametrize(
     ("scheme", "stages", "microbatches"),
     [
-        *networks.combinations(["gpipe", "1f1b"], [1, 2, 4, 6], [1, 4, 7], pairs=True),
+        *networks.combinations(["gpipe", "1f1b"], [1, 2, 4, 6], [1, 4, 7]),
         *networks.combinations(["gpipe", "1f1b"], [1, 2, 4, 6], [3], default=[]),  # as uneven as 7
     ],
 )

@@ -14,7 +14,8 @@ from pipetrain.frontend.strategy import Strategy
 from pipetrain.frontend.transfer_strategy import TransferStrategy
 from pipetrain.schemes.table import NAMES, TRANSFERRING
 
-EACH = pytest.mark.parametrize("scheme", ["vanilla", "data-parallel", "all-reduce"])
+SCHEMES = ["vanilla", "data-parallel", "all-reduce"]
+EACH = pytest.mark.parametrize("scheme", SCHEMES)
 
 
 @pytest.mark.parametrize("scheme", (*NAMES, *TRANSFERRING))
@@ -34,7 +35,7 @@ def test_a_strategy_has_the_protocol_s_members_and_no_others(scheme):
     assert has - {"evaluator", "microbatches", "plan"} == asked  # what tests look at
 
 
-@EACH
+@pytest.mark.parametrize("scheme", networks.by_default(SCHEMES, "vanilla", "all-reduce"))
 def test_a_session_lives_as_long_as_its_fit(scheme):
     pm, (x, y) = networks.pipeline(scheme=scheme), networks.data(60)
     seen = []
@@ -71,7 +72,7 @@ def test_a_session_ends_with_the_exception_that_ends_its_fit(scheme):
     networks.fit(pm, x, y)
 
 
-@EACH
+@pytest.mark.parametrize("scheme", networks.by_default(SCHEMES, "vanilla", "all-reduce"))
 def test_prediction_is_not_disturbed_by_what_its_callbacks_do(scheme):
     """Prediction goes on with its own data when a callback of it evaluates, predicts, or trains another model."""
     pm, other, (x, y) = networks.pipeline(scheme=scheme), networks.pipeline(scheme=scheme), networks.data(40)

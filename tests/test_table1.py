@@ -131,6 +131,7 @@ def test_what_has_ended_is_not_repeated(main, tmp_path, capsys):
     assert "Received: snn with momentum 0.9 and 0.5." in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_variants_of_a_scheme_are_rows_of_their_own(main, tmp_path, capsys):
     options = ("--model", "snn", *TINY, "--seeds", "1", "--output", str(tmp_path))
     names = ("spectrain", "spectrain/target/M=2", "2bw/1.5")

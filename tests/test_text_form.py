@@ -1,32 +1,19 @@
-"""Schedules in files: what is written is read back, what cannot run is refused, and PyTorch's files are read."""
+"""Schedules in files: what is written is read back, and what cannot run is refused."""
 
 from __future__ import annotations
-
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipetrain.cli.main import main
-from pipetrain.plan.cluster import Cluster, Level, Link
-from pipetrain.plan.memory import Training
-from pipetrain.plan.partition import partition
-from pipetrain.plan.profile import BlockProfile, Profile
 from pipetrain.schemes.actions import Action
 from pipetrain.schemes.dry_run import ScheduleError, replay
 from pipetrain.schemes.schedules import orders
 from pipetrain.schemes.table import PIPELINES, SCHEDULED
 from pipetrain.schemes.text_form import check_held, microbatches_of, parsed, schedule_of, scheme_of, stages_of, written
-from pipetrain.schemes.unit_times import figures
 from pipetrain.schemes.validation import check
-from pipetrain.simulation.simulator import simulate
 
-ROOT = Path(__file__).parents[1]
 SYNCHRONOUS = [name for name, each in PIPELINES.items() if each.schedule.flushes]
 
 
@@ -132,47 +119,3 @@ def test_the_command_refuses_what_cannot_be(arguments, named, capsys):
     more = ["--microbatches", "8", "--stages", "8"] if "--limit" in arguments else []
     assert main(["schedule", *arguments, *more]) == 2
     assert named in capsys.readouterr().err
-
-
-def with_torch():
-    """A Python that has PyTorch: of the environment variable, or this one."""
-    other = os.environ.get("PIPETRAIN_TORCH_PYTHON")
-    return other or (sys.executable if importlib.util.find_spec("torch") else None)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(with_torch() is None, reason="PyTorch writes the files")
-@pytest.mark.parametrize(("devices", "microbatches"), [(4, 8), (4, 16), (8, 16), (8, 32)])
-def test_pytorch_s_own_schedules_are_read_validated_and_simulated(devices, microbatches, tmp_path):
-    """As its code writes them; those that this project has too have its bubble and its memory."""
-    given = ["--devices", str(devices), "--microbatches", str(microbatches), "--output", str(tmp_path)]
-    command = [with_torch(), str(ROOT / "benchmarks" / "torch_schedules.py"), *given]
-    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": ""})
-    ours = {
-        "ScheduleGPipe": "gpipe",
-        "ScheduleInterleaved1F1B": "interleaved",
-        "ScheduleLoopedBFS": "looped-bfs",
-        "ScheduleZBVZeroBubble": "zb-v",
-        "ScheduleInterleavedZeroBubble": None,
-        "ScheduleDualPipeV": None,
-    }
-    fast = Cluster((Level(Link(bandwidth_bytes_per_s=1e15, latency_s=0.0)),), overhead_s=0.0)
-    with pytest.raises(ScheduleError, match=f"{devices - 1}F0 is missing"):
-        scheme_of(tmp_path / "Schedule1F1B.csv")  # 2.13 counts the last device's forwards from 1
-    for name, same in ours.items():
-        read = scheme_of(tmp_path / f"{name}.csv")
-        stages = stages_of(read)
-        assert microbatches_of(read) == microbatches
-        check(read, stages, microbatches)
-        made = orders(read.schedule.order, devices, 1, microbatches)
-        found = figures(made)
-        if same:
-            assert found == figures(orders(PIPELINES[same].schedule.order, devices, 1, microbatches)), name
-        blocks = tuple(BlockProfile(f"b{n}", 1e-3, 2e-3, 1000, 0, 1000) for n in range(stages))
-        training = Training(read, microbatches=microbatches)
-        cut = partition(Profile("chain", microbatches, blocks), devices, fast, training=training)
-        spans = simulate(cut, read, fast, minibatches=1).spans
-        assert sorted(map(str, (Action(*span[:3]) for span in spans))) == sorted(
-            str(each) for order in made for each in order
-        )
-        assert max(span.end_s for span in spans) == pytest.approx(found.makespan * 1e-3 / microbatches)

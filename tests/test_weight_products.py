@@ -58,11 +58,11 @@ def once(pm):
 @pytest.mark.parametrize(
     ("scheme", "optimizer", "settings"),
     [
-        ("gpipe", "sgd", {}),
         ("1f1b", "sgd", {}),
-        ("1f1b", "sgd", {"recompute": True}),
-        ("1f1b", "sgd", {"jit_compile": True}),
         ("gpipe", "adam", {}),
+        *networks.rarely(
+            ("gpipe", "sgd", {}), ("1f1b", "sgd", {"recompute": True}), ("1f1b", "sgd", {"jit_compile": True})
+        ),
     ],
 )
 def test_training_equals_the_unsplit_model(scheme, optimizer, settings):

@@ -32,6 +32,14 @@ def waiting_for(operation: tf.Operation) -> list[tf.Operation]:
     return list(operation._control_outputs)
 
 
+def read_instead(tensor: tf.Tensor, other: tf.Tensor) -> None:
+    """Let all operations that read a tensor read another one; publicly a graph only grows."""
+    for operation in tensor.consumers():
+        for place, given in enumerate(operation.inputs):
+            if given is tensor:
+                operation._update_input(place, other)
+
+
 def body_of(graph: Any, name: str) -> Any:
     """The graph of a function that a graph calls, by its name."""
     return graph._get_function(name).graph

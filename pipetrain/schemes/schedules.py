@@ -133,20 +133,19 @@ def joined(actions: Iterator[Action], microbatches: int) -> Iterator[list[Action
     Nothing has to arrive between them, and one call makes the products of all their rows. The action after a W is asked
     for before that W is given, unless it completes its minibatch.
     """
-    made: Counter[tuple[int, int]] = Counter()  # of a stage and minibatch
+    made: Counter[tuple[int, int]] = Counter()  # weight gradients of a stage and minibatch, whole backwards' too
     run: list[Action] = []
     for action in actions:
         if run and (action.op != "W" or action.stage != run[0].stage):
             yield run
             run = []
-        if action.op != "W":
-            yield [action]
-            continue
-        run.append(action)
         place = action.stage, action.microbatch // microbatches
-        made[place] += 1
-        if made[place] == microbatches:
+        made[place] += action.updates
+        completes = made[place] == microbatches
+        if completes:
             del made[place]
+        run.append(action)
+        if completes or action.op != "W":
             yield run
             run = []
 

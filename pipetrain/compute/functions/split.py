@@ -29,6 +29,7 @@ import tensorflow as tf
 
 from pipetrain.compute.functions.flattening import packer
 from pipetrain.compute.functions.graph_rewrite import made_when_needed, operations
+from pipetrain.compute.functions.loop_products import once_after_loops
 from pipetrain.compute.tensorflow_private import body_of, traced_for_xla
 
 Run = Callable[[Sequence[tf.Tensor], Sequence[tf.Tensor], Sequence[tf.Tensor], Any], tuple[Sequence[tf.Tensor], Any]]
@@ -90,6 +91,9 @@ def split(
             by_weight, by_input = (
                 tape.gradient(outputs, [weights, differentiable], output_gradients) if outputs else none
             )
+            if not compiled:
+                whole = once_after_loops(tf.compat.v1.get_default_graph(), [*by_weight, *by_input])
+                by_weight, by_input = whole[: len(by_weight)], whole[len(by_weight) :]
             halves["reached"] = [gradient is not None for gradient in by_input]
             return by_weight, [tf.convert_to_tensor(gradient) for gradient in by_input if gradient is not None]
 
