@@ -109,7 +109,7 @@ def advise(
     for replicas in range(1, num_devices + 1):
         way = unsplit if replicas == 1 else unsplit._replace(jit_compile=False)  # as data-parallel runs
         _keep_faster(ways, plan(profile, [len(profile.blocks)], cluster, [replicas], way), cluster)
-    chunks, pieces = training.chosen.schedule.chunks, (training.microbatches > 1 and of_microbatches) or profile
+    chunks, pieces = training.chosen.schedule.chunks, of_microbatches or profile
     try:
         devices = min(num_devices, len(profile.blocks) // chunks)
         _keep_faster(ways, partition(pieces, devices, cluster, training=training), cluster)

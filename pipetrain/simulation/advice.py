@@ -38,7 +38,8 @@ def advise_all(
     if is_synchronous(training.chosen):
         schedules = try_schedules(profile, num_devices, cluster, training, of_microbatches)
     try:
-        advice = advise(profile, num_devices, cluster, training, of_microbatches)
+        pieces = of_microbatches if training.microbatches > 1 else None
+        advice = advise(profile, num_devices, cluster, training, pieces)
     except NoPlan:
         if schedules is None or schedules.recommended is None:
             raise
