@@ -115,8 +115,8 @@ FAMILIES = {
     "DeepLab": deeplab,
 }
 NORMALIZED = ("ResNet", "SegFormer", "DeepLab")  # by the statistics of a batch, which are not those of a microbatch
-CUT = ("Llama, tied", "T5", "DeBERTa", "DeepLab")  # by default
-TRAINED = ("T5", "ResNet")
+CUT = ("Llama, tied", "T5", "DeepLab")  # by default
+TRAINED = ("ResNet",)
 
 
 def made(family):
@@ -190,7 +190,7 @@ def test_a_frozen_backbone_with_adapters_trains_as_plain_keras(family):
         assert {id(same) for weight, same, old in pairs if (weight.numpy() != old).any()} == trains
 
 
-@pytest.mark.parametrize("family", networks.by_default(["BERT", "GPT-2"], "BERT"))
+@pytest.mark.parametrize("family", networks.by_default(["BERT", "GPT-2"]))
 def test_mixed_bfloat16_trains_as_plain_keras(family):
     """As near as bfloat16 tells numbers apart.
 
