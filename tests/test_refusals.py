@@ -363,3 +363,10 @@ def test_nested_models_that_are_not_opened_say_why():
     masked = keras.Model(words, L.Dense(2)(nested(L.Embedding(9, 3, mask_zero=True)(words))))
     with pytest.raises(ValueError, match="Unknown layer in cuts: 'nested' is called with a mask"):
         pipetrain.PipelineModel(masked, cuts=("deep",))
+
+
+@pytest.mark.parametrize("settings", [{"scheme": "zb-v"}, {"scheme": "interleaved", "chunks": 3}], ids=str)
+def test_a_schedule_of_more_stages_a_device_than_there_are_layers_is_named(settings):
+    model = keras.Sequential([keras.Input((4,)), L.Dense(3)])
+    with pytest.raises(ValueError, match=r"stages on each device, and the model .* only 1 layer .*scheme='1f1b'"):
+        pipetrain.PipelineModel(model, **settings)

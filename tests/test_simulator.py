@@ -254,6 +254,19 @@ def test_arrays_and_the_heap_give_equal_traces(stages, scheme, minibatches, slow
     assert traces[0] == traces[1]
 
 
+@pytest.mark.parametrize("product_bytes", [0, 2, 8])
+def test_products_of_several_second_halves_in_one_call_are_made_once(product_bytes):
+    """Of zb-h2's second stage W1 to W3 are one call after W0: what is no product of their 8 bytes is added thrice."""
+    block = BlockProfile("b", 4, 8, 0, 8, update_s=1, product_bytes=product_bytes)
+    training = Training("zb-h2", microbatches=4)
+    planned = plan(Profile("made up", 4, (block, block), microbatches=4), [1, 2], AT_ONCE, training=training)
+    spans = simulate(planned, "zb-h2", AT_ONCE, 1).spans
+    adding_s, part = 0.6, 1 - product_bytes / 8
+    assert [span.end_s - span.start_s for span in spans if span.stage == 1 and span.op == "W"] == pytest.approx(
+        [1, 1 + adding_s, 1 + part * adding_s, 1 + part * adding_s + 1]
+    )
+
+
 def test_many_stages_are_simulated_by_arrays():
     with mock.patch.object(simulator, "VectorizedSimulation", wraps=vectorized.VectorizedSimulation) as used:
         trace = simulate(equal(120), "vanilla", AT_ONCE, 120)

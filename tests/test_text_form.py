@@ -55,6 +55,8 @@ def test_compounds_are_their_parts_and_reductions_follow_by_themselves():
         ("0F0,0F0,0B0\n", "0F0 stands 2 times"),
         ("0F0,0I0\n", "0W0 is missing"),
         ("0F1,0B1\n", "0F0 is missing"),
+        ("0F1000000000,0B1000000000\n", "0F0 is missing"),
+        ("1000000000F0,1000000000B0\n", "0F0 is missing"),
         ("0F0,0B0,1F0,1B0\n2F0,2B0,3F0,3B0,1F1,1B1,0F1,0B1\n", "2F1 is missing"),
         ("0F0,0B0,0F1\n1F0,1B0,1F1,1B1,0B1\n", "0B1 stands in row 2, and other actions of stage 0 in row 1"),
         ("0F0,0B0\n1F0,2F0,2B0,1B0\n", r"rows with \[1, 2\] stages"),
@@ -67,6 +69,15 @@ def test_what_cannot_run_is_refused_by_its_action(text, named, tmp_path):
         schedule_of(parsed(text))
     (tmp_path / "mine.csv").write_text(text, encoding="utf-8")
     with pytest.raises(ScheduleError, match=f"(?s)mine.csv: .*{named}"):
+        scheme_of(tmp_path / "mine.csv")
+
+
+def test_other_programs_files(tmp_path):
+    """A spreadsheet's has a byte order mark; what is no text is refused."""
+    (tmp_path / "mine.csv").write_bytes(b"\xef\xbb\xbf0F0,0B0\r\n")
+    assert stages_of(scheme_of(tmp_path / "mine.csv")) == 1
+    (tmp_path / "mine.csv").write_bytes(b"\xff\xfe0\x00F\x000\x00")
+    with pytest.raises(ScheduleError, match=r"mine.csv: A schedule is text in UTF-8. Received: .*byte 0xff"):
         scheme_of(tmp_path / "mine.csv")
 
 
@@ -83,7 +94,7 @@ def test_a_file_is_for_its_number_of_microbatches_and_devices(tmp_path):
     assert (mine.name, stages_of(mine), microbatches_of(mine)) == ("mine.csv", 4, 3)
     assert stages_of(SCHEDULED["zb-v"]) is microbatches_of(SCHEDULED["zb-v"]) is None
     check(mine, 4, 3)
-    for stages, microbatches in ((4, 2), (6, 3)):
+    for stages, microbatches in ((4, 2), (6, 3), (2, 3)):
         with pytest.raises(ScheduleError, match=f"for 2 devices and 3 microbatches. Received: {stages // 2} devices"):
             check(mine, stages, microbatches)
 
@@ -100,7 +111,7 @@ def test_the_command_prints_writes_and_reads(tmp_path, capsys):
     ]
     assert main(["schedule", "--scheme", str(file)]) == 0
     assert capsys.readouterr().out.split("\n")[1:] == printed[1:]
-    assert main(["schedule", "--scheme", "interleaved", "--chunks", "3", "--stages", "6"]) == 0
+    assert main(["schedule", "--scheme", "interleaved", "--chunks", "3"]) == 0
     assert "interleaved-3: 6 stages on 2 devices" in capsys.readouterr().out
 
 

@@ -15,12 +15,12 @@ MESSAGES = st.builds(Message, SECONDS, st.sampled_from([0.0, 0.25, 1.0]))
 
 @st.composite
 def workloads(draw, most=8):
-    """Graphs of layers with none, one or several variables, of which some are shared."""
+    """Graphs of layers with none, one or several variables, of which some are shared; none may have any."""
     layers, sizes = [], []
     for k in range(draw(st.integers(1, most))):
-        own = range(len(sizes), len(sizes) + draw(st.integers(0 if k else 1, 3)))
+        own = range(len(sizes), len(sizes) + draw(st.integers(0, 3)))
         sizes += [draw(st.integers(1, 40)) for _ in own]
-        shared = [draw(st.integers(0, len(sizes) - 1))] if draw(st.booleans()) else []
+        shared = [draw(st.integers(0, len(sizes) - 1))] if sizes and draw(st.booleans()) else []
         after = sorted(draw(st.sets(st.integers(0, k - 1), max_size=2))) if k else []
         layers.append(Layer((*own, *shared), draw(SECONDS), draw(SECONDS), tuple(after)))
     return Workload(tuple(layers), tuple(sizes), draw(MESSAGES))

@@ -43,7 +43,7 @@ def add(commands: Any) -> None:
     option(
         "--scheme", required=True, metavar="NAME", help=f"{', '.join(table.PIPELINES)}; or a file's name in {SUFFIX}"
     )
-    option("--stages", type=count, metavar="N", help="on all devices together (default: 4, or those of the file)")
+    option("--stages", type=count, metavar="N", help="in all (default: the file's, or two devices' but at least 4)")
     option("--microbatches", type=count, metavar="N", help="of a minibatch (default: 4, or those of the file)")
     option(
         "--chunks", type=count, metavar="N", help=f"stages on a device, for {' and '.join(table.CHUNKED)} (default: 2)"
@@ -56,7 +56,7 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     """Print the schedule, and write it if that is asked for."""
     chosen = table.scheme(named(options.scheme, options.chunks))
-    stages = options.stages or stages_of(chosen) or 4
+    stages = options.stages or stages_of(chosen) or max(4, 2 * chosen.schedule.chunks)
     microbatches = options.microbatches or microbatches_of(chosen) or (4 if chosen.splits else 1)
     table.check_microbatches(microbatches, chosen)
     check(chosen, stages, microbatches)

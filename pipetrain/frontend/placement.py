@@ -29,6 +29,7 @@ from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import partition, plan
 from pipetrain.plan.profile import Profile
 from pipetrain.plan.stages import DEFAULT_TRAINING, Partition
+from pipetrain.plan.text_table import counted
 from pipetrain.schemes.arguments import is_count
 from pipetrain.schemes.schedules import Schedule, has_halves
 from pipetrain.schemes.scheme import Scheme, UpdateRule
@@ -182,6 +183,12 @@ class Placement:
     def _checked_count(self, stages: object, devices: int) -> int:
         blocks = len(self.chain.blocks)
         chunks = self._schedule.chunks
+        if blocks < chunks:
+            raise ValueError(
+                f"The schedule has {chunks} stages on each device, and the model {self.chain.model.name!r} only "
+                f"{counted(blocks, 'layer')} to make stages of{why_together(self.chain.blocks)}. Received: "
+                f"stages={stages!r}. Try a schedule of one stage a device, such as scheme='1f1b'."
+            )
         count = max(1, min(devices, blocks // chunks)) * chunks if stages is None else stages
         if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= blocks:
             if blocks == 1:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from pipetrain.plan.profile import mib
 from pipetrain.plan.text_table import text_table
+from pipetrain.schemes.table import CHUNKED
 
 MARGIN = 1.05  # what a less simple schedule must gain to be worth it
 HEADER = (
@@ -122,5 +123,5 @@ def _simplest(trials: Sequence[Trial]) -> Trial:
 
 def _arguments(trial: Trial) -> str:
     """How ``PipelineModel`` is told."""
-    chunks = f", chunks={trial.chunks}" if trial.chunks > 1 and not trial.halves else ""
+    chunks = f", chunks={trial.chunks}" if trial.scheme in CHUNKED else ""
     return f"scheme={trial.scheme!r}{chunks}, microbatches={trial.microbatches}"

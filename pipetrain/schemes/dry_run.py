@@ -67,7 +67,7 @@ def replay(orders: Sequence[Sequence[Action]], feed: Feed | None = None, stages:
     """
     every = [action for order in orders for action in order]
     stages = stages or 1 + max((action.stage for action in every), default=0)
-    check_complete(every, stages, [m for group in feed.groups for m in group] if feed else None)
+    check_complete(every, stages, sum(map(len, feed.groups)) if feed else None)
     _check_sequence(orders, stages)
     made: Made = set()
     firsts = [min((action.stage for action in order), default=0) for order in orders]
@@ -120,20 +120,20 @@ def missing(action: Action, stages: int, made: Made) -> list[str]:
     ]
 
 
-def check_complete(actions: Sequence[Action], stages: int, given: Sequence[int] | None) -> None:
+def check_complete(actions: Sequence[Action], stages: int, microbatches: int | None) -> None:
     """Raise ScheduleError unless every microbatch goes forward once at every stage, and back once, whole or in halves.
 
-    The microbatches are those ``given``, or else those that some action is of.
+    There are so many microbatches, or if their number is not given those that some action is of.
     """
     counts = Counter(actions)
-    microbatches = sorted({action.microbatch for action in counts}) if given is None else given
-    known = {*microbatches}
+    given = sorted({action.microbatch for action in counts}) if microbatches is None else range(microbatches)
+    last = given[-1] if given else -1
     for action, count in counts.items():
         if count > 1:
             raise ScheduleError(f"{action} stands {count} times in the orders, not once.")
-        if action.microbatch not in known or not 0 <= action.stage < stages:
+        if not 0 <= action.microbatch <= last or not 0 <= action.stage < stages:
             raise ScheduleError(f"{action} is of no such stage or microbatch: there are {stages} stages.")
-    for microbatch in microbatches:
+    for microbatch in given:
         for stage in range(stages):
             _check_operations([op for op in OPERATIONS if (op, stage, microbatch) in counts], stage, microbatch)
 

@@ -78,7 +78,8 @@ class Written:
             if len(group) != self.microbatches or devices != len(self.orders):
                 raise ScheduleError(
                     f"The schedule was written for {len(self.orders)} devices and {self.microbatches} microbatches. "
-                    f"Received: {devices} devices, microbatches={len(group)}. Try microbatches={self.microbatches}."
+                    f"Received: {devices} devices, microbatches={len(group)}. "
+                    f"Try stages={self.stages}, microbatches={self.microbatches}."
                 )
             for op, stage, microbatch in self.orders[device]:
                 yield Action(op, stage, group[microbatch])
@@ -102,7 +103,7 @@ def schedule_of(orders: Orders) -> Schedule:
     """
     every = [action for order in orders for action in order]
     stages, microbatches = 1 + max(each.stage for each in every), 1 + max(each.microbatch for each in every)
-    check_complete(every, stages, range(microbatches))
+    check_complete(every, stages, microbatches)
     devices: dict[int, int] = {}
     for device, order in enumerate(orders):
         for action in order:
@@ -137,7 +138,9 @@ def scheme_of(path: str | Path) -> Scheme:
     Raises OSError for a file that cannot be read, ScheduleError for one that holds no schedule.
     """
     try:
-        schedule = schedule_of(parsed(Path(path).read_text(encoding="utf-8")))
+        schedule = schedule_of(parsed(Path(path).read_text(encoding="utf-8-sig")))
+    except UnicodeDecodeError as error:
+        raise ScheduleError(f"{path}: A schedule is text in UTF-8. Received: {error}.") from error
     except ScheduleError as error:
         raise ScheduleError(f"{path}: {error}") from error
     return Scheme(Path(path).name, schedule, Flush(), "synchronous, of a file", splits=True)

@@ -68,14 +68,14 @@ def _dry_run(scheme: Scheme, stages: int, minibatches: int, microbatches: int) -
 
     for device in range(devices):
         mine = schedule.stages_on(device, stages)
-        if len(mine) != schedule.chunks:
-            raise ScheduleError(f"Device {device} has the stages {mine}, not {schedule.chunks} of them.")
         for action in _listed(schedule.order(device, devices, asked(device)), device):
             _check_action(action, device, mine)
             orders[device].append(action)
             if len(orders[device]) > len(OPERATIONS) * len(mine) * minibatches * microbatches:
                 raise ScheduleError(f"The order of device {device} does not end when there are no more minibatches.")
-    check_complete([action for order in orders for action in order], stages, range(minibatches * microbatches))
+        if len(mine) != schedule.chunks:
+            raise ScheduleError(f"Device {device} has the stages {mine}, not {schedule.chunks} of them.")
+    check_complete([action for order in orders for action in order], stages, minibatches * microbatches)
     for device, order in enumerate(orders):
         _check_asked(order, asked_after[device], min(action.stage for action in order), groups)
     replay(orders, Feed(groups, asked_after, window(stages, microbatches, schedule.flushes), schedule.flushes), stages)

@@ -18,7 +18,7 @@ from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.splitting import microbatch_rows, rows_of
 from pipetrain.simulation.network import Network
 from pipetrain.simulation.reduction import Ring, Server
-from pipetrain.simulation.stage_costs import StageCosts
+from pipetrain.simulation.stage_costs import Adding, StageCosts, additions
 from pipetrain.simulation.stations import NOTHING, Station, Wire, Work
 
 
@@ -99,14 +99,15 @@ class StationBuilder:
         groups = groups_of(options.minibatches, microbatches)
         actions = list(self._scheme.schedule.order(device, len(self._devices), groups))
         kinds = _kinds(actions)
-        order = _coded(actions, kinds)
+        order, added = _coded(actions, kinds), additions(actions, microbatches)
         updates, reports = _ends_of_minibatches(actions, len(self._stages), microbatches)
         slots = {stage: 2 * n for n, stage in enumerate(dict(kinds))}
         inputs = [_slot(slots[stage], op) for stage, op in kinds]
         for replica, (number, on) in enumerate(zip(self._numbers[device], self._devices[device], strict=True)):
             speed = options.speeds[on] if options.speeds else 1.0
             compute_s = [
-                options.overhead_s + self._costs.compute_s(stage, op, len(share[replica]), n > 0, speed)
+                options.overhead_s
+                + self._costs.compute_s(stage, op, len(share[replica]), added.get((op, stage, n), Adding()), speed)
                 for n, share in enumerate(self._shares[device])
                 for stage, op in kinds
             ]

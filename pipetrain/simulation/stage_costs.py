@@ -3,14 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from pipetrain.plan.cost import PREDICTING
 from pipetrain.plan.stages import StagePlan
-from pipetrain.schemes.actions import OPERATIONS
-from pipetrain.schemes.schedules import has_halves
+from pipetrain.schemes.actions import OPERATIONS, Action
+from pipetrain.schemes.schedules import has_halves, joined
 from pipetrain.schemes.scheme import Scheme
 
 ADDING = 0.6  # of an update: adding gradients reads two and writes one where SGD with momentum reads three, writes two
+
+
+class Adding(NamedTuple):
+    """Whether an action adds weight gradients to those of another microbatch, and whether both are made in one call."""
+
+    adds: bool = False
+    in_one_call: bool = False
+
+
+def additions(actions: Sequence[Action], microbatches: int) -> dict[tuple[str, int, int], Adding]:
+    """What those of a device's actions add that make weight gradients of its first minibatch; later ones do the same.
+
+    By operation, stage and microbatch.
+    """
+    begun: set[int] = set()
+    found: dict[tuple[str, int, int], Adding] = {}
+    for call in joined((action for action in actions if action.microbatch < microbatches), microbatches):
+        for n, action in enumerate(call):
+            if action.updates:
+                found[action] = Adding(action.stage in begun, n > 0)
+                begun.add(action.stage)
+    return found
 
 
 class StageCosts:
@@ -28,8 +51,8 @@ class StageCosts:
         schedule = scheme.schedule
         self._halved = has_halves(schedule.order, schedule.devices(len(stages)), microbatches)
 
-    def compute_s(self, stage: int, op: str, rows: int, adds: bool, speed: float) -> float:
-        """Seconds of an operation on so many rows; ``adds``: its weight gradients to those of a microbatch before."""
+    def compute_s(self, stage: int, op: str, rows: int, adding: Adding, speed: float) -> float:
+        """Seconds of an operation on so many rows."""
         operation, plan = OPERATIONS[op], self._stages[stage]
         early_s, late_s = plan.backward_s - plan.late_s, plan.late_s
         if self._products_once(stage):
@@ -37,8 +60,8 @@ class StageCosts:
         whole_s = operation.forward * plan.forward_s + operation.early * early_s + operation.late * late_s
         often = dict(zip(("forward", "backward"), self._predictions(stage), strict=True))
         predicting_s = sum(PREDICTING * plan.update_s / speed * often[way] for way in operation.reads)
-        added_s = ADDING * plan.update_s * self._summed(stage) / speed
-        adding_s = added_s if adds and "weight gradients" in operation.makes else 0.0
+        once = adding.in_one_call or self._products_once(stage)
+        adding_s = ADDING * plan.update_s * self._summed(stage, once) / speed if adding.adds else 0.0
         return whole_s * rows / self._batch_size / speed + adding_s + predicting_s
 
     def update_s(self, stage: int) -> float:
@@ -49,15 +72,15 @@ class StageCosts:
     def _products_once(self, stage: int) -> bool:
         """Whether weight gradients that are products over rows wait for the minibatch's last microbatch.
 
-        In halves of backwards each W makes its own.
+        In halves of backwards each call makes its own.
         """
         plan = self._stages[stage]
         return self._microbatches > 1 and plan.replicas == 1 and not self._halved
 
-    def _summed(self, stage: int) -> float:
-        """The part of a stage's weights whose gradients are added microbatch by microbatch."""
+    def _summed(self, stage: int, once: bool) -> float:
+        """The part of a stage's weights whose gradients are added; ``once``: those that are products are not."""
         plan = self._stages[stage]
-        return 1 - plan.product_bytes / plan.weight_bytes if plan.product_bytes and self._products_once(stage) else 1.0
+        return 1 - plan.product_bytes / plan.weight_bytes if plan.product_bytes and once else 1.0
 
     def _predictions(self, stage: int) -> tuple[float, float]:
         """How many times a forward and a backward of the stage predict weights."""

@@ -3,8 +3,9 @@
 An operation of the backward's graph that leads to the gradient of one weight and to nothing else may wait: the product
 of a dense layer's inputs and the gradients of its outputs, a convolution's filter gradient. All others lead to the
 inputs' gradients, or to several weights', and are done first: the chain from layer to layer, and all of a layer whose
-gradients are made in one operation or one loop, such as a normalization or an LSTM. Nothing is done twice. What the
-second half reads of the first one and of the residuals are its *operands*: in a dense layer its inputs and the
+gradients are made in one operation, such as a normalization. A loop over a recurrent layer's turns is done first too,
+but the products of its kernels' gradients come after it, see ``loop_products``, and wait. Nothing is done twice. What
+the second half reads of the first one and of the residuals are its *operands*: in a dense layer its inputs and the
 gradients of its outputs.
 """
 

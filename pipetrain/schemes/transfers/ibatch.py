@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from pipetrain.schemes.transfers.plan import Pack, Phase, Plan
@@ -45,8 +46,7 @@ def ibatch(workload: Workload, serves: bool) -> Plan:
     for is_forward in (True, False):
         name, ends = best(_chain(workload, is_forward))
         trained = [workload.owned[k] for k in workload.trained]
-        spans = zip([0, *ends[:-1]], ends, strict=True)
-        found.append(tuple(workload.pack([n for each in trained[a:b] for n in each]) for a, b in spans))
+        found.append(tuple(workload.pack([n for each in trained[a:b] for n in each]) for a, b in pairwise([0, *ends])))
         names.append(name)
     pulls, pushes = found
     name = f"ibatch ({names[0]}, {names[1]})" if serves else f"ibatch ({names[1]})"
