@@ -69,8 +69,15 @@ class TransferStrategy(PipelineStrategy):
     def _runner(self) -> Any:
         count = len(self._devices)
         workers = [Worker(self._segment, device, n, count) for n, device in enumerate(self._devices)]
+        compilation = self._compilation
         return StepRunner(
-            self._weights, workers, self.plan, self._serves, self._run_settings, self._compilation.learning_rate
+            self._weights,
+            workers,
+            self.plan,
+            self._serves,
+            self._run_settings,
+            compilation.learning_rate,
+            compilation.metrics.read_predictions,
         )
 
     def _setting(self, rows: int | None, is_measured: bool = True) -> Setting:

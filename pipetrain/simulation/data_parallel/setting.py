@@ -26,7 +26,7 @@ class Setting:
         caller_s: seconds between the end of a step and the next one's beginning.
         servers: devices that have an equal part of every variable, from the first one on; they are workers too.
         input_bytes: of each worker's rows, which the first device sends to the others while they compute the rows
-            before.
+            before, from when all have the weights that their forward reads.
 
     Raises ValueError for counts below 1, more servers than workers, and times and sizes that are negative or infinite.
     """
