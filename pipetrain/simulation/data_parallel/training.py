@@ -30,8 +30,8 @@ class Training:
     def __init__(self, setting: Setting, plan: Plan, steps: int, factor: Callable[[], float]) -> None:
         self._setting, self._plan, self._steps = setting, plan, steps
         self._clock, processors = Clock(), Processors(setting.cluster.processors)
-        self._ports = Ports(self._clock, setting)
         self.devices = [Device(self._clock, processors, factor) for _ in range(setting.workers)]
+        self._ports = Ports(self._clock, setting, self.devices)
         self._made_after: list[list[tuple[int, Pack]]] = [[] for _ in setting.workload.layers]
         for place, pack in enumerate(plan.pushes.packs):
             self._made_after[setting.workload.first(pack)].append((place, pack))
