@@ -3,14 +3,14 @@
 Hosts are network namespaces of this machine, each with a worker on a core of its own and a port of limited bandwidth;
 the program runs on the first of them. All orders train in turns in one process, a few minibatches each, so that a
 machine whose speed drifts is fair to all; the median of all steps but the first of each turn is printed, how many times
-as fast as TensorFlow's own order that is, and what the simulator predicts. Beside them in turns: TensorFlow's
-MultiWorkerMirroredStrategy, as a loop written by hand, with its own packs and with packs of 1 MiB. Needs root, for the
-namespaces.
+as fast as TensorFlow's own order that is, and what the simulator predicts. Orders that give one plan are trained once.
+Beside them in turns: TensorFlow's MultiWorkerMirroredStrategy, as a loop written by hand, with its own packs and with
+packs of 1 MiB. Needs root, for the namespaces.
 
 examples:
   python benchmarks/data_parallel.py
   python benchmarks/data_parallel.py --network vgg --hosts 3 --rate 100 --rate 400 --rounds 10
-  python benchmarks/data_parallel.py --part forward --scheme parameter-server
+  python benchmarks/data_parallel.py --part forward --scheme parameter-server --rows 16384
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ if TYPE_CHECKING:
     import keras
     import numpy as np
 
+    from pipetrain.schemes.transfers.plan import Plan
+
 STEPS = 4  # of a turn
-NARROW = 16  # the inputs of the dense network: its minibatches are sent over the same links
+NARROW = 2  # the inputs of the dense network: its minibatches are sent over the same links
 WORDS = 1000  # of made-up sentences, and of the Transformer's vocabulary
 PEER, PEER_PORT = "MultiWorker", 2322
 PACKS = {"its own packs": 0, "1 MiB packs": 2**20}
@@ -67,7 +69,7 @@ def transformer() -> keras.Model:
     return models.build("transformer", (20,), 10, depth=3, width=128, vocabulary=WORDS)
 
 
-NETWORKS = {"dense": (dense, 4096), "vgg": (vgg, 64), "transformer": (transformer, 256)}  # with the rows of a worker
+NETWORKS = {"dense": (dense, 8192), "vgg": (vgg, 64), "transformer": (transformer, 256)}  # with the rows of a worker
 
 
 def made(network: str, rows: int, minibatches: int) -> tuple[keras.Model, np.ndarray]:
@@ -84,13 +86,13 @@ def made(network: str, rows: int, minibatches: int) -> tuple[keras.Model, np.nda
 class Way:
     """One scheme with one order, and the milliseconds of its steps so far."""
 
-    def __init__(self, network: str, scheme: str, order: str, devices: list[str]) -> None:
+    def __init__(self, network: str, scheme: str, order: str, devices: list[str], rows: int) -> None:
         import keras
 
         import pipetrain
 
         keras.utils.set_random_seed(0)
-        self.scheme, self.order, self._rows = scheme, order, NETWORKS[network][1] * len(devices)
+        self.scheme, self.order, self._rows = scheme, order, rows * len(devices)
         model, self._x = made(network, self._rows, STEPS)
         self._pm = pipetrain.PipelineModel(model, scheme=scheme, order=order, devices=devices)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -110,23 +112,23 @@ class Way:
         self.ms += [1e3 * each for each in np.diff(ends)] if counts else []
 
     @property
-    def plan(self) -> str:
-        """The name of the plan."""
-        return str(self._pm._strategy.plan.name)
+    def plan(self) -> Plan:
+        """That of its steps, once it has had a turn."""
+        return self._pm._strategy.plan
 
     def predicted_ms(self, part: str) -> float | None:
         """What the simulator says of its plan; None of a part of a step."""
         from pipetrain.simulation.data_parallel.simulator import simulate_plan
 
         setting = self._pm._strategy._setting(self._rows)
-        return None if part == "forward" else 1e3 * simulate_plan(setting, self._pm._strategy.plan, 4).step_s
+        return None if part == "forward" else 1e3 * simulate_plan(setting, self.plan, 4).step_s
 
 
 class Peer:
     """The first process of MultiWorkerMirroredStrategy, and the milliseconds of its steps so far."""
 
     def __init__(self, packs: str, command: Sequence[str]) -> None:
-        self.scheme, self.order, self.plan = PEER, packs, ""
+        self.scheme, self.order = PEER, packs
         self.ms: list[float] = []
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=ENVIRONMENT)
@@ -152,12 +154,13 @@ class Peer:
         self._process.communicate(timeout=20)
 
 
-def peer_command(network: str, addresses: Sequence[str], task: int, packs: str) -> list[str]:
+def peer_command(options: argparse.Namespace, addresses: Sequence[str], task: int, packs: str) -> list[str]:
     """The command of one process of the peer."""
     port = PEER_PORT + [*PACKS].index(packs)
     cores = sorted(os.sched_getaffinity(0))
     where = ["--addresses", *[f"{each.partition(':')[0]}:{port}" for each in addresses], "--task", str(task)]
-    what = ["--network", network, "--core", str(cores[task % len(cores)]), "--pack", str(PACKS[packs])]
+    what = [f"--network={options.network}", f"--rows={options.rows}", f"--pack={PACKS[packs]}"]
+    what.append(f"--core={cores[task % len(cores)]}")
     return [sys.executable, str(ROOT / "benchmarks" / "multi_worker.py"), *where, *what]
 
 
@@ -184,34 +187,54 @@ def train(options: argparse.Namespace) -> None:
     if options.part == "forward":
         pull_and_forward()
     with ExitStack() as ends:
-        ways: list[Any] = [
-            Way(options.network, scheme, order, devices)
-            for scheme in options.scheme or TRANSFERRING
-            for order in (*orders(scheme == "parameter-server"), AUTO)
-            if not options.order or order in options.order
-        ]
+        ways: list[Any] = []
+        names: list[list[str]] = []  # of the orders that give a way's plan
+        for scheme in options.scheme or TRANSFERRING:
+            for order in (*orders(scheme == "parameter-server"), AUTO):
+                if options.order and order not in options.order:
+                    continue
+                print(f"XX {time.perf_counter():.1f} {scheme} {order}", file=sys.stderr, flush=True)
+                way = Way(options.network, scheme, order, devices, options.rows)
+                way.turn(counts=False)
+                same = [n for n, other in enumerate(ways) if _is_same(way, other)]
+                if same:
+                    names[same[0]].append(order)
+                else:
+                    ways.append(way)
+                    names.append([order])
         for packs in PACKS if options.peer and options.part == "step" else ():
-            peer = Peer(packs, peer_command(options.network, options.addresses, 0, packs))
+            peer = Peer(packs, peer_command(options, options.addresses, 0, packs))
             ends.callback(peer.end)
             ways.append(peer)
-        for number in range(options.rounds + 1):
+            names.append([packs])
+        print(f"XX {time.perf_counter():.1f} peers done", file=sys.stderr, flush=True)
+        start_s, rounds = time.perf_counter(), 0
+        while rounds < options.rounds and time.perf_counter() - start_s < options.seconds:
             for way in ways:
-                way.turn(counts=number > 0)
+                way.turn(counts=True)
+            rounds += 1
+            print(f"XX {time.perf_counter():.1f} round", file=sys.stderr, flush=True)
         found = [
-            (way.scheme, way.order, way.plan, statistics.median(way.ms), way.predicted_ms(options.part)) for way in ways
+            (way.scheme, ", ".join(each), statistics.median(way.ms), way.predicted_ms(options.part))
+            for way, each in zip(ways, names, strict=True)
         ]
-        print(json.dumps(found), flush=True)
+        print(f"XX {time.perf_counter():.1f} predicted", file=sys.stderr, flush=True)
+        print(json.dumps([rounds, found]), flush=True)
+
+
+def _is_same(way: Way, other: Way) -> bool:
+    return way.scheme == other.scheme and way.plan._replace(name="") == other.plan._replace(name="")
 
 
 def table(found: list[Any]) -> str:
     """What the orders took, for people."""
-    base = {scheme: ms for scheme, order, _, ms, _ in found if order == "none"}
+    base = {scheme: ms for scheme, names, ms, _ in found if names.startswith("none")}
     rows = []
-    for scheme, order, plan, ms, predicted_ms in found:
+    for scheme, names, ms, predicted_ms in found:
         against = f"{base[scheme] / ms:.2f}x" if scheme in base else "-"
         said = "-" if predicted_ms is None else f"{predicted_ms:.1f} ({predicted_ms / ms - 1:+.0%})"
-        rows.append((scheme, order, plan, f"{ms:.1f}", against, said))
-    return text_table(("scheme", "order", "plan", "ms", "against none", "simulated ms"), rows)
+        rows.append((scheme, names, f"{ms:.1f}", against, said))
+    return text_table(("scheme", "order", "ms", "against none", "simulated ms"), rows)
 
 
 def measured(hosts: Hosts, options: argparse.Namespace, rate_mbit: int) -> list[Any]:
@@ -220,11 +243,12 @@ def measured(hosts: Hosts, options: argparse.Namespace, rate_mbit: int) -> list[
     with ExitStack() as ends:
         if options.peer and options.part == "step":
             for task, packs in [(task, packs) for task in range(1, options.hosts) for packs in PACKS]:
-                command = hosts.on(task, *peer_command(options.network, hosts.addresses, task, packs))
+                command = hosts.on(task, *peer_command(options, hosts.addresses, task, packs))
                 other = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=ENVIRONMENT)
                 ends.callback(other.wait)
                 ends.callback(other.kill)
-        given = [f"--{name}={value}" for name in ("network", "rounds", "part") for value in [getattr(options, name)]]
+        alike = ("network", "rows", "rounds", "seconds", "part")
+        given = [f"--{name}={value}" for name in alike for value in [getattr(options, name)]]
         given += [f"--{name}={value}" for name in ("scheme", "order") for value in getattr(options, name) or ()]
         given += ["--peer"] if options.peer else []
         addresses = [f"{address}:{PORT}" for address in hosts.addresses]
@@ -240,20 +264,24 @@ def main() -> None:
     parser.add_argument("--network", choices=NETWORKS, default="dense")
     parser.add_argument("--hosts", type=int, default=2, metavar="N")
     parser.add_argument("--rate", type=int, action="append", metavar="MBIT", help="of each port (default: 200)")
+    parser.add_argument("--rows", type=int, metavar="N", help="of each worker (default: the network's)")
     parser.add_argument("--rounds", type=int, default=10, metavar="N")
+    parser.add_argument("--seconds", type=float, default=120, metavar="S", help="after which no round begins")
     parser.add_argument("--scheme", choices=TRANSFERRING, action="append", help="(default: both)")
     parser.add_argument("--order", action="append", help="(default: all)")
     parser.add_argument("--part", choices=("step", "forward"), default="step", help="whole steps, or pull and forward")
     parser.add_argument("--peer", action="store_true", help="MultiWorkerMirroredStrategy beside them")
     parser.add_argument("--addresses", nargs="*", help=argparse.SUPPRESS)  # of the workers: on the first host
     options = parser.parse_args()
+    options.rows = options.rows or NETWORKS[options.network][1]
     if options.addresses:
         train(options)
         return
     with emulated(options.hosts) as hosts:
         for rate_mbit in options.rate or [200]:
-            found = measured(hosts, options, rate_mbit)
-            print(f"{options.network}, {options.hosts} hosts, {rate_mbit} Mb/s")
+            rounds, found = measured(hosts, options, rate_mbit)
+            of = f"{options.network}, {options.rows} rows a worker, {options.hosts} hosts, {rate_mbit} Mb/s"
+            print(f"{of}, {rounds} rounds")
             print(table(found), flush=True)
 
 

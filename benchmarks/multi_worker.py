@@ -25,6 +25,7 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--network", required=True)
+    parser.add_argument("--rows", type=int, required=True, help="of each process")
     parser.add_argument("--addresses", nargs="+", required=True, help="host:port of every process")
     parser.add_argument("--task", type=int, required=True)
     parser.add_argument("--core", type=int, required=True)
@@ -39,7 +40,7 @@ def main() -> None:
     tf.config.threading.set_intra_op_parallelism_threads(1)
     packs = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=options.pack)
     strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=packs)
-    step = _step(strategy, options.network, packs)
+    step = _step(strategy, options.network, options.rows, packs)
     step()
     print(json.dumps("ready"), flush=True)
     if options.task:
@@ -55,16 +56,15 @@ def main() -> None:
     os._exit(0)  # the others wait for a step
 
 
-def _step(strategy, network, packs):
+def _step(strategy, network, rows, packs):
     """A function that makes one step on all processes at once; its loss is waited for."""
     import keras
     import numpy as np
     import tensorflow as tf
 
-    from benchmarks.data_parallel import NETWORKS, made
+    from benchmarks.data_parallel import made
 
     keras.utils.set_random_seed(0)
-    _, rows = NETWORKS[network]
     model, x = made(network, rows, 1)
     y = np.zeros(rows, "int32")
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)

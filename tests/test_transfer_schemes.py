@@ -12,6 +12,7 @@ from transfer_plans import late_plan
 import pipetrain
 from pipetrain import callbacks
 from pipetrain.compute.transfers.step import Step
+from pipetrain.run.step_runner import StepRunner
 from pipetrain.run.window import Minibatch, Window
 from pipetrain.run.worker_rows import WorkerRows
 from pipetrain.schemes.transfers.orders import orders
@@ -63,6 +64,27 @@ def test_weights_and_logs_are_those_of_the_whole_minibatch(scheme, workers, name
     assert int(pm.optimizer.iterations) == int(single.optimizer.iterations)
     for key, values in expected.items():
         np.testing.assert_allclose(history[key], values, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("metrics", [None, ["accuracy"]])
+def test_predictions_that_no_metric_reads_are_not_returned(metrics, monkeypatch):
+    found, post = [], StepRunner.post
+
+    def note(self, *given):
+        post(self, *given)
+        found.append(self._results[-1].predictions.tensors[0].shape)
+
+    monkeypatch.setattr(StepRunner, "post", note)
+    single, pm = networks.small(), pipetrain.PipelineModel(networks.small(), scheme="all-reduce", devices=names(2))
+    logs = []
+    for model in (single, pm):
+        model.compile(OPTIMIZERS["momentum"](), networks.crossentropy(), metrics=metrics)
+        logs.append(networks.fit(model, *DATA, epochs=1, validation_data=DATA).history)
+    rows = 0 if metrics is None else 20  # of the first minibatch
+    assert found[0] == (rows, *single.output_shape[1:])
+    assert logs[0].keys() == logs[1].keys()
+    for key, values in logs[0].items():
+        np.testing.assert_allclose(logs[1][key], values, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", networks.by_default(OPTIMIZERS, "schedule"))
@@ -258,6 +280,7 @@ def test_rows_that_were_sent_ahead_are_taken_once_and_sent_anew_if_that_failed(m
     assert [(part.worker, part.share, part.inputs[0].shape[0]) for part in parts] == [(0, 0.4, 2), (1, 0.6, 3)]
     rows.send_ahead(x, (y, None))
     assert rows.of([x[0] + 1], (y, None))[0].inputs[0][0] == 1
+    rows.forget()
     sent, fails = WorkerRows.sent, [True]
 
     def once(self, *given):
@@ -274,6 +297,29 @@ def test_rows_that_were_sent_ahead_are_taken_once_and_sent_anew_if_that_failed(m
     rows.forget()
     fails[:] = [False]
     assert len(rows.of(x, (y, None))) == 2  # nothing is on its way
+
+
+def test_rows_are_sent_once_each_when_they_are_let_go(monkeypatch):
+    """In the order of training: the next minibatch is given before this one is taken."""
+    rows, y, given = WorkerRows(["CPU:0", "CPU:1"]), tf.range(5), list[int]()
+    minibatches = [[tf.range(n, n + 5)] for n in range(5)]
+    sent = WorkerRows.sent
+    monkeypatch.setattr(WorkerRows, "sent", lambda self, x, *rest: given.append(int(x[0][0])) or sent(self, x, *rest))
+
+    def step(n, following):
+        rows.send_ahead(minibatches[following], (y, None))
+        assert rows.of(minibatches[n], (y, None))[0].inputs[0][0] == n
+        assert given[-1] == n  # not yet the next one
+        rows.let_go()
+        rows._ahead[-1][1].join()
+        assert given[-1] == following
+
+    step(0, 1)
+    step(1, 2)
+    step(3, 4)  # an epoch was stopped before the one that had been sent
+    assert given == [0, 1, 2, 3, 4]
+    rows.of(minibatches[4], (y, None))
+    assert not rows._ahead and given == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("scheme", networks.by_default(SCHEMES, "all-reduce"))

@@ -244,6 +244,11 @@ def compiled_loss(model: keras.Model) -> Any:
     return model._compile_loss
 
 
+def has_metrics(model: keras.Model) -> bool:
+    """Whether ``compile`` was given metrics beside the loss."""
+    return model._compile_metrics is not None
+
+
 def update_loss(model: keras.Model, loss: Any, rows: Any) -> None:
     """Add a loss to the loss tracker of the compiled model, weighted by a number of rows."""
     model._loss_tracker.update_state(loss, sample_weight=rows)

@@ -13,7 +13,14 @@ from pipetrain.compute.functions.kernels import direct
 from pipetrain.compute.functions.stage_values import BoundaryTensors
 from pipetrain.compute.functions.undone import undone
 from pipetrain.compute.functions.weight_binding import any_rows
-from pipetrain.compute.keras_private import built_when_traced, compiled_loss, count_of, set_mask, update_loss
+from pipetrain.compute.keras_private import (
+    built_when_traced,
+    compiled_loss,
+    count_of,
+    has_metrics,
+    set_mask,
+    update_loss,
+)
 from pipetrain.run.collector import Result
 from pipetrain.run.window import Minibatch
 
@@ -51,6 +58,12 @@ class TrackedMetrics:
         self._model, self._outputs, self._built = model, outputs, built
         self._pack, self._counted = pack, counted
         self._functions: dict[Any, Any] = {}
+
+    @property
+    def read_predictions(self) -> bool:
+        """Whether those of training need a minibatch's predictions, beside its loss: else these may have no rows."""
+        is_own = type(self._model).compute_metrics is not keras.Model.compute_metrics
+        return is_own or has_metrics(self._model) or len(self._outputs) > 1
 
     def of_training(self, targets: Any) -> StepMetrics:
         """For labels and sample weights of these specs, where a result's loss is the minibatch's."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from pipetrain.cluster.message_work import message_work
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.optimizer.clipping import limit
 from pipetrain.compute.optimizer.loss_scaling import stepping
@@ -69,25 +70,36 @@ class TransferStrategy(PipelineStrategy):
     def _runner(self) -> Any:
         count = len(self._devices)
         workers = [Worker(self._segment, device, n, count) for n, device in enumerate(self._devices)]
+        compilation = self._compilation
         return StepRunner(
-            self._weights, workers, self.plan, self._serves, self._run_settings, self._compilation.learning_rate
+            self._weights,
+            workers,
+            self.plan,
+            self._serves,
+            self._run_settings,
+            compilation.learning_rate,
+            compilation.metrics.read_predictions,
         )
 
     def _setting(self, rows: int | None, is_measured: bool = True) -> Setting:
         """The workers as the simulator takes them, for minibatches of so many rows.
 
-        If it ``is_measured``, the model is profiled and links are measured; else nothing takes time.
+        If it ``is_measured``, the model is profiled, and links and what messages take of the processors are measured;
+        else nothing takes time.
         """
         variables, placement, workers = self._segment.trainable_variables, self.placement, len(self._devices)
-        profile, message, cluster = None, Message(), Cluster()
+        profile, message, work, cluster = None, Message(), Message(), Cluster()
         if is_measured:
             cluster = described(self._devices, within_functions=True)
             message = message_of(cluster, workers, self._serves)
             if message != Message():  # else no order hides anything
                 profile = placement.profile(rows or DEFAULT_ROWS, workers)
+                work = Message(*message_work(self._devices, cluster))
         workload = workload_of(placement.chain, variables, profile, message, workers)
         sent = input_bytes(self.model, placement.shapes, (rows or DEFAULT_ROWS) // workers)
-        return Setting(workload, workers, self._serves, cluster, input_bytes=sent)
+        return Setting(
+            workload, workers, self._serves, cluster, cluster.overhead_s, input_bytes=sent, message_work=work
+        )
 
     def _planned(self, rows: int | None) -> Plan:
         """The plan of the order, measured where it depends on that."""

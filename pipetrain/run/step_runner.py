@@ -41,8 +41,10 @@ class StepRunner:
         serves: whether the weights are on servers.
         settings: called whenever the weights are taken from the model.
         rate: gives the learning rate of a step that begins, None where the optimizers know it.
+        returns_outputs: whether results have the predictions of all rows, else of none.
 
-    Workers in other processes get their rows of the next minibatch while they compute this one.
+    Workers in other processes get their rows of the next minibatch while they compute this one, from when they have
+    what their forward waits for: rows that are sent earlier would keep them waiting.
 
     ``made``, ``loss_scale``, ``snapshots`` and ``output_masks`` as those of a ``Pipeline``.
     """
@@ -57,7 +59,9 @@ class StepRunner:
         serves: bool,
         settings: Callable[[], RunSettings],
         rate: Callable[[], float | None],
+        returns_outputs: bool = True,
     ) -> None:
+        self._returns_outputs = returns_outputs
         self._weights, self._workers, self._settings, self._rate = list(weights), list(workers), settings, rate
         self._rows = WorkerRows([worker.device for worker in workers])
         self.sends_ahead = self._rows.sends_ahead
@@ -101,7 +105,8 @@ class StepRunner:
         """Make the minibatch's step."""
         settings = self._run or self._start()
         if self._step is None:
-            self._step = Step(self._weights, self._workers, self.plan, self._serves, HOST)
+            begun = self._rows.let_go if self.sends_ahead else None
+            self._step = Step(self._weights, self._workers, self.plan, self._serves, HOST, begun, self._returns_outputs)
         rate = self._rate()  # that of the minibatch is as old as its reading
         masks: list[Any] = [None] * len(x)
         rows = [
@@ -114,7 +119,10 @@ class StepRunner:
         ]
         self._set_rates(rate)
         start_s = time.perf_counter()
-        result, sent = self._step(rows, self._waiting, settings.exact_times)
+        try:
+            result, sent = self._step(rows, self._waiting, settings.exact_times)
+        finally:
+            self._rows.let_go()
         self._note(start_s, result.times, sent, [each.worker for each in rows])
         self._late_rate, self._waiting = rate, self._step.is_late
         self._steps_done += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -33,26 +34,29 @@ class WorkerRows:
     def __init__(self, devices: Sequence[str]) -> None:
         self._devices = list(devices)
         self.sends_ahead = any(map(is_remote, devices))
-        self._ahead: tuple[Any, _Sending] | None = None  # a minibatch's inputs, and its rows on their way
+        self._ahead = deque[tuple[Any, _Sending]]()  # minibatches' inputs, and their rows on their way, in order
 
     def send_ahead(self, x: list[tf.Tensor], targets: Any) -> None:
-        """Send a minibatch that will be asked for next, in a thread of its own."""
-        self._ahead = x, _Sending(self, x, targets)
+        """Send a minibatch that will be asked for next, in a thread of its own, when it is ``let_go``."""
+        self._ahead.append((x, _Sending(self, x, targets)))
+
+    def let_go(self) -> None:
+        """What is to be sent ahead may leave."""
+        for _, sending in self._ahead:
+            sending.may_leave.set()
 
     def of(self, x: list[tf.Tensor], targets: Any) -> list[Part]:
         """Each worker's part, on its device, of those that have one. Raises what sending it has raised."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            parts = ahead[1].parts()
-            if ahead[0] is x and parts is not None:
+        while any(ahead is x for ahead, _ in self._ahead):  # before it are those of an epoch that was stopped
+            parts = self._ahead[0][1].parts()
+            if self._ahead.popleft()[0] is x and parts is not None:
                 return parts
         return self.sent(x, targets)
 
     def forget(self) -> None:
         """Nothing is on its way any more."""
-        if self._ahead is not None:
-            self._ahead[1].parts()
-            self._ahead = None
+        while self._ahead:
+            self._ahead.popleft()[1].parts()
 
     def sent(self, x: list[tf.Tensor], targets: Any) -> list[Part]:
         """The parts, sent now. A minibatch without rows is the first worker's."""
@@ -77,10 +81,12 @@ class _Sending(threading.Thread):
         super().__init__(name="pipetrain rows", daemon=True)
         self._rows, self._given = rows, (x, targets)
         self._parts: list[Part] | None = None
+        self.may_leave = threading.Event()
         self.start()
 
     def run(self) -> None:
         """What the thread does."""
+        self.may_leave.wait()
         try:
             self._parts = self._rows.sent(*self._given)
         except tf.errors.OpError:
@@ -88,6 +94,7 @@ class _Sending(threading.Thread):
 
     def parts(self) -> list[Part] | None:
         """Wait for the end; what was sent, None if that failed."""
+        self.may_leave.set()
         self.join()
         return self._parts
 

@@ -53,11 +53,21 @@ class Step:
         plan: of the transfers.
         serves: whether the weights are on servers.
         host: this process's device, to which results come.
+        begun: called in each step when all workers have the weights that their forward reads.
+        returns_outputs: whether results have the outputs of all rows, else of none.
     """
 
     def __init__(
-        self, weights: Sequence[Weights], workers: Sequence[Worker], plan: Plan, serves: bool, host: str
+        self,
+        weights: Sequence[Weights],
+        workers: Sequence[Worker],
+        plan: Plan,
+        serves: bool,
+        host: str,
+        begun: Callable[[], None] | None = None,
+        returns_outputs: bool = True,
     ) -> None:
+        self._begun, self._returns_outputs = begun, returns_outputs
         self._weights, self._workers, self._serves, self._host = list(weights), list(workers), serves, host
         self._like, self._made = weights[0].gradients_like, weights[0].made
         self._plan = plan
@@ -108,6 +118,7 @@ class Step:
         if pending:
             self._apply_late()
         pulled = self._pulled(active)
+        self._tell_begun(active, pulled)
         made = [self._run(worker, weights, *each) for worker, weights, each in zip(active, pulled, given, strict=True)]
         for worker, each in zip(active, made, strict=True):
             self._workers[worker].assign(self._weights[0].assigned, each.state)
@@ -146,6 +157,17 @@ class Step:
                     with tf.device(sink):
                         received[place].add(pack, packing.values(there))
         return [[each.values[n] for n in range(len(like))] for each in received]
+
+    def _tell_begun(self, active: Sequence[int], pulled: Sequence[Sequence[tf.Tensor]]) -> None:
+        """Call what is to be called when every worker has these weights: one message of each to this process."""
+        if self._begun is None:
+            return
+        there = []
+        for worker, weights in zip(active, pulled, strict=True):
+            with tf.device(self._workers[worker].device), tf.control_dependencies([each.op for each in weights]):
+                there.append(tf.no_op())
+        with tf.device(self._host), tf.control_dependencies(there):
+            tf.numpy_function(self._begun, [], [])
 
     def _by_server(self, phase: Phase) -> list[tuple[str, Phase]]:
         """The phase of each server: what it has of each pack."""
@@ -222,12 +244,18 @@ class Step:
             loss = tf.add_n([*losses, *penalties]) if losses[0].shape.rank == 0 else tf.concat(losses, 0)
             if losses[0].shape.rank and penalties:
                 loss += tf.add_n(penalties)
+            whole = (lambda rows: tf.concat(here(rows), 0)) if self._returns_outputs else _none_of
             outputs = [
-                [None if rows[0] is None else tf.concat(here(rows), 0) for rows in zip(*values, strict=True)]
+                [None if rows[0] is None else whole(rows) for rows in zip(*values, strict=True)]
                 for values in zip(*(each.output for each in made), strict=True)
             ]
         times = self._record.times(self._host) if self._record else None
         return StepResult(loss, BoundaryTensors(*outputs), times)
+
+
+def _none_of(rows: Sequence[tf.Tensor]) -> tf.Tensor:
+    """As many dimensions as these, and no rows."""
+    return tf.zeros([0, *(size or 0 for size in rows[0].shape[1:])], rows[0].dtype)
 
 
 def _of(sums: Mapping[int, Any]) -> Callable[[WeightGroup], Mapping[int, Any]]:

@@ -64,12 +64,13 @@ class Piece:
 
 
 class Device:
-    """Does what it is given, one thing after another; ``pieces`` are what it did."""
+    """Does what it is given, one thing after another; ``pieces`` are what it did, with what kept it from that."""
 
     def __init__(self, clock: Clock, processors: Processors, factor: Callable[[], float]) -> None:
         self._clock, self._processors, self._factor = clock, processors, factor
         self._queue = deque[tuple[float, Op, int, Callable[[float], None]]]()
         self._busy = False
+        self._delay_s = 0.0
         self.pieces: list[Piece] = []
 
     def do(self, seconds: float, op: Op, step: int, then: Callable[[float], None]) -> None:
@@ -79,18 +80,26 @@ class Device:
             self._busy = True
             self._processors.take(self._next)
 
+    def disturb(self, seconds: float) -> None:
+        """Its processor is needed for so long for something else: what it does now ends later."""
+        if self._busy:
+            self._delay_s += seconds
+
     def _next(self) -> None:
         seconds, op, step, then = self._queue.popleft()
         start_s = self._clock.now
-        end_s = start_s + seconds * self._factor()
-        last = self.pieces[-1] if self.pieces else None
+        self._clock.at(start_s + seconds * self._factor(), lambda: self._done(start_s, op, step, then))
+
+    def _done(self, start_s: float, op: Op, step: int, then: Callable[[float], None]) -> None:
+        if self._delay_s:
+            delay_s, self._delay_s = self._delay_s, 0.0
+            self._clock.at(self._clock.now + delay_s, lambda: self._done(start_s, op, step, then))
+            return
+        end_s, last = self._clock.now, self.pieces[-1] if self.pieces else None
         if last and (last.op, last.step, last.end_s) == (op, step, start_s):
             last.end_s = end_s
         elif end_s > start_s:
             self.pieces.append(Piece(op, step, start_s, end_s))
-        self._clock.at(end_s, lambda: self._done(start_s, then))
-
-    def _done(self, start_s: float, then: Callable[[float], None]) -> None:
         self._processors.release()
         self._busy = False
         then(start_s)

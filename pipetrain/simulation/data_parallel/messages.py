@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pipetrain.schemes.transfers.plan import Phase
-from pipetrain.simulation.data_parallel.clock import Clock, Happens
+from pipetrain.simulation.data_parallel.clock import Clock, Device, Happens
 from pipetrain.simulation.data_parallel.setting import Setting
 from pipetrain.simulation.network import Network, Route
 from pipetrain.trace.trace import Transfer, What
@@ -37,16 +37,28 @@ class Ports:
     A port takes in one message at a time and sends out one. What leaves one medium, such as a port, goes through the
     next one at the same time if that is free, and else waits before it, without keeping the first one from others: as
     in a switch. Acknowledgements, of a few bytes, take a link's latency.
+
+    Args:
+        clock: of the simulation.
+        setting: the workers.
+        devices: theirs, which messages keep from computing at either end.
     """
 
-    def __init__(self, clock: Clock, setting: Setting) -> None:
-        self.clock = clock
+    def __init__(self, clock: Clock, setting: Setting, devices: Sequence[Device]) -> None:
+        self.clock, self._work, self._devices = clock, setting.message_work, devices
         self._network = Network(setting.cluster)
         self._routes: dict[tuple[int, int], Route] = {}
 
     def send(self, source: int, sink: int, size_bytes: float, arrives: Happens) -> None:
         """Send it now; ``arrives`` happens when it is there."""
-        self._enter(self._route(source, sink), 0, size_bytes, self.clock.now, arrives)
+        work_s = self._work.seconds(size_bytes)
+        self._devices[source].disturb(work_s)
+
+        def arrived() -> None:
+            self._devices[sink].disturb(work_s)
+            arrives()
+
+        self._enter(self._route(source, sink), 0, size_bytes, self.clock.now, arrived)
 
     def _enter(self, route: Route, place: int, size_bytes: float, left_s: float, arrives: Happens) -> None:
         """The message comes to one of its media; it has left the one before then."""

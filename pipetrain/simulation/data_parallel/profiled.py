@@ -58,7 +58,7 @@ def setting_of(profile: Profile, scheme: str, workers: int, cluster: Cluster) ->
         )
     serves = scheme == "parameter-server"
     workload = workload_of(profile, workers, message_of(cluster, workers, serves))
-    return Setting(workload, workers, serves, cluster, caller_s=profile.metric_s)
+    return Setting(workload, workers, serves, cluster, caller_s=profile.metric_s + cluster.overhead_s)
 
 
 def workload_of(profile: Profile, workers: int, message: Message) -> Workload:

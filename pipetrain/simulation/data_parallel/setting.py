@@ -8,8 +8,9 @@ from typing import Any
 
 from pipetrain.plan.cluster import Cluster
 from pipetrain.schemes.arguments import checked_count
-from pipetrain.schemes.transfers.workload import Workload
+from pipetrain.schemes.transfers.workload import Message, Workload
 
+NOTHING = Message()
 COUNTED = "Data parallelism has whole numbers from 1 up"
 
 
@@ -26,7 +27,9 @@ class Setting:
         caller_s: seconds between the end of a step and the next one's beginning.
         servers: devices that have an equal part of every variable, from the first one on; they are workers too.
         input_bytes: of each worker's rows, which the first device sends to the others while they compute the rows
-            before.
+            before, from when all have the weights that their forward reads.
+        message_work: seconds of either end's processor that a message takes; what the device computes ends so much
+            later.
 
     Raises ValueError for counts below 1, more servers than workers, and times and sizes that are negative or infinite.
     """
@@ -38,6 +41,7 @@ class Setting:
     caller_s: float = 0.0
     servers: int = 1
     input_bytes: int = 0
+    message_work: Message = NOTHING
 
     def __post_init__(self) -> None:
         for name in ("workers", "servers"):

@@ -30,8 +30,8 @@ class Training:
     def __init__(self, setting: Setting, plan: Plan, steps: int, factor: Callable[[], float]) -> None:
         self._setting, self._plan, self._steps = setting, plan, steps
         self._clock, processors = Clock(), Processors(setting.cluster.processors)
-        self._ports = Ports(self._clock, setting)
         self.devices = [Device(self._clock, processors, factor) for _ in range(setting.workers)]
+        self._ports = Ports(self._clock, setting, self.devices)
         self._made_after: list[list[tuple[int, Pack]]] = [[] for _ in setting.workload.layers]
         for place, pack in enumerate(plan.pushes.packs):
             self._made_after[setting.workload.first(pack)].append((place, pack))
@@ -70,16 +70,16 @@ class Training:
         sides = setting.servers if setting.serves else 1
         sinks = setting.servers if setting.serves else setting.workers
         self._left = setting.workers * len(setting.workload.layers) + sinks * len(plan.pushes.packs)
-        awaits_rows = self._step + 1 < self._steps and setting.input_bytes > 0
-        self._left += (setting.workers - 1) * awaits_rows
+        if self._step + 1 < self._steps and setting.input_bytes > 0:
+            self._left += setting.workers - 1
+        self._without_weights = setting.workers
         pushes = self._summing(plan.pushes, len(late.packs), self._updated)
         self._workers = [
-            WorkerStep(setting.workload, device, self._step, awaited, sides, partial(self._made, pushes, number))
+            WorkerStep(
+                setting.workload, device, self._step, awaited, sides, partial(self._made, pushes, number), self._ready
+            )
             for number, device in enumerate(self.devices)
         ]
-        if awaits_rows:  # the next step's rows, which are sent while this one computes
-            for worker in range(1, setting.workers):
-                self._ports.send(0, worker, setting.input_bytes, self._done)
         if setting.serves:
             self._pull()
         else:
@@ -89,6 +89,13 @@ class Training:
                     sums.offer(place, pack, worker)
         for each in self._workers:
             each.begin()
+
+    def _ready(self) -> None:
+        """A worker has all weights; when all workers have, the next step's rows are sent."""
+        self._without_weights -= 1
+        if not self._without_weights and self._step + 1 < self._steps and self._setting.input_bytes:
+            for worker in range(1, self._setting.workers):
+                self._ports.send(0, worker, self._setting.input_bytes, self._done)
 
     def _pull(self) -> None:
         """Every server sends its part of each pack to every worker, to each in the phase's order, itself first."""

@@ -20,6 +20,7 @@ class WorkerStep:
         awaited: the packs that come to it before layers can run forward, each from so many sides.
         sides: how many.
         made: is told the number of every layer that has run backward, the last layer first.
+        ready: is called when all that is awaited is there.
     """
 
     def __init__(
@@ -30,8 +31,10 @@ class WorkerStep:
         awaited: Sequence[Pack],
         sides: int,
         made: Callable[[int], None],
+        ready: Callable[[], None],
     ) -> None:
         self._workload, self._device, self._step, self._made = workload, device, step, made
+        self._ready, self._left = ready, sides * len(awaited)
         self._missing = [0] * len(workload.layers)
         self._messages: list[list[Message]] = [[] for _ in workload.layers]
         self._at, self._waits = -1, False  # the layer that runs forward or is next to
@@ -41,16 +44,21 @@ class WorkerStep:
 
     def begin(self) -> None:
         """What comes before the first layer is there."""
+        if not self._left:
+            self._ready()
         self._forward(0)
 
     def there(self, pack: Pack, messages: Sequence[Message]) -> None:
         """A pack is there from one side, by these messages."""
+        self._left -= 1
         for layer in self._readers(pack):
             self._missing[layer] -= 1
             self._messages[layer] += messages
         if self._waits and not self._missing[self._at]:
             self._waits = False
             self._forward(self._at)
+        if self._at >= 0 and not self._left:  # else it is told so when it begins
+            self._ready()
 
     def _readers(self, pack: Pack) -> list[int]:
         """The layers that are the first to read variables of the pack."""
