@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pipetrain.plan.profile import Profile
     from pipetrain.plan.stages import Partition
     from pipetrain.simulation.data_parallel.profiled import simulate_order
+    from pipetrain.simulation.every_way import choose
     from pipetrain.simulation.simulator import simulate
     from pipetrain.trace.idle import idle
     from pipetrain.trace.trace import Trace
@@ -31,6 +32,7 @@ __all__ = [
     "Trace",
     "WorkerLost",
     "callbacks",
+    "choose",
     "connect",
     "idle",
     "partition",
@@ -50,6 +52,7 @@ _HOMES = {
     "Profile": "pipetrain.plan.profile",
     "Trace": "pipetrain.trace.trace",
     "WorkerLost": "pipetrain.cluster.health",
+    "choose": "pipetrain.simulation.every_way",
     "connect": "pipetrain.cluster.connection",
     "idle": "pipetrain.trace.idle",
     "partition": "pipetrain.plan.partition",

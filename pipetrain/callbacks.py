@@ -96,6 +96,11 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         """The update from which this ``fit`` resumed; None if it began anew."""
         return self._resumed.about["updates"] if self._resumed else None
 
+    def way_of_run(self) -> dict[str, Any] | None:
+        """The way to train that ``scheme="auto"`` chose for the run to go on with; None if there is none."""
+        found, _ = self._store.newest() if self._resume else (None, [])
+        return found.about.get("way") if found else None
+
     def on_train_begin(self, logs: Any = None) -> None:
         """Go on from the newest checkpoint that is whole, if there is one."""
         self._session = _session(self)

@@ -8,17 +8,16 @@ from typing import Any
 import keras
 
 from pipetrain.frontend.checks.optimizer import check_optimizer_kind
-from pipetrain.frontend.checks.options import check_copies, check_jit_compile
+from pipetrain.frontend.checks.options import check_jit_compile
 from pipetrain.frontend.evaluation_mixin import EvaluationMixin
 from pipetrain.frontend.fit_mixin import FitMixin
 from pipetrain.frontend.input_data import DEFAULT_ROWS
 from pipetrain.frontend.saving import SavingMixin
-from pipetrain.frontend.strategies import Options, check, strategy_of
+from pipetrain.frontend.strategies import Options, checked, strategy_of
 from pipetrain.plan.stages import Partition
 from pipetrain.schemes.arguments import checked_bool
 from pipetrain.schemes.scheme import Scheme
-from pipetrain.schemes.table import HORIZONS, check_name
-from pipetrain.schemes.text_form import chosen, microbatches_of, stages_of
+from pipetrain.schemes.table import HORIZONS
 from pipetrain.schemes.transfers.plan import Plan
 from pipetrain.trace.trace import Trace
 
@@ -49,6 +48,8 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
             ``spike-compensation``, ``2bw``, ``gpipe``, ``1f1b``, ``interleaved``, ``looped-bfs``, ``zb-h1``, ``zb-h2``,
             ``zb-v``, ``v-half``, ``v-min``, ``all-reduce`` or ``parameter-server``; the name of a file in ``.csv`` that
             has a synchronous schedule, see ``pipetrain.schemes.text_form``; or your own ``pipetrain.schemes.Scheme``.
+            ``auto``: the way that is predicted to be the fastest on these devices, chosen at the first ``fit``, see
+            ``choice``.
         cuts: instead of ``stages``, the name of the last layer of every stage but the final one, for schemes with
             several stages.
         devices: TensorFlow devices, such as ``("CPU:0", "CPU:1")``; by default those of the workers that the program
@@ -86,6 +87,10 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
             ``layerwise``, a message for each layer; ``tic`` or ``tac`` (TicTac, arXiv 1803.03288), ``ibatch`` (AAAI
             2019), for ``all-reduce`` ``caramel`` (arXiv 2004.14020); or a ``pipetrain.schemes.transfers.plan.Plan``.
             The weights are the same in every order, bitwise. By default ``auto``.
+        staleness: what ``auto`` may choose: ``none``, training that equals the unsplit model's, by default; or
+            ``predicted``, pipelines that never drain, whose weights are predicted (``spectrain`` with
+            ``horizon="target"``).
+        memory_bytes: the memory of a device, that ``auto`` keeps to; by default without a limit.
         name: the model's name.
 
     Raises:
@@ -109,32 +114,28 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
         rescale_steps: int | None = None,
         stretch_momentum: bool | str = "auto",
         order: str | Plan | None = None,
+        staleness: str | None = None,
+        memory_bytes: int | None = None,
         name: str | None = None,
     ) -> None:
-        scheme = chosen(scheme, chunks)
-        if cuts is None and stages is None:
-            stages = stages_of(scheme)
-        options = Options(
-            scheme,
-            stages,
-            cuts,
-            devices,
-            replicas,
-            microbatches_of(scheme) if microbatches is None else microbatches,
-            recompute,
-            order,
-            horizon,
-            spike_compensation,
-            rescale_steps,
-            stretch_momentum,
-        )
-        check(options)
-        check_copies(stages, devices, check_name(scheme))
-        options = options._replace(  # checkpoints, being JSON, have no NumPy numbers
-            horizon=horizon if isinstance(horizon, str) else float(horizon),
-            spike_compensation=bool(spike_compensation),
-            rescale_steps=None if rescale_steps is None else int(rescale_steps),
-            stretch_momentum="auto" if isinstance(stretch_momentum, str) else bool(stretch_momentum),
+        options = checked(
+            Options(
+                scheme,
+                stages,
+                cuts,
+                devices,
+                replicas,
+                microbatches,
+                recompute,
+                order,
+                horizon,
+                spike_compensation,
+                rescale_steps,
+                stretch_momentum,
+                chunks,
+                staleness,
+                memory_bytes,
+            )
         )
         strategy = strategy_of(model, options)
         with strategy.distribution.scope():
@@ -142,7 +143,7 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
             super().__init__(name=name or model.name, dtype=model.dtype_policy, autocast=False)
         # Keras searches attributes for layers: ``inner`` is what it finds, the strategy is nothing to it.
         self.inner, self._strategy = strategy.trained, strategy
-        self.scheme, self.options = check_name(scheme), options.of_policy()
+        self.scheme, self.options = options.name, options.of_policy()
         self._exact_trace = False
         if hasattr(model, "output_names"):  # by which Keras finds each output's loss and metrics
             self.output_names = model.output_names
@@ -193,11 +194,11 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
     def explain(self, batch_size: int = DEFAULT_ROWS, input_shapes: Any = None) -> str:
         """A text: how the model is cut, and the estimates of other ways to train it on these devices.
 
-        ``input_shapes`` as for ``partition``.
+        With ``scheme="auto"`` the ways among which it chooses. ``input_shapes`` as for ``partition``.
         """
         self._strategy.placement.ask(input_shapes)
         with self._watched():
-            return self._strategy.placement.explanation(batch_size)
+            return self._strategy.explanation(batch_size)
 
     def call(self, inputs: Any, training: bool | None = None) -> Any:
         """The wrapped model's forward."""
@@ -228,6 +229,8 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
         not. With ``"auto"``, the default, each stage has the kernels that a profile says are faster for it.
         """
         self.check_no_session("compile")
+        given = {"optimizer": optimizer, "loss": loss, "loss_weights": loss_weights, "metrics": metrics}
+        given |= {"weighted_metrics": weighted_metrics, **settings}
         check_optimizer_kind(optimizer)
         check_jit_compile(settings.get("jit_compile", "auto"))
         settings |= {"loss_weights": loss_weights, "metrics": metrics, "weighted_metrics": weighted_metrics}
@@ -238,4 +241,4 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
         if self.optimizer is None:
             raise ValueError("Training needs an optimizer. Received: optimizer=None. Try keras.optimizers.SGD(1e-2).")
         self._strategy.compiled(self, loss, settings.get("jit_compile", "auto"))
-        self.compiled = True
+        self.compiled, self._compiled_with = True, given

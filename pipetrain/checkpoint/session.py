@@ -159,6 +159,7 @@ class FitSession:
             "optimizer": type(optimizer).__name__,
             "scheme": self._owner.scheme,
             "options": self._owner.options,
+            "way": self._owner.way,
             "batch_size": self.rows,
             **self._trainer.about(),
         }

@@ -49,13 +49,14 @@ def given(options: argparse.Namespace) -> Given:
     if options.memory is not None:
         cluster = replace(cluster, memory_bytes=options.memory)
     model = keras.saving.load_model(options.model, compile=False)
-    scheme = options.scheme if isinstance(options.scheme, str) else "spectrain"
+    is_open = options.scheme == table.AUTO
+    scheme = options.scheme if isinstance(options.scheme, str) and not is_open else "spectrain"
     gathers = options.slots != 1  # SGD with momentum alone uses each gradient at once
     training = Training(scheme, options.slots, options.microbatches, options.recompute, options.horizon, gathers)
     about = model, options.batch_size, device, sys.stdout.isatty(), input_shapes(options.input_shape)
     named = [options.scheme] if isinstance(options.scheme, str) else options.scheme or []
     counts = [pieces_to_measure(training.under(each), options.devices) for each in named if each in table.PIPELINES]
-    pieces = min(max(counts, default=1), options.batch_size)
+    pieces = min(options.devices if is_open else max(counts, default=1), options.batch_size)
     return Given(profile(*about), cluster, training, profile(*about, pieces) if pieces > 1 else None)
 
 

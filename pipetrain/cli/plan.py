@@ -8,17 +8,20 @@ from typing import Any
 from pipetrain.cli.given import add_common, given
 from pipetrain.schemes import table
 from pipetrain.simulation.advice import advise_all
+from pipetrain.simulation.every_way import STALENESS, choose
 
 ABOUT = """Plan how to train a saved Keras model on several devices, without training it.
 
 Profiles the model's layers on this machine, cuts it into stages, and says what to expect of one device, of data
 parallelism, of a pipeline, and of a pipeline whose slow stages have several devices; and, as simulated, of data
 parallelism that sends weights or gradients while it computes (all-reduce, parameter-server). With a synchronous scheme,
-such as 1f1b, it compares all synchronous schedules, each with the microbatches that suit it, and recommends one.
+such as 1f1b, it compares all synchronous schedules, each with the microbatches that suit it, and recommends one. With
+--scheme auto it lists every way to train with its predicted rate, and the one that PipelineModel(scheme="auto") takes.
 """
 EXAMPLES = """examples:
   python -m pipetrain plan model.keras --devices 4
   python -m pipetrain plan model.keras --devices 4 --scheme 1f1b --memory 2GiB
+  python -m pipetrain plan model.keras --devices 4 --scheme auto --staleness predicted
   python -m pipetrain plan model.keras --devices 8 --cluster cluster.json --batch-size 256 --memory 16GiB
 
 a cluster file, for hosts with 4 GPUs each:
@@ -40,9 +43,16 @@ def add(commands: Any) -> None:
     add_common(command)
     command.add_argument(
         "--scheme",
-        choices=[*table.PIPELINES],
+        choices=[*table.PIPELINES, table.AUTO],
         default="spectrain",
-        help="decides on the memory, and whether synchronous schedules are compared (default: spectrain)",
+        help="decides on the memory, and what is compared (default: spectrain)",
+    )
+    command.add_argument(
+        "--staleness",
+        choices=STALENESS,
+        default=STALENESS[0],
+        help="what --scheme auto may take: none, training that equals the unsplit model's, or pipelines with predicted "
+        "weights too (default: none)",
     )
     command.set_defaults(run=run)
 
@@ -50,4 +60,8 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     """Print the plan."""
     profile, cluster, training, of_microbatches = given(options)
+    if options.scheme == table.AUTO:
+        choice = choose(profile, options.devices, cluster, training, of_microbatches, options.staleness)
+        print(f"{choice}\n{profile.warning}".rstrip())
+        return
     print(f"{advise_all(profile, options.devices, cluster, training, of_microbatches)}\n{profile.warning}".rstrip())

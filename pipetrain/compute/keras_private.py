@@ -49,6 +49,13 @@ def set_mask(value: Any, mask: Any) -> None:
         value._keras_mask = mask
 
 
+def replace_layer(owner: keras.Model, name: str, layer: keras.Layer) -> None:
+    """Give an attribute of a model another layer; set as usual, the one before would remain the model's too."""
+    if getattr(owner, name) is not layer:
+        owner._layers.remove(getattr(owner, name))
+        setattr(owner, name, layer)
+
+
 def is_own(kind: type) -> bool:
     """Whether a class is defined by Keras, and not a user's subclass."""
     return kind.__module__.startswith("keras.src.")

@@ -95,6 +95,10 @@ class DataParallelStrategy:
         """Mirror the model's weights, other state and seeds."""
         _copy(self.model, self.trained)
 
+    def explanation(self, batch_size: int) -> str:
+        """A text: how the model is cut, and the estimates of other ways to train it."""
+        return self.placement.explanation(batch_size)
+
     def keras_arguments(self, optimizer: Any, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The optimizer and the metrics of ``compile``, made anew: a strategy refuses variables not its own.
 

@@ -14,6 +14,7 @@ from pipetrain.compute.graph.input_shapes import shapes_of_data
 from pipetrain.compute.keras_private import built_when_traced
 from pipetrain.compute.optimizer.loss_scaling import stepping
 from pipetrain.frontend.attributes import Meanwhile
+from pipetrain.frontend.auto_mixin import AutoMixin
 from pipetrain.frontend.checks.data import check_data
 from pipetrain.frontend.checks.loop import check_callbacks
 from pipetrain.frontend.checks.optimizer import check_compiled
@@ -21,10 +22,9 @@ from pipetrain.frontend.fit_callback import FitCallback, as_list, with_last
 from pipetrain.frontend.input_data import first_rows
 from pipetrain.frontend.preprocessing import fit_arguments, minibatch
 from pipetrain.frontend.strategy import StepFunction
-from pipetrain.frontend.strategy_model import StrategyModel
 
 
-class FitMixin(StrategyModel):
+class FitMixin(AutoMixin):
     """Training: each call of Keras' loop that concerns it goes to the strategy, or to the session of this ``fit``."""
 
     exact_trace: bool
@@ -86,8 +86,10 @@ class FitMixin(StrategyModel):
         self, method: str, x: Any, y: Any, batch_size: int | None, users: Any = (), first_epoch: int = 0
     ) -> Iterator[FitSession]:
         """A session. Whatever ends it, no thread is left and the weights are in the model, unless a worker has them."""
+        self.check_compile_called(method)
+        self.settle(x, batch_size, users)
         with self._watched() as watch:
-            session = self._begin(method, x, y, batch_size, users, first_epoch)
+            session = self._begin(x, y, batch_size, users, first_epoch)
             try:
                 self.session = session
                 with Meanwhile(self, data_reader=None):
@@ -101,8 +103,7 @@ class FitMixin(StrategyModel):
                 self.session = None
                 session.end()
 
-    def _begin(self, method: str, x: Any, y: Any, batch_size: int | None, users: Any, first_epoch: int) -> FitSession:
-        self.check_compile_called(method)
+    def _begin(self, x: Any, y: Any, batch_size: int | None, users: Any, first_epoch: int) -> FitSession:
         check_data(x, y)
         check_compiled(self.optimizer, self._strategy.optimizer)
         check_callbacks(users, stepping(self.optimizer))

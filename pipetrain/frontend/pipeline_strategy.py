@@ -68,6 +68,10 @@ class PipelineStrategy:
     def _compilation(self) -> Compilation:
         return known(self._last_compilation)
 
+    def explanation(self, batch_size: int) -> str:
+        """A text: how the model is cut, and the estimates of other ways to train it."""
+        return self.placement.explanation(batch_size)
+
     def keras_arguments(self, optimizer: Any, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The optimizer and the other arguments of ``compile``, as they are."""
         return optimizer, settings

@@ -7,10 +7,14 @@ from typing import Any, NamedTuple
 
 import keras
 
+from pipetrain.frontend.auto import AutoStrategy
 from pipetrain.frontend.checks.model import check_model, check_precision
 from pipetrain.frontend.checks.options import (
+    check_copies,
     check_cuts,
     check_microbatches,
+    check_only_auto,
+    check_open,
     check_recompute,
     check_replicas,
     check_schedule,
@@ -26,26 +30,35 @@ from pipetrain.frontend.transfer_strategy import TransferStrategy
 from pipetrain.plan.memory import Training
 from pipetrain.plan.stages import Partition
 from pipetrain.schemes.scheme import Scheme
-from pipetrain.schemes.table import DATA_PARALLEL, TRANSFERRING, check_name, check_options
+from pipetrain.schemes.table import AUTO, DATA_PARALLEL, HORIZONS, TRANSFERRING, check_name, check_options
 from pipetrain.schemes.table import scheme as chosen_scheme
+from pipetrain.schemes.text_form import chosen, microbatches_of, stages_of
 from pipetrain.schemes.transfers.orders import check_order
 
 
 class Options(NamedTuple):
     """How a model is to be trained: the arguments of ``PipelineModel``."""
 
-    scheme: str | Scheme
-    stages: int | Partition | None
-    cuts: Sequence[str] | None
-    devices: Sequence[str] | None
-    replicas: Sequence[int] | None
-    microbatches: int | None
-    recompute: bool
-    order: Any
-    horizon: str | float
-    spike_compensation: bool
-    rescale_steps: int | None
-    stretch_momentum: bool | str
+    scheme: str | Scheme = "spectrain"
+    stages: int | Partition | None = None
+    cuts: Sequence[str] | None = None
+    devices: Sequence[str] | None = None
+    replicas: Sequence[int] | None = None
+    microbatches: int | None = None
+    recompute: bool = False
+    order: Any = None
+    horizon: str | float = HORIZONS[0]
+    spike_compensation: bool = False
+    rescale_steps: int | None = None
+    stretch_momentum: bool | str = "auto"
+    chunks: int | None = None
+    staleness: str | None = None
+    memory_bytes: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The scheme's, or ``auto``."""
+        return AUTO if self.scheme == AUTO else check_name(self.scheme)
 
     def of_policy(self) -> dict[str, Any]:
         """Those of the scheme's policy, for a checkpoint."""
@@ -53,20 +66,51 @@ class Options(NamedTuple):
         return {name: getattr(self, name) for name in names}
 
 
-def check(options: Options) -> None:
-    """Raise ValueError, before a model is looked at, for what the scheme does not have."""
-    name = check_name(options.scheme)
+def checked(options: Options) -> Options:
+    """The options, with a file's schedule in place of its name, and numbers that JSON can hold.
+
+    Raises ValueError, before a model is looked at, for what the scheme does not have.
+    """
+    if options.scheme == AUTO:
+        check_open(options, Options())
+        return options
+    scheme = chosen(options.scheme, options.chunks)
+    stages, microbatches = options.stages, options.microbatches
+    if options.cuts is None and stages is None:
+        stages = stages_of(scheme)
+    if microbatches is None:
+        microbatches = microbatches_of(scheme)
+    options = options._replace(scheme=scheme, stages=stages, microbatches=microbatches)
+    _check(options)
+    horizon, steps, stretch = options.horizon, options.rescale_steps, options.stretch_momentum
+    return options._replace(  # checkpoints, being JSON, have no NumPy numbers
+        horizon=horizon if isinstance(horizon, str) else float(horizon),
+        spike_compensation=bool(options.spike_compensation),
+        rescale_steps=None if steps is None else int(steps),
+        stretch_momentum="auto" if isinstance(stretch, str) else bool(stretch),
+    )
+
+
+def _check(options: Options) -> None:
+    name = options.name
+    check_only_auto(options.staleness, options.memory_bytes, name)
     check_options(options.scheme, **options.of_policy())
     check_microbatches(options.microbatches, options.scheme, options.horizon)
     check_replicas(name, options.replicas)
     check_recompute(options.recompute, name)
     check_cuts(options.cuts, name)
     check_order(options.order, name)
+    check_copies(options.stages, options.devices, name)
 
 
 def strategy_of(model: keras.Model, options: Options) -> Strategy:
     """What trains the model by the scheme that the options name. Raises ValueError, TypeError for what cannot be."""
-    return OTHERS.get(check_name(options.scheme), _pipeline)(model, options)
+    return OTHERS.get(options.name, _pipeline)(model, options)
+
+
+def _auto(model: keras.Model, options: Options) -> Strategy:
+    check_model(model)
+    return AutoStrategy(model, resolve(options.devices), options.staleness, options.memory_bytes, options.recompute)
 
 
 def _data_parallel(model: keras.Model, options: Options) -> Strategy:
@@ -110,6 +154,7 @@ def _transferring(model: keras.Model, options: Options) -> Strategy:
 
 # Strategies of the schemes that are no pipelines.
 OTHERS: dict[str, Callable[[keras.Model, Options], Strategy]] = {
+    AUTO: _auto,
     DATA_PARALLEL: _data_parallel,
     **dict.fromkeys(TRANSFERRING, _transferring),
 }

@@ -44,6 +44,9 @@ class Strategy(Resumable, Protocol):
     def trace(self) -> Trace:
         """What was recorded of the actions of stages, up to the last drain."""
 
+    def explanation(self, batch_size: int) -> str:
+        """A text: how the model is cut, and the estimates of other ways to train it for minibatches of so many rows."""
+
     def keras_arguments(self, optimizer: Any, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The optimizer and the other arguments of ``compile``, as Keras is to get them."""
 

@@ -76,6 +76,7 @@ TRANSFERRING: dict[str, Scheme] = {
     )
 }
 DATA_PARALLEL = "data-parallel"
+AUTO = "auto"  # no scheme: the one that is predicted to be the fastest
 NAMES = ("single", DATA_PARALLEL, *(name for name in SCHEMES if name != "single"))
 HORIZONS = ("round-trip", "local", "fitted", "target")  # of spectrain; the first is the paper's
 RECOMMENDED = 1.5  # the horizon of 2bw, where one is wanted

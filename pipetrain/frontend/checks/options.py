@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pipetrain.schemes.arguments import checked_bool, is_count
+from pipetrain.schemes.arguments import checked_bool, checked_count, is_count
 from pipetrain.schemes.schedules import groups_of
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.table import COPIED, UNCUT
 from pipetrain.schemes.table import check_microbatches as check_microbatches  # beside the others, for who asks all
 from pipetrain.schemes.validation import check
+from pipetrain.simulation.every_way import STALENESS, check_staleness
 
 DEFAULT_MICROBATCHES = 4
 
@@ -96,6 +97,30 @@ def checked_microbatches(microbatches: int | None, scheme: Scheme, stages: int) 
             f"weights in time. Received: microbatches={microbatches}, {stages} stages. Try microbatches={stages}."
         )
     return int(microbatches or 0) or max(DEFAULT_MICROBATCHES, stages if least > 1 else 1)
+
+
+def check_open(given: Any, defaults: Any) -> None:
+    """Refuse options of one way to train where the way is to be chosen."""
+    open_ = ["stages", "cuts", "replicas", "microbatches", "chunks", "order", "horizon", "spike_compensation"]
+    for name in [*open_, "rescale_steps", "stretch_momentum"]:
+        value = getattr(given, name)
+        if value is not getattr(defaults, name) and value != getattr(defaults, name):
+            raise ValueError(
+                f"With scheme='auto' this is chosen, too. Received: {name}={value!r}. Try leaving it out, or a scheme."
+            )
+    check_staleness(given.staleness or STALENESS[0])
+    if given.memory_bytes is not None:
+        checked_count("memory_bytes", given.memory_bytes, "A device's memory is a number of bytes", 16 * 2**30)
+
+
+def check_only_auto(staleness: Any, memory_bytes: Any, scheme: str) -> None:
+    """Refuse what tells ``scheme="auto"`` what it may choose, for a scheme that is chosen already."""
+    for name, value in (("staleness", staleness), ("memory_bytes", memory_bytes)):
+        if value is not None:
+            raise ValueError(
+                f"Only scheme='auto' chooses by this. Received: {name}={value!r}, scheme={scheme!r}. "
+                "Try leaving it out, or scheme='auto'."
+            )
 
 
 def check_jit_compile(jit_compile: object) -> None:

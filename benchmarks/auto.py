@@ -1,0 +1,113 @@
+"""Does ``scheme="auto"`` take the fastest way to train? Every fixed way and the one taken, in turns in one process.
+
+Two devices on two cores. Fixed ways that equal the unsplit model: one device, MirroredStrategy, all-reduce, a parameter
+server, and the synchronous schedules; where predicted weights are allowed, spectrain with its horizon ``target`` too.
+The last column is the rate that was predicted for the way.
+
+examples:
+  python benchmarks/auto.py
+  python benchmarks/auto.py --network dense --rounds 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.networks import COMPARED, Network, build, data
+from benchmarks.sides import KerasJob, compiled, start
+from pipetrain.plan.text_table import text_table
+
+DEVICES, FIRST = 2, 3
+SMALL_GPT = Network("gpt2", (32,), 16, {"depth": 4, "width": 128}, 500)
+NETWORKS = {**COMPARED, "gpt2": SMALL_GPT}
+FIXED: dict[str, dict[str, Any]] = {
+    "single": {"scheme": "single"},
+    "data-parallel": {"scheme": "data-parallel"},
+    "all-reduce": {"scheme": "all-reduce"},
+    "parameter-server": {"scheme": "parameter-server"},
+    "1f1b": {"scheme": "1f1b", "microbatches": 4},
+    "zb-h2": {"scheme": "zb-h2", "microbatches": 4},
+    "zb-v": {"scheme": "zb-v", "microbatches": 2},
+}
+PREDICTED = {"spectrain/target/M=1": {"scheme": "spectrain", "horizon": "target", "microbatches": 1}}
+AUTO = {"auto": {"scheme": "auto"}, "auto, predicted": {"scheme": "auto", "staleness": "predicted"}}
+
+
+def measured(network: Network, steps: int, rounds: int) -> tuple[dict[str, list[float]], dict[str, Any]]:
+    """Samples/s of every way in every round, and what ``auto`` chose."""
+    start(KerasJob(network, steps, DEVICES, ("auto",)))
+    import time
+
+    import keras
+
+    import pipetrain
+
+    times: list[float] = []
+    clock = keras.callbacks.LambdaCallback(on_train_batch_end=lambda step, logs: times.append(time.perf_counter()))
+    x, y = data(network, steps * network.batch_size)
+
+    def rate(model: keras.Model) -> float:
+        times.clear()
+        model.fit(x, y, batch_size=network.batch_size, verbose=0, callbacks=[clock])
+        return network.batch_size * (len(times) - FIRST) / (times[-1] - times[FIRST - 1])
+
+    sides = {}
+    for name, way in {**FIXED, **PREDICTED, **AUTO}.items():
+        keras.utils.set_random_seed(0)
+        sides[name] = compiled(pipetrain.PipelineModel(build(network), **way))
+        rate(sides[name])
+    rates: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(rounds):
+        for name, model in sides.items():
+            rates[name].append(rate(model))
+    return rates, {name: sides[name].choice for name in AUTO}
+
+
+def report(name: str, rates: dict[str, list[float]], choices: dict[str, Any]) -> str:
+    """A table, and how far each choice is from the best fixed way."""
+    middle = {way: statistics.median(each) for way, each in rates.items()}
+    predicted = {str(way): choice.batch_size / way.step_s for choice in choices.values() for way in choice.ways}
+    rows = []
+    for way, rate in middle.items():
+        taken = str(choices[way].taken) if way in choices else ""
+        guess = predicted.get(taken) or next((r for known, r in predicted.items() if _is(known, way)), None)
+        against = [a / b for a, b in zip(rates[way], rates["single"], strict=True)]
+        spread = f"{min(against):.2f} - {max(against):.2f}"
+        rows.append(
+            (way, taken, f"{rate:.0f}", f"{statistics.median(against):.2f}", spread, f"{guess:.0f}" if guess else "-")
+        )
+    exact = max(FIXED, key=lambda way: middle[way])
+    every = max({**FIXED, **PREDICTED}, key=lambda way: middle[way])
+    header = ("way", "taken", "samples/s", "against one", "lowest - highest", "predicted")
+    said = f"auto: {middle['auto'] / middle[exact]:.2f} of the best exact way, {exact}"
+    more = f"predicted weights allowed: {middle['auto, predicted'] / middle[every]:.2f} of the best, {every}"
+    return f"{name}\n{text_table(header, rows)}\n{said}; {more}"
+
+
+def _is(known: str, way: str) -> bool:
+    """Whether a predicted way is this fixed one."""
+    scheme, *rest = way.split("/")
+    given = {**FIXED, **PREDICTED}.get(way, {})
+    same = known.split(", ")[0] == scheme and ("target" in known) == ("target" in rest)
+    return same and ("microbatches" not in given or f"microbatches {given['microbatches']}" in known)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--network", choices=NETWORKS, default="dense", help="which one (default: dense)")
+    parser.add_argument("--steps", type=int, default=12, help="minibatches of each way a round (default: 12)")
+    parser.add_argument("--rounds", type=int, default=5, help="medians are of these (default: 5)")
+    options = parser.parse_args(arguments)
+    print(report(options.network, *measured(NETWORKS[options.network], options.steps, options.rounds)))
+
+
+if __name__ == "__main__":
+    main()

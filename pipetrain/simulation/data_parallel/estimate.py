@@ -1,0 +1,58 @@
+"""A quick estimate of data parallelism on many workers: two that stand for all, with few layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+
+from pipetrain.plan.cluster import Cluster, Level, Link
+from pipetrain.plan.profile import Profile
+from pipetrain.schemes.transfers.workload import Layer, Workload
+from pipetrain.simulation.data_parallel.choice import auto
+from pipetrain.simulation.data_parallel.profiled import STEPS, setting_of
+from pipetrain.simulation.data_parallel.setting import Setting
+from pipetrain.simulation.data_parallel.simulator import simulate_plan
+
+MOST_WORKERS, MOST_LAYERS = 4, 48  # that are simulated as they are
+
+
+def estimated_step_s(profile: Profile, scheme: str, workers: int, cluster: Cluster) -> float:
+    """Seconds of a step of ``all-reduce`` or ``parameter-server`` with the order that suits, as ``simulate_order``.
+
+    All workers do the same at the same time. Two of them stand for more than four: in an all-reduce among r each port
+    carries ``2 (r-1)/r`` times a message's bytes, in two messages, at a server ``r - 1`` times. A chain of more than
+    48 layers counts as 48, of neighbours together that compute about equally long.
+    """
+    setting = setting_of(profile, scheme, workers, cluster)
+    if workers > MOST_WORKERS:
+        setting = _two(setting)
+    if len(setting.workload.layers) > MOST_LAYERS:
+        setting = replace(setting, workload=_merged(setting.workload))
+    return simulate_plan(setting, auto(setting), STEPS).step_s
+
+
+def _two(setting: Setting) -> Setting:
+    others = range(1, setting.workers)
+    slowest = max((setting.cluster.link(0, n) for n in others), key=lambda link: link.seconds(1e6))
+    times, messages = (len(others), 1) if setting.serves else (2 * len(others) / setting.workers, 2)
+    link = Link(slowest.bandwidth_bytes_per_s / times, messages * slowest.latency_s)
+    processors = max(2 * setting.cluster.processors / setting.workers, 1.0)
+    return replace(setting, workers=2, cluster=Cluster((Level(link),), processors=processors))
+
+
+def _merged(workload: Workload) -> Workload:
+    """The same chain in fewer layers."""
+    seconds = np.cumsum([layer.forward_s + layer.backward_s for layer in workload.layers])
+    ends = np.searchsorted(seconds, seconds[-1] * np.arange(1, MOST_LAYERS) / MOST_LAYERS, side="right")
+    bounds = [0, *sorted({int(end) for end in ends} - {0, len(seconds)}), len(seconds)]
+    layers = []
+    for k, (first, last) in enumerate(pairwise(bounds)):
+        each = workload.layers[first:last]
+        variables = tuple(dict.fromkeys(n for layer in each for n in layer.variables))
+        forward_s, backward_s, update_s = (
+            sum(getattr(layer, name) for layer in each) for name in ("forward_s", "backward_s", "update_s")
+        )
+        layers.append(Layer(variables, forward_s, backward_s, (k - 1,) if k else (), update_s))
+    return replace(workload, layers=tuple(layers))

@@ -1,0 +1,195 @@
+"""The choice among every way to train a profiled model on some devices: each is planned or simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from pipetrain.plan.capacity import NoPlan
+from pipetrain.plan.choice import Choice, Way, least_slowest_s
+from pipetrain.plan.cluster import Cluster
+from pipetrain.plan.division import divided
+from pipetrain.plan.memory import Training
+from pipetrain.plan.partition import DEVICES, checked_training, partition, plan
+from pipetrain.plan.profile import Profile
+from pipetrain.plan.stages import Partition
+from pipetrain.schemes.arguments import checked_count
+from pipetrain.schemes.table import CHUNKED, DATA_PARALLEL, TRANSFERRING, chunked
+from pipetrain.simulation.data_parallel.estimate import estimated_step_s
+from pipetrain.simulation.schedule_trials import ROUNDS, try_schedules
+from pipetrain.simulation.simulator import simulate
+
+STALENESS = ("none", "predicted")  # what the user allows of the weights that gradients are made with
+TARGET_MICROBATCHES = (1, 2, 4, 8)  # of spectrain with horizon="target", at least a quarter of the stages
+MINIBATCHES = 3  # to simulate: each is like the one before, once all devices have begun
+
+
+class Chooser:
+    """Predicts every way to train a profiled model.
+
+    Ways are ``single``; data parallelism, by MirroredStrategy (``data-parallel``), ``all-reduce`` and
+    ``parameter-server`` with the order of transfers that suits; pipelines with every synchronous schedule; and
+    ``hybrid`` ones with several devices for slow stages. With ``staleness="predicted"`` also pipelines whose weights
+    are predicted to one target, which never drain.
+
+    Args:
+        profile: of whole minibatches.
+        num_devices: how many there are.
+        cluster: how they are joined, and their memory.
+        training: the optimizer's slots, recomputation and kernels; its scheme and microbatches are what is chosen.
+        of_microbatches: a profile of microbatches, if there is one.
+        staleness: ``none``, for training that equals the unsplit model's, or ``predicted``.
+        mirrored: whether MirroredStrategy is possible: it is within one process.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        num_devices: int,
+        cluster: Cluster | None = None,
+        training: Training | None = None,
+        of_microbatches: Profile | None = None,
+        staleness: str = STALENESS[0],
+        mirrored: bool = True,
+    ) -> None:
+        self._profile, self._cluster = profile, cluster or Cluster()
+        self._training, self._pieces = checked_training(training), of_microbatches
+        self._devices = checked_count("num_devices", num_devices, DEVICES, 4)
+        self._staleness, self._mirrored = check_staleness(staleness), mirrored
+        self._unlimited = replace(self._cluster, memory_bytes=None)
+
+    def choice(self) -> Choice:
+        """All ways and the one that is taken."""
+        ways = [*self._unsplit(), *self._pipelines(), *self._hybrids("1f1b", self._counts())]
+        if self._staleness == "predicted":
+            ways += self._predicted()
+        choice = Choice(self._profile.batch_size, ways, self._profile.spread, limit_bytes=self._cluster.memory_bytes)
+        taken = choice.taken
+        if taken.kind not in ("pipeline", "hybrid"):
+            return choice
+        cut = self._cut(taken)
+        arguments = {**taken.arguments, "cuts": cut.cuts}
+        ways[ways.index(taken)] = taken._replace(arguments=arguments)
+        least_s = least_slowest_s(self._profile, taken.devices, replicate=max(cut.replicas) > 1)
+        return replace(choice, ways=ways, cut=cut, least_s=least_s)
+
+    def _fits(self, memory_bytes: float) -> bool:
+        return self._cluster.memory_bytes is None or memory_bytes <= self._cluster.memory_bytes
+
+    def _way(self, kind: str, cut: Partition, step_s: float, **arguments: Any) -> Way:
+        return Way(kind, arguments, sum(cut.replicas), step_s, cut.fullest_bytes, self._fits(cut.fullest_bytes))
+
+    def _unsplit(self) -> Iterator[Way]:
+        """One device, and the whole model on all."""
+        blocks, training = [len(self._profile.blocks)], self._training.under("single")._replace(microbatches=1)
+        one = plan(self._profile, blocks, self._cluster, [1], training)
+        yield self._way("single", one, one.step_s, scheme="single")
+        if not 1 < self._devices <= self._profile.batch_size:
+            return
+        every = plan(self._profile, blocks, self._cluster, [self._devices], training._replace(jit_compile=False))
+        if self._mirrored:
+            yield self._way("data parallelism", every, every.step_s, scheme=DATA_PARALLEL)
+        for scheme in TRANSFERRING:
+            step_s = estimated_step_s(self._profile, scheme, self._devices, self._cluster)
+            yield self._way("data parallelism", every, step_s, scheme=scheme)
+
+    def _pipelines(self) -> Iterator[Way]:
+        """Each synchronous schedule with the microbatches that suit it."""
+        training = self._training.under("1f1b")._replace(microbatches=1)
+        found = try_schedules(self._profile, self._devices, self._cluster, training, self._pieces)
+        for trial in found.trials if found else ():
+            arguments = {"scheme": trial.scheme, "microbatches": trial.microbatches}
+            if trial.scheme in CHUNKED:
+                arguments["chunks"] = trial.chunks
+            step_s, devices = self._profile.batch_size / trial.samples_per_second, self._depth(trial.chunks)
+            yield Way("pipeline", arguments, devices, step_s, trial.memory_bytes, trial.fits)
+
+    def _depth(self, chunks: int = 1) -> int:
+        """How many devices a pipeline has."""
+        return min(self._devices, len(self._profile.blocks) // chunks)
+
+    def _counts(self) -> list[int]:
+        """Numbers of microbatches to try for hybrids, whose pipelines are shorter than there are devices."""
+        counts = {rounds * max(self._devices // 2, 1) for rounds in ROUNDS}
+        return sorted(count for count in counts if 1 < count <= self._profile.batch_size)
+
+    def _hybrids(self, scheme: str, counts: list[int], **options: Any) -> Iterator[Way]:
+        """The best cut with replicated stages for each number of microbatches, if it has any."""
+        for count in counts if self._devices > 2 else ():
+            training = self._trained(scheme, count, **options)
+            try:
+                cut = self._partition(training, self._devices, replicate=True)
+            except NoPlan:
+                continue
+            if len(cut.stages) > 1 and max(cut.replicas) > 1:
+                arguments = {"scheme": scheme, **options, "replicas": cut.replicas, "microbatches": count}
+                yield self._way("hybrid", cut, self._step_s(cut), **arguments)
+
+    def _predicted(self) -> Iterator[Way]:
+        """Pipelines that never drain, whose weights are predicted to one target."""
+        depth = self._depth()
+        if depth == 1:
+            return
+        counts = [m for m in TARGET_MICROBATCHES if 4 * m >= depth and m <= self._profile.batch_size]
+        for count in counts:
+            training = self._trained("spectrain", count, horizon="target")
+            try:
+                cut = self._partition(training, depth)
+            except NoPlan:
+                cut = self._partition(training, depth, limited=False)
+            arguments = {"scheme": "spectrain", "horizon": "target", "microbatches": count}
+            yield self._way("pipeline", cut, self._step_s(cut), **arguments)
+        yield from self._hybrids("spectrain", counts, horizon="target")
+
+    def _trained(self, scheme: Any, microbatches: int, **options: Any) -> Training:
+        return self._training.under(scheme)._replace(microbatches=microbatches, **options)
+
+    def _partition(
+        self, training: Training, devices: int, replicate: bool = False, replicas: Any = None, limited: bool = True
+    ) -> Partition:
+        profile = divided(self._profile, self._pieces, training.microbatches)
+        cluster = self._cluster if limited else self._unlimited
+        return partition(profile, devices, cluster, replicate=replicate, replicas=replicas, training=training)
+
+    def _step_s(self, cut: Partition) -> float:
+        """Of schedules that drain, as simulated; else that of the slowest stage."""
+        scheme = cut.training.chosen
+        if scheme.asynchronous:
+            return cut.step_s
+        return simulate(cut, scheme, self._cluster, MINIBATCHES, microbatches=cut.training.microbatches).step_s
+
+    def _cut(self, way: Way) -> Partition:
+        """The cut of a pipeline."""
+        arguments = dict(way.arguments)
+        name, count, chunks = arguments["scheme"], arguments["microbatches"], arguments.get("chunks")
+        options = {"horizon": arguments["horizon"]} if "horizon" in arguments else {}
+        return self._partition(
+            self._trained(chunked(name, chunks), count, **options), way.devices, replicas=arguments.get("replicas")
+        )
+
+
+def check_staleness(staleness: Any) -> str:
+    """``staleness``; ValueError if it is none that may be allowed."""
+    if staleness not in STALENESS:
+        raise ValueError(
+            "Gradients are made with the newest weights, or with predicted ones. Received: "
+            f"staleness={staleness!r}. Try one of: {', '.join(STALENESS)}."
+        )
+    return str(staleness)
+
+
+def choose(
+    profile: Profile,
+    num_devices: int,
+    cluster: Cluster | None = None,
+    training: Training | None = None,
+    of_microbatches: Profile | None = None,
+    staleness: str = STALENESS[0],
+    mirrored: bool = True,
+) -> Choice:
+    """Predict every way to train a profiled model on so many devices, and take the fastest that fits; see ``Chooser``.
+
+    Raises ValueError if none fits the devices' memory.
+    """
+    return Chooser(profile, num_devices, cluster, training, of_microbatches, staleness, mirrored).choice()

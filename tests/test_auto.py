@@ -1,0 +1,189 @@
+"""The way to train that ``scheme="auto"`` takes: predicted for all, the fastest that fits, chosen once."""
+
+from __future__ import annotations
+
+import itertools
+
+import keras
+import networks
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import pipetrain
+from pipetrain.frontend.auto import AutoStrategy
+from pipetrain.plan.choice import MARGIN, Choice, Way, least_slowest_s
+from pipetrain.plan.cluster import Cluster, Level, Link
+from pipetrain.plan.memory import Training
+from pipetrain.plan.partition import partition, plan
+from pipetrain.plan.profile import BlockProfile, Profile
+from pipetrain.simulation.every_way import choose
+
+MIB = 2**20
+ETHERNET = Cluster((Level(Link(125e6, 1e-4)),))
+
+
+def chain(blocks, output_bytes, weight_bytes, seconds=1e-3, batch_size=64):
+    block = BlockProfile("", seconds, 2 * seconds, output_bytes, weight_bytes, 2 * output_bytes, 1e-10 * weight_bytes)
+    named = tuple(BlockProfile(f"b{n}", *list(vars(block).values())[1:7]) for n in range(blocks))
+    return Profile("chain", batch_size, named, spread=0.01)
+
+
+def test_heavy_weights_make_a_pipeline_and_heavy_activations_data_parallelism():
+    pipeline = choose(chain(8, output_bytes=MIB // 16, weight_bytes=16 * MIB), 4, ETHERNET)
+    assert pipeline.taken.kind == "pipeline" and len(pipeline.taken.arguments["cuts"]) >= 3
+    copies = choose(chain(8, output_bytes=64 * MIB, weight_bytes=MIB // 64), 4, ETHERNET)
+    assert copies.taken.kind == "data parallelism"
+
+
+def test_a_slow_link_leaves_one_device():
+    alone = choose(chain(4, output_bytes=64 * MIB, weight_bytes=64 * MIB), 4, Cluster((Level(Link(1e6)),)))
+    assert alone.taken.arguments == {"scheme": "single"}
+    assert alone.gap is None
+
+
+def test_weights_are_predicted_only_where_that_is_allowed():
+    profile = chain(8, output_bytes=MIB // 16, weight_bytes=16 * MIB)
+    assert not [way for way in choose(profile, 4, ETHERNET).ways if "horizon" in way.arguments]
+    allowed = choose(profile, 4, ETHERNET, staleness="predicted").taken
+    assert allowed.arguments["horizon"] == "target" and 4 * allowed.arguments["microbatches"] >= 4
+    with pytest.raises(ValueError, match="staleness='some'"):
+        choose(profile, 4, ETHERNET, staleness="some")
+
+
+def test_what_does_not_fit_is_said_and_not_taken():
+    profile = chain(8, output_bytes=MIB, weight_bytes=16 * MIB)
+    limited = Cluster(ETHERNET.levels, memory_bytes=150 * MIB)
+    choice = choose(profile, 4, limited)
+    assert choice.taken.kind == "pipeline" and choice.taken.memory_bytes <= 150 * MIB
+    assert not choice.ways[0].fits and "too much" in str(choice)
+    with pytest.raises(ValueError, match="No way to train fits the devices"):
+        choose(profile, 4, Cluster(ETHERNET.levels, memory_bytes=MIB))
+
+
+def test_the_table_says_what_is_taken_and_why():
+    text = str(choose(chain(8, output_bytes=MIB // 16, weight_bytes=16 * MIB), 4, ETHERNET))
+    assert "Taken: scheme=" in text and "as fast as one device" in text and "No cut has a slowest stage" in text
+
+
+def test_the_simplest_of_equally_fast_ways_is_taken():
+    ways = [Way("single", {"scheme": "single"}, 1, 1.0, 1), Way("pipeline", {"scheme": "1f1b"}, 2, 1 / MARGIN, 1)]
+    assert Choice(8, ways).taken.kind == "single"
+    assert Choice(8, [ways[0], ways[1]._replace(step_s=0.9)]).taken.kind == "pipeline"
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.tuples(st.floats(1e-4, 1e-2), st.integers(1, 10 * MIB)), min_size=2, max_size=7),
+    st.integers(2, 3),
+    st.booleans(),
+)
+def test_the_gap_holds_against_every_cut(blocks, devices, replicate):
+    profile = Profile("p", 12, tuple(BlockProfile(f"b{n}", s, s, b, b) for n, (s, b) in enumerate(blocks)))
+    devices = min(devices, len(blocks))
+    training = Training("1f1b", microbatches=2)
+    found = partition(profile, devices, ETHERNET, replicate=replicate, training=training)
+    least_s = least_slowest_s(profile, devices, replicate)
+    gap = found.slowest_s / least_s - 1
+    every = []
+    for stages in range(1, devices + 1):
+        for cuts in itertools.combinations(range(1, len(blocks)), stages - 1):
+            for replicas in itertools.product(range(1, devices + 1), repeat=stages):
+                if sum(replicas) == devices and (replicate or max(replicas) == 1):
+                    every.append(plan(profile, [*cuts, len(blocks)], ETHERNET, replicas, training).slowest_s)
+    assert least_s <= min(every) * (1 + 1e-9)
+    assert found.slowest_s <= min(every) * (1 + gap + 1e-9)
+
+
+WAYS = {
+    "single": {"scheme": "single"},
+    "data-parallel": {"scheme": "data-parallel"},
+    "all-reduce": {"scheme": "all-reduce"},
+    "zb-h2": {"scheme": "zb-h2", "microbatches": 2, "cuts": ("dense_1",)},
+    "interleaved": {"scheme": "interleaved", "microbatches": 2, "chunks": 2, "cuts": ("dense_0", "dense_1", "dense_2")},
+    "hybrid": {"scheme": "1f1b", "microbatches": 2, "replicas": (2, 1), "cuts": ("dense_1",)},
+}
+
+
+def network():
+    keras.utils.set_random_seed(3)
+    layers = [keras.layers.Dense(8, activation="tanh", name=f"dense_{n}") for n in range(4)]
+    return keras.Sequential([keras.Input((6,)), *layers])
+
+
+def data():
+    random = np.random.default_rng(0)
+    return random.normal(size=(40, 6)).astype("float32"), random.normal(size=(40, 8)).astype("float32")
+
+
+def trained(model, epochs=2, callbacks=None, compiles=True):
+    if compiles:
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss="mse", metrics=["mae"])
+    return model.fit(*data(), batch_size=8, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks).history
+
+
+@pytest.mark.parametrize("name", networks.by_default(WAYS, "single", "data-parallel", "zb-h2", "hybrid"))
+def test_every_way_that_may_be_taken_trains_as_plain_keras(name, monkeypatch):
+    plain, ours = network(), network()
+    expected = trained(plain)
+    kind = {"hybrid": "hybrid", "single": "single"}.get(name, "pipeline")
+    choice = Choice(8, [Way(kind, WAYS[name], 2, 1.0, 1)])
+    monkeypatch.setattr(AutoStrategy, "choice", lambda self, rows, shapes: choice)
+    pm = pipetrain.PipelineModel(
+        ours, scheme="auto", devices=("CPU:0", "CPU:1", "CPU:2")[: 3 if name == "hybrid" else 2]
+    )
+    before = pm.predict(data()[0], verbose=0)
+    found = trained(pm)
+    assert pm.scheme == WAYS[name]["scheme"] and pm.choice is choice
+    assert not np.allclose(before, pm.predict(data()[0], verbose=0))
+    networks.assert_close(ours.get_weights(), plain.get_weights())
+    for key, values in expected.items():
+        np.testing.assert_allclose(found[key], values, rtol=1e-4)
+    trained(pm, compiles=False), trained(plain, compiles=False)
+    networks.assert_close(ours.get_weights(), plain.get_weights())
+
+
+def test_it_is_measured_and_chosen_at_the_first_fit_alone(monkeypatch):
+    plain, ours = network(), network()
+    trained(plain)
+    pm = pipetrain.PipelineModel(ours, scheme="auto", devices=("CPU:0", "CPU:1"))
+    assert pm.choice is None and pm.scheme == "auto"
+    trained(pm)
+    assert "Taken: scheme=" in str(pm.choice)
+    networks.assert_close(ours.get_weights(), plain.get_weights())
+    monkeypatch.setattr(AutoStrategy, "choice", None)
+    trained(pm)
+
+
+def test_a_run_that_goes_on_keeps_its_way(tmp_path, monkeypatch):
+    choice = Choice(8, [Way("pipeline", WAYS["zb-h2"], 2, 1.0, 1)])
+    monkeypatch.setattr(AutoStrategy, "choice", lambda self, rows, shapes: choice)
+
+    def run(epochs, directory):
+        pm = pipetrain.PipelineModel(network(), scheme="auto", devices=("CPU:0", "CPU:1"))
+        trained(pm, epochs, [pipetrain.callbacks.PipelineCheckpoint(tmp_path / directory, every_steps=2)])
+        return pm
+
+    whole = run(3, "whole")
+    run(2, "stopped")
+    monkeypatch.setattr(AutoStrategy, "choice", None)
+    resumed = run(3, "stopped")
+    assert resumed.scheme == "zb-h2" and resumed.choice is None
+    for a, b in zip(resumed.get_weights(), whole.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"microbatches": 4}, "With scheme='auto' this is chosen, too. Received: microbatches=4"),
+        ({"cuts": ("dense_1",)}, r"Received: cuts=\('dense_1',\)"),
+        ({"staleness": "much"}, "Received: staleness='much'"),
+        ({"memory_bytes": 0}, "Received: memory_bytes=0"),
+        ({"scheme": "1f1b", "staleness": "none"}, "Only scheme='auto' chooses by this. Received: staleness='none'"),
+    ],
+)
+def test_what_it_does_not_take_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        pipetrain.PipelineModel(network(), **{"scheme": "auto", **options})
