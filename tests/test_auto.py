@@ -15,6 +15,7 @@ import pipetrain
 from pipetrain.frontend.auto import AutoStrategy
 from pipetrain.plan.choice import MARGIN, Choice, Way, least_slowest_s
 from pipetrain.plan.cluster import Cluster, Level, Link
+from pipetrain.plan.coarse import even_bounds, merged
 from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import partition, plan
 from pipetrain.plan.profile import BlockProfile, Profile
@@ -94,6 +95,27 @@ def test_the_gap_holds_against_every_cut(blocks, devices, replicate):
                     every.append(plan(profile, [*cuts, len(blocks)], ETHERNET, replicas, training).slowest_s)
     assert least_s <= min(every) * (1 + 1e-9)
     assert found.slowest_s <= min(every) * (1 + gap + 1e-9)
+
+
+def test_a_long_chain_is_compared_in_few_blocks_and_cut_in_all():
+    random = np.random.default_rng(1)
+    blocks = [
+        BlockProfile(
+            f"b{n}", *random.uniform(1e-5, 1e-3, 2), *map(int, random.integers(1, 10**6, 3)), 1e-6, late_bytes=n
+        )
+        for n in range(300)
+    ]
+    profile = Profile("long", 64, tuple(blocks))
+    few = merged(profile, bounds := even_bounds(profile, 96))
+    assert len(few.blocks) <= 96 and len(bounds) == len(few.blocks) + 1
+    assert few.total_s == pytest.approx(profile.total_s)
+    for name in ("weight_bytes", "activation_bytes", "late_bytes"):
+        assert sum(getattr(block, name) for block in few.blocks) == sum(getattr(block, name) for block in blocks)
+    assert [block.name for block in few.blocks] == [f"b{end - 1}" for end in bounds[1:]]
+    assert few.blocks[3].output_bytes == blocks[bounds[4] - 1].output_bytes
+    choice = choose(profile, 4, ETHERNET)
+    assert sum(stage.blocks for stage in choice.cut.stages) == 300
+    assert merged(profile, even_bounds(profile, 300)) == profile
 
 
 WAYS = {

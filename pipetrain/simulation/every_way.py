@@ -9,6 +9,7 @@ from typing import Any
 from pipetrain.plan.capacity import NoPlan
 from pipetrain.plan.choice import Choice, Way, least_slowest_s
 from pipetrain.plan.cluster import Cluster
+from pipetrain.plan.coarse import even_bounds, merged
 from pipetrain.plan.division import divided
 from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import DEVICES, checked_training, partition, plan
@@ -17,11 +18,12 @@ from pipetrain.plan.stages import Partition
 from pipetrain.schemes.arguments import checked_count
 from pipetrain.schemes.table import CHUNKED, DATA_PARALLEL, TRANSFERRING, chunked
 from pipetrain.simulation.data_parallel.estimate import estimated_step_s
-from pipetrain.simulation.schedule_trials import ROUNDS, try_schedules
+from pipetrain.simulation.schedule_trials import MOST, ROUNDS, try_schedules
 from pipetrain.simulation.simulator import simulate
 
 STALENESS = ("none", "predicted")  # what the user allows of the weights that gradients are made with
 TARGET_MICROBATCHES = (1, 2, 4, 8)  # of spectrain with horizon="target", at least a quarter of the stages
+MOST_BLOCKS = 96  # of a chain while ways are compared; at least four for each device
 MINIBATCHES = 3  # to simulate: each is like the one before, once all devices have begun
 
 
@@ -53,9 +55,11 @@ class Chooser:
         staleness: str = STALENESS[0],
         mirrored: bool = True,
     ) -> None:
-        self._profile, self._cluster = profile, cluster or Cluster()
-        self._training, self._pieces = checked_training(training), of_microbatches
         self._devices = checked_count("num_devices", num_devices, DEVICES, 4)
+        bounds = even_bounds(profile, max(MOST_BLOCKS, 4 * self._devices))
+        self._profile, self._pieces = merged(profile, bounds), of_microbatches and merged(of_microbatches, bounds)
+        self._whole = profile, of_microbatches
+        self._cluster, self._training = cluster or Cluster(), checked_training(training)
         self._staleness, self._mirrored = check_staleness(staleness), mirrored
         self._unlimited = replace(self._cluster, memory_bytes=None)
 
@@ -71,7 +75,7 @@ class Chooser:
         cut = self._cut(taken)
         arguments = {**taken.arguments, "cuts": cut.cuts}
         ways[ways.index(taken)] = taken._replace(arguments=arguments)
-        least_s = least_slowest_s(self._profile, taken.devices, replicate=max(cut.replicas) > 1)
+        least_s = least_slowest_s(self._whole[0], taken.devices, replicate=max(cut.replicas) > 1)
         return replace(choice, ways=ways, cut=cut, least_s=least_s)
 
     def _fits(self, memory_bytes: float) -> bool:
@@ -112,7 +116,8 @@ class Chooser:
     def _counts(self) -> list[int]:
         """Numbers of microbatches to try for hybrids, whose pipelines are shorter than there are devices."""
         counts = {rounds * max(self._devices // 2, 1) for rounds in ROUNDS}
-        return sorted(count for count in counts if 1 < count <= self._profile.batch_size)
+        most = min(self._profile.batch_size, MOST / self._devices)
+        return sorted(count for count in counts if 1 < count <= most)
 
     def _hybrids(self, scheme: str, counts: list[int], **options: Any) -> Iterator[Way]:
         """The best cut with replicated stages for each number of microbatches, if it has any."""
@@ -145,12 +150,11 @@ class Chooser:
     def _trained(self, scheme: Any, microbatches: int, **options: Any) -> Training:
         return self._training.under(scheme)._replace(microbatches=microbatches, **options)
 
-    def _partition(
-        self, training: Training, devices: int, replicate: bool = False, replicas: Any = None, limited: bool = True
-    ) -> Partition:
+    def _partition(self, training: Training, devices: int, replicate: bool = False, limited: bool = True) -> Partition:
         profile = divided(self._profile, self._pieces, training.microbatches)
-        cluster = self._cluster if limited else self._unlimited
-        return partition(profile, devices, cluster, replicate=replicate, replicas=replicas, training=training)
+        return partition(
+            profile, devices, self._cluster if limited else self._unlimited, replicate=replicate, training=training
+        )
 
     def _step_s(self, cut: Partition) -> float:
         """Of schedules that drain, as simulated; else that of the slowest stage."""
@@ -160,13 +164,13 @@ class Chooser:
         return simulate(cut, scheme, self._cluster, MINIBATCHES, microbatches=cut.training.microbatches).step_s
 
     def _cut(self, way: Way) -> Partition:
-        """The cut of a pipeline."""
+        """The cut of a pipeline, of all blocks."""
         arguments = dict(way.arguments)
         name, count, chunks = arguments["scheme"], arguments["microbatches"], arguments.get("chunks")
         options = {"horizon": arguments["horizon"]} if "horizon" in arguments else {}
-        return self._partition(
-            self._trained(chunked(name, chunks), count, **options), way.devices, replicas=arguments.get("replicas")
-        )
+        training = self._trained(chunked(name, chunks), count, **options)
+        profile, replicas = divided(*self._whole, count), arguments.get("replicas")
+        return partition(profile, way.devices, self._cluster, replicas=replicas, training=training)
 
 
 def check_staleness(staleness: Any) -> str:

@@ -20,6 +20,7 @@ from pipetrain.schemes.table import scheme as of_name
 from pipetrain.simulation.simulator import simulate
 
 ROUNDS = (1, 2, 4, 8)  # numbers of microbatches to try, in those of devices
+MOST = 8192  # microbatches of all devices together that are worth the time to simulate them
 CHUNKS = (2, 3)  # stages a device to try, where a schedule leaves that open
 MINIBATCHES = 3  # to simulate: each is like the one before, once all devices have begun
 
@@ -47,7 +48,8 @@ def try_schedules(
     """What is predicted of each synchronous schedule, with the microbatches that make it fastest within the memory.
 
     Each has a stage on every device, or several, cut for it and for its number of microbatches, which are the devices'
-    number times 1, 2, 4, and 8, as far as the minibatch has rows. Seconds of numbers that were not measured are
+    number times 1, 2, 4, and 8, as far as the minibatch has rows and devices times microbatches are no more than 8192.
+    Seconds of numbers that were not measured are
     estimated, see ``divided``. What fits no cut is given with the memory of the fastest one.
 
     Args:
@@ -61,7 +63,7 @@ def try_schedules(
     """
     blocks = len(profile.blocks)
     devices = min(num_devices, blocks)
-    counts = [rounds * devices for rounds in ROUNDS if rounds * devices <= profile.batch_size]
+    counts = [rounds * devices for rounds in ROUNDS if rounds * devices <= min(profile.batch_size, MOST / devices)]
     if devices == 1 or not counts:
         return None
     attempt = partial(_attempt, profile, of_microbatches, cluster, training)
