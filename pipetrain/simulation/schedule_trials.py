@@ -49,8 +49,8 @@ def try_schedules(
 
     Each has a stage on every device, or several, cut for it and for its number of microbatches, which are the devices'
     number times 1, 2, 4, and 8, as far as the minibatch has rows and devices times microbatches are no more than 8192.
-    Seconds of numbers that were not measured are
-    estimated, see ``divided``. What fits no cut is given with the memory of the fastest one.
+    Seconds of numbers that were not measured are estimated, see ``divided``. What fits no cut is given with the memory
+    of the fastest one.
 
     Args:
         profile: of whole minibatches.
