@@ -75,6 +75,19 @@ class Share(NamedTuple):
     cells: tuple[int, ...]
 
 
+class Part(NamedTuple):
+    """Cells of a worker whose gradients it makes together, with a coefficient, and their rows of a minibatch."""
+
+    coefficient: float
+    cells: tuple[int, ...]
+    rows: tuple[range, ...]
+
+    @property
+    def count(self) -> int:
+        """How many rows these are."""
+        return sum(map(len, self.rows))
+
+
 class Allocation(NamedTuple):
     """Who has which rows of a minibatch.
 
@@ -93,6 +106,21 @@ class Allocation(NamedTuple):
         """The rows of a cell in a minibatch of so many; of all cells together each row once."""
         ranges = [range(rows * start // 1, rows * stop // 1) for start, stop in self.cells[cell]]
         return [each for each in ranges if each]
+
+    def parts(self, worker: int, rows: int, apart: bool) -> list[Part]:
+        """What a worker has of a minibatch of so many rows, without parts that have none.
+
+        Cells of one coefficient are one part, unless they are to be ``apart``. A minibatch without rows is the first
+        cell's.
+        """
+        shares = self.shares[worker]
+        if apart:
+            shares = tuple(Share(coefficient, (n,)) for coefficient, cells in shares for n in cells)
+        found = [
+            Part(coefficient, cells, tuple(each for n in cells for each in self.rows(n, rows)))
+            for coefficient, cells in shares
+        ]
+        return [part for part in found if part.count or (not rows and 0 in part.cells)]
 
 
 def size_of(cell: Sequence[Interval]) -> Fraction:
