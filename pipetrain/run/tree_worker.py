@@ -145,9 +145,9 @@ class TreeWorker(StoppableThread):
         if rows not in self._numbers:
             if len(self._numbers) == KEPT_NUMBERS:
                 self._numbers.clear()
-            shares = [part.count / rows if rows else 1.0 for part in parts]
+            shares = [part.size / rows if rows else 1.0 for part in parts]
             of_loss = shares if self._job.loss_is_mean else [1.0] * len(parts)
-            numbers = given_numbers([part.count for part in parts], shares, of_loss, [each[0] for each in parts])
+            numbers = given_numbers([part.size for part in parts], shares, of_loss, [each[0] for each in parts])
             streams = streams_of([part.cells[0] for part in parts])
             self._numbers[rows] = [tf.constant(each) for each in (*numbers, streams)]
         return Given(inputs, *self._numbers[rows])

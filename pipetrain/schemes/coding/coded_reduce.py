@@ -83,7 +83,7 @@ class Part(NamedTuple):
     rows: tuple[range, ...]
 
     @property
-    def count(self) -> int:
+    def size(self) -> int:
         """How many rows these are."""
         return sum(map(len, self.rows))
 
@@ -120,7 +120,7 @@ class Allocation(NamedTuple):
             Part(coefficient, cells, tuple(each for n in cells for each in self.rows(n, rows)))
             for coefficient, cells in shares
         ]
-        return [part for part in found if part.count or (not rows and 0 in part.cells)]
+        return [part for part in found if part.size or (not rows and 0 in part.cells)]
 
 
 def size_of(cell: Sequence[Interval]) -> Fraction:
