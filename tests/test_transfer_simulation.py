@@ -279,7 +279,7 @@ def test_advice_lists_them_with_their_rates():
     assert rates == {
         name: pytest.approx(64 / pipetrain.simulate_order(profiled(), name, 2, hosts).step_s)
         for name in ("all-reduce", "parameter-server")
-    }
+    } | {"coded-reduce": pytest.approx(64 / pipetrain.simulate_tree(profiled(), 2, cluster=hosts).step_s)}
     for name, rate in rates.items():
         assert f"{name}" in str(advice) and f"{rate:.0f}" in str(advice)
     assert advise_all(profiled(), 1, hosts).ordered == {}

@@ -16,7 +16,7 @@ from pipetrain.frontend.placement import Placement
 from pipetrain.run.coded_runner import CodedRunner
 from pipetrain.run.pipeline import HOST
 from pipetrain.schemes.coding.coded_reduce import Tree
-from pipetrain.schemes.table import CODED
+from pipetrain.schemes.table import CODED, TREES
 
 
 class CodedStrategy(PipelineStrategy):
@@ -31,7 +31,7 @@ class CodedStrategy(PipelineStrategy):
     """
 
     def __init__(self, model: keras.Model, placement: Placement, tree: Tree) -> None:
-        super().__init__(model, placement, CODED)
+        super().__init__(model, placement, TREES[CODED])
         self.tree = tree
         self._stragglers = [0] * tree.workers
 

@@ -176,5 +176,5 @@ OTHERS: dict[str, Callable[[keras.Model, Options], Strategy]] = {
     AUTO: _auto,
     DATA_PARALLEL: _data_parallel,
     **dict.fromkeys(TRANSFERRING, _transferring),
-    CODED.name: _coded,
+    CODED: _coded,
 }

@@ -76,17 +76,20 @@ TRANSFERRING: dict[str, Scheme] = {
     )
 }
 # The same, whose gradients come up a tree that bears workers that are late, see ``coding.coded_reduce``.
-CODED = Scheme(
-    "coded-reduce", ONE_FORWARD_ONE_BACKWARD, policies.Flush(), "data parallelism, coded gradients that bear stragglers"
-)
+CODED = "coded-reduce"
+TREES = {
+    CODED: Scheme(
+        CODED, ONE_FORWARD_ONE_BACKWARD, policies.Flush(), "data parallelism, coded gradients that bear stragglers"
+    )
+}
 DATA_PARALLEL = "data-parallel"
 AUTO = "auto"  # no scheme: the one that is predicted to be the fastest
 NAMES = ("single", DATA_PARALLEL, *(name for name in SCHEMES if name != "single"))
 HORIZONS = ("round-trip", "local", "fitted", "target")  # of spectrain; the first is the paper's
 RECOMMENDED = 1.5  # the horizon of 2bw, where one is wanted
-COPIED = (DATA_PARALLEL, *TRANSFERRING, CODED.name)  # of which every device has the whole model
+COPIED = (DATA_PARALLEL, *TRANSFERRING, CODED)  # of which every device has the whole model
 UNCUT = ("single", *COPIED)
-EVERY_NAME = (*NAMES, *SCHEDULED, *TRANSFERRING, CODED.name)
+EVERY_NAME = (*NAMES, *SCHEDULED, *TRANSFERRING, CODED)
 PIPELINES = {**SCHEMES, **SCHEDULED}
 
 

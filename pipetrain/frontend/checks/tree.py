@@ -13,14 +13,14 @@ from pipetrain.schemes.table import CODED
 def check_tree(scheme: str, children: Any, depth: Any, stragglers: Any) -> None:
     """Refuse what is no tree, and a tree of another scheme."""
     given = {"children": children, "depth": depth, "stragglers": stragglers}
-    if scheme == CODED.name:
+    if scheme == CODED:
         tree_of(children, depth, stragglers)
         return
     for name, value in given.items():
         if value is not None:
             raise ValueError(
-                f"Only {CODED.name} has a tree of workers. Received: {name}={value!r}, scheme={scheme!r}. "
-                f"Try leaving it out, or scheme={CODED.name!r}."
+                f"Only {CODED} has a tree of workers. Received: {name}={value!r}, scheme={scheme!r}. "
+                f"Try leaving it out, or scheme={CODED!r}."
             )
 
 
@@ -28,7 +28,7 @@ def tree_of(children: Any, depth: Any, stragglers: Any) -> Tree:
     """The tree of these arguments, by default of depth 1 with one straggler. Raises ValueError for what is none."""
     if children is None:
         raise ValueError(
-            f"{CODED.name} needs to know how many children every parent has. Received: children=None. Try children=3."
+            f"{CODED} needs to know how many children every parent has. Received: children=None. Try children=3."
         )
     return checked_tree(children, 1 if depth is None else depth, 1 if stragglers is None else stragglers)
 

@@ -68,6 +68,11 @@ class Tree(NamedTuple):
         return 1 if worker < self.children else 1 + self.level(self.parent(worker))
 
 
+def widest(workers: int) -> Tree:
+    """All of them children of the root, of whom one may be late if there are others."""
+    return Tree(workers, 1, min(1, workers - 1))
+
+
 class Share(NamedTuple):
     """Cells of a worker whose gradients it sends with one ``coefficient``."""
 
