@@ -228,12 +228,14 @@ def test_random_numbers_are_those_of_the_rows_whoever_draws_them(shape, monkeypa
     same = networks.assert_equal if shape[0] == 4 else networks.assert_close
     same(first.get_weights(), second.get_weights())
     np.testing.assert_allclose(losses, again, rtol=1e-5)
-    seeds = [[np.array(each) for each in pm.model.layers[1].variables] for pm, _ in found]
+    seeds = [[keras.ops.convert_to_numpy(each) for each in pm.model.layers[1].variables] for pm, _ in found]
     np.testing.assert_array_equal(*seeds)
     plain = dropping()
     plain.compile(OPTIMIZERS["momentum"](), networks.crossentropy())
     networks.fit(plain, *DATA)
-    np.testing.assert_array_equal(seeds[0][0], np.array(plain.layers[1].variables[0]))  # as many draws
+    np.testing.assert_array_equal(
+        seeds[0][0], keras.ops.convert_to_numpy(plain.layers[1].variables[0])
+    )  # as many draws
 
 
 class OwnNoise(keras.layers.Layer):
@@ -250,7 +252,7 @@ def normalized(*layers):
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
-        (lambda: normalized(keras.layers.BatchNormalization(name="bn")), "as BatchNormalization does.*: bn. Try"),
+        (lambda: normalized(keras.layers.BatchNormalization(name="bn")), r"as BatchNormalization does.*bn\. Try"),
         (noisy, "layers that assign while they run: .*spectral"),
         (stateful, "layers that assign while they run: "),
         (lambda: normalized(OwnNoise()), "RandomStandardNormal, which has no seed"),
