@@ -3,8 +3,8 @@
 Workers are processes of this machine. Their computing is emulated: a worker sleeps on its device for as long as its
 rows are supposed to take, the last child of every parent some times as long, before it makes the gradients of a small
 network. The tree that bears a straggler and the same one that bears none, which waits for all, train in turns in one
-process; the median of all steps but the first of each turn is printed, with what the simulator predicts. Then the
-simulator's table of what trees and a ring take where bandwidth alone counts.
+process; the median of all steps but the first of each turn is printed, with what the simulator predicts. With
+``--simulated`` nothing is trained: the table is what the simulator says of trees and of a ring.
 
 examples:
   python benchmarks/coded_gradients.py
@@ -230,9 +230,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4, metavar="N")
     parser.add_argument("--simulated", action="store_true", help="only the table of simulated steps")
     options = parser.parse_args()
-    if not options.simulated:
-        measure(options)
-    simulate()
+    simulate() if options.simulated else measure(options)
 
 
 if __name__ == "__main__":

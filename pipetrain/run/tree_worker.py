@@ -98,16 +98,15 @@ class TreeWorker(StoppableThread):
         parts = self._job.parts(self.worker, int(step.inputs[0].shape[0]))
         start_s = time.perf_counter()
         computed = self._compute(step, parts, weights)
-        if self._parent != ROOT or self._children or self._control.waits:
-            finish(self.device)
+        finish(self.device)  # a worker's call is over before what it does
         messages, ready_s = computed.messages, time.perf_counter()
         number = self._job.first_step + step.number
         self.spans.append(Span("FB", 0, number, self.device, start_s, ready_s, number, self.worker + 1))
         if self._children:
-            messages = self._combined(step, messages)
+            messages, ready_s = self._combined(step, messages), time.perf_counter()
         if self._parent == ROOT:
-            messages = here(messages)
-        self._exchange.deliver(step, Delivered(self.worker, messages, computed, time.perf_counter()))
+            messages = arrived(messages)
+        self._exchange.deliver(step, Delivered(self.worker, messages, computed, ready_s))
 
     def _weights(self, step: TreeStep) -> Messages:
         """The weights here, of which those children have copies who are free.
@@ -178,6 +177,14 @@ def copied(messages: Messages, device: str) -> Messages:
         return messages
     with tf.device(device):
         return [tf.identity(each) for each in messages]
+
+
+def arrived(messages: Messages) -> Messages:
+    """The messages in this process, when they are there: a copy from another one is returned before."""
+    found = here(messages)
+    for each in found if any(is_remote(message.device) for message in messages) else ():
+        each[:1].numpy()
+    return found
 
 
 def rows_in(data: Any, ranges: Sequence[range], rows: int) -> Any:
