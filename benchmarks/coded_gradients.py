@@ -183,7 +183,7 @@ def measure(options: argparse.Namespace) -> None:
 def simulate() -> None:
     """What trees and a ring take, with and without stragglers, where computing or bandwidth counts."""
     rows = []
-    for whole_s, mib in ((1.2, 4), (0.3, 100)):
+    for whole_s, mib in ((12.0, 4), (1.2, 4), (0.3, 100)):
         for tree in (Tree(3, 2, 1), Tree(4, 2, 1), Tree(12, 1, 1)):
             profile = profiled(whole_s, mib * 2**20, 1200)
             cluster = Cluster((Level(Link(125e6, 1e-3), contention="port"),))

@@ -38,6 +38,11 @@ def test_a_step_takes_the_load_of_a_worker_and_its_messages():
     )  # the second child's, since the first began
 
 
+def test_no_more_devices_compute_at_once_than_there_are_processors():
+    two = Cluster((Level(Link(float("inf"))),), processors=2)
+    assert simulate_tree(profile(), 4, 1, 0, two).step_s == pytest.approx(6.0)
+
+
 @pytest.mark.parametrize(("stragglers", "step_s"), [(0, 4 / 0.19), (1, 8.0)])
 def test_a_straggler_is_waited_for_only_by_a_tree_that_bears_none(stragglers, step_s):
     trace = simulate_tree(profile(), 3, 1, stragglers, FREE, minibatches=10, speeds=[1, 1, 0.19])

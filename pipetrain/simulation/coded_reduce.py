@@ -14,9 +14,12 @@ from pipetrain.plan.profile import Profile
 from pipetrain.schemes.arguments import checked_count
 from pipetrain.schemes.coding.coded_reduce import ROOT, Tree, checked_tree
 from pipetrain.schemes.coding.codes import decoding
-from pipetrain.simulation.data_parallel.clock import Clock
+from pipetrain.simulation.data_parallel.clock import Clock, Processors
 from pipetrain.simulation.network import Network, Route
 from pipetrain.trace.trace import Span, Trace, Transfer, What
+
+
+OVER = -2  # the step when none is
 
 
 class TreeSetting(NamedTuple):
@@ -50,8 +53,8 @@ def simulate_tree(
 
     Every worker computes for its share of the profile's seconds, ``1 / sum_{l=1..L} (n/(s+1))^l``. The root is replica
     0 of the trace, worker w replica w + 1. A parent asks for the messages of as many children as it needs, when they
-    are ready; to the root all its children send. A device sends one message at a time, and receives one. What calls and
-    sums take is not simulated.
+    are ready; to the root all its children send. A device sends one message at a time, and receives one; no more
+    of them compute at once than the cluster has processors. What calls and sums take is not simulated.
 
     Args:
         profile: what the blocks cost for a whole minibatch.
@@ -105,6 +108,7 @@ class TreeTraining:
     def __init__(self, setting: TreeSetting, steps: int) -> None:
         self._setting, self._tree, self._steps = setting, setting.tree, steps
         self._clock, self._network = Clock(), Network(setting.cluster)
+        self._processors = Processors(setting.cluster.processors)
         self._routes: dict[tuple[int, int], Route] = {}
         self._workers = [_Worker() for _ in range(self._tree.workers)]
         self._step = -1
@@ -137,19 +141,23 @@ class TreeTraining:
 
     def _compute(self, number: int, step: int) -> None:
         """A worker has the weights: it sends them on, and computes."""
-        worker, start_s = self._workers[number], self._clock.now
         if step != self._step:
             self._free(number)
             return
-        worker.has_weights = True
+        self._workers[number].has_weights = True
         for child in self._tree.below(number):
             self._offer(number, child)
+        self._processors.take(partial(self._start, number, step))
+
+    def _start(self, number: int, step: int) -> None:
+        start_s = self._clock.now
         end_s = start_s + self._setting.seconds * self._setting.factor(number)
         device = f"device:{number + 1}"
         self._spans.append(Span("FB", 0, step, device, start_s, end_s, step, number + 1))
         self._clock.at(end_s, partial(self._computed, number, step))
 
     def _computed(self, number: int, step: int) -> None:
+        self._processors.release()
         worker = self._workers[number]
         self._free(number)
         if step != self._step:
@@ -205,15 +213,19 @@ class TreeTraining:
 
     def _update(self) -> None:
         """The root has the sum: whoever is late is left behind."""
-        number, start_s = self._step, self._clock.now
+        number, self._step = self._step, OVER
+        self._processors.take(partial(self._updating, number))
+
+    def _updating(self, number: int) -> None:
+        start_s = self._clock.now
         end_s = start_s + self._setting.update_s
         self._spans.append(Span("B", 0, number, "device:0", start_s, end_s, number, 0))
-        self._step, following = -2, self._step  # nobody is waited for meanwhile
 
         def go_on() -> None:
-            self._step = following
+            self._step = number
             self._begin()
 
+        self._clock.at(end_s, self._processors.release)
         self._clock.at(end_s + self._setting.caller_s, go_on)
 
     def _send(self, what: What, source: int, sink: int, arrives: Callable[[], None]) -> None:
