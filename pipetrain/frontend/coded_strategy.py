@@ -49,7 +49,9 @@ class CodedStrategy(PipelineStrategy):
 
     def _runner(self) -> Any:
         devices = self.placement.replica_devices
-        runner = CodedRunner(self._root, self.tree, devices, self._run_settings, self._compilation.learning_rate)
+        compilation = self._compilation
+        rates, reads = compilation.learning_rate, compilation.metrics.read_predictions
+        runner = CodedRunner(self._root, self.tree, devices, self._run_settings, rates, reads)
         self._stragglers = runner.stragglers
         return runner
 

@@ -38,6 +38,7 @@ class CodedRunner(Stepwise):
         devices: of each worker.
         settings: called whenever the weights are taken from the model.
         rate: gives the learning rate of a step that begins, None where the optimizer knows it.
+        returns_outputs: whether results have the predictions of all rows, else of none.
 
     ``stragglers`` has for every worker the steps that ended without it.
     """
@@ -49,7 +50,9 @@ class CodedRunner(Stepwise):
         devices: Sequence[str],
         settings: Callable[[], RunSettings],
         rate: Callable[[], float | None],
+        returns_outputs: bool = True,
     ) -> None:
+        self._returns_outputs = returns_outputs
         super().__init__(root, tree.workers, settings, rate)
         self._root, self._tree, self._devices = root, tree, list(devices)
         self._functions: CodedFunctions | None = None
@@ -105,9 +108,16 @@ class CodedRunner(Stepwise):
                 places[mine[new]] = begin + np.flatnonzero(new)
                 begin += len(mine)
                 needed.append(each)
-        output, losses = tf.nest.map_structure(lambda *rows: _ordered(rows, places), *_fetched(needed))
+        of_rows = [self._wanted(each) for each in needed]
+        output, losses = tf.nest.map_structure(lambda *rows: _ordered(rows, places), *_fetched(of_rows))
+        output = none_of(needed[0].computed.output) if output is None else output
         loss = updated.loss if losses is None else losses
         return Result(loss + updated.penalty if self._root.is_penalized else loss, output)
+
+    def _wanted(self, delivered: Delivered) -> tuple[BoundaryTensors | None, Any]:
+        """What is wanted of a worker's rows: outputs, if anybody reads them, and losses, if each row has one."""
+        computed = delivered.computed
+        return computed.output if self._returns_outputs else None, computed.losses
 
     def _load(self, settings: RunSettings) -> None:
         self._root.load(settings.updates)
@@ -157,15 +167,24 @@ class CodedRunner(Stepwise):
         self._root.store_state(values[count:])
 
 
-def _fetched(needed: Sequence[Delivered]) -> list[tuple[BoundaryTensors, Any]]:
-    """The outputs and the losses of rows that workers have, in this process."""
+def _fetched(values: Sequence[Any]) -> list[Any]:
+    """Nested tensors of several workers, in this process."""
+    if len(values) == 1 or all(each is None for each in tf.nest.flatten(values)):
+        return [tf.nest.map_structure(_fetch, each) for each in values]
+    with ThreadPoolExecutor(len(values), thread_name_prefix="pipetrain outputs") as pool:
+        return list(pool.map(lambda each: tf.nest.map_structure(_fetch, each), values))
 
-    def fetch(delivered: Delivered) -> Any:
-        computed = delivered.computed
-        return tf.nest.map_structure(_fetch, (computed.output, computed.losses))
 
-    with ThreadPoolExecutor(len(needed), thread_name_prefix="pipetrain outputs") as pool:
-        return list(pool.map(fetch, needed))
+def none_of(output: BoundaryTensors | None) -> BoundaryTensors:
+    """As many dimensions as these outputs, and no rows."""
+
+    def empty(tensor: Any) -> Any:
+        if tensor is None:
+            return None
+        with tf.device(HOST):
+            return tf.zeros([0, *tensor.shape[1:]], tensor.dtype)
+
+    return BoundaryTensors(*tf.nest.map_structure(empty, tuple(output or ((), ()))))
 
 
 def _fetch(tensor: Any) -> Any:

@@ -18,7 +18,6 @@ from pipetrain.simulation.data_parallel.clock import Clock, Processors
 from pipetrain.simulation.network import Network, Route
 from pipetrain.trace.trace import Span, Trace, Transfer, What
 
-
 OVER = -2  # the step when none is
 
 
