@@ -228,7 +228,10 @@ class TreeTraining:
         self._clock.at(end_s + self._setting.caller_s, go_on)
 
     def _send(self, what: What, source: int, sink: int, arrives: Callable[[], None]) -> None:
-        """Send weights or gradients, when both ports and what is between them are free."""
+        """Send weights or gradients, if there are any, when both ports and what is between them are free."""
+        if not self._setting.size_bytes:
+            self._clock.at(self._clock.now, arrives)
+            return
         route, now = self._route(source + 1, sink + 1), self._clock.now
         arrived_s = self._network.send(route, self._setting.size_bytes, now)
         ends = 0, source + 1, 0, sink + 1
