@@ -125,6 +125,21 @@ def add_policy(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_tree(parser: argparse.ArgumentParser) -> None:
+    """The options of a tree of workers, each of which has the whole network."""
+    parser.add_argument(
+        "--children",
+        type=positive,
+        default=3,
+        metavar="N",
+        help="of every parent in the tree of coded-reduce (default: 3)",
+    )
+    parser.add_argument("--tree-depth", type=positive, default=1, metavar="L", help="levels of it (default: 1)")
+    parser.add_argument(
+        "--stragglers", type=whole, default=1, metavar="S", help="children of a parent that may be late (default: 1)"
+    )
+
+
 def add_workers(parser: argparse.ArgumentParser) -> None:
     """The options of runs on other processes and hosts."""
     workers = parser.add_mutually_exclusive_group()

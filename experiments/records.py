@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments.variants import Variant
-from pipetrain.schemes.table import HORIZONS, has, splits, takes
+from pipetrain.schemes.coding.coded_reduce import checked_tree
+from pipetrain.schemes.table import CODED, HORIZONS, has, splits, takes
 
 CHECKPOINTS = "checkpoints"  # the folder, within a run's
 LOST = 75  # exit status of a run that has lost a worker; EX_TEMPFAIL of sysexits.h
@@ -41,6 +42,21 @@ class Settings:
     spike_compensation: bool = False
     rescale_steps: int | None = None
     stretch_momentum: bool | str = "auto"
+    children: int = 3
+    tree_depth: int = 1
+    stragglers: int = 1
+
+    @property
+    def tree(self) -> dict[str, int]:
+        """The arguments of a tree of workers, for a scheme that has one."""
+        if self.scheme != CODED:
+            return {}
+        return {"children": self.children, "depth": self.tree_depth, "stragglers": self.stragglers}
+
+    @property
+    def devices(self) -> int:
+        """On how many it trains: one for each stage, or for each worker of a tree."""
+        return checked_tree(**self.tree).workers if self.tree else self.stages
 
     @property
     def label(self) -> str:

@@ -11,6 +11,7 @@ examples:
   python experiments/run.py --scheme spectrain --model transformer --depth 2 --width 64
   python experiments/run.py --scheme spectrain --model gpt2 --depth 4 --width 128 --optimizer adam
   python experiments/run.py --scheme 1f1b --stages 2 --local-workers 2
+  python experiments/run.py --scheme coded-reduce --children 3 --stragglers 1 --local-workers 3
   python experiments/run.py --scheme spectrain --cluster hosts.json --wait 300
   python experiments/run.py --resume                     # go on with the newest run that was stopped
   python experiments/run.py --resume runs/all --stages 2 # go on with that one, in another way
@@ -35,7 +36,7 @@ sys.path.insert(0, str(ROOT))
 
 from experiments import datasets, resuming  # noqa: E402
 from experiments.networks import NETWORKS, sizes  # noqa: E402
-from experiments.options import add_policy, add_training, add_workers, fill_in, positive, whole, writable  # noqa: E402
+from experiments.options import add_policy, add_training, add_tree, add_workers, fill_in, positive, whole, writable  # noqa: E402
 from experiments.records import (  # noqa: E402
     LOST,
     POLICY_OPTIONS,
@@ -49,7 +50,16 @@ from pipetrain.plan.text_table import text_table  # noqa: E402
 from pipetrain.schemes import table  # noqa: E402
 
 # What may be different when a run goes on, and options that say nothing about the run itself.
-CHANGEABLE = {"stages", "steps", "learning_rate", "momentum", "microbatches", "checkpoint_every", *POLICY_OPTIONS}
+TREE = {"children", "tree_depth", "stragglers"}
+CHANGEABLE = {
+    "stages",
+    "steps",
+    "learning_rate",
+    "momentum",
+    "microbatches",
+    "checkpoint_every",
+    *POLICY_OPTIONS,
+} | TREE
 ANYWAY = ("scheme", "resume", "data_dir", "verbose", "cluster", "local_workers", "supervised")
 
 
@@ -114,7 +124,7 @@ def end_with_supervisor() -> None:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line's options."""
     description, _, epilog = __doc__.partition("\n\n")[2].partition("examples:")
-    about = {name: scheme.about for name, scheme in (table.PIPELINES | table.TRANSFERRING).items()}
+    about = {name: scheme.about for name, scheme in (table.PIPELINES | table.TRANSFERRING | table.TREES).items()}
     about[table.DATA_PARALLEL] = "synchronous, a copy of the model on every device (MirroredStrategy)"
     names = table.EVERY_NAME
     longest = max(map(len, names))
@@ -132,6 +142,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add_training(parser, steps=1000)
     add_policy(parser)
+    add_tree(parser)
     parser.add_argument(
         "--eval-every", type=positive, default=20, metavar="N", help="steps between validations (default: 20)"
     )
@@ -188,8 +199,6 @@ def _place(options: argparse.Namespace) -> str:
 def begin(options: argparse.Namespace, ends: ExitStack) -> tuple[Path, list[Summary]]:
     """Train under every scheme asked for, one after another, from the same weights on the same minibatches."""
     output = writable(Path(options.output or ROOT / "runs" / time.strftime("%Y%m%d-%H%M%S")))
-    start(options, options.stages, ends)
-
     stopped = [scheme for scheme in options.scheme if resuming.is_unfinished(output / scheme)]
     if stopped:
         raise ValueError(
@@ -212,6 +221,7 @@ def begin(options: argparse.Namespace, ends: ExitStack) -> tuple[Path, list[Summ
         )
         for scheme in options.scheme
     ]
+    start(options, max(each.devices for each in settings), ends)
     return output, run(possible(settings, options.every), options, output)
 
 
@@ -257,7 +267,7 @@ def go_on(options: argparse.Namespace, ends: ExitStack) -> tuple[Path, list[Summ
         )
     schemes_given = options.scheme if "scheme" in options.given else []
     by_source = resuming.settings(output, schemes_given, changes)
-    start(options, max(each.stages for each in by_source.values()), ends)
+    start(options, max(each.devices for each in by_source.values()), ends)
     settings = possible([*by_source.values()], every=False)
     for source, each in by_source.items():
         resuming.adopt(output, source, each.scheme)
@@ -277,7 +287,7 @@ def run(settings: Sequence[Settings], options: argparse.Namespace, output: Path)
     data = datasets.load(first.dataset, options.data_dir, NETWORKS[first.model].reads)
     summaries = []
     for each in settings:
-        print(f"{each.scheme}: {each.model} on {each.dataset}, {each.stages} stages, {each.steps} steps")
+        print(f"{each.scheme}: {each.model} on {each.dataset}, {_place_of(each)}, {each.steps} steps")
         ended = resuming.summary(output / each.scheme) if options.resume is not None else None
         if ended is not None:
             print("It has ended already.")
@@ -288,6 +298,10 @@ def run(settings: Sequence[Settings], options: argparse.Namespace, output: Path)
                 print(f"To go on: python experiments/run.py --resume {output}{_place(options)}")
             raise
     return summaries
+
+
+def _place_of(settings: Settings) -> str:
+    return f"{settings.devices} workers" if settings.tree else f"{settings.stages} stages"
 
 
 def pictures(output: Path, summaries: Sequence[Summary]) -> str:

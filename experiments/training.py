@@ -96,13 +96,14 @@ def pipelined(model: keras.Model, settings: Settings) -> pipetrain.PipelineModel
     """The model as a pipeline, compiled. Raises ValueError for what cannot be trained."""
     pm = pipetrain.PipelineModel(
         model,
-        settings.stages,
+        None if settings.tree else settings.stages,
         settings.scheme,
         microbatches=settings.microbatches,
         horizon=settings.horizon,
         spike_compensation=settings.spike_compensation,
         rescale_steps=settings.rescale_steps,
         stretch_momentum=settings.stretch_momentum,
+        **settings.tree,
     )
     pm.compile(
         optimizers.build(settings.optimizer, settings.learning_rate, settings.momentum),
@@ -150,6 +151,8 @@ def train(settings: Settings, data: Dataset, output: Path, verbose: bool, keep: 
         print(f"\n{error}")
     if keep:
         pm.trace.save(output / "trace.json")
+        if pm.stragglers:
+            print(f"Steps that ended without a worker, in the order of the workers: {pm.stragglers}.")
         pm.save(output / "model.keras")
     summary = _summary(settings, recorder, diverged_at)
     _write(output / "summary.json", asdict(summary))

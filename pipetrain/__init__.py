@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pipetrain.plan.partition import partition
     from pipetrain.plan.profile import Profile
     from pipetrain.plan.stages import Partition
+    from pipetrain.simulation.coded_reduce import simulate_tree
     from pipetrain.simulation.data_parallel.profiled import simulate_order
     from pipetrain.simulation.every_way import choose
     from pipetrain.simulation.simulator import simulate
@@ -40,6 +41,7 @@ __all__ = [
     "set_cpu_devices",
     "simulate",
     "simulate_order",
+    "simulate_tree",
 ]
 __version__ = "0.1.0"
 
@@ -60,6 +62,7 @@ _HOMES = {
     "set_cpu_devices": "pipetrain.devices",
     "simulate": "pipetrain.simulation.simulator",
     "simulate_order": "pipetrain.simulation.data_parallel.profiled",
+    "simulate_tree": "pipetrain.simulation.coded_reduce",
 }
 
 

@@ -46,10 +46,10 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
             device: of those given, as many as these.
         scheme: ``single``, ``data-parallel``, ``vanilla``, ``weight-stashing``, ``vertical-sync``, ``spectrain``,
             ``spike-compensation``, ``2bw``, ``gpipe``, ``1f1b``, ``interleaved``, ``looped-bfs``, ``zb-h1``, ``zb-h2``,
-            ``zb-v``, ``v-half``, ``v-min``, ``all-reduce`` or ``parameter-server``; the name of a file in ``.csv`` that
-            has a synchronous schedule, see ``pipetrain.schemes.text_form``; or your own ``pipetrain.schemes.Scheme``.
-            ``auto``: the way that is predicted to be the fastest on these devices, chosen at the first ``fit``, see
-            ``choice``.
+            ``zb-v``, ``v-half``, ``v-min``, ``all-reduce``, ``parameter-server`` or ``coded-reduce``; the name of a
+            file in ``.csv`` that has a synchronous schedule, see ``pipetrain.schemes.text_form``; or your own
+            ``pipetrain.schemes.Scheme``. ``auto``: the way that is predicted to be the fastest on these devices, chosen
+            at the first ``fit``, see ``choice``.
         cuts: instead of ``stages``, the name of the last layer of every stage but the final one, for schemes with
             several stages.
         devices: TensorFlow devices, such as ``("CPU:0", "CPU:1")``; by default those of the workers that the program
@@ -91,6 +91,11 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
             ``predicted``, pipelines that never drain, whose weights are predicted (``spectrain`` with
             ``horizon="target"``).
         memory_bytes: the memory of a device, that ``auto`` keeps to; by default without a limit.
+        children, depth, stragglers: of ``coded-reduce``: how many children the root, which is this process, and each
+            worker above the last level has; of how many levels the tree is, by default 1; how many children of a parent
+            may be late, by default 1. Each of the ``n + ... + n^L`` workers is on a device of its own and has
+            ``1 / sum_{l=1..L} (n/(s+1))^l`` of every minibatch's rows. The weights are those of the unsplit model.
+            Source: CodedReduce (arXiv 1902.01981).
         name: the model's name.
 
     Raises:
@@ -116,6 +121,9 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
         order: str | Plan | None = None,
         staleness: str | None = None,
         memory_bytes: int | None = None,
+        children: int | None = None,
+        depth: int | None = None,
+        stragglers: int | None = None,
         name: str | None = None,
     ) -> None:
         options = checked(
@@ -135,6 +143,9 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
                 chunks,
                 staleness,
                 memory_bytes,
+                children,
+                depth,
+                stragglers,
             )
         )
         strategy = strategy_of(model, options)
@@ -160,6 +171,15 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
         the times of spans and transfers are exact. Calls on a GPU return earlier: see ``exact_trace``.
         """
         return self._strategy.trace
+
+    @property
+    def stragglers(self) -> tuple[int, ...]:
+        """Of ``coded-reduce``, for every worker the steps since ``compile`` that ended without it.
+
+        A worker counts whose parent had the step's weights for it, and did not have its gradients when the step ended:
+        it was late with them, or still at an earlier step. Empty for other schemes.
+        """
+        return getattr(self._strategy, "stragglers", ())
 
     @property
     def exact_trace(self) -> bool:

@@ -279,7 +279,7 @@ def test_advice_lists_them_with_their_rates():
     assert rates == {
         name: pytest.approx(64 / pipetrain.simulate_order(profiled(), name, 2, hosts).step_s)
         for name in ("all-reduce", "parameter-server")
-    }
+    } | {"coded-reduce": pytest.approx(64 / pipetrain.simulate_tree(profiled(), 2, cluster=hosts).step_s)}
     for name, rate in rates.items():
         assert f"{name}" in str(advice) and f"{rate:.0f}" in str(advice)
     assert advise_all(profiled(), 1, hosts).ordered == {}
@@ -288,7 +288,8 @@ def test_advice_lists_them_with_their_rates():
 def test_advice_on_a_model_without_trained_weights():
     """As one whose layers are all frozen: nothing is sent, in whatever order."""
     advice = advise_all(profiled(weight_bytes=0), 2, joined(1e-9, 5e-4))
-    assert [each.samples_per_second for each in advice.ordered.values()] == pytest.approx(2 * [2 * 64 / 24e-3])
+    rates = [each.samples_per_second for each in advice.ordered.values()]
+    assert rates == pytest.approx([2 * 64 / 24e-3, 2 * 64 / 24e-3, 64 / 24e-3])  # coded, each worker has all rows
 
 
 def test_one_of_them_is_recommended_where_it_is_clearly_faster():

@@ -36,6 +36,8 @@ SCHEMES = (
     "parameter-server/tac",
     "parameter-server/ibatch",
     "parameter-server/resumed",
+    "coded-reduce",
+    "coded-reduce/resumed",
 )
 
 

@@ -49,7 +49,10 @@ def main(number: int, method: str = "fit", scheme: str = "vanilla") -> None:
         keras.utils.set_random_seed(0)
         layers = [keras.Input((networks.FEATURES,)), keras.layers.Dense(32), keras.layers.Dense(networks.CLASSES)]
         pm = pipetrain.PipelineModel(
-            keras.Sequential(layers), scheme=scheme, cuts=(layers[1].name,) if scheme == "vanilla" else None
+            keras.Sequential(layers),
+            scheme=scheme,
+            cuts=(layers[1].name,) if scheme == "vanilla" else None,
+            children=2 if scheme == "coded-reduce" else None,
         )
         pm.compile(keras.optimizers.SGD(0.05, momentum=0.9), loss=networks.crossentropy())
         sent_s, drained, refused = 0.0, [], refusals()

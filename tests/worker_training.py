@@ -55,6 +55,8 @@ def settings(case: str, workers: int) -> dict:
     if name in ("all-reduce", "parameter-server"):
         orders = {"late": transfer_plans.late_plan(networks.mlp()), "": None, "resumed": "layerwise"}
         return given | {"stages": None, "order": orders.get(option, option)}
+    if name == "coded-reduce":
+        return given | {"stages": None, "children": workers}
     if option in ("local", "fitted"):
         given["horizon"] = option
     if option == "recompute":
@@ -67,6 +69,8 @@ def settings(case: str, workers: int) -> dict:
 def trained(case: str, workers: int, devices: list[str]) -> tuple[list, dict]:
     """Weights, and what fit, evaluate and predict gave: two epochs, so one drain in the midst, the last batch short."""
     x, y = networks.data(rows=ROWS + 5)
+    if case.startswith("coded-reduce") and len(devices) == 1:
+        devices = devices * workers  # each worker of a tree has one
 
     def pipeline() -> pipetrain.PipelineModel:
         optimizer = keras.optimizers.SGD(0.05, momentum=0.9, global_clipnorm=0.1 if case.endswith("/norm") else None)

@@ -9,6 +9,7 @@ from typing import Any
 from pipetrain.cli.argument_types import count, positive_number, share
 from pipetrain.cli.given import add_common, given
 from pipetrain.schemes import table
+from pipetrain.schemes.coding.coded_reduce import Tree, checked_tree
 from pipetrain.schemes.transfers.orders import AUTO, ORDERS
 from pipetrain.simulation.advice import advise_all
 from pipetrain.simulation.comparison import Comparison, compare
@@ -62,6 +63,7 @@ def add(commands: Any) -> None:
         default=AUTO,
         help="of the transfers of all-reduce and parameter-server (default: auto, the one that is simulated fastest)",
     )
+    add_tree(command)
     command.add_argument(
         "--minibatches", type=count, default=200, metavar="N", help="how many are trained (default: 200)"
     )
@@ -83,6 +85,27 @@ def add(commands: Any) -> None:
     command.set_defaults(run=run)
 
 
+def add_tree(command: argparse.ArgumentParser) -> None:
+    """The options of a tree of workers."""
+    command.add_argument(
+        "--children",
+        type=count,
+        metavar="N",
+        help="of every parent of coded-reduce (default: all devices, of which the root is none, as children of it)",
+    )
+    command.add_argument("--depth", type=count, default=1, metavar="L", help="levels of that tree (default: 1)")
+    command.add_argument(
+        "--stragglers", type=int, default=1, metavar="S", help="that every parent bears there (default: 1)"
+    )
+
+
+def tree_of(options: argparse.Namespace) -> Tree | None:
+    """The tree that is asked for, if one is. Raises ValueError for none that can be."""
+    if options.children is None:
+        return None
+    return checked_tree(options.children, options.depth, options.stragglers)
+
+
 def run(options: argparse.Namespace) -> None:
     """Print what was simulated, and write the traces that are asked for."""
     made = given(options)
@@ -97,6 +120,7 @@ def run(options: argparse.Namespace) -> None:
         made.training,
         of_microbatches=of_microbatches,
         order=options.order,
+        tree=tree_of(options),
         minibatches=options.minibatches,
         reduction=options.reduction,
         slowdown=options.slowdown,

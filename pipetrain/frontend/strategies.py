@@ -21,6 +21,8 @@ from pipetrain.frontend.checks.options import (
     checked_microbatches,
     checked_workers,
 )
+from pipetrain.frontend.checks.tree import check_tree, check_workers, tree_of
+from pipetrain.frontend.coded_strategy import CodedStrategy
 from pipetrain.frontend.data_parallel import DataParallelStrategy
 from pipetrain.frontend.device_choice import resolve
 from pipetrain.frontend.pipeline_strategy import PipelineStrategy
@@ -30,7 +32,7 @@ from pipetrain.frontend.transfer_strategy import TransferStrategy
 from pipetrain.plan.memory import Training
 from pipetrain.plan.stages import Partition
 from pipetrain.schemes.scheme import Scheme
-from pipetrain.schemes.table import AUTO, DATA_PARALLEL, HORIZONS, TRANSFERRING, check_name, check_options
+from pipetrain.schemes.table import AUTO, CODED, DATA_PARALLEL, HORIZONS, TRANSFERRING, check_name, check_options
 from pipetrain.schemes.table import scheme as chosen_scheme
 from pipetrain.schemes.text_form import chosen, microbatches_of, stages_of
 from pipetrain.schemes.transfers.orders import check_order
@@ -54,11 +56,19 @@ class Options(NamedTuple):
     chunks: int | None = None
     staleness: str | None = None
     memory_bytes: int | None = None
+    children: int | None = None
+    depth: int | None = None
+    stragglers: int | None = None
 
     @property
     def name(self) -> str:
         """The scheme's, or ``auto``."""
         return AUTO if self.scheme == AUTO else check_name(self.scheme)
+
+    @property
+    def of_tree(self) -> tuple[int | None, int | None, int | None]:
+        """Those of a tree of workers."""
+        return self.children, self.depth, self.stragglers
 
     def of_policy(self) -> dict[str, Any]:
         """Those of the scheme's policy, for a checkpoint."""
@@ -101,6 +111,7 @@ def _check(options: Options) -> None:
     check_cuts(options.cuts, name)
     check_order(options.order, name)
     check_copies(options.stages, options.devices, name)
+    check_tree(name, *options.of_tree)
 
 
 def strategy_of(model: keras.Model, options: Options) -> Strategy:
@@ -152,9 +163,18 @@ def _transferring(model: keras.Model, options: Options) -> Strategy:
     return TransferStrategy(model, placement, scheme, options.order)
 
 
+def _coded(model: keras.Model, options: Options) -> Strategy:
+    tree, on = tree_of(*options.of_tree), resolve(options.devices)
+    check_workers(tree, options.stages, on)
+    check_model(model)
+    placement = Placement(model, 1, None, on, (tree.workers,), training=lambda stages: Training("single"))
+    return CodedStrategy(model, placement, tree)
+
+
 # Strategies of the schemes that are no pipelines.
 OTHERS: dict[str, Callable[[keras.Model, Options], Strategy]] = {
     AUTO: _auto,
     DATA_PARALLEL: _data_parallel,
     **dict.fromkeys(TRANSFERRING, _transferring),
+    CODED: _coded,
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Protocol, TypeVar
 
 from pipetrain.compute.cores import finish
 from pipetrain.run.mailbox import Closed, Mailbox
@@ -13,6 +13,13 @@ from pipetrain.run.messages import Output, Updated
 from pipetrain.run.run_settings import RunSettings
 
 Value = TypeVar("Value")
+
+
+class Closable(Protocol):
+    """What threads may wait at."""
+
+    def close(self) -> None:
+        """End all waiting."""
 
 
 class Control:
@@ -23,7 +30,7 @@ class Control:
     Args:
         settings: of this run.
 
-    ``reports`` gives what the last stage and the updates came to. ``boxes`` are all mailboxes that threads may wait at.
+    ``reports`` gives what the last stage and the updates came to. ``boxes`` are what threads may wait at.
     ``waits``: whether threads wait for GPUs, so that spans and transfers have the times of completion. ``error`` is the
     first exception of a thread, ``closed`` whether nothing is waited for any more.
     """
@@ -31,7 +38,7 @@ class Control:
     def __init__(self, settings: RunSettings) -> None:
         self.reports: Mailbox[Output | Updated] = Mailbox()
         self.report: Callable[[Output | Updated], None] = self.reports.put
-        self.boxes: list[Mailbox[Any]] = [self.reports]
+        self.boxes: list[Closable] = [self.reports]
         self.waits, self._settings = settings.exact_times, settings
         self.error: BaseException | None = None
         self.closed = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator, Sequence
 
@@ -12,15 +11,14 @@ from pipetrain.compute.cores import pin
 from pipetrain.run.control import Control
 from pipetrain.run.mailbox import Closed
 from pipetrain.run.stage_work import StageWork
+from pipetrain.run.stoppable_thread import StoppableThread
 from pipetrain.schemes.actions import Action, Op
 from pipetrain.schemes.schedules import fused, fusible, joined
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.trace.trace import Span
 
-STARTS_S = 5.0  # a thread that has not begun this long after its start never will
 
-
-class DeviceThread(threading.Thread):
+class DeviceThread(StoppableThread):
     """Executes the schedule of one device, from one start of the pipeline to one drain.
 
     Args:
@@ -49,14 +47,6 @@ class DeviceThread(threading.Thread):
         self._microbatches = microbatches
         self._by_number = {stage.identity.stage: stage for stage in stages}
         self._at: StageWork = stages[0]
-
-    def ended(self) -> None:
-        """Wait until the thread has ended, if it was started: an interrupt may have come before that."""
-        until_s = time.monotonic() + STARTS_S
-        while self.ident is None and self in threading.enumerate() and time.monotonic() < until_s:
-            time.sleep(1e-3)
-        if self.ident is not None:
-            self.join()
 
     def run(self) -> None:
         """The thread's body. An exception stops the pipeline and is kept for its caller."""

@@ -3,36 +3,32 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from pipetrain.compute.functions.stage_values import BoundaryTensors
 from pipetrain.compute.keras_private import count_of
-from pipetrain.compute.optimizer.loss_scaling import LossScale
 from pipetrain.compute.transfers.record import Sent
 from pipetrain.compute.transfers.step import Rows, Step
 from pipetrain.compute.transfers.weights import Shares, Weights
 from pipetrain.compute.transfers.worker import Worker
-from pipetrain.run.collector import Result, Snapshot
-from pipetrain.run.pipeline import HOST, KEPT_SPANS, Activity
+from pipetrain.run.collector import Result
+from pipetrain.run.pipeline import HOST
 from pipetrain.run.run_settings import RunSettings
+from pipetrain.run.stepwise import Stepwise
 from pipetrain.run.transfers import here
 from pipetrain.run.worker_rows import WorkerRows
 from pipetrain.schemes.transfers.plan import Plan
-from pipetrain.trace.trace import Span, Trace, Transfer, What
+from pipetrain.trace.trace import Span, Transfer, What
 
 # Weights on their way to a worker, gradients on their way to their sums, and those that the next step's forward hides.
 WHAT: dict[str, What] = {"pull": "W", "push": "R", "late": "R"}
 
 
-class StepRunner:
-    """``post`` a minibatch, which makes a whole step, and take its ``result``; ``drain`` writes the weights back.
-
-    Between the first ``post`` and the next ``drain`` the weights live on the devices.
+class StepRunner(Stepwise):
+    """Steps that are one function over all devices each.
 
     Args:
         weights: of every worker, or only those of the servers.
@@ -45,11 +41,7 @@ class StepRunner:
 
     Workers in other processes get their rows of the next minibatch while they compute this one, from when they have
     what their forward waits for: rows that are sent earlier would keep them waiting.
-
-    ``made``, ``loss_scale``, ``snapshots`` and ``output_masks`` as those of a ``Pipeline``.
     """
-
-    window = 1  # minibatches that may be posted ahead of the results taken
 
     def __init__(
         self,
@@ -61,8 +53,9 @@ class StepRunner:
         rate: Callable[[], float | None],
         returns_outputs: bool = True,
     ) -> None:
+        super().__init__(weights[0], len(workers), settings, rate)
         self._returns_outputs = returns_outputs
-        self._weights, self._workers, self._settings, self._rate = list(weights), list(workers), settings, rate
+        self._weights, self._workers = list(weights), list(workers)
         self._rows = WorkerRows([worker.device for worker in workers])
         self.sends_ahead = self._rows.sends_ahead
         self._shares: dict[
@@ -70,36 +63,11 @@ class StepRunner:
         ] = {}  # on the devices, since the weights were taken from the model
         self.plan, self._serves = plan, serves
         self._step: Step | None = None
-        self._run: RunSettings | None = None  # of the steps since the weights were taken from the model
-        self._steps_done = 0  # of these
         self._late_rate: float | None = None  # of the step whose late gradients wait
         self._waiting = False  # whether there are any
-        self._traced_for: Any = ()
-        self._results: deque[Result] = deque()
-        self.made, self.loss_scale = 0, LossScale()
-        self.output_masks: Sequence[Any] = ()
-        self.snapshots: deque[Snapshot] = deque()
-        self._spans: deque[Span] = deque(maxlen=KEPT_SPANS)
-        self._transfers: deque[Transfer] = deque(maxlen=KEPT_SPANS)
 
-    @property
-    def is_drained(self) -> bool:
-        """Whether the weights are in the model."""
-        return self._run is None
-
-    def activity(self) -> Activity:
-        """Of the devices; what they do within a step is not known."""
-        return Activity(None, len(self._workers), 1, self.made + self._steps_done > 0)
-
-    def trace_for(self, targets: Any) -> bool:
-        """Trace the gradients for labels and sample weights of these specs; whether that was to be done."""
-        if targets == self._traced_for:
-            return False
-        self.drain()
-        first = self._weights[0]
-        self.output_masks = first.trace([None] * len(first.segment.inputs), targets)
-        self._step, self._traced_for = None, targets
-        return True
+    def _retraced(self) -> None:
+        self._step = None
 
     def post(self, x: list[tf.Tensor], y: Any, sample_weight: Any, learning_rate: float | None) -> None:
         """Make the minibatch's step."""
@@ -125,20 +93,9 @@ class StepRunner:
             self._rows.let_go()
         self._note(start_s, result.times, sent, [each.worker for each in rows])
         self._late_rate, self._waiting = rate, self._step.is_late
-        self._steps_done += 1
         for group in (group for weights in self._weights for group in weights.groups):
             group.updated()
-        self._results.append(Result(result.loss, result.output))
-        version = settings.steps + self._steps_done
-        if settings.snapshot_every and version % settings.snapshot_every == 0:
-            self._flush()
-            self.snapshots.append(Snapshot(version, [self._outcome()]))
-
-    @property
-    def trace(self) -> Trace:
-        """Every worker's steps, as this process saw them, and with exact times also the messages of their packs."""
-        since_s = self._spans[0].start_s if self._spans else 0.0
-        return Trace.of(self._spans, (each for each in self._transfers if each.end_s >= since_s))
+        self._stepped(Result(result.loss, result.output))
 
     def _note(self, start_s: float, times: Any, sent: Sequence[Sent], active: Sequence[int]) -> None:
         """Record a step that has begun then and is over now, and its messages, whose times are those of day."""
@@ -176,67 +133,34 @@ class StepRunner:
             for group in weights.groups:
                 group.set_rate(self._late_rate if self.plan.are_late(group.numbers) else learning_rate)
 
-    def result(self) -> Result:
-        """The next minibatch's loss and predictions, in order."""
-        return self._results.popleft()
-
     def _flush(self) -> None:
-        """Apply gradients that wait for a next step."""
         if self._waiting and self._step is not None:
             self._set_rates(None)
             self._step.flush()
             self._waiting = False
 
-    def drain(self) -> None:
-        """All gradients are applied, and the weights in the model; rows that were sent ahead are the next step's."""
-        if self._run is not None:
-            self._flush()
-            self._end(store=True)
-
-    def abort(self, store: bool) -> None:
-        """Like ``drain``, without writing back the weights unless ``store``."""
-        if self._run is not None:
-            if store:
-                self._count(self._run)
-                self._flush()
-            self._end(store)
+    def _forget(self) -> None:
         self._rows.forget()
-        self._results.clear()
-        self.snapshots.clear()
 
     def _count(self, settings: RunSettings) -> None:
-        """What has been done, by the optimizers' own counts: an interrupt may have come just after a step."""
         counts = {late: settings.updates for late in (False, True)}
         for group in self._weights[0].groups:
             counts[self.plan.are_late(group.numbers)] = int(count_of(group.optimizer).numpy())
         self._steps_done = counts[False] - settings.updates
         self._waiting = self._step is not None and self._step.is_late and counts[True] < counts[False]
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Nothing runs between two steps anyway."""
-        yield
-
-    def restore(self, snapshot: Snapshot) -> None:
-        """Write a snapshot into the model's own variables."""
-        self._store(snapshot.stages[0])
-
-    def _start(self) -> RunSettings:
-        settings = self._settings()
+    def _load(self, settings: RunSettings) -> None:
         for weights in self._weights:
             weights.load(settings.updates)
         if any([worker.load() for worker in self._workers]):  # each of them, whatever the first one says
             self._step = None
-        self._run, self._steps_done, self._waiting, self._shares = settings, 0, False, {}
-        return settings
+        self._waiting, self._shares = False, {}
 
     def _end(self, store: bool) -> None:
-        done, self._steps_done = self._steps_done, 0
         try:
-            if store:
-                self._store(self._outcome())
-        finally:  # an exception would come again: the model stays as it was
-            self._run, self._waiting, self.made = None, False, self.made + done
+            super()._end(store)
+        finally:
+            self._waiting = False
 
     def _outcome(self) -> list[Any]:
         """The weights, and the state of all workers, as ``_store`` takes them."""

@@ -75,14 +75,21 @@ TRANSFERRING: dict[str, Scheme] = {
         ("parameter-server", "data parallelism, weights on a server"),
     )
 }
+# The same, whose gradients come up a tree that bears workers that are late, see ``coding.coded_reduce``.
+CODED = "coded-reduce"
+TREES = {
+    CODED: Scheme(
+        CODED, ONE_FORWARD_ONE_BACKWARD, policies.Flush(), "data parallelism, coded gradients that bear stragglers"
+    )
+}
 DATA_PARALLEL = "data-parallel"
 AUTO = "auto"  # no scheme: the one that is predicted to be the fastest
 NAMES = ("single", DATA_PARALLEL, *(name for name in SCHEMES if name != "single"))
 HORIZONS = ("round-trip", "local", "fitted", "target")  # of spectrain; the first is the paper's
 RECOMMENDED = 1.5  # the horizon of 2bw, where one is wanted
-COPIED = (DATA_PARALLEL, *TRANSFERRING)  # of which every device has the whole model
+COPIED = (DATA_PARALLEL, *TRANSFERRING, CODED)  # of which every device has the whole model
 UNCUT = ("single", *COPIED)
-EVERY_NAME = (*NAMES, *SCHEDULED, *TRANSFERRING)
+EVERY_NAME = (*NAMES, *SCHEDULED, *TRANSFERRING, CODED)
 PIPELINES = {**SCHEMES, **SCHEDULED}
 
 

@@ -11,7 +11,9 @@ from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import DEVICES, checked_training
 from pipetrain.plan.profile import Profile
 from pipetrain.schemes.arguments import checked_count
-from pipetrain.schemes.table import TRANSFERRING
+from pipetrain.schemes.coding.coded_reduce import widest
+from pipetrain.schemes.table import CODED, TRANSFERRING
+from pipetrain.simulation.coded_reduce import simulate_tree
 from pipetrain.simulation.data_parallel.profiled import simulate_order
 from pipetrain.simulation.schedule_trials import is_synchronous, try_schedules
 
@@ -26,7 +28,8 @@ def advise_all(
     """``advise``, with ``all-reduce`` and ``parameter-server`` on all devices beside it, as they are simulated.
 
     Each has the order of transfers that is predicted to be the fastest. There are none on one device, on more than the
-    minibatch has rows, and where the whole model does not fit a device's memory. Where the training's scheme is a
+    minibatch has rows, and where the whole model does not fit a device's memory. Beside them is ``coded-reduce``, which
+    bears a straggler though none is simulated. Where the training's scheme is a
     synchronous pipeline, the other schedules of this kind are there too, see ``try_schedules``: also if one of them
     alone fits the devices' memory.
 
@@ -51,4 +54,6 @@ def advise_all(
     for scheme in TRANSFERRING:
         step_s = simulate_order(profile, scheme, num_devices, cluster).step_s
         ordered[scheme] = Ordered(num_devices, profile.batch_size / step_s, whole.fullest_bytes)
+    step_s = simulate_tree(profile, *widest(num_devices), cluster).step_s
+    ordered[CODED] = Ordered(num_devices, profile.batch_size / step_s, whole.fullest_bytes)
     return replace(advice.beside(ordered), schedules=schedules)

@@ -12,8 +12,10 @@ from pipetrain.plan.memory import Training
 from pipetrain.plan.profile import Profile
 from pipetrain.plan.stages import DEFAULT_TRAINING, Partition
 from pipetrain.plan.text_table import text_table
-from pipetrain.schemes.table import DATA_PARALLEL, TRANSFERRING, check_microbatches, check_name, splits
+from pipetrain.schemes.coding.coded_reduce import Tree, widest
+from pipetrain.schemes.table import CODED, DATA_PARALLEL, TRANSFERRING, check_microbatches, check_name, splits
 from pipetrain.schemes.transfers.orders import AUTO
+from pipetrain.simulation.coded_reduce import simulate_tree
 from pipetrain.simulation.data_parallel.profiled import simulate_order
 from pipetrain.simulation.simulator import simulate
 from pipetrain.trace.idle import idle
@@ -70,6 +72,7 @@ def compare(
     microbatches: int | None = None,
     of_microbatches: Profile | None = None,
     order: str = AUTO,
+    tree: Tree | None = None,
     **options: Any,
 ) -> Comparison:
     """Simulate each scheme with the partition that suits it, and ``single`` to compare with.
@@ -86,6 +89,8 @@ def compare(
         microbatches: pieces of a minibatch, of the schemes that split it.
         of_microbatches: the profile for these schemes, if it is another.
         order: of the transfers of those schemes that order them.
+        tree: of ``coded-reduce``, whose root is a device beside the workers; by default one worker for each device, all
+            of them the root's children, of which one may be late.
         options: of ``simulate``.
 
     Raises:
@@ -97,7 +102,7 @@ def compare(
         check_microbatches(microbatches, scheme, training.under(scheme).horizon)
     partitions: dict[str, Partition | None] = {}
     for scheme in schemes:
-        if check_name(scheme) in TRANSFERRING:
+        if check_name(scheme) in (*TRANSFERRING, CODED):
             partitions[scheme] = everywhere(profile, num_devices, cluster, training)
             continue
         pipelined = scheme != DATA_PARALLEL
@@ -111,6 +116,9 @@ def compare(
         if scheme in TRANSFERRING and each is not None:
             known = {name: options[name] for name in ORDERED if name in options}
             traces[scheme] = simulate_order(profile, scheme, num_devices, cluster, order, **known)
+        elif scheme == CODED and each is not None:
+            known = {name: options[name] for name in ORDERED if name in options}
+            traces[scheme] = simulate_tree(profile, *(tree or widest(num_devices)), cluster, **known)
         elif each is not None:
             count = microbatches if split[scheme] else None
             traces[scheme] = simulate(each, scheme, cluster, microbatches=count, **options)

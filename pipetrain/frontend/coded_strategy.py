@@ -1,0 +1,61 @@
+"""Data parallelism by coded gradients: a tree of workers, of which some under every parent may be late."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from pipetrain.compute.functions.stage import Stage
+from pipetrain.compute.transfers.coded import Root
+from pipetrain.compute.transfers.weights import Part
+from pipetrain.frontend.checks.optimizer import check_loss_scaling
+from pipetrain.frontend.pipeline_strategy import PipelineStrategy
+from pipetrain.frontend.placement import Placement
+from pipetrain.run.coded_runner import CodedRunner
+from pipetrain.run.pipeline import HOST
+from pipetrain.schemes.coding.coded_reduce import Tree
+from pipetrain.schemes.table import CODED, TREES
+
+
+class CodedStrategy(PipelineStrategy):
+    """A stage that is the whole model, whose weights this process updates, and whose gradients workers make.
+
+    What a ``fit`` has to do with Keras' loop, metrics, checkpoints and evaluation is as for a pipeline of this stage.
+
+    Args:
+        model: the model to train.
+        placement: one stage, whose replicas are the workers.
+        tree: who is whose parent.
+    """
+
+    def __init__(self, model: keras.Model, placement: Placement, tree: Tree) -> None:
+        super().__init__(model, placement, TREES[CODED])
+        self.tree = tree
+        self._stragglers = [0] * tree.workers
+
+    def compiled(self, owner: keras.Model, loss: Any, jit_compile: Any) -> None:
+        """The optimizer and the loss are new."""
+        check_loss_scaling(owner.optimizer, self._scheme.name, None)
+        super().compiled(owner, loss, jit_compile)
+
+    def _built(self, rows: int | None) -> Sequence[list[Stage]]:
+        segment = self.placement.whole()
+        every = Part(HOST, range(len(segment.trainable_variables)))
+        loss, workers = self._compilation.metrics.loss, self.tree.workers
+        self._root = Root(segment, [every], self.optimizer, loss, workers)
+        return [list[Stage]([self._root])]
+
+    def _runner(self) -> Any:
+        devices = self.placement.replica_devices
+        compilation = self._compilation
+        rates, reads = compilation.learning_rate, compilation.metrics.read_predictions
+        runner = CodedRunner(self._root, self.tree, devices, self._run_settings, rates, reads)
+        self._stragglers = runner.stragglers
+        return runner
+
+    @property
+    def stragglers(self) -> tuple[int, ...]:
+        """For every worker the steps since ``compile`` that ended without it."""
+        return tuple(self._stragglers)

@@ -1,0 +1,171 @@
+"""Whole training steps, one after another, behind the interface of a ``Pipeline``: what all ways to make them share."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+
+from pipetrain.compute.optimizer.loss_scaling import LossScale
+from pipetrain.compute.transfers.weights import Weights
+from pipetrain.run.collector import Result, Snapshot
+from pipetrain.run.pipeline import KEPT_SPANS, Activity
+from pipetrain.run.run_settings import RunSettings
+from pipetrain.trace.trace import Span, Trace, Transfer
+
+
+class Stepwise:
+    """``post`` a minibatch, which makes a whole step, and take its ``result``; ``drain`` writes the weights back.
+
+    Between the first ``post`` and the next ``drain`` the weights live on the devices.
+
+    Args:
+        weights: those that are traced, and written back.
+        workers: how many devices compute.
+        settings: called whenever the weights are taken from the model.
+        rate: gives the learning rate of a step that begins, None where the optimizers know it.
+
+    ``made``, ``loss_scale``, ``snapshots`` and ``output_masks`` as those of a ``Pipeline``.
+    """
+
+    window = 1  # minibatches that may be posted ahead of the results taken
+    sends_ahead = False
+
+    def __init__(
+        self, weights: Weights, workers: int, settings: Callable[[], RunSettings], rate: Callable[[], float | None]
+    ) -> None:
+        self._first, self._ranks, self._settings, self._rate = weights, workers, settings, rate
+        self._run: RunSettings | None = None  # of the steps since the weights were taken from the model
+        self._steps_done = 0  # of these
+        self._traced_for: Any = ()
+        self._results: deque[Result] = deque()
+        self.made, self.loss_scale = 0, LossScale()
+        self.output_masks: Sequence[Any] = ()
+        self.snapshots: deque[Snapshot] = deque()
+        self._spans: deque[Span] = deque(maxlen=KEPT_SPANS)
+        self._transfers: deque[Transfer] = deque(maxlen=KEPT_SPANS)
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether the weights are in the model."""
+        return self._run is None
+
+    def activity(self) -> Activity:
+        """Of the devices; what they do within a step is not known."""
+        return Activity(None, self._ranks, 1, self.made + self._steps_done > 0)
+
+    @property
+    def trace(self) -> Trace:
+        """Every worker's steps, and messages as far as they are recorded."""
+        since_s = self._spans[0].start_s if self._spans else 0.0
+        return Trace.of(self._spans, (each for each in self._transfers if each.end_s >= since_s))
+
+    def trace_for(self, targets: Any) -> bool:
+        """Trace the gradients for labels and sample weights of these specs; whether that was to be done."""
+        if targets == self._traced_for:
+            return False
+        self.drain()
+        self.output_masks = self._first.trace([None] * len(self._first.segment.inputs), targets)
+        self._retraced()
+        self._traced_for = targets
+        return True
+
+    def _retraced(self) -> None:
+        """There are new functions for the gradients."""
+        raise NotImplementedError
+
+    def post(self, x: list[tf.Tensor], y: Any, sample_weight: Any, learning_rate: float | None) -> None:
+        """Make the minibatch's step."""
+        raise NotImplementedError
+
+    def send_ahead(self, x: list[tf.Tensor], y: Any, sample_weight: Any) -> None:
+        """The minibatch that is to be posted next, for those that send it now."""
+
+    def result(self) -> Result:
+        """The next minibatch's loss and predictions, in order."""
+        return self._results.popleft()
+
+    def _stepped(self, result: Result) -> None:
+        """A step was made."""
+        settings = self._run
+        assert settings is not None  # within a step
+        self._steps_done += 1
+        self._results.append(result)
+        version = settings.steps + self._steps_done
+        if settings.snapshot_every and version % settings.snapshot_every == 0:
+            self._flush()
+            self.snapshots.append(Snapshot(version, [self._outcome()]))
+
+    def drain(self) -> None:
+        """All gradients are applied, and the weights in the model; rows that were sent ahead are the next step's."""
+        if self._run is not None:
+            self._rest()
+            self._flush()
+            self._end(store=True)
+
+    def abort(self, store: bool) -> None:
+        """Like ``drain``, without writing back the weights unless ``store``."""
+        self._stop()  # of a start that an interrupt has cut short too
+        if self._run is not None:
+            if store:
+                self._count(self._run)
+                self._flush()
+            self._end(store)
+        self._forget()
+        self._results.clear()
+        self.snapshots.clear()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing runs between two steps anyway."""
+        yield
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Write a snapshot into the model's own variables."""
+        self._store(snapshot.stages[0])
+
+    def _start(self) -> RunSettings:
+        """Take the weights from the model."""
+        settings = self._settings()
+        self._load(settings)
+        self._run, self._steps_done = settings, 0
+        return settings
+
+    def _end(self, store: bool) -> None:
+        done, self._steps_done = self._steps_done, 0
+        try:
+            if store:
+                self._store(self._outcome())
+        finally:  # an exception would come again: the model stays as it was
+            self._run, self.made = None, self.made + done
+
+    def _load(self, settings: RunSettings) -> None:
+        """Take weights and state from the model."""
+        raise NotImplementedError
+
+    def _count(self, settings: RunSettings) -> None:
+        """What has been done, by the optimizers' own counts: an interrupt may have come just after a step."""
+        raise NotImplementedError
+
+    def _rest(self) -> None:
+        """Let what still runs end. Raises what it raised."""
+
+    def _stop(self) -> None:
+        """End at once what still runs."""
+
+    def _flush(self) -> None:
+        """Apply gradients that wait for a next step."""
+
+    def _forget(self) -> None:
+        """Nothing that was sent ahead is on its way any more."""
+
+    def _outcome(self) -> list[Any]:
+        """Weights and state, as ``_store`` takes them."""
+        raise NotImplementedError
+
+    def _store(self, values: Sequence[Any]) -> None:
+        """Write these into the model."""
+        raise NotImplementedError

@@ -1,0 +1,20 @@
+"""A thread that may be waited for whether it has begun or not."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+STARTS_S = 5.0  # a thread that has not begun this long after its start never will
+
+
+class StoppableThread(threading.Thread):
+    """A thread of a run, which ends when what it waits for is closed."""
+
+    def ended(self) -> None:
+        """Wait until the thread has ended, if it was started: an interrupt may have come before that."""
+        until_s = time.monotonic() + STARTS_S
+        while self.ident is None and self in threading.enumerate() and time.monotonic() < until_s:
+            time.sleep(1e-3)
+        if self.ident is not None:
+            self.join()
