@@ -22,7 +22,7 @@ from pipetrain.simulation.schedule_trials import MOST, ROUNDS, try_schedules
 from pipetrain.simulation.simulator import simulate
 
 STALENESS = ("none", "predicted")  # what the user allows of the weights that gradients are made with
-TARGET_MICROBATCHES = (1, 2, 4, 8)  # of spectrain with horizon="target", at least a quarter of the stages
+TARGET_MICROBATCHES = (1, 2, 4, 8, 16)  # of spectrain with horizon="target": at least a quarter of the stages
 MOST_BLOCKS = 96  # of a chain while ways are compared; at least four for each device
 MINIBATCHES = 3  # to simulate: each is like the one before, once all devices have begun
 
@@ -127,7 +127,8 @@ class Chooser:
                 cut = self._partition(training, self._devices, replicate=True)
             except NoPlan:
                 continue
-            if len(cut.stages) > 1 and max(cut.replicas) > 1:
+            enough = scheme != "spectrain" or 4 * count >= len(cut.stages)
+            if len(cut.stages) > 1 and max(cut.replicas) > 1 and enough:
                 arguments = {"scheme": scheme, **options, "replicas": cut.replicas, "microbatches": count}
                 yield self._way("hybrid", cut, self._step_s(cut), **arguments)
 
@@ -136,8 +137,8 @@ class Chooser:
         depth = self._depth()
         if depth == 1:
             return
-        counts = [m for m in TARGET_MICROBATCHES if 4 * m >= depth and m <= self._profile.batch_size]
-        for count in counts:
+        counts = [count for count in TARGET_MICROBATCHES if count <= self._profile.batch_size]
+        for count in (count for count in counts if 4 * count >= depth):
             training = self._trained("spectrain", count, horizon="target")
             try:
                 cut = self._partition(training, depth)
