@@ -10,6 +10,7 @@ examples:
   python experiments/run.py --scheme spectrain --model vgg16 --data-dir ~/tensorflow_datasets
   python experiments/run.py --scheme spectrain --model transformer --depth 2 --width 64
   python experiments/run.py --scheme spectrain --model gpt2 --depth 4 --width 128 --optimizer adam
+  python experiments/run.py --scheme auto --stages 2
   python experiments/run.py --scheme 1f1b --stages 2 --local-workers 2
   python experiments/run.py --scheme coded-reduce --children 3 --stragglers 1 --local-workers 3
   python experiments/run.py --scheme spectrain --cluster hosts.json --wait 300
@@ -126,7 +127,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     description, _, epilog = __doc__.partition("\n\n")[2].partition("examples:")
     about = {name: scheme.about for name, scheme in (table.PIPELINES | table.TRANSFERRING | table.TREES).items()}
     about[table.DATA_PARALLEL] = "synchronous, a copy of the model on every device (MirroredStrategy)"
-    names = table.EVERY_NAME
+    about[table.AUTO] = "whichever way is predicted to be the fastest on as many devices as --stages says"
+    names = *table.EVERY_NAME, table.AUTO
     longest = max(map(len, names))
     schemes_about = "\n".join(f"  {name:<{longest}} {about[name]}" for name in names)
     parser = argparse.ArgumentParser(

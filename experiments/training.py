@@ -23,7 +23,7 @@ from experiments.records import CHECKPOINTS, Settings, Summary
 from pipetrain.callbacks import PipelineCheckpoint, Snapshots
 from pipetrain.frontend.checks.devices import check_local
 from pipetrain.frontend.device_choice import available
-from pipetrain.schemes.table import DATA_PARALLEL, UNCUT, check_microbatches
+from pipetrain.schemes.table import AUTO, DATA_PARALLEL, UNCUT, check_microbatches
 
 EVALUATION_ROWS = 500  # per batch; evaluation is no part of what is timed
 TIMED_STEPS = (50, 250)  # samples per second are measured between these, or over the second half of a shorter run
@@ -96,7 +96,7 @@ def pipelined(model: keras.Model, settings: Settings) -> pipetrain.PipelineModel
     """The model as a pipeline, compiled. Raises ValueError for what cannot be trained."""
     pm = pipetrain.PipelineModel(
         model,
-        None if settings.tree else settings.stages,
+        None if settings.tree or settings.scheme == AUTO else settings.stages,
         settings.scheme,
         microbatches=settings.microbatches,
         horizon=settings.horizon,
@@ -157,7 +157,9 @@ def train(settings: Settings, data: Dataset, output: Path, verbose: bool, keep: 
     summary = _summary(settings, recorder, diverged_at)
     _write(output / "summary.json", asdict(summary))
     shutil.rmtree(output / CHECKPOINTS, ignore_errors=True)  # the run is over, and its model saved
-    if keep and settings.scheme not in UNCUT:  # which nothing had to cut
+    if pm.choice is not None:
+        print(f"\n{pm.choice}")
+    if keep and pm.scheme not in UNCUT:  # which nothing had to cut
         write_partition(pm, settings.batch_size, output)
     return summary
 
