@@ -7,7 +7,7 @@ pipeline waits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from benchmarks import networks
@@ -15,6 +15,7 @@ from benchmarks.networks import Network
 from benchmarks.simulation import MICROBATCHES, SIDE, SIDE_STEPS, beside, pipeline
 from experiments.variants import variant
 from pipetrain.plan.memory import Training
+from pipetrain.simulation.schedule_trials import is_synchronous
 
 if TYPE_CHECKING:
     import keras
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from pipetrain.plan.partition import Partition
     from pipetrain.plan.profile import Profile
 
-SIMULATED = ("gpipe", "1f1b")
 MINIBATCHES = 40  # simulated
 
 
@@ -45,6 +45,35 @@ def profiled(model: keras.Model, network: Network, scheme: str) -> Profile:
     return pipetrain.profile(model, network.batch_size, verbose=False, microbatches=microbatches(scheme) or 1)
 
 
+def profiles(model: keras.Model, network: Network, counts: Iterable[int]) -> dict[int, Profile]:
+    """A profile for each of these numbers of microbatches."""
+    import pipetrain
+
+    return {
+        count: pipetrain.profile(model, network.batch_size, verbose=False, microbatches=count)
+        for count in sorted({*counts})
+    }
+
+
+def advised(
+    known: Mapping[int, Profile], names: Sequence[str], devices: Sequence[str]
+) -> tuple[dict[str, float], str | None]:
+    """Samples/s of synchronous schedules as ``explain()`` predicts them, and the one that it recommends.
+
+    From a profile of whole minibatches and one of ``MICROBATCHES`` it estimates what other numbers take.
+    """
+    from pipetrain.frontend.device_choice import described
+    from pipetrain.simulation.schedule_trials import try_schedules
+
+    rates, recommended = {}, None
+    for name in names:
+        if is_synchronous(training(name).chosen):
+            advice = try_schedules(known[1], len(devices), described(devices), training(name), known[MICROBATCHES])
+            if advice is not None and advice.as_set is not None:
+                rates[name], recommended = advice.as_set.samples_per_second, str(advice.recommended)
+    return rates, recommended
+
+
 class Expected:
     """What is expected of schemes whose cuts are given.
 
@@ -62,27 +91,27 @@ class Expected:
         from pipetrain.compute.graph.cuts import cut_points
         from pipetrain.frontend.device_choice import described
 
-        self._model, self._rows, self._partitions = model, network.batch_size, dict(partitions)
+        self._model, self._network, self._partitions = model, network, dict(partitions)
         self._cluster = described(devices)
         self._ends = {name: cut_points(Chain(model).blocks, each.cuts) for name, each in partitions.items()}
-        empty, flushed = networks.build(SIDE), [name for name in SIMULATED if name in partitions]
+        self._pieces = {name: microbatches(name) or 1 for name in partitions if is_synchronous(training(name).chosen)}
+        empty = networks.build(SIDE)
         cut = [empty.layers[0].name]  # nothing is profiled for it
-        self._empty = {name: pipeline(empty, SIDE, SIDE_STEPS, name, cuts=cut) for name in flushed}
+        self._empty = pipeline(empty, SIDE, SIDE_STEPS, "1f1b", cuts=cut) if self._pieces else None
 
-    def rates(self) -> dict[str, float]:
-        """Samples/s of each scheme, by a new profile."""
-        import pipetrain
-
-        whole = pipetrain.profile(self._model, self._rows, verbose=False)
-        pieces = whole
-        if self._empty:
-            pieces = pipetrain.profile(self._model, self._rows, verbose=False, microbatches=MICROBATCHES)
-        return {
-            name: self._simulated(name, pieces)
-            if name in self._empty
-            else self._planned(name, whole).samples_per_second
-            for name in self._partitions
-        }
+    def rates(self, known: Mapping[int, Profile] | None = None) -> dict[str, float]:
+        """Samples/s of each scheme, by these profiles, or by new ones."""
+        counts = {self._pieces.get(name, 1) for name in self._partitions}
+        found = known or profiles(self._model, self._network, counts)
+        overhead_s, caller_s = beside(self._empty) if self._empty else (0.0, 0.0)
+        rates = {}
+        for name in self._partitions:
+            planned = self._planned(name, found[self._pieces.get(name, 1)])
+            if name in self._pieces:
+                rates[name] = self._simulated(name, planned, overhead_s, caller_s)
+            else:
+                rates[name] = planned.samples_per_second
+        return rates
 
     def _planned(self, name: str, profile: Profile) -> Partition:
         """The cut that trains, with the kernels that it has, whatever the new profile would choose."""
@@ -92,18 +121,16 @@ class Expected:
         compiled = [stage.compiled for stage in given.stages]
         return plan(profile, self._ends[name], cluster, training=given.training, compiled=compiled)
 
-    def _simulated(self, name: str, profile: Profile) -> float:
+    def _simulated(self, name: str, planned: Partition, overhead_s: float, caller_s: float) -> float:
         from pipetrain.simulation.simulator import simulate
 
-        overhead_s, caller_s = beside(self._empty[name])
-        planned = self._planned(name, profile)
         trace = simulate(
             planned,
-            name,
+            variant(name).scheme,
             self._cluster,
             MINIBATCHES,
-            microbatches=MICROBATCHES,
+            microbatches=self._pieces[name],
             overhead_s=overhead_s,
             caller_s=caller_s + planned.metric_s,
         )
-        return self._rows / trace.step_s
+        return self._network.batch_size / trace.step_s
