@@ -63,12 +63,13 @@ def advised(
     From a profile of whole minibatches and one of ``MICROBATCHES`` it estimates what other numbers take.
     """
     from pipetrain.frontend.device_choice import described
-    from pipetrain.simulation.schedule_trials import try_schedules
+    from pipetrain.simulation.advice import advise_all
 
     rates, recommended = {}, None
     for name in names:
         if is_synchronous(training(name).chosen):
-            advice = try_schedules(known[1], len(devices), described(devices), training(name), known[MICROBATCHES])
+            whole, pieces = known[1], known[MICROBATCHES]
+            advice = advise_all(whole, len(devices), described(devices), training(name), pieces).schedules
             if advice is not None and advice.as_set is not None:
                 rates[name], recommended = advice.as_set.samples_per_second, str(advice.recommended)
     return rates, recommended

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipetrain.plan.capacity import NoPlan
@@ -18,7 +18,7 @@ from pipetrain.plan.schedule_advice import MARGIN, ScheduleAdvice, Trial
 from pipetrain.schemes.schedules import orders
 from pipetrain.schemes.table import CHUNKED, chunked, scheme
 from pipetrain.schemes.unit_times import figures
-from pipetrain.simulation.advice import advise_all
+from pipetrain.simulation.advice import ACTION_S, advise_all
 from pipetrain.simulation.schedule_trials import ROUNDS, pieces_to_measure, try_schedules
 
 UNIT_S = 2.0**-10
@@ -88,6 +88,7 @@ def test_microbatches_that_take_time_are_fewer():
 
 
 @given(st.floats(1.0, 4.0), st.floats(0.2, 4.0), st.integers(2, 16), st.integers(1, 64))
+@settings(deadline=None)
 def test_times_in_between_go_with_the_microbatches(first, last, measured, microbatches):
     whole, pieces = chain(times=first), chain(times=last, microbatches=measured)
     found = divided(whole, pieces, microbatches)
@@ -132,7 +133,9 @@ def test_without_a_limit_the_simplest_within_five_per_cent_is_recommended():
         if trial.samples_per_second * MARGIN >= fastest and (trial.chunks, trial.halves) < (best.chunks, best.halves)
     ]
     plain = of_each(advice)["1f1b", 1]
-    assert f"wait for {best.waiting:.0%} of the time, those of 1f1b with {plain.microbatches} micro" in advice.reason
+    gain = best.samples_per_second / plain.samples_per_second
+    assert f"It is {gain:.2f}x as fast as 1f1b with {plain.microbatches} microbatches; its devices" in advice.reason
+    assert f"wait for {best.waiting:.0%} of the time, the other's for {plain.waiting:.0%}" in advice.reason
     assert f"Recommended of these: scheme={best.scheme!r}, microbatches={best.microbatches}. Its" in str(advice)
 
 
@@ -197,7 +200,7 @@ def test_only_another_schedule_fits():
     tight = replace(FAST, memory_bytes=limit)
     found = advise_all(small, DEVICES, tight, SET.under("gpipe"))
     assert {*found.ways.values()} == {None}
-    assert found.schedules == tried(small, tight, SET.under("gpipe"))
+    assert found.schedules == tried(small, replace(tight, overhead_s=ACTION_S), SET.under("gpipe"))
     fitting = {trial.scheme for trial in found.schedules.trials if trial.fits}
     assert {"v-half", "v-min"} <= fitting
     assert fitting.isdisjoint({"gpipe", "looped-bfs", "zb-h2", "zb-v"})
@@ -211,7 +214,9 @@ def test_where_there_is_nothing_to_choose():
     assert try_schedules(chain(rows=3), 4, FAST, SET) is None  # fewer rows than devices
     weighty = chain(weight_bytes=16)
     assert advise_all(weighty, DEVICES, FAST, Training("spectrain")).schedules is None
-    assert advise_all(weighty, DEVICES, FAST, SET).schedules == tried(weighty)
+    assert advise_all(weighty, DEVICES, FAST, SET).schedules == tried(weighty, replace(FAST, overhead_s=ACTION_S))
+    slow = replace(FAST, overhead_s=1.0)
+    assert advise_all(weighty, DEVICES, slow, SET).schedules == tried(weighty, slow)
 
 
 def test_schedules_of_more_stages_than_there_are_layers_are_left_out():

@@ -62,7 +62,7 @@ class ScheduleAdvice:
 
     @property
     def reason(self) -> str:
-        """Why this one: what the simplest one waits, and which faster one the limit excludes."""
+        """Why this one: what it gains over the simplest one, and which faster one the limit excludes."""
         best, limit = self.recommended, mib(self.limit_bytes or 0)
         if best is None:
             leanest = min(self.trials, key=lambda trial: trial.memory_bytes)
@@ -70,11 +70,13 @@ class ScheduleAdvice:
                 f"The leanest, {leanest}, needs {mib(leanest.memory_bytes)} MiB on a device, of which each has {limit}."
             )
         plain = _simplest([trial for trial in self.trials if trial.fits])
-        why = (
-            "no other that fits is 5% faster"
-            if best == plain
-            else f"its devices wait for {best.waiting:.0%} of the time, those of {plain} for {plain.waiting:.0%}"
-        )
+        why = "no other that fits is 5% faster"
+        if best != plain:
+            gain = best.samples_per_second / plain.samples_per_second
+            why = (
+                f"it is {gain:.2f}x as fast as {plain}; its devices wait for {best.waiting:.0%} of the time, the "
+                f"other's for {plain.waiting:.0%}"
+            )
         faster = [trial for trial in self.trials if trial.samples_per_second >= MARGIN * best.samples_per_second]
         if faster:  # which then do not fit
             first = max(faster, key=lambda trial: trial.samples_per_second)

@@ -17,6 +17,9 @@ from pipetrain.simulation.coded_reduce import simulate_tree
 from pipetrain.simulation.data_parallel.profiled import simulate_order
 from pipetrain.simulation.schedule_trials import is_synchronous, try_schedules
 
+# What an action takes at least beside its computing, for a call and Python's threads: docs/benchmarks/prediction.md.
+ACTION_S = 3e-4
+
 
 def advise_all(
     profile: Profile,
@@ -31,7 +34,8 @@ def advise_all(
     minibatch has rows, and where the whole model does not fit a device's memory. Beside them is ``coded-reduce``, which
     bears a straggler though none is simulated. Where the training's scheme is a
     synchronous pipeline, the other schedules of this kind are there too, see ``try_schedules``: also if one of them
-    alone fits the devices' memory.
+    alone fits the devices' memory. Each of their actions takes ``ACTION_S`` beside its computing, or what the cluster
+    says if that is more.
 
     Raises NoPlan, a ValueError, if nothing fits it.
     """
@@ -39,7 +43,8 @@ def advise_all(
     num_devices = checked_count("num_devices", num_devices, DEVICES, 4)
     schedules = None
     if is_synchronous(training.chosen):
-        schedules = try_schedules(profile, num_devices, cluster, training, of_microbatches)
+        acting = replace(cluster, overhead_s=max(cluster.overhead_s, ACTION_S))
+        schedules = try_schedules(profile, num_devices, acting, training, of_microbatches)
     try:
         pieces = of_microbatches if training.microbatches > 1 else None
         advice = advise(profile, num_devices, cluster, training, pieces)
