@@ -136,7 +136,7 @@ def test_without_a_limit_the_simplest_within_five_per_cent_is_recommended():
     gain = best.samples_per_second / plain.samples_per_second
     assert f"It is {gain:.2f}x as fast as 1f1b with {plain.microbatches} microbatches; its devices" in advice.reason
     assert f"wait for {best.waiting:.0%} of the time, the other's for {plain.waiting:.0%}" in advice.reason
-    assert f"Recommended of these: scheme={best.scheme!r}, microbatches={best.microbatches}. Its" in str(advice)
+    assert f"Recommended of these: scheme={best.scheme!r}, microbatches={best.microbatches}. It is" in str(advice)
 
 
 def trial(name, rate, memory_bytes=100, fits=True, chunks=1, halves=False, microbatches=8):
