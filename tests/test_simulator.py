@@ -267,6 +267,16 @@ def test_products_of_several_second_halves_in_one_call_are_made_once(product_byt
     )
 
 
+def test_a_comparison_counts_devices_of_several_stages_once():
+    compared = compare(chain(8), 2, ["1f1b", "zb-v"], AT_ONCE, minibatches=3, microbatches=8)
+    rows = {line.split()[0]: line for line in str(compared).split("\n")}
+    assert [rows[scheme].split()[1] for scheme in ("1f1b", "zb-v")] == ["2", "2"]
+    trace = compared.traces["zb-v"]
+    for stages in ((0, 3), (1, 2)):
+        share = sum(map(trace.busy_s, stages)) / trace.duration_s
+        assert f"stage {stages[0]} and stage {stages[1]}: {share:.0%}" in rows["zb-v"]
+
+
 def test_many_stages_are_simulated_by_arrays():
     with mock.patch.object(simulator, "VectorizedSimulation", wraps=vectorized.VectorizedSimulation) as used:
         trace = simulate(equal(120), "vanilla", AT_ONCE, 120)

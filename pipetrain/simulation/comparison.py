@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from pipetrain.plan.advice import Advice, advise, everywhere
 from pipetrain.plan.cluster import Cluster
@@ -18,7 +20,7 @@ from pipetrain.schemes.transfers.orders import AUTO
 from pipetrain.simulation.coded_reduce import simulate_tree
 from pipetrain.simulation.data_parallel.profiled import simulate_order
 from pipetrain.simulation.simulator import simulate
-from pipetrain.trace.idle import idle
+from pipetrain.trace.idle import Idle, idle
 from pipetrain.trace.trace import Trace
 
 ORDERED = ("minibatches", "slowdown", "seed")  # options of those whose transfers are ordered
@@ -31,7 +33,8 @@ class Comparison:
 
     ``bubble`` is the share of all devices' time outside any action; ``busiest`` and ``most idle`` are the stages whose
     devices compute for most and least of their time; ``transfer`` is the share of all devices' time in which they wait
-    for what is on its way. Where no cut fits the devices, there is no trace.
+    for what is on its way, which is not told of devices with several stages. Where no cut fits the devices,
+    there is no trace.
     """
 
     batch_size: int
@@ -47,20 +50,33 @@ class Comparison:
             return scheme, *["-"] * (len(HEADER) - 2), "no cut fits"
         trace = self.traces[scheme]
         causes = idle(trace)
-        shares = {place: 1 - each.total_s / trace.duration_s for place, each in causes.items()}
-        names = dict(zip(trace.rows, trace.row_names(), strict=True))
-        busiest, idlest = max(shares, key=lambda place: shares[place]), min(shares, key=lambda place: shares[place])
-        transfer = sum(each.transfer_s for each in causes.values()) / (trace.duration_s * len(causes))
+        shares = _busy_shares(trace, causes)
+        busiest, idlest = max(shares, key=lambda name: shares[name]), min(shares, key=lambda name: shares[name])
+        transfer_s = sum(each.transfer_s for each in causes.values())
+        shared = trace.ranks < len(causes)
         return (
             scheme,
-            str(len(causes)),
+            str(trace.ranks),
             f"{self.batch_size / trace.step_s:.0f}",
             f"{self.single.step_s / trace.step_s:.2f}x" if self.single else "-",
             f"{trace.bubble():.1%}",
-            f"{names[busiest]}: {shares[busiest]:.0%}",
-            f"{names[idlest]}: {shares[idlest]:.0%}",
-            f"{transfer:.1%}",
+            f"{busiest}: {shares[busiest]:.0%}",
+            f"{idlest}: {shares[idlest]:.0%}",
+            "-" if shared else f"{transfer_s / (trace.duration_s * trace.ranks):.1%}",
         )
+
+
+def _busy_shares(trace: Trace, causes: Mapping[tuple[int, int], Idle]) -> dict[str, float]:
+    """The share of its time in which each device computes, by the name of its stage and replica, or of its stages."""
+    shares = {place: 1 - each.total_s / trace.duration_s for place, each in causes.items()}
+    names = dict(zip(trace.rows, trace.row_names(), strict=True))
+    if trace.ranks == len(shares):
+        return {names[place]: share for place, share in shares.items()}
+    spans, on = trace.spans, dict[str, list[tuple[int, int]]]()
+    for place in shares:
+        first = int(np.argmax((spans.stage == place[0]) & (spans.replica == place[1])))
+        on.setdefault(spans.device[first], []).append(place)
+    return {" and ".join(names[place] for place in each): sum(shares[place] for place in each) for each in on.values()}
 
 
 def compare(
