@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import keras
 import networks
@@ -16,6 +17,7 @@ from pipetrain.frontend.auto import AutoStrategy
 from pipetrain.plan.choice import MARGIN, Choice, Way, least_slowest_s
 from pipetrain.plan.cluster import Cluster, Level, Link
 from pipetrain.plan.coarse import even_bounds, merged
+from pipetrain.plan.division import undisturbed
 from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import partition, plan
 from pipetrain.plan.profile import BlockProfile, Profile
@@ -116,6 +118,16 @@ def test_a_long_chain_is_compared_in_few_blocks_and_cut_in_all():
     choice = choose(profile, 4, ETHERNET)
     assert sum(stage.blocks for stage in choice.cut.stages) == 300
     assert merged(profile, even_bounds(profile, 300)) == profile
+
+
+def test_seconds_of_whole_minibatches_that_something_disturbed_do_not_count():
+    steady = chain(8, output_bytes=MIB, weight_bytes=MIB)
+    disturbed = replace(steady, blocks=tuple(block.longer(5.0, 5.0) for block in steady.blocks), spread=0.2)
+    pieces = replace(steady, microbatches=4)
+    assert [b.seconds for b in undisturbed(disturbed, pieces).blocks] == [b.seconds for b in steady.blocks]
+    assert undisturbed(steady, replace(disturbed, microbatches=4)) == steady
+    assert undisturbed(disturbed, None) is disturbed
+    assert "too busy" in str(choose(disturbed, 2, ETHERNET, of_microbatches=pieces))
 
 
 WAYS = {

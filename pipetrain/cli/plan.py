@@ -61,7 +61,6 @@ def run(options: argparse.Namespace) -> None:
     """Print the plan."""
     profile, cluster, training, of_microbatches = given(options)
     if options.scheme == table.AUTO:
-        choice = choose(profile, options.devices, cluster, training, of_microbatches, options.staleness)
-        print(f"{choice}\n{profile.warning}".rstrip())
+        print(choose(profile, options.devices, cluster, training, of_microbatches, options.staleness))
         return
     print(f"{advise_all(profile, options.devices, cluster, training, of_microbatches)}\n{profile.warning}".rstrip())

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from pipetrain.plan.profile import Profile, mib
+from pipetrain.plan.profile import Profile, mib, unsteady
 from pipetrain.plan.stages import Partition
 from pipetrain.plan.text_table import text_table
 
@@ -106,6 +106,8 @@ class Choice:
         lines = [text_table(HEADER, rows), "", f"Taken: {told}. {self.reason}"]
         if self.gap is not None:
             lines.append(f"No cut has a slowest stage that is more than {self.gap:.0%} faster.")
+        if warning := unsteady(self.spread):
+            lines.append(warning)
         return "\n".join(lines)
 
     def _row(self, way: Way, one: Way | None) -> tuple[str, ...]:

@@ -136,9 +136,7 @@ class Profile:
     @property
     def warning(self) -> str:
         """A warning if the seconds are not steady, else an empty string."""
-        if self.spread <= NOISY:
-            return ""
-        return f"The machine was too busy for steady figures (within {self.spread:.0%}): profile again when it is idle."
+        return unsteady(self.spread)
 
     def scaled(self, batch_size: int) -> Profile:
         """An estimate for another batch size: everything but the weights is proportional to the number of rows.
@@ -218,6 +216,13 @@ def _compiled_ms(block: BlockProfile) -> tuple[str, str]:
 def _block(compiled: dict[str, float] | None = None, shared: Any = (), **fields: Any) -> BlockProfile:
     pairs = tuple((int(number), int(size_bytes)) for number, size_bytes in shared)
     return BlockProfile(**fields, compiled=None if compiled is None else Seconds(**compiled), shared=pairs)
+
+
+def unsteady(spread: float) -> str:
+    """A warning of so large a spread, else an empty string."""
+    if spread <= NOISY:
+        return ""
+    return f"The machine was too busy for steady figures (within {spread:.0%}): profile again when it is idle."
 
 
 def mib(size_bytes: int) -> str:

@@ -10,7 +10,7 @@ from pipetrain.plan.capacity import NoPlan
 from pipetrain.plan.choice import Choice, Way, least_slowest_s
 from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.coarse import even_bounds, merged
-from pipetrain.plan.division import divided
+from pipetrain.plan.division import divided, undisturbed
 from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import DEVICES, checked_training, partition, plan
 from pipetrain.plan.profile import Profile
@@ -56,6 +56,7 @@ class Chooser:
         mirrored: bool = True,
     ) -> None:
         self._devices = checked_count("num_devices", num_devices, DEVICES, 4)
+        profile = undisturbed(profile, of_microbatches)
         bounds = even_bounds(profile, max(MOST_BLOCKS, 4 * self._devices))
         self._profile, self._pieces = merged(profile, bounds), of_microbatches and merged(of_microbatches, bounds)
         self._whole = profile, of_microbatches
