@@ -44,6 +44,7 @@ STEPS = 6  # of a turn
 NARROW = 2  # the inputs of the dense network: its minibatches are sent over the same links
 WORDS = 1000  # of made-up sentences, and of the Transformer's vocabulary
 PEER, PEER_PORT = "MultiWorker", 2322
+MEASURED = "measured"  # all that plans are made of: the peer's other processes, which would disturb that, may start
 PACKS = {"its own packs": 0, "1 MiB packs": 2**20}
 
 
@@ -209,6 +210,7 @@ def train(options: argparse.Namespace) -> None:
                 else:
                     ways.append(way)
                     names.append([order])
+        print(MEASURED, flush=True)
         for packs in PACKS if options.peer and options.part == "step" else ():
             peer = Peer(packs, peer_command(options, options.addresses, 0, packs))
             ends.callback(peer.end)
@@ -251,22 +253,33 @@ def table(found: list[Any]) -> str:
 def measured(hosts: Hosts, options: argparse.Namespace, rate_mbit: int) -> list[Any]:
     """What all ways take at this bandwidth, all of whose processes are started for it."""
     hosts.limit(rate_mbit)
-    with ExitStack() as ends:
-        if options.peer and options.part == "step":
-            for task, packs in [(task, packs) for task in range(1, options.hosts) for packs in PACKS]:
-                command = hosts.on(task, *peer_command(options, hosts.addresses, task, packs))
-                other = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=ENVIRONMENT)
-                ends.callback(other.wait)
-                ends.callback(other.kill)
-        alike = ("network", "rows", "rounds", "seconds", "part")
-        given = [f"--{name}={value}" for name in alike for value in [getattr(options, name)]]
-        given += [f"--{name}={value}" for name in ("scheme", "order") for value in getattr(options, name) or ()]
-        given += ["--peer"] if options.peer else []
-        addresses = [f"{address}:{PORT}" for address in hosts.addresses]
-        command = hosts.on(0, sys.executable, __file__, *given, "--addresses", *addresses)
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT, env=ENVIRONMENT)
-    found: list[Any] = json.loads(done.stdout.splitlines()[-1])
+    alike = ("network", "rows", "rounds", "seconds", "part")
+    given = [f"--{name}={value}" for name in alike for value in [getattr(options, name)]]
+    given += [f"--{name}={value}" for name in ("scheme", "order") for value in getattr(options, name) or ()]
+    given += ["--peer"] if options.peer else []
+    addresses = [f"{address}:{PORT}" for address in hosts.addresses]
+    command = hosts.on(0, sys.executable, __file__, *given, "--addresses", *addresses)
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=ENVIRONMENT) as first,
+        ExitStack() as ends,
+    ):
+        ends.callback(first.kill)
+        assert first.stdout is not None
+        for line in first.stdout:
+            if line.strip() == MEASURED and options.peer and options.part == "step":
+                _start_others(hosts, options, ends)
+        assert first.wait() == 0
+    found: list[Any] = json.loads(line)
     return found
+
+
+def _start_others(hosts: Hosts, options: argparse.Namespace, ends: ExitStack) -> None:
+    """Start the peer's processes on all hosts but the first, until the end."""
+    for task, packs in [(task, packs) for task in range(1, options.hosts) for packs in PACKS]:
+        command = hosts.on(task, *peer_command(options, hosts.addresses, task, packs))
+        other = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=ENVIRONMENT)
+        ends.callback(other.wait)
+        ends.callback(other.kill)
 
 
 def main() -> None:
