@@ -92,7 +92,10 @@ def test_tic_and_tac_pull_a_chain_in_its_order(pairs, message):
 
 
 def partitions(count):
-    """The ends of every division of layers into neighbours."""
+    """The ends of every division of layers into neighbours; of none, one without any."""
+    if not count:
+        yield []
+        return
     for cuts in itertools.product([False, True], repeat=count - 1):
         yield [*(n for n, cut in enumerate(cuts, start=1) if cut), count]
 
