@@ -40,10 +40,11 @@ if TYPE_CHECKING:
 
     from pipetrain.schemes.transfers.plan import Plan
 
-STEPS = 4  # of a turn
+STEPS = 6  # of a turn
 NARROW = 2  # the inputs of the dense network: its minibatches are sent over the same links
 WORDS = 1000  # of made-up sentences, and of the Transformer's vocabulary
 PEER, PEER_PORT = "MultiWorker", 2322
+MEASURED = "measured"  # all that plans are made of: the peer's other processes, which would disturb that, may start
 PACKS = {"its own packs": 0, "1 MiB packs": 2**20}
 
 
@@ -69,7 +70,16 @@ def transformer() -> keras.Model:
     return models.build("transformer", (20,), 10, depth=3, width=128, vocabulary=WORDS)
 
 
-NETWORKS = {"dense": (dense, 8192), "vgg": (vgg, 64), "transformer": (transformer, 256)}  # with the rows of a worker
+def wide() -> keras.Model:
+    """8 layers of 1024 units."""
+    import keras
+
+    layers = [keras.layers.Dense(1024, activation="relu") for _ in range(8)]
+    return keras.Sequential([keras.Input((NARROW,)), *layers, keras.layers.Dense(10)])
+
+
+# With the rows of a worker.
+NETWORKS = {"dense": (dense, 8192), "wide": (wide, 128), "vgg": (vgg, 256), "transformer": (transformer, 128)}
 
 
 def made(network: str, rows: int, minibatches: int) -> tuple[keras.Model, np.ndarray]:
@@ -180,6 +190,7 @@ def train(options: argparse.Namespace) -> None:
     """On the first host: every scheme and order in turns; prints what they took as JSON."""
     import tensorflow as tf
 
+    start_s = time.perf_counter()
     tf.config.threading.set_inter_op_parallelism_threads(3)  # workers have as many
     import pipetrain
 
@@ -190,10 +201,7 @@ def train(options: argparse.Namespace) -> None:
         ways: list[Any] = []
         names: list[list[str]] = []  # of the orders that give a way's plan
         for scheme in options.scheme or TRANSFERRING:
-            for order in (*orders(scheme == "parameter-server"), AUTO):
-                if options.order and order not in options.order:
-                    continue
-                print(f"XX {time.perf_counter():.1f} {scheme} {order}", file=sys.stderr, flush=True)
+            for order in tried(scheme, options.order):
                 way = Way(options.network, scheme, order, devices, options.rows)
                 way.turn(counts=False)
                 same = [n for n, other in enumerate(ways) if _is_same(way, other)]
@@ -202,24 +210,29 @@ def train(options: argparse.Namespace) -> None:
                 else:
                     ways.append(way)
                     names.append([order])
+        print(MEASURED, flush=True)
         for packs in PACKS if options.peer and options.part == "step" else ():
             peer = Peer(packs, peer_command(options, options.addresses, 0, packs))
             ends.callback(peer.end)
             ways.append(peer)
             names.append([packs])
-        print(f"XX {time.perf_counter():.1f} peers done", file=sys.stderr, flush=True)
-        start_s, rounds = time.perf_counter(), 0
-        while rounds < options.rounds and time.perf_counter() - start_s < options.seconds:
+        rounds = 0
+        while rounds < options.rounds and (not rounds or time.perf_counter() - start_s < options.seconds):
             for way in ways:
                 way.turn(counts=True)
             rounds += 1
-            print(f"XX {time.perf_counter():.1f} round", file=sys.stderr, flush=True)
         found = [
             (way.scheme, ", ".join(each), statistics.median(way.ms), way.predicted_ms(options.part))
             for way, each in zip(ways, names, strict=True)
         ]
-        print(f"XX {time.perf_counter():.1f} predicted", file=sys.stderr, flush=True)
         print(json.dumps([rounds, found]), flush=True)
+
+
+def tried(scheme: str, given: Sequence[str] | None) -> list[str]:
+    """Of the orders that were given, or of all, those that the scheme has; TicTac's are orders of what is pulled."""
+    serves = scheme == "parameter-server"
+    own = [order for order in orders(serves) if serves or order not in ("tic", "tac")]
+    return [order for order in (*own, AUTO) if not given or order in given]
 
 
 def _is_same(way: Way, other: Way) -> bool:
@@ -240,22 +253,33 @@ def table(found: list[Any]) -> str:
 def measured(hosts: Hosts, options: argparse.Namespace, rate_mbit: int) -> list[Any]:
     """What all ways take at this bandwidth, all of whose processes are started for it."""
     hosts.limit(rate_mbit)
-    with ExitStack() as ends:
-        if options.peer and options.part == "step":
-            for task, packs in [(task, packs) for task in range(1, options.hosts) for packs in PACKS]:
-                command = hosts.on(task, *peer_command(options, hosts.addresses, task, packs))
-                other = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=ENVIRONMENT)
-                ends.callback(other.wait)
-                ends.callback(other.kill)
-        alike = ("network", "rows", "rounds", "seconds", "part")
-        given = [f"--{name}={value}" for name in alike for value in [getattr(options, name)]]
-        given += [f"--{name}={value}" for name in ("scheme", "order") for value in getattr(options, name) or ()]
-        given += ["--peer"] if options.peer else []
-        addresses = [f"{address}:{PORT}" for address in hosts.addresses]
-        command = hosts.on(0, sys.executable, __file__, *given, "--addresses", *addresses)
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT, env=ENVIRONMENT)
-    found: list[Any] = json.loads(done.stdout.splitlines()[-1])
+    alike = ("network", "rows", "rounds", "seconds", "part")
+    given = [f"--{name}={value}" for name in alike for value in [getattr(options, name)]]
+    given += [f"--{name}={value}" for name in ("scheme", "order") for value in getattr(options, name) or ()]
+    given += ["--peer"] if options.peer else []
+    addresses = [f"{address}:{PORT}" for address in hosts.addresses]
+    command = hosts.on(0, sys.executable, __file__, *given, "--addresses", *addresses)
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=ENVIRONMENT) as first,
+        ExitStack() as ends,
+    ):
+        ends.callback(first.kill)
+        assert first.stdout is not None
+        for line in first.stdout:
+            if line.strip() == MEASURED and options.peer and options.part == "step":
+                _start_others(hosts, options, ends)
+        assert first.wait() == 0
+    found: list[Any] = json.loads(line)
     return found
+
+
+def _start_others(hosts: Hosts, options: argparse.Namespace, ends: ExitStack) -> None:
+    """Start the peer's processes on all hosts but the first, until the end."""
+    for task, packs in [(task, packs) for task in range(1, options.hosts) for packs in PACKS]:
+        command = hosts.on(task, *peer_command(options, hosts.addresses, task, packs))
+        other = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=ENVIRONMENT)
+        ends.callback(other.wait)
+        ends.callback(other.kill)
 
 
 def main() -> None:
@@ -266,7 +290,7 @@ def main() -> None:
     parser.add_argument("--rate", type=int, action="append", metavar="MBIT", help="of each port (default: 200)")
     parser.add_argument("--rows", type=int, metavar="N", help="of each worker (default: the network's)")
     parser.add_argument("--rounds", type=int, default=10, metavar="N")
-    parser.add_argument("--seconds", type=float, default=120, metavar="S", help="after which no round begins")
+    parser.add_argument("--seconds", type=float, default=600, metavar="S", help="after which no round begins")
     parser.add_argument("--scheme", choices=TRANSFERRING, action="append", help="(default: both)")
     parser.add_argument("--order", action="append", help="(default: all)")
     parser.add_argument("--part", choices=("step", "forward"), default="step", help="whole steps, or pull and forward")

@@ -17,6 +17,7 @@ from pipetrain.cli.main import main
 from pipetrain.cluster import bandwidth, connection
 from pipetrain.cluster.connection import connect, described_by
 from pipetrain.cluster.hosts import Hosts, is_loopback, task_of_tf_config
+from pipetrain.cluster.message_work import message_work
 from pipetrain.plan.cluster import Cluster, Level, Link
 from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import partition
@@ -247,6 +248,26 @@ with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdou
 """
     done = run(script)
     assert "1.2.3; the controller has 2." in done.stdout, done.stderr
+
+
+def test_messages_within_one_process_take_no_work():
+    assert message_work(["CPU:0", "CPU:1"], Cluster()) == (0.0, 0.0)
+
+
+@pytest.mark.slow
+def test_what_messages_take_of_workers_is_measured():
+    script = """
+import math
+import pipetrain
+from pipetrain.cluster.bandwidth import joined_within_functions
+from pipetrain.cluster.message_work import message_work
+with pipetrain.LocalWorkers(2) as workers:
+    devices = pipetrain.connect(workers.addresses)
+    taken = message_work(devices, joined_within_functions(devices))
+    print([0 <= each < math.inf for each in taken])
+"""
+    done = run(script)
+    assert done.stdout.startswith("[True, True]"), done.stderr
 
 
 def test_a_cluster_with_measured_links():

@@ -10,6 +10,7 @@ import tensorflow as tf
 from transfer_models import branching, convolutional, noisy, stateful, words
 from transfer_plans import late_plan
 
+import models
 import pipetrain
 from pipetrain import callbacks
 from pipetrain.compute.transfers.step import Step
@@ -65,6 +66,22 @@ def test_weights_and_logs_are_those_of_the_whole_minibatch(scheme, workers, name
     assert int(pm.optimizer.iterations) == int(single.optimizer.iterations)
     for key, values in expected.items():
         np.testing.assert_allclose(history[key], values, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("workers", networks.by_default((2, 3), 2))
+def test_gradients_whose_shapes_tensorflow_does_not_know_travel_in_packs(workers):
+    """Those of the Transformer's attention."""
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 50, (24, 6)), rng.integers(0, 3, 24)
+    weights = []
+    for settings in ({}, {"scheme": "all-reduce", "devices": names(workers), "order": "layerwise"}):
+        keras.utils.set_random_seed(0)
+        model = models.build("transformer", (6,), 3, depth=1, width=8, vocabulary=50)
+        model = pipetrain.PipelineModel(model, **settings) if settings else model
+        model.compile(OPTIMIZERS["momentum"](), networks.crossentropy())
+        model.fit(x, y, batch_size=12, shuffle=False, verbose=0)
+        weights.append(model.get_weights())
+    networks.assert_close(*weights)
 
 
 @pytest.mark.parametrize("metrics", [None, ["accuracy"]])

@@ -142,6 +142,28 @@ def test_updates_and_rows_take_their_time():
     assert simulate_plan(set_up(workload, serves=False, caller_s=3.0), plan, 4).step_s == 5
 
 
+def test_messages_keep_the_devices_at_either_end_from_computing():
+    """Two layers of 1 s forward and 4 s backward, messages of 1 s: the second layer's come while the first computes."""
+    workload = Workload.chain([1, 1], [1.0, 1.0], [4.0, 4.0], Message(0.0, 1.0))
+    plan = ORDERS["none"](workload, False)
+    assert simulate_plan(set_up(workload, serves=False), plan, 1).step_s == 10
+    worked = set_up(workload, serves=False, message_work=Message(0.5, 0.25))
+    trace = simulate_plan(worked, plan, 1)
+    assert trace.transfers.start_s.tolist() == [6, 6, 11.5, 11.5]  # two messages of 0.75 s before the last two leave
+    assert computed_s(trace, 0) == computed_s(trace, 1) == 10 + 4 * 0.75  # at updates, too, which take no time here
+    assert trace.duration_s == 11.5 + 1 + 0.75
+
+
+def test_the_next_rows_leave_when_no_worker_waits_for_weights():
+    """Weights of 4 s and rows of 2 s: behind the weights the rows keep nobody waiting."""
+    workload = Workload.chain([4], [1.0], [3.0], Message(0.0, 1.0))
+    plan = ORDERS["layerwise"](workload, True)
+    expected_s = 4 + 1 + 3 + 4
+    assert simulate_plan(set_up(workload), plan, 4).step_s == expected_s
+    assert simulate_plan(set_up(workload, input_bytes=2), plan, 4).step_s == expected_s
+    assert simulate_plan(set_up(workload, input_bytes=9), plan, 4).step_s == 4 + 9
+
+
 def test_fewer_processors_than_workers_take_turns():
     workload = Workload.chain([0] * 3, [1.0] * 3, [1.0] * 3)
     setting = Setting(workload, 3, False, joined(0.0, processors=1))

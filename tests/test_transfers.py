@@ -92,7 +92,7 @@ def test_tic_and_tac_pull_a_chain_in_its_order(pairs, message):
 
 
 def partitions(count):
-    """The ends of every division of layers into neighbours."""
+    """The ends of every division of layers into neighbours; of none, one without any."""
     if not count:
         yield []
         return
@@ -226,3 +226,16 @@ def test_a_plan_that_is_no_partition_is_refused(plan, serves, problem):
 def test_what_is_no_plan_is_refused():
     with pytest.raises(TypeError, match="a name or a Plan"):
         check_plan(3, (4, 8), True)
+
+
+def test_small_packs_do_not_count_in_a_window():
+    def awaited(sizes_bytes, window):
+        return Phase(tuple(Pack((n,), size) for n, size in enumerate(sizes_bytes)), window).awaited
+
+    assert awaited([10] * 4, 0) == [None] * 4
+    assert awaited([10] * 4, 1) == [None, 0, 1, 2]
+    assert awaited([10] * 4, 2) == [None, None, 0, 1]
+    assert awaited([10, 1] * 3, 1) == [None, 0, 1, 2, 3, 4]  # in a window of one all count
+    assert awaited([10, 1] * 3, 2) == [None, None, None, 0, 0, 2]  # kernels and biases
+    assert awaited([1, 1, 10, 10, 10], 2) == [None, None, None, None, 2]
+    assert awaited([], 2) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -95,6 +96,7 @@ class TransferStrategy(PipelineStrategy):
             if message != Message():  # else no order hides anything
                 profile = placement.profile(rows or DEFAULT_ROWS, workers)
                 work = Message(*message_work(self._devices, cluster))
+                message = replace(message, overhead_s=message.overhead_s + 2 * work.overhead_s)  # at either end
         workload = workload_of(placement.chain, variables, profile, message, workers)
         sent = input_bytes(self.model, placement.shapes, (rows or DEFAULT_ROWS) // workers)
         return Setting(

@@ -84,7 +84,7 @@ class Received:
 class Order:
     """Sends a phase's packs one after another, each after the acknowledgements that it waits for.
 
-    A message leaves when the pack ``window`` places before has arrived at all its receivers. They say so by control
+    A message leaves when the pack that it awaits has arrived at all its receivers. They say so by control
     edges to the sender's device: an edge on the sender's side alone would order nothing, as a message that is ready is
     sent when it is asked for.
 
@@ -96,6 +96,7 @@ class Order:
 
     def __init__(self, phase: Phase, kind: What, record: Record | None = None) -> None:
         self._phase, self._kind, self._record = phase, kind, record
+        self._awaited = phase.awaited
         self._arrived: list[list[tf.Operation]] = []
 
     def packs(self) -> Iterator[Pack]:
@@ -108,8 +109,8 @@ class Order:
         """The tensor, a part of the current pack, on another device; there at once if it ``waits`` for no others."""
         if source == sink:
             return tensor
-        place = len(self._arrived) - 1 - self._phase.window
-        awaited = self._arrived[place] if waits and self._phase.window and place >= 0 else []
+        place = self._awaited[len(self._arrived) - 1]
+        awaited = self._arrived[place] if waits and place is not None else []
         there = sent(tensor, source, sink, awaited)
         arrived = there
         if self._record is not None:  # the acknowledgement then waits for the time to be noted

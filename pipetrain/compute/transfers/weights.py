@@ -109,6 +109,12 @@ class Weights(Stage):
         """The specs of the gradients that there are, by the weights' numbers."""
         return {n: each for n, each in enumerate(self._gradients) if each is not None}
 
+    def _shaped(self, number: int, gradient: Any) -> Any:
+        """A weight's gradient, whose shape TensorFlow may not know from the operations that make it."""
+        if gradient is None or isinstance(gradient, tf.IndexedSlices):
+            return gradient
+        return tf.ensure_shape(gradient, self.segment.trainable_variables[number].shape)
+
     @property
     def assigned(self) -> list[int]:
         """The numbers of the state's variables that layers assign to."""
@@ -126,8 +132,6 @@ class Weights(Stage):
         self._function = StageFunction(self.segment, self._loss, self._state, self._kernels, masks, targets, ())
         halves = self._function.halves()
         unpack, residuals = self._kernels.packing.unpack, halves.residuals
-        self._gradients = list(halves.backward.structured_outputs[0])
-        self._groups.missing = [n for n, gradient in enumerate(self._gradients) if gradient is None]
         self.unreached: list[int] = []
 
         def make(weights: Any, state: Any, differentiable: Any, constants: Any, shares: Shares) -> Made:
@@ -135,7 +139,8 @@ class Weights(Stage):
             output, loss, penalty, (after, left) = ran
             starts = _starts(halves.outputs, shares, self._scale_factor)
             fixed = [state[n] for n in halves.fixed]
-            gradients, _ = inlined(halves.backward, weights, unpack(given, residuals), fixed, starts)
+            made, _ = inlined(halves.backward, weights, unpack(given, residuals), fixed, starts)
+            gradients = [self._shaped(n, each) for n, each in enumerate(made)]
             if penalty is not None:
                 penalty = tf.cast(as_mean(penalty, shares.penalty), tf.float32) * shares.penalty
             return Made(output, tf.cast(loss, tf.float32) * shares.loss, penalty, after, left, gradients)
@@ -144,6 +149,8 @@ class Weights(Stage):
         self.made = tf.function(make, autograph=False).get_concrete_function(
             *halves.forward.structured_input_signature[0], shares
         )
+        self._gradients = list(self.made.structured_outputs.gradients)
+        self._groups.missing = [n for n, gradient in enumerate(self._gradients) if gradient is None]
         output, _, penalty, _ = halves.forward.structured_outputs[0]
         self.is_penalized = penalty is not None
         return [mask if mask is None else tf.TensorSpec(mask.shape, mask.dtype) for mask in output.masks]

@@ -29,10 +29,28 @@ class Phase(NamedTuple):
 
     A pack is under way until its receivers have acknowledged it. Gradients that a step waits for need no order: it ends
     when all are there, and acknowledgements take time.
+
+    Packs of less than half the phase's mean do not count in a window above 1: while such a one is all that is under
+    way, a link waits for acknowledgements.
     """
 
     packs: tuple[Pack, ...] = ()
     window: int = WINDOW
+
+    @property
+    def awaited(self) -> list[int | None]:
+        """For each pack the place of the one whose acknowledgement it waits for, if there is one.
+
+        It is the latest one that counts and that has ``window - 1`` others that count between it and the pack.
+        """
+        least = sum(pack.size_bytes for pack in self.packs) / max(1, len(self.packs)) / 2
+        found: list[int | None] = []
+        counted: list[int] = []  # the places of the packs so far that count
+        for place, pack in enumerate(self.packs):
+            found.append(counted[-self.window] if 0 < self.window <= len(counted) else None)
+            if pack.size_bytes >= least or self.window == 1:
+                counted.append(place)
+        return found
 
 
 class Plan(NamedTuple):

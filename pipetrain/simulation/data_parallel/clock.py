@@ -70,7 +70,7 @@ class Device:
         self._clock, self._processors, self._factor = clock, processors, factor
         self._queue = deque[tuple[float, Op, int, Callable[[float], None]]]()
         self._busy = False
-        self._delay_s = 0.0
+        self._delay_s = self._free_s = 0.0  # of what it does; when its processor is free of something else
         self.pieces: list[Piece] = []
 
     def do(self, seconds: float, op: Op, step: int, then: Callable[[float], None]) -> None:
@@ -81,13 +81,16 @@ class Device:
             self._processors.take(self._next)
 
     def disturb(self, seconds: float) -> None:
-        """Its processor is needed for so long for something else: what it does now ends later."""
+        """Its processor is needed for so long for something else: what it does now, or next, ends later."""
         if self._busy:
             self._delay_s += seconds
+        else:
+            self._free_s = max(self._free_s, self._clock.now) + seconds
 
     def _next(self) -> None:
         seconds, op, step, then = self._queue.popleft()
         start_s = self._clock.now
+        self._delay_s += max(0.0, self._free_s - start_s)
         self._clock.at(start_s + seconds * self._factor(), lambda: self._done(start_s, op, step, then))
 
     def _done(self, start_s: float, op: Op, step: int, then: Callable[[float], None]) -> None:

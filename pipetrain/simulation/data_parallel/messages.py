@@ -95,7 +95,7 @@ class Flow:
     """
 
     def __init__(self, ports: Ports, phase: Phase, expected: int, together: bool = False) -> None:
-        self._ports, self._window, self._together = ports, phase.window, together
+        self._ports, self._awaited, self._together = ports, phase.awaited, together
         self._missing = [expected] * len(phase.packs)
         self._acknowledged = [False] * len(phase.packs)
         self._waiting: list[list[Happens]] = [[] for _ in phase.packs]
@@ -105,8 +105,8 @@ class Flow:
 
     def offer(self, place: int, message: Message, arrives: Happens, waits: bool = True) -> None:
         """A message of the pack at this place of the phase is ready; it ``waits`` for those before it."""
-        before = place - self._window
-        if waits and self._window and before >= 0 and not self._acknowledged[before]:
+        before = self._awaited[place]
+        if waits and before is not None and not self._acknowledged[before]:
             self._waiting[before].append(lambda: self._send(place, message, arrives))
         else:
             self._send(place, message, arrives)
