@@ -18,8 +18,8 @@ from pipetrain.plan.schedule_advice import MARGIN, ScheduleAdvice, Trial
 from pipetrain.schemes.schedules import orders
 from pipetrain.schemes.table import CHUNKED, chunked, scheme
 from pipetrain.schemes.unit_times import figures
-from pipetrain.simulation.advice import ACTION_S, advise_all
-from pipetrain.simulation.schedule_trials import ROUNDS, pieces_to_measure, try_schedules
+from pipetrain.simulation.advice import advise_all
+from pipetrain.simulation.schedule_trials import ACTION_S, ROUNDS, pieces_to_measure, try_schedules
 
 UNIT_S = 2.0**-10
 KEPT_BYTES = 2**16  # of one minibatch, for each block

@@ -14,11 +14,8 @@ from pipetrain.schemes.arguments import checked_count
 from pipetrain.schemes.coding.coded_reduce import widest
 from pipetrain.schemes.table import CODED, TRANSFERRING
 from pipetrain.simulation.coded_reduce import simulate_tree
-from pipetrain.simulation.data_parallel.profiled import simulate_order
-from pipetrain.simulation.schedule_trials import is_synchronous, try_schedules
-
-# What an action takes at least beside its computing, for a call and Python's threads: docs/benchmarks/prediction.md.
-ACTION_S = 3e-4
+from pipetrain.simulation.data_parallel.estimate import estimated_step_s
+from pipetrain.simulation.schedule_trials import acting, is_synchronous, try_schedules
 
 
 def advise_all(
@@ -32,10 +29,8 @@ def advise_all(
 
     Each has the order of transfers that is predicted to be the fastest. There are none on one device, on more than the
     minibatch has rows, and where the whole model does not fit a device's memory. Beside them is ``coded-reduce``, which
-    bears a straggler though none is simulated. Where the training's scheme is a
-    synchronous pipeline, the other schedules of this kind are there too, see ``try_schedules``: also if one of them
-    alone fits the devices' memory. Each of their actions takes ``ACTION_S`` beside its computing, or what the cluster
-    says if that is more.
+    bears a straggler though none is simulated. Where the training's scheme is a synchronous pipeline, the other
+    schedules of this kind are there too, see ``try_schedules``: also if one of them alone fits the devices' memory.
 
     Raises NoPlan, a ValueError, if nothing fits it.
     """
@@ -43,8 +38,7 @@ def advise_all(
     num_devices = checked_count("num_devices", num_devices, DEVICES, 4)
     schedules = None
     if is_synchronous(training.chosen):
-        acting = replace(cluster, overhead_s=max(cluster.overhead_s, ACTION_S))
-        schedules = try_schedules(profile, num_devices, acting, training, of_microbatches)
+        schedules = try_schedules(profile, num_devices, acting(cluster), training, of_microbatches)
     try:
         pieces = of_microbatches if training.microbatches > 1 else None
         advice = advise(profile, num_devices, cluster, training, pieces)
@@ -57,7 +51,7 @@ def advise_all(
         return replace(advice, schedules=schedules)
     ordered = {}
     for scheme in TRANSFERRING:
-        step_s = simulate_order(profile, scheme, num_devices, cluster).step_s
+        step_s = estimated_step_s(profile, scheme, num_devices, cluster)
         ordered[scheme] = Ordered(num_devices, profile.batch_size / step_s, whole.fullest_bytes)
     step_s = simulate_tree(profile, *widest(num_devices), cluster).step_s
     ordered[CODED] = Ordered(num_devices, profile.batch_size / step_s, whole.fullest_bytes)

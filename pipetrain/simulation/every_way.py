@@ -18,7 +18,7 @@ from pipetrain.plan.stages import Partition
 from pipetrain.schemes.arguments import checked_count
 from pipetrain.schemes.table import CHUNKED, DATA_PARALLEL, TRANSFERRING, chunked
 from pipetrain.simulation.data_parallel.estimate import estimated_step_s
-from pipetrain.simulation.schedule_trials import MOST, ROUNDS, try_schedules
+from pipetrain.simulation.schedule_trials import MOST, ROUNDS, acting, try_schedules
 from pipetrain.simulation.simulator import simulate
 
 STALENESS = ("none", "predicted")  # what the user allows of the weights that gradients are made with
@@ -60,7 +60,7 @@ class Chooser:
         bounds = even_bounds(profile, max(MOST_BLOCKS, 4 * self._devices))
         self._profile, self._pieces = merged(profile, bounds), of_microbatches and merged(of_microbatches, bounds)
         self._whole = profile, of_microbatches
-        self._cluster, self._training = cluster or Cluster(), checked_training(training)
+        self._cluster, self._training = acting(cluster or Cluster()), checked_training(training)
         self._staleness, self._mirrored = check_staleness(staleness), mirrored
         self._unlimited = replace(self._cluster, memory_bytes=None)
 
