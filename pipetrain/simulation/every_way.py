@@ -14,6 +14,7 @@ from pipetrain.plan.division import divided, undisturbed
 from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import DEVICES, checked_training, partition, plan
 from pipetrain.plan.profile import Profile
+from pipetrain.plan.roofline import UPDATE_PASSES
 from pipetrain.plan.stages import Partition
 from pipetrain.schemes.arguments import checked_count
 from pipetrain.schemes.table import CHUNKED, DATA_PARALLEL, TRANSFERRING, chunked
@@ -23,6 +24,7 @@ from pipetrain.simulation.simulator import simulate
 
 STALENESS = ("none", "predicted")  # what the user allows of the weights that gradients are made with
 TARGET_MICROBATCHES = (1, 2, 4, 8, 16)  # of spectrain with horizon="target": at least a quarter of the stages
+SUM_PASSES = 3  # over the weights' bytes: a sum of two gradients reads both and is written
 MOST_BLOCKS = 96  # of a chain while ways are compared; at least four for each device
 MINIBATCHES = 3  # to simulate: each is like the one before, once all devices have begun
 
@@ -92,12 +94,23 @@ class Chooser:
         yield self._way("single", one, one.step_s, scheme="single")
         if not 1 < self._devices <= self._profile.batch_size:
             return
-        every = plan(self._profile, blocks, self._cluster, [self._devices], training._replace(jit_compile=False))
+        copies = self._copies()
+        every = plan(copies, blocks, self._cluster, [self._devices], training._replace(jit_compile=False))
         if self._mirrored:
             yield self._way("data parallelism", every, every.step_s, scheme=DATA_PARALLEL)
         for scheme in TRANSFERRING:
-            step_s = estimated_step_s(self._profile, scheme, self._devices, self._cluster)
+            step_s = estimated_step_s(copies, scheme, self._devices, self._cluster)
             yield self._way("data parallelism", every, step_s, scheme=scheme)
+
+    def _copies(self) -> Profile:
+        """The profile for devices that each have a part of the rows, and sum gradients.
+
+        A part takes what such a microbatch takes. A sum takes as much of an update's seconds as it makes passes over
+        the weights' bytes.
+        """
+        parts = divided(self._profile, self._pieces, self._devices)
+        blocks = tuple(block.longer(1.0, 1 + SUM_PASSES / UPDATE_PASSES) for block in parts.blocks)
+        return replace(parts, blocks=blocks, microbatches=1)
 
     def _pipelines(self) -> Iterator[Way]:
         """Each synchronous schedule with the microbatches that suit it."""
