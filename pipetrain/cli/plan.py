@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from pipetrain.cli import balance
 from pipetrain.cli.given import add_common, given
 from pipetrain.schemes import table
 from pipetrain.simulation.advice import advise_all
@@ -20,6 +21,7 @@ EXAMPLES = """examples:
   python -m pipetrain plan model.keras --devices 4
   python -m pipetrain plan model.keras --devices 4 --scheme 1f1b --memory 2GiB
   python -m pipetrain plan model.keras --devices 8 --cluster cluster.json --batch-size 256 --memory 16GiB
+  python -m pipetrain plan model.keras --devices 8 --cluster cluster.json --batch-size 256 --balance
 
 a cluster file, for hosts with 4 GPUs each:
   {"memory": "16GiB",
@@ -44,10 +46,14 @@ def add(commands: Any) -> None:
         default="spectrain",
         help="decides on the memory, and whether synchronous schedules are compared (default: spectrain)",
     )
+    balance.add(command)
     command.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
     """Print the plan."""
     profile, cluster, training, of_microbatches = given(options)
+    if options.balance:
+        print(balance.balance(options, profile, cluster))
+        return
     print(f"{advise_all(profile, options.devices, cluster, training, of_microbatches)}\n{profile.warning}".rstrip())
