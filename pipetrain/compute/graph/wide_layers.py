@@ -15,10 +15,32 @@ from pipetrain.plan.layer_shape import LayerShape
 
 CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
 # Which are computed of each output alone.
-ELEMENTWISE = (
-    "celu elu exponential gelu hard_shrink hard_sigmoid hard_silu hard_tanh leaky_relu linear log_sigmoid mish relu "
-    "relu6 selu sigmoid silu soft_shrink softplus softsign squareplus tanh tanh_shrink threshold"
-).split()
+ELEMENTWISE = [
+    "celu",
+    "elu",
+    "exponential",
+    "gelu",
+    "hard_shrink",
+    "hard_sigmoid",
+    "hard_silu",
+    "hard_tanh",
+    "leaky_relu",
+    "linear",
+    "log_sigmoid",
+    "mish",
+    "relu",
+    "relu6",
+    "selu",
+    "sigmoid",
+    "silu",
+    "soft_shrink",
+    "softplus",
+    "softsign",
+    "squareplus",
+    "tanh",
+    "tanh_shrink",
+    "threshold",
+]
 REGULARIZERS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)  # sums over elements
 INITIALIZERS = ("kernel_initializer", "bias_initializer")
 
