@@ -47,7 +47,7 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
             device: of those given, as many as these.
         scheme: ``single``, ``data-parallel``, ``vanilla``, ``weight-stashing``, ``vertical-sync``, ``spectrain``,
             ``spike-compensation``, ``2bw``, ``gpipe``, ``1f1b``, ``interleaved``, ``looped-bfs``, ``zb-h1``, ``zb-h2``,
-            ``zb-v``, ``v-half``, ``v-min``, ``all-reduce`` or ``parameter-server``; the name of a file in ``.csv`` that
+            ``zb-v``, ``v-half``, ``v-min``, ``all-reduce``, ``parameter-server`` or ``grid``; the name of a file in ``.csv`` that
             has a synchronous schedule, see ``pipetrain.schemes.text_form``; or your own ``pipetrain.schemes.Scheme``.
         cuts: instead of ``stages``, the name of the last layer of every stage but the final one, for schemes with
             several stages.
@@ -86,6 +86,8 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
             ``layerwise``, a message for each layer; ``tic`` or ``tac`` (TicTac, arXiv 1803.03288), ``ibatch`` (AAAI
             2019), for ``all-reduce`` ``caramel`` (arXiv 2004.14020); or a ``pipetrain.schemes.transfers.plan.Plan``.
             The weights are the same in every order, bitwise. By default ``auto``.
+        grid: of ``scheme="grid"``: over how many devices the outputs of wide layers are divided, and over how many the
+            rows of a minibatch, such as ``(2, 2)``; or a ``pipetrain.schemes.grid.Grid``, which names the layers.
         name: the model's name.
 
     Raises:
@@ -109,6 +111,7 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
         rescale_steps: int | None = None,
         stretch_momentum: bool | str = "auto",
         order: str | Plan | None = None,
+        grid: str | Sequence[Any] | None = None,
         name: str | None = None,
     ) -> None:
         scheme = chosen(scheme, chunks)
@@ -127,6 +130,7 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
             spike_compensation,
             rescale_steps,
             stretch_momentum,
+            grid,
         )
         check(options)
         check_copies(stages, devices, check_name(scheme))

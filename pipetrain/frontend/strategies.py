@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import keras
 
+from pipetrain.frontend.checks.grid import check_devices
 from pipetrain.frontend.checks.model import check_model, check_precision
 from pipetrain.frontend.checks.options import (
     check_cuts,
@@ -19,14 +20,16 @@ from pipetrain.frontend.checks.options import (
 )
 from pipetrain.frontend.data_parallel import DataParallelStrategy
 from pipetrain.frontend.device_choice import resolve
+from pipetrain.frontend.grid_strategy import GridStrategy
 from pipetrain.frontend.pipeline_strategy import PipelineStrategy
 from pipetrain.frontend.placement import Placement
 from pipetrain.frontend.strategy import Strategy
 from pipetrain.frontend.transfer_strategy import TransferStrategy
 from pipetrain.plan.memory import Training
 from pipetrain.plan.stages import Partition
+from pipetrain.schemes.grid import check_grid
 from pipetrain.schemes.scheme import Scheme
-from pipetrain.schemes.table import DATA_PARALLEL, TRANSFERRING, check_name, check_options
+from pipetrain.schemes.table import DATA_PARALLEL, GRID, GRIDS, TRANSFERRING, check_name, check_options
 from pipetrain.schemes.table import scheme as chosen_scheme
 from pipetrain.schemes.transfers.orders import check_order
 
@@ -46,6 +49,7 @@ class Options(NamedTuple):
     spike_compensation: bool
     rescale_steps: int | None
     stretch_momentum: bool | str
+    grid: Any = None
 
     def of_policy(self) -> dict[str, Any]:
         """Those of the scheme's policy, for a checkpoint."""
@@ -62,6 +66,7 @@ def check(options: Options) -> None:
     check_recompute(options.recompute, name)
     check_cuts(options.cuts, name)
     check_order(options.order, name)
+    check_grid(options.grid, name)
 
 
 def strategy_of(model: keras.Model, options: Options) -> Strategy:
@@ -108,8 +113,18 @@ def _transferring(model: keras.Model, options: Options) -> Strategy:
     return TransferStrategy(model, placement, scheme, options.order)
 
 
+def _grid(model: keras.Model, options: Options) -> Strategy:
+    grid, on = check_grid(options.grid, GRID), resolve(options.devices)
+    check_model(model)
+    check_devices(grid, on, options.stages)
+    on = on[: grid.devices]
+    placement = Placement(model, 1, None, on, (len(on),), training=lambda stages: Training("single"))
+    return GridStrategy(model, placement, GRIDS[GRID], grid)
+
+
 # Strategies of the schemes that are no pipelines.
 OTHERS: dict[str, Callable[[keras.Model, Options], Strategy]] = {
     DATA_PARALLEL: _data_parallel,
     **dict.fromkeys(TRANSFERRING, _transferring),
+    GRID: _grid,
 }

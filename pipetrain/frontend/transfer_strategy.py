@@ -10,6 +10,7 @@ import keras
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.optimizer.clipping import limit
 from pipetrain.compute.optimizer.loss_scaling import stepping
+from pipetrain.compute.transfers.step import Step
 from pipetrain.compute.transfers.weights import Part, Weights
 from pipetrain.compute.transfers.worker import Worker
 from pipetrain.frontend.checks.optimizer import check_loss_scaling
@@ -19,7 +20,9 @@ from pipetrain.frontend.pipeline_strategy import PipelineStrategy
 from pipetrain.frontend.placement import Placement
 from pipetrain.frontend.transfer_planning import embeddings, input_bytes, is_measured, planned, workload_of
 from pipetrain.plan.cluster import Cluster
+from pipetrain.run.pipeline import HOST
 from pipetrain.run.step_runner import StepRunner
+from pipetrain.run.worker_rows import WorkerRows
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.transfers.orders import AUTO
 from pipetrain.schemes.transfers.plan import Plan
@@ -69,8 +72,15 @@ class TransferStrategy(PipelineStrategy):
     def _runner(self) -> Any:
         count = len(self._devices)
         workers = [Worker(self._segment, device, n, count) for n, device in enumerate(self._devices)]
+        rate = self._compilation.learning_rate
         return StepRunner(
-            self._weights, workers, self.plan, self._serves, self._run_settings, self._compilation.learning_rate
+            self._weights,
+            workers,
+            self.plan,
+            lambda: Step(self._weights, workers, self.plan, self._serves, HOST),
+            WorkerRows(self._devices),
+            self._run_settings,
+            rate,
         )
 
     def _setting(self, rows: int | None, is_measured: bool = True) -> Setting:

@@ -14,11 +14,11 @@ from pipetrain.compute.functions.stage_values import BoundaryTensors
 from pipetrain.compute.keras_private import count_of
 from pipetrain.compute.optimizer.loss_scaling import LossScale
 from pipetrain.compute.transfers.record import Sent
-from pipetrain.compute.transfers.step import Rows, Step
-from pipetrain.compute.transfers.weights import Shares, Weights
+from pipetrain.compute.transfers.step import Rows
+from pipetrain.compute.transfers.weights import Shares
 from pipetrain.compute.transfers.worker import Worker
 from pipetrain.run.collector import Result, Snapshot
-from pipetrain.run.pipeline import HOST, KEPT_SPANS, Activity
+from pipetrain.run.pipeline import KEPT_SPANS, Activity
 from pipetrain.run.run_settings import RunSettings
 from pipetrain.run.transfers import here
 from pipetrain.run.worker_rows import WorkerRows
@@ -26,7 +26,8 @@ from pipetrain.schemes.transfers.plan import Plan
 from pipetrain.trace.trace import Span, Trace, Transfer, What
 
 # Weights on their way to a worker, gradients on their way to their sums, and those that the next step's forward hides.
-WHAT: dict[str, What] = {"pull": "W", "push": "R", "late": "R"}
+# Of a grid, activations on their way to the devices of a model group, and their gradients on the way back.
+WHAT: dict[str, What] = {"pull": "W", "push": "R", "late": "R", "gather": "F", "scatter": "B"}
 
 
 class StepRunner:
@@ -38,7 +39,8 @@ class StepRunner:
         weights: of every worker, or only those of the servers.
         workers: that compute.
         plan: of the transfers.
-        serves: whether the weights are on servers.
+        steps: makes the function of a step, once the weights have been traced and taken from the model.
+        rows: divides minibatches among the workers.
         settings: called whenever the weights are taken from the model.
         rate: gives the learning rate of a step that begins, None where the optimizers know it.
 
@@ -51,21 +53,21 @@ class StepRunner:
 
     def __init__(
         self,
-        weights: Sequence[Weights],
+        weights: Sequence[Any],
         workers: Sequence[Worker],
         plan: Plan,
-        serves: bool,
+        steps: Callable[[], Any],
+        rows: WorkerRows,
         settings: Callable[[], RunSettings],
         rate: Callable[[], float | None],
     ) -> None:
         self._weights, self._workers, self._settings, self._rate = list(weights), list(workers), settings, rate
-        self._rows = WorkerRows([worker.device for worker in workers])
-        self.sends_ahead = self._rows.sends_ahead
+        self._rows, self.sends_ahead = rows, rows.sends_ahead
         self._shares: dict[
             tuple[str, float], Shares
         ] = {}  # on the devices, since the weights were taken from the model
-        self.plan, self._serves = plan, serves
-        self._step: Step | None = None
+        self.plan, self._steps = plan, steps
+        self._step: Any = None
         self._run: RunSettings | None = None  # of the steps since the weights were taken from the model
         self._steps_done = 0  # of these
         self._late_rate: float | None = None  # of the step whose late gradients wait
@@ -101,7 +103,7 @@ class StepRunner:
         """Make the minibatch's step."""
         settings = self._run or self._start()
         if self._step is None:
-            self._step = Step(self._weights, self._workers, self.plan, self._serves, HOST)
+            self._step = self._steps()
         rate = self._rate()  # that of the minibatch is as old as its reading
         masks: list[Any] = [None] * len(x)
         rows = [

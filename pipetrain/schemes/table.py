@@ -75,13 +75,19 @@ TRANSFERRING: dict[str, Scheme] = {
         ("parameter-server", "data parallelism, weights on a server"),
     )
 }
+GRID = "grid"  # likewise, with the outputs of wide layers divided too
+GRIDS = {
+    GRID: Scheme(
+        GRID, ONE_FORWARD_ONE_BACKWARD, policies.Flush(), "wide layers divided by outputs, minibatches by rows"
+    )
+}
 DATA_PARALLEL = "data-parallel"
 NAMES = ("single", DATA_PARALLEL, *(name for name in SCHEMES if name != "single"))
 HORIZONS = ("round-trip", "local", "fitted", "target")  # of spectrain; the first is the paper's
 RECOMMENDED = 1.5  # the horizon of 2bw, where one is wanted
-COPIED = (DATA_PARALLEL, *TRANSFERRING)  # of which every device has the whole model
+COPIED = (DATA_PARALLEL, *TRANSFERRING, GRID)  # of which every device has all layers
 UNCUT = ("single", *COPIED)
-EVERY_NAME = (*NAMES, *SCHEDULED, *TRANSFERRING)
+EVERY_NAME = (*NAMES, *SCHEDULED, *TRANSFERRING, GRID)
 PIPELINES = {**SCHEMES, **SCHEDULED}
 
 

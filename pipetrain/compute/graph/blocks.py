@@ -81,12 +81,28 @@ class Chain:
 
         Raises ValueError for numbers that cross out in a type of which TensorFlow makes no gradients.
         """
+        return self._between(first, end, self.crossing(first), self.crossing(end))
+
+    def apart(self, first: int, end: int) -> Segment:
+        """Like ``segment``, without the values that only pass these blocks; the model's outputs are among the last's.
+
+        Values that come in are in the order of their numbers.
+        """
+        calls = list(self._calls(first, end))
+        made = {value for call in calls for value in call.writes}
+        reads = {value for call in calls for value in call.reads} - made
+        if end == len(self.blocks):
+            return self._between(first, end, sorted(reads | set(self._outputs) - made), self._outputs)
+        return self._between(first, end, sorted(reads), [value for value in self.crossing(end) if value in made])
+
+    def _between(self, first: int, end: int, reads: list[int], writes: list[int]) -> Segment:
+        """Blocks ``first`` to ``end - 1`` from these values to those."""
         if end < len(self.blocks):
-            check_crossing_types(self.specs(end), self.blocks[end - 1].name)
+            check_crossing_types([self._symbols[value] for value in writes], self.blocks[end - 1].name)
         calls = list(self._calls(first, end))
         earlier = list(self._calls(0, first))
         before = Counter(id(each) for call in earlier for each in _variables(call))
-        return self._segment(calls, self.crossing(first), self.crossing(end), self._trained(), before, earlier)
+        return self._segment(calls, reads, writes, self._trained(), before, earlier)
 
     def alone(self) -> Iterator[Segment]:
         """Every block as a layer of its own, without the values that only pass it."""

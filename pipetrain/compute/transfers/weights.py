@@ -133,7 +133,7 @@ class Weights(Stage):
         def make(weights: Any, state: Any, differentiable: Any, constants: Any, shares: Shares) -> Made:
             ran, given = inlined(halves.forward, weights, state, differentiable, constants)
             output, loss, penalty, (after, left) = ran
-            starts = _starts(halves.outputs, shares, self._scale_factor)
+            starts = starts_of(halves.outputs, shares, self._scale_factor)
             fixed = [state[n] for n in halves.fixed]
             gradients, _ = inlined(halves.backward, weights, unpack(given, residuals), fixed, starts)
             if penalty is not None:
@@ -176,10 +176,15 @@ class Weights(Stage):
         return tf.constant(self._scale_factor, SCALE.dtype) if self._step.scale is not None else None
 
 
-def _starts(outputs: Sequence[tf.TensorSpec], shares: Shares, scale: float) -> list[tf.Tensor]:
+def starts_of(outputs: Sequence[tf.TensorSpec], shares: Shares, scale: float) -> list[tf.Tensor]:
     """The gradients with which the backward starts: of the loss, and of the layers' own losses if there are any."""
     loss, *penalties = outputs
-    starts = [tf.cast(shares.loss * scale, loss.dtype)]
+    return [tf.cast(shares.loss * scale, loss.dtype), *penalty_starts(penalties, shares, scale)]
+
+
+def penalty_starts(penalties: Sequence[tf.TensorSpec], shares: Shares, scale: float) -> list[tf.Tensor]:
+    """Those of the layers' own losses."""
+    starts = []
     for spec in penalties:
         share = tf.cast(shares.penalty * scale, spec.dtype)
         starts.append(share if spec.shape.rank == 0 else tf.stack([share, tf.constant(scale, spec.dtype)]))
