@@ -43,12 +43,13 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
             shared layers included. A subclassed model called inside one is a block that is not cut.
         stages: how many stages (the model is then profiled and cut at the first ``fit``, for inputs like those of its
             first minibatch), or a ``Partition``. By default one per device. ``single`` always uses one;
-            ``data-parallel``, ``all-reduce`` and ``parameter-server`` have as many copies of the model, each on a
-            device: of those given, as many as these.
+            ``data-parallel``, ``all-reduce``, ``parameter-server`` and ``grid`` have as many devices, each with all
+            layers: of those given, as many as these.
         scheme: ``single``, ``data-parallel``, ``vanilla``, ``weight-stashing``, ``vertical-sync``, ``spectrain``,
             ``spike-compensation``, ``2bw``, ``gpipe``, ``1f1b``, ``interleaved``, ``looped-bfs``, ``zb-h1``, ``zb-h2``,
-            ``zb-v``, ``v-half``, ``v-min``, ``all-reduce``, ``parameter-server`` or ``grid``; the name of a file in ``.csv`` that
-            has a synchronous schedule, see ``pipetrain.schemes.text_form``; or your own ``pipetrain.schemes.Scheme``.
+            ``zb-v``, ``v-half``, ``v-min``, ``all-reduce``, ``parameter-server`` or ``grid``; the name of a file in
+            ``.csv`` that has a synchronous schedule, see ``pipetrain.schemes.text_form``; or your own
+            ``pipetrain.schemes.Scheme``.
         cuts: instead of ``stages``, the name of the last layer of every stage but the final one, for schemes with
             several stages.
         devices: TensorFlow devices, such as ``("CPU:0", "CPU:1")``; by default those of the workers that the program
@@ -87,7 +88,9 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
             2019), for ``all-reduce`` ``caramel`` (arXiv 2004.14020); or a ``pipetrain.schemes.transfers.plan.Plan``.
             The weights are the same in every order, bitwise. By default ``auto``.
         grid: of ``scheme="grid"``: over how many devices the outputs of wide layers are divided, and over how many the
-            rows of a minibatch, such as ``(2, 2)``; or a ``pipetrain.schemes.grid.Grid``, which names the layers.
+            rows of a minibatch, such as ``(2, 2)``; a ``pipetrain.schemes.grid.Grid``, which names the layers; or
+            ``auto``, the default: the grid and the layers that send the least, by the measured links. Source: Gholami
+            et al. 2018 (arXiv 1712.04432).
         name: the model's name.
 
     Raises:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import keras
 
-from pipetrain.frontend.checks.grid import check_devices
+from pipetrain.frontend.checks.grid import checked_devices
 from pipetrain.frontend.checks.model import check_model, check_precision
 from pipetrain.frontend.checks.options import (
     check_cuts,
@@ -116,8 +116,7 @@ def _transferring(model: keras.Model, options: Options) -> Strategy:
 def _grid(model: keras.Model, options: Options) -> Strategy:
     grid, on = check_grid(options.grid, GRID), resolve(options.devices)
     check_model(model)
-    check_devices(grid, on, options.stages)
-    on = on[: grid.devices]
+    on = checked_devices(grid, on, options.stages)
     placement = Placement(model, 1, None, on, (len(on),), training=lambda stages: Training("single"))
     return GridStrategy(model, placement, GRIDS[GRID], grid)
 

@@ -100,17 +100,16 @@ class GridStep:
 
     def _assign(self, runs: Sequence[GroupRun]) -> None:
         """What layers assign: to state on the same device, to weights on all, by the first where nothing was run."""
-        left = {}
+        left: dict[int, dict[int, Any]] = {}
         for run in runs:
             for n, state in run.state.items():
                 worker = self.workers[n]
                 numbers = [k for k, variable in enumerate(worker.state) if id(variable) in run.assigned]
                 worker.assign(numbers, [state[id(worker.state[k])] for k in numbers])
             left |= run.left
-        first = next(iter(left), None)
         for number, (worker, group) in enumerate(zip(self.workers, self.weights.groups, strict=True)):
-            source = number if number in left else first
-            for n, value in left[source].items() if source is not None else ():
+            source = number if number in left else next(iter(left), number)
+            for n, value in left.get(source, {}).items():
                 there = sent(value, self.workers[source].device, worker.device, [])
                 with tf.device(worker.device):
                     group.variables[n].assign(there)

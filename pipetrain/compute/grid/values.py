@@ -1,4 +1,4 @@
-"""Values as the devices of a model group have them, in whatever layout is asked for, and their gradients on the way back.
+"""Values as the devices of a model group have them, in any layout, and their gradients on the way back.
 
 A value is in one of three layouts: each device has some rows of it; or some channels, for all rows of the group; or all
 of it. It is made in one of the first two, and the others follow by messages between the devices, once. Gradients go the
@@ -9,6 +9,7 @@ to who made the part.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import tensorflow as tf
@@ -98,10 +99,7 @@ class Value:
             group.begin()
             self._rows = [None] * len(group.devices)
             for sink in group.active:
-                parts = [
-                    group.send(lambda q=q, sink=sink: group.rows(self._parts[q], sink), q, sink, True)
-                    for q in group.ranks
-                ]
+                parts = [group.send(partial(group.rows, self._parts[q], sink), q, sink, True) for q in group.ranks]
                 with tf.device(group.devices[sink]):
                     self._rows[sink] = tf.concat(parts, axis)
         return self._rows
@@ -115,7 +113,7 @@ class Value:
             group.begin()
             self._whole = []
             for sink in group.ranks:
-                parts = [group.send(lambda q=q: self._parts[q], q, sink, True) for q in sources]
+                parts = [group.send(partial(tf.identity, self._parts[q]), q, sink, True) for q in sources]
                 with tf.device(group.devices[sink]):
                     self._whole.append(tf.concat(parts, axis) if len(parts) > 1 else tf.identity(parts[0]))
         return self._whole
@@ -146,13 +144,11 @@ class Value:
         """The gradient in the layout in which the value was made."""
         group, found = self._group, None
         if self._by_whole is not None:
-            partial, sinks = self._by_whole, group.ranks if self._channels else group.active
+            of_device, sinks = self._by_whole, group.ranks if self._channels else group.active
             group.begin()
             found = [None] * len(group.devices)
             for sink in sinks:
-                parts = [
-                    group.send(lambda q=q, sink=sink: self._part(partial[q], sink), q, sink, False) for q in group.ranks
-                ]
+                parts = [group.send(partial(self._part, of_device[q], sink), q, sink, False) for q in group.ranks]
                 with tf.device(group.devices[sink]):
                     found[sink] = in_order(parts)
         if self._by_rows is None:
@@ -163,9 +159,7 @@ class Value:
         group.begin()
         exchanged: Parts = []
         for sink in group.ranks:
-            parts = [
-                group.send(lambda q=q, sink=sink: self._part(by_rows[q], sink), q, sink, False) for q in group.active
-            ]
+            parts = [group.send(partial(self._part, by_rows[q], sink), q, sink, False) for q in group.active]
             with tf.device(group.devices[sink]):
                 exchanged.append(tf.concat(parts, 0) if len(parts) > 1 else parts[0])
         return self._summed(found, exchanged)

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from pipetrain.compute.graph.wide_layers import WideLayer
+from pipetrain.frontend.checks.options import checked_workers
 from pipetrain.schemes.grid import Grid
 
 # Which treat each element of a weight alone, so that parts of it are updated as the whole would be.
@@ -23,6 +24,11 @@ ELEMENTWISE = (
     keras.optimizers.Ftrl,
     keras.optimizers.Lion,
 )
+
+
+def is_elementwise(optimizer: Any) -> bool:
+    """Whether it is known to update parts of a weight as it would update the whole."""
+    return type(optimizer) in ELEMENTWISE and not optimizer.clipnorm
 
 
 def check_elementwise(optimizer: Any, divides: bool) -> None:
@@ -65,11 +71,17 @@ def checked_layers(grid: Grid, layers: Sequence[WideLayer]) -> list[WideLayer]:
     return chosen
 
 
-def check_devices(grid: Grid, devices: Sequence[str], stages: Any) -> None:
-    """Refuse a grid of more devices than there are, or of another number than was asked for."""
+def checked_devices(grid: Grid | str, devices: Sequence[str], stages: Any) -> list[str]:
+    """The devices that it has, of an automatic one as many as ``stages``, by default all.
+
+    Raises ValueError for a grid of more devices than there are, or of another number than was asked for.
+    """
+    if not isinstance(grid, Grid):
+        return list(devices)[: checked_workers(stages, len(devices), "grid")]
     if len(devices) < grid.devices or (stages is not None and stages != grid.devices):
         asked = "" if stages is None else f", stages={stages!r}"
         raise ValueError(
             f"A grid has a device in each of its places. Received: grid={tuple(grid)[:2]!r}, {len(devices)} devices"
             f"{asked}. Try {grid.devices} devices, or grid=(1, {len(devices)})."
         )
+    return list(devices)[: grid.devices]
