@@ -54,8 +54,7 @@ class GridNetwork:
     def chain(cls, widths: Sequence[int]) -> GridNetwork:
         """Dense layers one after another, with biases: ``widths`` are those of the input and of each layer."""
         layers = [
-            GridLayer(f"dense_{n}", b, b * (a + 1), b, (n,), (n + 1,))
-            for n, (a, b) in enumerate(pairwise(widths))
+            GridLayer(f"dense_{n}", b, b * (a + 1), b, (n,), (n + 1,)) for n, (a, b) in enumerate(pairwise(widths))
         ]
         last = len(widths) - 1
         return cls(tuple(layers), tuple(widths), (0,), (last,), frozenset(range(1, last + 1)))

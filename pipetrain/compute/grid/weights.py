@@ -21,6 +21,7 @@ from pipetrain.compute.optimizer.clipping import squared_norm
 from pipetrain.compute.optimizer.loss_scaling import SCALE, stepping
 from pipetrain.compute.transfers.message import sent
 from pipetrain.compute.transfers.reduction import Gradients
+from pipetrain.compute.transfers.weights import likes
 from pipetrain.schemes.grid import Grid
 
 
@@ -153,13 +154,13 @@ class GridWeights(Stage):
         return [known.get(value) for value in self.pieces[-1].writes]
 
     def _likes(self) -> dict[int, Any]:
-        """The specs of the weights' gradients as a device has them, by number; of a part, that of the first rank."""
-        found: dict[int, Any] = {}
+        """The specs of the whole weights' gradients, by number."""
+        found: list[Any] = [None] * len(self.variables)
         for piece in self.pieces:
             for n, like in zip(piece.numbers, piece.any.gradients, strict=True):
-                if like is not None and (n not in found or not isinstance(like, tf.IndexedSlices)):
+                if like is not None and (found[n] is None or not isinstance(like, tf.IndexedSlices)):
                     found[n] = like
-        return found
+        return likes(found, self.variables)
 
     @property
     def assigned(self) -> list[int]:

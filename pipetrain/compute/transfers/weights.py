@@ -107,7 +107,7 @@ class Weights(Stage):
     @property
     def gradients_like(self) -> dict[int, Any]:
         """The specs of the gradients that there are, by the weights' numbers."""
-        return {n: each for n, each in enumerate(self._gradients) if each is not None}
+        return likes(self._gradients, self.variables)
 
     @property
     def assigned(self) -> list[int]:
@@ -174,6 +174,15 @@ class Weights(Stage):
 
     def _factor(self) -> Any:
         return tf.constant(self._scale_factor, SCALE.dtype) if self._step.scale is not None else None
+
+
+def likes(gradients: Sequence[Any], variables: Sequence[keras.Variable]) -> dict[int, Any]:
+    """The specs of the gradients that there are, by number; a trace need not have found their shapes."""
+    return {
+        n: each if isinstance(each, tf.IndexedSlices) else tf.TensorSpec(variable.shape, each.dtype)
+        for n, (each, variable) in enumerate(zip(gradients, variables, strict=True))
+        if each is not None
+    }
 
 
 def starts_of(outputs: Sequence[tf.TensorSpec], shares: Shares, scale: float) -> list[tf.Tensor]:
