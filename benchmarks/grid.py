@@ -89,8 +89,8 @@ class Way:
 
     def told(self) -> dict[str, Any]:
         """What it took, the grid that it had, and what that sends by the formula."""
+        from pipetrain.compute.graph.network import network_of
         from pipetrain.compute.graph.wide_layers import wide_layers
-        from pipetrain.compute.grid.network import network_of
         from pipetrain.plan.grid_cost import traffic
 
         strategy = self._pm._strategy

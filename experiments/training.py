@@ -103,6 +103,7 @@ def pipelined(model: keras.Model, settings: Settings) -> pipetrain.PipelineModel
         spike_compensation=settings.spike_compensation,
         rescale_steps=settings.rescale_steps,
         stretch_momentum=settings.stretch_momentum,
+        grid=settings.grid,
     )
     pm.compile(
         optimizers.build(settings.optimizer, settings.learning_rate, settings.momentum),

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pipetrain.plan.profile import Profile
     from pipetrain.plan.stages import Partition
     from pipetrain.simulation.data_parallel.profiled import simulate_order
+    from pipetrain.simulation.grid.simulator import simulate_grid
     from pipetrain.simulation.simulator import simulate
     from pipetrain.trace.idle import idle
     from pipetrain.trace.trace import Trace
@@ -37,6 +38,7 @@ __all__ = [
     "profile",
     "set_cpu_devices",
     "simulate",
+    "simulate_grid",
     "simulate_order",
 ]
 __version__ = "0.1.0"
@@ -56,6 +58,7 @@ _HOMES = {
     "profile": "pipetrain.compute.profiling.profiler",
     "set_cpu_devices": "pipetrain.devices",
     "simulate": "pipetrain.simulation.simulator",
+    "simulate_grid": "pipetrain.simulation.grid.simulator",
     "simulate_order": "pipetrain.simulation.data_parallel.profiled",
 }
 

@@ -9,8 +9,8 @@ import pytest
 
 import pipetrain
 from pipetrain import callbacks
+from pipetrain.compute.graph.network import network_of
 from pipetrain.compute.graph.wide_layers import wide_layers
-from pipetrain.compute.grid.network import network_of
 from pipetrain.compute.grid.step import GridStep
 from pipetrain.plan.grid_cost import traffic
 from pipetrain.schemes.grid import Grid

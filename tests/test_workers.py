@@ -36,6 +36,9 @@ SCHEMES = (
     "parameter-server/tac",
     "parameter-server/ibatch",
     "parameter-server/resumed",
+    "grid",
+    "grid/rows",
+    "grid/resumed",
 )
 
 

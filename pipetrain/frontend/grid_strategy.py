@@ -8,8 +8,8 @@ from typing import Any
 import keras
 
 from pipetrain.compute.functions.stage import Stage
+from pipetrain.compute.graph.network import network_of
 from pipetrain.compute.graph.wide_layers import WideLayer, wide_layers
-from pipetrain.compute.grid.network import network_of
 from pipetrain.compute.grid.step import GridStep
 from pipetrain.compute.grid.weights import GridWeights
 from pipetrain.compute.optimizer.loss_scaling import stepping

@@ -7,12 +7,11 @@ Source: Gholami et al. 2018, "Integrated Model, Batch, and Domain Parallelism in
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Collection
 from typing import NamedTuple
 
 from pipetrain.plan.cluster import Link
+from pipetrain.plan.grid_network import GridLayer, GridNetwork, uses
 from pipetrain.schemes.arguments import checked_count
 from pipetrain.schemes.grid import Grid
 
@@ -20,44 +19,6 @@ FLOAT_BYTES = 4
 # Exchanges of activations in a step: Equation 8 gathers outputs, and sums the gradients of inputs on every device,
 # which is two; here each device gets the sums of its own outputs only, which is one.
 PUBLISHED, SENT = 3, 2
-
-
-class GridLayer(NamedTuple):
-    """A block of a model as Equation 8 knows it: its outputs and weights, elements of one row and of all.
-
-    ``wide`` is how many outputs can be divided, 0 where none can. ``reads`` and ``writes`` are values, by number, whose
-    elements the network has.
-    """
-
-    name: str
-    outputs: int
-    weights: int
-    wide: int = 0
-    reads: tuple[int, ...] = ()
-    writes: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class GridNetwork:
-    """A model's blocks in their order, the elements of one row of each value, and which values are its inputs, outputs.
-
-    ``trained`` are the values that have gradients.
-    """
-
-    layers: tuple[GridLayer, ...]
-    elements: tuple[int, ...]
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    trained: frozenset[int]
-
-    @classmethod
-    def chain(cls, widths: Sequence[int]) -> GridNetwork:
-        """Dense layers one after another, with biases: ``widths`` are those of the input and of each layer."""
-        layers = [
-            GridLayer(f"dense_{n}", b, b * (a + 1), b, (n,), (n + 1,)) for n, (a, b) in enumerate(pairwise(widths))
-        ]
-        last = len(widths) - 1
-        return cls(tuple(layers), tuple(widths), (0,), (last,), frozenset(range(1, last + 1)))
 
 
 class Traffic(NamedTuple):
@@ -85,7 +46,8 @@ def traffic(network: GridNetwork, grid: Grid, divided: Collection[str], rows: in
     counts = grid.counts(rows)
     groups = [[counts[n] for n in grid.group(part)] for part in range(grid.rows)]
     gathered = scattered = 0
-    for value, by_channels, whole, by_rows in _values(network, divided if grid.outputs > 1 else ()):
+    for use in uses(network, divided if grid.outputs > 1 else ()):
+        value, by_channels, whole, by_rows = use
         size = FLOAT_BYTES * network.elements[value]
         of_all = sum(sum(group) * (grid.outputs - 1) * size for group in groups) if whole else 0
         exchanged = 0
@@ -107,17 +69,6 @@ def traffic(network: GridNetwork, grid: Grid, divided: Collection[str], rows: in
         else:
             reduced += 2 * (grid.devices - 1) * size
     return Traffic(gathered, scattered, reduced)
-
-
-def _values(network: GridNetwork, divided: Collection[str]) -> Iterator[tuple[int, int, bool, bool]]:
-    """Each value: the channels by which it is divided where it is made, who reads all of it, and who its own rows."""
-    for value in range(len(network.elements)):
-        maker = next((layer for layer in network.layers if value in layer.writes), None)
-        readers = [layer for layer in network.layers if value in layer.reads]
-        by_channels = maker.wide if maker is not None and maker.name in divided else 0
-        whole = any(layer.name in divided for layer in readers)
-        by_rows = value in network.outputs or any(layer.name not in divided for layer in readers)
-        yield value, by_channels, whole, by_rows
 
 
 def layer_seconds(
@@ -145,6 +96,12 @@ def seconds(network: GridNetwork, grid: Grid, divided: Collection[str], rows: in
     wide = sum(layer.name in divided for layer in network.layers)
     others = sum(layer.name not in divided and layer.weights > 0 for layer in network.layers)
     return sent + link.latency_s * (SENT * wide * outputs + 2 * wide * rows_of + 2 * others * devices)
+
+
+def elsewhere_bytes(network: GridNetwork, grid: Grid, divided: Collection[str], slots: int) -> int:
+    """What of weights, their gradients and ``slots`` of each a device need not have, as others have those parts."""
+    weights = sum(layer.weights for layer in network.layers if layer.name in divided)
+    return FLOAT_BYTES * (2 + slots) * weights * (grid.outputs - 1) // grid.outputs
 
 
 def best_division(network: GridNetwork, grid: Grid, rows: int, link: Link) -> tuple[str, ...]:

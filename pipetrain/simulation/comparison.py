@@ -12,9 +12,10 @@ from pipetrain.plan.memory import Training
 from pipetrain.plan.profile import Profile
 from pipetrain.plan.stages import DEFAULT_TRAINING, Partition
 from pipetrain.plan.text_table import text_table
-from pipetrain.schemes.table import DATA_PARALLEL, TRANSFERRING, check_microbatches, check_name, splits
+from pipetrain.schemes.table import DATA_PARALLEL, GRID, TRANSFERRING, check_microbatches, check_name, splits
 from pipetrain.schemes.transfers.orders import AUTO
 from pipetrain.simulation.data_parallel.profiled import simulate_order
+from pipetrain.simulation.grid.simulator import simulate_grid
 from pipetrain.simulation.simulator import simulate
 from pipetrain.trace.idle import idle
 from pipetrain.trace.trace import Trace
@@ -70,6 +71,7 @@ def compare(
     microbatches: int | None = None,
     of_microbatches: Profile | None = None,
     order: str = AUTO,
+    grid: object = None,
     **options: Any,
 ) -> Comparison:
     """Simulate each scheme with the partition that suits it, and ``single`` to compare with.
@@ -86,6 +88,7 @@ def compare(
         microbatches: pieces of a minibatch, of the schemes that split it.
         of_microbatches: the profile for these schemes, if it is another.
         order: of the transfers of those schemes that order them.
+        grid: of the scheme of this name; by default the one that sends the least.
         options: of ``simulate``.
 
     Raises:
@@ -97,7 +100,7 @@ def compare(
         check_microbatches(microbatches, scheme, training.under(scheme).horizon)
     partitions: dict[str, Partition | None] = {}
     for scheme in schemes:
-        if check_name(scheme) in TRANSFERRING:
+        if check_name(scheme) in (*TRANSFERRING, GRID):
             partitions[scheme] = everywhere(profile, num_devices, cluster, training)
             continue
         pipelined = scheme != DATA_PARALLEL
@@ -111,6 +114,9 @@ def compare(
         if scheme in TRANSFERRING and each is not None:
             known = {name: options[name] for name in ORDERED if name in options}
             traces[scheme] = simulate_order(profile, scheme, num_devices, cluster, order, **known)
+        elif scheme == GRID and each is not None:
+            known = {name: options[name] for name in ORDERED if name in options}
+            traces[scheme] = simulate_grid(profile, num_devices, cluster, grid, **known)
         elif each is not None:
             count = microbatches if split[scheme] else None
             traces[scheme] = simulate(each, scheme, cluster, microbatches=count, **options)

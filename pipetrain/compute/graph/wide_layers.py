@@ -42,6 +42,7 @@ ELEMENTWISE = [
     "threshold",
 ]
 REGULARIZERS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)  # sums over elements
+Divided = tuple[int, tuple[int, ...], int]  # the axis of the outputs, those of the weights, and their size
 INITIALIZERS = ("kernel_initializer", "bias_initializer")
 
 
@@ -53,15 +54,11 @@ class WideLayer(NamedTuple):
     """
 
     block: int
+    name: str
     call: Call
     axis: int
     axes: tuple[int, ...]
     size: int
-
-    @property
-    def name(self) -> str:
-        """The layer's."""
-        return self.call.name
 
     def narrowed(self, channels: int) -> keras.Layer:
         """Such a layer with so many channels, not built. Its first weights do not matter, and are not drawn."""
@@ -109,7 +106,8 @@ def wide_layers(blocks: Sequence[Block]) -> list[WideLayer]:
             continue
         (call,) = block.calls
         if _is_plain(call) and all(users[id(each)] == 1 for each in _variables(call)):
-            found += _dense(number, call) + _einsum(number, call) + _convolution(number, call)
+            divided = _dense(call) or _einsum(call) or _convolution(call)
+            found += [WideLayer(number, block.name, call, *divided)] if divided else []
     return found
 
 
@@ -135,35 +133,35 @@ def _is_plain(call: Call) -> bool:
     )
 
 
-def _dense(block: int, call: Call) -> list[WideLayer]:
+def _dense(call: Call) -> Divided | None:
     if not isinstance(call.operation, keras.layers.Dense):
-        return []
+        return None
     made = call.node.output_tensors[0]
-    return [WideLayer(block, call, len(made.shape) - 1, (1, 0)[: len(call.weights)], call.operation.units)]
+    return len(made.shape) - 1, (1, 0)[: len(call.weights)], call.operation.units
 
 
-def _convolution(block: int, call: Call) -> list[WideLayer]:
+def _convolution(call: Call) -> Divided | None:
     layer = call.operation
     if not isinstance(layer, CONVOLUTIONS) or layer.groups != 1:
-        return []
+        return None
     made = call.node.output_tensors[0]
     axis = len(made.shape) - 1 if layer.data_format == "channels_last" else 1
-    return [WideLayer(block, call, axis, (len(layer.kernel.shape) - 1, 0)[: len(call.weights)], layer.filters)]
+    return axis, (len(layer.kernel.shape) - 1, 0)[: len(call.weights)], layer.filters
 
 
-def _einsum(block: int, call: Call) -> list[WideLayer]:
+def _einsum(call: Call) -> Divided | None:
     """By the first of the outputs' letters that is the kernel's and the bias's alone."""
     layer = call.operation
     if not isinstance(layer, keras.layers.EinsumDense) or "." in layer.equation:
-        return []
+        return None
     read, kernel, made = _letters(layer)
     bias = [each for each in made if each in (layer.bias_axes or "")]
     for axis, letter in enumerate(made):
         if axis == 0 or letter in read or letter not in kernel or (layer.bias is not None and letter not in bias):
             continue
         axes = (kernel.index(letter), *([_bias_axis(layer, made, letter)] if layer.bias is not None else []))
-        return [WideLayer(block, call, axis, axes, call.node.output_tensors[0].shape[axis])]
-    return []
+        return axis, axes, call.node.output_tensors[0].shape[axis]
+    return None
 
 
 def _bias_axis(layer: keras.layers.EinsumDense, made: str, letter: str) -> int:

@@ -53,7 +53,7 @@ class ModelGroup:
         with tf.device(self.devices[source]):
             tensor = make()
         there = sent(tensor, self.devices[source], self.devices[sink], [])
-        if source != sink and self._record is not None:
+        if self.devices[source] != self.devices[sink] and self._record is not None:
             kind: Any = "gather" if forward else "scatter"
             self._record.add(kind, self._messages, self.devices[source], self.devices[sink], there)
         return there

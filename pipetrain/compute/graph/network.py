@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipetrain.compute.graph.blocks import Chain
-from pipetrain.compute.graph.wide_layers import WideLayer
-from pipetrain.plan.grid_cost import GridLayer, GridNetwork
+from pipetrain.compute.graph.wide_layers import WideLayer, wide_layers
+from pipetrain.plan.grid_network import GridLayer, GridNetwork
 
 
-def network_of(chain: Chain, wide: Sequence[WideLayer]) -> GridNetwork:
+def network_of(chain: Chain, wide: Sequence[WideLayer] | None = None) -> GridNetwork:
     """Its blocks, the weights of each that no earlier one has, and its values; sizes that are open count as 1."""
+    wide = wide_layers(chain.blocks) if wide is None else wide
     by_block = {layer.block: layer for layer in wide}
     seen: set[int] = set()
     layers = []
@@ -23,7 +24,7 @@ def network_of(chain: Chain, wide: Sequence[WideLayer]) -> GridNetwork:
         reads = {value for call in block.calls for value in call.reads} - {*writes}
         layers.append(
             GridLayer(
-                by_block[number].name if number in by_block else block.name,
+                block.name,
                 sum(_elements(chain.symbol(value)) for value in writes),
                 sum(math.prod(each.shape) for each in weights.values()),
                 by_block[number].size if number in by_block else 0,
@@ -34,7 +35,7 @@ def network_of(chain: Chain, wide: Sequence[WideLayer]) -> GridNetwork:
     count = 1 + max((value for layer in layers for value in (*layer.reads, *layer.writes)), default=-1)
     inputs, outputs = chain.crossing(0), chain.crossing(len(chain.blocks))
     elements = [_elements(chain.symbol(value)) for value in range(max(count, *(n + 1 for n in (*inputs, *outputs))))]
-    return GridNetwork(tuple(layers), tuple(elements), tuple(inputs), tuple(outputs), frozenset(chain.trained()))
+    return GridNetwork(tuple(layers), tuple(elements), tuple(inputs), tuple(outputs), tuple(sorted(chain.trained())))
 
 
 def _elements(symbol: Any) -> int:
