@@ -174,7 +174,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     }
     fill_in(options)
     if options.grid is not None and "stages" not in options.given:
-        options.stages = prod(options.grid)
+        options.stages = options.given["stages"] = prod(options.grid)
     chosen = options.scheme or ["spectrain"]
     options.every = "all" in chosen
     options.scheme = list(table.NAMES) if options.every else list(dict.fromkeys(chosen))
