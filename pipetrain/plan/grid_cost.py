@@ -7,7 +7,7 @@ Source: Gholami et al. 2018, "Integrated Model, Batch, and Domain Parallelism in
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from pipetrain.plan.cluster import Link
@@ -45,6 +45,7 @@ def traffic(network: GridNetwork, grid: Grid, divided: Collection[str], rows: in
     """
     counts = grid.counts(rows)
     groups = [[counts[n] for n in grid.group(part)] for part in range(grid.rows)]
+    trained = frozenset(network.trained)
     gathered = scattered = 0
     for use in uses(network, divided if grid.outputs > 1 else ()):
         value, by_channels, whole, by_rows = use
@@ -60,7 +61,7 @@ def traffic(network: GridNetwork, grid: Grid, divided: Collection[str], rows: in
             )
         if value not in network.inputs or not whole:
             gathered += of_all + exchanged
-            scattered += of_all + exchanged if value in network.trained else 0
+            scattered += of_all + exchanged if value in trained else 0
     reduced = 0
     for layer in network.layers:
         size = FLOAT_BYTES * layer.weights
@@ -105,27 +106,40 @@ def elsewhere_bytes(network: GridNetwork, grid: Grid, divided: Collection[str], 
 
 
 def best_division(network: GridNetwork, grid: Grid, rows: int, link: Link) -> tuple[str, ...]:
-    """The layers whose outputs the grid should divide, so that ``seconds`` is the least that single changes lead to.
+    """The layers whose outputs the grid should divide: no single layer more or less makes ``seconds`` less.
 
-    It begins with those whose own term of Equation 8 is smaller so.
+    Of what that leads to from none, from all that can be divided, and from those whose own term of Equation 8 is
+    smaller so, the best.
     """
     whole = Grid(1, grid.devices)
     possible = [layer for layer in network.layers if layer.wide >= grid.outputs > 1]
-    chosen = {
+    names = frozenset(layer.name for layer in possible)
+    pays = frozenset(
         layer.name
         for layer in possible
         if layer_seconds(layer, grid, rows, link) < layer_seconds(layer, whole, rows, link)
-    }
-    best_s = seconds(network, grid, chosen, rows, link)
-    improved = True
-    while improved:
-        improved = False
-        for layer in possible:
-            other = chosen ^ {layer.name}
-            other_s = seconds(network, grid, other, rows, link)
-            if other_s < best_s:
-                chosen, best_s, improved = other, other_s, True
-    return tuple(layer.name for layer in possible if layer.name in chosen)
+    )
+
+    def taken_s(divided: frozenset[str]) -> float:
+        return seconds(network, grid, divided, rows, link)
+
+    found = [_improved(start, names, taken_s) for start in dict.fromkeys((frozenset[str](), pays, names))]
+    best = min(found, key=taken_s)
+    return tuple(layer.name for layer in possible if layer.name in best)
+
+
+def _improved(
+    chosen: frozenset[str], names: frozenset[str], taken_s: Callable[[frozenset[str]], float]
+) -> frozenset[str]:
+    """What changes of one layer at a time lead to, each kept that makes it less, until none does."""
+    least_s, is_new = taken_s(chosen), True
+    while is_new:
+        is_new = False
+        for name in sorted(names):
+            other_s = taken_s(chosen ^ {name})
+            if other_s < least_s:
+                chosen, least_s, is_new = chosen ^ {name}, other_s, True
+    return chosen
 
 
 def best_grid(network: GridNetwork, devices: int, rows: int, link: Link) -> Grid:

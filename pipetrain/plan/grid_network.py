@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -45,6 +46,24 @@ class GridNetwork:
         last = len(widths) - 1
         return cls(tuple(layers), tuple(widths), (0,), (last,), tuple(range(1, last + 1)))
 
+    @cached_property
+    def makers(self) -> list[GridLayer | None]:
+        """The block that makes each value; None for inputs."""
+        found: list[GridLayer | None] = [None] * len(self.elements)
+        for layer in self.layers:
+            for value in layer.writes:
+                found[value] = layer
+        return found
+
+    @cached_property
+    def readers(self) -> list[list[GridLayer]]:
+        """The blocks that read each value."""
+        found: list[list[GridLayer]] = [[] for _ in self.elements]
+        for layer in self.layers:
+            for value in layer.reads:
+                found[value].append(layer)
+        return found
+
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> GridNetwork:
         """What ``dataclasses.asdict`` made of one, after JSON."""
@@ -70,9 +89,7 @@ class Use(NamedTuple):
 
 def uses(network: GridNetwork, divided: Collection[str]) -> Iterator[Use]:
     """Those of all values, where the layers of these names are divided."""
-    for value in range(len(network.elements)):
-        maker = next((layer for layer in network.layers if value in layer.writes), None)
-        readers = [layer for layer in network.layers if value in layer.reads]
+    for value, (maker, readers) in enumerate(zip(network.makers, network.readers, strict=True)):
         by_channels = maker.wide if maker is not None and maker.name in divided else 0
         whole = any(layer.name in divided for layer in readers)
         by_rows = value in network.outputs or any(layer.name not in divided for layer in readers)
