@@ -159,6 +159,7 @@ def sent(model, data, grid, rows=20):
     pm.exact_trace = True
     networks.fit(pm, *(each[:rows] for each in data), batch_size=rows)
     transfers = pm.trace.transfers
+    assert all(each.total_s <= pm.trace.duration_s for each in pipetrain.idle(pm.trace).values())
     return pm, tuple(int(transfers.size_bytes[transfers.op == op].sum()) for op in "FBR")
 
 

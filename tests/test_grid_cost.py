@@ -25,6 +25,8 @@ from pipetrain.schemes.grid import Grid
 from pipetrain.simulation.advice import advise_all
 from pipetrain.simulation.comparison import compare
 from pipetrain.simulation.grid.simulator import chosen_grid, simulate_grid
+from pipetrain.trace.idle import idle
+from pipetrain.trace.packs import packs
 
 LINK = Link(12.5e6, 1e-3)
 CLUSTER = Cluster((Level(LINK, contention="port"),))
@@ -129,6 +131,8 @@ def test_a_simulated_step_takes_as_long_as_its_port_is_busy_at_least(grid):
     sent = traffic(network, chosen, chosen.layers, 64).total / 4
     assert trace.step_s >= sent / LINK.bandwidth_bytes_per_s
     assert trace.step_s < 2 * sent / LINK.bandwidth_bytes_per_s + 0.1
+    assert len(packs(trace)) == len(trace.transfers) > 0
+    assert all(each.total_s <= trace.duration_s for each in idle(trace).values())
     assert {*trace.spans.op} == {"F", "B"} and {*trace.spans.replica} == {0, 1, 2, 3}
 
 

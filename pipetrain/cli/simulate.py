@@ -88,7 +88,7 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     """Print what was simulated, and write the traces that are asked for."""
     if options.grid is not None and table.GRID not in (options.scheme or ()):
-        check_grid(options.grid, "of --scheme")
+        check_grid(options.grid, (options.scheme or ["single"])[0])
     made = given(options)
     chosen = options.scheme or ["single", table.DATA_PARALLEL, "spectrain"]
     profile = made.profile.faster(options.speed)
