@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from experiments.variants import Variant
 from pipetrain.schemes.coding.coded_reduce import checked_tree
-from pipetrain.schemes.table import CODED, HORIZONS, has, splits, takes
+from pipetrain.schemes.table import CODED, GRID, HORIZONS, has, splits, takes
 
 CHECKPOINTS = "checkpoints"  # the folder, within a run's
 LOST = 75  # exit status of a run that has lost a worker; EX_TEMPFAIL of sysexits.h
@@ -42,6 +42,7 @@ class Settings:
     spike_compensation: bool = False
     rescale_steps: int | None = None
     stretch_momentum: bool | str = "auto"
+    grid: Sequence[int] | None = None
     children: int = 3
     tree_depth: int = 1
     stragglers: int = 1
@@ -88,6 +89,11 @@ def microbatches_for(
     """Those of this scheme in a run of several: none where it does not split minibatches and another one does."""
     splitting = [name for name in schemes if splits(name, horizon)]
     return microbatches if scheme in splitting or not splitting else None
+
+
+def grid_for(scheme: str, grid: Sequence[int] | None) -> Sequence[int] | None:
+    """That of this scheme in a run of several, of which one alone has a grid."""
+    return grid if scheme == GRID else None
 
 
 def options_of(scheme: str, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ examples:
   python experiments/run.py --scheme auto --stages 2
   python experiments/run.py --scheme 1f1b --stages 2 --local-workers 2
   python experiments/run.py --scheme coded-reduce --children 3 --stragglers 1 --local-workers 3
+  python experiments/run.py --scheme grid --grid 2 2
   python experiments/run.py --scheme spectrain --cluster hosts.json --wait 300
   python experiments/run.py --resume                     # go on with the newest run that was stopped
   python experiments/run.py --resume runs/all --stages 2 # go on with that one, in another way
@@ -29,6 +30,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import fields
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +45,15 @@ from experiments.records import (  # noqa: E402
     POLICY_OPTIONS,
     Settings,
     Summary,
+    grid_for,
     microbatches_for,
     options_of,
 )
+from pipetrain.cli.argument_types import add_grid  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
 from pipetrain.plan.text_table import text_table  # noqa: E402
 from pipetrain.schemes import table  # noqa: E402
+from pipetrain.schemes.grid import check_grid  # noqa: E402
 
 # What may be different when a run goes on, and options that say nothing about the run itself.
 TREE = {"children", "tree_depth", "stragglers"}
@@ -59,6 +64,7 @@ CHANGEABLE = {
     "momentum",
     "microbatches",
     "checkpoint_every",
+    "grid",
     *POLICY_OPTIONS,
 } | TREE
 ANYWAY = ("scheme", "resume", "data_dir", "verbose", "cluster", "local_workers", "supervised")
@@ -125,7 +131,8 @@ def end_with_supervisor() -> None:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line's options."""
     description, _, epilog = __doc__.partition("\n\n")[2].partition("examples:")
-    about = {name: scheme.about for name, scheme in (table.PIPELINES | table.TRANSFERRING | table.TREES).items()}
+    every = table.PIPELINES | table.TRANSFERRING | table.TREES | table.GRIDS
+    about = {name: scheme.about for name, scheme in every.items()}
     about[table.DATA_PARALLEL] = "synchronous, a copy of the model on every device (MirroredStrategy)"
     about[table.AUTO] = "whichever way is predicted to be the fastest on as many devices as --stages says"
     names = *table.EVERY_NAME, table.AUTO
@@ -145,6 +152,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_training(parser, steps=1000)
     add_policy(parser)
     add_tree(parser)
+    add_grid(parser)
     parser.add_argument(
         "--eval-every", type=positive, default=20, metavar="N", help="steps between validations (default: 20)"
     )
@@ -171,6 +179,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         key: value for key, value in vars(parser.parse_args(arguments, unset)).items() if value is not None
     }
     fill_in(options)
+    if options.grid is not None and "stages" not in options.given:
+        options.stages = options.given["stages"] = prod(options.grid)
     chosen = options.scheme or ["spectrain"]
     options.every = "all" in chosen
     options.scheme = list(table.NAMES) if options.every else list(dict.fromkeys(chosen))
@@ -218,6 +228,7 @@ def begin(options: argparse.Namespace, ends: ExitStack) -> tuple[Path, list[Summ
             **{
                 **same,
                 **having(scheme, options),
+                "grid": grid_for(scheme, options.grid),
                 "microbatches": microbatches_for(scheme, options.scheme, options.microbatches, options.horizon),
             },
         )
@@ -247,6 +258,8 @@ def possible(settings: Sequence[Settings], every: bool) -> list[Settings]:
 def having(scheme: str, options: argparse.Namespace) -> dict[str, Any]:
     """The policy's options for this scheme. Raises ValueError for those that none of the run's schemes has."""
     given = {name: getattr(options, name) for name in POLICY_OPTIONS if name in options.given}
+    if options.grid is not None and table.GRID not in options.scheme:
+        check_grid(options.grid, scheme)
     for name, value in given.items():
         if not any(options_of(each, {name: value})[name] == value for each in options.scheme):
             table.check_options(scheme, **{**POLICY_OPTIONS, **given})

@@ -104,6 +104,7 @@ def pipelined(model: keras.Model, settings: Settings) -> pipetrain.PipelineModel
         rescale_steps=settings.rescale_steps,
         stretch_momentum=settings.stretch_momentum,
         **settings.tree,
+        grid=settings.grid,
     )
     pm.compile(
         optimizers.build(settings.optimizer, settings.learning_rate, settings.momentum),

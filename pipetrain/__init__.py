@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pipetrain.simulation.coded_reduce import simulate_tree
     from pipetrain.simulation.data_parallel.profiled import simulate_order
     from pipetrain.simulation.every_way import choose
+    from pipetrain.simulation.grid.simulator import simulate_grid
     from pipetrain.simulation.simulator import simulate
     from pipetrain.trace.idle import idle
     from pipetrain.trace.trace import Trace
@@ -40,6 +41,7 @@ __all__ = [
     "profile",
     "set_cpu_devices",
     "simulate",
+    "simulate_grid",
     "simulate_order",
     "simulate_tree",
 ]
@@ -61,6 +63,7 @@ _HOMES = {
     "profile": "pipetrain.compute.profiling.profiler",
     "set_cpu_devices": "pipetrain.devices",
     "simulate": "pipetrain.simulation.simulator",
+    "simulate_grid": "pipetrain.simulation.grid.simulator",
     "simulate_order": "pipetrain.simulation.data_parallel.profiled",
     "simulate_tree": "pipetrain.simulation.coded_reduce",
 }

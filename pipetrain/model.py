@@ -42,12 +42,12 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
             shared layers included. A subclassed model called inside one is a block that is not cut.
         stages: how many stages (the model is then profiled and cut at the first ``fit``, for inputs like those of its
             first minibatch), or a ``Partition``. By default one per device. ``single`` always uses one;
-            ``data-parallel``, ``all-reduce`` and ``parameter-server`` have as many copies of the model, each on a
-            device: of those given, as many as these.
+            ``data-parallel``, ``all-reduce``, ``parameter-server`` and ``grid`` have as many devices, each with all
+            layers: of those given, as many as these.
         scheme: ``single``, ``data-parallel``, ``vanilla``, ``weight-stashing``, ``vertical-sync``, ``spectrain``,
             ``spike-compensation``, ``2bw``, ``gpipe``, ``1f1b``, ``interleaved``, ``looped-bfs``, ``zb-h1``, ``zb-h2``,
-            ``zb-v``, ``v-half``, ``v-min``, ``all-reduce``, ``parameter-server`` or ``coded-reduce``; the name of a
-            file in ``.csv`` that has a synchronous schedule, see ``pipetrain.schemes.text_form``; or your own
+            ``zb-v``, ``v-half``, ``v-min``, ``all-reduce``, ``parameter-server``, ``coded-reduce`` or ``grid``; the
+            name of a file in ``.csv`` that has a synchronous schedule, see ``pipetrain.schemes.text_form``; or your own
             ``pipetrain.schemes.Scheme``. ``auto``: the way that is predicted to be the fastest on these devices, chosen
             at the first ``fit``, see ``choice``.
         cuts: instead of ``stages``, the name of the last layer of every stage but the final one, for schemes with
@@ -96,6 +96,10 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
             may be late, by default 1. Each of the ``n + ... + n^L`` workers is on a device of its own and has
             ``1 / sum_{l=1..L} (n/(s+1))^l`` of every minibatch's rows. The weights are those of the unsplit model.
             Source: CodedReduce (arXiv 1902.01981).
+        grid: of ``scheme="grid"``: over how many devices the outputs of wide layers are divided, and over how many the
+            rows of a minibatch, such as ``(2, 2)``; a ``pipetrain.schemes.grid.Grid``, which names the layers; or
+            ``auto``, the default: the grid and the layers that send the least, by the measured links. Source: Gholami
+            et al. 2018 (arXiv 1712.04432).
         name: the model's name.
 
     Raises:
@@ -124,6 +128,7 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
         children: int | None = None,
         depth: int | None = None,
         stragglers: int | None = None,
+        grid: str | Sequence[Any] | None = None,
         name: str | None = None,
     ) -> None:
         options = checked(
@@ -146,6 +151,7 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
                 children,
                 depth,
                 stragglers,
+                grid,
             )
         )
         strategy = strategy_of(model, options)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipetrain.schemes.table import PIPELINES, TRANSFERRING, TREES
+from pipetrain.schemes.table import GRIDS, PIPELINES, TRANSFERRING, TREES
 from pipetrain.trace.packs import messages
 from pipetrain.trace.trace import Trace
 from plots import breakdown, learning_curves, memory, page, runs, throughput, timeline, transfers
@@ -195,7 +195,7 @@ def _timeline(run: runs.Run, trace: Trace, scratch: Path, missing: list[str]) ->
     count = STEPS if len(messages(trace.transfers)) else BOXES
     drawn = attempt(what, missing, timeline.draw, trace, path, first=first, minibatches=count)
     if drawn:
-        known = PIPELINES | TRANSFERRING | TREES
+        known = PIPELINES | TRANSFERRING | TREES | GRIDS
         about = f" ({known[run.scheme].about})" if run.scheme in known else ""
         alt = f"Timeline: forward and backward boxes of every stage under {run.scheme}"
         yield page.picture(drawn, alt, f"{run.scheme}{about}: from number {first} on.", wide=True)

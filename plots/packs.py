@@ -13,11 +13,19 @@ from pipetrain.trace.trace import Trace
 
 # Okabe and Ito's palette; what is told apart by colour is told apart by hatching too.
 LOOKS: dict[str, dict[str, Any]] = {
+    "F": {"facecolor": "#56B4E9", "hatch": ""},
+    "B": {"facecolor": "#E69F00", "hatch": ""},
     "W": {"facecolor": "#CC79A7", "hatch": ""},
     "R": {"facecolor": "#0072B2", "hatch": ""},
     "inverted": {"facecolor": "#D55E00", "hatch": "xxxx"},
 }
-LABELS = {"W": "weights on their way", "R": "gradients on their way", "inverted": "after one behind it in the plan"}
+LABELS = {
+    "F": "activations on their way",
+    "B": "their gradients on the way back",
+    "W": "weights on their way",
+    "R": "gradients on their way",
+    "inverted": "after one behind it in the plan",
+}
 USED = {"color": "black", "marker": 7, "linestyle": "", "markersize": 4}
 LANES = 4  # of a row: messages that are under way at once
 LEGIBLE = 0.012  # of the figure's width: a bar that has room for its number

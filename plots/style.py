@@ -28,6 +28,7 @@ COLOURS = {
     "1f1b": "#0072B2",
     "all-reduce": "#17BECF",
     "parameter-server": "#8C6D31",
+    "grid": "#393B79",
 }
 STYLES: dict[str, Any] = {
     "single": "--",
@@ -39,6 +40,7 @@ STYLES: dict[str, Any] = {
     "1f1b": "-.",
     "all-reduce": (0, (6, 2)),
     "parameter-server": (0, (6, 2, 1, 2)),
+    "grid": (0, (2, 2)),
 }
 OTHER = "#666666"
 NEIGHBOURS = 20  # of a point, that it is averaged with

@@ -200,6 +200,26 @@ def test_a_run_goes_on_under_another_scheme_in_other_stages(main, tmp_path, monk
     assert "There is no run to go on with" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_a_run_goes_on_on_another_grid(main, tmp_path, monkeypatch, capsys):
+    def stop(recorder, step, model):
+        raise KeyboardInterrupt
+
+    options = ["--scheme", "grid", "--output", str(tmp_path), *SMALL, "--checkpoint-every", "5"]
+    with monkeypatch.context() as patched:
+        patched.setattr(training.Recorder, "evaluate", stop)
+        assert main([*options, "--grid", "2", "1"]) == 130
+    assert main(["--resume", str(tmp_path), "--grid", "1", "3"]) == 0
+    config = json.loads((tmp_path / "grid" / "config.json").read_text())
+    assert (config["grid"], config["stages"]) == ([1, 3], 3)
+    assert main(["--resume", str(tmp_path / "none"), "--scheme", "vanilla"]) == 2
+
+
+def test_a_grid_of_another_scheme_is_refused(main, tmp_path, capsys):
+    assert main(["--scheme", "vanilla", "--grid", "2", "1", "--output", str(tmp_path)]) == 2
+    assert "Only the scheme 'grid' has one. Received: grid=[2, 1], scheme='vanilla'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("scheme", ["vanilla", "single", "data-parallel"])
 def test_microbatches_that_no_scheme_of_the_run_has_are_refused(main, scheme, tmp_path, capsys):
     assert main(["--scheme", scheme, "--microbatches", "2", "--output", str(tmp_path)]) == 2

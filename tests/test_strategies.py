@@ -9,19 +9,24 @@ import pytest
 import pipetrain
 from pipetrain.checkpoint.session import FitSession
 from pipetrain.frontend.data_parallel import DataParallelStrategy
+from pipetrain.frontend.grid_strategy import GridStrategy
 from pipetrain.frontend.pipeline_strategy import PipelineStrategy
 from pipetrain.frontend.strategy import Strategy
 from pipetrain.frontend.transfer_strategy import TransferStrategy
-from pipetrain.schemes.table import NAMES, TRANSFERRING
+from pipetrain.schemes.table import GRID, NAMES, TRANSFERRING
 
-SCHEMES = ["vanilla", "data-parallel", "all-reduce"]
+SCHEMES = ["vanilla", "data-parallel", "all-reduce", "grid"]
 EACH = pytest.mark.parametrize("scheme", SCHEMES)
 
 
-@pytest.mark.parametrize("scheme", (*NAMES, *TRANSFERRING))
+@pytest.mark.parametrize("scheme", (*NAMES, *TRANSFERRING, GRID))
 def test_every_scheme_has_a_strategy(scheme):
     pm = pipetrain.PipelineModel(networks.small(), stages=2, scheme=scheme)
-    expected = {"data-parallel": DataParallelStrategy, **dict.fromkeys(TRANSFERRING, TransferStrategy)}
+    expected = {
+        "data-parallel": DataParallelStrategy,
+        **dict.fromkeys(TRANSFERRING, TransferStrategy),
+        GRID: GridStrategy,
+    }
     assert type(pm._strategy) is expected.get(scheme, PipelineStrategy)
 
 
@@ -32,7 +37,7 @@ def test_a_strategy_has_the_protocol_s_members_and_no_others(scheme):
     strategy = pipetrain.PipelineModel(networks.small(), stages=2, scheme=scheme)._strategy
     classes = type(strategy).__mro__[:-1]
     has = {name for each in (strategy, *classes) for name in vars(each) if not name.startswith("_")}
-    assert has - {"evaluator", "microbatches", "plan"} == asked  # what tests look at
+    assert has - {"evaluator", "grid", "microbatches", "plan"} == asked  # what tests look at
 
 
 @pytest.mark.parametrize("scheme", networks.by_default(SCHEMES, "vanilla", "all-reduce"))

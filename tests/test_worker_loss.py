@@ -118,7 +118,7 @@ def test_fit_says_which_worker_was_killed():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("scheme", ["all-reduce", "parameter-server"])
+@pytest.mark.parametrize("scheme", ["all-reduce", "parameter-server", "grid"])
 def test_a_step_over_all_workers_ends_when_one_is_lost(number, scheme):
     found = lost(number, "fit", scheme)
     assert found["workers"] == [1] and found["threads"] == [] and found["kept"]

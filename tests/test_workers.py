@@ -38,6 +38,9 @@ SCHEMES = (
     "parameter-server/resumed",
     "coded-reduce",
     "coded-reduce/resumed",
+    "grid",
+    "grid/rows",
+    "grid/resumed",
 )
 
 

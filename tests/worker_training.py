@@ -57,6 +57,8 @@ def settings(case: str, workers: int) -> dict:
         return given | {"stages": None, "order": orders.get(option, option)}
     if name == "coded-reduce":
         return given | {"stages": None, "children": workers}
+    if name == "grid":
+        return given | {"stages": None, "grid": (1, workers) if option == "rows" else (workers, 1)}
     if option in ("local", "fitted"):
         given["horizon"] = option
     if option == "recompute":
@@ -130,7 +132,8 @@ if __name__ == "__main__":
 
         facts = joined(running, remote) if "join" in cases else {}
         for each in (each for each in cases if each != "join"):
-            here, said_here = trained(each, count, ["CPU:0"])
+            devices = ["CPU:0"] * (count if each.startswith("grid") else 1)
+            here, said_here = trained(each, count, devices)
             there, said_there = trained(each, count, remote)
             result = {"case": each, "weights": difference(here, there), "said": difference(said_here, said_there)}
             print(json.dumps(result), flush=True)

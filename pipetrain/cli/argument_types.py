@@ -88,3 +88,15 @@ def cores(text: str) -> list[int]:
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} names no cores, such as 0,2-3") from error
     return found
+
+
+def add_grid(parser: argparse.ArgumentParser) -> None:
+    """The option that says which grid of devices there is."""
+    parser.add_argument(
+        "--grid",
+        type=count,
+        nargs=2,
+        metavar=("OUTPUTS", "ROWS"),
+        help="of the scheme grid: over how many devices the outputs of wide layers are divided, and over how many "
+        "parts the rows (default: the grid and the layers that send the least)",
+    )

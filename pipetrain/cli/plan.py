@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from pipetrain.cli import balance
 from pipetrain.cli.given import add_common, given
 from pipetrain.schemes import table
 from pipetrain.simulation.advice import advise_all
@@ -23,6 +24,7 @@ EXAMPLES = """examples:
   python -m pipetrain plan model.keras --devices 4 --scheme 1f1b --memory 2GiB
   python -m pipetrain plan model.keras --devices 4 --scheme auto --staleness predicted
   python -m pipetrain plan model.keras --devices 8 --cluster cluster.json --batch-size 256 --memory 16GiB
+  python -m pipetrain plan model.keras --devices 8 --cluster cluster.json --batch-size 256 --balance
 
 a cluster file, for hosts with 4 GPUs each:
   {"memory": "16GiB",
@@ -54,6 +56,7 @@ def add(commands: Any) -> None:
         help="what --scheme auto may take: none, training that equals the unsplit model's, or pipelines with predicted "
         "weights too (default: none)",
     )
+    balance.add(command)
     command.set_defaults(run=run)
 
 
@@ -62,5 +65,7 @@ def run(options: argparse.Namespace) -> None:
     profile, cluster, training, of_microbatches = given(options)
     if options.scheme == table.AUTO:
         print(choose(profile, options.devices, cluster, training, of_microbatches, options.staleness))
+    if options.balance:
+        print(balance.balance(options, profile, cluster))
         return
     print(f"{advise_all(profile, options.devices, cluster, training, of_microbatches)}\n{profile.warning}".rstrip())

@@ -6,10 +6,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from pipetrain.cli.argument_types import count, positive_number, share
+from pipetrain.cli.argument_types import add_grid, count, positive_number, share
 from pipetrain.cli.given import add_common, given
 from pipetrain.schemes import table
 from pipetrain.schemes.coding.coded_reduce import Tree, checked_tree
+from pipetrain.schemes.grid import check_grid
 from pipetrain.schemes.transfers.orders import AUTO, ORDERS
 from pipetrain.simulation.advice import advise_all
 from pipetrain.simulation.comparison import Comparison, compare
@@ -64,6 +65,7 @@ def add(commands: Any) -> None:
         help="of the transfers of all-reduce and parameter-server (default: auto, the one that is simulated fastest)",
     )
     add_tree(command)
+    add_grid(command)
     command.add_argument(
         "--minibatches", type=count, default=200, metavar="N", help="how many are trained (default: 200)"
     )
@@ -108,6 +110,8 @@ def tree_of(options: argparse.Namespace) -> Tree | None:
 
 def run(options: argparse.Namespace) -> None:
     """Print what was simulated, and write the traces that are asked for."""
+    if options.grid is not None and table.GRID not in (options.scheme or ()):
+        check_grid(options.grid, (options.scheme or ["single"])[0])
     made = given(options)
     chosen = options.scheme or ["single", table.DATA_PARALLEL, "spectrain"]
     profile = made.profile.faster(options.speed)
@@ -121,6 +125,7 @@ def run(options: argparse.Namespace) -> None:
         of_microbatches=of_microbatches,
         order=options.order,
         tree=tree_of(options),
+        grid=options.grid,
         minibatches=options.minibatches,
         reduction=options.reduction,
         slowdown=options.slowdown,

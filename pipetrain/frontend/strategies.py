@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import keras
 
 from pipetrain.frontend.auto import AutoStrategy
+from pipetrain.frontend.checks.grid import checked_devices
 from pipetrain.frontend.checks.model import check_model, check_precision
 from pipetrain.frontend.checks.options import (
     check_copies,
@@ -25,14 +26,26 @@ from pipetrain.frontend.checks.tree import check_tree, check_workers, tree_of
 from pipetrain.frontend.coded_strategy import CodedStrategy
 from pipetrain.frontend.data_parallel import DataParallelStrategy
 from pipetrain.frontend.device_choice import resolve
+from pipetrain.frontend.grid_strategy import GridStrategy
 from pipetrain.frontend.pipeline_strategy import PipelineStrategy
 from pipetrain.frontend.placement import Placement
 from pipetrain.frontend.strategy import Strategy
 from pipetrain.frontend.transfer_strategy import TransferStrategy
 from pipetrain.plan.memory import Training
 from pipetrain.plan.stages import Partition
+from pipetrain.schemes.grid import check_grid
 from pipetrain.schemes.scheme import Scheme
-from pipetrain.schemes.table import AUTO, CODED, DATA_PARALLEL, HORIZONS, TRANSFERRING, check_name, check_options
+from pipetrain.schemes.table import (
+    AUTO,
+    CODED,
+    DATA_PARALLEL,
+    GRID,
+    GRIDS,
+    HORIZONS,
+    TRANSFERRING,
+    check_name,
+    check_options,
+)
 from pipetrain.schemes.table import scheme as chosen_scheme
 from pipetrain.schemes.text_form import chosen, microbatches_of, stages_of
 from pipetrain.schemes.transfers.orders import check_order
@@ -59,6 +72,7 @@ class Options(NamedTuple):
     children: int | None = None
     depth: int | None = None
     stragglers: int | None = None
+    grid: Any = None
 
     @property
     def name(self) -> str:
@@ -112,6 +126,7 @@ def _check(options: Options) -> None:
     check_order(options.order, name)
     check_copies(options.stages, options.devices, name)
     check_tree(name, *options.of_tree)
+    check_grid(options.grid, name)
 
 
 def strategy_of(model: keras.Model, options: Options) -> Strategy:
@@ -171,10 +186,19 @@ def _coded(model: keras.Model, options: Options) -> Strategy:
     return CodedStrategy(model, placement, tree)
 
 
+def _grid(model: keras.Model, options: Options) -> Strategy:
+    grid, on = check_grid(options.grid, GRID), resolve(options.devices)
+    check_model(model)
+    on = checked_devices(grid, on, options.stages)
+    placement = Placement(model, 1, None, on, (len(on),), training=lambda stages: Training("single"))
+    return GridStrategy(model, placement, GRIDS[GRID], grid)
+
+
 # Strategies of the schemes that are no pipelines.
 OTHERS: dict[str, Callable[[keras.Model, Options], Strategy]] = {
     AUTO: _auto,
     DATA_PARALLEL: _data_parallel,
     **dict.fromkeys(TRANSFERRING, _transferring),
     CODED: _coded,
+    GRID: _grid,
 }

@@ -12,6 +12,7 @@ from pipetrain.cluster.message_work import message_work
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.optimizer.clipping import limit
 from pipetrain.compute.optimizer.loss_scaling import stepping
+from pipetrain.compute.transfers.step import Step
 from pipetrain.compute.transfers.weights import Part, Weights
 from pipetrain.compute.transfers.worker import Worker
 from pipetrain.frontend.checks.optimizer import check_loss_scaling
@@ -21,7 +22,9 @@ from pipetrain.frontend.pipeline_strategy import PipelineStrategy
 from pipetrain.frontend.placement import Placement
 from pipetrain.frontend.transfer_planning import embeddings, input_bytes, is_measured, planned, workload_of
 from pipetrain.plan.cluster import Cluster
+from pipetrain.run.pipeline import HOST
 from pipetrain.run.step_runner import StepRunner
+from pipetrain.run.worker_rows import WorkerRows
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.transfers.orders import AUTO
 from pipetrain.schemes.transfers.plan import Plan
@@ -71,15 +74,15 @@ class TransferStrategy(PipelineStrategy):
     def _runner(self) -> Any:
         count = len(self._devices)
         workers = [Worker(self._segment, device, n, count) for n, device in enumerate(self._devices)]
-        compilation = self._compilation
+        reads = self._compilation.metrics.read_predictions
         return StepRunner(
             self._weights,
             workers,
             self.plan,
-            self._serves,
+            lambda begun: Step(self._weights, workers, self.plan, self._serves, HOST, begun, reads),
+            WorkerRows(self._devices),
             self._run_settings,
-            compilation.learning_rate,
-            compilation.metrics.read_predictions,
+            self._compilation.learning_rate,
         )
 
     def _setting(self, rows: int | None, is_measured: bool = True) -> Setting:

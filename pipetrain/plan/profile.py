@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pipetrain.plan.grid_network import GridNetwork
 from pipetrain.plan.text_table import counted, text_table
 
 NOISY = 0.1  # a spread that people should know of
@@ -96,7 +97,8 @@ class Profile:
     ``spread`` is the standard error of all its seconds together, as a part of them, all errors taken to go one way;
     the larger one where it was measured with XLA too. ``loss_s`` is what a loss takes beside the blocks, on
     the last one's device, and ``metric_s`` what a metric takes, in the caller's thread. The seconds are those of all
-    ``microbatches`` of a minibatch together, with the rows of one at a time.
+    ``microbatches`` of a minibatch together, with the rows of one at a time. ``network`` is what the blocks hand on and
+    which can be divided by their outputs, None where that is not known.
 
     Raises ValueError for no blocks, or a batch size below 1.
     """
@@ -108,6 +110,7 @@ class Profile:
     loss_s: float = 0.0
     metric_s: float = 0.0
     microbatches: int = 1
+    network: GridNetwork | None = None
 
     def __post_init__(self) -> None:
         if not self.blocks or not isinstance(self.batch_size, int) or self.batch_size < 1:
@@ -173,7 +176,8 @@ class Profile:
             data = json.loads(text)
             blocks = tuple(_block(**block) for block in data["blocks"])
             beside = {name: data[name] for name in ("spread", "loss_s", "metric_s", "microbatches") if name in data}
-            return cls(data["model"], data["batch_size"], blocks, **beside)
+            network = GridNetwork.of(data["network"]) if data.get("network") else None
+            return cls(data["model"], data["batch_size"], blocks, **beside, network=network)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"Not a profile ({error}). Received: {text[:60]!r}. Try a file that save() wrote."

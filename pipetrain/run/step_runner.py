@@ -11,11 +11,10 @@ import tensorflow as tf
 from pipetrain.compute.functions.stage_values import BoundaryTensors
 from pipetrain.compute.keras_private import count_of
 from pipetrain.compute.transfers.record import Sent
-from pipetrain.compute.transfers.step import Rows, Step
-from pipetrain.compute.transfers.weights import Shares, Weights
+from pipetrain.compute.transfers.step import Rows
+from pipetrain.compute.transfers.weights import Shares
 from pipetrain.compute.transfers.worker import Worker
 from pipetrain.run.collector import Result
-from pipetrain.run.pipeline import HOST
 from pipetrain.run.run_settings import RunSettings
 from pipetrain.run.stepwise import Stepwise
 from pipetrain.run.transfers import here
@@ -24,7 +23,8 @@ from pipetrain.schemes.transfers.plan import Plan
 from pipetrain.trace.trace import Span, Transfer, What
 
 # Weights on their way to a worker, gradients on their way to their sums, and those that the next step's forward hides.
-WHAT: dict[str, What] = {"pull": "W", "push": "R", "late": "R"}
+# Of a grid, activations on their way to the devices of a model group, and their gradients on the way back.
+WHAT: dict[str, What] = {"pull": "W", "push": "R", "late": "R", "gather": "F", "scatter": "B"}
 
 
 class StepRunner(Stepwise):
@@ -34,10 +34,11 @@ class StepRunner(Stepwise):
         weights: of every worker, or only those of the servers.
         workers: that compute.
         plan: of the transfers.
-        serves: whether the weights are on servers.
+        steps: makes what runs a step, once the weights have been traced and taken from the model; it is given what is
+            to be called in each step when all workers have the weights that their forward reads, None for nothing.
+        rows: divides minibatches among the workers.
         settings: called whenever the weights are taken from the model.
         rate: gives the learning rate of a step that begins, None where the optimizers know it.
-        returns_outputs: whether results have the predictions of all rows, else of none.
 
     Workers in other processes get their rows of the next minibatch while they compute this one, from when they have
     what their forward waits for: rows that are sent earlier would keep them waiting.
@@ -45,24 +46,22 @@ class StepRunner(Stepwise):
 
     def __init__(
         self,
-        weights: Sequence[Weights],
+        weights: Sequence[Any],
         workers: Sequence[Worker],
         plan: Plan,
-        serves: bool,
+        steps: Callable[[Callable[[], None] | None], Any],
+        rows: WorkerRows,
         settings: Callable[[], RunSettings],
         rate: Callable[[], float | None],
-        returns_outputs: bool = True,
     ) -> None:
         super().__init__(weights[0], len(workers), settings, rate)
-        self._returns_outputs = returns_outputs
         self._weights, self._workers = list(weights), list(workers)
-        self._rows = WorkerRows([worker.device for worker in workers])
-        self.sends_ahead = self._rows.sends_ahead
+        self._rows, self.sends_ahead = rows, rows.sends_ahead
         self._shares: dict[
             tuple[str, float], Shares
         ] = {}  # on the devices, since the weights were taken from the model
-        self.plan, self._serves = plan, serves
-        self._step: Step | None = None
+        self.plan, self._steps = plan, steps
+        self._step: Any = None
         self._late_rate: float | None = None  # of the step whose late gradients wait
         self._waiting = False  # whether there are any
 
@@ -73,8 +72,7 @@ class StepRunner(Stepwise):
         """Make the minibatch's step."""
         settings = self._run or self._start()
         if self._step is None:
-            begun = self._rows.let_go if self.sends_ahead else None
-            self._step = Step(self._weights, self._workers, self.plan, self._serves, HOST, begun, self._returns_outputs)
+            self._step = self._steps(self._rows.let_go if self.sends_ahead else None)
         rate = self._rate()  # that of the minibatch is as old as its reading
         masks: list[Any] = [None] * len(x)
         rows = [

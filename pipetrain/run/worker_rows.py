@@ -29,10 +29,11 @@ class WorkerRows:
 
     Args:
         devices: the workers', in order.
+        together: how many neighbours are each given the inputs of the rows of all of them.
     """
 
-    def __init__(self, devices: Sequence[str]) -> None:
-        self._devices = list(devices)
+    def __init__(self, devices: Sequence[str], together: int = 1) -> None:
+        self._devices, self._together = list(devices), together
         self.sends_ahead = any(map(is_remote, devices))
         self._ahead = deque[tuple[Any, _Sending]]()  # minibatches' inputs, and their rows on their way, in order
 
@@ -63,15 +64,22 @@ class WorkerRows:
         found, count = [], int(x[0].shape[0])
         for number, device in enumerate(self._devices):
             rows = rows_of(count, number, len(self._devices))
-            if not rows and (count or number):
+            read = self._read(count, number)
+            if not read and (count or number >= self._together):
                 continue
             with tf.device(HOST):
-                mine = take(x, rows, count), take(targets, rows, count)
+                mine = take(x, read, count), take(targets, rows, count)
             if is_remote(device):  # a worker does not fetch from this process: it is given what it needs
                 with tf.device(device):
                     mine = tf.nest.map_structure(_identity, mine)
             found.append(Part(number, len(rows) / count if count else 1.0, *mine))
         return found
+
+    def _read(self, count: int, number: int) -> range:
+        """The rows whose inputs a worker is given: its own, or those of all its group."""
+        first = number - number % self._together
+        last, parts = first + self._together - 1, len(self._devices)
+        return range(rows_of(count, first, parts).start, rows_of(count, last, parts).stop)
 
 
 class _Sending(threading.Thread):

@@ -82,14 +82,20 @@ TREES = {
         CODED, ONE_FORWARD_ONE_BACKWARD, policies.Flush(), "data parallelism, coded gradients that bear stragglers"
     )
 }
+GRID = "grid"  # likewise, with the outputs of wide layers divided too
+GRIDS = {
+    GRID: Scheme(
+        GRID, ONE_FORWARD_ONE_BACKWARD, policies.Flush(), "wide layers divided by outputs, minibatches by rows"
+    )
+}
 DATA_PARALLEL = "data-parallel"
 AUTO = "auto"  # no scheme: the one that is predicted to be the fastest
 NAMES = ("single", DATA_PARALLEL, *(name for name in SCHEMES if name != "single"))
 HORIZONS = ("round-trip", "local", "fitted", "target")  # of spectrain; the first is the paper's
 RECOMMENDED = 1.5  # the horizon of 2bw, where one is wanted
-COPIED = (DATA_PARALLEL, *TRANSFERRING, CODED)  # of which every device has the whole model
+COPIED = (DATA_PARALLEL, *TRANSFERRING, CODED, GRID)  # of which every device has all layers
 UNCUT = ("single", *COPIED)
-EVERY_NAME = (*NAMES, *SCHEDULED, *TRANSFERRING, CODED)
+EVERY_NAME = (*NAMES, *SCHEDULED, *TRANSFERRING, CODED, GRID)
 PIPELINES = {**SCHEMES, **SCHEDULED}
 
 

@@ -7,14 +7,16 @@ from dataclasses import replace
 from pipetrain.plan.advice import WAYS, Advice, Ordered, advise, everywhere
 from pipetrain.plan.capacity import NoPlan
 from pipetrain.plan.cluster import Cluster
+from pipetrain.plan.grid_cost import elsewhere_bytes
 from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import DEVICES, checked_training
 from pipetrain.plan.profile import Profile
 from pipetrain.schemes.arguments import checked_count
 from pipetrain.schemes.coding.coded_reduce import widest
-from pipetrain.schemes.table import CODED, TRANSFERRING
+from pipetrain.schemes.table import CODED, GRID, TRANSFERRING
 from pipetrain.simulation.coded_reduce import simulate_tree
 from pipetrain.simulation.data_parallel.estimate import estimated_step_s
+from pipetrain.simulation.grid.simulator import chosen_grid, simulate_grid
 from pipetrain.simulation.schedule_trials import acting, is_synchronous, try_schedules
 
 
@@ -29,8 +31,9 @@ def advise_all(
 
     Each has the order of transfers that is predicted to be the fastest. There are none on one device, on more than the
     minibatch has rows, and where the whole model does not fit a device's memory. Beside them is ``coded-reduce``, which
-    bears a straggler though none is simulated. Where the training's scheme is a synchronous pipeline, the other
-    schedules of this kind are there too, see ``try_schedules``: also if one of them alone fits the devices' memory.
+    bears a straggler though none is simulated, and the ``grid`` that sends the least, if it divides any layer by its
+    outputs. Where the training's scheme is a synchronous pipeline, the other schedules of this kind are there too, see
+    ``try_schedules``: also if one of them alone fits the devices' memory.
 
     Raises NoPlan, a ValueError, if nothing fits it.
     """
@@ -55,4 +58,10 @@ def advise_all(
         ordered[scheme] = Ordered(num_devices, profile.batch_size / step_s, whole.fullest_bytes)
     step_s = simulate_tree(profile, *widest(num_devices), cluster).step_s
     ordered[CODED] = Ordered(num_devices, profile.batch_size / step_s, whole.fullest_bytes)
+    if profile.network is not None:
+        grid = chosen_grid(profile, num_devices, cluster)
+        if grid.outputs > 1:  # else it is an all-reduce
+            step_s = simulate_grid(profile, num_devices, cluster, grid).step_s
+            elsewhere = elsewhere_bytes(profile.network, grid, grid.layers or (), training.slots)
+            ordered[GRID] = Ordered(num_devices, profile.batch_size / step_s, whole.fullest_bytes - elsewhere)
     return replace(advice.beside(ordered), schedules=schedules)

@@ -15,10 +15,19 @@ from pipetrain.plan.profile import Profile
 from pipetrain.plan.stages import DEFAULT_TRAINING, Partition
 from pipetrain.plan.text_table import text_table
 from pipetrain.schemes.coding.coded_reduce import Tree, widest
-from pipetrain.schemes.table import CODED, DATA_PARALLEL, TRANSFERRING, check_microbatches, check_name, splits
+from pipetrain.schemes.table import (
+    CODED,
+    DATA_PARALLEL,
+    GRID,
+    TRANSFERRING,
+    check_microbatches,
+    check_name,
+    splits,
+)
 from pipetrain.schemes.transfers.orders import AUTO
 from pipetrain.simulation.coded_reduce import simulate_tree
 from pipetrain.simulation.data_parallel.profiled import simulate_order
+from pipetrain.simulation.grid.simulator import simulate_grid
 from pipetrain.simulation.simulator import simulate
 from pipetrain.trace.idle import Idle, idle
 from pipetrain.trace.trace import Trace
@@ -89,6 +98,7 @@ def compare(
     of_microbatches: Profile | None = None,
     order: str = AUTO,
     tree: Tree | None = None,
+    grid: object = None,
     **options: Any,
 ) -> Comparison:
     """Simulate each scheme with the partition that suits it, and ``single`` to compare with.
@@ -107,6 +117,7 @@ def compare(
         order: of the transfers of those schemes that order them.
         tree: of ``coded-reduce``, whose root is a device beside the workers; by default one worker for each device, all
             of them the root's children, of which one may be late.
+        grid: of the scheme of this name; by default the one that sends the least.
         options: of ``simulate``.
 
     Raises:
@@ -118,7 +129,7 @@ def compare(
         check_microbatches(microbatches, scheme, training.under(scheme).horizon)
     partitions: dict[str, Partition | None] = {}
     for scheme in schemes:
-        if check_name(scheme) in (*TRANSFERRING, CODED):
+        if check_name(scheme) in (*TRANSFERRING, CODED, GRID):
             partitions[scheme] = everywhere(profile, num_devices, cluster, training)
             continue
         pipelined = scheme != DATA_PARALLEL
@@ -135,6 +146,9 @@ def compare(
         elif scheme == CODED and each is not None:
             known = {name: options[name] for name in ORDERED if name in options}
             traces[scheme] = simulate_tree(profile, *(tree or widest(num_devices)), cluster, **known)
+        elif scheme == GRID and each is not None:
+            known = {name: options[name] for name in ORDERED if name in options}
+            traces[scheme] = simulate_grid(profile, num_devices, cluster, grid, **known)
         elif each is not None:
             count = microbatches if split[scheme] else None
             traces[scheme] = simulate(each, scheme, cluster, microbatches=count, **options)

@@ -12,7 +12,15 @@ from pipetrain.plan.stages import Partition, StagePlan
 from pipetrain.schemes.arguments import checked_count
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.splitting import window as window_of
-from pipetrain.schemes.table import CODED, DATA_PARALLEL, SCHEMES, TRANSFERRING, check_microbatches, check_name
+from pipetrain.schemes.table import (
+    CODED,
+    DATA_PARALLEL,
+    GRID,
+    SCHEMES,
+    TRANSFERRING,
+    check_microbatches,
+    check_name,
+)
 from pipetrain.schemes.validation import check_own
 from pipetrain.simulation.build import Options, StationBuilder
 from pipetrain.simulation.events import Simulation
@@ -75,6 +83,11 @@ def simulate(
         raise ValueError(
             f"A tree of workers has no stages. Received: scheme={scheme!r}. "
             "Try pipetrain.simulate_tree(profile, children)."
+        )
+    if check_name(scheme) == GRID:
+        raise ValueError(
+            f"A grid divides layers, which a partition does not have. Received: scheme={scheme!r}. "
+            "Try pipetrain.simulate_grid(profile, devices)."
         )
     if check_name(scheme) in TRANSFERRING:
         raise ValueError(

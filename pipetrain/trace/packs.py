@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 
 from pipetrain.trace.trace import Trace, Transfers, What
 
+BETWEEN_REPLICAS = ("B", "F", "R", "W")  # in the order of the alphabet
+
 
 class PackTimes(NamedTuple):
     """One message of a pack: what it is, the minibatch, its ends, the pack's place in the plan, and its seconds.
@@ -50,15 +52,18 @@ def packs(trace: Trace) -> list[PackTimes]:
 
 
 def messages(transfers: Transfers) -> Transfers:
-    """Those that are single messages between two replicas of a stage: of weights, and of gradients to be summed."""
-    among = np.isin(transfers.op, ("R", "W")) & (transfers.from_stage == transfers.to_stage)
+    """Those that are single messages between two replicas of a stage.
+
+    They are of weights, of gradients to be summed, and on a grid of activations and their gradients.
+    """
+    among = np.isin(transfers.op, BETWEEN_REPLICAS) & (transfers.from_stage == transfers.to_stage)
     found: Transfers = transfers[among & (transfers.from_replica != transfers.to_replica)]
     return found
 
 
 def inverted(sent: Transfers) -> NDArray[np.bool_]:
     """Of messages, whether one arrived earlier that goes the same way in the same step and is behind it in the plan."""
-    ways = np.stack([sent.op == "W", sent.microbatch, sent.from_replica, sent.to_replica])
+    ways = np.stack([np.searchsorted(BETWEEN_REPLICAS, sent.op), sent.microbatch, sent.from_replica, sent.to_replica])
     order = np.lexsort((sent.pack, sent.end_s, *ways))
     begins = (np.diff(ways[:, order].astype(np.int64), axis=1, prepend=-1) != 0).any(axis=0)
     way = np.cumsum(begins)

@@ -42,6 +42,7 @@ class WeightGroup:
         untrained: gives the copies that no gradient reaches.
         holders: the stages that have the weights, where they are shared.
         stage: the stage.
+        part: gives what the group has of a weight's value; by default all of it.
     """
 
     def __init__(
@@ -54,18 +55,20 @@ class WeightGroup:
         untrained: Callable[[], Sequence[keras.Variable]] = tuple,
         holders: tuple[int, ...] = (),
         stage: int = 0,
+        part: Callable[[keras.Variable, tf.Tensor], tf.Tensor] = lambda weight, value: value,
     ) -> None:
         self.originals, self.numbers, self.device, self.rule = list(weights), list(numbers), device, rule
         self.holders, self._later = holders, None if stage in holders[:1] or not holders else stage
+        self._part = part
         with tf.device(device):
-            self.variables = [_like(variable) for variable in weights]
+            self.variables = [_like(variable, self._part_of(variable)) for variable in weights]
             self.optimizer = clone(optimizer, weights, self.variables, rule)
             # The norm of all stages' gradients is not the clone's to know: the stage clips before it updates. Before
             # that it divides by the loss scale.
             self.optimizer.global_clipnorm = self.optimizer.loss_scale_factor = None
             self.optimizer.build(self.variables)
             self.update = Update(self.optimizer, self.variables, rule, untrained)
-            read = tf.function(list, autograph=False).get_concrete_function(specs(weights))
+            read = tf.function(list, autograph=False).get_concrete_function(specs(self.variables))
             self._read = BoundFunction(read, [self], _constant, Kernels())
         self._apply = tf.function(self.update.apply, autograph=False, reduce_retracing=True)
         self._learning_rate: float | None = None
@@ -91,9 +94,13 @@ class WeightGroup:
         """Take the weights from the model, and set the optimizer's count of minibatches; on the group's device."""
         count_of(self.optimizer).assign(iterations)
         for mine, original in zip(self.variables, self.originals, strict=True):
-            mine.assign(original.value)
+            mine.assign(self._part_of(original))
         if self.update.fit:
             self.update.fit.reset()
+
+    def _part_of(self, weight: keras.Variable) -> tf.Tensor:
+        # A tensor: given a tf.Variable, Keras would share it.
+        return self._part(weight, tf.convert_to_tensor(weight.value))
 
     def weights(self, wanted: Newest | Tensors = Newest()) -> Tensors:  # noqa: B008 - a tuple, never changed
         """The current weights as tensors; holding them keeps this version, as a later update then copies.
@@ -131,9 +138,8 @@ def _constant(value: float, dtype: tf.DType) -> tf.Tensor:
     return tf.constant(value, dtype)
 
 
-def _like(variable: keras.Variable) -> keras.Variable:
-    """A copy with the same value, name and path; some optimizers use the name or path."""
-    value = tf.convert_to_tensor(variable.value)  # given a tf.Variable, Keras would share it
+def _like(variable: keras.Variable, value: tf.Tensor) -> keras.Variable:
+    """A variable of this value with the same name and path; some optimizers use the name or path."""
     with ExitStack() as scopes:
         for scope in variable.path.split("/")[:-1]:
             scopes.enter_context(keras.name_scope(scope))

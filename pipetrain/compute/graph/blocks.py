@@ -76,21 +76,41 @@ class Chain:
         """The symbolic tensors of ``crossing(end)``."""
         return [self._symbols[value] for value in self.crossing(end)]
 
+    def symbol(self, value: int) -> Any:
+        """The symbolic tensor of a value."""
+        return self._symbols[value]
+
     def segment(self, first: int, end: int) -> Segment:
         """Blocks ``first`` to ``end - 1`` as one layer, from what crosses into them to what crosses out.
 
         Raises ValueError for numbers that cross out in a type of which TensorFlow makes no gradients.
         """
+        return self._between(first, end, self.crossing(first), self.crossing(end))
+
+    def apart(self, first: int, end: int) -> Segment:
+        """Like ``segment``, without the values that only pass these blocks; the model's outputs are among the last's.
+
+        Values that come in are in the order of their numbers.
+        """
+        calls = list(self._calls(first, end))
+        made = {value for call in calls for value in call.writes}
+        reads = {value for call in calls for value in call.reads} - made
+        if end == len(self.blocks):
+            return self._between(first, end, sorted(reads | set(self._outputs) - made), self._outputs)
+        return self._between(first, end, sorted(reads), [value for value in self.crossing(end) if value in made])
+
+    def _between(self, first: int, end: int, reads: list[int], writes: list[int]) -> Segment:
+        """Blocks ``first`` to ``end - 1`` from these values to those."""
         if end < len(self.blocks):
-            check_crossing_types(self.specs(end), self.blocks[end - 1].name)
+            check_crossing_types([self._symbols[value] for value in writes], self.blocks[end - 1].name)
         calls = list(self._calls(first, end))
         earlier = list(self._calls(0, first))
         before = Counter(id(each) for call in earlier for each in _variables(call))
-        return self._segment(calls, self.crossing(first), self.crossing(end), self._trained(), before, earlier)
+        return self._segment(calls, reads, writes, self.trained(), before, earlier)
 
     def alone(self) -> Iterator[Segment]:
         """Every block as a layer of its own, without the values that only pass it."""
-        trained = self._trained()
+        trained = self.trained()
         for index, block in enumerate(self.blocks):
             reads = {value for call in block.calls for value in call.reads}
             writes = {value for call in block.calls for value in call.writes}
@@ -119,7 +139,7 @@ class Chain:
         differentiable, returns = ([value in trained for value in values] for values in (reads, writes))
         return Segment(calls, reads, writes, self._symbols, differentiable, returns, before, earlier, self._draws)
 
-    def _trained(self) -> set[int]:
+    def trained(self) -> set[int]:
         """Values that need a gradient: those of differentiable types that depend on trainable weights."""
         trained: set[int] = set()
         for call in self._calls(0, len(self.blocks)):

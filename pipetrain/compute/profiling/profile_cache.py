@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from pipetrain.compute.graph.blocks import Chain
 from pipetrain.compute.graph.input_shapes import Shapes
+from pipetrain.compute.graph.network import network_of
 from pipetrain.compute.profiling.conditions import conditions
 from pipetrain.compute.profiling.profiler import cost_key, may_be_compiled, profile_chain
 from pipetrain.plan.profile import Profile
@@ -60,7 +61,7 @@ def cached_profile(
     if known is None:
         known = _kept(profile_chain(chain, batch_size, shapes, device, verbose, with_xla, microbatches), path)
     renamed = tuple(replace(cost, name=block.name) for cost, block in zip(known.blocks, blocks, strict=True))
-    return replace(known, model=chain.model.name, blocks=renamed, microbatches=microbatches)
+    return replace(known, model=chain.model.name, blocks=renamed, microbatches=microbatches, network=network_of(chain))
 
 
 def _read(path: Path) -> Profile | None:

@@ -16,6 +16,7 @@ from pipetrain.compute.cores import cores, full_name, has_pool, is_remote
 from pipetrain.compute.functions.split import specs
 from pipetrain.compute.graph.blocks import Block, Chain
 from pipetrain.compute.graph.input_shapes import Shapes, checked_shapes
+from pipetrain.compute.graph.network import network_of
 from pipetrain.compute.graph.sharing import shared_by_blocks
 from pipetrain.compute.keras_private import is_own, supports_xla
 from pipetrain.compute.profiling.block_functions import BlockFunctions, Keeps, size_bytes, values
@@ -105,7 +106,9 @@ def profile_chain(
                     for cost, seconds, block in zip(costs, compiled, placed, strict=True)
                 ]
         beside = time_loss(_outputs(chain, placed), device, _others(device))
-    measured = Profile(chain.model.name, int(rows), tuple(costs), spread, *beside, microbatches=microbatches)
+    measured = Profile(
+        chain.model.name, int(rows), tuple(costs), spread, *beside, microbatches=microbatches, network=network_of(chain)
+    )
     return measured if rows == batch_size else measured.scaled(int(batch_size))
 
 

@@ -29,6 +29,8 @@ class Packing:
 
     def messages(self, values: Mapping[int, tf.Tensor]) -> list[tf.Tensor]:
         """Of the values by the variables' numbers."""
+        for n in self._pack.variables:
+            values[n].set_shape(self._like[n].shape)  # which a trace need not have found
         if self._pack.chunks > 1:
             (n,) = self._pack.variables
             rows = rows_of(_elements(self._like[n]), self._pack.chunk, self._pack.chunks)

@@ -66,11 +66,16 @@ def _direct(
     for sink in sinks:
         there = [order.send(each, source, sink) for each, source in zip(messages, sources, strict=True)]
         with tf.device(sink):
-            total = there[0]
-            for each in there[1:]:  # what is between keeps TensorFlow from adding all at once, in an order of its own
-                total = tf.raw_ops.Snapshot(input=total + each)
-        sums.append(total)
+            sums.append(in_order(there))
     return sums
+
+
+def in_order(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Their sum, added one after another."""
+    total = tensors[0]
+    for each in tensors[1:]:  # what is between keeps TensorFlow from adding all at once, in an order of its own
+        total = tf.raw_ops.Snapshot(input=total + each)
+    return total
 
 
 def _scattered(

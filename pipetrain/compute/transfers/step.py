@@ -18,6 +18,7 @@ from pipetrain.compute.functions.split import specs
 from pipetrain.compute.functions.stage_values import BoundaryTensors
 from pipetrain.compute.functions.weight_group import WeightGroup
 from pipetrain.compute.transfers.message import Order, Packing, Received, sent
+from pipetrain.compute.transfers.placing import placed
 from pipetrain.compute.transfers.record import Record, Sent, What
 from pipetrain.compute.transfers.reduction import reduced
 from pipetrain.compute.transfers.weights import Made, Shares, Weights
@@ -74,7 +75,7 @@ class Step:
         self._late_numbers = [n for n in plan.late_variables if n in self._like]
         self._pending = [self._zeros(worker) for worker in workers]
         captured = self._made.captured_inputs
-        self._captured = [[_placed(each, worker.device) for each in captured] for worker in workers]
+        self._captured = [[placed(each, worker.device) for each in captured] for worker in workers]
         self._functions: dict[Any, Any] = {}
         self._record: Record | None = None  # of the function that is being traced
         self._sent: dict[Any, list[Sent]] = {}
@@ -230,27 +231,47 @@ class Step:
             weights.apply([each for each in weights.groups if self._plan.are_late(each.numbers) == late], _of(mine))
 
     def _result(self, active: Sequence[int], made: Sequence[Made]) -> StepResult:
-        """Everything on this process's device, in the order of the rows."""
+        devices = [self._workers[worker].device for worker in active]
+        penalties = [
+            (device, each.penalty) for device, each in zip(devices, made, strict=True) if each.penalty is not None
+        ]
+        outputs = [(device, each.output) for device, each in zip(devices, made, strict=True)]
+        losses = [(device, each.loss) for device, each in zip(devices, made, strict=True)]
+        return collected(self._host, losses, penalties, outputs, self._record, self._returns_outputs)
 
-        def here(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-            return [
-                sent(each, self._workers[worker].device, self._host, [])
-                for worker, each in zip(active, values, strict=True)
-            ]
 
-        with tf.device(self._host):
-            losses = here([each.loss for each in made])
-            penalties = here([each.penalty for each in made]) if made[0].penalty is not None else []
-            loss = tf.add_n([*losses, *penalties]) if losses[0].shape.rank == 0 else tf.concat(losses, 0)
-            if losses[0].shape.rank and penalties:
-                loss += tf.add_n(penalties)
-            whole = (lambda rows: tf.concat(here(rows), 0)) if self._returns_outputs else _none_of
-            outputs = [
-                [None if rows[0] is None else whole(rows) for rows in zip(*values, strict=True)]
-                for values in zip(*(each.output for each in made), strict=True)
-            ]
-        times = self._record.times(self._host) if self._record else None
-        return StepResult(loss, BoundaryTensors(*outputs), times)
+OnDevice = tuple[str, Any]  # what was made on a device
+
+
+def collected(
+    host: str,
+    losses: Sequence[OnDevice],
+    penalties: Sequence[OnDevice],
+    outputs: Sequence[OnDevice],
+    record: Record | None,
+    returns_outputs: bool = True,
+) -> StepResult:
+    """Everything on this process's device, in the order of the rows, or without the outputs of any."""
+
+    def here(values: Sequence[OnDevice]) -> list[tf.Tensor]:
+        return [sent(each, device, host, []) for device, each in values]
+
+    def whole(rows: Sequence[tf.Tensor]) -> tf.Tensor:
+        return tf.concat(here([*zip(devices, rows, strict=True)]), 0) if returns_outputs else _none_of(rows)
+
+    with tf.device(host):
+        of_rows, of_layers = here(losses), here(penalties)
+        is_number = of_rows[0].shape.rank == 0
+        loss = tf.add_n([*of_rows, *of_layers]) if is_number else tf.concat(of_rows, 0)
+        if not is_number and of_layers:
+            loss += tf.add_n(of_layers)
+        devices = [device for device, _ in outputs]
+        joined = [
+            [None if rows[0] is None else whole(rows) for rows in zip(*values, strict=True)]
+            for values in zip(*(each for _, each in outputs), strict=True)
+        ]
+    times = record.times(host) if record else None
+    return StepResult(loss, BoundaryTensors(*joined), times)
 
 
 def _none_of(rows: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -269,11 +290,3 @@ def _read(weights: Weights) -> list[tf.Tensor]:
 
 def _only(pack: Pack, there: set[int]) -> Pack:
     return pack._replace(variables=tuple(n for n in pack.variables if n in there))
-
-
-def _placed(captured: tf.Tensor, device: str) -> tf.Tensor:
-    """What a function reads from outside, on the device that runs it: no worker fetches from this process."""
-    if captured.dtype in (tf.resource, tf.variant):
-        return captured
-    with tf.device(device):
-        return tf.identity(captured)

@@ -107,7 +107,7 @@ class Weights(Stage):
     @property
     def gradients_like(self) -> dict[int, Any]:
         """The specs of the gradients that there are, by the weights' numbers."""
-        return {n: each for n, each in enumerate(self._gradients) if each is not None}
+        return likes(self._gradients, self.variables)
 
     def _shaped(self, number: int, gradient: Any) -> Any:
         """A weight's gradient, whose shape TensorFlow may not know from the operations that make it."""
@@ -137,7 +137,7 @@ class Weights(Stage):
         def make(weights: Any, state: Any, differentiable: Any, constants: Any, shares: Shares) -> Made:
             ran, given = inlined(halves.forward, weights, state, differentiable, constants)
             output, loss, penalty, (after, left) = ran
-            starts = _starts(halves.outputs, shares, self._scale_factor)
+            starts = starts_of(halves.outputs, shares, self._scale_factor)
             fixed = [state[n] for n in halves.fixed]
             made, _ = inlined(halves.backward, weights, unpack(given, residuals), fixed, starts)
             gradients = [self._shaped(n, each) for n, each in enumerate(made)]
@@ -183,10 +183,24 @@ class Weights(Stage):
         return tf.constant(self._scale_factor, SCALE.dtype) if self._step.scale is not None else None
 
 
-def _starts(outputs: Sequence[tf.TensorSpec], shares: Shares, scale: float) -> list[tf.Tensor]:
+def likes(gradients: Sequence[Any], variables: Sequence[keras.Variable]) -> dict[int, Any]:
+    """The specs of the gradients that there are, by number; a trace need not have found their shapes."""
+    return {
+        n: each if isinstance(each, tf.IndexedSlices) else tf.TensorSpec(variable.shape, each.dtype)
+        for n, (each, variable) in enumerate(zip(gradients, variables, strict=True))
+        if each is not None
+    }
+
+
+def starts_of(outputs: Sequence[tf.TensorSpec], shares: Shares, scale: float) -> list[tf.Tensor]:
     """The gradients with which the backward starts: of the loss, and of the layers' own losses if there are any."""
     loss, *penalties = outputs
-    starts = [tf.cast(shares.loss * scale, loss.dtype)]
+    return [tf.cast(shares.loss * scale, loss.dtype), *penalty_starts(penalties, shares, scale)]
+
+
+def penalty_starts(penalties: Sequence[tf.TensorSpec], shares: Shares, scale: float) -> list[tf.Tensor]:
+    """Those of the layers' own losses."""
+    starts = []
     for spec in penalties:
         share = tf.cast(shares.penalty * scale, spec.dtype)
         starts.append(share if spec.shape.rank == 0 else tf.stack([share, tf.constant(scale, spec.dtype)]))

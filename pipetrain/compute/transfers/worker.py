@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from pipetrain.compute.functions.state import Division, State
@@ -27,6 +28,11 @@ class Worker:
         self.segment, self.device, self._number = segment, device, number
         self._state = State(segment, True, Division(1, workers))
         self._variables: list[tf.Variable] = []
+
+    @property
+    def state(self) -> list[keras.Variable]:
+        """The model's variables whose values it has."""
+        return self._state.variables
 
     def load(self) -> bool:
         """Take the state from the model; whether that is in other variables on the device than before."""

@@ -43,10 +43,11 @@ def simulate_plan(setting: Setting, plan: Plan, minibatches: int = 8, slowdown: 
 
     training = Training(setting, plan, minibatches, factor)
     messages = training.run()
-    return Trace.of(_spans(training.devices), _transfers(messages))
+    return Trace.of(spans_of(training.devices), transfers_of(messages))
 
 
-def _spans(devices: Sequence[Device]) -> Spans:
+def spans_of(devices: Sequence[Device]) -> Spans:
+    """The pieces of what devices did, as a trace has them."""
     pieces = [(worker, piece) for worker, device in enumerate(devices) for piece in device.pieces]
     workers = np.array([worker for worker, _ in pieces], dtype=np.int32)
     steps = np.array([piece.step for _, piece in pieces], dtype=np.int32)
@@ -62,5 +63,6 @@ def _spans(devices: Sequence[Device]) -> Spans:
     )
 
 
-def _transfers(messages: Sequence[Message]) -> Transfers:
+def transfers_of(messages: Sequence[Message]) -> Transfers:
+    """Messages, as a trace has them."""
     return Transfers.of(message.transfer for message in messages)
