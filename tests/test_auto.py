@@ -18,6 +18,7 @@ from pipetrain.plan.choice import MARGIN, Choice, Way, least_slowest_s
 from pipetrain.plan.cluster import Cluster, Level, Link
 from pipetrain.plan.coarse import even_bounds, merged
 from pipetrain.plan.division import undisturbed
+from pipetrain.plan.grid_network import GridNetwork
 from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import partition, plan
 from pipetrain.plan.profile import BlockProfile, Profile
@@ -120,6 +121,17 @@ def test_a_long_chain_is_compared_in_few_blocks_and_cut_in_all():
     assert merged(profile, even_bounds(profile, 300)) == profile
 
 
+def test_a_grid_is_among_the_ways_where_it_divides_a_layer():
+    network = GridNetwork.chain((64, 4096, 4096, 4096))
+    blocks = [BlockProfile(each.name, 1e-4, 2e-4, 4 * 32 * 4096, 4 * each.weights) for each in network.layers]
+    profile = Profile("wide", 32, tuple(blocks), network=network)
+    (way,) = [way for way in choose(profile, 4, ETHERNET).ways if way.kind == "grid"]
+    assert way.arguments["scheme"] == "grid" and way.arguments["grid"][0] > 1
+    copies = next(way for way in choose(profile, 4, ETHERNET).ways if way.arguments["scheme"] == "all-reduce")
+    assert way.step_s < copies.step_s and way.memory_bytes < copies.memory_bytes
+    assert not [way for way in choose(replace(profile, network=None), 4, ETHERNET).ways if way.kind == "grid"]
+
+
 def test_seconds_of_whole_minibatches_that_something_disturbed_do_not_count():
     steady = chain(8, output_bytes=MIB, weight_bytes=MIB)
     disturbed = replace(steady, blocks=tuple(block.longer(5.0, 5.0) for block in steady.blocks), spread=0.2)
@@ -134,6 +146,7 @@ WAYS = {
     "single": {"scheme": "single"},
     "data-parallel": {"scheme": "data-parallel"},
     "all-reduce": {"scheme": "all-reduce"},
+    "grid": {"scheme": "grid", "grid": (2, 1)},
     "zb-h2": {"scheme": "zb-h2", "microbatches": 2, "cuts": ("dense_1",)},
     "interleaved": {"scheme": "interleaved", "microbatches": 2, "chunks": 2, "cuts": ("dense_0", "dense_1", "dense_2")},
     "hybrid": {"scheme": "1f1b", "microbatches": 2, "replicas": (2, 1), "cuts": ("dense_1",)},
@@ -157,7 +170,7 @@ def trained(model, epochs=2, callbacks=None, compiles=True):
     return model.fit(*data(), batch_size=8, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks).history
 
 
-@pytest.mark.parametrize("name", networks.by_default(WAYS, "single", "data-parallel", "zb-h2", "hybrid"))
+@pytest.mark.parametrize("name", networks.by_default(WAYS, "single", "data-parallel", "grid", "zb-h2", "hybrid"))
 def test_every_way_that_may_be_taken_trains_as_plain_keras(name, monkeypatch):
     plain, ours = network(), network()
     expected = trained(plain)

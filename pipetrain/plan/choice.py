@@ -13,7 +13,7 @@ from pipetrain.plan.text_table import text_table
 MARGIN = 1.03  # what a less simple way must gain to be worth it
 ERRORS = 2  # standard errors of the profile to either side of a prediction
 HEADER = ("way to train", "devices", "samples/s", "between", "against one", "memory MiB")
-KINDS = ("single", "data parallelism", "pipeline", "hybrid")  # the simplest first
+KINDS = ("single", "data parallelism", "grid", "pipeline", "hybrid")  # the simplest first
 
 
 class Way(NamedTuple):

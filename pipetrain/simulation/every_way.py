@@ -11,20 +11,23 @@ from pipetrain.plan.choice import Choice, Way, least_slowest_s
 from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.coarse import even_bounds, merged
 from pipetrain.plan.division import divided, undisturbed
+from pipetrain.plan.grid_cost import elsewhere_bytes
 from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import DEVICES, checked_training, partition, plan
 from pipetrain.plan.profile import Profile
 from pipetrain.plan.roofline import UPDATE_PASSES
 from pipetrain.plan.stages import Partition
 from pipetrain.schemes.arguments import checked_count
-from pipetrain.schemes.table import CHUNKED, DATA_PARALLEL, TRANSFERRING, chunked
+from pipetrain.schemes.table import CHUNKED, DATA_PARALLEL, GRID, TRANSFERRING, chunked
 from pipetrain.simulation.data_parallel.estimate import estimated_step_s
+from pipetrain.simulation.grid.simulator import chosen_grid, simulate_grid
 from pipetrain.simulation.schedule_trials import MOST, ROUNDS, acting, try_schedules
 from pipetrain.simulation.simulator import simulate
 
 STALENESS = ("none", "predicted")  # what the user allows of the weights that gradients are made with
 TARGET_MICROBATCHES = (1, 2, 4, 8, 16)  # of spectrain with horizon="target": at least a quarter of the stages
 SUM_PASSES = 3  # over the weights' bytes: a sum of two gradients reads both and is written
+MOST_ON_GRID = 16  # devices: every two of a group exchange messages
 MOST_BLOCKS = 96  # of a chain while ways are compared; at least four for each device
 MINIBATCHES = 3  # to simulate: each is like the one before, once all devices have begun
 
@@ -33,9 +36,9 @@ class Chooser:
     """Predicts every way to train a profiled model.
 
     Ways are ``single``; data parallelism, by MirroredStrategy (``data-parallel``), ``all-reduce`` and
-    ``parameter-server`` with the order of transfers that suits; pipelines with every synchronous schedule; and
-    ``hybrid`` ones with several devices for slow stages. With ``staleness="predicted"`` also pipelines whose weights
-    are predicted to one target, which never drain.
+    ``parameter-server`` with the order of transfers that suits; the ``grid`` that sends the least; pipelines with every
+    synchronous schedule; and ``hybrid`` ones with several devices for slow stages. With ``staleness="predicted"`` also
+    pipelines whose weights are predicted to one target, which never drain.
 
     Args:
         profile: of whole minibatches.
@@ -101,6 +104,20 @@ class Chooser:
         for scheme in TRANSFERRING:
             step_s = estimated_step_s(copies, scheme, self._devices, self._cluster)
             yield self._way("data parallelism", every, step_s, scheme=scheme)
+        yield from self._grid(copies, every)
+
+    def _grid(self, copies: Profile, every: Partition) -> Iterator[Way]:
+        """The grid that sends the least, if it divides the outputs of any layer; of chains that are not merged."""
+        network = copies.network
+        if network is None or len(copies.blocks) < len(self._whole[0].blocks) or self._devices > MOST_ON_GRID:
+            return
+        grid = chosen_grid(copies, self._devices, self._cluster)
+        if grid.outputs > 1:  # else it is an all-reduce
+            step_s = simulate_grid(copies, self._devices, self._cluster, grid).step_s
+            elsewhere = elsewhere_bytes(network, grid, grid.layers or (), self._training.slots)
+            memory_bytes = every.fullest_bytes - elsewhere
+            fits = self._fits(memory_bytes)
+            yield Way("grid", {"scheme": GRID, "grid": tuple(grid)[:2]}, self._devices, step_s, memory_bytes, fits)
 
     def _copies(self) -> Profile:
         """The profile for devices that each have a part of the rows, and sum gradients.
