@@ -15,19 +15,21 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+import models  # noqa: E402
 from experiments.options import positive  # noqa: E402
-from experiments.speedup import profiles  # noqa: E402
-from experiments.traffic import INPUTS  # noqa: E402
+from experiments.traffic import CLASSES, INPUTS  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
 from pipetrain.plan.choice import Choice, Way  # noqa: E402
 from pipetrain.plan.cluster import PCIE_3, Cluster, Level, Link  # noqa: E402
-from pipetrain.plan.roofline import TESLA_P40  # noqa: E402
+from pipetrain.plan.profile import Profile  # noqa: E402
+from pipetrain.plan.roofline import TESLA_P40, roofline  # noqa: E402
 from pipetrain.plan.text_table import text_table  # noqa: E402
 from pipetrain.simulation.every_way import choose  # noqa: E402
 
@@ -53,10 +55,21 @@ def cluster(gbit_per_s: float) -> Cluster:
     return Cluster(levels, memory_bytes=MEMORY_BYTES)
 
 
-def cells(models: Sequence[str], devices: Sequence[int], gbit_per_s: Sequence[int]) -> Iterator[Cell]:
+def profile_of(name: str) -> Profile:
+    """A network's profile on the GPU, with what its layers hand on, by which grids are compared."""
+    from pipetrain.compute.graph.blocks import Chain
+    from pipetrain.compute.graph.network import network_of
+    from pipetrain.compute.profiling.operation_count import operation_counts
+
+    model = models.build(name, INPUTS[name], CLASSES.get(name, 10))
+    profile = roofline(name, BATCH_SIZE, operation_counts(model, BATCH_SIZE), TESLA_P40)
+    return replace(profile, network=network_of(Chain(model)))
+
+
+def cells(names: Sequence[str], devices: Sequence[int], gbit_per_s: Sequence[int]) -> Iterator[Cell]:
     """Every network on every cluster."""
-    for model in models:
-        profile = profiles(model, TESLA_P40)(BATCH_SIZE)
+    for model in names:
+        profile = profile_of(model)
         for count in devices:
             for rate in gbit_per_s:
                 begun = time.perf_counter()
