@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import keras
@@ -267,4 +268,4 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
         if self.optimizer is None:
             raise ValueError("Training needs an optimizer. Received: optimizer=None. Try keras.optimizers.SGD(1e-2).")
         self._strategy.compiled(self, loss, settings.get("jit_compile", "auto"))
-        self.compiled, self._compiled_with = True, given
+        self.compiled, self._compile_again = True, partial(self.compile, **given)  # in which Keras finds no metrics

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pipetrain.compute.graph.input_shapes import shapes_of_data
@@ -21,7 +21,7 @@ class AutoMixin(StrategyModel):
     ``way`` are the arguments of ``PipelineModel`` that were chosen; None before, and without ``scheme="auto"``.
     """
 
-    _compiled_with: dict[str, Any]
+    _compile_again: Callable[[], None]
     way: Mapping[str, Any] | None = None
     _choice: Choice | None = None
     scheme: str
@@ -57,4 +57,4 @@ class AutoMixin(StrategyModel):
         replace_layer(self, "inner", self._strategy.trained)
         self.scheme, self.options = options.name, options.of_policy()
         self.way = way
-        self.compile(**self._compiled_with)
+        self._compile_again()
