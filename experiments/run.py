@@ -29,7 +29,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import fields
+from dataclasses import fields, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -217,14 +217,13 @@ def begin(options: argparse.Namespace, ends: ExitStack) -> tuple[Path, list[Summ
             f"There is a run that was stopped. Received: output={options.output!r}, with {', '.join(stopped)}. "
             f"Try --resume {options.output}, or another --output."
         )
-    size = sizes(options.model, {"depth": options.depth, "width": options.width})
     same = {
         field.name: getattr(options, field.name) for field in fields(Settings) if field.name not in ("scheme", "size")
     }
     settings = [
         Settings(
             scheme=scheme,
-            size=size,
+            size={},
             **{
                 **same,
                 **having(scheme, options),
@@ -235,6 +234,8 @@ def begin(options: argparse.Namespace, ends: ExitStack) -> tuple[Path, list[Summ
         for scheme in options.scheme
     ]
     start(options, max(each.devices for each in settings), ends)
+    size = sizes(options.model, {"depth": options.depth, "width": options.width})  # which loads Keras
+    settings = [replace(each, size=size) for each in settings]
     return output, run(possible(settings, options.every), options, output)
 
 
