@@ -452,6 +452,9 @@ def test_plan_on_the_command_line(tmp_path, capsys):
     assert "No cut of 'mlp' fits" in capsys.readouterr().err
     assert command_line.main([*common, "--devices", "6", "--scheme", "zb-h1"]) == 0
     assert re.search(r"as set: zb-h1 .*Recommended of these: scheme='", capsys.readouterr().out, re.DOTALL)
+    assert command_line.main([*common, "--devices", "6", "--scheme", "auto", "--staleness", "predicted"]) == 0
+    out = capsys.readouterr().out
+    assert "Taken: scheme=" in out and "horizon target" in out and "Recommended" not in out
     assert command_line.main(["plan", str(tmp_path / "none.keras"), "--devices", "6"]) == 2
     assert "none.keras" in capsys.readouterr().err
     with pytest.raises(SystemExit):

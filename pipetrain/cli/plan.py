@@ -65,6 +65,7 @@ def run(options: argparse.Namespace) -> None:
     profile, cluster, training, of_microbatches = given(options)
     if options.scheme == table.AUTO:
         print(choose(profile, options.devices, cluster, training, of_microbatches, options.staleness))
+        return
     if options.balance:
         print(balance.balance(options, profile, cluster))
         return
