@@ -98,7 +98,7 @@ class PipelineCheckpoint(keras.callbacks.Callback):
 
     def way_of_run(self) -> dict[str, Any] | None:
         """The way to train that ``scheme="auto"`` chose for the run to go on with; None if there is none."""
-        found, _ = self._store.newest() if self._resume else (None, [])
+        found = self._newest() if self._resume else None
         return found.about.get("way") if found else None
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -108,9 +108,7 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         self._position, self._saved_at, self._resumed = Position(0, 0), -1, None
         self._due, self._finite, self._is_over = False, True, False
         self._logs: dict[str, float] = {}
-        found, damaged = self._store.newest()
-        for what in damaged:
-            _say(f"{what}; the one before it is used.")
+        found = self._newest()
         if found is not None:
             self._go_on_from(found)
         self._updates = int(count_of(self.model.optimizer).numpy())
@@ -163,6 +161,13 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         self._save_if_due(ended=ended, **known)
         self._is_over = True
         self._obey()  # where nothing was due: a run that had nothing left to do, or a loss that is not finite
+
+    def _newest(self) -> Checkpoint | None:
+        """The newest checkpoint that is whole; says which newer ones are not, and are set aside."""
+        found, damaged = self._store.newest()
+        for what in damaged:
+            _say(f"{what}; the one before it is used.")
+        return found
 
     def _check(self) -> None:
         if self._session.at_end is not None:

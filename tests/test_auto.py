@@ -191,6 +191,15 @@ def test_every_way_that_may_be_taken_trains_as_plain_keras(name, monkeypatch):
     networks.assert_close(ours.get_weights(), plain.get_weights())
 
 
+def test_only_stages_run_their_forward_again(monkeypatch):
+    for name, again in (("all-reduce", False), ("zb-h2", True), ("single", True)):
+        choice = Choice(8, [Way("pipeline", WAYS[name], 2, 1.0, 1)])
+        monkeypatch.setattr(AutoStrategy, "choice", lambda self, rows, shapes, choice=choice: choice)
+        pm = pipetrain.PipelineModel(network(), scheme="auto", devices=("CPU:0", "CPU:1"), recompute=True)
+        trained(pm, epochs=1)
+        assert pm._strategy.placement.training.recompute == again
+
+
 def test_it_is_measured_and_chosen_at_the_first_fit_alone(monkeypatch):
     plain, ours = network(), network()
     trained(plain)
@@ -203,7 +212,7 @@ def test_it_is_measured_and_chosen_at_the_first_fit_alone(monkeypatch):
     trained(pm)
 
 
-def test_a_run_that_goes_on_keeps_its_way(tmp_path, monkeypatch):
+def test_a_run_that_goes_on_keeps_its_way(tmp_path, monkeypatch, capsys):
     choice = Choice(8, [Way("pipeline", WAYS["zb-h2"], 2, 1.0, 1)])
     monkeypatch.setattr(AutoStrategy, "choice", lambda self, rows, shapes: choice)
 
@@ -215,7 +224,11 @@ def test_a_run_that_goes_on_keeps_its_way(tmp_path, monkeypatch):
     whole = run(3, "whole")
     run(2, "stopped")
     monkeypatch.setattr(AutoStrategy, "choice", None)
+    newest = max((tmp_path / "stopped").glob("step-*.npz"))
+    newest.write_bytes(newest.read_bytes()[:-100])
+    capsys.readouterr()
     resumed = run(3, "stopped")
+    assert f"{newest.name} is damaged" in capsys.readouterr().out
     assert resumed.scheme == "zb-h2" and resumed.choice is None
     for a, b in zip(resumed.get_weights(), whole.get_weights(), strict=True):
         np.testing.assert_array_equal(a, b)

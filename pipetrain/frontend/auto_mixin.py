@@ -12,7 +12,7 @@ from pipetrain.frontend.input_data import first_rows
 from pipetrain.frontend.strategies import Options, checked, strategy_of
 from pipetrain.frontend.strategy_model import StrategyModel
 from pipetrain.plan.choice import Choice
-from pipetrain.schemes.table import AUTO
+from pipetrain.schemes.table import COPIED
 
 
 class AutoMixin(StrategyModel):
@@ -51,7 +51,7 @@ class AutoMixin(StrategyModel):
             way, stages = self._choice.taken.arguments, self._choice.cut
         arguments = {**way, "cuts": None, "replicas": None} if stages is not None else dict(way)
         devices = strategy.devices[:1] if way["scheme"] == "single" else strategy.devices
-        recompute = strategy.placement.training.recompute and way["scheme"] != AUTO
+        recompute = strategy.placement.training.recompute and way["scheme"] not in COPIED
         options = checked(Options(**arguments, stages=stages, devices=devices, recompute=recompute))
         self._strategy = strategy_of(self.model, options)
         replace_layer(self, "inner", self._strategy.trained)
