@@ -16,7 +16,7 @@ import pipetrain
 from pipetrain.frontend.auto import AutoStrategy
 from pipetrain.plan.choice import MARGIN, Choice, Way, least_slowest_s
 from pipetrain.plan.cluster import Cluster, Level, Link
-from pipetrain.plan.coarse import even_bounds, merged
+from pipetrain.plan.coarse import bounds_of, merged
 from pipetrain.plan.division import undisturbed
 from pipetrain.plan.grid_network import GridNetwork
 from pipetrain.plan.memory import Training
@@ -109,7 +109,7 @@ def test_a_long_chain_is_compared_in_few_blocks_and_cut_in_all():
         for n in range(300)
     ]
     profile = Profile("long", 64, tuple(blocks))
-    few = merged(profile, bounds := even_bounds(profile, 96))
+    few = merged(profile, bounds := bounds_of(profile, 96))
     assert len(few.blocks) <= 96 and len(bounds) == len(few.blocks) + 1
     assert few.total_s == pytest.approx(profile.total_s)
     for name in ("weight_bytes", "activation_bytes", "late_bytes"):
@@ -118,7 +118,7 @@ def test_a_long_chain_is_compared_in_few_blocks_and_cut_in_all():
     assert few.blocks[3].output_bytes == blocks[bounds[4] - 1].output_bytes
     choice = choose(profile, 4, ETHERNET)
     assert sum(stage.blocks for stage in choice.cut.stages) == 300
-    assert merged(profile, even_bounds(profile, 300)) == profile
+    assert merged(profile, bounds_of(profile, 300)) == profile
 
 
 def test_a_grid_is_among_the_ways_where_it_divides_a_layer():

@@ -73,8 +73,7 @@ class GridStrategy(PipelineStrategy):
         if count == 1 or not is_elementwise(self._compilation.steps):
             return Grid(1, count)
         cluster = described(self._devices, within_functions=True)
-        link = max((cluster.link(0, n) for n in range(1, count)), key=lambda link: link.seconds(1e6))
-        return best_grid(network_of(self.placement.chain, self._wide), count, rows, link)
+        return best_grid(network_of(self.placement.chain, self._wide), count, rows, cluster.slowest(count))
 
     def _runner(self) -> Any:
         count, weights = len(self._devices), self._weights

@@ -129,16 +129,15 @@ def advise(
     )
 
 
-def everywhere(profile: Profile, num_devices: int, cluster: Cluster, training: Training) -> Partition | None:
-    """The whole model on every device; None if it does not fit their memory."""
+def everywhere(profile: Profile, num_devices: int, cluster: Cluster, training: Training) -> Partition:
+    """The whole model on every device, whether it fits their memory or not."""
     way = training.under("single")._replace(jit_compile=False)
-    whole = plan(profile, [len(profile.blocks)], cluster, [num_devices], way)
-    return None if cluster.memory_bytes is not None and whole.fullest_bytes > cluster.memory_bytes else whole
+    return plan(profile, [len(profile.blocks)], cluster, [num_devices], way)
 
 
 def _keep_faster(ways: dict[str, Partition | None], way: Partition, cluster: Cluster) -> None:
     """Enter the partition under its name if it fits the devices, and is faster than what is there."""
-    if cluster.memory_bytes is not None and way.fullest_bytes > cluster.memory_bytes:
+    if not cluster.holds(way.fullest_bytes):
         return
     several = max(way.replicas) > 1
     name = WAYS[2 * (len(way.stages) > 1) + several]

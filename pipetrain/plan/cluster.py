@@ -108,6 +108,14 @@ class Cluster:
             return self.between[first][last]
         return self.levels[self.depth(first, last)].link
 
+    def slowest(self, devices: int) -> Link:
+        """Of the links between the first device and the others of so many, two at least, the slowest for 1 MB."""
+        return max((self.link(0, n) for n in range(1, devices)), key=lambda link: link.seconds(1e6))
+
+    def holds(self, size_bytes: float) -> bool:
+        """Whether so much fits the memory of a device."""
+        return self.memory_bytes is None or size_bytes <= self.memory_bytes
+
     def depth(self, first: int, last: int) -> int:
         """Which level that is, from 0, the innermost, up."""
         for depth, level in enumerate(self.levels):

@@ -14,17 +14,24 @@ SUMMED = ("forward_s", "backward_s", "weight_bytes", "activation_bytes", "update
 LARGEST = ("workspace_bytes", "row_workspace_bytes")  # blocks work one after another
 
 
-def even_bounds(profile: Profile, most: int) -> list[int]:
-    """Where to divide the chain into at most so many parts that take about equally long: 0, ..., the number of blocks.
+def even_bounds(seconds: Sequence[float], most: int) -> list[int]:
+    """Where to divide a chain into at most so many parts that take about equally long: 0, ..., the chain's length.
 
-    Every block is a part of its own where there are no more of them, or where blocks share weights.
+    Everything is a part of its own where there are no more.
     """
-    blocks = profile.blocks
-    if len(blocks) <= most or any(block.shared for block in blocks):
-        return list(range(len(blocks) + 1))
-    ends_s = np.cumsum([block.seconds.total_s for block in blocks])
+    count = len(seconds)
+    if count <= most:
+        return list(range(count + 1))
+    ends_s = np.cumsum(seconds)
     wanted = np.searchsorted(ends_s, ends_s[-1] * np.arange(1, most) / most, side="right")
-    return [0, *sorted({int(end) for end in wanted} - {0, len(blocks)}), len(blocks)]
+    return [0, *sorted({int(end) for end in wanted} - {0, count}), count]
+
+
+def bounds_of(profile: Profile, most: int) -> list[int]:
+    """``even_bounds`` of its blocks; every block is a part of its own where blocks share weights."""
+    if any(block.shared for block in profile.blocks):
+        return list(range(len(profile.blocks) + 1))
+    return even_bounds([block.seconds.total_s for block in profile.blocks], most)
 
 
 def merged(profile: Profile, bounds: Sequence[int]) -> Profile:

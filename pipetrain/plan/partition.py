@@ -86,7 +86,7 @@ def partition(
     assert found is not None  # without a limit there is always a way
     slowest_s = problem.slowest_s(found)
     best = described(profile, costs, most_even(problem, slowest_s), training)
-    if cluster.memory_bytes is None or best.fullest_bytes <= cluster.memory_bytes:
+    if cluster.memory_bytes is None or cluster.holds(best.fullest_bytes):
         return best
     return Capacity(profile, costs, problem, training).fastest(cluster.memory_bytes, slowest_s)
 

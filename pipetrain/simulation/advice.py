@@ -7,7 +7,6 @@ from dataclasses import replace
 from pipetrain.plan.advice import WAYS, Advice, Ordered, advise, everywhere
 from pipetrain.plan.capacity import NoPlan
 from pipetrain.plan.cluster import Cluster
-from pipetrain.plan.grid_cost import elsewhere_bytes
 from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import DEVICES, checked_training
 from pipetrain.plan.profile import Profile
@@ -16,7 +15,7 @@ from pipetrain.schemes.coding.coded_reduce import widest
 from pipetrain.schemes.table import CODED, GRID, TRANSFERRING
 from pipetrain.simulation.coded_reduce import simulate_tree
 from pipetrain.simulation.data_parallel.estimate import estimated_step_s
-from pipetrain.simulation.grid.simulator import chosen_grid, simulate_grid
+from pipetrain.simulation.grid.estimate import estimated_grid
 from pipetrain.simulation.schedule_trials import acting, is_synchronous, try_schedules
 
 
@@ -50,7 +49,7 @@ def advise_all(
             raise
         advice = Advice(dict.fromkeys(WAYS[:3]), "pipeline", "Nothing fits as it is set, but with another schedule.")
     whole = everywhere(profile, num_devices, cluster, training)
-    if whole is None or not 1 < num_devices <= profile.batch_size:
+    if not cluster.holds(whole.fullest_bytes) or not 1 < num_devices <= profile.batch_size:
         return replace(advice, schedules=schedules)
     ordered = {}
     for scheme in TRANSFERRING:
@@ -58,10 +57,7 @@ def advise_all(
         ordered[scheme] = Ordered(num_devices, profile.batch_size / step_s, whole.fullest_bytes)
     step_s = simulate_tree(profile, *widest(num_devices), cluster).step_s
     ordered[CODED] = Ordered(num_devices, profile.batch_size / step_s, whole.fullest_bytes)
-    if profile.network is not None:
-        grid = chosen_grid(profile, num_devices, cluster)
-        if grid.outputs > 1:  # else it is an all-reduce
-            step_s = simulate_grid(profile, num_devices, cluster, grid).step_s
-            elsewhere = elsewhere_bytes(profile.network, grid, grid.layers or (), training.slots)
-            ordered[GRID] = Ordered(num_devices, profile.batch_size / step_s, whole.fullest_bytes - elsewhere)
+    if (grid := estimated_grid(profile, num_devices, cluster, training.slots)) is not None:
+        rate, memory_bytes = profile.batch_size / grid.step_s, whole.fullest_bytes - grid.elsewhere_bytes
+        ordered[GRID] = Ordered(num_devices, rate, memory_bytes)
     return replace(advice.beside(ordered), schedules=schedules)

@@ -130,7 +130,8 @@ def compare(
     partitions: dict[str, Partition | None] = {}
     for scheme in schemes:
         if check_name(scheme) in (*TRANSFERRING, CODED, GRID):
-            partitions[scheme] = everywhere(profile, num_devices, cluster, training)
+            whole = everywhere(profile, num_devices, cluster, training)
+            partitions[scheme] = whole if cluster.holds(whole.fullest_bytes) else None
             continue
         pipelined = scheme != DATA_PARALLEL
         trained, pieces = training.under(scheme if pipelined else "single"), of_microbatches if split[scheme] else None

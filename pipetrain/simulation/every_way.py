@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from pipetrain.plan.advice import everywhere
 from pipetrain.plan.capacity import NoPlan
 from pipetrain.plan.choice import Choice, Way, least_slowest_s
 from pipetrain.plan.cluster import Cluster
-from pipetrain.plan.coarse import even_bounds, merged
+from pipetrain.plan.coarse import bounds_of, merged
 from pipetrain.plan.division import divided, undisturbed
-from pipetrain.plan.grid_cost import elsewhere_bytes
 from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import DEVICES, checked_training, partition, plan
 from pipetrain.plan.profile import Profile
@@ -20,8 +20,8 @@ from pipetrain.plan.stages import Partition
 from pipetrain.schemes.arguments import checked_count
 from pipetrain.schemes.table import CHUNKED, DATA_PARALLEL, GRID, TRANSFERRING, chunked
 from pipetrain.simulation.data_parallel.estimate import estimated_step_s
-from pipetrain.simulation.grid.simulator import chosen_grid, simulate_grid
-from pipetrain.simulation.schedule_trials import MOST, ROUNDS, acting, try_schedules
+from pipetrain.simulation.grid.estimate import estimated_grid
+from pipetrain.simulation.schedule_trials import MINIBATCHES, acting, microbatch_counts, planned, try_schedules
 from pipetrain.simulation.simulator import simulate
 
 STALENESS = ("none", "predicted")  # what the user allows of the weights that gradients are made with
@@ -29,7 +29,6 @@ TARGET_MICROBATCHES = (1, 2, 4, 8, 16)  # of spectrain with horizon="target": at
 SUM_PASSES = 3  # over the weights' bytes: a sum of two gradients reads both and is written
 MOST_ON_GRID = 16  # devices: every two of a group exchange messages
 MOST_BLOCKS = 96  # of a chain while ways are compared; at least four for each device
-MINIBATCHES = 3  # to simulate: each is like the one before, once all devices have begun
 
 
 class Chooser:
@@ -62,12 +61,11 @@ class Chooser:
     ) -> None:
         self._devices = checked_count("num_devices", num_devices, DEVICES, 4)
         profile = undisturbed(profile, of_microbatches)
-        bounds = even_bounds(profile, max(MOST_BLOCKS, 4 * self._devices))
+        bounds = bounds_of(profile, max(MOST_BLOCKS, 4 * self._devices))
         self._profile, self._pieces = merged(profile, bounds), of_microbatches and merged(of_microbatches, bounds)
         self._whole = profile, of_microbatches
         self._cluster, self._training = acting(cluster or Cluster()), checked_training(training)
         self._staleness, self._mirrored = check_staleness(staleness), mirrored
-        self._unlimited = replace(self._cluster, memory_bytes=None)
 
     def choice(self) -> Choice:
         """All ways and the one that is taken."""
@@ -84,21 +82,19 @@ class Chooser:
         least_s = least_slowest_s(self._whole[0], taken.devices, replicate=max(cut.replicas) > 1)
         return replace(choice, ways=ways, cut=cut, least_s=least_s)
 
-    def _fits(self, memory_bytes: float) -> bool:
-        return self._cluster.memory_bytes is None or memory_bytes <= self._cluster.memory_bytes
-
-    def _way(self, kind: str, cut: Partition, step_s: float, **arguments: Any) -> Way:
-        return Way(kind, arguments, sum(cut.replicas), step_s, cut.fullest_bytes, self._fits(cut.fullest_bytes))
+    def _way(self, kind: str, cut: Partition, step_s: float, elsewhere_bytes: int = 0, **arguments: Any) -> Way:
+        memory_bytes = cut.fullest_bytes - elsewhere_bytes
+        return Way(kind, arguments, sum(cut.replicas), step_s, memory_bytes, self._cluster.holds(memory_bytes))
 
     def _unsplit(self) -> Iterator[Way]:
         """One device, and the whole model on all."""
-        blocks, training = [len(self._profile.blocks)], self._training.under("single")._replace(microbatches=1)
-        one = plan(self._profile, blocks, self._cluster, [1], training)
+        training = self._training.under("single")._replace(microbatches=1)
+        one = plan(self._profile, [len(self._profile.blocks)], self._cluster, [1], training)
         yield self._way("single", one, one.step_s, scheme="single")
         if not 1 < self._devices <= self._profile.batch_size:
             return
         copies = self._copies()
-        every = plan(copies, blocks, self._cluster, [self._devices], training._replace(jit_compile=False))
+        every = everywhere(copies, self._devices, self._cluster, training)
         if self._mirrored:
             yield self._way("data parallelism", every, every.step_s, scheme=DATA_PARALLEL)
         for scheme in TRANSFERRING:
@@ -108,16 +104,11 @@ class Chooser:
 
     def _grid(self, copies: Profile, every: Partition) -> Iterator[Way]:
         """The grid that sends the least, if it divides the outputs of any layer; of chains that are not merged."""
-        network = copies.network
-        if network is None or len(copies.blocks) < len(self._whole[0].blocks) or self._devices > MOST_ON_GRID:
+        if len(copies.blocks) < len(self._whole[0].blocks) or self._devices > MOST_ON_GRID:
             return
-        grid = chosen_grid(copies, self._devices, self._cluster)
-        if grid.outputs > 1:  # else it is an all-reduce
-            step_s = simulate_grid(copies, self._devices, self._cluster, grid).step_s
-            elsewhere = elsewhere_bytes(network, grid, grid.layers or (), self._training.slots)
-            memory_bytes = every.fullest_bytes - elsewhere
-            fits = self._fits(memory_bytes)
-            yield Way("grid", {"scheme": GRID, "grid": tuple(grid)[:2]}, self._devices, step_s, memory_bytes, fits)
+        if found := estimated_grid(copies, self._devices, self._cluster, self._training.slots):
+            shape = tuple(found.grid)[:2]
+            yield self._way("grid", every, found.step_s, found.elsewhere_bytes, scheme=GRID, grid=shape)
 
     def _copies(self) -> Profile:
         """The profile for devices that each have a part of the rows, and sum gradients.
@@ -125,7 +116,7 @@ class Chooser:
         A part takes what such a microbatch takes. A sum takes as much of an update's seconds as it makes passes over
         the weights' bytes.
         """
-        parts = divided(self._profile, self._pieces, self._devices)
+        parts = self._in(self._devices)
         blocks = tuple(block.longer(1.0, 1 + SUM_PASSES / UPDATE_PASSES) for block in parts.blocks)
         return replace(parts, blocks=blocks, microbatches=1)
 
@@ -146,22 +137,21 @@ class Chooser:
 
     def _counts(self) -> list[int]:
         """Numbers of microbatches to try for hybrids, whose pipelines are shorter than there are devices."""
-        counts = {rounds * max(self._devices // 2, 1) for rounds in ROUNDS}
-        most = min(self._profile.batch_size, MOST / self._devices)
-        return sorted(count for count in counts if 1 < count <= most)
+        half = max(self._devices // 2, 1)
+        return [count for count in microbatch_counts(half, self._devices, self._profile.batch_size) if count > 1]
 
     def _hybrids(self, scheme: str, counts: list[int], **options: Any) -> Iterator[Way]:
         """The best cut with replicated stages for each number of microbatches, if it has any."""
         for count in counts if self._devices > 2 else ():
-            training = self._trained(scheme, count, **options)
+            training, profile = self._trained(scheme, count, **options), self._in(count)
             try:
-                cut = self._partition(training, self._devices, replicate=True)
+                cut = partition(profile, self._devices, self._cluster, replicate=True, training=training)
             except NoPlan:
                 continue
             enough = scheme != "spectrain" or 4 * count >= len(cut.stages)
             if len(cut.stages) > 1 and max(cut.replicas) > 1 and enough:
-                arguments = {"scheme": scheme, **options, "replicas": cut.replicas, "microbatches": count}
-                yield self._way("hybrid", cut, self._step_s(cut), **arguments)
+                told = {"scheme": scheme, **options, "replicas": cut.replicas}
+                yield self._way("hybrid", cut, self._step_s(cut), **told, microbatches=count)
 
     def _predicted(self) -> Iterator[Way]:
         """Pipelines that never drain, whose weights are predicted to one target."""
@@ -171,22 +161,17 @@ class Chooser:
         counts = [count for count in TARGET_MICROBATCHES if count <= self._profile.batch_size]
         for count in (count for count in counts if 4 * count >= depth):
             training = self._trained("spectrain", count, horizon="target")
-            try:
-                cut = self._partition(training, depth)
-            except NoPlan:
-                cut = self._partition(training, depth, limited=False)
-            arguments = {"scheme": "spectrain", "horizon": "target", "microbatches": count}
-            yield self._way("pipeline", cut, self._step_s(cut), **arguments)
+            cut, _ = planned(self._in(count), depth, self._cluster, training)
+            step_s = self._step_s(cut)
+            yield self._way("pipeline", cut, step_s, scheme="spectrain", horizon="target", microbatches=count)
         yield from self._hybrids("spectrain", counts, horizon="target")
 
     def _trained(self, scheme: Any, microbatches: int, **options: Any) -> Training:
         return self._training.under(scheme)._replace(microbatches=microbatches, **options)
 
-    def _partition(self, training: Training, devices: int, replicate: bool = False, limited: bool = True) -> Partition:
-        profile = divided(self._profile, self._pieces, training.microbatches)
-        return partition(
-            profile, devices, self._cluster if limited else self._unlimited, replicate=replicate, training=training
-        )
+    def _in(self, microbatches: int) -> Profile:
+        """The profile of minibatches in so many microbatches."""
+        return divided(self._profile, self._pieces, microbatches)
 
     def _step_s(self, cut: Partition) -> float:
         """Of schedules that drain, as simulated; else that of the slowest stage."""

@@ -13,6 +13,7 @@ from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import partition
 from pipetrain.plan.profile import Profile
 from pipetrain.plan.schedule_advice import SAME, ScheduleAdvice, Trial
+from pipetrain.plan.stages import Partition
 from pipetrain.schemes.schedules import has_halves
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.table import CHUNKED, PIPELINES, chunked
@@ -70,7 +71,7 @@ def try_schedules(
     """
     blocks = len(profile.blocks)
     devices = min(num_devices, blocks)
-    counts = [rounds * devices for rounds in ROUNDS if rounds * devices <= min(profile.batch_size, MOST / devices)]
+    counts = microbatch_counts(devices, devices, profile.batch_size)
     if devices == 1 or not counts:
         return None
     attempt = partial(_attempt, profile, of_microbatches, cluster, training)
@@ -86,6 +87,19 @@ def try_schedules(
         on = min(num_devices, blocks // own.schedule.chunks)
         as_set = attempt(own.name, own, on, min(training.microbatches, profile.batch_size))
     return ScheduleAdvice(trials, as_set, left_out, cluster.memory_bytes)
+
+
+def microbatch_counts(times: int, devices: int, batch_size: int) -> list[int]:
+    """The numbers of microbatches worth trying on so many devices: ``times`` 1, 2, 4 and 8, as far as can be."""
+    return [rounds * times for rounds in ROUNDS if rounds * times <= min(batch_size, MOST / devices)]
+
+
+def planned(profile: Profile, devices: int, cluster: Cluster, training: Training) -> tuple[Partition, bool]:
+    """The best cut that fits the devices, or without one the best of all; whether it fits."""
+    try:
+        return partition(profile, devices, cluster, training=training), True
+    except NoPlan:
+        return partition(profile, devices, replace(cluster, memory_bytes=None), training=training), False
 
 
 def _candidates() -> Iterator[tuple[str, Scheme]]:
@@ -130,11 +144,7 @@ def _attempt(
     """One schedule with so many microbatches, cut for it and simulated."""
     profile = divided(whole, pieces, microbatches)
     trained = training.under(scheme)._replace(microbatches=microbatches)
-    fits = True
-    try:
-        cut = partition(profile, devices, cluster, training=trained)
-    except NoPlan:
-        fits, cut = False, partition(profile, devices, replace(cluster, memory_bytes=None), training=trained)
+    cut, fits = planned(profile, devices, cluster, trained)
     trace = simulate(cut, scheme, cluster, MINIBATCHES, microbatches=microbatches)
     schedule = scheme.schedule
     return Trial(

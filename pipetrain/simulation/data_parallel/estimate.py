@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
-import numpy as np
-
 from pipetrain.plan.cluster import Cluster, Level, Link
+from pipetrain.plan.coarse import even_bounds
 from pipetrain.plan.profile import Profile
 from pipetrain.schemes.transfers.workload import Layer, Workload
 from pipetrain.simulation.data_parallel.choice import auto
@@ -28,25 +27,21 @@ def estimated_step_s(profile: Profile, scheme: str, workers: int, cluster: Clust
     setting = setting_of(profile, scheme, workers, cluster)
     if workers > MOST_WORKERS:
         setting = _two(setting)
-    if len(setting.workload.layers) > MOST_LAYERS:
-        setting = replace(setting, workload=_merged(setting.workload))
+    setting = replace(setting, workload=_merged(setting.workload))
     return simulate_plan(setting, auto(setting), STEPS).step_s
 
 
 def _two(setting: Setting) -> Setting:
-    others = range(1, setting.workers)
-    slowest = max((setting.cluster.link(0, n) for n in others), key=lambda link: link.seconds(1e6))
-    times, messages = (len(others), 1) if setting.serves else (2 * len(others) / setting.workers, 2)
+    others, slowest = setting.workers - 1, setting.cluster.slowest(setting.workers)
+    times, messages = (others, 1) if setting.serves else (2 * others / setting.workers, 2)
     link = Link(slowest.bandwidth_bytes_per_s / times, messages * slowest.latency_s)
     processors = max(2 * setting.cluster.processors / setting.workers, 1.0)
     return replace(setting, workers=2, cluster=Cluster((Level(link),), processors=processors))
 
 
 def _merged(workload: Workload) -> Workload:
-    """The same chain in fewer layers."""
-    seconds = np.cumsum([layer.forward_s + layer.backward_s for layer in workload.layers])
-    ends = np.searchsorted(seconds, seconds[-1] * np.arange(1, MOST_LAYERS) / MOST_LAYERS, side="right")
-    bounds = [0, *sorted({int(end) for end in ends} - {0, len(seconds)}), len(seconds)]
+    """The same chain in few enough layers."""
+    bounds = even_bounds([layer.forward_s + layer.backward_s for layer in workload.layers], MOST_LAYERS)
     layers = []
     for k, (first, last) in enumerate(pairwise(bounds)):
         each = workload.layers[first:last]

@@ -90,6 +90,6 @@ def message_of(cluster: Cluster, workers: int, serves: bool) -> Message:
     """
     if workers == 1:
         return Message()
-    link = max((cluster.link(0, n) for n in range(1, workers)), key=lambda link: link.seconds(1e6))
+    link = cluster.slowest(workers)
     times, steps = (1.0, 1) if serves or workers == 2 else (2 * (workers - 1) / workers, 2)
     return Message(steps * link.latency_s, times / link.bandwidth_bytes_per_s)

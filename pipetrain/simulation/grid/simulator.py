@@ -77,8 +77,9 @@ def chosen_grid(profile: Profile, devices: int, cluster: Cluster, grid: object =
         )
     checked = check_grid(grid, "grid")
     if not isinstance(checked, Grid):
-        link = max((cluster.link(0, n) for n in range(1, devices)), key=lambda link: link.seconds(1e6), default=None)
-        return best_grid(profile.network, devices, profile.batch_size, link) if link else Grid(1, 1, ())
+        if devices == 1:
+            return Grid(1, 1, ())
+        return best_grid(profile.network, devices, profile.batch_size, cluster.slowest(devices))
     if checked.devices != devices:
         raise ValueError(
             f"A grid has a device in each of its places. Received: grid={tuple(checked)[:2]}, {devices} devices. "
