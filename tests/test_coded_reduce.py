@@ -11,10 +11,10 @@ import networks
 import numpy as np
 import pytest
 import tensorflow as tf
+from interrupted import assert_goes_on, assert_keeps_steps
 from transfer_models import branching, convolutional, noisy, stateful, words
 
 import pipetrain
-from pipetrain import callbacks
 from pipetrain.compute.transfers.coded import CodedFunctions
 from pipetrain.run.tree_worker import TreeWorker
 
@@ -291,56 +291,15 @@ def test_evaluation_prediction_and_files_have_the_weights_of_all_steps(tmp_path)
 @pytest.mark.parametrize("shape", [(4, 1, 1), (3, 1, 1)])
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(shape, tmp_path):
     """Bitwise with repetition; snapshots on the way are those of plain Keras."""
-
-    def run(directory, stop_at=None):
-        kept, pm = {}, pipetrain.PipelineModel(networks.small(), **tree(*shape))
-        pm.compile(keras.optimizers.Adam(0.01), networks.crossentropy())
-
-        def stop(batch, logs):
-            if batch == stop_at:
-                raise InterruptedError
-
-        used = [
-            callbacks.PipelineCheckpoint(directory, every_steps=3),
-            callbacks.Snapshots(2, lambda step, model: kept.update({step: model.get_weights()})),
-            keras.callbacks.LambdaCallback(on_train_batch_end=stop),
-        ]
-        try:
-            networks.fit(pm, *DATA, epochs=2, callbacks=used)
-        except InterruptedError:
-            return None, kept
-        return pm.get_weights(), kept
-
-    whole, kept = run(tmp_path / "whole")
-    assert sorted(kept) == [2, 4, 6, 8]
-    assert run(tmp_path / "parts", stop_at=3)[0] is None
     same = networks.assert_equal if shape[0] == 4 else networks.assert_close
-    same(run(tmp_path / "parts")[0], whole)
-    single = networks.small()
-    single.compile(keras.optimizers.Adam(0.01), networks.crossentropy())
-    networks.fit(single, *DATA)
-    networks.assert_close(kept[4], single.get_weights())
+    assert_goes_on(
+        lambda: pipetrain.PipelineModel(networks.small(), **tree(*shape)), networks.small(), DATA, tmp_path, same
+    )
 
 
 def test_an_interrupt_just_after_a_step_leaves_the_weights_of_that_step(monkeypatch):
     pm = pipetrain.PipelineModel(networks.small(), **tree(3))
-    pm.compile(OPTIMIZERS["momentum"](), networks.crossentropy())
-    update, done = CodedFunctions.update, []
-
-    def interrupted(self, *arguments):
-        done.append(update(self, *arguments))
-        if len(done) == 3:
-            raise KeyboardInterrupt
-        return done[-1]
-
-    monkeypatch.setattr(CodedFunctions, "update", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        networks.fit(pm, *DATA)
-    single = networks.small()
-    single.compile(OPTIMIZERS["momentum"](), networks.crossentropy())
-    networks.fit(single, DATA[0][:60], DATA[1][:60])
-    networks.assert_close(pm.get_weights(), single.get_weights())
-    assert int(pm.optimizer.iterations) == 3
+    assert_keeps_steps(pm, networks.small(), DATA, CodedFunctions, "update", OPTIMIZERS["momentum"], monkeypatch)
 
 
 @pytest.mark.parametrize("worker", [0, 5])

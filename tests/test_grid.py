@@ -6,9 +6,9 @@ import keras
 import networks
 import numpy as np
 import pytest
+from interrupted import assert_goes_on, assert_keeps_steps
 
 import pipetrain
-from pipetrain import callbacks
 from pipetrain.compute.graph.network import network_of
 from pipetrain.compute.graph.wide_layers import wide_layers
 from pipetrain.compute.grid.step import GridStep
@@ -210,55 +210,14 @@ def test_evaluation_prediction_and_files_have_the_weights_of_all_steps(grid, tmp
 
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path):
     """Bitwise, slots of divided weights included; snapshots on the way are those of plain Keras."""
-
-    def run(directory, stop_at=None):
-        kept, pm = {}, pipetrain.PipelineModel(dense(), scheme="grid", grid=(2, 1), devices=names(2))
-        pm.compile(keras.optimizers.Adam(0.01), networks.crossentropy())
-
-        def stop(batch, logs):
-            if batch == stop_at:
-                raise InterruptedError
-
-        used = [
-            callbacks.PipelineCheckpoint(directory, every_steps=3),
-            callbacks.Snapshots(2, lambda step, model: kept.update({step: model.get_weights()})),
-            keras.callbacks.LambdaCallback(on_train_batch_end=stop),
-        ]
-        try:
-            networks.fit(pm, *DATA, epochs=2, callbacks=used)
-        except InterruptedError:
-            return None, kept
-        return pm.get_weights(), kept
-
-    whole, kept = run(tmp_path / "whole")
-    assert sorted(kept) == [2, 4, 6, 8]
-    assert run(tmp_path / "parts", stop_at=3)[0] is None
-    networks.assert_equal(run(tmp_path / "parts")[0], whole)
-    single = dense()
-    single.compile(keras.optimizers.Adam(0.01), networks.crossentropy())
-    networks.fit(single, *DATA)
-    networks.assert_close(kept[4], single.get_weights())
+    assert_goes_on(
+        lambda: pipetrain.PipelineModel(dense(), scheme="grid", grid=(2, 1), devices=names(2)), dense(), DATA, tmp_path
+    )
 
 
 def test_an_interrupt_just_after_a_step_leaves_the_weights_of_that_step(monkeypatch):
     pm = pipetrain.PipelineModel(dense(), scheme="grid", grid=(2, 1), devices=names(2))
-    pm.compile(OPTIMIZERS["momentum"](), networks.crossentropy())
-    run, done = GridStep.__call__, []
-
-    def interrupted(self, *arguments):
-        done.append(run(self, *arguments))
-        if len(done) == 3:
-            raise KeyboardInterrupt
-        return done[-1]
-
-    monkeypatch.setattr(GridStep, "__call__", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        networks.fit(pm, *DATA)
-    single = dense()
-    single.compile(OPTIMIZERS["momentum"](), networks.crossentropy())
-    networks.fit(single, DATA[0][:60], DATA[1][:60])
-    networks.assert_close(pm.get_weights(), single.get_weights())
-    assert int(pm.optimizer.iterations) == 3
+    assert_keeps_steps(pm, dense(), DATA, GridStep, "__call__", OPTIMIZERS["momentum"], monkeypatch)
 
 
 def test_every_operation_of_a_step_is_on_a_device_of_its_own():

@@ -7,12 +7,12 @@ import networks
 import numpy as np
 import pytest
 import tensorflow as tf
+from interrupted import assert_goes_on, assert_keeps_steps
 from transfer_models import branching, convolutional, noisy, stateful, words
 from transfer_plans import late_plan
 
 import models
 import pipetrain
-from pipetrain import callbacks
 from pipetrain.compute.transfers.step import Step
 from pipetrain.run.step_runner import StepRunner
 from pipetrain.run.window import Minibatch, Window
@@ -299,33 +299,10 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(scheme, tmp_path):
     """Bitwise; snapshots on the way are those of plain Keras, late gradients included."""
     order = late_plan(networks.small()) if scheme == "all-reduce" else "tic"
 
-    def run(directory, stop_at=None):
-        kept, pm = {}, pipetrain.PipelineModel(networks.small(), scheme=scheme, devices=names(2), order=order)
-        pm.compile(keras.optimizers.Adam(0.01), networks.crossentropy())
+    def make():
+        return pipetrain.PipelineModel(networks.small(), scheme=scheme, devices=names(2), order=order)
 
-        def stop(batch, logs):
-            if batch == stop_at:
-                raise InterruptedError
-
-        used = [
-            callbacks.PipelineCheckpoint(directory, every_steps=3),
-            callbacks.Snapshots(2, lambda step, model: kept.update({step: model.get_weights()})),
-            keras.callbacks.LambdaCallback(on_train_batch_end=stop),
-        ]
-        try:
-            networks.fit(pm, *DATA, epochs=2, callbacks=used)
-        except InterruptedError:
-            return None, kept
-        return pm.get_weights(), kept
-
-    whole, kept = run(tmp_path / "whole")
-    assert sorted(kept) == [2, 4, 6, 8]
-    assert run(tmp_path / "parts", stop_at=3)[0] is None
-    networks.assert_equal(run(tmp_path / "parts")[0], whole)
-    single = networks.small()
-    single.compile(keras.optimizers.Adam(0.01), networks.crossentropy())
-    networks.fit(single, *DATA)
-    networks.assert_close(kept[4], single.get_weights())
+    assert_goes_on(make, networks.small(), DATA, tmp_path)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -333,23 +310,7 @@ def test_an_interrupt_just_after_a_step_leaves_the_weights_of_that_step(scheme, 
     """What the step had left to the next one included."""
     order = late_plan(networks.small()) if scheme == "all-reduce" else None
     pm = pipetrain.PipelineModel(networks.small(), scheme=scheme, devices=names(2), order=order)
-    pm.compile(keras.optimizers.SGD(0.05, momentum=0.9), networks.crossentropy())
-    run, done = Step.__call__, []
-
-    def interrupted(self, *arguments):
-        done.append(run(self, *arguments))
-        if len(done) == 3:
-            raise KeyboardInterrupt
-        return done[-1]
-
-    monkeypatch.setattr(Step, "__call__", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        networks.fit(pm, *DATA)
-    single = networks.small()
-    single.compile(keras.optimizers.SGD(0.05, momentum=0.9), networks.crossentropy())
-    networks.fit(single, DATA[0][:60], DATA[1][:60])
-    networks.assert_close(pm.get_weights(), single.get_weights())
-    assert int(pm.optimizer.iterations) == 3
+    assert_keeps_steps(pm, networks.small(), DATA, Step, "__call__", OPTIMIZERS["momentum"], monkeypatch)
 
 
 @pytest.mark.parametrize(
