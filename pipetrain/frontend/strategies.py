@@ -170,28 +170,27 @@ def _pipeline(model: keras.Model, options: Options) -> Strategy:
     return PipelineStrategy(model, placement, scheme)
 
 
+def _on_each(model: keras.Model, devices: Sequence[str]) -> Placement:
+    """One stage, the whole model, on each of these devices."""
+    check_model(model)
+    return Placement(model, 1, None, devices, (len(devices),), training=lambda stages: Training("single"))
+
+
 def _transferring(model: keras.Model, options: Options) -> Strategy:
     scheme, on = TRANSFERRING[str(options.scheme)], resolve(options.devices)
     workers = checked_workers(options.stages, len(on), scheme.name)
-    check_model(model)
-    placement = Placement(model, 1, None, on, (workers,), training=lambda stages: Training("single"))
-    return TransferStrategy(model, placement, scheme, options.order)
+    return TransferStrategy(model, _on_each(model, on[:workers]), scheme, options.order)
 
 
 def _coded(model: keras.Model, options: Options) -> Strategy:
     tree, on = tree_of(*options.of_tree), resolve(options.devices)
     check_workers(tree, options.stages, on)
-    check_model(model)
-    placement = Placement(model, 1, None, on, (tree.workers,), training=lambda stages: Training("single"))
-    return CodedStrategy(model, placement, tree)
+    return CodedStrategy(model, _on_each(model, on[: tree.workers]), tree)
 
 
 def _grid(model: keras.Model, options: Options) -> Strategy:
     grid, on = check_grid(options.grid, GRID), resolve(options.devices)
-    check_model(model)
-    on = checked_devices(grid, on, options.stages)
-    placement = Placement(model, 1, None, on, (len(on),), training=lambda stages: Training("single"))
-    return GridStrategy(model, placement, GRIDS[GRID], grid)
+    return GridStrategy(model, _on_each(model, checked_devices(grid, on, options.stages)), GRIDS[GRID], grid)
 
 
 # Strategies of the schemes that are no pipelines.

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from pipetrain.compute.functions.stage_values import BoundaryTensors
+from pipetrain.compute.functions.stage_values import BoundaryTensors, without_rows
 from pipetrain.compute.keras_private import count_of
 from pipetrain.compute.transfers.coded import CodedFunctions, Messages, Root, Updated
 from pipetrain.run.collector import Result
@@ -110,7 +110,7 @@ class CodedRunner(Stepwise):
                 needed.append(each)
         of_rows = [self._wanted(each) for each in needed]
         output, losses = tf.nest.map_structure(lambda *rows: _ordered(rows, places), *_fetched(of_rows))
-        output = none_of(needed[0].computed.output) if output is None else output
+        output = _none_of(needed[0].computed.output) if output is None else output
         loss = updated.loss if losses is None else losses
         return Result(loss + updated.penalty if self._root.is_penalized else loss, output)
 
@@ -175,16 +175,14 @@ def _fetched(values: Sequence[Any]) -> list[Any]:
         return list(pool.map(lambda each: tf.nest.map_structure(_fetch, each), values))
 
 
-def none_of(output: BoundaryTensors | None) -> BoundaryTensors:
-    """As many dimensions as these outputs, and no rows."""
+def _none_of(output: BoundaryTensors | None) -> BoundaryTensors:
+    """As many outputs as these, without rows."""
 
     def empty(tensor: Any) -> Any:
-        if tensor is None:
-            return None
-        with tf.device(HOST):
-            return tf.zeros([0, *tensor.shape[1:]], tensor.dtype)
+        return None if tensor is None else without_rows(tensor)
 
-    return BoundaryTensors(*tf.nest.map_structure(empty, tuple(output or ((), ()))))
+    with tf.device(HOST):
+        return BoundaryTensors(*tf.nest.map_structure(empty, tuple(output or ((), ()))))
 
 
 def _fetch(tensor: Any) -> Any:

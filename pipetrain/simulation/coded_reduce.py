@@ -7,14 +7,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
-
 from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.profile import Profile
 from pipetrain.schemes.arguments import checked_count
 from pipetrain.schemes.coding.coded_reduce import ROOT, Tree, checked_tree
 from pipetrain.schemes.coding.codes import decoding
-from pipetrain.simulation.data_parallel.clock import Clock, Processors
+from pipetrain.simulation.data_parallel.clock import Clock, Processors, varying
 from pipetrain.simulation.network import Network, Route
 from pipetrain.trace.trace import Span, Trace, Transfer, What
 
@@ -67,7 +65,7 @@ def simulate_tree(
 
     Raises ValueError for a tree that cannot be, for counts below 1, and for other numbers of speeds than of workers.
     """
-    tree, rng = checked_tree(children, depth, stragglers), np.random.default_rng(seed)
+    tree, longer = checked_tree(children, depth, stragglers), varying(slowdown, seed)
     checked_count("minibatches", minibatches, "Training has at least one minibatch", 8)
     every = [1.0] * tree.workers if speeds is None else list(speeds)
     if len(every) != tree.workers or not all(0 < each < math.inf for each in every):
@@ -75,10 +73,9 @@ def simulate_tree(
             f"Every worker has a speed above 0. Received: speeds={speeds!r} of {tree.workers} workers. "
             "Try leaving speeds out."
         )
-    sigma = math.sqrt(math.log1p(slowdown**2))
 
     def factor(worker: int) -> float:
-        return float(rng.lognormal(-(sigma**2) / 2, sigma)) / every[worker] if slowdown else 1.0 / every[worker]
+        return longer() / every[worker]
 
     blocks = profile.trained
     whole_s = sum(block.seconds.forward_s + block.seconds.backward_s for block in blocks)

@@ -15,6 +15,11 @@ class BoundaryTensors(NamedTuple):
     masks: list[tf.Tensor | None]
 
 
+def without_rows(like: tf.Tensor) -> tf.Tensor:
+    """A tensor of as many dimensions, and no rows."""
+    return tf.zeros([0, *(size or 0 for size in like.shape[1:])], like.dtype)
+
+
 class Forward(NamedTuple):
     """The results of a stage's forward: outputs, the loss (last stage), its layers' own losses, and ``kept``.
 

@@ -15,7 +15,7 @@ import tensorflow as tf
 from pipetrain.compute.functions.flattening import unpacker
 from pipetrain.compute.functions.graph_rewrite import operations
 from pipetrain.compute.functions.split import specs
-from pipetrain.compute.functions.stage_values import BoundaryTensors
+from pipetrain.compute.functions.stage_values import BoundaryTensors, without_rows
 from pipetrain.compute.functions.weight_group import WeightGroup
 from pipetrain.compute.transfers.message import Order, Packing, Received, sent
 from pipetrain.compute.transfers.placing import placed
@@ -257,7 +257,7 @@ def collected(
         return [sent(each, device, host, []) for device, each in values]
 
     def whole(rows: Sequence[tf.Tensor]) -> tf.Tensor:
-        return tf.concat(here([*zip(devices, rows, strict=True)]), 0) if returns_outputs else _none_of(rows)
+        return tf.concat(here([*zip(devices, rows, strict=True)]), 0) if returns_outputs else without_rows(rows[0])
 
     with tf.device(host):
         of_rows, of_layers = here(losses), here(penalties)
@@ -272,11 +272,6 @@ def collected(
         ]
     times = record.times(host) if record else None
     return StepResult(loss, BoundaryTensors(*joined), times)
-
-
-def _none_of(rows: Sequence[tf.Tensor]) -> tf.Tensor:
-    """As many dimensions as these, and no rows."""
-    return tf.zeros([0, *(size or 0 for size in rows[0].shape[1:])], rows[0].dtype)
 
 
 def _of(sums: Mapping[int, Any]) -> Callable[[WeightGroup], Mapping[int, Any]]:

@@ -8,9 +8,20 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from itertools import count
 
+import numpy as np
+
 from pipetrain.schemes.actions import Op
 
 Happens = Callable[[], None]
+
+
+def varying(slowdown: float, seed: int) -> Callable[[], float]:
+    """Gives by how much longer each piece of work takes: random factors, lognormal with mean 1.
+
+    ``slowdown`` is their standard deviation; without it all are 1.
+    """
+    sigma, rng = math.sqrt(math.log1p(slowdown**2)), np.random.default_rng(seed)
+    return lambda: float(rng.lognormal(-(sigma**2) / 2, sigma)) if slowdown else 1.0
 
 
 class Clock:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from pipetrain.schemes.arguments import checked_count
 from pipetrain.schemes.transfers.plan import Plan, check_plan
-from pipetrain.simulation.data_parallel.clock import Device
+from pipetrain.simulation.data_parallel.clock import Device, varying
 from pipetrain.simulation.data_parallel.messages import Message
 from pipetrain.simulation.data_parallel.setting import COUNTED, Setting
 from pipetrain.simulation.data_parallel.training import Training
@@ -36,12 +35,7 @@ def simulate_plan(setting: Setting, plan: Plan, minibatches: int = 8, slowdown: 
     """
     check_plan(plan, setting.workload.sizes_bytes, setting.serves)
     checked_count("minibatches", minibatches, COUNTED, 8)
-    sigma, rng = math.sqrt(math.log1p(slowdown**2)), np.random.default_rng(seed)
-
-    def factor() -> float:
-        return float(rng.lognormal(-(sigma**2) / 2, sigma)) if slowdown else 1.0
-
-    training = Training(setting, plan, minibatches, factor)
+    training = Training(setting, plan, minibatches, varying(slowdown, seed))
     messages = training.run()
     return Trace.of(spans_of(training.devices), transfers_of(messages))
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-
-import numpy as np
 
 from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.grid_cost import best_grid
@@ -15,7 +12,7 @@ from pipetrain.plan.profile import Profile
 from pipetrain.schemes.arguments import checked_count
 from pipetrain.schemes.grid import Grid, check_grid
 from pipetrain.schemes.transfers.workload import Workload
-from pipetrain.simulation.data_parallel.clock import Clock, Device, Processors
+from pipetrain.simulation.data_parallel.clock import Clock, Device, Processors, varying
 from pipetrain.simulation.data_parallel.messages import Message, Ports
 from pipetrain.simulation.data_parallel.setting import COUNTED, Setting
 from pipetrain.simulation.data_parallel.simulator import spans_of, transfers_of
@@ -53,12 +50,7 @@ def simulate_grid(
     cluster = cluster or Cluster()
     chosen = chosen_grid(profile, devices, cluster, grid)
     checked_count("minibatches", minibatches, COUNTED, 8)
-    sigma, rng = math.sqrt(math.log1p(slowdown**2)), np.random.default_rng(seed)
-
-    def factor() -> float:
-        return float(rng.lognormal(-(sigma**2) / 2, sigma)) if slowdown else 1.0
-
-    training = GridTraining(profile, chosen, cluster, minibatches, factor)
+    training = GridTraining(profile, chosen, cluster, minibatches, varying(slowdown, seed))
     training.run()
     return Trace.of(spans_of(training.devices), transfers_of(training.messages))
 
