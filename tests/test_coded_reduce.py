@@ -162,14 +162,16 @@ def test_as_many_stragglers_as_a_tree_bears_change_nothing_and_are_counted(shape
 
 
 def test_a_late_worker_leaves_out_steps_and_goes_on_with_the_newest_weights(monkeypatch):
-    late = Late(monkeypatch, (1, 1))
+    late = Late(monkeypatch, (1, 1), (0, 4))  # step 4 then needs the one that was late before
     pm = pipetrain.PipelineModel(networks.small(), **tree(3))
     pm.compile("sgd", networks.crossentropy())
     waits = threading.Event()
 
     def begin(batch, logs):
+        if batch == 5:
+            late.release((0, 4))
         if batch == 4:
-            late.release()
+            late.release((1, 1))
             while pm._strategy._pipeline._exchange.free([1], step_after(pm)) == []:
                 waits.wait(1e-3)
 
