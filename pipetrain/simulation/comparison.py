@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -127,9 +128,14 @@ def compare(
     split = {scheme: splits(scheme, training.under(scheme).horizon) for scheme in schemes}
     for scheme in [each for each in schemes if split[each]] or schemes:
         check_microbatches(microbatches, scheme, training.under(scheme).horizon)
+    unstaged: dict[str, Callable[..., Trace]] = {
+        **{name: partial(simulate_order, profile, name, num_devices, cluster, order) for name in TRANSFERRING},
+        CODED: lambda **known: simulate_tree(profile, *(tree or widest(num_devices)), cluster, **known),
+        GRID: partial(simulate_grid, profile, num_devices, cluster, grid),
+    }
     partitions: dict[str, Partition | None] = {}
     for scheme in schemes:
-        if check_name(scheme) in (*TRANSFERRING, CODED, GRID):
+        if check_name(scheme) in unstaged:
             whole = everywhere(profile, num_devices, cluster, training)
             partitions[scheme] = whole if cluster.holds(whole.fullest_bytes) else None
             continue
@@ -141,15 +147,8 @@ def compare(
     assert one is not None  # memory has no limit here
     traces = {}
     for scheme, each in partitions.items():
-        if scheme in TRANSFERRING and each is not None:
-            known = {name: options[name] for name in ORDERED if name in options}
-            traces[scheme] = simulate_order(profile, scheme, num_devices, cluster, order, **known)
-        elif scheme == CODED and each is not None:
-            known = {name: options[name] for name in ORDERED if name in options}
-            traces[scheme] = simulate_tree(profile, *(tree or widest(num_devices)), cluster, **known)
-        elif scheme == GRID and each is not None:
-            known = {name: options[name] for name in ORDERED if name in options}
-            traces[scheme] = simulate_grid(profile, num_devices, cluster, grid, **known)
+        if scheme in unstaged and each is not None:
+            traces[scheme] = unstaged[scheme](**{name: options[name] for name in ORDERED if name in options})
         elif each is not None:
             count = microbatches if split[scheme] else None
             traces[scheme] = simulate(each, scheme, cluster, microbatches=count, **options)

@@ -31,6 +31,17 @@ from pipetrain.simulation.vectorized import VectorizedSimulation, suits
 from pipetrain.trace.trace import Trace
 
 COUNTED = "A simulation counts from 1 up"
+UNSTAGED = {  # schemes without stages: why, and what simulates them
+    CODED: ("A tree of workers has no stages", "pipetrain.simulate_tree(profile, children)"),
+    GRID: ("A grid divides layers, which a partition does not have", "pipetrain.simulate_grid(profile, devices)"),
+    **dict.fromkeys(
+        TRANSFERRING,
+        (
+            "Transfers are ordered by layers, which a partition has not",
+            "pipetrain.simulate_order(profile, scheme, workers)",
+        ),
+    ),
+}
 SUMMED = ("blocks", "forward_s", "backward_s", "update_s", "weight_bytes", "product_bytes", "product_s", "late_s")
 
 
@@ -79,21 +90,7 @@ def simulate(
     Raises:
         ValueError: for what cannot be simulated, with a suggestion; ``ScheduleError`` for a schedule that cannot run.
     """
-    if check_name(scheme) == CODED:
-        raise ValueError(
-            f"A tree of workers has no stages. Received: scheme={scheme!r}. "
-            "Try pipetrain.simulate_tree(profile, children)."
-        )
-    if check_name(scheme) == GRID:
-        raise ValueError(
-            f"A grid divides layers, which a partition does not have. Received: scheme={scheme!r}. "
-            "Try pipetrain.simulate_grid(profile, devices)."
-        )
-    if check_name(scheme) in TRANSFERRING:
-        raise ValueError(
-            f"Transfers are ordered by layers, which a partition has not. Received: scheme={scheme!r}. "
-            "Try pipetrain.simulate_order(profile, scheme, workers)."
-        )
+    _check_staged(scheme)
     training = checked_training(partition.training).under(scheme)
     chosen = SCHEMES["single"] if check_name(scheme) == DATA_PARALLEL else training.chosen
     check_microbatches(microbatches, scheme, training.horizon)
@@ -120,6 +117,13 @@ def simulate(
     else:
         record = Simulation(built.stations, caller, not chosen.asynchronous, cluster.processors).run()
     return trace_of(built.stations, record, None if chosen.schedule.chunks == 1 else len(built.stations))
+
+
+def _check_staged(scheme: str | Scheme) -> None:
+    """Refuse schemes that have no stages, which are simulated from a profile."""
+    if (name := check_name(scheme)) in UNSTAGED:
+        problem, instead = UNSTAGED[name]
+        raise ValueError(f"{problem}. Received: scheme={scheme!r}. Try {instead}.")
 
 
 def _placed(partition: Partition, scheme: Scheme, everywhere: bool) -> tuple[list[StagePlan], list[list[int]]]:
