@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import keras
 import networks
 import numpy as np
@@ -11,7 +13,13 @@ from networks import fit, normal
 
 import pipetrain
 from pipetrain.compute.functions.backward import Backward
-from pipetrain.compute.functions.graph_rewrite import inlined, made_when_needed, updated_one_by_one, updated_when_read
+from pipetrain.compute.functions.graph_rewrite import (
+    inlined,
+    made_when_needed,
+    operations,
+    updated_one_by_one,
+    updated_when_read,
+)
 from pipetrain.compute.functions.packed import packed, packed_specs, unpacked
 from pipetrain.compute.functions.split import specs, split
 from pipetrain.compute.graph.blocks import Chain
@@ -303,3 +311,19 @@ def test_a_custom_gradient_reads_what_is_no_weight_of_a_layer(make, scheme):
             strength.assign(2.0)
         each.fit(x, y, batch_size=batch_size, verbose=0, shuffle=False)
     networks.assert_close(pm.get_weights(), plain.get_weights())
+
+
+def test_loops_of_copied_operations_outlive_the_function_they_are_of():
+    def gradient(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            _, power = tf.while_loop(lambda turn, _: turn < 3, lambda turn, y: (turn + 1, y * y), (0, x))
+        return tape.gradient(power, x)
+
+    def copied():
+        once = tf.function(gradient, autograph=False).get_concrete_function(tf.TensorSpec([]))
+        return tf.function(lambda x: operations(once, [x]), autograph=False).get_concrete_function(tf.TensorSpec([]))
+
+    function = copied()
+    gc.collect()
+    assert float(function(tf.constant(1.5))) == 8 * 1.5**7

@@ -11,6 +11,7 @@ from pipetrain.compute.functions.flattening import packer, unpacker
 from pipetrain.compute.tensorflow_private import number_of, run_after, waiting_for
 
 SOURCES = ("ReadVariableOp", "Placeholder", "Const")  # which take no time
+COPIED = "pipetrain/copied"  # the collection of graphs whose operations a graph has
 SAME_BUFFER = ("Identity", "Reshape", "ExpandDims", "Squeeze", "StopGradient")
 
 
@@ -83,6 +84,8 @@ def _imported(
     Operations in ``without``, and those that make the tensors replaced by ``instead``, are left out.
     """
     graph = concrete.graph
+    # TensorFlow forgets the bodies of a graph's loops and branches with it, and the copies call them.
+    tf.compat.v1.get_default_graph().add_to_collection(COPIED, graph)
     given = {inner.name: value for inner, value in zip(graph.inputs, inputs, strict=True) if value is not None}
     given.update(instead)
     gone = {inner.op.name for inner in graph.inputs} | {name.partition(":")[0] for name in instead} | {*without}
