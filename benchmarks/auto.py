@@ -12,10 +12,12 @@ examples:
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -106,7 +108,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=12, help="minibatches of each way a round (default: 12)")
     parser.add_argument("--rounds", type=int, default=5, help="medians are of these (default: 5)")
     options = parser.parse_args(arguments)
-    print(report(options.network, *measured(NETWORKS[options.network], options.steps, options.rounds)))
+    with TemporaryDirectory() as cache:
+        os.environ["XDG_CACHE_HOME"] = cache  # else the profile would be that of another day
+        print(report(options.network, *measured(NETWORKS[options.network], options.steps, options.rounds)))
 
 
 if __name__ == "__main__":

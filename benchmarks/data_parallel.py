@@ -25,6 +25,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -260,7 +261,10 @@ def measured(hosts: Hosts, options: argparse.Namespace, rate_mbit: int) -> list[
     addresses = [f"{address}:{PORT}" for address in hosts.addresses]
     command = hosts.on(0, sys.executable, __file__, *given, "--addresses", *addresses)
     with (
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=ENVIRONMENT) as first,
+        TemporaryDirectory() as cache,  # else the profile would be that of another day
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env={**ENVIRONMENT, "XDG_CACHE_HOME": cache}
+        ) as first,
         ExitStack() as ends,
     ):
         ends.callback(first.kill)

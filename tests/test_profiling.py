@@ -189,6 +189,30 @@ def test_of_two_processes_that_measure_at_once_the_first_ones_profile_counts(lin
     assert len(list((tmp_path / "pipetrain").iterdir())) == 1
 
 
+@pytest.mark.parametrize(
+    ("spreads", "seconds", "kept"),
+    [((0.3, 0.2), 1.0, 2), ((0.3, 0.4), 1.0, 1), ((0.1, 0.0), 1.0, 1), ((0.3, 0.2), 1e-5, 1)],
+)
+def test_a_disturbed_profile_is_measured_once_more_by_another_process(spreads, seconds, kept, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    chain, numbers = Chain(networks.mlp()), itertools.count(1)
+
+    def profile_chain(*_):
+        number = next(numbers)
+        blocks = tuple(BlockProfile(block.name, number * seconds, 0.0, 0, 0) for block in chain.blocks)
+        return Profile("m", 16, blocks, spreads[number - 1])
+
+    def measured():
+        profile = profile_cache.cached_profile(chain, 16, ((networks.FEATURES,),), "CPU:0")
+        return round(profile.blocks[0].forward_s / seconds)
+
+    monkeypatch.setattr(profile_cache, "profile_chain", profile_chain)
+    assert [measured(), measured()] == [1, 1]
+    profile_cache._trusted.clear()  # as in another process
+    assert [measured(), measured()] == [kept, kept]
+    assert len(list((tmp_path / "pipetrain").iterdir())) == 1
+
+
 @pytest.mark.measures
 def test_a_noisy_machine_is_measured_longer_and_said_so():
     rng = np.random.default_rng(0)

@@ -137,23 +137,37 @@ def updated_one_by_one(gradients: Sequence[Any], handles: Sequence[tf.Tensor]) -
     gradients from which they are made are all in memory at once. If an operation fails in between, some layers are
     updated and others are not.
     """
-    made = [
-        (each.values if isinstance(each, tf.IndexedSlices) else each, writing)
-        for each, writing in zip(gradients, _writing(handles), strict=True)
-        if each is not None and writing
-    ]
-    needed: set[str] = set()  # for the updates so far
-    before: list[tf.Operation] = []
-    for gradient, writing in sorted(made, key=lambda each: number_of(origin(each[0]))):  # the last layer's first
+    made = zip(gradients, _writing(handles), strict=True)
+    _one_by_one([(each, writing) for each, writing in made if each is not None and writing])
+
+
+def made_one_by_one(gradients: Sequence[Any]) -> None:
+    """Make each gradient as soon as that is possible, the last layer's first, and go on only after that.
+
+    TensorFlow would put off some until the layers below have run backward, and they would be sent late.
+    """
+    _one_by_one([(each, [_dense(each).op]) for each in gradients if each is not None])
+
+
+def _one_by_one(made: Sequence[tuple[Any, Sequence[tf.Operation]]]) -> None:
+    """Let each gradient be made and these operations run before what reads the same tensors."""
+    needed: set[str] = set()  # for the operations so far
+    before: Sequence[tf.Operation] = []
+    parts = [(_dense(gradient), operations) for gradient, operations in made]
+    for gradient, last in sorted(parts, key=lambda each: number_of(origin(each[0]))):  # the last layer's first
         own = only_for(gradient)
-        if not any(operation.name in needed for operation in own):  # else no update can come before it
+        if not any(operation.name in needed for operation in own):  # else nothing of it can come before them
             for operation in own:
                 run_after(operation, before)
-        _add_needed(writing, needed)
+        _add_needed(last, needed)
         for operation in _others_that_read(own):
             if operation.name not in needed:
-                run_after(operation, writing)
-        before = writing
+                run_after(operation, last)
+        before = last
+
+
+def _dense(gradient: Any) -> tf.Tensor:
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
 def _writing(handles: Sequence[tf.Tensor]) -> list[list[tf.Operation]]:

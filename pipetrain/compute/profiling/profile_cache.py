@@ -15,10 +15,14 @@ from pipetrain.compute.graph.blocks import Chain
 from pipetrain.compute.graph.input_shapes import Shapes
 from pipetrain.compute.graph.network import network_of
 from pipetrain.compute.profiling.conditions import conditions
+from pipetrain.compute.profiling.operation_count import LITTLE_S
 from pipetrain.compute.profiling.profiler import cost_key, may_be_compiled, profile_chain
 from pipetrain.plan.profile import Profile
 
 FORMAT = 13  # of what is kept; profiles of other formats are measured anew
+UNSTEADY = 0.1  # the spread from which a kept profile is doubted
+
+_trusted: set[Path] = set()  # the files whose profiles this process has measured
 
 
 def cached_profile(
@@ -35,7 +39,8 @@ def cached_profile(
 
     ``place`` identifies the host of a device in another process. Profiles are kept under ``$XDG_CACHE_HOME/pipetrain``
     (``~/.cache/pipetrain``); the folder may be deleted. Models with a layer whose settings Keras cannot serialize are
-    measured every time.
+    measured every time. Another process measures once more where other work has disturbed the first measurement, so
+    that ``spread`` is above ``UNSTEADY``, and the steadier profile of the two is kept.
     """
     with_xla = with_xla and may_be_compiled(chain, batch_size, device)
     blocks = chain.blocks
@@ -58,8 +63,10 @@ def cached_profile(
     digest = hashlib.sha256(repr((FORMAT, keys, crossing, batch_size, shapes, within)).encode()).hexdigest()[:32]
     path = _folder() / f"{digest}.json"
     known = _read(path)
-    if known is None:
-        known = _kept(profile_chain(chain, batch_size, shapes, device, verbose, with_xla, microbatches), path)
+    if known is None or (path not in _trusted and _is_doubtful(known)):
+        measured = profile_chain(chain, batch_size, shapes, device, verbose, with_xla, microbatches)
+        known = _kept(measured, path, known)
+        _trusted.add(path)
     renamed = tuple(replace(cost, name=block.name) for cost, block in zip(known.blocks, blocks, strict=True))
     return replace(known, model=chain.model.name, blocks=renamed, microbatches=microbatches, network=network_of(chain))
 
@@ -75,14 +82,24 @@ def _read(path: Path) -> Profile | None:
         return None
 
 
-def _kept(measured: Profile, path: Path) -> Profile:
-    """The profile that is kept: that of another process if it has measured at the same time."""
+def _is_doubtful(known: Profile) -> bool:
+    """Whether other work has disturbed the measurement; what takes little time is never steady."""
+    return known.spread > UNSTEADY and sum(block.seconds.total_s for block in known.blocks) >= LITTLE_S
+
+
+def _kept(measured: Profile, path: Path, before: Profile | None) -> Profile:
+    """The profile that is kept: the steadier one, or that of another process if it has measured at the same time."""
+    if before is not None and before.spread <= measured.spread:
+        return before
     part = path.with_suffix(f".{os.getpid()}")
     with suppress(OSError):  # a cache that cannot be written is no reason not to train
         path.parent.mkdir(parents=True, exist_ok=True)
         measured.save(part)
         try:
-            path.hardlink_to(part)
+            if before is None:
+                path.hardlink_to(part)
+            else:
+                part.replace(path)
         except OSError:  # it is there by now, or the file system has no links
             if first := _read(path):
                 return first

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from pipetrain.compute.functions.graph_rewrite import inlined
+from pipetrain.compute.functions.graph_rewrite import inlined, made_one_by_one
 from pipetrain.compute.functions.penalties import as_mean
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.functions.stage_function import LossFunction, StageFunction
@@ -140,6 +140,7 @@ class Weights(Stage):
             starts = starts_of(halves.outputs, shares, self._scale_factor)
             fixed = [state[n] for n in halves.fixed]
             made, _ = inlined(halves.backward, weights, unpack(given, residuals), fixed, starts)
+            made_one_by_one(made)
             gradients = [self._shaped(n, each) for n, each in enumerate(made)]
             if penalty is not None:
                 penalty = tf.cast(as_mean(penalty, shares.penalty), tf.float32) * shares.penalty
