@@ -81,7 +81,8 @@ def _imported(
 
     Of the ``outputs`` alone, if these are given.
 
-    Operations in ``without``, and those that make the tensors replaced by ``instead``, are left out.
+    Operations in ``without``, those that make the tensors replaced by ``instead``, and those that nothing needs are
+    left out: what orders operations among the copies would wait for them.
     """
     graph = concrete.graph
     # TensorFlow forgets the bodies of a graph's loops and branches with it, and the copies call them.
@@ -89,19 +90,31 @@ def _imported(
     given = {inner.name: value for inner, value in zip(graph.inputs, inputs, strict=True) if value is not None}
     given.update(instead)
     gone = {inner.op.name for inner in graph.inputs} | {name.partition(":")[0] for name in instead} | {*without}
+    sought = [*(graph.outputs if outputs is None else outputs), *inner]
+    needed = _needed([*(each.op for each in sought), *graph.control_outputs], gone)
     whole = graph.as_graph_def()
     part = tf.compat.v1.GraphDef(versions=whole.versions, library=whole.library)
-    part.node.extend(node for node in whole.node if node.name not in gone)
+    part.node.extend(node for node in whole.node if node.name in needed)
     for node in part.node:
         node.input[:] = [name for name in node.input if name.removeprefix("^") not in gone or not name.startswith("^")]
         node.attr.pop("_class", None)  # wishes to be where another node is, which may be gone
     used = {name if ":" in name else f"{name}:0" for node in part.node for name in node.input}
-    wanted = [
-        tensor.name for tensor in (*(graph.outputs if outputs is None else outputs), *inner) if tensor.name not in given
-    ]
+    wanted = [tensor.name for tensor in sought if tensor.name not in given]
     feeds = {name: value for name, value in given.items() if name in used}
     made = dict(zip(wanted, tf.graph_util.import_graph_def(part, feeds, return_elements=wanted), strict=True))
     return {**given, **made}
+
+
+def _needed(operations: Sequence[tf.Operation], gone: Collection[str]) -> set[str]:
+    """The names of these operations and of all that they need, none of which is in ``gone``."""
+    found: set[str] = set()
+    waiting = [*operations]
+    while waiting:
+        operation = waiting.pop()
+        if operation.name not in found and operation.name not in gone:
+            found.add(operation.name)
+            waiting += [*(tensor.op for tensor in operation.inputs), *operation.control_inputs]
+    return found
 
 
 def made_when_needed(tensors: Sequence[tf.Tensor]) -> None:

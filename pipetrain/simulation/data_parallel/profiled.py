@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from pipetrain.plan.cluster import Cluster
+from pipetrain.plan.cluster import SHARED_MEMORY, Cluster
 from pipetrain.plan.profile import Profile
 from pipetrain.schemes.transfers.orders import AUTO, ORDERS, check_order
 from pipetrain.schemes.transfers.workload import Layer, Message, Workload
@@ -34,7 +34,8 @@ def simulate_order(
     Args:
         profile: what the blocks cost for a whole minibatch.
         scheme: ``all-reduce`` or ``parameter-server``.
-        workers: how many devices there are; a server is on the first of them.
+        workers: how many devices there are; a server is on the first of them, or is all of them where they share their
+            memory.
         cluster: how they are joined. A link's latency is what a message takes beside its bytes: between TensorFlow's
             processes about half a millisecond and what the network takes.
         order: of the transfers.
@@ -58,7 +59,9 @@ def setting_of(profile: Profile, scheme: str, workers: int, cluster: Cluster) ->
         )
     serves = scheme == "parameter-server"
     workload = workload_of(profile, workers, message_of(cluster, workers, serves))
-    return Setting(workload, workers, serves, cluster, caller_s=profile.metric_s + cluster.overhead_s)
+    # Logical devices of a processor have one pool of threads, all of which do what a server is given.
+    servers = workers if serves and cluster.slowest(workers) == SHARED_MEMORY else 1
+    return Setting(workload, workers, serves, cluster, profile.metric_s + cluster.overhead_s, servers)
 
 
 def workload_of(profile: Profile, workers: int, message: Message) -> Workload:
