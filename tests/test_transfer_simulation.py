@@ -14,8 +14,9 @@ from transfer_plans import workloads
 
 import pipetrain
 from pipetrain.plan.advice import advise
-from pipetrain.plan.cluster import Cluster, Level, Link
+from pipetrain.plan.cluster import SHARED_MEMORY, Cluster, Level, Link
 from pipetrain.plan.profile import BlockProfile, Profile
+from pipetrain.schemes.table import TRANSFERRING
 from pipetrain.schemes.transfers.caramel import step_s
 from pipetrain.schemes.transfers.orders import ORDERS, orders
 from pipetrain.schemes.transfers.plan import Phase, Plan
@@ -23,7 +24,7 @@ from pipetrain.schemes.transfers.workload import Layer, Message, Workload, pulle
 from pipetrain.simulation.advice import advise_all
 from pipetrain.simulation.comparison import compare
 from pipetrain.simulation.data_parallel.choice import WORTH, auto, tried
-from pipetrain.simulation.data_parallel.profiled import workload_of
+from pipetrain.simulation.data_parallel.profiled import setting_of, workload_of
 from pipetrain.simulation.data_parallel.setting import Setting
 from pipetrain.simulation.data_parallel.simulator import simulate_plan
 from pipetrain.trace.packs import packs
@@ -265,6 +266,19 @@ def test_blocks_are_layers_of_a_share_of_the_rows():
     assert [layer.variables for layer in workload.layers] == [(0, 1), (), (1,)]
     assert [layer.forward_s for layer in workload.layers] == [0.5, 1.5, 2.5]
     assert workload.update_s == (3.0, 2.0)
+
+
+def test_all_devices_that_share_their_memory_do_what_a_server_is_given():
+    """An all-reduce updates the weights on each of them, a server once."""
+    profile = profiled(update_s=1e-3)
+    for link, servers in ((SHARED_MEMORY, 2), (Link(1e9), 1)):
+        cluster = Cluster((Level(link),))
+        assert setting_of(profile, "parameter-server", 2, cluster).servers == servers
+    shared = Cluster((Level(SHARED_MEMORY),))
+    reduced_s, served_s = (
+        pipetrain.simulate_order(profile, scheme, 2, shared, "none").step_s for scheme in TRANSFERRING
+    )
+    assert served_s < reduced_s
 
 
 def test_simulate_order_is_public():
