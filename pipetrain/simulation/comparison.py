@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from pipetrain.plan.advice import Advice, advise, everywhere
+from pipetrain.plan.advice import Advice
 from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.memory import Training
+from pipetrain.plan.partition import everywhere
 from pipetrain.plan.profile import Profile
 from pipetrain.plan.stages import DEFAULT_TRAINING, Partition
 from pipetrain.plan.text_table import text_table
@@ -26,6 +27,7 @@ from pipetrain.schemes.table import (
     splits,
 )
 from pipetrain.schemes.transfers.orders import AUTO
+from pipetrain.simulation.advice import advise
 from pipetrain.simulation.coded_reduce import simulate_tree
 from pipetrain.simulation.data_parallel.profiled import simulate_order
 from pipetrain.simulation.grid.simulator import simulate_grid
