@@ -287,6 +287,6 @@ def test_the_ways_with_a_schedule_of_a_file(tmp_path):
         found, own = (
             advise_all(chain(), DEVICES, FAST, Training(each, microbatches=6)) for each in (scheme_of(path), name)
         )
-        assert len(found.ways["pipeline"].stages) == stages
+        assert (len(found.ways["pipeline"].stages), found.ways["pipeline"].devices) == (stages, DEVICES)
         assert found.ways["pipeline"].step_s == own.ways["pipeline"].step_s
         assert found.schedules.as_set == own.schedules.as_set._replace(scheme=f"{name}.csv")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 from pipetrain.plan.cluster import size_bytes
-from pipetrain.schemes.table import HORIZONS
+from pipetrain.schemes.table import CHUNKED, HORIZONS
+from pipetrain.schemes.text_form import SUFFIX
+
+MICROBATCHES = 4  # of a minibatch, where nothing says it
 
 
 def positive_number(text: str) -> float:
@@ -88,6 +92,39 @@ def cores(text: str) -> list[int]:
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} names no cores, such as 0,2-3") from error
     return found
+
+
+def scheme_among(names: Collection[str]) -> Callable[[str], str]:
+    """The kind of one of these names, or of a file with a schedule."""
+
+    def scheme(text: str) -> str:
+        if text.endswith(SUFFIX):
+            if not Path(text).is_file():
+                raise argparse.ArgumentTypeError(
+                    f"there is no file {text!r}: python -m pipetrain schedule --scheme zb-v --csv FILE writes one"
+                )
+        elif text not in names:
+            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}, nor a file's name in {SUFFIX}")
+        return text
+
+    return scheme
+
+
+def add_scheme(parser: argparse.ArgumentParser, names: Collection[str], about: str = "", **options: Any) -> None:
+    """The options that say which scheme, or which schedule of a file."""
+    parser.add_argument(
+        "--scheme",
+        type=scheme_among(names),
+        metavar="NAME",
+        help=f"{', '.join(names)}; or the name of a file in {SUFFIX} with a schedule{about}",
+        **options,
+    )
+    parser.add_argument(
+        "--chunks",
+        type=count,
+        metavar="N",
+        help=f"stages on a device, for {' and '.join(CHUNKED)} (default: 2)",
+    )
 
 
 def add_grid(parser: argparse.ArgumentParser) -> None:

@@ -74,7 +74,7 @@ class Advice:
             if way is None:
                 rows.append((name, "-", "-", "-", "does not fit" if name in self.ways else "not faster"))
             else:
-                rows.append(row(name, sum(way.replicas), way.samples_per_second, way.fullest_bytes))
+                rows.append(row(name, way.devices, way.samples_per_second, way.fullest_bytes))
         rows += [row(name, *scheme) for name, scheme in self.ordered.items()]
         header = ("way to train", "devices", "samples/s", "against one", "memory MiB")
         schedules = f"\n\n{self.schedules}" if self.schedules else ""

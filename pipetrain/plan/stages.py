@@ -80,6 +80,11 @@ class Partition:
         return tuple(stage.replicas for stage in self.stages)
 
     @property
+    def devices(self) -> int:
+        """How many devices its stages are on."""
+        return sum(together[0].replicas for together in self.on_devices)
+
+    @property
     def slowest_s(self) -> float:
         """Seconds per minibatch of the slowest device, with all of its stages: the pipeline's own bound."""
         return max(sum(stage.total_s for stage in together) for together in self.on_devices)

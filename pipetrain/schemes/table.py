@@ -161,12 +161,12 @@ def scheme(
 
 
 def _named(name: str) -> Scheme:
-    if name == DATA_PARALLEL:
+    if check_name(name) not in PIPELINES:
         raise ValueError(
-            f"{DATA_PARALLEL} has no schedule: it is no pipeline. Received: scheme={name!r}. Try scheme='single', one "
+            f"{name} has no schedule: it is no pipeline. Received: scheme={name!r}. Try scheme='single', one "
             "stage, which a plan may replicate."
         )
-    return PIPELINES[check_name(name)]
+    return PIPELINES[name]
 
 
 def chunked(name: str | Scheme, chunks: Any) -> str | Scheme:

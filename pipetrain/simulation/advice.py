@@ -126,9 +126,9 @@ def _keep_faster(ways: dict[str, Partition | None], way: Partition, cluster: Clu
 def _reason(profile: Profile, best: str, ways: dict[str, Partition], costs: Costs) -> str:
     if best == "single":
         return "Nothing that uses more devices is 5% faster."
-    devices = max(sum(way.replicas) for way in ways.values())
+    devices = max(way.devices for way in ways.values())
     if best == "data-parallel":
-        devices = sum(ways[best].replicas)
+        devices = ways[best].devices
     weights = sum(block.weight_bytes for block in profile.blocks)
     copies = costs.chosen(Place(0, devices, devices), 0, costs.blocks)
     whole = costs.seconds(copies).of(0, costs.blocks)

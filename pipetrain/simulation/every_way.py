@@ -83,7 +83,7 @@ class Chooser:
 
     def _way(self, kind: str, cut: Partition, step_s: float, elsewhere_bytes: int = 0, **arguments: Any) -> Way:
         memory_bytes = cut.fullest_bytes - elsewhere_bytes
-        return Way(kind, arguments, sum(cut.replicas), step_s, memory_bytes, self._cluster.holds(memory_bytes))
+        return Way(kind, arguments, cut.devices, step_s, memory_bytes, self._cluster.holds(memory_bytes))
 
     def _unsplit(self) -> Iterator[Way]:
         """One device, and the whole model on all."""
