@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from pipetrain.plan.cluster import size_bytes
+from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.table import CHUNKED, HORIZONS
-from pipetrain.schemes.text_form import SUFFIX
+from pipetrain.schemes.text_form import SUFFIX, chosen
 
 MICROBATCHES = 4  # of a minibatch, where nothing says it
 
@@ -94,27 +95,20 @@ def cores(text: str) -> list[int]:
     return found
 
 
-def scheme_among(names: Collection[str]) -> Callable[[str], str]:
-    """The kind of one of these names, or of a file with a schedule."""
-
-    def scheme(text: str) -> str:
-        if text.endswith(SUFFIX):
-            if not Path(text).is_file():
-                raise argparse.ArgumentTypeError(
-                    f"there is no file {text!r}: python -m pipetrain schedule --scheme zb-v --csv FILE writes one"
-                )
-        elif text not in names:
-            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}, nor a file's name in {SUFFIX}")
-        return text
-
-    return scheme
+def scheme_named(text: str, chunks: int | None) -> str | Scheme:
+    """The scheme of this name with so many stages on a device if given, or that of a file. Raises ValueError."""
+    if text.endswith(SUFFIX) and not Path(text).is_file():
+        raise ValueError(
+            f"There is no such file. Received: --scheme {text}. Try one that exists; python -m pipetrain schedule "
+            "--scheme zb-v --csv FILE writes one."
+        )
+    return chosen(text, chunks)
 
 
 def add_scheme(parser: argparse.ArgumentParser, names: Collection[str], about: str = "", **options: Any) -> None:
     """The options that say which scheme, or which schedule of a file."""
     parser.add_argument(
         "--scheme",
-        type=scheme_among(names),
         metavar="NAME",
         help=f"{', '.join(names)}; or the name of a file in {SUFFIX} with a schedule{about}",
         **options,

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from pipetrain.cli.argument_types import MICROBATCHES, count, horizon, input_shape, input_shapes, size, slots
+from pipetrain.cli.argument_types import (
+    MICROBATCHES,
+    count,
+    horizon,
+    input_shape,
+    input_shapes,
+    scheme_named,
+    size,
+    slots,
+)
 from pipetrain.cli.quiet import start_tensorflow
 from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.memory import Training
 from pipetrain.plan.profile import Profile
 from pipetrain.schemes import table
 from pipetrain.schemes.scheme import Scheme
-from pipetrain.schemes.text_form import chosen, microbatches_of, stages_of
+from pipetrain.schemes.text_form import microbatches_of, stages_of
 from pipetrain.simulation.schedule_trials import pieces_to_measure
 
 
@@ -47,7 +56,7 @@ def schemes_of(names: Sequence[str], options: argparse.Namespace) -> list[str | 
     no scheme takes them.
     """
     several = [name for name in names if name in table.CHUNKED] or names
-    schemes = [chosen(name, options.chunks if name in several else None) for name in names]
+    schemes = [scheme_named(name, options.chunks if name in several else None) for name in names]
     for scheme in schemes:
         stages, microbatches = stages_of(scheme), microbatches_of(scheme)
         if isinstance(scheme, Scheme) and stages is not None:
@@ -61,12 +70,14 @@ def schemes_of(names: Sequence[str], options: argparse.Namespace) -> list[str | 
     return schemes
 
 
-def given(options: argparse.Namespace, names: Sequence[str]) -> Given:
-    """Profile the model that the options name, to be trained by the schemes of these names.
+def given(options: argparse.Namespace, names: Sequence[str], check: Callable[[str | Scheme], object]) -> Given:
+    """Profile the model that the options name, to be trained by the schemes of these names, each of which is checked.
 
     Raises OSError, TypeError, ValueError for what cannot be planned.
     """
     schemes = schemes_of(names, options)
+    for scheme in schemes:
+        check(scheme)
     check_horizon(schemes, options.horizon)
     cluster = Cluster.load(options.cluster) if options.cluster else None
     start_tensorflow(options.devices)
@@ -81,10 +92,10 @@ def given(options: argparse.Namespace, names: Sequence[str]) -> Given:
         cluster = replace(cluster, memory_bytes=options.memory)
     model = keras.saving.load_model(options.model, compile=False)
     pipelines = [each for each in schemes if isinstance(each, Scheme) or each in table.PIPELINES]
-    scheme = pipelines[0] if len(schemes) == len(pipelines) == 1 else "spectrain"
-    microbatches = options.microbatches or microbatches_of(scheme) or MICROBATCHES
+    trained = pipelines[0] if len(schemes) == len(pipelines) == 1 else "spectrain"
+    microbatches = options.microbatches or microbatches_of(trained) or MICROBATCHES
     gathers = options.slots != 1  # SGD with momentum alone uses each gradient at once
-    training = Training(scheme, options.slots, microbatches, options.recompute, options.horizon, gathers)
+    training = Training(trained, options.slots, microbatches, options.recompute, options.horizon, gathers)
     about = model, options.batch_size, device, sys.stdout.isatty(), input_shapes(options.input_shape)
     counts = [pieces_to_measure(training.under(each), options.devices) for each in pipelines]
     if table.AUTO in schemes:

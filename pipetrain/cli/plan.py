@@ -9,6 +9,7 @@ from pipetrain.cli import balance
 from pipetrain.cli.argument_types import add_scheme
 from pipetrain.cli.given import add_common, given
 from pipetrain.schemes import table
+from pipetrain.schemes.scheme import Scheme
 from pipetrain.simulation.advice import advise_all
 from pipetrain.simulation.every_way import STALENESS, choose
 
@@ -62,7 +63,7 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Print the plan."""
-    profile, cluster, training, of_microbatches, _ = given(options, [options.scheme])
+    profile, cluster, training, of_microbatches, _ = given(options, [options.scheme], _check_planned)
     if options.scheme == table.AUTO:
         print(choose(profile, options.devices, cluster, training, of_microbatches, options.staleness))
         return
@@ -70,3 +71,9 @@ def run(options: argparse.Namespace) -> None:
         print(balance.balance(options, profile, cluster))
         return
     print(f"{advise_all(profile, options.devices, cluster, training, of_microbatches)}\n{profile.warning}".rstrip())
+
+
+def _check_planned(scheme: str | Scheme) -> None:
+    """Refuse names of no scheme, and of those that have no schedule, which are compared anyway."""
+    if scheme != table.AUTO:
+        table.scheme(scheme)

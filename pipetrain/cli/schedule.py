@@ -6,12 +6,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from pipetrain.cli.argument_types import MICROBATCHES, add_scheme, count
+from pipetrain.cli.argument_types import MICROBATCHES, add_scheme, count, scheme_named
 from pipetrain.schemes import table
 from pipetrain.schemes.dry_run import grid, replay
 from pipetrain.schemes.schedules import orders
 from pipetrain.schemes.text_form import check_held, microbatches_of, stages_of, written
-from pipetrain.schemes.text_form import chosen as named
 from pipetrain.schemes.unit_times import figures
 from pipetrain.schemes.validation import check
 
@@ -55,7 +54,7 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Print the schedule, and write it if that is asked for."""
-    chosen = table.scheme(named(options.scheme, options.chunks))
+    chosen = table.scheme(scheme_named(options.scheme, options.chunks))
     stages = options.stages or stages_of(chosen) or max(4, 2 * chosen.schedule.chunks)
     microbatches = options.microbatches or microbatches_of(chosen) or (MICROBATCHES if chosen.splits else 1)
     table.check_microbatches(microbatches, chosen)

@@ -112,7 +112,7 @@ def run(options: argparse.Namespace) -> None:
     """Print what was simulated, and write the traces that are asked for."""
     if options.grid is not None and table.GRID not in (options.scheme or ()):
         check_grid(options.grid, (options.scheme or ["single"])[0])
-    made = given(options, options.scheme or ["single", table.DATA_PARALLEL, "spectrain"])
+    made = given(options, options.scheme or ["single", table.DATA_PARALLEL, "spectrain"], table.check_name)
     profile = made.profile.faster(options.speed)
     of_microbatches = made.of_microbatches and made.of_microbatches.faster(options.speed)
     comparison = compare(

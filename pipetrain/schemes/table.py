@@ -117,7 +117,10 @@ def check_name(name: object) -> str:
         return name.name
     if not isinstance(name, str) or name not in EVERY_NAME:
         known = ", ".join(EVERY_NAME)
-        raise ValueError(f"Unknown scheme. Received: scheme={name!r}. Try one of: {known}; or a Scheme of your own.")
+        raise ValueError(
+            f"Unknown scheme. Received: scheme={name!r}. Try one of: {known}; a file's name in .csv; "
+            "or a Scheme of your own."
+        )
     return name
 
 
