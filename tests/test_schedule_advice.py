@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 
@@ -15,11 +16,15 @@ from pipetrain.plan.division import divided
 from pipetrain.plan.memory import Training
 from pipetrain.plan.profile import BlockProfile, Profile, Seconds
 from pipetrain.plan.schedule_advice import MARGIN, ScheduleAdvice, Trial
+from pipetrain.schemes.dry_run import replay
 from pipetrain.schemes.schedules import orders
 from pipetrain.schemes.table import CHUNKED, chunked, scheme
+from pipetrain.schemes.text_form import scheme_of, written
 from pipetrain.schemes.unit_times import figures
 from pipetrain.simulation.advice import advise_all
-from pipetrain.simulation.schedule_trials import ACTION_S, ROUNDS, pieces_to_measure, try_schedules
+from pipetrain.simulation.minibatch import ACTION_S
+from pipetrain.simulation.schedule_trials import ROUNDS, pieces_to_measure, try_schedules
+from pipetrain.simulation.simulator import simulate
 
 UNIT_S = 2.0**-10
 KEPT_BYTES = 2**16  # of one minibatch, for each block
@@ -227,3 +232,61 @@ def test_schedules_of_more_stages_than_there_are_layers_are_left_out():
     assert {trial.scheme for trial in advice.trials} == {"gpipe", "1f1b", "zb-h1", "zb-h2"}
     assert "zb-v" in advice.left_out
     assert advice.as_set is not None and advice.as_set.chunks == 2  # on one device
+
+
+UNEVEN = ((13, 4, 4), (13, 3, 1), (7, 2, 4), (24, 4, 16))  # blocks, devices, microbatches
+
+
+def uneven(blocks, rows=ROWS):
+    """Blocks of which every third takes four times as long, and which send what they make."""
+    each = [
+        BlockProfile(f"b{n}", f * UNIT_S, 2 * f * UNIT_S, 10**4, 10**3, KEPT_BYTES, UNIT_S / 4)
+        for n, f in enumerate((4, 1, 1)[n % 3] for n in range(blocks))
+    ]
+    return Profile("uneven", rows, tuple(each))
+
+
+@pytest.mark.parametrize(("blocks", "devices", "microbatches"), UNEVEN)
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"])
+@pytest.mark.parametrize("processors", [2, math.inf])
+def test_the_ways_take_what_the_simulator_says(blocks, devices, microbatches, name, processors):
+    """To 1e-6, over forty minibatches, each of which fills and drains the pipeline; on few processors too."""
+    hosts = Cluster((Level(Link(1e8, 1e-5)),), processors=processors)
+    training = Training(name, microbatches=microbatches)
+    advice = advise_all(uneven(blocks), devices, hosts, training)
+    acts = replace(hosts, overhead_s=ACTION_S)
+    ways = [way for way in advice.ways.values() if way is not None and len(way.stages) > 1]
+    assert ways
+    for way in ways:
+        expected_s = simulate(way, name, acts, 40).step_s
+        assert way.step_s == pytest.approx(expected_s, rel=1e-6)
+        assert f"{ROWS / expected_s:.0f}" in advice.comparison() and "about" in str(way)
+    assert advice.schedules is not None and advice.schedules.as_set is not None
+    if processors == math.inf and advice.ways.get("pipeline"):  # on few processors, fewer stages may be faster
+        pipeline = advice.ways["pipeline"]
+        assert pipeline.samples_per_second == advice.schedules.as_set.samples_per_second
+
+
+def test_asynchronous_ways_take_what_their_slowest_stage_takes():
+    advice = advise_all(uneven(13), 4, FAST, Training("spectrain"))
+    way = advice.ways["pipeline"]
+    assert way is not None and way.simulated_s is None and "at most" in str(way)
+    assert way.step_s == way.slowest_s
+
+
+def test_nothing_fits_a_schedule_of_several_stages_a_device():
+    with pytest.raises(NoPlan, match="No cut of 'chain' fits"):
+        advise_all(chain(), DEVICES, replace(FAST, memory_bytes=1024), Training("zb-v", microbatches=4))
+
+
+def test_the_ways_with_a_schedule_of_a_file(tmp_path):
+    for name, stages in (("zb-h1", 4), ("zb-v", 8)):
+        path = tmp_path / f"{name}.csv"
+        made = orders(scheme(name).schedule.order, 4, 1, 6)
+        path.write_text(written(replay(made)), encoding="utf-8")
+        found, own = (
+            advise_all(chain(), DEVICES, FAST, Training(each, microbatches=6)) for each in (scheme_of(path), name)
+        )
+        assert (len(found.ways["pipeline"].stages), found.ways["pipeline"].devices) == (stages, DEVICES)
+        assert found.ways["pipeline"].step_s == own.ways["pipeline"].step_s
+        assert found.schedules.as_set == own.schedules.as_set._replace(scheme=f"{name}.csv")

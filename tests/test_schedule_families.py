@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -12,7 +13,7 @@ from networks import by_default
 from pipetrain.plan.capacity import NoPlan
 from pipetrain.plan.cluster import Cluster, Level, Link
 from pipetrain.plan.memory import Training
-from pipetrain.plan.partition import partition
+from pipetrain.plan.partition import partition, plan
 from pipetrain.plan.profile import BlockProfile, Profile
 from pipetrain.schemes import dry_run, schedules
 from pipetrain.schemes.actions import Action
@@ -279,6 +280,28 @@ def test_a_limit_is_kept_and_used(name):
     least = limited.fullest_bytes // 4
     with pytest.raises(NoPlan, match=rf"stage \d+ .* and stage \d+ .* keep .*too much.*bytes={least} .*devices=4"):
         partition(profile, 4, Cluster(FAST.levels, memory_bytes=least), training=training)
+
+
+@pytest.mark.parametrize("frozen", [0, 1, 2])
+def test_the_first_trained_layer_has_weight_gradients_alone(frozen):
+    """Of dense layers, for half of whose weights' bytes the gradients are made once: of all their backward, or of half.
+
+    So it is after layers without trained weights.
+    """
+    still = [BlockProfile(f"b{n}", 1.0, 0.0, 0, 0, 0, late_bytes=0) for n in range(frozen)]
+    dense = BlockProfile("dense", 1.0, 2.0, 0, 400, 0, product_bytes=200, late_bytes=400)
+    profile = Profile("chain", 4, (*still, *[replace(dense, name=f"d{n}") for n in range(3)]))
+    halves = {"I": [0.0, 1.0, 1.0], "W": [2.0, 1.0, 1.0]}
+    for name, takes_s in (("zb-h1", halves), ("1f1b", {"B": [1.0, 1.5, 1.5]})):
+        cut = plan(profile, [frozen + 1, frozen + 2, frozen + 3], FAST, training=Training(name, microbatches=4))
+        assert [stage.late_s for stage in cut.stages] == [2.0, 1.0, 1.0]
+        assert [stage.product_s for stage in cut.stages] == [1.0, 0.5, 0.5]
+        spans = simulate(cut, name, FAST, minibatches=1).spans
+        for op, expected in takes_s.items():
+            for stage, seconds in enumerate(expected):
+                taken = [round(each.end_s - each.start_s, 9) for each in spans if (each.op, each.stage) == (op, stage)]
+                last_s = cut.stages[stage].product_s if op == "B" else 0.0  # made with the update
+                assert taken == [seconds / 4] * 3 + [seconds / 4 + last_s]
 
 
 def test_what_waits_is_what_the_profile_says():

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from transfer_plans import workloads
 
 import pipetrain
-from pipetrain.plan.advice import advise
 from pipetrain.plan.cluster import SHARED_MEMORY, Cluster, Level, Link
 from pipetrain.plan.profile import BlockProfile, Profile
 from pipetrain.schemes.table import TRANSFERRING
@@ -21,7 +20,7 @@ from pipetrain.schemes.transfers.caramel import step_s
 from pipetrain.schemes.transfers.orders import ORDERS, orders
 from pipetrain.schemes.transfers.plan import Phase, Plan
 from pipetrain.schemes.transfers.workload import Layer, Message, Workload, pulled_s, pushed_s
-from pipetrain.simulation.advice import advise_all
+from pipetrain.simulation.advice import advise, advise_all
 from pipetrain.simulation.comparison import compare
 from pipetrain.simulation.data_parallel.choice import WORTH, auto
 from pipetrain.simulation.data_parallel.profiled import setting_of, workload_of

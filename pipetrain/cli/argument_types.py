@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 from pipetrain.plan.cluster import size_bytes
-from pipetrain.schemes.table import HORIZONS
+from pipetrain.schemes.scheme import Scheme
+from pipetrain.schemes.table import CHUNKED, HORIZONS
+from pipetrain.schemes.text_form import SUFFIX, chosen
+
+MICROBATCHES = 4  # of a minibatch, where nothing says it
 
 
 def positive_number(text: str) -> float:
@@ -88,6 +93,32 @@ def cores(text: str) -> list[int]:
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} names no cores, such as 0,2-3") from error
     return found
+
+
+def scheme_named(text: str, chunks: int | None) -> str | Scheme:
+    """The scheme of this name with so many stages on a device if given, or that of a file. Raises ValueError."""
+    if text.endswith(SUFFIX) and not Path(text).is_file():
+        raise ValueError(
+            f"There is no such file. Received: --scheme {text}. Try one that exists; python -m pipetrain schedule "
+            "--scheme zb-v --csv FILE writes one."
+        )
+    return chosen(text, chunks)
+
+
+def add_scheme(parser: argparse.ArgumentParser, names: Collection[str], about: str = "", **options: Any) -> None:
+    """The options that say which scheme, or which schedule of a file."""
+    parser.add_argument(
+        "--scheme",
+        metavar="NAME",
+        help=f"{', '.join(names)}; or the name of a file in {SUFFIX} with a schedule{about}",
+        **options,
+    )
+    parser.add_argument(
+        "--chunks",
+        type=count,
+        metavar="N",
+        help=f"stages on a device, for {' and '.join(CHUNKED)} (default: 2)",
+    )
 
 
 def add_grid(parser: argparse.ArgumentParser) -> None:

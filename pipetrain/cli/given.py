@@ -4,39 +4,81 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from pipetrain.cli.argument_types import count, horizon, input_shape, input_shapes, size, slots
+from pipetrain.cli.argument_types import (
+    MICROBATCHES,
+    count,
+    horizon,
+    input_shape,
+    input_shapes,
+    scheme_named,
+    size,
+    slots,
+)
 from pipetrain.cli.quiet import start_tensorflow
 from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.memory import Training
 from pipetrain.plan.profile import Profile
 from pipetrain.schemes import table
+from pipetrain.schemes.scheme import Scheme
+from pipetrain.schemes.text_form import microbatches_of, stages_of
 from pipetrain.simulation.schedule_trials import pieces_to_measure
 
 
 class Given(NamedTuple):
-    """A profile, the devices and how they are joined, how it is trained; a profile of microbatches, if it has any."""
+    """A profile, the devices and how they are joined, how it is trained; a profile of microbatches, if it has any.
+
+    ``schemes`` are those that are named, with a file's schedule in place of its name. Where they are one pipeline,
+    ``training`` has it.
+    """
 
     profile: Profile
     cluster: Cluster
     training: Training
     of_microbatches: Profile | None
+    schemes: Sequence[str | Scheme]
 
 
-def check_horizon(named: str | Sequence[str] | None, horizon: str | float) -> None:
+def check_horizon(schemes: Sequence[str | Scheme], horizon: str | float) -> None:
     """Refuse a horizon that none of the schemes has."""
-    chosen = [named] if isinstance(named, str) else named or ["spectrain"]
-    if not any(table.takes(each, horizon) for each in chosen):
-        table.check_horizon(chosen[0], horizon)
+    if not any(table.takes(each, horizon) for each in schemes):
+        table.check_horizon(schemes[0], horizon)
 
 
-def given(options: argparse.Namespace) -> Given:
-    """Profile the model that the options name. Raises OSError, TypeError, ValueError for what cannot be planned."""
-    check_horizon(options.scheme, options.horizon)
+def schemes_of(names: Sequence[str], options: argparse.Namespace) -> list[str | Scheme]:
+    """The schemes of these names, files' schedules among them, with as many stages on a device as are asked for.
+
+    Raises ValueError for files that hold no schedule, or one for other devices or microbatches, and for ``--chunks`` if
+    no scheme takes them.
+    """
+    several = [name for name in names if name in table.CHUNKED] or names
+    schemes = [scheme_named(name, options.chunks if name in several else None) for name in names]
+    for scheme in schemes:
+        stages, microbatches = stages_of(scheme), microbatches_of(scheme)
+        if isinstance(scheme, Scheme) and stages is not None:
+            devices = scheme.schedule.devices(stages)
+            if options.devices != devices or options.microbatches not in (None, microbatches):
+                raise ValueError(
+                    f"The schedule of a file is for its own devices and microbatches. Received: --scheme {scheme}, "
+                    f"--devices {options.devices}, --microbatches {options.microbatches}. "
+                    f"Try --devices {devices} --microbatches {microbatches}."
+                )
+    return schemes
+
+
+def given(options: argparse.Namespace, names: Sequence[str], check: Callable[[str | Scheme], object]) -> Given:
+    """Profile the model that the options name, to be trained by the schemes of these names, each of which is checked.
+
+    Raises OSError, TypeError, ValueError for what cannot be planned.
+    """
+    schemes = schemes_of(names, options)
+    for scheme in schemes:
+        check(scheme)
+    check_horizon(schemes, options.horizon)
     cluster = Cluster.load(options.cluster) if options.cluster else None
     start_tensorflow(options.devices)
     import keras
@@ -49,15 +91,18 @@ def given(options: argparse.Namespace) -> Given:
     if options.memory is not None:
         cluster = replace(cluster, memory_bytes=options.memory)
     model = keras.saving.load_model(options.model, compile=False)
-    is_open = options.scheme == table.AUTO
-    scheme = options.scheme if isinstance(options.scheme, str) and not is_open else "spectrain"
+    pipelines = [each for each in schemes if isinstance(each, Scheme) or each in table.PIPELINES]
+    trained = pipelines[0] if len(schemes) == len(pipelines) == 1 else "spectrain"
+    microbatches = options.microbatches or microbatches_of(trained) or MICROBATCHES
     gathers = options.slots != 1  # SGD with momentum alone uses each gradient at once
-    training = Training(scheme, options.slots, options.microbatches, options.recompute, options.horizon, gathers)
+    training = Training(trained, options.slots, microbatches, options.recompute, options.horizon, gathers)
     about = model, options.batch_size, device, sys.stdout.isatty(), input_shapes(options.input_shape)
-    named = [options.scheme] if isinstance(options.scheme, str) else options.scheme or []
-    counts = [pieces_to_measure(training.under(each), options.devices) for each in named if each in table.PIPELINES]
-    pieces = min(options.devices if is_open else max(counts, default=1), options.batch_size)
-    return Given(profile(*about), cluster, training, profile(*about, pieces) if pieces > 1 else None)
+    counts = [pieces_to_measure(training.under(each), options.devices) for each in pipelines]
+    if table.AUTO in schemes:
+        counts = [options.devices]
+    pieces = min(max(counts, default=1), options.batch_size)
+    of_microbatches = profile(*about, pieces) if pieces > 1 else None
+    return Given(profile(*about), cluster, training, of_microbatches, schemes)
 
 
 def add_common(command: argparse.ArgumentParser) -> None:
@@ -90,10 +135,9 @@ def add_common(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--microbatches",
         type=count,
-        default=4,
         metavar="N",
         help="of synchronous schemes, spectrain with --horizon target, and 2bw, where it is at least stages - 1 "
-        "(default: 4)",
+        f"(default: {MICROBATCHES}, or those of the file)",
     )
     command.add_argument(
         "--horizon",

@@ -6,8 +6,10 @@ import argparse
 from typing import Any
 
 from pipetrain.cli import balance
+from pipetrain.cli.argument_types import add_scheme
 from pipetrain.cli.given import add_common, given
 from pipetrain.schemes import table
+from pipetrain.schemes.scheme import Scheme
 from pipetrain.simulation.advice import advise_all
 from pipetrain.simulation.every_way import STALENESS, choose
 
@@ -16,12 +18,15 @@ ABOUT = """Plan how to train a saved Keras model on several devices, without tra
 Profiles the model's layers on this machine, cuts it into stages, and says what to expect of one device, of data
 parallelism, of a pipeline, and of a pipeline whose slow stages have several devices; and, as simulated, of data
 parallelism that sends weights or gradients while it computes (all-reduce, parameter-server). With a synchronous scheme,
-such as 1f1b, it compares all synchronous schedules, each with the microbatches that suit it, and recommends one. With
+such as 1f1b, or a schedule of a file, which "python -m pipetrain schedule --csv" writes, it compares all synchronous
+schedules, each with the microbatches that suit it, and recommends one. With
 --scheme auto it lists every way to train with its predicted rate, and the one that PipelineModel(scheme="auto") takes.
 """
 EXAMPLES = """examples:
   python -m pipetrain plan model.keras --devices 4
   python -m pipetrain plan model.keras --devices 4 --scheme 1f1b --memory 2GiB
+  python -m pipetrain plan model.keras --devices 4 --scheme interleaved --chunks 3 --microbatches 8
+  python -m pipetrain plan model.keras --devices 4 --scheme mine.csv
   python -m pipetrain plan model.keras --devices 4 --scheme auto --staleness predicted
   python -m pipetrain plan model.keras --devices 8 --cluster cluster.json --batch-size 256 --memory 16GiB
   python -m pipetrain plan model.keras --devices 8 --cluster cluster.json --batch-size 256 --balance
@@ -43,12 +48,8 @@ def add(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_common(command)
-    command.add_argument(
-        "--scheme",
-        choices=[*table.PIPELINES, table.AUTO],
-        default="spectrain",
-        help="decides on the memory, and what is compared (default: spectrain)",
-    )
+    about = "; decides on the memory, and what is compared (default: spectrain)"
+    add_scheme(command, [*table.PIPELINES, table.AUTO], about, default="spectrain")
     command.add_argument(
         "--staleness",
         choices=STALENESS,
@@ -62,7 +63,7 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Print the plan."""
-    profile, cluster, training, of_microbatches = given(options)
+    profile, cluster, training, of_microbatches, _ = given(options, [options.scheme], _check_planned)
     if options.scheme == table.AUTO:
         print(choose(profile, options.devices, cluster, training, of_microbatches, options.staleness))
         return
@@ -70,3 +71,9 @@ def run(options: argparse.Namespace) -> None:
         print(balance.balance(options, profile, cluster))
         return
     print(f"{advise_all(profile, options.devices, cluster, training, of_microbatches)}\n{profile.warning}".rstrip())
+
+
+def _check_planned(scheme: str | Scheme) -> None:
+    """Refuse names of no scheme, and of those that have no schedule, which are compared anyway."""
+    if scheme != table.AUTO:
+        table.scheme(scheme)

@@ -6,12 +6,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from pipetrain.cli.argument_types import count
+from pipetrain.cli.argument_types import MICROBATCHES, add_scheme, count, scheme_named
 from pipetrain.schemes import table
 from pipetrain.schemes.dry_run import grid, replay
 from pipetrain.schemes.schedules import orders
-from pipetrain.schemes.text_form import SUFFIX, check_held, microbatches_of, stages_of, written
-from pipetrain.schemes.text_form import chosen as named
+from pipetrain.schemes.text_form import check_held, microbatches_of, stages_of, written
 from pipetrain.schemes.unit_times import figures
 from pipetrain.schemes.validation import check
 
@@ -40,13 +39,13 @@ def add(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     option = command.add_argument
-    option(
-        "--scheme", required=True, metavar="NAME", help=f"{', '.join(table.PIPELINES)}; or a file's name in {SUFFIX}"
-    )
+    add_scheme(command, table.PIPELINES, required=True)
     option("--stages", type=count, metavar="N", help="in all (default: the file's, or two devices' but at least 4)")
-    option("--microbatches", type=count, metavar="N", help="of a minibatch (default: 4, or those of the file)")
     option(
-        "--chunks", type=count, metavar="N", help=f"stages on a device, for {' and '.join(table.CHUNKED)} (default: 2)"
+        "--microbatches",
+        type=count,
+        metavar="N",
+        help=f"of a minibatch (default: {MICROBATCHES}, or those of the file)",
     )
     option("--limit", type=count, metavar="N", help="microbatches whose activations of a stage a device holds at most")
     option("--csv", type=Path, metavar="FILE", help="write the schedule")
@@ -55,9 +54,9 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Print the schedule, and write it if that is asked for."""
-    chosen = table.scheme(named(options.scheme, options.chunks))
+    chosen = table.scheme(scheme_named(options.scheme, options.chunks))
     stages = options.stages or stages_of(chosen) or max(4, 2 * chosen.schedule.chunks)
-    microbatches = options.microbatches or microbatches_of(chosen) or (4 if chosen.splits else 1)
+    microbatches = options.microbatches or microbatches_of(chosen) or (MICROBATCHES if chosen.splits else 1)
     table.check_microbatches(microbatches, chosen)
     check(chosen, stages, microbatches)
     made = orders(chosen.schedule.order, chosen.schedule.devices(stages), 1, microbatches)

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from pipetrain.cli.argument_types import add_grid, count, positive_number, share
+from pipetrain.cli.argument_types import add_grid, add_scheme, count, positive_number, share
 from pipetrain.cli.given import add_common, given
 from pipetrain.schemes import table
 from pipetrain.schemes.coding.coded_reduce import Tree, checked_tree
@@ -26,6 +26,7 @@ for least of it, and how much they wait for what is on its way (transfer).
 EXAMPLES = """examples:
   python -m pipetrain simulate model.keras --devices 4 --cluster cluster.json
   python -m pipetrain simulate model.keras --devices 8 --cluster cluster.json --speed 40 --scheme gpipe --scheme 2bw
+  python -m pipetrain simulate model.keras --devices 4 --scheme 1f1b --scheme interleaved --chunks 3 --scheme mine.csv
   python -m pipetrain simulate model.keras --devices 4 --scheme spectrain --output trace.json
   python -m pipetrain simulate model.keras --devices 4 --cluster cluster.json --scheme parameter-server --order tic
 
@@ -37,6 +38,9 @@ queue at its port; each host has one network card for all its GPUs:
 "contention" may be "none" (each two devices have a link of their own, the default), "port" or "bus" (one transfer at a
 time in all the group). Without a cluster file the devices are joined as this machine's are; if these are logical CPU
 devices, no more of them work at once than it has cores.
+
+A file with a schedule, mine.csv, has a row of actions for each device, and is for as many microbatches as it has:
+"python -m pipetrain schedule --csv" writes one, and tells more.
 
 Open what --output writes in ui.perfetto.dev.
 """
@@ -52,12 +56,8 @@ def add(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_common(command)
-    command.add_argument(
-        "--scheme",
-        choices=table.EVERY_NAME,
-        action="append",
-        help="may be given several times (default: single, data-parallel and spectrain)",
-    )
+    about = "; may be given several times (default: single, data-parallel and spectrain)"
+    add_scheme(command, table.EVERY_NAME, about, action="append")
     command.add_argument(
         "--order",
         choices=[AUTO, *ORDERS],
@@ -112,14 +112,13 @@ def run(options: argparse.Namespace) -> None:
     """Print what was simulated, and write the traces that are asked for."""
     if options.grid is not None and table.GRID not in (options.scheme or ()):
         check_grid(options.grid, (options.scheme or ["single"])[0])
-    made = given(options)
-    chosen = options.scheme or ["single", table.DATA_PARALLEL, "spectrain"]
+    made = given(options, options.scheme or ["single", table.DATA_PARALLEL, "spectrain"], table.check_name)
     profile = made.profile.faster(options.speed)
     of_microbatches = made.of_microbatches and made.of_microbatches.faster(options.speed)
     comparison = compare(
         profile,
         options.devices,
-        chosen,
+        made.schemes,
         made.cluster,
         made.training,
         of_microbatches=of_microbatches,

@@ -35,6 +35,7 @@ from pipetrain.schemes.schedules import Schedule, has_halves
 from pipetrain.schemes.scheme import Scheme, UpdateRule
 from pipetrain.schemes.table import ONE_FORWARD_ONE_BACKWARD
 from pipetrain.simulation.advice import advise_all
+from pipetrain.simulation.minibatch import acting, timed
 from pipetrain.simulation.schedule_trials import pieces_to_measure
 
 
@@ -203,12 +204,21 @@ class Placement:
         return count
 
     def explanation(self, batch_size: int) -> str:
-        """A text: the cut of the model, and the estimates of other ways to train it on as many devices."""
+        """A text: the cut of the model, and the estimates of other ways to train it on as many devices.
+
+        The cut's rate is predicted as that of the others, unless a partition was given, which has its own.
+        """
         devices = self._schedule.devices(sum(self.replicas))
         measured = self._profile(batch_size, True, microbatches=pieces_to_measure(self.training, devices))
         whole = measured if measured.microbatches == 1 else self._profile(batch_size, True, microbatches=1)
-        advice = advise_all(whole, devices, described(self._devices), self.training, measured)
-        parts = [f"{self.partition(batch_size)}", advice.comparison(), measured.warning, left_out()]
+        cluster, cut = described(self._devices), self.partition(batch_size)
+        advice = advise_all(whole, devices, cluster, self.training, measured)
+        parts = [
+            f"{cut if self._given else timed(cut, acting(cluster))}",
+            advice.comparison(),
+            measured.warning,
+            left_out(),
+        ]
         return "\n\n".join(filter(None, parts))
 
     def _profile(

@@ -135,6 +135,7 @@ class Costs:
     ) -> None:
         blocks = profile.trained
         self._chain, self.blocks, self.cluster, self._batch_size = blocks, len(blocks), cluster, profile.batch_size
+        self._first_trained = next((n for n, block in enumerate(blocks) if block.weight_bytes), 0)
         self._jit_compile, self._margin = jit_compile, CLEAR + profile.spread
         plain = [block.seconds for block in blocks]
         self._seconds = {False: _Sums(plain)}
@@ -246,26 +247,35 @@ class Costs:
     def products_s(self, i: int, j: int, compiled: bool) -> float:
         """What those weight gradients of blocks i to j-1 take that are made once a minibatch, with these kernels.
 
-        A product over rows is taken to be half of its layer's backward: the other half are the gradients of its inputs,
-        which the model's first layer has not.
+        Of a block's weights whose gradients are not all products over rows, it is as large a part as that of the bytes.
         """
-        blocks = [block for block in self._chain[i:j] if block.product_bytes]
-        parts = (block.product_bytes / block.weight_bytes * block.with_kernels(compiled).backward_s for block in blocks)
-        return sum(parts) / 2
+        return sum(
+            block.product_bytes / block.weight_bytes * self._weight_gradients_s(n, compiled)
+            for n, block in enumerate(self._chain[i:j], i)
+            if block.product_bytes
+        )
 
     def late_s(self, i: int, j: int, compiled: bool) -> float:
         """What those weight gradients of blocks i to j-1 take that may be made after the inputs' gradients.
 
-        They are taken to be half of a block's backward, the other half being the gradients of its inputs: as in a
-        product or a convolution, whose two gradients take as many operations. The model's first block has no gradients
-        of its inputs. Of a block's weights whose gradients cannot all wait, it is as large a part as that of the bytes.
+        Of a block's weights whose gradients cannot all wait, it is as large a part as that of the bytes.
         """
         seconds = 0.0
         for n, block in enumerate(self._chain[i:j], i):
             part = 1.0 if block.late_bytes is None else block.late_bytes / max(block.weight_bytes, 1)
-            known_first = n == 0 and block.late_bytes is not None
-            seconds += part * block.with_kernels(compiled).backward_s * (1.0 if known_first else 0.5)
+            seconds += part * self._weight_gradients_s(n, compiled)
         return seconds
+
+    def _weight_gradients_s(self, n: int, compiled: bool) -> float:
+        """What the gradients of block n's weights take.
+
+        They are taken to be half of its backward, the other half being the gradients of its inputs: as in a product or
+        a convolution, whose two gradients take as many operations. The first block that is trained has no gradients of
+        its inputs; where nothing is known of a block's weight gradients, it has.
+        """
+        block = self._chain[n]
+        alone = n == self._first_trained and block.late_bytes is not None
+        return block.with_kernels(compiled).backward_s * (1.0 if alone else 0.5)
 
     def sent_bytes(self, i: int, j: int, replicas: int) -> float:
         """Bytes that all devices of the stage send per minibatch: activations, gradients, and gradients to sum."""

@@ -11,6 +11,7 @@ from pipetrain.schemes.policies import Flush
 from pipetrain.schemes.schedules import groups_of
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.table import HORIZONS, scheme, takes
+from pipetrain.schemes.text_form import microbatches_of
 from pipetrain.schemes.validation import check_own
 from pipetrain.schemes.weight_versions import WeightVersions
 
@@ -46,10 +47,11 @@ class Training(NamedTuple):
         return max(self.microbatches, chosen.least_microbatches(stages)) if chosen.splits else 1
 
     def under(self, scheme: str | Scheme) -> Training:
-        """The same with another scheme, which may not have this horizon."""
+        """The same with another scheme, which may not have this horizon, or if of a file its own microbatches."""
+        other = self._replace(scheme=scheme, microbatches=microbatches_of(scheme) or self.microbatches)
         if takes(scheme, self.horizon):
-            return self._replace(scheme=scheme)
-        return self._replace(scheme=scheme, horizon=HORIZONS[0], stretch_momentum="auto")
+            return other
+        return other._replace(horizon=HORIZONS[0], stretch_momentum="auto")
 
 
 class Demand(NamedTuple):

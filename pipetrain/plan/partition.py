@@ -115,6 +115,18 @@ def plan(
     return described(profile, costs, choices, training, compiled)
 
 
+def everywhere(profile: Profile, num_devices: int, cluster: Cluster, training: Training) -> Partition:
+    """The whole model on every device, of one or several, whether it fits their memory or not.
+
+    Its minibatches have no microbatches; XLA compiles it on one device alone, as ``single`` is and ``data-parallel``
+    is not.
+    """
+    way = training.under("single")._replace(microbatches=1)
+    if num_devices > 1:
+        way = way._replace(jit_compile=False)
+    return plan(profile, [len(profile.blocks)], cluster, [num_devices], way)
+
+
 def checked_training(training: Training | None) -> Training:
     """The training to plan for, by default the usual one. Raises ValueError for what is none, or has no stages."""
     if training is None:

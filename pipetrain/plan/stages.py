@@ -57,7 +57,8 @@ class StagePlan:
 class Partition:
     """A chain of blocks cut into stages, of whose devices ``processors`` work at once; prints as a table.
 
-    ``metric_s`` is what a minibatch's metrics take in the caller's thread, beside the stages.
+    ``metric_s`` is what a minibatch's metrics take in the caller's thread, beside the stages. ``simulated_s`` is what a
+    minibatch takes where the schedule flushes, as simulated over the cluster's links; None where it was not simulated.
     """
 
     model: str
@@ -66,6 +67,7 @@ class Partition:
     training: Training = DEFAULT_TRAINING
     processors: float = math.inf
     metric_s: float = 0.0
+    simulated_s: float | None = None
 
     @property
     def cuts(self) -> tuple[str, ...]:
@@ -76,6 +78,11 @@ class Partition:
     def replicas(self) -> tuple[int, ...]:
         """How many devices each stage has."""
         return tuple(stage.replicas for stage in self.stages)
+
+    @property
+    def devices(self) -> int:
+        """How many devices its stages are on."""
+        return sum(together[0].replicas for together in self.on_devices)
 
     @property
     def slowest_s(self) -> float:
@@ -99,10 +106,12 @@ class Partition:
     def step_s(self) -> float:
         """Predicted seconds per minibatch once the pipeline is full: those of the slowest stage.
 
-        Synchronous schemes fill and drain the pipeline for every minibatch: what the schedule takes in units of time,
-        for ``gpipe`` and ``1f1b`` ``(1 + (N-1)/M)`` times as many. All stages' work and the metrics' divided by the
-        processors, if that is more.
+        Synchronous schemes fill and drain the pipeline for every minibatch: ``simulated_s``, or where that is not known
+        what the schedule takes in units of time, for ``gpipe`` and ``1f1b`` ``(1 + (N-1)/M)`` times as many, which is
+        right of equal stages. All stages' work and the metrics' divided by the processors, if that is more.
         """
+        if self.simulated_s is not None:
+            return self.simulated_s
         work_s = sum(stage.total_s * stage.replicas for stage in self.stages) + self.metric_s
         schedule, microbatches = self.training.chosen.schedule, self.training.microbatches
         filling = 0.0
@@ -149,7 +158,8 @@ class Partition:
                 (*row, "XLA" if stage.compiled else "TensorFlow") for row, stage in zip(rows, self.stages, strict=True)
             ]
         title = (
-            f"{self.model}: {counted(len(self.stages), 'stage')}, batch {self.batch_size}, at most "
+            f"{self.model}: {counted(len(self.stages), 'stage')}, batch {self.batch_size}, "
+            f"{'at most' if self.simulated_s is None else 'about'} "
             f"{self.samples_per_second:.0f} samples/s ({self.speedup:.2f}x one device)"
         )
         return f"{title}\n{text_table(header, rows)}"

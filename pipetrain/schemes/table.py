@@ -117,7 +117,10 @@ def check_name(name: object) -> str:
         return name.name
     if not isinstance(name, str) or name not in EVERY_NAME:
         known = ", ".join(EVERY_NAME)
-        raise ValueError(f"Unknown scheme. Received: scheme={name!r}. Try one of: {known}; or a Scheme of your own.")
+        raise ValueError(
+            f"Unknown scheme. Received: scheme={name!r}. Try one of: {known}; a file's name in .csv; "
+            "or a Scheme of your own."
+        )
     return name
 
 
@@ -161,12 +164,12 @@ def scheme(
 
 
 def _named(name: str) -> Scheme:
-    if name == DATA_PARALLEL:
+    if check_name(name) not in PIPELINES:
         raise ValueError(
-            f"{DATA_PARALLEL} has no schedule: it is no pipeline. Received: scheme={name!r}. Try scheme='single', one "
+            f"{name} has no schedule: it is no pipeline. Received: scheme={name!r}. Try scheme='single', one "
             "stage, which a plan may replicate."
         )
-    return PIPELINES[check_name(name)]
+    return PIPELINES[name]
 
 
 def chunked(name: str | Scheme, chunks: Any) -> str | Scheme:

@@ -51,7 +51,8 @@ def simulate_tree(
     Every worker computes for its share of the profile's seconds, ``1 / sum_{l=1..L} (n/(s+1))^l``. The root is replica
     0 of the trace, worker w replica w + 1. A parent asks for the messages of as many children as it needs, when they
     are ready; to the root all its children send. A device sends one message at a time, and receives one; no more
-    of them compute at once than the cluster has processors. What calls and sums take is not simulated.
+    of them compute at once than the cluster has processors. Of what calls take there is the cluster's
+    ``overhead_s`` once a step; what sums take is not simulated.
 
     Args:
         profile: what the blocks cost for a whole minibatch.
@@ -83,9 +84,9 @@ def simulate_tree(
     own = sum(block.weight_bytes - sum(size for _, size in block.shared) for block in blocks)
     update_s = sum(block.seconds.update_s for block in blocks)
     size_bytes = own + sum(shared.values())
-    setting = TreeSetting(
-        tree, float(tree.load) * whole_s, size_bytes, update_s, profile.metric_s, cluster or Cluster(), factor
-    )
+    cluster = cluster or Cluster()
+    caller_s = profile.metric_s + cluster.overhead_s
+    setting = TreeSetting(tree, float(tree.load) * whole_s, size_bytes, update_s, caller_s, cluster, factor)
     return TreeTraining(setting, minibatches).run()
 
 

@@ -9,13 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from pipetrain.plan.advice import Advice, advise, everywhere
+from pipetrain.plan.advice import Advice
 from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.memory import Training
+from pipetrain.plan.partition import everywhere
 from pipetrain.plan.profile import Profile
 from pipetrain.plan.stages import DEFAULT_TRAINING, Partition
 from pipetrain.plan.text_table import text_table
 from pipetrain.schemes.coding.coded_reduce import Tree, widest
+from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.table import (
     CODED,
     DATA_PARALLEL,
@@ -26,6 +28,7 @@ from pipetrain.schemes.table import (
     splits,
 )
 from pipetrain.schemes.transfers.orders import AUTO
+from pipetrain.simulation.advice import advise
 from pipetrain.simulation.coded_reduce import simulate_tree
 from pipetrain.simulation.data_parallel.profiled import simulate_order
 from pipetrain.simulation.grid.simulator import simulate_grid
@@ -92,7 +95,7 @@ def _busy_shares(trace: Trace, causes: Mapping[tuple[int, int], Idle]) -> dict[s
 def compare(
     profile: Profile,
     num_devices: int,
-    schemes: Sequence[str],
+    schemes: Sequence[str | Scheme],
     cluster: Cluster | None = None,
     training: Training | None = None,
     microbatches: int | None = None,
@@ -110,7 +113,7 @@ def compare(
     Args:
         profile: what the blocks cost.
         num_devices: how many devices there are.
-        schemes: their names.
+        schemes: their names, or schemes of your own or of files.
         cluster: how devices are joined and what they hold.
         training: what decides on the memory; its scheme does not matter.
         microbatches: pieces of a minibatch, of the schemes that split it.
@@ -134,24 +137,25 @@ def compare(
         GRID: partial(simulate_grid, profile, num_devices, cluster, grid),
     }
     partitions: dict[str, Partition | None] = {}
-    for scheme in schemes:
-        if check_name(scheme) in unstaged:
+    named = {check_name(scheme): scheme for scheme in schemes}
+    for name, scheme in named.items():
+        if name in unstaged:
             whole = everywhere(profile, num_devices, cluster, training)
-            partitions[scheme] = whole if cluster.holds(whole.fullest_bytes) else None
+            partitions[name] = whole if cluster.holds(whole.fullest_bytes) else None
             continue
-        pipelined = scheme != DATA_PARALLEL
+        pipelined = name != DATA_PARALLEL
         trained, pieces = training.under(scheme if pipelined else "single"), of_microbatches if split[scheme] else None
         advice = advise(profile, num_devices, cluster, trained, pieces)
-        partitions[scheme] = _chosen(advice, scheme)
+        partitions[name] = _chosen(advice, name)
     one = advise(profile, 1, Cluster(cluster.levels, processors=cluster.processors)).ways["single"]
     assert one is not None  # memory has no limit here
     traces = {}
-    for scheme, each in partitions.items():
-        if scheme in unstaged and each is not None:
-            traces[scheme] = unstaged[scheme](**{name: options[name] for name in ORDERED if name in options})
+    for name, each in partitions.items():
+        if name in unstaged and each is not None:
+            traces[name] = unstaged[name](**{option: options[option] for option in ORDERED if option in options})
         elif each is not None:
-            count = microbatches if split[scheme] else None
-            traces[scheme] = simulate(each, scheme, cluster, microbatches=count, **options)
+            count = microbatches if split[named[name]] else None
+            traces[name] = simulate(each, named[name], cluster, microbatches=count, **options)
     return Comparison(
         profile.batch_size, partitions, traces, traces.get("single") or simulate(one, "single", cluster, **options)
     )

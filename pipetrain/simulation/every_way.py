@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from pipetrain.plan.advice import everywhere
 from pipetrain.plan.capacity import NoPlan
 from pipetrain.plan.choice import Choice, Way, least_slowest_s
 from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.coarse import bounds_of, merged
 from pipetrain.plan.division import divided, undisturbed
 from pipetrain.plan.memory import Training
-from pipetrain.plan.partition import DEVICES, checked_training, partition, plan
+from pipetrain.plan.partition import DEVICES, checked_training, everywhere, partition
 from pipetrain.plan.profile import Profile
 from pipetrain.plan.roofline import UPDATE_PASSES
 from pipetrain.plan.stages import Partition
@@ -21,8 +20,8 @@ from pipetrain.schemes.arguments import checked_count
 from pipetrain.schemes.table import CHUNKED, DATA_PARALLEL, GRID, TRANSFERRING, chunked
 from pipetrain.simulation.data_parallel.estimate import estimated_step_s
 from pipetrain.simulation.grid.estimate import estimated_grid
-from pipetrain.simulation.schedule_trials import MINIBATCHES, acting, microbatch_counts, planned, try_schedules
-from pipetrain.simulation.simulator import simulate
+from pipetrain.simulation.minibatch import acting, timed
+from pipetrain.simulation.schedule_trials import microbatch_counts, planned, try_schedules
 
 STALENESS = ("none", "predicted")  # what the user allows of the weights that gradients are made with
 TARGET_MICROBATCHES = (1, 2, 4, 8, 16)  # of spectrain with horizon="target": at least a quarter of the stages
@@ -84,17 +83,16 @@ class Chooser:
 
     def _way(self, kind: str, cut: Partition, step_s: float, elsewhere_bytes: int = 0, **arguments: Any) -> Way:
         memory_bytes = cut.fullest_bytes - elsewhere_bytes
-        return Way(kind, arguments, sum(cut.replicas), step_s, memory_bytes, self._cluster.holds(memory_bytes))
+        return Way(kind, arguments, cut.devices, step_s, memory_bytes, self._cluster.holds(memory_bytes))
 
     def _unsplit(self) -> Iterator[Way]:
         """One device, and the whole model on all."""
-        training = self._training.under("single")._replace(microbatches=1)
-        one = plan(self._profile, [len(self._profile.blocks)], self._cluster, [1], training)
+        one = everywhere(self._profile, 1, self._cluster, self._training)
         yield self._way("single", one, one.step_s, scheme="single")
         if not 1 < self._devices <= self._profile.batch_size:
             return
         copies = self._copies()
-        every = everywhere(copies, self._devices, self._cluster, training)
+        every = everywhere(copies, self._devices, self._cluster, self._training)
         if self._mirrored:
             yield self._way("data parallelism", every, every.step_s, scheme=DATA_PARALLEL)
         for scheme in TRANSFERRING:
@@ -145,13 +143,14 @@ class Chooser:
         for count in counts if self._devices > 2 else ():
             training, profile = self._trained(scheme, count, **options), self._in(count)
             try:
-                cut = partition(profile, self._devices, self._cluster, replicate=True, training=training)
+                found = partition(profile, self._devices, self._cluster, replicate=True, training=training)
             except NoPlan:
                 continue
+            cut = timed(found, self._cluster)
             enough = scheme != "spectrain" or 4 * count >= len(cut.stages)
             if len(cut.stages) > 1 and max(cut.replicas) > 1 and enough:
                 told = {"scheme": scheme, **options, "replicas": cut.replicas}
-                yield self._way("hybrid", cut, self._step_s(cut), **told, microbatches=count)
+                yield self._way("hybrid", cut, cut.step_s, **told, microbatches=count)
 
     def _predicted(self) -> Iterator[Way]:
         """Pipelines that never drain, whose weights are predicted to one target."""
@@ -162,8 +161,7 @@ class Chooser:
         for count in (count for count in counts if 4 * count >= depth):
             training = self._trained("spectrain", count, horizon="target")
             cut, _ = planned(self._in(count), depth, self._cluster, training)
-            step_s = self._step_s(cut)
-            yield self._way("pipeline", cut, step_s, scheme="spectrain", horizon="target", microbatches=count)
+            yield self._way("pipeline", cut, cut.step_s, scheme="spectrain", horizon="target", microbatches=count)
         yield from self._hybrids("spectrain", counts, horizon="target")
 
     def _trained(self, scheme: Any, microbatches: int, **options: Any) -> Training:
@@ -172,13 +170,6 @@ class Chooser:
     def _in(self, microbatches: int) -> Profile:
         """The profile of minibatches in so many microbatches."""
         return divided(self._profile, self._pieces, microbatches)
-
-    def _step_s(self, cut: Partition) -> float:
-        """Of schedules that drain, as simulated; else that of the slowest stage."""
-        scheme = cut.training.chosen
-        if scheme.asynchronous:
-            return cut.step_s
-        return simulate(cut, scheme, self._cluster, MINIBATCHES, microbatches=cut.training.microbatches).step_s
 
     def _cut(self, way: Way) -> Partition:
         """The cut of a pipeline, of all blocks."""

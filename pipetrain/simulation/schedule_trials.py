@@ -18,19 +18,11 @@ from pipetrain.schemes.schedules import has_halves
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.table import CHUNKED, PIPELINES, chunked
 from pipetrain.schemes.table import scheme as of_name
-from pipetrain.simulation.simulator import simulate
+from pipetrain.simulation.minibatch import simulated
 
 ROUNDS = (1, 2, 4, 8)  # numbers of microbatches to try, in those of devices
 MOST = 8192  # microbatches of all devices together that are worth the time to simulate them
-# What an action takes at least beside its computing, for a call and Python's threads: docs/benchmarks/prediction.md.
-ACTION_S = 3e-4
 CHUNKS = (2, 3)  # stages a device to try, where a schedule leaves that open
-MINIBATCHES = 3  # to simulate: each is like the one before, once all devices have begun
-
-
-def acting(cluster: Cluster) -> Cluster:
-    """The cluster, whose actions take ``ACTION_S`` each beside their computing, or what it says if that is more."""
-    return replace(cluster, overhead_s=max(cluster.overhead_s, ACTION_S))
 
 
 def is_synchronous(scheme: Scheme) -> bool:
@@ -145,7 +137,7 @@ def _attempt(
     profile = divided(whole, pieces, microbatches)
     trained = training.under(scheme)._replace(microbatches=microbatches)
     cut, fits = planned(profile, devices, cluster, trained)
-    trace = simulate(cut, scheme, cluster, MINIBATCHES, microbatches=microbatches)
+    trace = simulated(cut, cluster)
     schedule = scheme.schedule
     return Trial(
         name,

@@ -101,7 +101,7 @@ class GridTraining:
         setting = Setting(Workload((), ()), grid.devices, False, cluster)
         self.devices = [Device(self._clock, processors, factor) for _ in range(grid.devices)]
         self._ports, self._steps = Ports(self._clock, setting, self.devices), steps
-        self._caller_s = profile.metric_s
+        self._caller_s = profile.metric_s + cluster.overhead_s
         self._items = StepTasks(profile, grid, grid.layers or ()).items
         self._after: list[list[int]] = [[] for _ in self._items]
         for number, item in enumerate(self._items):
