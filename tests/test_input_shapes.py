@@ -112,7 +112,7 @@ def profiled(monkeypatch):
 
 DIVIDED = [("gpipe", 1), ("gpipe", 4), ("1f1b", 1), ("1f1b", 4)]
 WAYS = [*DIVIDED, *((scheme, None) for scheme in SCHEMES if scheme not in ("gpipe", "1f1b"))]
-CHOSEN = [(("spectrain", None), "dictionary"), (("gpipe", 4), "images")]
+CHOSEN = [(("spectrain", None), "dictionary"), (("gpipe", 4), "images"), (("1f1b", 1), "list")]
 
 
 @pytest.mark.parametrize(("way", "name"), networks.combinations(WAYS, list(MODELS), default=CHOSEN))
