@@ -131,7 +131,6 @@ def rates(name):
         list(REFERENCES),
         list(KINDS),
         default=[
-            ("vanilla", "momentum", "overwriting"),
             ("spectrain", "adamw", "both"),
         ],
     ),

@@ -170,7 +170,7 @@ def trained(model, epochs=2, callbacks=None, compiles=True):
     return model.fit(*data(), batch_size=8, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks).history
 
 
-@pytest.mark.parametrize("name", networks.by_default(WAYS, "single", "data-parallel", "grid", "zb-h2", "hybrid"))
+@pytest.mark.parametrize("name", networks.by_default(WAYS, "data-parallel", "grid", "zb-h2", "hybrid"))
 def test_every_way_that_may_be_taken_trains_as_plain_keras(name, monkeypatch):
     plain, ours = network(), network()
     expected = trained(plain)

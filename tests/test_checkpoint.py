@@ -153,7 +153,7 @@ WAYS = {
 }
 
 
-OFTEN = "spectrain", "gpipe", "single"
+OFTEN = "spectrain", "single"
 
 
 @pytest.mark.parametrize("way", networks.by_default(WAYS, *OFTEN))
@@ -331,7 +331,7 @@ STOPS = [(0, 2), (1, 4), (1, STEPS - 2), (0, STEPS - 1), (1, STEPS - 1), (0, Non
 
 
 @pytest.mark.parametrize("data", networks.by_default([arrays, unknown], unknown))
-@pytest.mark.parametrize("at", networks.by_default(STOPS, (0, 2), (0, STEPS - 1), (1, None)))
+@pytest.mark.parametrize("at", networks.by_default(STOPS, (0, 2), (0, STEPS - 1)))
 def test_stopped_anywhere_a_synchronous_run_goes_on_as_never_stopped(at, data, trained, tmp_path):
     """Nothing is left out and nothing is done twice, and the metrics are those of whole epochs."""
     weights, whole = trained(data=data, every_steps=100, **SYNCHRONOUS)

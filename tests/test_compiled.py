@@ -41,7 +41,7 @@ def ops(monkeypatch):
     return made
 
 
-@pytest.mark.parametrize("scheme", networks.by_default([*ASYNCHRONOUS, *LATER], "vanilla", "spectrain", "2bw"))
+@pytest.mark.parametrize("scheme", networks.by_default([*ASYNCHRONOUS, *LATER], "spectrain"))
 def test_asynchronous_schemes_equal_the_reference(scheme, ops, recwarn):
     settings = reference.Settings(scheme, constantly(0.05))
     compare(settings, 3, keras.optimizers.SGD(0.05, momentum=0.9), jit_compile=True)

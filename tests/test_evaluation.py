@@ -71,7 +71,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("name", networks.by_default(SETTINGS, "flushed", "replicas"))
+@pytest.mark.parametrize("name", networks.by_default(SETTINGS, "replicas"))
 def test_losses_penalties_and_metrics_are_the_wrapped_model_s(name):
     """41 rows: the last batch has one of 5, or 17 of 24; some replicas then have none."""
     metrics = ["accuracy", "sparse_categorical_crossentropy"]

@@ -156,7 +156,7 @@ class LowRank(reference.State):
     networks.combinations(
         ["vanilla", "weight-stashing", "spectrain", "local", "vertical-sync", "2bw"],
         ["momentum", "adamw"],
-        default=[("vanilla", "momentum"), ("weight-stashing", "momentum"), ("spectrain", "adamw")],
+        default=[("weight-stashing", "momentum"), ("spectrain", "adamw")],
     ),
 )
 def test_adapters_follow_the_schemes_rules(scheme, optimizer):

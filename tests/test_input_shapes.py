@@ -239,7 +239,7 @@ class Stop(keras.callbacks.Callback):
             raise InterruptedError
 
 
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("stages", networks.by_default([2, 3], 3))
 @pytest.mark.parametrize("scheme", networks.by_default(["1f1b", "vanilla"], "1f1b"))
 def test_training_goes_on_from_a_checkpoint(scheme, stages, tmp_path, capsys):
     """With as many stages it is cut as before; with others as the first run's first minibatch has it."""

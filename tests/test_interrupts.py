@@ -124,7 +124,7 @@ CASES = [
     for moment in (range(MOMENTS) if (scheme, method) == ("spectrain", "fit") else range(n % 6, MOMENTS, 6))
 ]
 CHOSEN = [
-    *(("spectrain", "fit", moment) for moment in (4, 21)),
+    ("spectrain", "fit", 4),
     *next([case] for case in CASES if case[:2] == ("1f1b", "train_on_batch")),
     *next([case] for case in CASES if case[:2] == ("1f1b", "evaluate")),
 ]

@@ -85,7 +85,7 @@ def test_nor_of_several_outputs_sample_weights_or_replicas(microbatches):
     assert_alike(run(model(), unreduced(), x, y, sample_weight=weights, **settings, replicas=(1, 3)), expected)
 
 
-@pytest.mark.parametrize("scheme", networks.by_default([*NAMES], "spectrain", "2bw"))
+@pytest.mark.parametrize("scheme", networks.by_default([*NAMES], "2bw"))
 def test_in_every_scheme_their_gradients_are_those_of_the_sum(scheme):
     how = {"stages": 1} if scheme in ("single", "data-parallel") else {"cuts": ("first", "second")}
     x, y = data()
@@ -252,7 +252,7 @@ def supervised(by_layer):
     return keras.Model([x, label], out if by_layer else L.Add()([y, 0.0 * label]))
 
 
-@pytest.mark.parametrize("scheme", networks.by_default([*NAMES], "spectrain", "single"))
+@pytest.mark.parametrize("scheme", networks.by_default([*NAMES], "spectrain"))
 def test_in_every_scheme_such_a_loss_is_as_good_as_a_compiled_one(scheme):
     how = {"stages": 1} if scheme in ("single", "data-parallel") else {"cuts": ("first", "second")}
     x, y = data()

@@ -101,9 +101,9 @@ def started(monkeypatch):
 
 
 @pytest.fixture
-def data(monkeypatch):
-    """Real data: the embedded images, and reviews where a copy is at hand (else sentences made up)."""
-    if (REAL / "imdb_reviews").is_dir():
+def data(request, monkeypatch):
+    """The embedded images; in slow tests real reviews where a copy is at hand, else sentences made up."""
+    if request.node.get_closest_marker("slow") and (REAL / "imdb_reviews").is_dir():
         return {"words": ("--dataset", "imdb_reviews", "--data-dir", str(REAL))}
     rng = np.random.default_rng(0)
     texts = np.array([" ".join(f"word{n}" for n in rng.integers(0, 50, 30)).encode() for _ in range(400)], object)

@@ -189,7 +189,9 @@ def test_no_gradient_flows_through_what_a_layer_assigns():
     networks.assert_close(weights[1], weights[0], 1e-5)
 
 
-@pytest.mark.parametrize("optimizer", [keras.optimizers.SGD, keras.optimizers.AdamW])
+@pytest.mark.parametrize(
+    "optimizer", networks.by_default([keras.optimizers.SGD, keras.optimizers.AdamW], keras.optimizers.AdamW)
+)
 def test_shared_weights_without_a_gradient_are_predicted_as_they_stay(optimizer):
     """With weight decay too: as if their layer was frozen."""
     trained = []

@@ -39,7 +39,7 @@ def trained(make=momentum, **options):
 
 @pytest.mark.parametrize(
     ("options", "most"),
-    [({}, 0), ({"microbatches": 5}, 0), (TWO_VERSIONS, 1)],
+    [({}, 0), *networks.rarely(({"microbatches": 5}, 0)), (TWO_VERSIONS, 1)],
 )
 def test_no_old_version_is_stored_between_actions(options, most, monkeypatch):
     """Of predicted two versions one is, and none where all stages have one target; of the actions that there are."""

@@ -158,7 +158,7 @@ def restored(scheme, optimizer, way, folder):
     return before, taken, model.get_weights(), state(model)
 
 
-@pytest.mark.parametrize("way", by_default(WAYS, by_keras_file, by_weights_file))
+@pytest.mark.parametrize("way", by_default(WAYS, by_keras_file))
 @pytest.mark.parametrize("scheme", by_default(SYNCHRONOUS, "1f1b"))
 def test_handed_on_training_goes_on_as_in_plain_keras(scheme, way, tmp_path):
     want, got = (restored(each, momentum, way, tmp_path / each) for each in ("keras", scheme))
@@ -324,7 +324,7 @@ class Counts(keras.callbacks.Callback):
             self._anew()
 
 
-@pytest.mark.parametrize("batch", [None, 1])
+@pytest.mark.parametrize("batch", by_default([None, 1], 1))
 def test_a_count_of_steps_set_within_fit_counts(batch):
     want, got = make("keras", OPTIMIZERS["adam"]), make("1f1b", OPTIMIZERS["adam"])
     for model in (want, got):

@@ -263,7 +263,6 @@ def test_a_backward_timed_on_a_worker_has_both_its_products():
     assert counting.count == before + 5
 
 
-@pytest.mark.measures
 def test_the_loss_of_large_outputs_is_measured():
     """By the last stage's device, and what a metric takes by the caller; of small outputs neither is."""
     x = keras.Input((16,), dtype="int32")

@@ -46,7 +46,7 @@ def without_replicas(scheme, **settings):
     return trained(scheme, None, **settings)
 
 
-UNEVEN = [("spectrain", (1, 3, 2)), ("gpipe", (2, 1, 1)), ("gpipe", (1, 3, 2))]
+UNEVEN = [("spectrain", (1, 3, 2)), ("gpipe", (1, 3, 2))]
 
 
 @pytest.mark.parametrize(("scheme", "replicas"), networks.combinations(SCHEMES, [(2, 1, 1), (1, 3, 2)], default=UNEVEN))

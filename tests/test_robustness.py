@@ -66,7 +66,7 @@ class Breakable(keras.layers.Layer):
         return self._pass("F", inputs), lambda upstream: self._pass("B", upstream)
 
 
-@pytest.mark.parametrize("scheme", networks.by_default(SCHEME_TABLE, "single", "spectrain", "gpipe"))
+@pytest.mark.parametrize("scheme", networks.by_default(SCHEME_TABLE, "single", "spectrain"))
 def test_an_exception_in_any_stage_reaches_the_caller(scheme):
     x, y = networks.data(rows=ROWS)
     stages = 1 if scheme == "single" else 3

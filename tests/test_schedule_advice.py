@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from networks import by_default
 
 from pipetrain.plan.capacity import NoPlan
 from pipetrain.plan.cluster import Cluster, Level, Link
@@ -181,7 +182,7 @@ def test_what_a_limit_excludes_is_said():
     )
 
 
-@pytest.mark.parametrize("activations", [2, 3, 4, 6, 8, 40])
+@pytest.mark.parametrize("activations", by_default([2, 3, 4, 6, 8, 40], 2, 6, 40))
 def test_the_limit_decides(activations):
     """A limit of so many activations of a whole device, for one of 32 microbatches, or of fewer larger ones."""
     limit = activations * KEPT_BYTES * BLOCKS // DEVICES // 32

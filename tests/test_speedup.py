@@ -8,6 +8,7 @@ from pathlib import Path
 
 import keras
 import pytest
+from networks import rarely
 
 import models
 from experiments import speedup
@@ -92,8 +93,7 @@ def test_more_of_anything_is_never_slower():
     "name, shape, multiplications, measured_s",
     [
         ("vgg16", (224, 224, 3), 15.5e9, 0.23255),
-        ("resnet152", (224, 224, 3), 11.6e9, 0.3289),
-        ("inception_v4", (299, 299, 3), 12.3e9, None),
+        *rarely(("resnet152", (224, 224, 3), 11.6e9, 0.3289), ("inception_v4", (299, 299, 3), 12.3e9, None)),
     ],
 )
 def test_counts_are_the_published_ones(name, shape, multiplications, measured_s, monkeypatch):

@@ -52,7 +52,6 @@ def trained(model, optimizer=None, data=DATA, fit=None, **settings):
         (1, 2, 3),
         tuple(OPTIMIZERS),
         default=[
-            ("all-reduce", 2, "momentum"),
             ("all-reduce", 3, "clipped"),
             ("parameter-server", 2, "adam"),
             ("parameter-server", 1, "accumulating"),
