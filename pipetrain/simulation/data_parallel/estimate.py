@@ -36,7 +36,8 @@ def _two(setting: Setting) -> Setting:
     times, messages = (others, 1) if setting.serves else (2 * others / setting.workers, 2)
     link = Link(slowest.bandwidth_bytes_per_s / times, messages * slowest.latency_s)
     processors = max(2 * setting.cluster.processors / setting.workers, 1.0)
-    return replace(setting, workers=2, cluster=Cluster((Level(link),), processors=processors))
+    servers = min(setting.servers, 2)
+    return replace(setting, workers=2, servers=servers, cluster=Cluster((Level(link),), processors=processors))
 
 
 def _merged(workload: Workload) -> Workload:
