@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from interrupted import assert_goes_on, assert_keeps_steps
-from transfer_models import branching, convolutional, noisy, stateful, words
+from transfer_models import branching, noisy, stateful, words
 
 import pipetrain
 from pipetrain.compute.transfers.coded import CodedFunctions
@@ -100,12 +100,19 @@ def test_weights_and_logs_are_those_of_the_whole_minibatch(shape, name):
         np.testing.assert_allclose(history[key], values, rtol=1e-5, atol=1e-6)
 
 
+def convolutional():
+    """Without BatchNormalization, which is refused."""
+    keras.utils.set_random_seed(1)
+    layers = networks.convolutional_layers()
+    return keras.Sequential([each for each in layers if not isinstance(each, keras.layers.BatchNormalization)])
+
+
 @pytest.mark.parametrize(
     ("make", "shape"),
     networks.combinations((convolutional, words, branching), ((3, 1, 1), (4, 1, 1)), default=[(words, (3, 1, 1))]),
 )
 def test_other_models_train_as_plain_keras_does(make, shape):
-    """Embeddings, layers' own losses and branches."""
+    """Convolutions, embeddings, recurrent layers, and branches."""
     inputs = {convolutional: networks.normal(70, 8, 8, 3), words: np.random.default_rng(0).integers(0, 20, (70, 6))}
     data = inputs.get(make, DATA[0]), DATA[1]
     single, expected = trained(make(), data=data)
