@@ -101,10 +101,10 @@ def test_weights_and_logs_are_those_of_the_whole_minibatch(shape, name):
 
 
 def convolutional():
-    """Without BatchNormalization, which is refused."""
+    """Without BatchNormalization, which is refused, and Dropout, which draws for each part of the rows."""
     keras.utils.set_random_seed(1)
-    layers = networks.convolutional_layers()
-    return keras.Sequential([each for each in layers if not isinstance(each, keras.layers.BatchNormalization)])
+    others = keras.layers.BatchNormalization, keras.layers.SpatialDropout2D
+    return keras.Sequential([each for each in networks.convolutional_layers() if not isinstance(each, others)])
 
 
 @pytest.mark.parametrize(
