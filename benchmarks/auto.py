@@ -23,12 +23,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.networks import COMPARED, WORDS, Network, build, data
+from benchmarks.networks import NETWORKS as LARGE
 from benchmarks.sides import KerasJob, compiled, start
 from pipetrain.plan.text_table import text_table
 
 DEVICES, FIRST = 2, 3
 SMALL_GPT = Network("gpt2", (32,), 16, {"depth": 4, "width": 128}, WORDS)
-NETWORKS = {**COMPARED, "gpt2": SMALL_GPT}
+NETWORKS = {**COMPARED, "inception_v4": LARGE["inception_v4"], "gpt2": SMALL_GPT}
 FIXED: dict[str, dict[str, Any]] = {
     "single": {"scheme": "single"},
     "data-parallel": {"scheme": "data-parallel"},
