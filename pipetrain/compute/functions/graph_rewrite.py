@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -107,14 +107,26 @@ def _imported(
 
 def _needed(operations: Sequence[tf.Operation], gone: Collection[str]) -> set[str]:
     """The names of these operations and of all that they need, none of which is in ``gone``."""
-    found: set[str] = set()
-    waiting = [*operations]
+    ends = [each for each in operations if each.name not in gone]
+    found = {*gone, *(each.name for each in ends)}
+    _add_earlier(ends, found, _inputs)
+    return found - {*gone}
+
+
+def _add_earlier(
+    operations: Sequence[tf.Operation], names: set[str], before: Callable[[tf.Operation], list[tf.Operation]]
+) -> None:
+    """Add the names of all operations that come before these, as ``before`` says of each; not beyond names there."""
+    waiting = list(operations)
     while waiting:
-        operation = waiting.pop()
-        if operation.name not in found and operation.name not in gone:
-            found.add(operation.name)
-            waiting += [*(tensor.op for tensor in operation.inputs), *operation.control_inputs]
-    return found
+        for each in before(waiting.pop()):
+            if each.name not in names:
+                names.add(each.name)
+                waiting.append(each)
+
+
+def _inputs(operation: tf.Operation) -> list[tf.Operation]:
+    return [*(tensor.op for tensor in operation.inputs), *operation.control_inputs]
 
 
 def made_when_needed(tensors: Sequence[tf.Tensor]) -> None:
@@ -172,7 +184,7 @@ def _one_by_one(made: Sequence[tuple[Any, Sequence[tf.Operation]]]) -> None:
         if not any(operation.name in needed for operation in own):  # else nothing of it can come before them
             for operation in own:
                 run_after(operation, before)
-        _add_needed(last, needed)
+        _add_earlier(last, needed, _inputs_and_values)
         for operation in _others_that_read(own):
             if operation.name not in needed:
                 run_after(operation, last)
@@ -189,19 +201,13 @@ def _writing(handles: Sequence[tf.Tensor]) -> list[list[tf.Operation]]:
     return [[each for each in graph.capture(handle).consumers() if each.type != "ReadVariableOp"] for handle in handles]
 
 
-def _add_needed(operations: Sequence[tf.Operation], needed: set[str]) -> None:
-    """Add the names of all operations that must run before these, for their inputs or for the values of variables."""
-    waiting = list(operations)
-    while waiting:
-        operation = waiting.pop()
-        earlier = [*(tensor.op for tensor in operation.inputs), *operation.control_inputs]
-        for tensor in operation.inputs:
-            if tensor.dtype == tf.resource:  # whose order TensorFlow sees to when all is traced
-                earlier += [each for each in tensor.consumers() if number_of(each) < number_of(operation)]
-        for each in earlier:
-            if each.name not in needed:
-                needed.add(each.name)
-                waiting.append(each)
+def _inputs_and_values(operation: tf.Operation) -> list[tf.Operation]:
+    """What must run before an operation, for its inputs or for the values of variables."""
+    earlier = _inputs(operation)
+    for tensor in operation.inputs:
+        if tensor.dtype == tf.resource:  # whose order TensorFlow sees to when all is traced
+            earlier += [each for each in tensor.consumers() if number_of(each) < number_of(operation)]
+    return earlier
 
 
 def _readers(tensor: tf.Tensor) -> list[tf.Operation]:

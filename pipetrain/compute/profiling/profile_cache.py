@@ -17,10 +17,9 @@ from pipetrain.compute.graph.network import network_of
 from pipetrain.compute.profiling.conditions import conditions
 from pipetrain.compute.profiling.operation_count import LITTLE_S
 from pipetrain.compute.profiling.profiler import cost_key, may_be_compiled, profile_chain
-from pipetrain.plan.profile import Profile
+from pipetrain.plan.profile import NOISY, Profile
 
 FORMAT = 13  # of what is kept; profiles of other formats are measured anew
-UNSTEADY = 0.1  # the spread from which a kept profile is doubted
 
 _trusted: set[Path] = set()  # the files whose profiles this process has measured
 
@@ -40,7 +39,7 @@ def cached_profile(
     ``place`` identifies the host of a device in another process. Profiles are kept under ``$XDG_CACHE_HOME/pipetrain``
     (``~/.cache/pipetrain``); the folder may be deleted. Models with a layer whose settings Keras cannot serialize are
     measured every time. Another process measures once more where other work has disturbed the first measurement, so
-    that ``spread`` is above ``UNSTEADY``, and the steadier profile of the two is kept.
+    that ``spread`` is above ``NOISY``, and the steadier profile of the two is kept.
     """
     with_xla = with_xla and may_be_compiled(chain, batch_size, device)
     blocks = chain.blocks
@@ -84,7 +83,7 @@ def _read(path: Path) -> Profile | None:
 
 def _is_doubtful(known: Profile) -> bool:
     """Whether other work has disturbed the measurement; what takes little time is never steady."""
-    return known.spread > UNSTEADY and sum(block.seconds.total_s for block in known.blocks) >= LITTLE_S
+    return known.spread > NOISY and sum(block.seconds.total_s for block in known.blocks) >= LITTLE_S
 
 
 def _kept(measured: Profile, path: Path, before: Profile | None) -> Profile:
