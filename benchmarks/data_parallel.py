@@ -1,11 +1,12 @@
 """Milliseconds of a step of ``all-reduce`` and ``parameter-server`` between emulated hosts, order by order.
 
-Hosts are network namespaces of this machine, each with a worker on a core of its own and a port of limited bandwidth;
-the program runs on the first of them. All orders train in turns in one process, a few minibatches each, so that a
-machine whose speed drifts is fair to all; the median of all steps but the first of each turn is printed, how many times
-as fast as TensorFlow's own order that is, and what the simulator predicts. Orders that give one plan are trained once.
-Beside them in turns: TensorFlow's MultiWorkerMirroredStrategy, as a loop written by hand, with its own packs and with
-packs of 1 MiB. Needs root, for the namespaces.
+Hosts are network namespaces of this machine, each with a worker on a core of its own, or with an equal part of the
+cores where there are more hosts, and a port of limited bandwidth; the program runs on the first of them. All orders
+train in turns in one process, a few minibatches each, so that a machine whose speed drifts is fair to all; the median
+of all steps but the first of each turn is printed, how many times as fast as TensorFlow's own order that is, and what
+the simulator predicts. Orders that give one plan are trained once. Beside them in turns: TensorFlow's
+MultiWorkerMirroredStrategy, as a loop written by hand, with its own packs and with packs of 1 MiB. Needs root, for the
+namespaces.
 
 examples:
   python benchmarks/data_parallel.py
@@ -30,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.core_shares import joining
 from benchmarks.emulated_hosts import ENVIRONMENT, PORT, ROOT, Hosts, emulated
 from pipetrain.plan.text_table import text_table
 from pipetrain.schemes.table import TRANSFERRING
@@ -213,7 +215,7 @@ def train(options: argparse.Namespace) -> None:
                     names.append([order])
         print(MEASURED, flush=True)
         for packs in PACKS if options.peer and options.part == "step" else ():
-            peer = Peer(packs, peer_command(options, options.addresses, 0, packs))
+            peer = Peer(packs, joining(options.group, peer_command(options, options.addresses, 0, packs)))
             ends.callback(peer.end)
             ways.append(peer)
             names.append([packs])
@@ -258,6 +260,7 @@ def measured(hosts: Hosts, options: argparse.Namespace, rate_mbit: int) -> list[
     given = [f"--{name}={value}" for name in alike for value in [getattr(options, name)]]
     given += [f"--{name}={value}" for name in ("scheme", "order") for value in getattr(options, name) or ()]
     given += ["--peer"] if options.peer else []
+    given += [f"--group={hosts.groups[0]}"] if hosts.groups[0] else []
     addresses = [f"{address}:{PORT}" for address in hosts.addresses]
     command = hosts.on(0, sys.executable, __file__, *given, "--addresses", *addresses)
     with (
@@ -280,7 +283,7 @@ def measured(hosts: Hosts, options: argparse.Namespace, rate_mbit: int) -> list[
 def _start_others(hosts: Hosts, options: argparse.Namespace, ends: ExitStack) -> None:
     """Start the peer's processes on all hosts but the first, until the end."""
     for task, packs in [(task, packs) for task in range(1, options.hosts) for packs in PACKS]:
-        command = hosts.on(task, *peer_command(options, hosts.addresses, task, packs))
+        command = joining(hosts.groups[task], hosts.on(task, *peer_command(options, hosts.addresses, task, packs)))
         other = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=ENVIRONMENT)
         ends.callback(other.wait)
         ends.callback(other.kill)
@@ -300,6 +303,7 @@ def main() -> None:
     parser.add_argument("--part", choices=("step", "forward"), default="step", help="whole steps, or pull and forward")
     parser.add_argument("--peer", action="store_true", help="MultiWorkerMirroredStrategy beside them")
     parser.add_argument("--addresses", nargs="*", help=argparse.SUPPRESS)  # of the workers: on the first host
+    parser.add_argument("--group", help=argparse.SUPPRESS)  # of the peer's process there
     options = parser.parse_args()
     options.rows = options.rows or NETWORKS[options.network][1]
     if options.addresses:

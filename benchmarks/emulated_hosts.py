@@ -9,18 +9,25 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from benchmarks.core_shares import group, joining
+
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
 PORT = 2222
+PART = 0.75  # of the cores that workers have together where each has less than one: the program needs some too
 
 
 class Hosts:
-    """Namespaces ``0`` to ``count - 1``, a worker in each, on a core of its own while there are enough."""
+    """Namespaces ``0`` to ``count - 1``, a worker in each: on a core of its own, or with an equal part of the cores.
+
+    ``groups`` are those whose processes share each host's part of the cores, None where it has a whole one.
+    """
 
     def __init__(self, count: int) -> None:
         self.names = [f"bench{os.getpid()}-{n}" for n in range(count)]
         self.addresses = [f"10.78.0.{n + 1}" for n in range(count)]
         self._bridge = f"br{os.getpid()}"
+        self.groups: list[Path | None] = [None] * count
 
     def on(self, number: int, *command: str) -> list[str]:
         """The command, run on a host."""
@@ -57,6 +64,9 @@ class Hosts:
             _run("tc", "qdisc", "add", "dev", port, *shaped)  # what the host receives
         self.limit(1000)
         cores = sorted(os.sched_getaffinity(0))
+        if len(cores) < len(self.names):
+            part = PART * len(cores) / len(self.names)
+            self.groups = [group(name, part, ends) for name in self.names]
         workers = [self._worker(n, cores[n % len(cores)]) for n in range(len(self.names))]
         for worker in workers:
             ends.callback(worker.communicate, timeout=20)
@@ -66,7 +76,7 @@ class Hosts:
     def _worker(self, number: int, core: int) -> subprocess.Popen[str]:
         where = ["--address", self.addresses[number], "--port", str(PORT), "--attended", "--cores", str(core)]
         command = self.on(number, sys.executable, "-m", "pipetrain", "worker", *where, "--inter-threads", "3")
-        pipe = subprocess.PIPE
+        command, pipe = joining(self.groups[number], command), subprocess.PIPE
         return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=ENVIRONMENT)
 
 

@@ -1,8 +1,8 @@
 """Milliseconds of a step on grids of emulated hosts, and whether the planner's choice among them is the fastest.
 
-Hosts are network namespaces of this machine, each with a worker on a core of its own while there are enough, and a port
-of limited bandwidth; the program runs on the first of them. By default a wide dense network trains on every grid of
-four hosts in turns, ``auto`` among them. With ``--balance`` small dense networks of several widths and minibatches
+Hosts are network namespaces of this machine, each with a worker on a core of its own or an equal part of the cores, and
+a port of limited bandwidth; the program runs on the first of them. By default a wide dense network trains on every grid
+of four hosts in turns, ``auto`` among them. With ``--balance`` small dense networks of several widths and minibatches
 train on two hosts, by outputs (2, 1) and by rows (1, 2), and what ``pipetrain.plan.balance`` chooses is compared with
 which was faster. Needs root, for the namespaces.
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from experiments.variants import Variant
 from pipetrain.schemes.coding.coded_reduce import checked_tree
-from pipetrain.schemes.table import CODED, GRID, HORIZONS, has, splits, takes
+from pipetrain.schemes.table import CODED, GRID, HORIZONS, SERVING, TRANSFERRING, has, splits, takes
 
 CHECKPOINTS = "checkpoints"  # the folder, within a run's
 LOST = 75  # exit status of a run that has lost a worker; EX_TEMPFAIL of sysexits.h
@@ -18,6 +18,9 @@ POLICY_OPTIONS: dict[str, Any] = {
     "rescale_steps": None,
     "stretch_momentum": "auto",
 }
+
+# Options that some schemes alone have.
+OWN: dict[str, Collection[str]] = {"grid": (GRID,), "order": TRANSFERRING, "servers": (SERVING,)}
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ class Settings:
     rescale_steps: int | None = None
     stretch_momentum: bool | str = "auto"
     grid: Sequence[int] | None = None
+    order: str | None = None
+    servers: int | None = None
     children: int = 3
     tree_depth: int = 1
     stragglers: int = 1
@@ -91,9 +96,9 @@ def microbatches_for(
     return microbatches if scheme in splitting or not splitting else None
 
 
-def grid_for(scheme: str, grid: Sequence[int] | None) -> Sequence[int] | None:
-    """That of this scheme in a run of several, of which one alone has a grid."""
-    return grid if scheme == GRID else None
+def own_for(scheme: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the given ``OWN`` options those of this scheme in a run of several; None for those that others have."""
+    return {name: given[name] if scheme in schemes else None for name, schemes in OWN.items()}
 
 
 def options_of(scheme: str, given: Mapping[str, Any]) -> dict[str, Any]:

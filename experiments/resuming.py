@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from experiments.records import CHECKPOINTS, Settings, Summary, grid_for, microbatches_for, options_of
+from experiments.records import CHECKPOINTS, Settings, Summary, microbatches_for, options_of, own_for
 from pipetrain.schemes.table import PIPELINES
 
 
@@ -65,7 +65,7 @@ def settings(output: Path, schemes: Sequence[str], changes: Mapping[str, Any]) -
         # Refused if none of those asked has them.
         asked = schemes or known if changes.get("microbatches") else PIPELINES
         left_out["microbatches"] = microbatches_for(scheme, asked, changed.microbatches, changed.horizon)
-        chosen[source] = replace(changed, **left_out, grid=grid_for(scheme, changed.grid))
+        chosen[source] = replace(changed, **left_out, **own_for(scheme, vars(changed)))
         done = max((int(path.stem[5:]) for path in (output / source / CHECKPOINTS).glob("step-*.npz")), default=0)
         if done > changed.steps:
             raise ValueError(

@@ -14,6 +14,7 @@ examples:
   python experiments/run.py --scheme 1f1b --stages 2 --local-workers 2
   python experiments/run.py --scheme coded-reduce --children 3 --stragglers 1 --local-workers 3
   python experiments/run.py --scheme grid --grid 2 2
+  python experiments/run.py --scheme parameter-server --order tic --servers 2 --local-workers 2
   python experiments/run.py --scheme spectrain --cluster hosts.json --wait 300
   python experiments/run.py --resume                     # go on with the newest run that was stopped
   python experiments/run.py --resume runs/all --stages 2 # go on with that one, in another way
@@ -42,18 +43,20 @@ from experiments.networks import NETWORKS, sizes  # noqa: E402
 from experiments.options import add_policy, add_training, add_tree, add_workers, fill_in, positive, whole, writable  # noqa: E402
 from experiments.records import (  # noqa: E402
     LOST,
+    OWN,
     POLICY_OPTIONS,
     Settings,
     Summary,
-    grid_for,
     microbatches_for,
     options_of,
+    own_for,
 )
-from pipetrain.cli.argument_types import add_grid  # noqa: E402
+from pipetrain.cli.argument_types import add_grid, add_transfers  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
 from pipetrain.plan.text_table import text_table  # noqa: E402
 from pipetrain.schemes import table  # noqa: E402
 from pipetrain.schemes.grid import check_grid  # noqa: E402
+from pipetrain.schemes.transfers.orders import check_order, check_servers  # noqa: E402
 
 # What may be different when a run goes on, and options that say nothing about the run itself.
 TREE = {"children", "tree_depth", "stragglers"}
@@ -64,7 +67,7 @@ CHANGEABLE = {
     "momentum",
     "microbatches",
     "checkpoint_every",
-    "grid",
+    *OWN,
     *POLICY_OPTIONS,
 } | TREE
 ANYWAY = ("scheme", "resume", "data_dir", "verbose", "cluster", "local_workers", "supervised")
@@ -153,6 +156,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_policy(parser)
     add_tree(parser)
     add_grid(parser)
+    add_transfers(parser)
     parser.add_argument(
         "--eval-every", type=positive, default=20, metavar="N", help="steps between validations (default: 20)"
     )
@@ -227,7 +231,7 @@ def begin(options: argparse.Namespace, ends: ExitStack) -> tuple[Path, list[Summ
             **{
                 **same,
                 **having(scheme, options),
-                "grid": grid_for(scheme, options.grid),
+                **own_for(scheme, vars(options)),
                 "microbatches": microbatches_for(scheme, options.scheme, options.microbatches, options.horizon),
             },
         )
@@ -259,8 +263,9 @@ def possible(settings: Sequence[Settings], every: bool) -> list[Settings]:
 def having(scheme: str, options: argparse.Namespace) -> dict[str, Any]:
     """The policy's options for this scheme. Raises ValueError for those that none of the run's schemes has."""
     given = {name: getattr(options, name) for name in POLICY_OPTIONS if name in options.given}
-    if options.grid is not None and table.GRID not in options.scheme:
-        check_grid(options.grid, scheme)
+    for name, check in (("grid", check_grid), ("order", check_order), ("servers", check_servers)):
+        if not any(each in OWN[name] for each in options.scheme) and getattr(options, name) is not None:
+            check(getattr(options, name), scheme)
     for name, value in given.items():
         if not any(options_of(each, {name: value})[name] == value for each in options.scheme):
             table.check_options(scheme, **{**POLICY_OPTIONS, **given})

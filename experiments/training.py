@@ -105,6 +105,8 @@ def pipelined(model: keras.Model, settings: Settings) -> pipetrain.PipelineModel
         stretch_momentum=settings.stretch_momentum,
         **settings.tree,
         grid=settings.grid,
+        order=settings.order,
+        servers=settings.servers,
     )
     pm.compile(
         optimizers.build(settings.optimizer, settings.learning_rate, settings.momentum),

@@ -88,6 +88,8 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
             ``layerwise``, a message for each layer; ``tic`` or ``tac`` (TicTac, arXiv 1803.03288), ``ibatch`` (AAAI
             2019), for ``all-reduce`` ``caramel`` (arXiv 2004.14020); or a ``pipetrain.schemes.transfers.plan.Plan``.
             The weights are the same in every order, bitwise. By default ``auto``.
+        servers: of ``parameter-server``: on how many of the devices the weights and the optimizer's slots are, each
+            variable on one of them, so that each has about as many bytes; by default 1.
         staleness: what ``auto`` may choose: ``none``, training that equals the unsplit model's, by default; or
             ``predicted``, pipelines that never drain, whose weights are predicted (``spectrain`` with
             ``horizon="target"``).
@@ -130,6 +132,7 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
         depth: int | None = None,
         stragglers: int | None = None,
         grid: str | Sequence[Any] | None = None,
+        servers: int | None = None,
         name: str | None = None,
     ) -> None:
         options = checked(
@@ -153,6 +156,7 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
                 depth,
                 stragglers,
                 grid,
+                servers,
             )
         )
         strategy = strategy_of(model, options)

@@ -215,9 +215,25 @@ def test_a_run_goes_on_on_another_grid(main, tmp_path, monkeypatch, capsys):
     assert main(["--resume", str(tmp_path / "none"), "--scheme", "vanilla"]) == 2
 
 
-def test_a_grid_of_another_scheme_is_refused(main, tmp_path, capsys):
-    assert main(["--scheme", "vanilla", "--grid", "2", "1", "--output", str(tmp_path)]) == 2
-    assert "Only the scheme 'grid' has one. Received: grid=[2, 1], scheme='vanilla'" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--grid", "2", "1"], "Only the scheme 'grid' has one. Received: grid=[2, 1], scheme='vanilla'"),
+        (["--order", "tic"], "Only all-reduce and parameter-server order their transfers. Received: order='tic'"),
+        (["--servers", "2"], "Only the scheme 'parameter-server' has servers. Received: servers=2, scheme='vanilla'"),
+    ],
+)
+def test_options_of_another_scheme_are_refused(main, options, problem, tmp_path, capsys):
+    assert main(["--scheme", "vanilla", *options, "--output", str(tmp_path)]) == 2
+    assert problem in capsys.readouterr().err
+
+
+def test_a_run_remembers_its_servers(main, tmp_path):
+    """Of several schemes those that have them."""
+    schemes = ["--scheme", "single", "--scheme", "parameter-server"]
+    assert main([*schemes, "--order", "tic", "--servers", "2", "--output", str(tmp_path), *SMALL]) == 0
+    found = [json.loads((tmp_path / each / "config.json").read_text()) for each in schemes[1::2]]
+    assert [(each["order"], each["servers"]) for each in found] == [(None, None), ("tic", 2)]
 
 
 @pytest.mark.parametrize("scheme", ["vanilla", "single", "data-parallel"])

@@ -579,10 +579,14 @@ def test_simulate_on_the_command_line(tmp_path, capsys, monkeypatch):
     one = ["--scheme", "gpipe", "--speed", "4", "--slowdown", "0.1", "--reduction", "server"]
     assert command_line.main([*common, *one, "--output", str(tmp_path / "one.json")]) == 0
     assert Trace.load(tmp_path / "one.json").stages == 4
-    ordered = ["--scheme", "parameter-server", "--order", "layerwise", "--output", str(tmp_path / "ordered.json")]
-    assert command_line.main([*common, *ordered]) == 0
+    ordered = ["--scheme", "parameter-server", "--order", "layerwise", "--servers", "2"]
+    assert command_line.main([*common, *ordered, "--output", str(tmp_path / "ordered.json")]) == 0
     loaded = Trace.load(tmp_path / "ordered.json")
     assert len(loaded.rows) == 4 and {*loaded.transfers.op.tolist()} == {"R", "W"}
+    assert {*loaded.transfers.from_replica[loaded.transfers.op == "W"].tolist()} == {0, 1}
+    capsys.readouterr()
+    assert command_line.main([*common, "--servers", "2"]) == 2
+    assert "Only the scheme 'parameter-server' has servers" in capsys.readouterr().err
     for wrong, message in {"--speed": "'0' is not a number above 0", "--slowdown": "'x' is not a number"}.items():
         with pytest.raises(SystemExit):
             command_line.main([*common, wrong, message.split("'")[1]])

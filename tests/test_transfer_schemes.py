@@ -127,6 +127,26 @@ def test_every_order_leaves_bitwise_equal_weights(scheme, workers):
         networks.assert_equal(pm.get_weights(), found[0].get_weights())
 
 
+@pytest.mark.parametrize(
+    ("servers", "workers", "name"),
+    networks.combinations((2, 3), (3,), tuple(OPTIMIZERS), default=[(2, 3, "adam"), (3, 3, "clipped")]),
+)
+def test_weights_on_several_servers_are_those_of_one(servers, workers, name):
+    """Bitwise, but where a norm is added up server by server; each has about as much."""
+    single, _ = trained(networks.small(), OPTIMIZERS[name]())
+    settings = {"scheme": "parameter-server", "devices": names(workers), "order": "tic"}
+    one, _ = trained(networks.small(), OPTIMIZERS[name](), **settings)
+    pm, _ = trained(networks.small(), OPTIMIZERS[name](), servers=servers, **settings)
+    networks.assert_close(pm.get_weights(), single.get_weights())
+    if name != "clipped":
+        networks.assert_equal(pm.get_weights(), one.get_weights())
+    (weights,) = pm._strategy._weights
+    held = [sum(4 * int(np.prod(each.shape)) for each in group.variables) for group in weights.groups]
+    assert [group.device[-5:] for group in weights.groups] == [f"CPU:{n}" for n in range(servers)]
+    largest = max(4 * int(np.prod(each.shape)) for each in pm.trainable_variables)
+    assert max(held) <= min(held) + largest
+
+
 def test_a_late_gradient_is_applied_with_the_rate_of_its_own_step():
     weights = []
     for settings in ({}, {"scheme": "all-reduce", "devices": names(2), "order": late_plan(networks.small())}):
@@ -296,10 +316,10 @@ def test_rows_are_sent_once_each_when_they_are_let_go(monkeypatch):
 @pytest.mark.parametrize("scheme", networks.by_default(SCHEMES, "all-reduce"))
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(scheme, tmp_path):
     """Bitwise; snapshots on the way are those of plain Keras, late gradients included."""
-    order = late_plan(networks.small()) if scheme == "all-reduce" else "tic"
+    settings = {"order": late_plan(networks.small())} if scheme == "all-reduce" else {"order": "tic", "servers": 2}
 
     def make():
-        return pipetrain.PipelineModel(networks.small(), scheme=scheme, devices=names(2), order=order)
+        return pipetrain.PipelineModel(networks.small(), scheme=scheme, devices=names(2), **settings)
 
     assert_goes_on(make, networks.small(), DATA, tmp_path)
 
@@ -351,12 +371,28 @@ def test_messages_arrive_in_the_order_of_the_plan(scheme, order):
         assert trace.transfers.size_bytes.sum() == 2 * (4 * sum(sizes) - late)
 
 
+def test_each_server_sends_the_weights_that_it_has():
+    model = networks.small()
+    pm = pipetrain.PipelineModel(model, scheme="parameter-server", devices=names(2), order="tic", servers=2)
+    pm.compile("sgd", networks.crossentropy())
+    pm.exact_trace = True
+    networks.fit(pm, *DATA)
+    (weights,), steps, sent = pm._strategy._weights, 4, pm.trace.transfers
+    for server, group in enumerate(weights.groups):
+        held = sum(4 * int(np.prod(each.shape)) for each in group.variables)
+        assert sent.size_bytes[(sent.op == "W") & (sent.from_replica == server)].sum() == steps * held
+        assert sent.size_bytes[(sent.op == "R") & (sent.to_replica == server)].sum() == steps * held
+
+
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
         ({"scheme": "vanilla", "order": "tic"}, "Only all-reduce and parameter-server order.*scheme='vanilla'"),
         ({"scheme": "all-reduce", "order": "fastest"}, "Unknown order.*'fastest'.*auto, none, layerwise, tic"),
         ({"scheme": "parameter-server", "order": "caramel"}, "Unknown order.*'caramel'"),
+        ({"scheme": "all-reduce", "servers": 2}, "Only the scheme 'parameter-server' has servers.*servers=2"),
+        ({"scheme": "parameter-server", "servers": 0}, "on one server or more. Received: servers=0"),
+        ({"scheme": "parameter-server", "devices": names(2), "servers": 3}, "servers=3, 2 workers. Try servers=2"),
         ({"scheme": "all-reduce", "cuts": ("d1",)}, "all-reduce has the whole model on every device"),
         ({"scheme": "all-reduce", "replicas": (2,)}, "has no stages to replicate"),
         ({"scheme": "all-reduce", "recompute": True}, "Only stages run their forward again"),

@@ -117,6 +117,35 @@ def test_servers_share_every_pack():
     assert simulate_plan(set_up(workload, 2, servers=2), plan, 4).step_s == 15 + 1 + 2 + 15
 
 
+def test_each_of_several_servers_has_whole_variables():
+    """Worker 0 has 30 bytes and gets the other 30 from worker 1, and the other way round; then they send as much back.
+
+    The first waits for its last layer's weights from 11 to 30; the second for its first layer's until 30.
+    """
+    workload = Workload.chain([30, 10, 20], [1.0] * 3, [1.0] * 3, Message(0.0, 1.0))
+    plan = ORDERS["layerwise"](workload, True)
+    trace = simulate_plan(set_up(workload, 2, servers=2, whole=True), plan, 4)
+    assert trace.step_s == 30 + 3 + 3 + 30
+    sent = trace.transfers[trace.transfers.microbatch == 1]
+    ways = [(op, source, size) for op, source, size in zip(sent.op, sent.from_replica, sent.size_bytes)]
+    assert sorted(ways) == [("R", 0, 10), ("R", 0, 20), ("R", 1, 30), ("W", 0, 30), ("W", 1, 10), ("W", 1, 20)]
+
+
+@given(workloads(), st.integers(1, 4), st.sampled_from(orders(serves=True)))
+def test_servers_divide_every_phase(workload, servers, order):
+    """Each variable is sent by one of them, in the phase's order."""
+    setting = set_up(workload, 4, servers=servers, whole=True)
+    for phase in ORDERS[order](workload, True)[:2]:
+        parts = setting.of_servers(phase)
+        assert len(parts) == servers
+        assert sum(pack.size_bytes for part in parts for pack in part.packs) == sum(workload.sizes_bytes)
+        for part in parts:
+            mine = [n for pack in part.packs for n in pack.variables]
+            assert mine == [n for pack in phase.packs for n in pack.variables if n in set(mine)]
+        everything = sorted(n for part in parts for pack in part.packs for n in pack.variables)
+        assert everything == sorted(n for pack in phase.packs for n in pack.variables)
+
+
 def test_hosts_share_the_ports_that_the_cluster_says():
     """Two hosts of two devices each: what the host of the server sends to the other goes through one card."""
     workload = Workload.chain([30], [1.0], [2.0], Message(0.0, 1.0))

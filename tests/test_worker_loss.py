@@ -234,9 +234,10 @@ def start():
 )
 def test_ten_kills_with_wait_leave_the_weights_of_a_run_without(start, tmp_path, scheme, kills, steps, seed):
     chance = random.Random(seed)
-    whole = start(tmp_path / "whole", 2, "--steps", steps, scheme=scheme)
+    options = ["--steps", steps, *(["--servers", 1 + seed % 2] if scheme == "parameter-server" else [])]
+    whole = start(tmp_path / "whole", 2, *options, scheme=scheme)
     whole.end()
-    run = start(tmp_path / "killed", 2, "--steps", steps, "--wait", 60, scheme=scheme)
+    run = start(tmp_path / "killed", 2, *options, "--wait", 60, scheme=scheme)
     newest = []
     for count in range(kills):
         newest.append(run.kill_one(chance))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from pipetrain.compute.functions.split import specs
-from pipetrain.compute.profiling.block_functions import size_bytes
+from pipetrain.compute.functions.split import size_bytes, specs
 from pipetrain.schemes.transfers.plan import Pack, Phase, Plan
 from pipetrain.schemes.transfers.workload import Layer, Message, Workload
 

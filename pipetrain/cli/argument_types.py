@@ -9,8 +9,9 @@ from typing import Any
 
 from pipetrain.plan.cluster import size_bytes
 from pipetrain.schemes.scheme import Scheme
-from pipetrain.schemes.table import CHUNKED, HORIZONS
+from pipetrain.schemes.table import CHUNKED, HORIZONS, SERVING, TRANSFERRING
 from pipetrain.schemes.text_form import SUFFIX, chosen
+from pipetrain.schemes.transfers.orders import AUTO, ORDERS
 
 MICROBATCHES = 4  # of a minibatch, where nothing says it
 
@@ -118,6 +119,20 @@ def add_scheme(parser: argparse.ArgumentParser, names: Collection[str], about: s
         type=count,
         metavar="N",
         help=f"stages on a device, for {' and '.join(CHUNKED)} (default: 2)",
+    )
+
+
+def add_transfers(parser: argparse.ArgumentParser) -> None:
+    """The options that say how data parallelism sends weights and gradients."""
+    parser.add_argument(
+        "--order",
+        choices=[AUTO, *ORDERS],
+        metavar="NAME",
+        help=f"of the transfers of {' and '.join(TRANSFERRING)}: {', '.join([AUTO, *ORDERS])} (default: auto, the one "
+        "that is simulated fastest)",
+    )
+    parser.add_argument(
+        "--servers", type=count, metavar="N", help=f"of {SERVING}: on how many devices the weights are (default: 1)"
     )
 
 

@@ -6,12 +6,12 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from pipetrain.cli.argument_types import add_grid, add_scheme, count, positive_number, share
+from pipetrain.cli.argument_types import add_grid, add_scheme, add_transfers, count, positive_number, share
 from pipetrain.cli.given import add_common, given
 from pipetrain.schemes import table
 from pipetrain.schemes.coding.coded_reduce import Tree, checked_tree
 from pipetrain.schemes.grid import check_grid
-from pipetrain.schemes.transfers.orders import AUTO, ORDERS
+from pipetrain.schemes.transfers.orders import AUTO, check_servers
 from pipetrain.simulation.advice import advise_all
 from pipetrain.simulation.comparison import Comparison, compare
 from pipetrain.simulation.reduction import REDUCTIONS
@@ -58,12 +58,7 @@ def add(commands: Any) -> None:
     add_common(command)
     about = "; may be given several times (default: single, data-parallel and spectrain)"
     add_scheme(command, table.EVERY_NAME, about, action="append")
-    command.add_argument(
-        "--order",
-        choices=[AUTO, *ORDERS],
-        default=AUTO,
-        help="of the transfers of all-reduce and parameter-server (default: auto, the one that is simulated fastest)",
-    )
+    add_transfers(command)
     add_tree(command)
     add_grid(command)
     command.add_argument(
@@ -112,6 +107,8 @@ def run(options: argparse.Namespace) -> None:
     """Print what was simulated, and write the traces that are asked for."""
     if options.grid is not None and table.GRID not in (options.scheme or ()):
         check_grid(options.grid, (options.scheme or ["single"])[0])
+    if table.SERVING not in (options.scheme or ()):
+        check_servers(options.servers, (options.scheme or ["single"])[0])
     made = given(options, options.scheme or ["single", table.DATA_PARALLEL, "spectrain"], table.check_name)
     profile = made.profile.faster(options.speed)
     of_microbatches = made.of_microbatches and made.of_microbatches.faster(options.speed)
@@ -122,9 +119,10 @@ def run(options: argparse.Namespace) -> None:
         made.cluster,
         made.training,
         of_microbatches=of_microbatches,
-        order=options.order,
+        order=options.order or AUTO,
         tree=tree_of(options),
         grid=options.grid,
+        servers=options.servers,
         minibatches=options.minibatches,
         reduction=options.reduction,
         slowdown=options.slowdown,

@@ -20,6 +20,7 @@ from pipetrain.frontend.checks.options import (
     check_replicas,
     check_schedule,
     checked_microbatches,
+    checked_servers,
     checked_workers,
 )
 from pipetrain.frontend.checks.tree import check_tree, check_workers, tree_of
@@ -48,7 +49,7 @@ from pipetrain.schemes.table import (
 )
 from pipetrain.schemes.table import scheme as chosen_scheme
 from pipetrain.schemes.text_form import chosen, microbatches_of, stages_of
-from pipetrain.schemes.transfers.orders import check_order
+from pipetrain.schemes.transfers.orders import check_order, check_servers
 
 
 class Options(NamedTuple):
@@ -73,6 +74,7 @@ class Options(NamedTuple):
     depth: int | None = None
     stragglers: int | None = None
     grid: Any = None
+    servers: int | None = None
 
     @property
     def name(self) -> str:
@@ -124,6 +126,7 @@ def _check(options: Options) -> None:
     check_recompute(options.recompute, name)
     check_cuts(options.cuts, name)
     check_order(options.order, name)
+    check_servers(options.servers, name)
     check_copies(options.stages, options.devices, name)
     check_tree(name, *options.of_tree)
     check_grid(options.grid, name)
@@ -179,7 +182,8 @@ def _on_each(model: keras.Model, devices: Sequence[str]) -> Placement:
 def _transferring(model: keras.Model, options: Options) -> Strategy:
     scheme, on = TRANSFERRING[str(options.scheme)], resolve(options.devices)
     workers = checked_workers(options.stages, len(on), scheme.name)
-    return TransferStrategy(model, _on_each(model, on[:workers]), scheme, options.order)
+    servers = checked_servers(options.servers, workers)
+    return TransferStrategy(model, _on_each(model, on[:workers]), scheme, options.order, servers)
 
 
 def _coded(model: keras.Model, options: Options) -> Strategy:

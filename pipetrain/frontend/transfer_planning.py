@@ -9,11 +9,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from pipetrain.compute.functions.split import specs
+from pipetrain.compute.functions.split import size_bytes, specs
 from pipetrain.compute.graph.blocks import Chain
 from pipetrain.compute.graph.input_shapes import Shapes
 from pipetrain.compute.keras_private import flat_layers
-from pipetrain.compute.profiling.block_functions import size_bytes
 from pipetrain.plan.profile import Profile, Seconds
 from pipetrain.schemes.transfers.orders import AUTO, MEASURED, ORDERS
 from pipetrain.schemes.transfers.plan import Phase, Plan, check_plan

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 
 from pipetrain.cluster.message_work import message_work
+from pipetrain.compute.functions.split import size_bytes, specs
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.optimizer.clipping import limit
 from pipetrain.compute.optimizer.loss_scaling import stepping
@@ -26,6 +27,8 @@ from pipetrain.run.pipeline import HOST
 from pipetrain.run.step_runner import StepRunner
 from pipetrain.run.worker_rows import WorkerRows
 from pipetrain.schemes.scheme import Scheme
+from pipetrain.schemes.splitting import shared_out
+from pipetrain.schemes.table import SERVING
 from pipetrain.schemes.transfers.orders import AUTO
 from pipetrain.schemes.transfers.plan import Plan
 from pipetrain.schemes.transfers.workload import Message
@@ -43,13 +46,16 @@ class TransferStrategy(PipelineStrategy):
         placement: one stage, whose replicas are the workers.
         scheme: one of ``TRANSFERRING``.
         order: of the transfers, by name or as a plan.
+        servers: on how many of the devices the weights are, if the scheme has servers.
 
     ``plan`` is the one that was made of it, once there is a pipeline.
     """
 
-    def __init__(self, model: keras.Model, placement: Placement, scheme: Scheme, order: str | Plan | None) -> None:
+    def __init__(
+        self, model: keras.Model, placement: Placement, scheme: Scheme, order: str | Plan | None, servers: int = 1
+    ) -> None:
         super().__init__(model, placement, scheme)
-        self._serves, self._order = scheme.name == "parameter-server", order or AUTO
+        self._serves, self._order, self._servers = scheme.name == SERVING, order or AUTO, servers
         self._devices = placement.replica_devices
 
     def compiled(self, owner: keras.Model, loss: Any, jit_compile: Any) -> None:
@@ -60,16 +66,26 @@ class TransferStrategy(PipelineStrategy):
     def _built(self, rows: int | None) -> Sequence[list[Stage]]:
         self._segment = segment = self.placement.whole()
         self.plan = self._planned(rows)
-        late = set(self.plan.late_variables)
-        every = range(len(segment.trainable_variables))
-        groups = [[n for n in every if n not in late], *([sorted(late)] if late else [])]
-        holders = self._devices[:1] if self._serves else self._devices
         loss = self._compilation.metrics.loss
         self._weights = [
-            Weights(segment, [Part(device, each) for each in groups], self.optimizer, loss, len(self._devices))
-            for device in holders
+            Weights(segment, parts, self.optimizer, loss, len(self._devices))
+            for parts in (self._of_servers() if self._serves else self._of_workers())
         ]
         return [list[Stage](self._weights)]
+
+    def _of_servers(self) -> list[list[Part]]:
+        """The weights, once: the part that each server has; there may be fewer of them than servers."""
+        sizes = [size_bytes(each) for each in specs(self._segment.trainable_variables)]
+        held = [sorted(numbers) for numbers in shared_out(sizes, self._servers)]
+        parts = [Part(device, each) for device, each in zip(self._devices, held, strict=False)]
+        return [[part for part in parts if part.numbers] or parts[:1]]
+
+    def _of_workers(self) -> list[list[Part]]:
+        """The weights on every worker, in two parts if a part of them is updated late."""
+        late = set(self.plan.late_variables)
+        every = range(len(self._segment.trainable_variables))
+        groups = [[n for n in every if n not in late], *([sorted(late)] if late else [])]
+        return [[Part(device, each) for each in groups] for device in self._devices]
 
     def _runner(self) -> Any:
         count = len(self._devices)
@@ -102,9 +118,7 @@ class TransferStrategy(PipelineStrategy):
                 message = replace(message, overhead_s=message.overhead_s + 2 * work.overhead_s)  # at either end
         workload = workload_of(placement.chain, variables, profile, message, workers)
         sent = input_bytes(self.model, placement.shapes, (rows or DEFAULT_ROWS) // workers)
-        return Setting(
-            workload, workers, self._serves, cluster, cluster.overhead_s, input_bytes=sent, message_work=work
-        )
+        return Setting(workload, workers, self._serves, cluster, cluster.overhead_s, self._servers, True, sent, work)
 
     def _planned(self, rows: int | None) -> Plan:
         """The plan of the order, measured where it depends on that."""

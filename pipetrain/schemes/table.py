@@ -67,12 +67,13 @@ SCHEDULED: dict[str, Scheme] = {
 }
 CHUNKED = {"interleaved": interleaved, "looped-bfs": looped_bfs}  # with as many stages on a device as are wanted
 INFERENCE = Scheme("inference", FORWARD_ONLY, policies.Still(), "forwards only, for evaluate and predict", trains=False)
+SERVING = "parameter-server"
 # One stage on several devices, each with some rows, whose weights or gradients are sent as a plan says.
 TRANSFERRING: dict[str, Scheme] = {
     name: Scheme(name, ONE_FORWARD_ONE_BACKWARD, policies.Flush(), about)
     for name, about in (
         ("all-reduce", "data parallelism, gradients summed for all devices"),
-        ("parameter-server", "data parallelism, weights on a server"),
+        (SERVING, "data parallelism, weights on servers"),
     )
 }
 # The same, whose gradients come up a tree that bears workers that are late, see ``coding.coded_reduce``.

@@ -22,6 +22,7 @@ from pipetrain.schemes.table import (
     CODED,
     DATA_PARALLEL,
     GRID,
+    SERVING,
     TRANSFERRING,
     check_microbatches,
     check_name,
@@ -103,6 +104,7 @@ def compare(
     order: str = AUTO,
     tree: Tree | None = None,
     grid: object = None,
+    servers: int | None = None,
     **options: Any,
 ) -> Comparison:
     """Simulate each scheme with the partition that suits it, and ``single`` to compare with.
@@ -122,6 +124,7 @@ def compare(
         tree: of ``coded-reduce``, whose root is a device beside the workers; by default one worker for each device, all
             of them the root's children, of which one may be late.
         grid: of the scheme of this name; by default the one that sends the least.
+        servers: of ``parameter-server``, on as many of the devices; by default one.
         options: of ``simulate``.
 
     Raises:
@@ -132,7 +135,12 @@ def compare(
     for scheme in [each for each in schemes if split[each]] or schemes:
         check_microbatches(microbatches, scheme, training.under(scheme).horizon)
     unstaged: dict[str, Callable[..., Trace]] = {
-        **{name: partial(simulate_order, profile, name, num_devices, cluster, order) for name in TRANSFERRING},
+        **{
+            name: partial(
+                simulate_order, profile, name, num_devices, cluster, order, servers=servers if name == SERVING else None
+            )
+            for name in TRANSFERRING
+        },
         CODED: lambda **known: simulate_tree(profile, *(tree or widest(num_devices)), cluster, **known),
         GRID: partial(simulate_grid, profile, num_devices, cluster, grid),
     }

@@ -20,6 +20,7 @@ itself;
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -146,6 +147,11 @@ def symbolic_gradients(halves: SplitFunction) -> list[Any]:
 def specs(values: Sequence[Any]) -> list[tf.TensorSpec]:
     """Shapes and types of tensors or variables."""
     return [tf.TensorSpec(value.shape, value.dtype) for value in values]
+
+
+def size_bytes(spec: tf.TensorSpec) -> int:
+    """Bytes of a tensor like this."""
+    return math.prod(spec.shape.as_list()) * spec.dtype.size
 
 
 _BODIES = {"While": "body", "StatelessWhile": "body", "PartitionedCall": "f", "StatefulPartitionedCall": "f"}

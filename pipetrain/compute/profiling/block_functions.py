@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from pipetrain.compute.functions.backward_halves import may_wait
 from pipetrain.compute.functions.kernels import by_xla, direct
-from pipetrain.compute.functions.split import specs, split, symbolic_gradients
+from pipetrain.compute.functions.split import size_bytes, specs, split, symbolic_gradients
 from pipetrain.compute.functions.weight_products import products
 from pipetrain.compute.graph.segment import Segment, assigned_to
 
@@ -111,11 +110,6 @@ class BlockFunctions:
         differentiable = self._segment.differentiable
         wanted = [x for x, flow in zip(inputs, differentiable, strict=True) if flow]
         return wanted, [x for x, flow in zip(inputs, differentiable, strict=True) if not flow]
-
-
-def size_bytes(spec: tf.TensorSpec) -> int:
-    """Bytes of a tensor like this."""
-    return int(np.prod(spec.shape.as_list(), dtype=np.int64)) * spec.dtype.size
 
 
 def _saved_bytes(value: tf.Tensor) -> int:

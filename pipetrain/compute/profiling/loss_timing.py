@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from pipetrain.compute.cores import finish, is_remote, pinned
 from pipetrain.compute.functions.kernels import direct
-from pipetrain.compute.profiling.block_functions import size_bytes
+from pipetrain.compute.functions.split import size_bytes
 from pipetrain.compute.profiling.block_passes import after_time, sample, seconds_of, time_of
 from pipetrain.compute.profiling.block_timing import busy, until_steady
 

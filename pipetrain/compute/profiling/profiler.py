@@ -13,13 +13,13 @@ import numpy as np
 import tensorflow as tf
 
 from pipetrain.compute.cores import cores, full_name, has_pool, is_remote
-from pipetrain.compute.functions.split import specs
+from pipetrain.compute.functions.split import size_bytes, specs
 from pipetrain.compute.graph.blocks import Block, Chain
 from pipetrain.compute.graph.input_shapes import Shapes, checked_shapes
 from pipetrain.compute.graph.network import network_of
 from pipetrain.compute.graph.sharing import shared_by_blocks
 from pipetrain.compute.keras_private import is_own, supports_xla
-from pipetrain.compute.profiling.block_functions import BlockFunctions, Keeps, size_bytes, values
+from pipetrain.compute.profiling.block_functions import BlockFunctions, Keeps, values
 from pipetrain.compute.profiling.block_passes import Placed, sample
 from pipetrain.compute.profiling.block_timing import time_blocks
 from pipetrain.compute.profiling.loss_timing import time_loss

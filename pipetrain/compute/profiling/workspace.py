@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from pipetrain.compute.functions.split import specs
+from pipetrain.compute.functions.split import size_bytes, specs
 from pipetrain.compute.graph.segment import Segment
-from pipetrain.compute.profiling.block_functions import BlockFunctions, size_bytes, values
+from pipetrain.compute.profiling.block_functions import BlockFunctions, values
 from pipetrain.compute.profiling.block_passes import sample
 from pipetrain.compute.tensorflow_private import gpu_options
 

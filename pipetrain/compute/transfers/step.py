@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from pipetrain.compute.functions.flattening import unpacker
 from pipetrain.compute.functions.graph_rewrite import operations
-from pipetrain.compute.functions.split import specs
+from pipetrain.compute.functions.split import size_bytes, specs
 from pipetrain.compute.functions.stage_values import BoundaryTensors, without_rows
 from pipetrain.compute.functions.weight_group import WeightGroup
 from pipetrain.compute.transfers.message import Order, Packing, Received, sent
@@ -23,7 +23,7 @@ from pipetrain.compute.transfers.record import Record, Sent, What
 from pipetrain.compute.transfers.reduction import reduced
 from pipetrain.compute.transfers.weights import Made, Shares, Weights
 from pipetrain.compute.transfers.worker import Worker
-from pipetrain.schemes.transfers.plan import Pack, Phase, Plan
+from pipetrain.schemes.transfers.plan import Phase, Plan
 
 
 class StepResult(NamedTuple):
@@ -71,6 +71,7 @@ class Step:
         self._begun, self._returns_outputs = begun, returns_outputs
         self._weights, self._workers, self._serves, self._host = list(weights), list(workers), serves, host
         self._like, self._made = weights[0].gradients_like, weights[0].made
+        self._sizes_bytes = [size_bytes(each) for each in specs(weights[0].variables)]
         self._plan = plan
         self._late_numbers = [n for n in plan.late_variables if n in self._like]
         self._pending = [self._zeros(worker) for worker in workers]
@@ -174,9 +175,8 @@ class Step:
         """The phase of each server: what it has of each pack."""
         found = []
         for device in dict.fromkeys(group.device for group in self._weights[0].groups):
-            there = {n for group in self._weights[0].groups if group.device == device for n in group.numbers}
-            packs = [_only(pack, there) for pack in phase.packs]
-            found.append((device, phase._replace(packs=tuple(pack for pack in packs if pack.variables))))
+            held = {n for group in self._weights[0].groups if group.device == device for n in group.numbers}
+            found.append((device, phase.of(held, self._sizes_bytes)))
         return found
 
     def _keep_assigned(self, active: Sequence[int], made: Sequence[Made]) -> None:
@@ -281,7 +281,3 @@ def _of(sums: Mapping[int, Any]) -> Callable[[WeightGroup], Mapping[int, Any]]:
 def _read(weights: Weights) -> list[tf.Tensor]:
     with tf.device(weights.device):
         return [variable.value.read_value() for variable in weights.variables]
-
-
-def _only(pack: Pack, there: set[int]) -> Pack:
-    return pack._replace(variables=tuple(n for n in pack.variables if n in there))

@@ -70,6 +70,15 @@ def checked_workers(stages: Any, devices: int, scheme: str) -> int:
     return min(int(stages), devices)
 
 
+def checked_servers(servers: int | None, workers: int) -> int:
+    """On how many of the workers' devices the weights are, by default on one. Raises ValueError for too many."""
+    if servers is not None and servers > workers:
+        raise ValueError(
+            f"A server is on a worker's device. Received: servers={servers}, {workers} workers. Try servers={workers}."
+        )
+    return int(servers or 1)
+
+
 def check_schedule(scheme: Scheme, stages: int, microbatches: int) -> None:
     """Raise ScheduleError, a ValueError, for an order of actions that cannot run.
 
@@ -101,8 +110,8 @@ def checked_microbatches(microbatches: int | None, scheme: Scheme, stages: int) 
 
 def check_open(given: Any, defaults: Any) -> None:
     """Refuse options of one way to train where the way is to be chosen."""
-    open_ = ["stages", "cuts", "replicas", "microbatches", "chunks", "order", "horizon", "spike_compensation"]
-    for name in [*open_, "rescale_steps", "stretch_momentum"]:
+    open_ = ["stages", "cuts", "replicas", "microbatches", "chunks", "order", "servers", "horizon"]
+    for name in [*open_, "spike_compensation", "rescale_steps", "stretch_momentum"]:
         value = getattr(given, name)
         if value is not getattr(defaults, name) and value != getattr(defaults, name):
             raise ValueError(

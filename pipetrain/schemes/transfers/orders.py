@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pipetrain.schemes.table import TRANSFERRING
+from pipetrain.schemes.arguments import checked_count
+from pipetrain.schemes.table import SERVING, TRANSFERRING
 from pipetrain.schemes.transfers import caramel, ibatch, layerwise, tictac
 from pipetrain.schemes.transfers.plan import Plan
 from pipetrain.schemes.transfers.workload import Workload
@@ -37,9 +38,21 @@ def check_order(order: Any, scheme: str) -> None:
             f"Only {' and '.join(TRANSFERRING)} order their transfers. Received: order={order!r}, scheme={scheme!r}. "
             "Try leaving it out."
         )
-    names = [AUTO, *orders(serves=scheme == "parameter-server")]
+    names = [AUTO, *orders(serves=scheme == SERVING)]
     if isinstance(order, str) and order not in names:
         raise ValueError(
             f"Unknown order of transfers. Received: order={order!r}, scheme={scheme!r}. "
             f"Try one of: {', '.join(names)}; or a Plan of your own."
         )
+
+
+def check_servers(servers: Any, scheme: str) -> None:
+    """Raise ValueError for servers that are no number from 1 up, or of a scheme that has none; None is the default."""
+    if servers is None:
+        return
+    if scheme != SERVING:
+        raise ValueError(
+            f"Only the scheme {SERVING!r} has servers. Received: servers={servers!r}, scheme={scheme!r}. "
+            "Try leaving it out."
+        )
+    checked_count("servers", servers, "Weights are on one server or more", 1)

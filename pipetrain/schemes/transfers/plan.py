@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from pipetrain.schemes.arguments import is_count
@@ -51,6 +51,17 @@ class Phase(NamedTuple):
             if pack.size_bytes >= least or self.window == 1:
                 counted.append(place)
         return found
+
+    def of(self, held: Collection[int], sizes_bytes: Sequence[int]) -> Phase:
+        """What of it is between the workers and a server that holds these variables: parts of packs, in their order."""
+        packs = []
+        for pack in self.packs:
+            variables = tuple(n for n in pack.variables if n in held)
+            if variables:
+                elsewhere = (n for n in pack.variables if n not in held)
+                size_bytes = pack.size_bytes - sum(sizes_bytes[n] for n in elsewhere)
+                packs.append(pack._replace(variables=variables, size_bytes=size_bytes))
+        return self._replace(packs=tuple(packs))
 
 
 class Plan(NamedTuple):

@@ -7,7 +7,8 @@ from typing import Any
 
 from pipetrain.plan.cluster import SHARED_MEMORY, Cluster
 from pipetrain.plan.profile import Profile
-from pipetrain.schemes.transfers.orders import AUTO, ORDERS, check_order
+from pipetrain.schemes.table import SERVING
+from pipetrain.schemes.transfers.orders import AUTO, ORDERS, check_order, check_servers
 from pipetrain.schemes.transfers.workload import Layer, Message, Workload
 from pipetrain.simulation.data_parallel.choice import auto
 from pipetrain.simulation.data_parallel.setting import Setting
@@ -24,6 +25,7 @@ def simulate_order(
     cluster: Cluster | None = None,
     order: str = AUTO,
     minibatches: int = STEPS,
+    servers: int | None = None,
     **options: Any,
 ) -> Trace:
     """Simulate ``all-reduce`` or ``parameter-server`` of a profiled model, with transfers in an order by its name.
@@ -34,34 +36,38 @@ def simulate_order(
     Args:
         profile: what the blocks cost for a whole minibatch.
         scheme: ``all-reduce`` or ``parameter-server``.
-        workers: how many devices there are; a server is on the first of them, or is all of them where they share their
-            memory.
+        workers: how many devices there are.
         cluster: how they are joined. A link's latency is what a message takes beside its bytes: between TensorFlow's
             processes about half a millisecond and what the network takes.
         order: of the transfers.
         minibatches: how many are trained.
+        servers: on how many of the devices the weights are, from the first one on. By default on one; where devices
+            share their memory all of them have an equal part of every variable, which is how TensorFlow's threads work.
         options: of ``simulate_plan``.
 
-    Raises ValueError for an order that the scheme does not have, and more workers than rows.
+    Raises ValueError for an order or servers that the scheme does not have, more servers than workers, and more workers
+    than rows.
     """
     check_order(order, scheme)
-    setting = setting_of(profile, scheme, workers, cluster or Cluster())
+    check_servers(servers, scheme)
+    setting = setting_of(profile, scheme, workers, cluster or Cluster(), servers)
     plan = auto(setting) if order == AUTO else ORDERS[order](setting.workload, setting.serves)
     return simulate_plan(setting, plan, minibatches, **options)
 
 
-def setting_of(profile: Profile, scheme: str, workers: int, cluster: Cluster) -> Setting:
+def setting_of(profile: Profile, scheme: str, workers: int, cluster: Cluster, servers: int | None = None) -> Setting:
     """Such workers. Raises ValueError for more of them than rows."""
     if workers > profile.batch_size:
         raise ValueError(
             f"Every worker has a row at least. Received: {workers} workers, batch_size={profile.batch_size}. "
             f"Try {profile.batch_size} workers."
         )
-    serves = scheme == "parameter-server"
+    serves = scheme == SERVING
     workload = workload_of(profile, workers, message_of(cluster, workers, serves))
-    # Logical devices of a processor have one pool of threads, all of which do what a server is given.
-    servers = workers if serves and cluster.slowest(workers) == SHARED_MEMORY else 1
-    return Setting(workload, workers, serves, cluster, profile.metric_s + cluster.overhead_s, servers)
+    # Logical devices of a processor have one pool of threads, all of which do what servers are given.
+    shares = serves and cluster.slowest(workers) == SHARED_MEMORY
+    count = workers if shares else servers or 1
+    return Setting(workload, workers, serves, cluster, profile.metric_s + cluster.overhead_s, count, whole=not shares)
 
 
 def workload_of(profile: Profile, workers: int, message: Message) -> Workload:

@@ -8,6 +8,8 @@ from typing import Any
 
 from pipetrain.plan.cluster import Cluster
 from pipetrain.schemes.arguments import checked_count
+from pipetrain.schemes.splitting import shared_out
+from pipetrain.schemes.transfers.plan import Phase
 from pipetrain.schemes.transfers.workload import Message, Workload
 
 NOTHING = Message()
@@ -25,7 +27,8 @@ class Setting:
         cluster: how devices are joined, and how many work at once. A link's latency is what a message takes beside its
             bytes, the runtime's part included, and what an acknowledgement takes.
         caller_s: seconds between the end of a step and the next one's beginning.
-        servers: devices that have an equal part of every variable, from the first one on; they are workers too.
+        servers: devices that have the weights, from the first one on; they are workers too.
+        whole: whether each variable is on one server, as in training, else an equal part of it on every one.
         input_bytes: of each worker's rows, which the first device sends to the others while they compute the rows
             before, from when all have the weights that their forward reads.
         message_work: seconds of either end's processor that a message takes; what the device computes ends so much
@@ -40,6 +43,7 @@ class Setting:
     cluster: Cluster
     caller_s: float = 0.0
     servers: int = 1
+    whole: bool = False
     input_bytes: int = 0
     message_work: Message = NOTHING
 
@@ -53,6 +57,14 @@ class Setting:
             )
         for name in ("caller_s", "input_bytes"):
             _check_number(name, getattr(self, name))
+
+    def of_servers(self, phase: Phase) -> list[Phase]:
+        """What of a phase's packs each server sends or gets."""
+        if self.whole:
+            held = shared_out(self.workload.sizes_bytes, self.servers)
+            return [phase.of(each, self.workload.sizes_bytes) for each in held]
+        packs = tuple(pack._replace(size_bytes=-(-pack.size_bytes // self.servers)) for pack in phase.packs)
+        return [phase._replace(packs=packs)] * self.servers
 
 
 def _check_number(name: str, value: Any) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from pipetrain.schemes.transfers.plan import Pack, Phase, Plan
+from pipetrain.schemes.transfers.workload import Workload
 from pipetrain.simulation.data_parallel.clock import Clock, Device, Processors
 from pipetrain.simulation.data_parallel.messages import Flow, Message, Ports
 from pipetrain.simulation.data_parallel.setting import Setting
@@ -32,9 +33,9 @@ class Training:
         self._clock, processors = Clock(), Processors(setting.cluster.processors)
         self.devices = [Device(self._clock, processors, factor) for _ in range(setting.workers)]
         self._ports = Ports(self._clock, setting, self.devices)
-        self._made_after: list[list[tuple[int, Pack]]] = [[] for _ in setting.workload.layers]
-        for place, pack in enumerate(plan.pushes.packs):
-            self._made_after[setting.workload.first(pack)].append((place, pack))
+        self._pulls = setting.of_servers(plan.pulls)
+        self._pushes = setting.of_servers(plan.pushes) if setting.serves else [plan.pushes]
+        self._made_after = [_by_first(phase, setting.workload) for phase in self._pushes]
         self._step = -1
         self._left = 0  # of the current step: layers to run backward, updates to be made, rows to arrive
         self._flows: list[Flow] = []
@@ -66,24 +67,25 @@ class Training:
         if self._step == self._steps:
             return
         late = plan.late if self._step else Phase()
-        awaited = plan.pulls.packs if setting.serves else late.packs
-        sides = setting.servers if setting.serves else 1
-        sinks = setting.servers if setting.serves else setting.workers
-        self._left = setting.workers * len(setting.workload.layers) + sinks * len(plan.pushes.packs)
+        awaited = [pack for phase in self._pulls for pack in phase.packs] if setting.serves else late.packs
+        sinks = [range(n, n + 1) for n in range(setting.servers)] if setting.serves else [range(setting.workers)]
+        self._left = setting.workers * len(setting.workload.layers)
+        self._left += sum(len(on) * len(phase.packs) for on, phase in zip(sinks, self._pushes, strict=True))
         if self._step + 1 < self._steps and setting.input_bytes > 0:
             self._left += setting.workers - 1
         self._without_weights = setting.workers
-        pushes = self._summing(plan.pushes, len(late.packs), self._updated)
+        pushes = [
+            self._summing(phase, len(late.packs), self._updated, on)
+            for on, phase in zip(sinks, self._pushes, strict=True)
+        ]
         self._workers = [
-            WorkerStep(
-                setting.workload, device, self._step, awaited, sides, partial(self._made, pushes, number), self._ready
-            )
+            WorkerStep(setting.workload, device, self._step, awaited, partial(self._made, pushes, number), self._ready)
             for number, device in enumerate(self.devices)
         ]
         if setting.serves:
             self._pull()
         else:
-            sums = self._summing(late, 0, self._updated_late)
+            sums = self._summing(late, 0, self._updated_late, *sinks)
             for place, pack in enumerate(late.packs):
                 for worker in range(setting.workers):
                     sums.offer(place, pack, worker)
@@ -99,36 +101,40 @@ class Training:
 
     def _pull(self) -> None:
         """Every server sends its part of each pack to every worker, to each in the phase's order, itself first."""
-        setting, phase = self._setting, self._plan.pulls
+        count = self._setting.workers
         flows = {
-            (server, (server + turn) % setting.workers): self._flow(phase, 1, together=not phase.window)
-            for turn in range(setting.workers)
-            for server in range(setting.servers)
+            (server, (server + turn) % count): self._flow(phase, 1, together=not phase.window)
+            for turn in range(count)
+            for server, phase in enumerate(self._pulls)
         }
-        for place, pack in enumerate(phase.packs):
+        for place in range(max(len(phase.packs) for phase in self._pulls)):
             for (server, worker), flow in flows.items():
-                there = self._workers[worker].there
-                if server == worker:
-                    there(pack, [])
-                    continue
-                message = Message("W", self._step, place, server, worker, pack.size_bytes / setting.servers)
-                flow.offer(place, message, partial(there, pack, [message]))
+                for pack in self._pulls[server].packs[place : place + 1]:
+                    there = self._workers[worker].there
+                    if server == worker:
+                        there(pack, [])
+                        continue
+                    message = Message("W", self._step, place, server, worker, pack.size_bytes)
+                    flow.offer(place, message, partial(there, pack, [message]))
 
     def _flow(self, phase: Phase, expected: int, together: bool = False) -> Flow:
         self._flows.append(Flow(self._ports, phase, expected, together))
         return self._flows[-1]
 
-    def _summing(self, phase: Phase, before: int, summed: Callable[[Pack, int, list[Message]], None]) -> Summing:
-        return Summing(self._setting, phase, self._step, before, self._flow, summed)
+    def _summing(
+        self, phase: Phase, before: int, summed: Callable[[Pack, int, list[Message]], None], sinks: range
+    ) -> Summing:
+        return Summing(self._setting.workers, phase, self._step, before, self._flow, summed, sinks)
 
-    def _made(self, pushes: Summing, worker: int, layer: int) -> None:
-        for place, pack in self._made_after[layer]:
-            pushes.offer(place, pack, worker)
+    def _made(self, pushes: Sequence[Summing], worker: int, layer: int) -> None:
+        for n in _from(worker, range(len(pushes))):
+            for place, pack in self._made_after[n][layer]:
+                pushes[n].offer(place, pack, worker)
         self._done()
 
     def _updated(self, pack: Pack, sink: int, messages: list[Message]) -> None:
         """The sums of a pack are there: update its variables."""
-        parts = self._setting.servers if self._setting.serves else 1
+        parts = self._setting.servers if self._setting.serves and not self._setting.whole else 1
         self.devices[sink].do(self._update_s(pack) / parts, "B", self._step, partial(self._used, messages, self._done))
 
     def _updated_late(self, pack: Pack, sink: int, messages: list[Message]) -> None:
@@ -152,38 +158,34 @@ class Training:
 
 
 class Summing:
-    """The sums of a phase's gradients: on every server those of its part, or on every worker those of all.
+    """The sums of a phase's gradients: on the server whose phase it is, or on every worker.
 
     Among more than two workers each adds a part of the pack and sends the sum to all others.
 
     Args:
-        setting: the workers.
+        count: of the workers.
         phase: the packs.
         step: which step it is.
         before: packs of other phases that the step has sent.
         flow: makes one of a phase and the number of each pack's messages.
         summed: is told the pack, the device and the messages that brought them whenever sums are there.
+        sinks: the devices that need the sums.
     """
 
     def __init__(
         self,
-        setting: Setting,
+        count: int,
         phase: Phase,
         step: int,
         before: int,
         flow: Callable[[Phase, int], Flow],
         summed: Callable[[Pack, int, list[Message]], None],
+        sinks: range,
     ) -> None:
-        count = setting.workers
         self._workers, self._step, self._before, self._summed = range(count), step, before, summed
-        self._scatters = not setting.serves and count > 2
-        self._sinks = range(setting.servers if setting.serves else count)
-        self._parts = len(self._sinks) if setting.serves or self._scatters else 1
-        if setting.serves:
-            self._flows = [flow(phase, count - 1) for _ in self._sinks]
-        else:
-            every = flow(phase, (1 + self._scatters) * count * (count - 1))
-            self._flows = [every] * count
+        self._sinks, self._scatters = sinks, len(sinks) > 2
+        self._parts = len(sinks) if self._scatters else 1
+        self._flow = flow(phase, (1 + self._scatters) * len(sinks) * (count - 1))
         self._missing: dict[tuple[int, int], int] = {}
         self._came: dict[tuple[int, int], list[Message]] = {}
         self._parts_missing: dict[tuple[int, int], int] = {}
@@ -196,7 +198,7 @@ class Summing:
                 self._added(place, pack, sink, None)
                 continue
             message = Message("R", self._step, self._before + place, worker, sink, size)
-            self._flows[sink].offer(place, message, partial(self._added, place, pack, sink, message))
+            self._flow.offer(place, message, partial(self._added, place, pack, sink, message))
 
     def _added(self, place: int, pack: Pack, sink: int, message: Message | None) -> None:
         key = place, sink
@@ -215,7 +217,7 @@ class Summing:
                 continue
             message = Message("R", self._step, self._before + place, sink, worker, size)
             arrives = partial(self._gathered, place, pack, worker, message)
-            self._flows[sink].offer(place, message, arrives, waits=False)
+            self._flow.offer(place, message, arrives, waits=False)
 
     def _gathered(self, place: int, pack: Pack, worker: int, message: Message | None) -> None:
         key = place, worker
@@ -224,6 +226,14 @@ class Summing:
         came += [message] if message else []
         if not self._parts_missing[key]:
             self._summed(pack, worker, came)
+
+
+def _by_first(phase: Phase, workload: Workload) -> list[list[tuple[int, Pack]]]:
+    """For each layer the packs, with their places in the phase, that are complete when it has run backward."""
+    found: list[list[tuple[int, Pack]]] = [[] for _ in workload.layers]
+    for place, pack in enumerate(phase.packs):
+        found[workload.first(pack)].append((place, pack))
+    return found
 
 
 def _from(device: int, others: range) -> list[int]:

@@ -17,8 +17,7 @@ class WorkerStep:
         workload: its layers.
         device: that computes them.
         step: which step it is.
-        awaited: the packs that come to it before layers can run forward, each from so many sides.
-        sides: how many.
+        awaited: the packs that come to it before layers can run forward.
         made: is told the number of every layer that has run backward, the last layer first.
         ready: is called when all that is awaited is there.
     """
@@ -29,18 +28,17 @@ class WorkerStep:
         device: Device,
         step: int,
         awaited: Sequence[Pack],
-        sides: int,
         made: Callable[[int], None],
         ready: Callable[[], None],
     ) -> None:
         self._workload, self._device, self._step, self._made = workload, device, step, made
-        self._ready, self._left = ready, sides * len(awaited)
+        self._ready, self._left = ready, len(awaited)
         self._missing = [0] * len(workload.layers)
         self._messages: list[list[Message]] = [[] for _ in workload.layers]
         self._at, self._waits = -1, False  # the layer that runs forward or is next to
         for pack in awaited:
             for layer in self._readers(pack):
-                self._missing[layer] += sides
+                self._missing[layer] += 1
 
     def begin(self) -> None:
         """What comes before the first layer is there."""
@@ -49,7 +47,7 @@ class WorkerStep:
         self._forward(0)
 
     def there(self, pack: Pack, messages: Sequence[Message]) -> None:
-        """A pack is there from one side, by these messages."""
+        """A pack is there, by these messages."""
         self._left -= 1
         for layer in self._readers(pack):
             self._missing[layer] -= 1
