@@ -48,6 +48,7 @@ NARROW = 2  # the inputs of the dense network: its minibatches are sent over the
 WORDS = 1000  # of made-up sentences, and of the Transformer's vocabulary
 PEER, PEER_PORT = "MultiWorker", 2322
 MEASURED = "measured"  # all that plans are made of: the peer's other processes, which would disturb that, may start
+STARTED = "started"  # the peer's first process, whose number follows: it is to have its host's part of the cores
 PACKS = {"its own packs": 0, "1 MiB packs": 2**20}
 
 
@@ -145,6 +146,7 @@ class Peer:
         self.ms: list[float] = []
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=ENVIRONMENT)
+        print(STARTED, self._process.pid, flush=True)
         self._answer()
 
     def _answer(self) -> Any:
@@ -215,7 +217,7 @@ def train(options: argparse.Namespace) -> None:
                     names.append([order])
         print(MEASURED, flush=True)
         for packs in PACKS if options.peer and options.part == "step" else ():
-            peer = Peer(packs, joining(options.group, peer_command(options, options.addresses, 0, packs)))
+            peer = Peer(packs, peer_command(options, options.addresses, 0, packs))
             ends.callback(peer.end)
             ways.append(peer)
             names.append([packs])
@@ -260,7 +262,6 @@ def measured(hosts: Hosts, options: argparse.Namespace, rate_mbit: int) -> list[
     given = [f"--{name}={value}" for name in alike for value in [getattr(options, name)]]
     given += [f"--{name}={value}" for name in ("scheme", "order") for value in getattr(options, name) or ()]
     given += ["--peer"] if options.peer else []
-    given += [f"--group={hosts.groups[0]}"] if hosts.groups[0] else []
     addresses = [f"{address}:{PORT}" for address in hosts.addresses]
     command = hosts.on(0, sys.executable, __file__, *given, "--addresses", *addresses)
     with (
@@ -273,6 +274,8 @@ def measured(hosts: Hosts, options: argparse.Namespace, rate_mbit: int) -> list[
         ends.callback(first.kill)
         assert first.stdout is not None
         for line in first.stdout:
+            if line.startswith(STARTED) and hosts.groups[0]:
+                hosts.groups[0].write_text(line.split()[1], encoding="ascii")
             if line.strip() == MEASURED and options.peer and options.part == "step":
                 _start_others(hosts, options, ends)
         assert first.wait() == 0
@@ -303,7 +306,6 @@ def main() -> None:
     parser.add_argument("--part", choices=("step", "forward"), default="step", help="whole steps, or pull and forward")
     parser.add_argument("--peer", action="store_true", help="MultiWorkerMirroredStrategy beside them")
     parser.add_argument("--addresses", nargs="*", help=argparse.SUPPRESS)  # of the workers: on the first host
-    parser.add_argument("--group", help=argparse.SUPPRESS)  # of the peer's process there
     options = parser.parse_args()
     options.rows = options.rows or NETWORKS[options.network][1]
     if options.addresses:
