@@ -537,3 +537,12 @@ def test_profiles_survive_json(tmp_path):
     for text in ("", "{}", '{"blocks": [1]}', "[]"):
         with pytest.raises(ValueError, match="Not a profile"):
             Profile.from_json(text)
+
+
+def test_halves_of_backwards_are_compiled_only_if_asked():
+    """XLA takes half the time here: what it would take of a backward's halves, a profile does not say."""
+    profile = chain([(8, 1, 1, 1, 1)] * 4, compiled=[4] * 4)
+    for scheme, asked, expected in (("1f1b", "auto", True), ("zb-h2", "auto", False), ("zb-h2", True, True)):
+        training = Training(scheme, microbatches=4, jit_compile=asked)
+        for found in (partition(profile, 2, training=training), plan(profile, [2, 4], training=training)):
+            assert [stage.compiled for stage in found.stages] == [expected] * 2

@@ -78,7 +78,7 @@ def partition(
             f"The replicas of all stages are the devices. Received: replicas={replicas!r}, num_devices={num_devices}. "
             f"Try num_devices={sum(counts)}."
         )
-    costs = Costs(profile, cluster, training.microbatches, training.jit_compile)
+    costs = Costs(profile, cluster, training.microbatches, training.kernels(stages if counts else num_devices))
     if replicate and cluster.memory_bytes is None:  # more than work at once would only repeat the updates
         num_devices = int(min(num_devices, cluster.processors))
     problem = _problem(costs, num_devices, counts, training)
@@ -105,7 +105,7 @@ def plan(
     """
     training = checked_training(training)
     costs = Costs(
-        profile, cluster or Cluster(), training.microbatches, training.jit_compile if compiled is None else True
+        profile, cluster or Cluster(), training.microbatches, training.kernels(len(ends)) if compiled is None else True
     )
     counts = replicas or [1] * len(ends)
     choices, first, device = [], 0, 0
