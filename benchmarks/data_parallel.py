@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.core_shares import joining
 from benchmarks.emulated_hosts import ENVIRONMENT, PORT, ROOT, Hosts, emulated
 from pipetrain.plan.text_table import text_table
-from pipetrain.schemes.table import TRANSFERRING
+from pipetrain.schemes.table import SERVING, TRANSFERRING
 from pipetrain.schemes.transfers.orders import AUTO, orders
 
 if TYPE_CHECKING:
@@ -100,7 +100,9 @@ def made(network: str, rows: int, minibatches: int) -> tuple[keras.Model, np.nda
 class Way:
     """One scheme with one order, and the milliseconds of its steps so far."""
 
-    def __init__(self, network: str, scheme: str, order: str, devices: list[str], rows: int) -> None:
+    def __init__(
+        self, network: str, scheme: str, order: str, devices: list[str], rows: int, servers: int | None
+    ) -> None:
         import keras
 
         import pipetrain
@@ -108,7 +110,8 @@ class Way:
         keras.utils.set_random_seed(0)
         self.scheme, self.order, self._rows = scheme, order, rows * len(devices)
         model, self._x = made(network, self._rows, STEPS)
-        self._pm = pipetrain.PipelineModel(model, scheme=scheme, order=order, devices=devices)
+        on = servers if scheme == SERVING else None
+        self._pm = pipetrain.PipelineModel(model, scheme=scheme, order=order, devices=devices, servers=on)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         self._pm.compile(keras.optimizers.SGD(1e-3, momentum=0.9), loss)
         self.ms: list[float] = []
@@ -207,7 +210,7 @@ def train(options: argparse.Namespace) -> None:
         names: list[list[str]] = []  # of the orders that give a way's plan
         for scheme in options.scheme or TRANSFERRING:
             for order in tried(scheme, options.order):
-                way = Way(options.network, scheme, order, devices, options.rows)
+                way = Way(options.network, scheme, order, devices, options.rows, options.servers)
                 way.turn(counts=False)
                 same = [n for n, other in enumerate(ways) if _is_same(way, other)]
                 if same:
@@ -262,6 +265,7 @@ def measured(hosts: Hosts, options: argparse.Namespace, rate_mbit: int) -> list[
     given = [f"--{name}={value}" for name in alike for value in [getattr(options, name)]]
     given += [f"--{name}={value}" for name in ("scheme", "order") for value in getattr(options, name) or ()]
     given += ["--peer"] if options.peer else []
+    given += [f"--servers={options.servers}"] if options.servers else []
     addresses = [f"{address}:{PORT}" for address in hosts.addresses]
     command = hosts.on(0, sys.executable, __file__, *given, "--addresses", *addresses)
     with (
@@ -303,6 +307,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600, metavar="S", help="after which no round begins")
     parser.add_argument("--scheme", choices=TRANSFERRING, action="append", help="(default: both)")
     parser.add_argument("--order", action="append", help="(default: all)")
+    parser.add_argument("--servers", type=int, metavar="N", help="of parameter-server (default: 1)")
     parser.add_argument("--part", choices=("step", "forward"), default="step", help="whole steps, or pull and forward")
     parser.add_argument("--peer", action="store_true", help="MultiWorkerMirroredStrategy beside them")
     parser.add_argument("--addresses", nargs="*", help=argparse.SUPPRESS)  # of the workers: on the first host
