@@ -101,7 +101,7 @@ def plan(
 ) -> Partition:
     """The partition whose stage n ends before block ``ends[n]`` and has ``replicas[n]`` devices, one after another.
 
-    ``compiled`` says which stages XLA compiles; by default that is chosen as ``training.jit_compile`` says.
+    ``compiled`` says which stages XLA compiles; by default that is chosen as ``training.kernels`` says.
     """
     training = checked_training(training)
     costs = Costs(
