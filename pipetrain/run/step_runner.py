@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from pipetrain.compute.cores import finish
 from pipetrain.compute.functions.stage_values import BoundaryTensors
 from pipetrain.compute.keras_private import count_of
 from pipetrain.compute.transfers.record import Sent
@@ -152,6 +153,9 @@ class StepRunner(Stepwise):
             weights.load(settings.updates)
         if any([worker.load() for worker in self._workers]):  # each of them, whatever the first one says
             self._step = None
+        for worker in self._workers:
+            # A step does not wait for what was called on a variable before: it would be written after its update.
+            finish(worker.device)
         self._waiting, self._shares = False, {}
 
     def _end(self, store: bool) -> None:
