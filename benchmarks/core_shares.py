@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 ROOTS = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")  # of version 1, where there is one, and of version 2
 PERIOD_US = 2000  # in which a group has its part: short, since messages wait for the next one
+LEAST_US = 1000  # that Linux lets a part be
 
 
 def group(name: str, part: float, ends: ExitStack) -> Path:
     """A group that has so much of a core, and which ``ends`` removes: what ``joining`` takes."""
     root = next(each for each in ROOTS if each.exists())
-    folder, quota_us = root / name, round(part * PERIOD_US)
+    folder, period_us = root / name, max(PERIOD_US, math.ceil(LEAST_US / part))
+    quota_us = round(part * period_us)
     folder.mkdir()
     ends.callback(folder.rmdir)
     if root == ROOTS[0]:
-        (folder / "cpu.cfs_period_us").write_text(str(PERIOD_US), encoding="ascii")
+        (folder / "cpu.cfs_period_us").write_text(str(period_us), encoding="ascii")
         (folder / "cpu.cfs_quota_us").write_text(str(quota_us), encoding="ascii")
     else:
-        (folder / "cpu.max").write_text(f"{quota_us} {PERIOD_US}", encoding="ascii")
+        (folder / "cpu.max").write_text(f"{quota_us} {period_us}", encoding="ascii")
     return folder / "cgroup.procs"
 
 

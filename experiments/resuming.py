@@ -65,7 +65,10 @@ def settings(output: Path, schemes: Sequence[str], changes: Mapping[str, Any]) -
         # Refused if none of those asked has them.
         asked = schemes or known if changes.get("microbatches") else PIPELINES
         left_out["microbatches"] = microbatches_for(scheme, asked, changed.microbatches, changed.horizon)
-        chosen[source] = replace(changed, **left_out, **own_for(scheme, vars(changed)))
+        left_out |= own_for(scheme, vars(changed))
+        if left_out["servers"] and "servers" not in changes:  # some workers may be lost
+            left_out["servers"] = min(left_out["servers"], changed.stages)
+        chosen[source] = replace(changed, **left_out)
         done = max((int(path.stem[5:]) for path in (output / source / CHECKPOINTS).glob("step-*.npz")), default=0)
         if done > changed.steps:
             raise ValueError(

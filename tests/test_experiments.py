@@ -215,6 +215,23 @@ def test_a_run_goes_on_on_another_grid(main, tmp_path, monkeypatch, capsys):
     assert main(["--resume", str(tmp_path / "none"), "--scheme", "vanilla"]) == 2
 
 
+@pytest.mark.slow
+def test_a_run_goes_on_with_fewer_workers_than_servers(main, tmp_path, monkeypatch):
+    """As after the loss of a worker; what is given anew stays refused."""
+
+    def stop(recorder, step, model):
+        raise KeyboardInterrupt
+
+    options = ["--scheme", "parameter-server", "--stages", "3", "--servers", "2", "--output", str(tmp_path), *SMALL]
+    with monkeypatch.context() as patched:
+        patched.setattr(training.Recorder, "evaluate", stop)
+        assert main([*options, "--checkpoint-every", "5"]) == 130
+    assert main(["--resume", str(tmp_path), "--stages", "1", "--servers", "2"]) == 2
+    assert main(["--resume", str(tmp_path), "--stages", "1"]) == 0
+    config = json.loads((tmp_path / "parameter-server" / "config.json").read_text())
+    assert (config["servers"], config["stages"]) == (1, 1)
+
+
 @pytest.mark.parametrize(
     ("options", "problem"),
     [

@@ -58,8 +58,8 @@ class Phase(NamedTuple):
         for pack in self.packs:
             variables = tuple(n for n in pack.variables if n in held)
             if variables:
-                elsewhere = (n for n in pack.variables if n not in held)
-                size_bytes = pack.size_bytes - sum(sizes_bytes[n] for n in elsewhere)
+                is_whole = len(variables) == len(pack.variables)
+                size_bytes = pack.size_bytes if is_whole else sum(sizes_bytes[n] for n in variables)
                 packs.append(pack._replace(variables=variables, size_bytes=size_bytes))
         return self._replace(packs=tuple(packs))
 

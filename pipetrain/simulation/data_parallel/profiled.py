@@ -65,7 +65,7 @@ def setting_of(profile: Profile, scheme: str, workers: int, cluster: Cluster, se
     serves = scheme == SERVING
     workload = workload_of(profile, workers, message_of(cluster, workers, serves))
     # Logical devices of a processor have one pool of threads, all of which do what servers are given.
-    shares = serves and cluster.slowest(workers) == SHARED_MEMORY
+    shares = serves and servers is None and cluster.slowest(workers) == SHARED_MEMORY
     count = workers if shares else servers or 1
     return Setting(workload, workers, serves, cluster, profile.metric_s + cluster.overhead_s, count, whole=not shares)
 
