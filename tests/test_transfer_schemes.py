@@ -14,6 +14,7 @@ from transfer_plans import late_plan
 import models
 import pipetrain
 from pipetrain.compute.transfers.step import Step
+from pipetrain.run import step_runner
 from pipetrain.run.step_runner import StepRunner
 from pipetrain.run.window import Minibatch, Window
 from pipetrain.run.worker_rows import WorkerRows
@@ -415,6 +416,31 @@ def test_a_plan_of_another_model_is_refused_before_training():
     pm.compile("sgd", networks.crossentropy())
     with pytest.raises(TypeError, match="An order of transfers is a name or a Plan"):
         networks.fit(pm, *DATA)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_step_begins_when_what_was_written_to_variables_is_there(scheme, monkeypatch):
+    """Weights, from the beginning and after a drain, and every new learning rate: on all devices before the step."""
+    events, step = [], Step.__call__
+
+    def called(self, *arguments, **settings):
+        events.append("step")
+        return step(self, *arguments, **settings)
+
+    monkeypatch.setattr(Step, "__call__", called)
+    monkeypatch.setattr(step_runner, "finish", lambda device: events.append(device[-5:]))
+    pm = pipetrain.PipelineModel(networks.small(), scheme=scheme, devices=names(2), order="none")
+    pm.compile(keras.optimizers.SGD(0.1), networks.crossentropy())
+    halve = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: setattr(pm.optimizer, "learning_rate", 0.05) if batch == 1 else None
+    )
+    networks.fit(pm, *DATA, callbacks=[halve])
+    both = list(names(2))
+    assert both[0] in events[: events.index("step")] and both[1] in events[: events.index("step")]
+    later = events[events.index("step") :]
+    assert later.count("step") == 4
+    assert later[: later.index(both[0])].count("step") == 2
+    assert later[later.index(both[0]) :][:2] == both
 
 
 def test_dynamic_loss_scaling_is_refused():

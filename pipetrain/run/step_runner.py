@@ -128,9 +128,22 @@ class StepRunner(Stepwise):
 
     def _set_rates(self, learning_rate: float | None) -> None:
         """Gradients that waited are applied with the rate of the step that made them."""
-        for weights in self._weights:
-            for group in weights.groups:
-                group.set_rate(self._late_rate if self.plan.are_late(group.numbers) else learning_rate)
+        changed = [
+            group.set_rate(self._late_rate if self.plan.are_late(group.numbers) else learning_rate)
+            for weights in self._weights
+            for group in weights.groups
+        ]
+        if any(changed):
+            self._settle()
+
+    def _settle(self) -> None:
+        """Wait until what was written to variables is there.
+
+        A step over several processes does not wait for it: it would read what was there before, and what is written
+        could replace its update.
+        """
+        for worker in self._workers:
+            finish(worker.device)
 
     def _flush(self) -> None:
         if self._waiting and self._step is not None:
@@ -153,9 +166,7 @@ class StepRunner(Stepwise):
             weights.load(settings.updates)
         if any([worker.load() for worker in self._workers]):  # each of them, whatever the first one says
             self._step = None
-        for worker in self._workers:
-            # A step does not wait for what was called on a variable before: it would be written after its update.
-            finish(worker.device)
+        self._settle()
         self._waiting, self._shares = False, {}
 
     def _end(self, store: bool) -> None:

@@ -122,11 +122,13 @@ class WeightGroup:
         self._apply(gradients, _constant(float(step.staleness), tf.float32) if self.rule.corrects else None)
         self.updated()
 
-    def set_rate(self, learning_rate: float | None) -> None:
-        """The learning rate of the next step; None leaves a schedule unchanged."""
-        if learning_rate is not None and learning_rate != self._learning_rate:
-            self.optimizer._learning_rate.assign(learning_rate)
-            self._learning_rate = learning_rate
+    def set_rate(self, learning_rate: float | None) -> bool:
+        """The learning rate of the next step, None leaves a schedule unchanged; whether it is another one."""
+        if learning_rate is None or learning_rate == self._learning_rate:
+            return False
+        self.optimizer._learning_rate.assign(learning_rate)
+        self._learning_rate = learning_rate
+        return True
 
     def updated(self) -> None:
         """A step was made."""
