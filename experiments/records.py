@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from experiments.variants import Variant
 from pipetrain.schemes.coding.coded_reduce import checked_tree
-from pipetrain.schemes.table import CODED, GRID, HORIZONS, SERVING, TRANSFERRING, has, splits, takes
+from pipetrain.schemes.own_options import OWN
+from pipetrain.schemes.table import CODED, HORIZONS, has, splits, takes
 
 CHECKPOINTS = "checkpoints"  # the folder, within a run's
 LOST = 75  # exit status of a run that has lost a worker; EX_TEMPFAIL of sysexits.h
@@ -18,9 +19,6 @@ POLICY_OPTIONS: dict[str, Any] = {
     "rescale_steps": None,
     "stretch_momentum": "auto",
 }
-
-# Options that some schemes alone have.
-OWN: dict[str, Collection[str]] = {"grid": (GRID,), "order": TRANSFERRING, "servers": (SERVING,)}
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,7 @@ def microbatches_for(
 
 def own_for(scheme: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Of the given ``OWN`` options those of this scheme in a run of several; None for those that others have."""
-    return {name: given[name] if scheme in schemes else None for name, schemes in OWN.items()}
+    return {name: given[name] if scheme in own.schemes else None for name, own in OWN.items()}
 
 
 def options_of(scheme: str, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -43,7 +43,6 @@ from experiments.networks import NETWORKS, sizes  # noqa: E402
 from experiments.options import add_policy, add_training, add_tree, add_workers, fill_in, positive, whole, writable  # noqa: E402
 from experiments.records import (  # noqa: E402
     LOST,
-    OWN,
     POLICY_OPTIONS,
     Settings,
     Summary,
@@ -55,8 +54,7 @@ from pipetrain.cli.argument_types import add_grid, add_transfers  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
 from pipetrain.plan.text_table import text_table  # noqa: E402
 from pipetrain.schemes import table  # noqa: E402
-from pipetrain.schemes.grid import check_grid  # noqa: E402
-from pipetrain.schemes.transfers.orders import check_order, check_servers  # noqa: E402
+from pipetrain.schemes.own_options import OWN, check_own  # noqa: E402
 
 # What may be different when a run goes on, and options that say nothing about the run itself.
 TREE = {"children", "tree_depth", "stragglers"}
@@ -263,9 +261,7 @@ def possible(settings: Sequence[Settings], every: bool) -> list[Settings]:
 def having(scheme: str, options: argparse.Namespace) -> dict[str, Any]:
     """The policy's options for this scheme. Raises ValueError for those that none of the run's schemes has."""
     given = {name: getattr(options, name) for name in POLICY_OPTIONS if name in options.given}
-    for name, check in (("grid", check_grid), ("order", check_order), ("servers", check_servers)):
-        if not any(each in OWN[name] for each in options.scheme) and getattr(options, name) is not None:
-            check(getattr(options, name), scheme)
+    check_own(vars(options), options.scheme)
     for name, value in given.items():
         if not any(options_of(each, {name: value})[name] == value for each in options.scheme):
             table.check_options(scheme, **{**POLICY_OPTIONS, **given})
@@ -288,6 +284,7 @@ def go_on(options: argparse.Namespace, ends: ExitStack) -> tuple[Path, list[Summ
         )
     schemes_given = options.scheme if "scheme" in options.given else []
     by_source = resuming.settings(output, schemes_given, changes)
+    check_own(changes, [each.scheme for each in by_source.values()])
     start(options, max(each.devices for each in by_source.values()), ends)
     settings = possible([*by_source.values()], every=False)
     for source, each in by_source.items():

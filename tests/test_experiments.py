@@ -193,6 +193,8 @@ def test_a_run_goes_on_under_another_scheme_in_other_stages(main, tmp_path, monk
         assert main(options) == 130
     assert main(["--resume", str(tmp_path), "--model", "vgg16"]) == 2
     assert "Received: --resume with --model." in capsys.readouterr().err
+    assert main(["--resume", str(tmp_path), "--servers", "2"]) == 2
+    assert "Only the scheme 'parameter-server' has servers. Received: servers=2" in capsys.readouterr().err
     assert main(["--resume", str(tmp_path), "--scheme", "vanilla", "--stages", "3"]) == 0
     assert "Different now: 3 stages instead of 4; scheme vanilla instead of spectrain." in capsys.readouterr().out
     assert json.loads((tmp_path / "vanilla" / "config.json").read_text())["stages"] == 3

@@ -587,6 +587,8 @@ def test_simulate_on_the_command_line(tmp_path, capsys, monkeypatch):
     capsys.readouterr()
     assert command_line.main([*common, "--servers", "2"]) == 2
     assert "Only the scheme 'parameter-server' has servers" in capsys.readouterr().err
+    assert command_line.main([*common, "--order", "tic"]) == 2
+    assert "Only all-reduce and parameter-server order their transfers" in capsys.readouterr().err
     for wrong, message in {"--speed": "'0' is not a number above 0", "--slowdown": "'x' is not a number"}.items():
         with pytest.raises(SystemExit):
             command_line.main([*common, wrong, message.split("'")[1]])

@@ -10,8 +10,8 @@ from pipetrain.cli.argument_types import add_grid, add_scheme, add_transfers, co
 from pipetrain.cli.given import add_common, given
 from pipetrain.schemes import table
 from pipetrain.schemes.coding.coded_reduce import Tree, checked_tree
-from pipetrain.schemes.grid import check_grid
-from pipetrain.schemes.transfers.orders import AUTO, check_servers
+from pipetrain.schemes.own_options import check_own
+from pipetrain.schemes.transfers.orders import AUTO
 from pipetrain.simulation.advice import advise_all
 from pipetrain.simulation.comparison import Comparison, compare
 from pipetrain.simulation.reduction import REDUCTIONS
@@ -105,11 +105,9 @@ def tree_of(options: argparse.Namespace) -> Tree | None:
 
 def run(options: argparse.Namespace) -> None:
     """Print what was simulated, and write the traces that are asked for."""
-    if options.grid is not None and table.GRID not in (options.scheme or ()):
-        check_grid(options.grid, (options.scheme or ["single"])[0])
-    if table.SERVING not in (options.scheme or ()):
-        check_servers(options.servers, (options.scheme or ["single"])[0])
-    made = given(options, options.scheme or ["single", table.DATA_PARALLEL, "spectrain"], table.check_name)
+    schemes = options.scheme or ["single", table.DATA_PARALLEL, "spectrain"]
+    check_own(vars(options), schemes)
+    made = given(options, schemes, table.check_name)
     profile = made.profile.faster(options.speed)
     of_microbatches = made.of_microbatches and made.of_microbatches.faster(options.speed)
     comparison = compare(

@@ -35,6 +35,7 @@ from pipetrain.frontend.transfer_strategy import TransferStrategy
 from pipetrain.plan.memory import Training
 from pipetrain.plan.stages import Partition
 from pipetrain.schemes.grid import check_grid
+from pipetrain.schemes.own_options import OWN
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.table import (
     AUTO,
@@ -49,7 +50,6 @@ from pipetrain.schemes.table import (
 )
 from pipetrain.schemes.table import scheme as chosen_scheme
 from pipetrain.schemes.text_form import chosen, microbatches_of, stages_of
-from pipetrain.schemes.transfers.orders import check_order, check_servers
 
 
 class Options(NamedTuple):
@@ -125,11 +125,10 @@ def _check(options: Options) -> None:
     check_replicas(name, options.replicas)
     check_recompute(options.recompute, name)
     check_cuts(options.cuts, name)
-    check_order(options.order, name)
-    check_servers(options.servers, name)
+    for option, own in OWN.items():
+        own.check(getattr(options, option), name)
     check_copies(options.stages, options.devices, name)
     check_tree(name, *options.of_tree)
-    check_grid(options.grid, name)
 
 
 def strategy_of(model: keras.Model, options: Options) -> Strategy:
