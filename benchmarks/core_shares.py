@@ -1,4 +1,7 @@
-"""A part of a core's time for a group of processes, by control groups of Linux (version 1 or 2); needs root."""
+"""A part of a core's time for a group of processes, by Linux's control groups; needs root.
+
+Of version 1, or of version 2 where its controller ``cpu`` is on.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,6 @@ def group(name: str, part: float, ends: ExitStack) -> Path:
     return folder / "cgroup.procs"
 
 
-def joining(members: Path | str | None, command: Sequence[str]) -> list[str]:
+def joining(members: Path | None, command: Sequence[str]) -> list[str]:
     """The command, run by a process that joins this group first, if there is one."""
     return ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(members), *command] if members else [*command]

@@ -238,7 +238,7 @@ def train(options: argparse.Namespace) -> None:
 
 def tried(scheme: str, given: Sequence[str] | None) -> list[str]:
     """Of the orders that were given, or of all, those that the scheme has; TicTac's are orders of what is pulled."""
-    serves = scheme == "parameter-server"
+    serves = scheme == SERVING
     own = [order for order in orders(serves) if serves or order not in ("tic", "tac")]
     return [order for order in (*own, AUTO) if not given or order in given]
 

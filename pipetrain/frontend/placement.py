@@ -286,8 +286,11 @@ class Placement:
     @property
     def decided_kernels(self) -> list[bool] | None:
         """Of each stage, whether XLA compiles it; None if nothing has decided it yet."""
-        if self._kernels.compiled is None and self._partition is not None:
-            self._kernels.decide([stage.compiled for stage in self._partition.stages])
+        if self._kernels.compiled is None:
+            if self._partition is not None:
+                self._kernels.decide([stage.compiled for stage in self._partition.stages])
+            elif self.training.kernels(self.stages) is False:  # whatever a profile would say
+                self._kernels.decide([False] * self.stages)
         return self._kernels.compiled
 
     def _decide_kernels(self, batch_size: int) -> list[bool]:

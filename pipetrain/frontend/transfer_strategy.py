@@ -118,7 +118,17 @@ class TransferStrategy(PipelineStrategy):
                 message = replace(message, overhead_s=message.overhead_s + 2 * work.overhead_s)  # at either end
         workload = workload_of(placement.chain, variables, profile, message, workers)
         sent = input_bytes(self.model, placement.shapes, (rows or DEFAULT_ROWS) // workers)
-        return Setting(workload, workers, self._serves, cluster, cluster.overhead_s, self._servers, True, sent, work)
+        return Setting(
+            workload,
+            workers,
+            self._serves,
+            cluster,
+            cluster.overhead_s,
+            servers=self._servers,
+            whole=True,
+            input_bytes=sent,
+            message_work=work,
+        )
 
     def _planned(self, rows: int | None) -> Plan:
         """The plan of the order, measured where it depends on that."""

@@ -58,12 +58,17 @@ class Setting:
         for name in ("caller_s", "input_bytes"):
             _check_number(name, getattr(self, name))
 
+    @property
+    def parts(self) -> int:
+        """Into how many parts, each on a server, every variable is divided."""
+        return 1 if self.whole else self.servers
+
     def of_servers(self, phase: Phase) -> list[Phase]:
         """What of a phase's packs each server sends or gets."""
         if self.whole:
             held = shared_out(self.workload.sizes_bytes, self.servers)
             return [phase.of(each, self.workload.sizes_bytes) for each in held]
-        packs = tuple(pack._replace(size_bytes=-(-pack.size_bytes // self.servers)) for pack in phase.packs)
+        packs = tuple(pack._replace(size_bytes=-(-pack.size_bytes // self.parts)) for pack in phase.packs)
         return [phase._replace(packs=packs)] * self.servers
 
 

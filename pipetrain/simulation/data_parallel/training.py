@@ -134,8 +134,8 @@ class Training:
 
     def _updated(self, pack: Pack, sink: int, messages: list[Message]) -> None:
         """The sums of a pack are there: update its variables."""
-        parts = self._setting.servers if self._setting.serves and not self._setting.whole else 1
-        self.devices[sink].do(self._update_s(pack) / parts, "B", self._step, partial(self._used, messages, self._done))
+        seconds = self._update_s(pack) / (self._setting.parts if self._setting.serves else 1)
+        self.devices[sink].do(seconds, "B", self._step, partial(self._used, messages, self._done))
 
     def _updated_late(self, pack: Pack, sink: int, messages: list[Message]) -> None:
         """The sums of a late pack are there: update its variables, then its layers may run."""
