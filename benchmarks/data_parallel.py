@@ -2,9 +2,9 @@
 
 Hosts are network namespaces of this machine, each with a worker on a core of its own, or with an equal part of the
 cores where there are more hosts, and a port of limited bandwidth; the program runs on the first of them. All orders
-train in turns in one process, a few minibatches each, so that a machine whose speed drifts is fair to all; the median
-of all steps but the first of each turn is printed, how many times as fast as TensorFlow's own order that is, and what
-the simulator predicts. Orders that give one plan are trained once. Beside them in turns: TensorFlow's
+train in turns in one process, ``--steps`` minibatches each, so that a machine whose speed drifts is fair to all; the
+median of all steps but the first of each turn is printed, how many times as fast as TensorFlow's own order that is,
+and what the simulator predicts. Orders that give one plan are trained once. Beside them in turns: TensorFlow's
 MultiWorkerMirroredStrategy, as a loop written by hand, with its own packs and with packs of 1 MiB. Needs root, for the
 namespaces.
 
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
     from pipetrain.schemes.transfers.plan import Plan
 
-STEPS = 6  # of a turn
 NARROW = 2  # the inputs of the dense network: its minibatches are sent over the same links
 WORDS = 1000  # of made-up sentences, and of the Transformer's vocabulary
 PEER, PEER_PORT = "MultiWorker", 2322
@@ -100,17 +99,15 @@ def made(network: str, rows: int, minibatches: int) -> tuple[keras.Model, np.nda
 class Way:
     """One scheme with one order, and the milliseconds of its steps so far."""
 
-    def __init__(
-        self, network: str, scheme: str, order: str, devices: list[str], rows: int, servers: int | None
-    ) -> None:
+    def __init__(self, options: argparse.Namespace, scheme: str, order: str, devices: list[str]) -> None:
         import keras
 
         import pipetrain
 
         keras.utils.set_random_seed(0)
-        self.scheme, self.order, self._rows = scheme, order, rows * len(devices)
-        model, self._x = made(network, self._rows, STEPS)
-        on = servers if scheme == SERVING else None
+        self.scheme, self.order, self._rows = scheme, order, options.rows * len(devices)
+        model, self._x = made(options.network, self._rows, options.steps)
+        on = options.servers if scheme == SERVING else None
         self._pm = pipetrain.PipelineModel(model, scheme=scheme, order=order, devices=devices, servers=on)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         self._pm.compile(keras.optimizers.SGD(1e-3, momentum=0.9), loss)
@@ -144,8 +141,8 @@ class Way:
 class Peer:
     """The first process of MultiWorkerMirroredStrategy, and the milliseconds of its steps so far."""
 
-    def __init__(self, packs: str, command: Sequence[str]) -> None:
-        self.scheme, self.order = PEER, packs
+    def __init__(self, packs: str, command: Sequence[str], steps: int) -> None:
+        self.scheme, self.order, self._steps = PEER, packs, steps
         self.ms: list[float] = []
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=ENVIRONMENT)
@@ -159,7 +156,7 @@ class Peer:
     def turn(self, counts: bool) -> None:
         """Take the steps of a turn, which ``counts`` unless it is to warm up."""
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{STEPS}\n")
+        self._process.stdin.write(f"{self._steps}\n")
         self._process.stdin.flush()
         taken_ms = self._answer()
         self.ms += taken_ms[1:] if counts else []
@@ -210,7 +207,7 @@ def train(options: argparse.Namespace) -> None:
         names: list[list[str]] = []  # of the orders that give a way's plan
         for scheme in options.scheme or TRANSFERRING:
             for order in tried(scheme, options.order):
-                way = Way(options.network, scheme, order, devices, options.rows, options.servers)
+                way = Way(options, scheme, order, devices)
                 way.turn(counts=False)
                 same = [n for n, other in enumerate(ways) if _is_same(way, other)]
                 if same:
@@ -220,7 +217,7 @@ def train(options: argparse.Namespace) -> None:
                     names.append([order])
         print(MEASURED, flush=True)
         for packs in PACKS if options.peer and options.part == "step" else ():
-            peer = Peer(packs, peer_command(options, options.addresses, 0, packs))
+            peer = Peer(packs, peer_command(options, options.addresses, 0, packs), options.steps)
             ends.callback(peer.end)
             ways.append(peer)
             names.append([packs])
@@ -261,7 +258,7 @@ def table(found: list[Any]) -> str:
 def measured(hosts: Hosts, options: argparse.Namespace, rate_mbit: int) -> list[Any]:
     """What all ways take at this bandwidth, all of whose processes are started for it."""
     hosts.limit(rate_mbit)
-    alike = ("network", "rows", "rounds", "seconds", "part")
+    alike = ("network", "rows", "rounds", "steps", "seconds", "part")
     given = [f"--{name}={value}" for name in alike for value in [getattr(options, name)]]
     given += [f"--{name}={value}" for name in ("scheme", "order") for value in getattr(options, name) or ()]
     given += ["--peer"] if options.peer else []
@@ -304,6 +301,7 @@ def main() -> None:
     parser.add_argument("--rate", type=int, action="append", metavar="MBIT", help="of each port (default: 200)")
     parser.add_argument("--rows", type=int, metavar="N", help="of each worker (default: the network's)")
     parser.add_argument("--rounds", type=int, default=10, metavar="N")
+    parser.add_argument("--steps", type=int, default=6, metavar="N", help="of a turn, whose first is not counted")
     parser.add_argument("--seconds", type=float, default=600, metavar="S", help="after which no round begins")
     parser.add_argument("--scheme", choices=TRANSFERRING, action="append", help="(default: both)")
     parser.add_argument("--order", action="append", help="(default: all)")
@@ -320,7 +318,7 @@ def main() -> None:
         for rate_mbit in options.rate or [200]:
             rounds, found = measured(hosts, options, rate_mbit)
             of = f"{options.network}, {options.rows} rows a worker, {options.hosts} hosts, {rate_mbit} Mb/s"
-            print(f"{of}, {rounds} rounds")
+            print(f"{of}, {rounds} rounds of {options.steps} steps")
             print(table(found), flush=True)
 
 
