@@ -139,6 +139,28 @@ def test_partition_equals_brute_force(
     assert max(compared(found, replicate)) == pytest.approx(min(slowest_s[id(each)] for each in fitting))
 
 
+@pytest.mark.parametrize(
+    ("blocks", "shared", "cluster", "training", "devices", "limit", "slowest_s"),
+    [
+        ([(8, 3, 12, 8, 1), (9, 5, 14, 4, 2), (8, 9, 0, 6, 2), (8, 2, 16, 8, 0)], [], 0, (1, 2), 4, 110, 25),
+        ([(3, 4, 2, 7, 1), (8, 4, 17, 7, 2), (7, 0, 12, 5, 0), (4, 7, 0, 6, 2)], [], 0, (1, 1), 3, 121, 19),
+        ([(9, 4, 14, 2, 2), (5, 7, 13, 1, 0), (9, 6, 6, 4, 0)], [(1, {0, 2})], 2, (1, 1, True), 4, 96, 9),
+    ],
+)
+def test_more_stages_whose_minibatches_have_more_microbatches_fit_where_fewer_do_not(
+    blocks, shared, cluster, training, devices, limit, slowest_s
+):
+    """With 2BW a pipeline of three stages has two microbatches, of which each keeps half of a minibatch."""
+    profile, cluster, two = (
+        chain(blocks, shared=shared),
+        CLUSTERS[cluster],
+        Training("2bw", *training, jit_compile=False),
+    )
+    found = partition(profile, devices, Cluster(cluster.levels, limit), replicate=True, training=two)
+    plans = every_plan(profile, devices, cluster, True, two)
+    assert slowest_s == found.slowest_s == min(each.slowest_s for each in plans if fullest(each) <= limit)
+
+
 @given(blocks, st.integers(1, 4))
 @settings(deadline=None, max_examples=100)
 def test_hosts_are_no_worse_than_side_by_side_and_more_devices_never_slower(blocks, devices):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pipetrain.plan.cost import Costs, Memory, Place
 from pipetrain.plan.memory import Demand, Training, demand, even_demand
 from pipetrain.plan.profile import Profile, mib
-from pipetrain.plan.search import CLOSE, HUGE, NEVER, Limit, Problem, Reach, fastest
+from pipetrain.plan.search import CLOSE, HUGE, Limit, Problem, Reach, fastest
 from pipetrain.plan.stages import Partition, described
 from pipetrain.schemes.table import HORIZONS
 
@@ -25,7 +25,8 @@ class Capacity:
 
     What a stage keeps depends on how many stages there are. A first search takes every stage to keep what it would if
     the pipeline began with it. That is never more than it keeps: if nothing fits, nothing does for any number of
-    stages; if what is found fits even so, none is better. Else, every number of stages is tried.
+    stages; if what is found fits even so, none is better. Else, every number of stages is tried. Where more stages need
+    more microbatches, of which each keeps less, there is no such first search.
     """
 
     def __init__(self, profile: Profile, costs: Costs, problem: Problem, training: Training) -> None:
@@ -98,17 +99,19 @@ class Capacity:
             return [(self._problem.stages, even_demand), (self._problem.stages, demand)]
         if self._problem.stages is not None:
             return [(self._problem.stages, demand)]
-        return [(total, demand) for total in (None, *range(1, min(self._problem.devices, self._problem.blocks) + 1))]
+        totals = range(1, min(self._problem.devices, self._problem.blocks) + 1)
+        varies = len({self._training.microbatches_of(total) for total in totals}) > 1
+        return [(total, demand) for total in (*(() if varies else (None,)), *totals)]
 
     def _limit(self, limit_bytes: float, total: int | None, need: Need) -> Limit:
         """What stages keep in a pipeline of ``total`` stages, or of those from each one to the end."""
 
         def memory(place: Place, left: int) -> Memory:
-            stages = max(total or left, left)
+            stages = total or left
             return self._costs.memory(place.replicas, need(self._training, stages - left, stages))
 
         # of a device's several stages each is given an equal part, which may refuse what would fit
-        return Limit(memory, limit_bytes / self._training.chosen.schedule.chunks, total or NEVER)
+        return Limit(memory, limit_bytes / self._training.chosen.schedule.chunks, total)
 
     def _what_would_fit(self, limit_bytes: int, leanest: Partition) -> str:
         together = max(leanest.on_devices, key=lambda stages: sum(stage.memory_bytes for stage in stages))

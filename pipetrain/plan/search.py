@@ -24,9 +24,6 @@ from pipetrain.plan.cost import Affine, Floats, Memory, Place
 
 CLOSE = 1 + 1e-9  # seconds nearer to each other are equal: a byte more to send, or sums in another order
 HUGE = 1e300  # seconds
-NEVER = 1 << 30  # more stages than any chain has
-
-Counts = NDArray[np.int64]
 
 
 class Choice(NamedTuple):
@@ -56,11 +53,14 @@ class Problem(NamedTuple):
 
 
 class Limit(NamedTuple):
-    """What a device may hold: ``memory(place, n)`` is what it keeps of a stage from which n lead to the end."""
+    """What a device may hold: ``memory(place, n)`` is what it keeps of a stage from which n lead to the end.
+
+    ``stages`` is how many there are, None where that is open.
+    """
 
     memory: Callable[[Place, int], Memory]
     limit_bytes: float
-    most_stages: int = NEVER
+    stages: int | None = None
 
 
 def fastest(
@@ -89,10 +89,11 @@ def fastest(
 def most_even(problem: Problem, within: float) -> list[Choice]:
     """Of the ways in which no stage takes longer than this, the one with the least sum of squared seconds."""
     reach, ahead = Reach(problem, within), _reached(problem, within)
-    best = np.where(reach.left == 0, 0.0, np.inf)
+    best = np.full((problem.devices + 1, problem.blocks + 1), np.inf)
+    best[reach.can[0, :, -1], -1] = 0.0
     choices = np.zeros((problem.devices, problem.blocks + 1, 2), dtype=np.int64)
     for device in range(problem.devices - 1, -1, -1):
-        starts = np.flatnonzero(ahead[device] & (reach.left[device] < NEVER))
+        starts = np.flatnonzero(ahead[device] & reach.can[0, device])
         starts = starts[starts < problem.blocks]
         for index, place in enumerate(problem.places[device]):
             ends = np.flatnonzero(np.isfinite(best[place.after]))
@@ -136,40 +137,45 @@ def _reached(problem: Problem, within: float) -> NDArray[np.bool_]:
 class Reach:
     """What can be done if no stage takes longer than ``within`` seconds.
 
-    ``left[a][i]`` is the least number of stages that place blocks i.. on devices a.., NEVER where none do: what
-    devices keep grows with the stages behind, so fewer are never worse. ``least_refused``: the least seconds of any
-    stage that was too slow; for any time below it the answers are the same.
+    ``can[n, a, i]`` says whether n stages can place blocks i.. on devices a..; without a limit n is 0 and stands for
+    any number, since what a stage takes does not depend on it. ``least_refused``: the least seconds of any stage that
+    was too slow; for any time below it the answers are the same.
     """
 
     def __init__(self, problem: Problem, within: float, limit: Limit | None = None) -> None:
         self._problem, self._within, self._limit = problem, within * CLOSE, limit
         self.least_refused = HUGE
-        self.left = np.full((problem.devices + 1, problem.blocks + 1), NEVER, dtype=np.int64)
-        self.left[problem.devices if problem.stages else slice(None), -1] = 0
+        most = 0 if limit is None else limit.stages or min(problem.devices, problem.blocks)
+        self.can = np.zeros((most + 1, problem.devices + 1, problem.blocks + 1), dtype=bool)
+        self.can[0, problem.devices if problem.stages else slice(None), -1] = True
         for device in range(problem.devices - 1, -1, -1):
             for place in problem.places[device]:
-                self._extend(self.left[device], place, self.left[place.after])
+                self._extend(device, place)
 
     def stages(self) -> list[Choice] | None:
-        """The fewest stages that place the whole chain; None if none do."""
-        i, device, left, found = 0, 0, int(self.left[0, 0]), []
-        if left == NEVER or (self._limit and left > self._limit.most_stages):
+        """Stages that place the whole chain, the fewest where their number is open; None if none do."""
+        given = self._limit.stages if self._limit else None
+        counts = range(len(self.can)) if given is None else [given]
+        left = next((count for count in counts if self.can[count, 0, 0]), None)
+        if left is None:
             return None
+        i, device, found = 0, 0, []
         while i < self._problem.blocks:
             end, place = next(self._next(i, device, left))
             found.append(Choice(i, end, place))
-            i, device, left = end, place.after, int(self.left[place.after, end])
+            i, device, left = end, place.after, max(left - 1, 0)
         return found
 
-    def _extend(self, left: Counts, place: Place, rest: Counts) -> None:
+    def _extend(self, device: int, place: Place) -> None:
         """Put a stage at this place before what is placed already."""
-        counts = [1] if self._limit is None else [int(n) + 1 for n in np.unique(rest[rest < NEVER])]
-        for count in counts:  # without a limit the number does not matter: 1 stands for any
-            ends = rest < (count if self._limit else NEVER)
-            taken = self._soonest(place, ends, count)
+        for left in range(min(1, len(self.can) - 1), len(self.can)):
+            ends = self.can[max(left - 1, 0), place.after]
+            if not ends.any():
+                continue
+            taken = self._soonest(place, ends, left)
             possible = taken <= self._within
             self.least_refused = min(self.least_refused, float(taken.min(where=~possible, initial=HUGE)))
-            np.minimum(left[:-1], np.where(possible, count, NEVER), out=left[:-1])
+            self.can[left, device, :-1] |= possible
 
     def _soonest(self, place: Place, ends: NDArray[np.bool_], left: int) -> Floats:
         """The least seconds over the ends j > i that are possible, for every i below the last; infinite if none is."""
@@ -189,7 +195,7 @@ class Reach:
     def _next(self, i: int, device: int, left: int) -> Iterator[tuple[int, Place]]:
         for place in self._problem.places[device]:
             seconds, every = self._problem.seconds[place], np.arange(self._problem.blocks + 1)
-            fits = self.left[place.after] < (left if self._limit else NEVER)
+            fits = self.can[max(left - 1, 0), place.after].copy()
             fits &= seconds.of_all(np.array([i]), every)[0] <= self._within
             fits[: i + 1] = False
             if self._limit is not None and seconds.beside is not None:
