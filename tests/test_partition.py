@@ -151,11 +151,8 @@ def test_more_stages_whose_minibatches_have_more_microbatches_fit_where_fewer_do
     blocks, shared, cluster, training, devices, limit, slowest_s
 ):
     """With 2BW a pipeline of three stages has two microbatches, of which each keeps half of a minibatch."""
-    profile, cluster, two = (
-        chain(blocks, shared=shared),
-        CLUSTERS[cluster],
-        Training("2bw", *training, jit_compile=False),
-    )
+    profile, cluster = chain(blocks, shared=shared), CLUSTERS[cluster]
+    two = Training("2bw", *training, jit_compile=False)
     found = partition(profile, devices, Cluster(cluster.levels, limit), replicate=True, training=two)
     plans = every_plan(profile, devices, cluster, True, two)
     assert slowest_s == found.slowest_s == min(each.slowest_s for each in plans if fullest(each) <= limit)

@@ -168,14 +168,19 @@ class Reach:
 
     def _extend(self, device: int, place: Place) -> None:
         """Put a stage at this place before what is placed already."""
-        for left in range(min(1, len(self.can) - 1), len(self.can)):
-            ends = self.can[max(left - 1, 0), place.after]
+        for left in range(0 if self._limit is None else 1, len(self.can)):
+            ends = self._behind(place, left)
             if not ends.any():
                 continue
             taken = self._soonest(place, ends, left)
             possible = taken <= self._within
             self.least_refused = min(self.least_refused, float(taken.min(where=~possible, initial=HUGE)))
             self.can[left, device, :-1] |= possible
+
+    def _behind(self, place: Place, left: int) -> NDArray[np.bool_]:
+        """Where a stage at this place may end, from which ``left`` stages lead to the end: shape (blocks + 1,)."""
+        behind: NDArray[np.bool_] = self.can[max(left - 1, 0), place.after]
+        return behind
 
     def _soonest(self, place: Place, ends: NDArray[np.bool_], left: int) -> Floats:
         """The least seconds over the ends j > i that are possible, for every i below the last; infinite if none is."""
@@ -195,8 +200,7 @@ class Reach:
     def _next(self, i: int, device: int, left: int) -> Iterator[tuple[int, Place]]:
         for place in self._problem.places[device]:
             seconds, every = self._problem.seconds[place], np.arange(self._problem.blocks + 1)
-            fits = self.can[max(left - 1, 0), place.after].copy()
-            fits &= seconds.of_all(np.array([i]), every)[0] <= self._within
+            fits = self._behind(place, left) & (seconds.of_all(np.array([i]), every)[0] <= self._within)
             fits[: i + 1] = False
             if self._limit is not None and seconds.beside is not None:
                 fits &= self._limit.memory(place, left).fits(self._limit.limit_bytes)[i]
