@@ -23,8 +23,8 @@ DEFAULT_ROWS = 32  # Keras' batch size where none is given
 class InputData:
     """Reads minibatches and prepares them for the model; data from TensorFlow, read ahead, take one op each.
 
-    After ``open``, ``rows`` are those of the first minibatch, ``shapes`` those of its inputs without the batch, and
-    ``targets`` the specs of the labels and the sample weights of every minibatch to come.
+    After ``open``, ``first`` is the first minibatch, ``rows`` are its rows, ``shapes`` those of its inputs without the
+    batch, and ``targets`` the specs of the labels and the sample weights of every minibatch to come.
 
     Args:
         model: the model to feed.
@@ -32,6 +32,7 @@ class InputData:
     """
 
     def __init__(self, model: keras.Model, rate: tf.Variable | None = None) -> None:
+        self.first: Minibatch | None = None
         self.rows, self.targets = 0, None
         self.shapes: Shapes = ()
         self._model, self._rate = model, rate
@@ -51,7 +52,7 @@ class InputData:
         else:
             minibatches = map(self._prepared, iterator)
             first = targets = next(minibatches)
-        self.rows = int(first.x[0].shape[0])
+        self.first, self.rows = first, int(first.x[0].shape[0])
         self.shapes = tuple(tuple(each.shape[1:]) for each in first.x)
         self.targets = any_rows((targets.y, targets.sample_weight))
         remembered = memory_rows(self._model)

@@ -1,4 +1,4 @@
-"""Which plan of transfers a model is trained by: what its layers and messages take, and the order that is asked for."""
+"""Which plans of transfers a model may be trained by: what its layers and messages take, and the order asked for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipetrain.plan.profile import Profile, Seconds
 from pipetrain.schemes.transfers.orders import AUTO, MEASURED, ORDERS
 from pipetrain.schemes.transfers.plan import Phase, Plan, check_plan
 from pipetrain.schemes.transfers.workload import Layer, Message, Workload
-from pipetrain.simulation.data_parallel.choice import auto
+from pipetrain.simulation.data_parallel.choice import near
 from pipetrain.simulation.data_parallel.setting import Setting
 
 
@@ -41,17 +41,21 @@ def workload_of(
     return Workload(tuple(layers), tuple(map(size_bytes, specs(variables))), message)
 
 
-def planned(order: str | Plan, setting: Setting, apart: set[int], at_once: bool) -> Plan:
-    """The plan of an order, or the user's, checked.
+def planned(order: str | Plan, setting: Setting, apart: set[int], at_once: bool) -> list[Plan]:
+    """The plan of an order, or the user's, checked; where it is open, all that may be the fastest, the likeliest first.
 
     No variable of those ``apart``, whose gradients are rows, is late; none at all where all gradients are needed
     ``at_once``.
     """
     workload = setting.workload
     if not isinstance(order, str):
-        return check_plan(order, workload.sizes_bytes, setting.serves)
-    plan = auto(setting) if order == AUTO else ORDERS[order](workload, setting.serves)
-    return _in_time(plan, set(workload.owner) if at_once else apart)
+        return [check_plan(order, workload.sizes_bytes, setting.serves)]
+    plans = near(setting) if order == AUTO else [ORDERS[order](workload, setting.serves)]
+    found: dict[Plan, Plan] = {}  # of several that differ in their names alone, the first
+    for plan in plans:
+        made = _in_time(plan, set(workload.owner) if at_once else apart)
+        found.setdefault(made._replace(name=""), made)
+    return [*found.values()]
 
 
 def _in_time(plan: Plan, needed: set[int]) -> Plan:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import keras
 
+from pipetrain.checkpoint.arrays import assign, collected
 from pipetrain.cluster.message_work import message_work
 from pipetrain.compute.functions.split import size_bytes, specs
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.optimizer.clipping import limit
 from pipetrain.compute.optimizer.loss_scaling import stepping
+from pipetrain.compute.profiling.progress import Progress
 from pipetrain.compute.transfers.step import Step
 from pipetrain.compute.transfers.weights import Part, Weights
 from pipetrain.compute.transfers.worker import Worker
+from pipetrain.frontend.attributes import known
 from pipetrain.frontend.checks.optimizer import check_loss_scaling
 from pipetrain.frontend.device_choice import described
 from pipetrain.frontend.input_data import DEFAULT_ROWS
@@ -23,8 +27,9 @@ from pipetrain.frontend.pipeline_strategy import PipelineStrategy
 from pipetrain.frontend.placement import Placement
 from pipetrain.frontend.transfer_planning import embeddings, input_bytes, is_measured, planned, workload_of
 from pipetrain.plan.cluster import Cluster
-from pipetrain.run.pipeline import HOST
+from pipetrain.run.pipeline import HOST, Pipeline
 from pipetrain.run.step_runner import StepRunner
+from pipetrain.run.trial import minibatch_s
 from pipetrain.run.worker_rows import WorkerRows
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.splitting import shared_out
@@ -48,7 +53,8 @@ class TransferStrategy(PipelineStrategy):
         order: of the transfers, by name or as a plan.
         servers: on how many of the devices the weights are, if the scheme has servers.
 
-    ``plan`` is the one that was made of it, once there is a pipeline.
+    ``plan`` is the one that was made of it, once there is a pipeline. Of several that simulation cannot tell apart it
+    is the fastest by trial; every order gives the same weights.
     """
 
     def __init__(
@@ -57,15 +63,18 @@ class TransferStrategy(PipelineStrategy):
         super().__init__(model, placement, scheme)
         self._serves, self._order, self._servers = scheme.name == SERVING, order or AUTO, servers
         self._devices = placement.replica_devices
+        self._plans: list[Plan] = []  # of which the fastest is to be taken; one, once it is known
 
     def compiled(self, owner: keras.Model, loss: Any, jit_compile: Any) -> None:
         """The optimizer and the loss are new."""
         check_loss_scaling(owner.optimizer, self._scheme.name, None)
         super().compiled(owner, loss, jit_compile)
+        self._plans = []
 
     def _built(self, rows: int | None) -> Sequence[list[Stage]]:
         self._segment = segment = self.placement.whole()
-        self.plan = self._planned(rows)
+        self._plans = self._plans or self._planned(rows)
+        self.plan = self._plans[0]
         loss = self._compilation.metrics.loss
         self._weights = [
             Weights(segment, parts, self.optimizer, loss, len(self._devices))
@@ -101,6 +110,41 @@ class TransferStrategy(PipelineStrategy):
             self._compilation.learning_rate,
         )
 
+    def _pipeline_for_data(self) -> Pipeline:
+        """The runner of the plan that is taken, which is tried before if there are several."""
+        runner, plans = super()._pipeline_for_data(), self._plans
+        if len(plans) == 1:
+            return runner
+        fitted = self._fitted()
+        with self._kept():
+            progress = Progress(f"Trying {len(plans)} orders of transfers.", len(plans))
+            seconds = []
+            try:
+                for plan in plans:
+                    self._plans = [plan]
+                    runner = runner if plan == self.plan else self._remade(fitted)
+                    seconds.append(minibatch_s(runner, known(self._compilation.data.first)))
+                    progress.add(1)
+            finally:
+                self._plans = plans
+        self._plans = [plans[seconds.index(min(seconds))]]
+        return self._remade(fitted)
+
+    def _remade(self, fitted: int) -> Pipeline:
+        """A runner of the first plan, after so many updates of this ``fit``."""
+        self._make_pipeline(self._compilation.data.rows)
+        self._set_fitted(fitted)
+        return super()._pipeline_for_data()
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        """In the end weights, state and what the optimizer has gathered are as they were, whatever a trial does."""
+        arrays = collected(self.model, self._stages.slots(), self._stages.shared())
+        try:
+            yield
+        finally:
+            assign(self.model, arrays, self._stages.slots(), self._stages.shared())
+
     def _setting(self, rows: int | None, is_measured: bool = True) -> Setting:
         """The workers as the simulator takes them, for minibatches of so many rows.
 
@@ -130,8 +174,8 @@ class TransferStrategy(PipelineStrategy):
             message_work=work,
         )
 
-    def _planned(self, rows: int | None) -> Plan:
-        """The plan of the order, measured where it depends on that."""
+    def _planned(self, rows: int | None) -> list[Plan]:
+        """The plans of the order, measured where it depends on that."""
         rows_alone = embeddings(self.model, self._segment.trainable_variables)
         at_once = limit(stepping(self.optimizer).global_clipnorm) is not None
         return planned(self._order, self._setting(rows, is_measured(self._order)), rows_alone, at_once)

@@ -93,6 +93,7 @@ class Weights(Stage):
     ) -> None:
         self._given, self._scale_factor = parts, float(optimizer.loss_scale_factor or 1.0)
         super().__init__(segment, parts[0].device, optimizer, loss, division=Division(1, workers))
+        self.shared = []  # all its parts are this stage's own
 
     def _grouped(
         self, shared: Sequence[Shared], optimizer: keras.optimizers.Optimizer, rule: UpdateRule

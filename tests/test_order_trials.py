@@ -1,0 +1,124 @@
+"""``order="auto"``: orders that simulation cannot tell apart are tried, which leaves nothing in the model."""
+
+from __future__ import annotations
+
+import keras
+import networks
+import numpy as np
+import pytest
+from transfer_models import noisy
+from transfer_plans import late_plan
+
+import pipetrain
+from pipetrain.frontend import transfer_planning, transfer_strategy
+from pipetrain.run import trial
+from pipetrain.run.step_runner import StepRunner
+from pipetrain.run.trial import LEAST, WARM_UP
+from pipetrain.schemes.transfers.orders import ORDERS
+
+DATA = networks.data(60)
+
+
+def every_plan(late_first, setting):
+    """Plans of all kinds: layer by layer, late, unordered, and the latter once more by another name."""
+    plans = [ORDERS[name](setting.workload, setting.serves) for name in ("layerwise", "none")]
+    late = [] if setting.serves else [late_plan(noisy())]
+    return [*(late if late_first else []), *plans, *([] if late_first else late), plans[1]._replace(name="again")]
+
+
+@pytest.fixture
+def tried(monkeypatch):
+    """Names of the plans that were tried, each of which takes longer than the one before it, but for the last."""
+    found = []
+
+    def minibatch_s(runner, minibatch):
+        found.append(runner.plan.name)
+        own(runner, minibatch)
+        return 1.0 + len(found) if runner.plan.name != "none" else 1.0
+
+    own = transfer_strategy.minibatch_s
+    monkeypatch.setattr(transfer_planning, "near", lambda setting: every_plan(False, setting))
+    monkeypatch.setattr(transfer_strategy, "minibatch_s", minibatch_s)
+    monkeypatch.setattr(trial, "LEAST_S", 0.0)
+    return found
+
+
+def compiled(order, scheme="all-reduce", optimizer=None):
+    keras.utils.set_random_seed(0)
+    pm = pipetrain.PipelineModel(noisy(), scheme=scheme, devices=("CPU:0", "CPU:1"), order=order)
+    pm.compile(optimizer or keras.optimizers.Nadam(0.01), networks.crossentropy(), metrics=["accuracy"])
+    return pm
+
+
+def trained(order, scheme):
+    """The model after two epochs, its history, and the steps whose weights were evaluated."""
+    pm, steps = compiled(order, scheme), []
+    snapshots = pipetrain.callbacks.Snapshots(2, lambda step, model: steps.append(step))
+    return pm, networks.fit(pm, *DATA, epochs=2, callbacks=[snapshots]).history, steps
+
+
+@pytest.mark.parametrize(
+    ("scheme", "late_first"), [("all-reduce", False), ("all-reduce", True), ("parameter-server", False)]
+)
+def test_a_trial_leaves_nothing_in_the_model_and_the_fastest_order_trains(scheme, late_first, tried, monkeypatch):
+    monkeypatch.setattr(transfer_planning, "near", lambda setting: every_plan(late_first, setting))
+    (expected, *told), (pm, *found) = (trained(order, scheme) for order in ("none", "auto"))
+    assert found == told and found[1] == [2, 4, 6]
+    networks.assert_equal(pm.get_weights(), expected.get_weights())
+    networks.assert_equal(*([np.asarray(v) for v in each.optimizer.variables] for each in (pm, expected)))
+    assert sorted(tried) == sorted(
+        {"none", "layer by layer", "own"} if scheme == "all-reduce" else {"none", "layer by layer"}
+    )
+    assert pm._strategy.plan.name == "none"
+    assert {span.microbatch for span in pm.trace.spans} == {*range(6)}
+
+
+def test_orders_are_tried_once_for_a_compilation(tried):
+    pm = compiled("auto")
+    for _ in range(2):
+        networks.fit(pm, *DATA, epochs=1)
+    assert len(tried) == 3
+    pm.compile(keras.optimizers.SGD(0.01, global_clipnorm=1.0), networks.crossentropy())
+    networks.fit(pm, *DATA, epochs=1)
+    assert len(tried) == 3 + 3 - ("own" not in tried[3:])
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_an_interrupted_trial_leaves_the_model_as_it_was(error, tried, monkeypatch):
+    """Whose optimizer has gathered something before."""
+    expected, pm = (twice(each) for each in (None, error))
+    networks.assert_equal(pm.get_weights(), expected.get_weights())
+    assert len(tried) == 3 + 2 + 3  # the second of these was interrupted
+
+
+def twice(error):
+    """A model trained in one order, and then once more in an open one, whose first trial the error ends, if any."""
+    pm = compiled("none")
+    networks.fit(pm, *DATA, epochs=1)
+    pm._strategy._order = "auto"
+    pm.compile(pm.optimizer, networks.crossentropy(), metrics=["accuracy"])
+    if error:
+        before = states(pm)
+        with pytest.MonkeyPatch.context() as patched, pytest.raises(error):
+            patched.setattr(StepRunner, "post", failing(error, WARM_UP + LEAST + WARM_UP))
+            networks.fit(pm, *DATA, epochs=1)
+        networks.assert_equal(states(pm), before)
+    networks.fit(pm, *DATA, epochs=1)
+    return pm
+
+
+def states(pm):
+    return [*pm.get_weights(), *(np.asarray(each) for each in pm.optimizer.variables)]
+
+
+def failing(error, after):
+    """``StepRunner.post``, which raises the error after so many steps."""
+    calls, post = [], StepRunner.post
+
+    def step(self, *given):
+        calls.append(given)
+        post(self, *given)
+        if len(calls) == after:
+            raise error("in a trial")
+
+    return step
