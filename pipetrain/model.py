@@ -49,8 +49,8 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
             ``spike-compensation``, ``2bw``, ``gpipe``, ``1f1b``, ``interleaved``, ``looped-bfs``, ``zb-h1``, ``zb-h2``,
             ``zb-v``, ``v-half``, ``v-min``, ``all-reduce``, ``parameter-server``, ``coded-reduce`` or ``grid``; the
             name of a file in ``.csv`` that has a synchronous schedule, see ``pipetrain.schemes.text_form``; or your own
-            ``pipetrain.schemes.Scheme``. ``auto``: the way that is predicted to be the fastest on these devices, chosen
-            at the first ``fit``, see ``choice``.
+            ``pipetrain.schemes.Scheme``. ``auto``: the fastest way on these devices, in a trial of those
+            that are predicted to be near the fastest; chosen at the first ``fit``, see ``choice``.
         cuts: instead of ``stages``, the name of the last layer of every stage but the final one, for schemes with
             several stages.
         devices: TensorFlow devices, such as ``("CPU:0", "CPU:1")``; by default those of the workers that the program
@@ -83,11 +83,12 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
             1, and multiplies learning rates by f where momentum sums gradients (SGD, RMSprop); predictions then reach
             half as far again. ``"auto"``, the default: for SGD with momentum, Adam and other optimizers of Keras
             whose momentum is known; True: ValueError for others; False: never.
-        order: of the transfers of ``all-reduce`` and ``parameter-server``: ``auto``, the one that is predicted to be
-            the fastest, by a profile and the measured links; ``none``, in whatever order they are ready;
-            ``layerwise``, a message for each layer; ``tic`` or ``tac`` (TicTac, arXiv 1803.03288), ``ibatch`` (AAAI
-            2019), for ``all-reduce`` ``caramel`` (arXiv 2004.14020); or a ``pipetrain.schemes.transfers.plan.Plan``.
-            The weights are the same in every order, bitwise. By default ``auto``.
+        order: of the transfers of ``all-reduce`` and ``parameter-server``: ``auto``, the fastest in a trial of
+            those that a profile and the measured links predict to be near the fastest; ``none``, in whatever order they
+            are ready; ``layerwise``, a message for each layer; ``tic`` or ``tac`` (TicTac, arXiv 1803.03288),
+            ``ibatch`` (AAAI 2019), for ``all-reduce`` ``caramel`` (arXiv 2004.14020); or a
+            ``pipetrain.schemes.transfers.plan.Plan``. The weights are the same in every order, bitwise. By default
+            ``auto``.
         servers: of ``parameter-server``: on how many of the devices the weights and the optimizer's slots are, each
             variable on one of them, so that each has about as many bytes; by default 1.
         staleness: what ``auto`` may choose: ``none``, training that equals the unsplit model's, by default; or
@@ -170,6 +171,10 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
         if hasattr(model, "output_names"):  # by which Keras finds each output's loss and metrics
             self.output_names = model.output_names
         self.built = True
+
+    @staticmethod
+    def _by(model: keras.Model, options: Options) -> PipelineModel:
+        return PipelineModel(model, **options._asdict())
 
     layers, inputs, outputs = _wrapped("layers"), _wrapped("inputs"), _wrapped("outputs")
     input_shape, output_shape = _wrapped("input_shape"), _wrapped("output_shape")

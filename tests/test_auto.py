@@ -9,11 +9,14 @@ import keras
 import networks
 import numpy as np
 import pytest
+import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pipetrain
+from pipetrain.frontend import auto_mixin
 from pipetrain.frontend.auto import AutoStrategy
+from pipetrain.frontend.input_data import sample_of
 from pipetrain.plan.choice import MARGIN, Choice, Way, least_slowest_s
 from pipetrain.plan.cluster import Cluster, Level, Link
 from pipetrain.plan.coarse import bounds_of, merged
@@ -22,6 +25,7 @@ from pipetrain.plan.grid_network import GridNetwork
 from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import partition, plan
 from pipetrain.plan.profile import BlockProfile, Profile
+from pipetrain.run.trial import Clock
 from pipetrain.simulation.every_way import choose
 
 MIB = 2**20
@@ -232,6 +236,92 @@ def test_a_run_that_goes_on_keeps_its_way(tmp_path, monkeypatch, capsys):
     assert resumed.scheme == "zb-h2" and resumed.choice is None
     for a, b in zip(resumed.get_weights(), whole.get_weights(), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def near_ways(seconds=(1.0, 1.1, 1.2)):
+    """One device, all-reduce and a pipeline, none of which is predicted to be much faster."""
+    names = ("single", "all-reduce", "zb-h2")
+    kinds = ("single", "data parallelism", "pipeline")
+    return Choice(8, [Way(k, WAYS[n], 2, s, 1) for k, n, s in zip(kinds, names, seconds, strict=True)])
+
+
+def test_ways_near_the_fastest_are_tried_one_of_each_scheme_and_one_device():
+    choice = near_ways((1.9, 1.24, 1.0))
+    assert [way.kind for way in choice.near] == ["single", "pipeline", "data parallelism"]
+    assert [way.kind for way in near_ways((2.1, 1.26, 1.0)).near] == ["pipeline"]
+    twice = replace(choice, ways=[*choice.ways, choice.ways[-1]._replace(step_s=1.1)])
+    assert twice.near == choice.near
+    unfit = replace(choice, ways=[way._replace(fits=way.kind != "pipeline") for way in choice.ways])
+    assert [way.kind for way in unfit.near] == ["single", "data parallelism"]
+
+
+def test_of_ways_that_were_tried_the_fastest_is_taken():
+    choice = near_ways()
+    tried = choice.with_trials([*zip(choice.ways, (2.0, float("inf"), 1.0), strict=True)])
+    assert choice.taken.kind == "single" and tried.taken.kind == "pipeline"
+    text = str(tried)
+    assert "In a trial it was 2.00x as fast as one device" in text and "refused" in text and "tried" in text
+    untried = choice.with_trials([(choice.ways[1], 5.0)])
+    assert untried.taken.kind == "data parallelism"  # what was not tried is not known to be faster
+
+
+@pytest.mark.parametrize("fastest", ["single", "all-reduce", "zb-h2"])
+def test_a_trial_leaves_nothing_in_the_model_and_the_fastest_way_trains(fastest, monkeypatch):
+    tried, own = [], auto_mixin.trial_s
+
+    def trial_s(make, *given):
+        assert 0 < own(make, *given) < 60
+        tried.append(make().scheme)
+        return 1.0 if tried[-1] == fastest else 2.0
+
+    monkeypatch.setattr(auto_mixin, "trial_s", trial_s)
+    monkeypatch.setattr(AutoStrategy, "choice", lambda self, rows, shapes: near_ways())
+    expected = pipetrain.PipelineModel(network(), devices=("CPU:0", "CPU:1"), **WAYS[fastest])
+    pm = pipetrain.PipelineModel(network(), scheme="auto", devices=("CPU:0", "CPU:1"))
+    histories = [trained(model) for model in (expected, pm)]
+    assert tried == ["single", "all-reduce", "zb-h2"] and pm.scheme == fastest
+    assert histories[0] == histories[1]
+    networks.assert_equal(pm.get_weights(), expected.get_weights())
+    networks.assert_equal(*([np.asarray(v) for v in each.optimizer.variables] for each in (pm, expected)))
+
+
+def test_a_way_that_the_model_refuses_is_not_taken(monkeypatch):
+    """Of a model that draws with a layer's own state, whose loss no trial must leave changed."""
+    monkeypatch.setattr(AutoStrategy, "choice", lambda self, rows, shapes: near_ways((1.0, 1.0, 0.9)))
+    keras.utils.set_random_seed(1)
+    layers = [keras.layers.Dropout(0.2), keras.layers.Dense(8)]
+    model = keras.Sequential([keras.Input((6,)), *layers])  # has no layer dense_1 after which to cut
+    pm = pipetrain.PipelineModel(model, scheme="auto", devices=("CPU:0", "CPU:1"))
+    trained(pm)
+    assert pm.scheme in ("single", "all-reduce") and "refused" in str(pm.choice)
+
+
+def test_an_interrupted_trial_leaves_the_model_as_it_was(monkeypatch):
+    monkeypatch.setattr(AutoStrategy, "choice", lambda self, rows, shapes: near_ways())
+    pm = pipetrain.PipelineModel(network(), scheme="auto", devices=("CPU:0", "CPU:1"))
+    before = pm.get_weights()
+
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Clock, "tick", interrupted)
+        trained(pm)
+    networks.assert_equal(pm.get_weights(), before)
+    assert pm.scheme == "auto" and pm.choice is None
+    plain = network()
+    trained(plain), trained(pm)
+    networks.assert_close(pm.get_weights(), plain.get_weights())
+
+
+def test_data_are_not_read_for_a_trial():
+    x, y = data()
+    (some, labels) = sample_of(tf.data.Dataset.from_tensor_slices((x, y)).batch(8), None, 8)
+    assert some.shape == (8, 6) and labels.shape == (8, 8) and some.dtype == tf.float32
+    first = sample_of({"a": x}, y, 8)
+    np.testing.assert_array_equal(first[0]["a"], x[:8])
+    assert sample_of(iter([(x, y)]), None, 8) is None
+    assert sample_of(tf.data.Dataset.from_generator(lambda: [(x, y)], output_types=("float32",) * 2), None, 8) is None
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pipetrain
 from pipetrain.frontend import transfer_planning, transfer_strategy
 from pipetrain.run import trial
 from pipetrain.run.step_runner import StepRunner
-from pipetrain.run.trial import LEAST, WARM_UP
+from pipetrain.run.trial import TIMED, WARM_UP
 from pipetrain.schemes.transfers.orders import ORDERS
 
 DATA = networks.data(60)
@@ -100,7 +100,7 @@ def twice(error):
     if error:
         before = states(pm)
         with pytest.MonkeyPatch.context() as patched, pytest.raises(error):
-            patched.setattr(StepRunner, "post", failing(error, WARM_UP + LEAST + WARM_UP))
+            patched.setattr(StepRunner, "post", failing(error, WARM_UP + TIMED + WARM_UP))
             networks.fit(pm, *DATA, epochs=1)
         networks.assert_equal(states(pm), before)
     networks.fit(pm, *DATA, epochs=1)

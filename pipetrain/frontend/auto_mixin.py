@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import gc
+import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
+
+import keras
 
 from pipetrain.compute.graph.input_shapes import shapes_of_data
 from pipetrain.compute.keras_private import replace_layer
+from pipetrain.compute.profiling.progress import Progress
 from pipetrain.frontend.auto import AutoStrategy
-from pipetrain.frontend.input_data import first_rows
+from pipetrain.frontend.input_data import DEFAULT_ROWS, first_rows, sample_of
 from pipetrain.frontend.strategies import Options, checked, strategy_of
 from pipetrain.frontend.strategy_model import StrategyModel
+from pipetrain.frontend.way_trials import for_trials, kept, trial_s
 from pipetrain.plan.choice import Choice
+from pipetrain.plan.stages import Partition
 from pipetrain.schemes.table import COPIED
 
 
@@ -21,11 +29,12 @@ class AutoMixin(StrategyModel):
     ``way`` are the arguments of ``PipelineModel`` that were chosen; None before, and without ``scheme="auto"``.
     """
 
-    _compile_again: Callable[[], None]
+    _compile_again: partial[None]
     way: Mapping[str, Any] | None = None
     _choice: Choice | None = None
     scheme: str
     options: dict[str, Any]
+    _by: Callable[[keras.Model, Options], AutoMixin]  # a model that is trained by these options
 
     @property
     def choice(self) -> Choice | None:
@@ -35,9 +44,10 @@ class AutoMixin(StrategyModel):
         """
         return self._choice
 
-    def settle(self, x: Any, batch_size: int | None, callbacks: Sequence[Any]) -> None:
+    def settle(self, x: Any, y: Any, batch_size: int | None, callbacks: Sequence[Any]) -> None:
         """Choose the way to train if it is open: that of the run which a checkpoint goes on with, or the fastest.
 
+        Where prediction cannot tell which that is, several are tried, if inputs and labels can be seen before ``fit``.
         Raises ValueError if none fits the devices' memory.
         """
         strategy = self._strategy
@@ -47,14 +57,40 @@ class AutoMixin(StrategyModel):
         way, stages = next((each for each in told if each), None), None
         if way is None:
             rows, shapes = first_rows(x, batch_size), shapes_of_data(x, strategy.trained)
-            self._choice = strategy.choice(rows, shapes)
+            choice = strategy.choice(rows, shapes)
+            data = sample_of(x, y, rows or DEFAULT_ROWS)
+            self._choice = choice if data is None else self._tried(strategy, choice, data)
             way, stages = self._choice.taken.arguments, self._choice.cut
-        arguments = {**way, "cuts": None, "replicas": None} if stages is not None else dict(way)
-        devices = strategy.devices[:1] if way["scheme"] == "single" else strategy.devices
-        recompute = strategy.placement.training.recompute and way["scheme"] not in COPIED
-        options = checked(Options(**arguments, stages=stages, devices=devices, recompute=recompute))
+        options = checked(_options(strategy, way, stages))
         self._strategy = strategy_of(self.model, options)
         replace_layer(self, "inner", self._strategy.trained)
         self.scheme, self.options = options.name, options.of_policy()
         self.way = way
         self._compile_again()
+
+    def _tried(self, strategy: AutoStrategy, choice: Choice, data: Any) -> Choice:
+        """The choice with what those ways take that may be the fastest, if they are several."""
+        near, found = choice.near, []
+        if len(near) < 2:
+            return choice
+        progress = Progress(f"Trying {len(near)} ways to train.", len(near))
+        compiled = {**self._compile_again.keywords, **dict.fromkeys(("metrics", "weighted_metrics"))}
+        with kept(self.model):
+            for way in near:
+                cut, _ = choice.cut_of(way) if choice.cut_of and way.is_pipeline else (None, 0.0)
+                options = _options(strategy, way.arguments, cut)
+                compiled["optimizer"] = for_trials(self.optimizer, self.model)
+                found.append((way, trial_s(partial(self._by, self.model, options), data, compiled)))
+                gc.collect()  # its stages' weights, and what workers keep for it
+                progress.add(1)
+        if all(seconds == math.inf for _, seconds in found):
+            return choice  # whoever trains is told why
+        return choice.with_trials(found)
+
+
+def _options(strategy: AutoStrategy, way: Mapping[str, Any], cut: Partition | None) -> Options:
+    """Those of a way to train, with the cut that it has if it is a pipeline."""
+    arguments = {**way, "cuts": None, "replicas": None} if cut is not None else dict(way)
+    devices = strategy.devices[:1] if way["scheme"] == "single" else strategy.devices
+    recompute = strategy.placement.training.recompute and way["scheme"] not in COPIED
+    return Options(**arguments, stages=cut, devices=devices, recompute=recompute)

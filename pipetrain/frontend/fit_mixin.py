@@ -87,7 +87,7 @@ class FitMixin(AutoMixin):
     ) -> Iterator[FitSession]:
         """A session. Whatever ends it, no thread is left and the weights are in the model, unless a worker has them."""
         self.check_compile_called(method)
-        self.settle(x, batch_size, users)
+        self.settle(x, y, batch_size, users)
         with self._watched() as watch:
             session = self._begin(x, y, batch_size, users, first_epoch)
             try:

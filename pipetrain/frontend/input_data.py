@@ -13,6 +13,7 @@ from pipetrain.compute.functions.kernels import direct
 from pipetrain.compute.functions.weight_binding import any_rows
 from pipetrain.compute.graph.beside import memory_rows
 from pipetrain.compute.graph.input_shapes import Shapes
+from pipetrain.compute.profiling.block_passes import sample
 from pipetrain.compute.tensorflow_private import type_spec_of
 from pipetrain.frontend.checks.data import check_memory, checked_inputs, is_array
 from pipetrain.run.window import Minibatch
@@ -160,6 +161,25 @@ def first_rows(x: Any, batch_size: int | None) -> int | None:
     if isinstance(x, tf.data.Dataset):
         shapes = [spec.shape for spec in tf.nest.flatten(x.element_spec) if isinstance(spec, tf.TensorSpec)]
         return int(shapes[0][0]) if shapes and shapes[0].rank and shapes[0][0] is not None else None
+    return None
+
+
+def sample_of(x: Any, y: Any, rows: int) -> Any | None:
+    """Inputs and labels such as the first minibatch has, without reading a data set; None where they are not known.
+
+    Of arrays the first rows, of a data set normally distributed numbers, or zeros where they are integers.
+    """
+    if isinstance(x, tf.data.Dataset):
+        found = tf.nest.flatten(x.element_spec)
+        shapes = [spec.shape for spec in found if isinstance(spec, tf.TensorSpec)]
+        if len(shapes) < len(found) or any(shape.rank is None or None in shape[1:] for shape in shapes):
+            return None
+        return tf.nest.map_structure(
+            lambda spec: sample(tf.TensorSpec((rows, *spec.shape[1:]), spec.dtype)), x.element_spec
+        )
+    if all(is_array(array) for array in keras.tree.flatten((x, y))):
+        given = keras.tree.lists_to_tuples((x,) if y is None else (x, y))  # a data set would stack what is in a list
+        return keras.tree.map_structure(lambda array: array[:rows], given)
     return None
 
 

@@ -1,9 +1,11 @@
-"""Every way to train one model on some devices, with what is predicted of it, and the one that is taken."""
+"""Every way to train one model on some devices, with what is predicted and measured of it, and the one taken."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from pipetrain.plan.profile import Profile, mib, unsteady
@@ -11,6 +13,9 @@ from pipetrain.plan.stages import Partition
 from pipetrain.plan.text_table import text_table
 
 MARGIN = 1.03  # what a less simple way must gain to be worth it
+NEAR = 1.25  # of the fastest prediction: a way that takes so long at most may be the fastest when it is tried
+FAIR = 2.0  # and one device, of which nobody wants to be slower, if it takes so long at most
+TRIED = 6  # ways at most, beside one device
 ERRORS = 2  # standard errors of the profile to either side of a prediction
 HEADER = ("way to train", "devices", "samples/s", "between", "against one", "memory MiB")
 KINDS = ("single", "data parallelism", "grid", "pipeline", "hybrid")  # the simplest first
@@ -20,7 +25,8 @@ class Way(NamedTuple):
     """One way to train: the ``arguments`` of ``PipelineModel`` for it, and what is predicted.
 
     ``kind`` is one of ``KINDS``; ``step_s`` are the seconds of a minibatch, ``memory_bytes`` what the fullest device
-    holds, ``fits`` whether that keeps to the limit.
+    holds, ``fits`` whether that keeps to the limit. ``trial_s`` is what a minibatch took in a trial, None without one,
+    infinite where the way cannot train the model.
     """
 
     kind: str
@@ -29,6 +35,17 @@ class Way(NamedTuple):
     step_s: float
     memory_bytes: int
     fits: bool = True
+    trial_s: float | None = None
+
+    @property
+    def known_s(self) -> float:
+        """The seconds of a minibatch: measured, else predicted."""
+        return self.step_s if self.trial_s is None else self.trial_s
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether the model is cut."""
+        return self.kind in ("pipeline", "hybrid")
 
     def __str__(self) -> str:
         scheme, *others = [(name, value) for name, value in self.arguments.items() if name not in ("cuts", "order")]
@@ -39,27 +56,41 @@ class Way(NamedTuple):
 class Choice:
     """The ways to train a model, of which one is ``taken``; prints as a table.
 
-    Taken is the simplest that fits the devices' memory and is within 3% of the fastest that fits.
+    Taken is the simplest that fits the devices' memory and is within 3% of the fastest that fits; of the ways that were
+    tried, if any were.
 
     Args:
         batch_size: rows of a minibatch.
         ways: that were predicted, one device first.
         spread: the standard error of the profile's seconds, as a part of them.
-        cut: that of the way taken, if it is a pipeline.
-        least_s: what no cut's slowest stage can be below, see ``least_slowest_s``.
+        cut_of: gives the cut of a way that is a pipeline, and what no cut's slowest stage can be below, see
+        ``least_slowest_s``.
         limit_bytes: the memory of a device, None for no limit.
     """
 
     batch_size: int
     ways: Sequence[Way]
     spread: float = 0.0
-    cut: Partition | None = None
-    least_s: float = 0.0
+    cut_of: Callable[[Way], tuple[Partition, float]] | None = None
     limit_bytes: int | None = None
 
-    @property
+    @cached_property
     def taken(self) -> Way:
-        """The way to train. Raises ValueError if none fits the memory."""
+        """The way to train, with its cuts. Raises ValueError if none fits the memory."""
+        way = self._taken
+        return way if self.cut is None else way._replace(arguments={**way.arguments, "cuts": self.cut.cuts})
+
+    @property
+    def cut(self) -> Partition | None:
+        """That of the way taken, if it is a pipeline."""
+        return self._cut[0] if self._cut else None
+
+    @cached_property
+    def _cut(self) -> tuple[Partition, float] | None:
+        return self.cut_of(self._taken) if self.cut_of and self._taken.is_pipeline else None
+
+    @cached_property
+    def _taken(self) -> Way:
         possible = [way for way in self.ways if way.fits]
         if not possible:
             leanest = min(self.ways, key=lambda way: way.memory_bytes)
@@ -68,26 +99,55 @@ class Choice:
                 f"leanest way, {leanest}, needs {mib(leanest.memory_bytes)}. Try more devices, smaller minibatches or "
                 "recompute=True."
             )
-        fastest_s = min(way.step_s for way in possible)
-        near = [way for way in possible if way.step_s <= MARGIN * fastest_s]
-        return min(near, key=lambda way: (KINDS.index(way.kind), way.step_s))
+        possible = [way for way in possible if way.trial_s is not None] or possible
+        fastest_s = min(way.known_s for way in possible)
+        near = [way for way in possible if way.known_s <= MARGIN * fastest_s]
+        return min(near, key=lambda way: (KINDS.index(way.kind), way.known_s))
+
+    @property
+    def near(self) -> list[Way]:
+        """The ways of which prediction cannot tell which is the fastest: what they take is to be tried.
+
+        Of each scheme the fastest that fits, if that is within 25% of the fastest of all, at most six; and one device
+        if that is within twice the fastest.
+        """
+        found: dict[str, Way] = {}
+        for way in sorted((way for way in self.ways if way.fits), key=lambda way: way.step_s):
+            found.setdefault(str(way.arguments["scheme"]), way)
+        least_s = min((way.step_s for way in found.values()), default=0.0)
+        one = [way for way in found.values() if way.kind == KINDS[0] and way.step_s <= FAIR * least_s]
+        others = [way for way in found.values() if way.kind != KINDS[0] and way.step_s <= NEAR * least_s]
+        return [*one, *others[:TRIED]]
+
+    def with_trials(self, seconds: Sequence[tuple[Way, float]]) -> Choice:
+        """The choice, knowing what a minibatch took by these of its ways."""
+        ways = list(self.ways)
+        for way, trial_s in seconds:
+            ways[ways.index(way)] = way._replace(trial_s=trial_s)
+        return replace(self, ways=ways)
 
     @property
     def gap(self) -> float | None:
         """By how much the slowest stage of the cut taken may exceed the best cut's, at most; None without a cut."""
-        return self.cut.slowest_s / self.least_s - 1 if self.cut and self.least_s else None
+        if self._cut is None:
+            return None
+        cut, least_s = self._cut
+        return cut.slowest_s / least_s - 1 if least_s else None
 
     @property
     def reason(self) -> str:
         """Why this way is taken, in a sentence."""
         taken, one = self.taken, next((way for way in self.ways if way.kind == KINDS[0] and way.fits), None)
+        tried = taken.trial_s is not None
         others = [way for way in self.ways if way.fits and way.kind != taken.kind]
+        others = [way for way in others if (way.trial_s is not None) == tried and way.known_s < math.inf]
         parts = []
-        if one is not None and one != taken:
-            parts.append(f"it is predicted to be {one.step_s / taken.step_s:.2f}x as fast as one device")
+        if one is not None and one != taken and (one.trial_s is not None) == tried:
+            said = "in a trial it was" if tried else "it is predicted to be"
+            parts.append(f"{said} {one.known_s / taken.known_s:.2f}x as fast as one device")
         if others:
-            best = min(others, key=lambda way: way.step_s)
-            than = best.step_s / taken.step_s
+            best = min(others, key=lambda way: way.known_s)
+            than = best.known_s / taken.known_s
             if than >= MARGIN:
                 parts.append(f"{than:.2f}x as fast as the best of another kind, {best}")
             else:
@@ -102,13 +162,28 @@ class Choice:
     def __str__(self) -> str:
         one = next((way for way in self.ways if way.kind == KINDS[0]), None)
         rows = [self._row(way, one) for way in sorted(self.ways, key=lambda way: way.step_s)]
+        header: tuple[str, ...] = HEADER
+        if any(way.trial_s is not None for way in self.ways):
+            header, rows = (
+                (*HEADER, "tried"),
+                [
+                    (*row, self._rate_of(way))
+                    for row, way in zip(rows, sorted(self.ways, key=lambda way: way.step_s), strict=True)
+                ],
+            )
         told = ", ".join(f"{name}={value!r}" for name, value in self.taken.arguments.items())
-        lines = [text_table(HEADER, rows), "", f"Taken: {told}. {self.reason}"]
+        lines = [text_table(header, rows), "", f"Taken: {told}. {self.reason}"]
         if self.gap is not None:
             lines.append(f"No cut has a slowest stage that is more than {self.gap:.0%} faster.")
         if warning := unsteady(self.spread):
             lines.append(warning)
         return "\n".join(lines)
+
+    def _rate_of(self, way: Way) -> str:
+        """In a trial."""
+        if way.trial_s is None:
+            return "-"
+        return f"{self.batch_size / way.trial_s:.0f}" if way.trial_s < math.inf else "refused"
 
     def _row(self, way: Way, one: Way | None) -> tuple[str, ...]:
         rate, part = self.batch_size / way.step_s, ERRORS * self.spread

@@ -11,9 +11,34 @@ from pipetrain.run.pipeline import Pipeline
 from pipetrain.run.window import Minibatch, Window
 
 WARM_UP = 3  # minibatches before those that are timed: functions are compiled, and gradients wait from one to the next
-LEAST = 6  # minibatches that are timed,
-LEAST_S = 0.5  # and more until so many seconds are over,
-MOST = 100  # or so many are done
+TIMED, LEAST_S = 6, 0.5  # so many minibatches are timed, and more until so many seconds are over,
+MOST = 100  # or so many are done;
+FEW, MOST_S = 2, 5.0  # fewer, but so many at least, where they take longer than this
+
+
+class Clock:
+    """Notes when results are there, until that is enough."""
+
+    def __init__(self) -> None:
+        self._ends_s: list[float] = []
+
+    def tick(self) -> None:
+        """A minibatch is done now."""
+        self._ends_s.append(time.perf_counter())
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether enough minibatches are timed."""
+        timed = len(self._ends_s) - WARM_UP
+        if timed < FEW:
+            return False
+        taken_s = self._ends_s[-1] - self._ends_s[WARM_UP - 1]
+        return (timed >= TIMED and taken_s >= LEAST_S) or timed >= MOST or taken_s >= MOST_S
+
+    @property
+    def median_s(self) -> float:
+        """Seconds from one minibatch to the next."""
+        return float(np.median(np.diff(self._ends_s[WARM_UP - 1 :])))
 
 
 def minibatch_s(pipeline: Pipeline, minibatch: Minibatch) -> float:
@@ -23,18 +48,13 @@ def minibatch_s(pipeline: Pipeline, minibatch: Minibatch) -> float:
     not kept. Raises what a stage raises.
     """
     again = (minibatch._replace(x=list(minibatch.x)) for _ in count())  # rows sent ahead are known by their list
-    ends_s: list[float] = []
+    clock = Clock()
     try:
         window = Window(pipeline, again, None)
-        while not _is_enough(ends_s):
+        while not clock.is_enough:
             _, result = window.step()
             np.asarray(result.loss)  # which is there when the minibatch is done
-            ends_s.append(time.perf_counter())
+            clock.tick()
     finally:
         pipeline.abort(store=False)
-    return float(np.median(np.diff(ends_s[WARM_UP - 1 :])))
-
-
-def _is_enough(ends_s: list[float]) -> bool:
-    timed = len(ends_s) - WARM_UP
-    return timed >= MOST or (timed >= LEAST and ends_s[-1] - ends_s[WARM_UP - 1] >= LEAST_S)
+    return clock.median_s

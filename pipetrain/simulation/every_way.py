@@ -71,15 +71,7 @@ class Chooser:
         ways = [*self._unsplit(), *self._pipelines(), *self._hybrids("1f1b", self._counts())]
         if self._staleness == "predicted":
             ways += self._predicted()
-        choice = Choice(self._profile.batch_size, ways, self._profile.spread, limit_bytes=self._cluster.memory_bytes)
-        taken = choice.taken
-        if taken.kind not in ("pipeline", "hybrid"):
-            return choice
-        cut = self._cut(taken)
-        arguments = {**taken.arguments, "cuts": cut.cuts}
-        ways[ways.index(taken)] = taken._replace(arguments=arguments)
-        least_s = least_slowest_s(self._whole[0], taken.devices, replicate=max(cut.replicas) > 1)
-        return replace(choice, ways=ways, cut=cut, least_s=least_s)
+        return Choice(self._profile.batch_size, ways, self._profile.spread, self._cut, self._cluster.memory_bytes)
 
     def _way(self, kind: str, cut: Partition, step_s: float, elsewhere_bytes: int = 0, **arguments: Any) -> Way:
         memory_bytes = cut.fullest_bytes - elsewhere_bytes
@@ -171,14 +163,15 @@ class Chooser:
         """The profile of minibatches in so many microbatches."""
         return divided(self._profile, self._pieces, microbatches)
 
-    def _cut(self, way: Way) -> Partition:
-        """The cut of a pipeline, of all blocks."""
+    def _cut(self, way: Way) -> tuple[Partition, float]:
+        """The cut of a pipeline, of all blocks, and the least that any cut's slowest stage takes."""
         arguments = dict(way.arguments)
         name, count, chunks = arguments["scheme"], arguments["microbatches"], arguments.get("chunks")
         options = {"horizon": arguments["horizon"]} if "horizon" in arguments else {}
         training = self._trained(chunked(name, chunks), count, **options)
         profile, replicas = divided(*self._whole, count), arguments.get("replicas")
-        return partition(profile, way.devices, self._cluster, replicas=replicas, training=training)
+        cut = partition(profile, way.devices, self._cluster, replicas=replicas, training=training)
+        return cut, least_slowest_s(self._whole[0], way.devices, replicate=max(cut.replicas) > 1)
 
 
 def check_staleness(staleness: Any) -> str:
