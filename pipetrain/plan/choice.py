@@ -66,6 +66,8 @@ class Choice:
         cut_of: gives the cut of a way that is a pipeline, and what no cut's slowest stage can be below, see
         ``least_slowest_s``.
         limit_bytes: the memory of a device, None for no limit.
+
+    Raises ValueError if no way fits the memory.
     """
 
     batch_size: int
@@ -74,10 +76,20 @@ class Choice:
     cut_of: Callable[[Way], tuple[Partition, float]] | None = None
     limit_bytes: int | None = None
 
+    def __post_init__(self) -> None:
+        """Raise ValueError if none fits."""
+        if not any(way.fits for way in self.ways):
+            leanest = min(self.ways, key=lambda way: way.memory_bytes)
+            raise ValueError(
+                f"No way to train fits the devices. Received: a memory of {mib(self.limit_bytes or 0)} MiB each; the "
+                f"leanest way, {leanest}, needs {mib(leanest.memory_bytes)}. Try more devices, smaller minibatches or "
+                "recompute=True."
+            )
+
     @cached_property
     def taken(self) -> Way:
-        """The way to train, with its cuts. Raises ValueError if none fits the memory."""
-        way = self._taken
+        """The way to train, with its cuts."""
+        way = self.fastest
         return way if self.cut is None else way._replace(arguments={**way.arguments, "cuts": self.cut.cuts})
 
     @property
@@ -87,18 +99,12 @@ class Choice:
 
     @cached_property
     def _cut(self) -> tuple[Partition, float] | None:
-        return self.cut_of(self._taken) if self.cut_of and self._taken.is_pipeline else None
+        return self.cut_of(self.fastest) if self.cut_of and self.fastest.is_pipeline else None
 
     @cached_property
-    def _taken(self) -> Way:
+    def fastest(self) -> Way:
+        """The way to train, which need not be cut yet."""
         possible = [way for way in self.ways if way.fits]
-        if not possible:
-            leanest = min(self.ways, key=lambda way: way.memory_bytes)
-            raise ValueError(
-                f"No way to train fits the devices. Received: a memory of {mib(self.limit_bytes or 0)} MiB each; the "
-                f"leanest way, {leanest}, needs {mib(leanest.memory_bytes)}. Try more devices, smaller minibatches or "
-                "recompute=True."
-            )
         possible = [way for way in possible if way.trial_s is not None] or possible
         fastest_s = min(way.known_s for way in possible)
         near = [way for way in possible if way.known_s <= MARGIN * fastest_s]
