@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pipetrain
+from pipetrain.compute.profiling import profile_cache
 from pipetrain.frontend import auto_mixin
 from pipetrain.frontend.auto import AutoStrategy
 from pipetrain.frontend.input_data import sample_of
@@ -238,6 +239,12 @@ def test_a_run_that_goes_on_keeps_its_way(tmp_path, monkeypatch, capsys):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.fixture
+def no_trials(tmp_path, monkeypatch):
+    """None is kept from before."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
 def near_ways(seconds=(1.0, 1.1, 1.2)):
     """One device, all-reduce and a pipeline, none of which is predicted to be much faster."""
     names = ("single", "all-reduce", "zb-h2")
@@ -249,8 +256,9 @@ def test_ways_near_the_fastest_are_tried_one_of_each_scheme_and_one_device():
     choice = near_ways((1.9, 1.24, 1.0))
     assert [way.kind for way in choice.near] == ["single", "pipeline", "data parallelism"]
     assert [way.kind for way in near_ways((2.1, 1.26, 1.0)).near] == ["pipeline"]
-    twice = replace(choice, ways=[*choice.ways, choice.ways[-1]._replace(step_s=1.1)])
-    assert twice.near == choice.near
+    alike = choice.ways[-1]._replace(step_s=1.1, arguments={"scheme": "zb-h1"}, family="halves")
+    first = replace(choice, ways=[*choice.ways[:2], choice.ways[-1]._replace(family="halves"), alike])
+    assert [way.step_s for way in first.near] == [1.9, 1.0, 1.24]
     unfit = replace(choice, ways=[way._replace(fits=way.kind != "pipeline") for way in choice.ways])
     assert [way.kind for way in unfit.near] == ["single", "data parallelism"]
 
@@ -266,7 +274,7 @@ def test_of_ways_that_were_tried_the_fastest_is_taken():
 
 
 @pytest.mark.parametrize("fastest", ["single", "all-reduce", "zb-h2"])
-def test_a_trial_leaves_nothing_in_the_model_and_the_fastest_way_trains(fastest, monkeypatch):
+def test_a_trial_leaves_nothing_in_the_model_and_the_fastest_way_trains(fastest, no_trials, monkeypatch):
     tried, own = [], auto_mixin.trial_s
 
     def trial_s(make, *given):
@@ -285,7 +293,29 @@ def test_a_trial_leaves_nothing_in_the_model_and_the_fastest_way_trains(fastest,
     networks.assert_equal(*([np.asarray(v) for v in each.optimizer.variables] for each in (pm, expected)))
 
 
-def test_a_way_that_the_model_refuses_is_not_taken(monkeypatch):
+def test_a_trial_is_made_once_for_a_profile(no_trials, monkeypatch):
+    """And anew where something else was predicted, or what was kept is damaged."""
+    tried = []
+
+    def trial_s(make, *given):
+        tried.append(make().scheme)
+        return 2.0 if len(tried) % 3 else 1.0
+
+    def schemes(seconds):
+        monkeypatch.setattr(AutoStrategy, "choice", lambda self, rows, shapes: near_ways(seconds))
+        pm = pipetrain.PipelineModel(network(), scheme="auto", devices=("CPU:0", "CPU:1"))
+        trained(pm, epochs=1)
+        return pm.scheme, len(tried)
+
+    monkeypatch.setattr(auto_mixin, "trial_s", trial_s)
+    assert schemes((1.0, 1.0, 1.01)) == schemes((1.0, 1.0, 1.01)) == ("zb-h2", 3)
+    assert schemes((1.0, 1.0, 1.02)) == ("zb-h2", 6)
+    for path in profile_cache.folder().glob("trials-*.json"):
+        path.write_text("[1.0,", encoding="utf-8")
+    assert schemes((1.0, 1.0, 1.02)) == ("zb-h2", 9)
+
+
+def test_a_way_that_the_model_refuses_is_not_taken(no_trials, monkeypatch):
     """Of a model that draws with a layer's own state, whose loss no trial must leave changed."""
     monkeypatch.setattr(AutoStrategy, "choice", lambda self, rows, shapes: near_ways((1.0, 1.0, 0.9)))
     keras.utils.set_random_seed(1)
@@ -296,7 +326,7 @@ def test_a_way_that_the_model_refuses_is_not_taken(monkeypatch):
     assert pm.scheme in ("single", "all-reduce") and "refused" in str(pm.choice)
 
 
-def test_an_interrupted_trial_leaves_the_model_as_it_was(monkeypatch):
+def test_an_interrupted_trial_leaves_the_model_as_it_was(no_trials, monkeypatch):
     monkeypatch.setattr(AutoStrategy, "choice", lambda self, rows, shapes: near_ways())
     pm = pipetrain.PipelineModel(network(), scheme="auto", devices=("CPU:0", "CPU:1"))
     before = pm.get_weights()

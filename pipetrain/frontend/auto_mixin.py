@@ -12,6 +12,8 @@ import keras
 
 from pipetrain.compute.graph.input_shapes import shapes_of_data
 from pipetrain.compute.keras_private import replace_layer
+from pipetrain.compute.optimizer.loss_scaling import stepping
+from pipetrain.compute.profiling.kept_trials import KeptTrials
 from pipetrain.compute.profiling.progress import Progress
 from pipetrain.frontend.auto import AutoStrategy
 from pipetrain.frontend.input_data import DEFAULT_ROWS, first_rows, sample_of
@@ -73,6 +75,9 @@ class AutoMixin(StrategyModel):
         near, found = choice.near, []
         if len(near) < 2:
             return choice
+        known = KeptTrials(choice, [strategy.devices, type(stepping(self.optimizer)).__name__])
+        if known.seconds:
+            return choice.with_trials([*zip(near, known.seconds, strict=True)])
         progress = Progress(f"Trying {len(near)} ways to train.", len(near))
         compiled = {**self._compile_again.keywords, **dict.fromkeys(("metrics", "weighted_metrics"))}
         with kept(self.model):
@@ -85,6 +90,7 @@ class AutoMixin(StrategyModel):
                 progress.add(1)
         if all(seconds == math.inf for _, seconds in found):
             return choice  # whoever trains is told why
+        known.keep([seconds for _, seconds in found])
         return choice.with_trials(found)
 
 

@@ -26,7 +26,8 @@ class Way(NamedTuple):
 
     ``kind`` is one of ``KINDS``; ``step_s`` are the seconds of a minibatch, ``memory_bytes`` what the fullest device
     holds, ``fits`` whether that keeps to the limit. ``trial_s`` is what a minibatch took in a trial, None without one,
-    infinite where the way cannot train the model.
+    infinite where the way cannot train the model. Ways of one ``family`` take about the same; without one
+    it is the scheme's name.
     """
 
     kind: str
@@ -36,6 +37,7 @@ class Way(NamedTuple):
     memory_bytes: int
     fits: bool = True
     trial_s: float | None = None
+    family: str = ""
 
     @property
     def known_s(self) -> float:
@@ -114,12 +116,12 @@ class Choice:
     def near(self) -> list[Way]:
         """The ways of which prediction cannot tell which is the fastest: what they take is to be tried.
 
-        Of each scheme the fastest that fits, if that is within 25% of the fastest of all, at most six; and one device
+        Of each family the fastest that fits, if that is within 25% of the fastest of all, at most six; and one device
         if that is within twice the fastest.
         """
         found: dict[str, Way] = {}
         for way in sorted((way for way in self.ways if way.fits), key=lambda way: way.step_s):
-            found.setdefault(str(way.arguments["scheme"]), way)
+            found.setdefault(way.family or str(way.arguments["scheme"]), way)
         least_s = min((way.step_s for way in found.values()), default=0.0)
         one = [way for way in found.values() if way.kind == KINDS[0] and way.step_s <= FAIR * least_s]
         others = [way for way in found.values() if way.kind != KINDS[0] and way.step_s <= NEAR * least_s]

@@ -119,7 +119,8 @@ class Chooser:
             if trial.scheme in CHUNKED:
                 arguments["chunks"] = trial.chunks
             step_s, devices = self._profile.batch_size / trial.samples_per_second, self._depth(trial.chunks)
-            yield Way("pipeline", arguments, devices, step_s, trial.memory_bytes, trial.fits)
+            family = f"{'some' if trial.chunks > 1 else 'one'} a device, {'halves' if trial.halves else 'whole'}"
+            yield Way("pipeline", arguments, devices, step_s, trial.memory_bytes, trial.fits, family=family)
 
     def _depth(self, chunks: int = 1) -> int:
         """How many devices a pipeline has."""

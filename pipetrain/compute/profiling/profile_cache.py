@@ -60,7 +60,7 @@ def cached_profile(
     )
     crossing = [[(tensor.shape, tensor.dtype) for tensor in chain.specs(end + 1)] for end in range(len(blocks))]
     digest = hashlib.sha256(repr((FORMAT, keys, crossing, batch_size, shapes, within)).encode()).hexdigest()[:32]
-    path = _folder() / f"{digest}.json"
+    path = folder() / f"{digest}.json"
     known = _read(path)
     if known is None or (path not in _trusted and _is_doubtful(known)):
         measured = profile_chain(chain, batch_size, shapes, device, verbose, with_xla, microbatches)
@@ -108,5 +108,6 @@ def _kept(measured: Profile, path: Path, before: Profile | None) -> Profile:
     return measured
 
 
-def _folder() -> Path:
+def folder() -> Path:
+    """Where profiles are kept."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pipetrain"

@@ -1,0 +1,44 @@
+"""What ways to train took when they were tried, kept beside the profiles that predicted them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from pipetrain.compute.profiling.profile_cache import folder
+from pipetrain.plan.choice import Choice
+
+
+class KeptTrials:
+    """The trials of the ways among which a choice cannot tell the fastest.
+
+    They are known again by what was predicted, to the last digit: by the very profile, that is. Links between processes
+    are measured by every program, so there they are not.
+
+    Args:
+        choice: with these ways.
+        within: all else on which their seconds depend.
+
+    ``seconds`` of a minibatch of each way, empty where they are not known.
+    """
+
+    def __init__(self, choice: Choice, within: Sequence[Any]) -> None:
+        ways = [(sorted(way.arguments.items()), way.step_s, way.memory_bytes) for way in choice.near]
+        digest = hashlib.sha256(repr((choice.batch_size, ways, within)).encode()).hexdigest()[:32]
+        self._path = folder() / f"trials-{digest}.json"
+        self.seconds: list[float] = []
+        with suppress(OSError, ValueError):  # not there, or not whole
+            found = json.loads(self._path.read_text(encoding="utf-8"))
+            self.seconds = [float(each) for each in found] if len(found) == len(ways) else []
+
+    def keep(self, seconds: Sequence[float]) -> None:
+        """Write them down."""
+        part = self._path.with_suffix(f".{os.getpid()}")
+        with suppress(OSError):  # a folder that cannot be written is no reason not to train
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps([*seconds]), encoding="utf-8")
+            part.replace(self._path)
