@@ -13,7 +13,7 @@ from pipetrain.plan.stages import Partition
 from pipetrain.plan.text_table import text_table
 
 MARGIN = 1.03  # what a less simple way must gain to be worth it
-NEAR = 1.25  # of the fastest prediction: a way that takes so long at most may be the fastest when it is tried
+NEAR = 1.35  # of the fastest prediction: a way that takes so long at most may be the fastest when it is tried
 FAIR = 2.0  # and one device, of which nobody wants to be slower, if it takes so long at most
 TRIED = 6  # ways at most, beside one device
 ERRORS = 2  # standard errors of the profile to either side of a prediction
@@ -116,7 +116,7 @@ class Choice:
     def near(self) -> list[Way]:
         """The ways of which prediction cannot tell which is the fastest: what they take is to be tried.
 
-        Of each family the fastest that fits, if that is within 25% of the fastest of all, at most six; and one device
+        Of each family the fastest that fits, if that is within 35% of the fastest of all, at most six; and one device
         if that is within twice the fastest.
         """
         found: dict[str, Way] = {}
