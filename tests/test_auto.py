@@ -26,6 +26,7 @@ from pipetrain.plan.grid_network import GridNetwork
 from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import partition, plan
 from pipetrain.plan.profile import BlockProfile, Profile
+from pipetrain.run import trial
 from pipetrain.run.trial import Clock
 from pipetrain.simulation.every_way import choose
 
@@ -241,8 +242,10 @@ def test_a_run_that_goes_on_keeps_its_way(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def no_trials(tmp_path, monkeypatch):
-    """None is kept from before."""
+    """None is kept from before; they are short."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name in ("WARM_UP_S", "TIMED_S"):
+        monkeypatch.setattr(trial, name, 0.0)
 
 
 def near_ways(seconds=(1.0, 1.1, 1.2)):

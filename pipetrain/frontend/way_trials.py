@@ -13,7 +13,9 @@ import tensorflow as tf
 from pipetrain.checkpoint.arrays import assign, collected
 from pipetrain.compute.optimizer.clone import clone
 from pipetrain.compute.optimizer.loss_scaling import stepping
-from pipetrain.run.trial import MOST, WARM_UP, Clock
+from pipetrain.run.trial import Clock
+
+MOST = 10**6  # minibatches, of which the clock needs fewer
 
 
 class _Timing(keras.callbacks.Callback):
@@ -43,8 +45,8 @@ def trial_s(make: Callable[[], keras.Model], data: Any, compiled: dict[str, Any]
     try:
         model = make()
         model.compile(**compiled)
-        again = tf.data.Dataset.from_tensors(data).repeat(WARM_UP + MOST)
-        model.fit(again, shuffle=False, verbose=0, callbacks=[timing])
+        again = tf.data.Dataset.from_tensors(data).repeat()
+        model.fit(again, steps_per_epoch=MOST, shuffle=False, verbose=0, callbacks=[timing])
     except ValueError:
         return math.inf
     return timing.clock.median_s

@@ -10,9 +10,8 @@ import numpy as np
 from pipetrain.run.pipeline import Pipeline
 from pipetrain.run.window import Minibatch, Window
 
-WARM_UP = 3  # minibatches before those that are timed: functions are compiled, and gradients wait from one to the next
-TIMED, LEAST_S = 6, 0.5  # so many minibatches are timed, and more until so many seconds are over,
-MOST = 100  # or so many are done;
+WARM_UP, WARM_UP_S = 3, 1.0  # minibatches, and seconds, before what is timed: functions are compiled, threads settle
+TIMED, TIMED_S = 6, 2.0  # so many minibatches are timed, and more until so many seconds are over;
 FEW, MOST_S = 2, 5.0  # fewer, but so many at least, where they take longer than this
 
 
@@ -21,24 +20,28 @@ class Clock:
 
     def __init__(self) -> None:
         self._ends_s: list[float] = []
+        self._warm = 0  # how many were there when warming up was over
 
     def tick(self) -> None:
         """A minibatch is done now."""
         self._ends_s.append(time.perf_counter())
+        done = len(self._ends_s)
+        if not self._warm and done >= WARM_UP and self._ends_s[-1] - self._ends_s[0] >= WARM_UP_S:
+            self._warm = done
 
     @property
     def is_enough(self) -> bool:
         """Whether enough minibatches are timed."""
-        timed = len(self._ends_s) - WARM_UP
-        if timed < FEW:
+        timed = len(self._ends_s) - self._warm
+        if not self._warm or timed < FEW:
             return False
-        taken_s = self._ends_s[-1] - self._ends_s[WARM_UP - 1]
-        return (timed >= TIMED and taken_s >= LEAST_S) or timed >= MOST or taken_s >= MOST_S
+        taken_s = self._ends_s[-1] - self._ends_s[self._warm - 1]
+        return (timed >= TIMED and taken_s >= TIMED_S) or taken_s >= MOST_S
 
     @property
     def median_s(self) -> float:
         """Seconds from one minibatch to the next."""
-        return float(np.median(np.diff(self._ends_s[WARM_UP - 1 :])))
+        return float(np.median(np.diff(self._ends_s[self._warm - 1 :])))
 
 
 def minibatch_s(pipeline: Pipeline, minibatch: Minibatch) -> float:
