@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from dataclasses import replace
 
 import keras
@@ -18,6 +19,7 @@ from pipetrain.compute.profiling import profile_cache
 from pipetrain.frontend import auto_mixin
 from pipetrain.frontend.auto import AutoStrategy
 from pipetrain.frontend.input_data import sample_of
+from pipetrain.frontend.way_trials import kept
 from pipetrain.plan.choice import MARGIN, Choice, Way, least_slowest_s
 from pipetrain.plan.cluster import Cluster, Level, Link
 from pipetrain.plan.coarse import bounds_of, merged
@@ -296,6 +298,39 @@ def test_a_trial_leaves_nothing_in_the_model_and_the_fastest_way_trains(fastest,
     networks.assert_equal(*([np.asarray(v) for v in each.optimizer.variables] for each in (pm, expected)))
 
 
+RATES = {
+    "schedule": lambda: keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.8)),
+    "function": lambda: keras.optimizers.Adam(lambda: 0.01),
+    "ftrl": lambda: keras.optimizers.Ftrl(0.1),
+    "accumulating": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2),
+}
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_optimizers_of_all_kinds_are_tried(name, no_trials, monkeypatch):
+    monkeypatch.setattr(AutoStrategy, "choice", lambda self, rows, shapes: near_ways())
+    weights = []
+    for is_plain in (True, False):
+        model = network()
+        model = model if is_plain else pipetrain.PipelineModel(model, scheme="auto", devices=("CPU:0", "CPU:1"))
+        model.compile(RATES[name](), loss="mse")
+        trained(model, compiles=False)
+        weights.append(model.get_weights())
+    assert all(0 < way.trial_s < 60 for way in model.choice.ways)
+    networks.assert_close(*weights)
+
+
+def test_random_numbers_go_on_as_without_a_trial(no_trials, monkeypatch):
+    monkeypatch.setattr(AutoStrategy, "choice", lambda self, rows, shapes: near_ways())
+    states = []
+    with kept(network()):
+        before = random.getstate(), np.random.get_state()[1].tolist()
+        random.random(), np.random.random()
+        np.random.shuffle([1, 2, 3])
+        states.append(before)
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == states[0]
+
+
 def test_a_trial_is_made_once_for_a_profile(no_trials, monkeypatch):
     """And anew where something else was predicted, or what was kept is damaged."""
     tried = []
@@ -351,6 +386,7 @@ def test_data_are_not_read_for_a_trial():
     x, y = data()
     (some, labels) = sample_of(tf.data.Dataset.from_tensor_slices((x, y)).batch(8), None, 8)
     assert some.shape == (8, 6) and labels.shape == (8, 8) and some.dtype == tf.float32
+    assert np.any(some) and not np.any(labels)
     first = sample_of({"a": x}, y, 8)
     np.testing.assert_array_equal(first[0]["a"], x[:8])
     assert sample_of(iter([(x, y)]), None, 8) is None

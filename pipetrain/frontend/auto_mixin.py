@@ -12,11 +12,11 @@ import keras
 
 from pipetrain.compute.graph.input_shapes import shapes_of_data
 from pipetrain.compute.keras_private import replace_layer
-from pipetrain.compute.optimizer.loss_scaling import stepping
 from pipetrain.compute.profiling.kept_trials import KeptTrials
 from pipetrain.compute.profiling.progress import Progress
 from pipetrain.frontend.auto import AutoStrategy
 from pipetrain.frontend.input_data import DEFAULT_ROWS, first_rows, sample_of
+from pipetrain.frontend.preprocessing import preprocesses
 from pipetrain.frontend.strategies import Options, checked, strategy_of
 from pipetrain.frontend.strategy_model import StrategyModel
 from pipetrain.frontend.way_trials import for_trials, kept, trial_s
@@ -60,7 +60,7 @@ class AutoMixin(StrategyModel):
         if way is None:
             rows, shapes = first_rows(x, batch_size), shapes_of_data(x, strategy.trained)
             choice = strategy.choice(rows, shapes)
-            data = sample_of(x, y, rows or DEFAULT_ROWS)
+            data = None if preprocesses(self.model) else sample_of(x, y, rows or DEFAULT_ROWS)
             self._choice = choice if data is None else self._tried(strategy, choice, data)
             way, stages = self._choice.taken.arguments, self._choice.cut
         options = checked(_options(strategy, way, stages))
@@ -75,11 +75,13 @@ class AutoMixin(StrategyModel):
         near, found = choice.near, []
         if len(near) < 2:
             return choice
-        known = KeptTrials(choice, [strategy.devices, type(stepping(self.optimizer)).__name__])
-        if known.seconds:
-            return choice.with_trials([*zip(near, known.seconds, strict=True)])
-        progress = Progress(f"Trying {len(near)} ways to train.", len(near))
         compiled = {**self._compile_again.keywords, **dict.fromkeys(("metrics", "weighted_metrics"))}
+        settings = {**self.optimizer.get_config(), "learning_rate": None, "name": None}
+        within = strategy.devices, type(self.optimizer).__name__, settings, compiled.get("jit_compile")
+        kept_trials = KeptTrials(choice, within)
+        if kept_trials.seconds:
+            return choice.with_trials([*zip(near, kept_trials.seconds, strict=True)])
+        progress = Progress(f"Trying {len(near)} ways to train.", len(near))
         with kept(self.model):
             for way in near:
                 cut, _ = choice.cut_of(way) if choice.cut_of and way.is_pipeline else (None, 0.0)
@@ -90,7 +92,7 @@ class AutoMixin(StrategyModel):
                 progress.add(1)
         if all(seconds == math.inf for _, seconds in found):
             return choice  # whoever trains is told why
-        known.keep([seconds for _, seconds in found])
+        kept_trials.keep([seconds for _, seconds in found])
         return choice.with_trials(found)
 
 

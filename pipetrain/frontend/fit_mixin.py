@@ -87,6 +87,7 @@ class FitMixin(AutoMixin):
     ) -> Iterator[FitSession]:
         """A session. Whatever ends it, no thread is left and the weights are in the model, unless a worker has them."""
         self.check_compile_called(method)
+        check_data(x, y)
         self.settle(x, y, batch_size, users)
         with self._watched() as watch:
             session = self._begin(x, y, batch_size, users, first_epoch)
@@ -104,7 +105,6 @@ class FitMixin(AutoMixin):
                 session.end()
 
     def _begin(self, x: Any, y: Any, batch_size: int | None, users: Any, first_epoch: int) -> FitSession:
-        check_data(x, y)
         check_compiled(self.optimizer, self._strategy.optimizer)
         check_callbacks(users, stepping(self.optimizer))
         rows, shapes = first_rows(x, batch_size), shapes_of_data(x, self._strategy.trained)

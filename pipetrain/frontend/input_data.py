@@ -167,20 +167,31 @@ def first_rows(x: Any, batch_size: int | None) -> int | None:
 def sample_of(x: Any, y: Any, rows: int) -> Any | None:
     """Inputs and labels such as the first minibatch has, without reading a data set; None where they are not known.
 
-    Of arrays the first rows, of a data set normally distributed numbers, or zeros where they are integers.
+    Of arrays the first rows. Of a data set inputs of normally distributed numbers, or zeros where they are integers,
+    labels of zeros, which every loss takes, and weights of ones.
     """
     if isinstance(x, tf.data.Dataset):
         found = tf.nest.flatten(x.element_spec)
         shapes = [spec.shape for spec in found if isinstance(spec, tf.TensorSpec)]
         if len(shapes) < len(found) or any(shape.rank is None or None in shape[1:] for shape in shapes):
             return None
-        return tf.nest.map_structure(
-            lambda spec: sample(tf.TensorSpec((rows, *spec.shape[1:]), spec.dtype)), x.element_spec
-        )
+        of_rows = tf.nest.map_structure(lambda spec: tf.TensorSpec((rows, *spec.shape[1:]), spec.dtype), x.element_spec)
+        if not isinstance(of_rows, tuple):
+            return tf.nest.map_structure(sample, of_rows)
+        makers = zip((sample, _zeros, _ones), of_rows, strict=False)
+        return tuple(tf.nest.map_structure(make, specs) for make, specs in makers)
     if all(is_array(array) for array in keras.tree.flatten((x, y))):
         given = keras.tree.lists_to_tuples((x,) if y is None else (x, y))  # a data set would stack what is in a list
         return keras.tree.map_structure(lambda array: array[:rows], given)
     return None
+
+
+def _zeros(spec: tf.TensorSpec) -> tf.Tensor:
+    return tf.zeros(spec.shape, spec.dtype)
+
+
+def _ones(spec: tf.TensorSpec) -> tf.Tensor:
+    return tf.ones(spec.shape, spec.dtype)
 
 
 def _with_number(minibatch: Minibatch) -> Minibatch:

@@ -59,6 +59,7 @@ class PipelineFit:
     def _open(self, iterator: Iterator[Any]) -> Window:
         minibatches = self._compilation.data.open(iterator, self._steps, self._ahead)
         pipeline = self._pipeline()
+        self._compilation.data.first = None  # which nobody asks for any more
         return Window(pipeline, minibatches, self._steps, lambda n: self.session.drains_after(n), self._updates())
 
     def _logs(self, minibatch: Minibatch, result: Result, counts: bool = True) -> Any:

@@ -21,7 +21,7 @@ def fit_arguments(model: keras.Model, given: dict[str, Any]) -> dict[str, Any]:
 
     Raises ValueError for a ``validation_split`` of a data set, and as ``minibatches``.
     """
-    if not _preprocesses(model):
+    if not preprocesses(model):
         return given
     made, rows, split = dict(given, shuffle=False), given["batch_size"], given["validation_split"]
     names, validation = ("x", "y", "sample_weight", "batch_size"), given["validation_data"]
@@ -50,7 +50,7 @@ def minibatches(
 
     Raises ValueError for what a data set given as ``x`` has of its own.
     """
-    if not _preprocesses(model):
+    if not preprocesses(model):
         return x, y, sample_weight, batch_size
     if not isinstance(x, tf.data.Dataset):
         return _batched(model, _rows(x, y, sample_weight), batch_size), None, None, None
@@ -78,11 +78,12 @@ def _read(model: keras.Model, given: tf.data.Dataset) -> tf.data.Dataset:
 
 def minibatch(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
     """One minibatch as the layers read it: ``x``, ``y`` and ``sample_weight``."""
-    if not _preprocesses(model):
+    if not preprocesses(model):
         return x, y, sample_weight
     read: tuple[Any, Any, Any] = keras.utils.unpack_x_y_sample_weight(model.preprocess_samples(x, y, sample_weight))
     return read
 
 
-def _preprocesses(model: keras.Model) -> bool:
+def preprocesses(model: keras.Model) -> bool:
+    """Whether the model has a preprocessor, as those of KerasHub may have."""
     return getattr(model, "preprocessor", None) is not None and hasattr(model, "preprocess_samples")

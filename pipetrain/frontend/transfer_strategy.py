@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -112,9 +113,10 @@ class TransferStrategy(PipelineStrategy):
 
     def _pipeline_for_data(self) -> Pipeline:
         """The runner of the plan that is taken, which is tried before if there are several."""
-        runner, plans = super()._pipeline_for_data(), self._plans
+        runner: Pipeline | None = super()._pipeline_for_data()
+        plans = self._plans
         if len(plans) == 1:
-            return runner
+            return known(runner)
         fitted = self._fitted()
         with self._kept():
             progress = Progress(f"Trying {len(plans)} orders of transfers.", len(plans))
@@ -122,8 +124,9 @@ class TransferStrategy(PipelineStrategy):
             try:
                 for plan in plans:
                     self._plans = [plan]
-                    runner = runner if plan == self.plan else self._remade(fitted)
-                    seconds.append(minibatch_s(runner, known(self._compilation.data.first)))
+                    seconds.append(minibatch_s(runner or self._remade(fitted), known(self._compilation.data.first)))
+                    runner = self._pipeline = None
+                    gc.collect()  # its weights, before there are others
                     progress.add(1)
             finally:
                 self._plans = plans

@@ -105,7 +105,7 @@ class Choice:
 
     @cached_property
     def fastest(self) -> Way:
-        """The way to train, which need not be cut yet."""
+        """The way to train, without its cuts."""
         possible = [way for way in self.ways if way.fits]
         possible = [way for way in possible if way.trial_s is not None] or possible
         fastest_s = min(way.known_s for way in possible)

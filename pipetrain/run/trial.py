@@ -47,8 +47,8 @@ class Clock:
 def minibatch_s(pipeline: Pipeline, minibatch: Minibatch) -> float:
     """Median seconds from one result to the next while the pipeline trains on this minibatch again and again.
 
-    The pipeline is drained before and after; the model keeps its weights and state. What optimizers have gathered is
-    not kept. Raises what a stage raises.
+    The pipeline is drained before. It makes real updates, which in the end it drops: the model keeps its weights and
+    state, but what optimizers have gathered is that of the trial. Raises what a stage raises.
     """
     again = (minibatch._replace(x=list(minibatch.x)) for _ in count())  # rows sent ahead are known by their list
     clock = Clock()
