@@ -17,7 +17,7 @@ NEAR = 1.35  # of the fastest prediction: a way that takes so long at most may b
 FAIR = 2.0  # and one device, of which nobody wants to be slower, if it takes so long at most
 TRIED = 6  # ways at most, beside one device
 ERRORS = 2  # standard errors of the profile to either side of a prediction
-HEADER = ("way to train", "devices", "samples/s", "between", "against one", "memory MiB")
+HEADER: tuple[str, ...] = ("way to train", "devices", "samples/s", "between", "against one", "memory MiB")
 KINDS = ("single", "data parallelism", "grid", "pipeline", "hybrid")  # the simplest first
 
 
@@ -169,16 +169,10 @@ class Choice:
 
     def __str__(self) -> str:
         one = next((way for way in self.ways if way.kind == KINDS[0]), None)
-        rows = [self._row(way, one) for way in sorted(self.ways, key=lambda way: way.step_s)]
-        header: tuple[str, ...] = HEADER
-        if any(way.trial_s is not None for way in self.ways):
-            header, rows = (
-                (*HEADER, "tried"),
-                [
-                    (*row, self._rate_of(way))
-                    for row, way in zip(rows, sorted(self.ways, key=lambda way: way.step_s), strict=True)
-                ],
-            )
+        ways, header = sorted(self.ways, key=lambda way: way.step_s), HEADER
+        rows = [self._row(way, one) for way in ways]
+        if any(way.trial_s is not None for way in ways):
+            header, rows = (*header, "tried"), [(*row, self._tried(way)) for row, way in zip(rows, ways, strict=True)]
         told = ", ".join(f"{name}={value!r}" for name, value in self.taken.arguments.items())
         lines = [text_table(header, rows), "", f"Taken: {told}. {self.reason}"]
         if self.gap is not None:
@@ -187,8 +181,8 @@ class Choice:
             lines.append(warning)
         return "\n".join(lines)
 
-    def _rate_of(self, way: Way) -> str:
-        """In a trial."""
+    def _tried(self, way: Way) -> str:
+        """Its rate in a trial."""
         if way.trial_s is None:
             return "-"
         return f"{self.batch_size / way.trial_s:.0f}" if way.trial_s < math.inf else "refused"
