@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 
 import pipetrain
 from pipetrain.compute.profiling import profile_cache
-from pipetrain.frontend import auto_mixin
 from pipetrain.frontend.auto import AutoStrategy
 from pipetrain.frontend.input_data import sample_of
-from pipetrain.frontend.way_trials import kept
+from pipetrain.frontend.way_trials import WayTrial, kept
 from pipetrain.plan.choice import MARGIN, Choice, Way, least_slowest_s
 from pipetrain.plan.cluster import Cluster, Level, Link
 from pipetrain.plan.coarse import bounds_of, merged
@@ -280,19 +279,20 @@ def test_of_ways_that_were_tried_the_fastest_is_taken():
 
 @pytest.mark.parametrize("fastest", ["single", "all-reduce", "zb-h2"])
 def test_a_trial_leaves_nothing_in_the_model_and_the_fastest_way_trains(fastest, no_trials, monkeypatch):
-    tried, own = [], auto_mixin.trial_s
+    tried, own = [], WayTrial.turn_s
 
-    def trial_s(make, *given):
-        assert 0 < own(make, *given) < 60
-        tried.append(make().scheme)
-        return 1.0 if tried[-1] == fastest else 2.0
+    def turn_s(self):
+        assert 0 < own(self) < 60
+        tried.append(self.model.scheme)
+        return 1.0 if tried[-1] == fastest else 1.1
 
-    monkeypatch.setattr(auto_mixin, "trial_s", trial_s)
+    monkeypatch.setattr(WayTrial, "turn_s", turn_s)
     monkeypatch.setattr(AutoStrategy, "choice", lambda self, rows, shapes: near_ways())
     expected = pipetrain.PipelineModel(network(), devices=("CPU:0", "CPU:1"), **WAYS[fastest])
     pm = pipetrain.PipelineModel(network(), scheme="auto", devices=("CPU:0", "CPU:1"))
     histories = [trained(model) for model in (expected, pm)]
-    assert tried == ["single", "all-reduce", "zb-h2"] and pm.scheme == fastest
+    assert tried[:3] == ["single", "all-reduce", "zb-h2"] and pm.scheme == fastest
+    assert tried[3:] == 3 * tried[3:6] and sorted(tried[3:6]) == sorted(tried[:3])  # each is near the fastest
     assert histories[0] == histories[1]
     networks.assert_equal(pm.get_weights(), expected.get_weights())
     networks.assert_equal(*([np.asarray(v) for v in each.optimizer.variables] for each in (pm, expected)))
@@ -335,8 +335,8 @@ def test_a_trial_is_made_once_for_a_profile(no_trials, monkeypatch):
     """And anew where something else was predicted, or what was kept is damaged."""
     tried = []
 
-    def trial_s(make, *given):
-        tried.append(make().scheme)
+    def turn_s(self):
+        tried.append(self)
         return 2.0 if len(tried) % 3 else 1.0
 
     def schemes(seconds):
@@ -345,7 +345,7 @@ def test_a_trial_is_made_once_for_a_profile(no_trials, monkeypatch):
         trained(pm, epochs=1)
         return pm.scheme, len(tried)
 
-    monkeypatch.setattr(auto_mixin, "trial_s", trial_s)
+    monkeypatch.setattr(WayTrial, "turn_s", turn_s)
     assert schemes((1.0, 1.0, 1.01)) == schemes((1.0, 1.0, 1.01)) == ("zb-h2", 3)
     assert schemes((1.0, 1.0, 1.02)) == ("zb-h2", 6)
     for path in profile_cache.folder().glob("trials-*.json"):

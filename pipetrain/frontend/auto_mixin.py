@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -13,14 +12,13 @@ import keras
 from pipetrain.compute.graph.input_shapes import shapes_of_data
 from pipetrain.compute.keras_private import replace_layer
 from pipetrain.compute.profiling.kept_trials import KeptTrials
-from pipetrain.compute.profiling.progress import Progress
 from pipetrain.frontend.auto import AutoStrategy
 from pipetrain.frontend.input_data import DEFAULT_ROWS, first_rows, sample_of
 from pipetrain.frontend.preprocessing import preprocesses
 from pipetrain.frontend.strategies import Options, checked, strategy_of
 from pipetrain.frontend.strategy_model import StrategyModel
-from pipetrain.frontend.way_trials import for_trials, kept, trial_s
-from pipetrain.plan.choice import Choice
+from pipetrain.frontend.way_trials import WayTrial, compared_s, for_trials, kept
+from pipetrain.plan.choice import Choice, Way
 from pipetrain.plan.stages import Partition
 from pipetrain.schemes.table import COPIED
 
@@ -72,28 +70,27 @@ class AutoMixin(StrategyModel):
 
     def _tried(self, strategy: AutoStrategy, choice: Choice, data: Any) -> Choice:
         """The choice with what those ways take that may be the fastest, if they are several."""
-        near, found = choice.near, []
+        near = choice.near
         if len(near) < 2:
             return choice
         compiled = {**self._compile_again.keywords, **dict.fromkeys(("metrics", "weighted_metrics"))}
         settings = {**self.optimizer.get_config(), "learning_rate": None, "name": None}
         within = strategy.devices, type(self.optimizer).__name__, settings, compiled.get("jit_compile")
         kept_trials = KeptTrials(choice, within)
-        if kept_trials.seconds:
-            return choice.with_trials([*zip(near, kept_trials.seconds, strict=True)])
-        progress = Progress(f"Trying {len(near)} ways to train.", len(near))
-        with kept(self.model):
-            for way in near:
-                cut, _ = choice.cut_of(way) if choice.cut_of and way.is_pipeline else (None, 0.0)
-                options = _options(strategy, way.arguments, cut)
-                compiled["optimizer"] = for_trials(self.optimizer, self.model)
-                found.append((way, trial_s(partial(self._by, self.model, options), data, compiled)))
-                gc.collect()  # its stages' weights, and what workers keep for it
-                progress.add(1)
-        if all(seconds == math.inf for _, seconds in found):
-            return choice  # whoever trains is told why
-        kept_trials.keep([seconds for _, seconds in found])
-        return choice.with_trials(found)
+
+        def trial(way: Way) -> WayTrial:
+            cut, _ = choice.cut_of(way) if choice.cut_of and way.is_pipeline else (None, 0.0)
+            make = partial(self._by, self.model, _options(strategy, way.arguments, cut))
+            return WayTrial(make, data, {**compiled, "optimizer": for_trials(self.optimizer, self.model)})
+
+        seconds = kept_trials.seconds
+        if not seconds:
+            with kept(self.model):
+                seconds = compared_s([partial(trial, way) for way in near])
+            if min(seconds) == math.inf:
+                return choice  # whoever trains is told why
+            kept_trials.keep(seconds)
+        return choice.with_trials([*zip(near, seconds, strict=True)])
 
 
 def _options(strategy: AutoStrategy, way: Mapping[str, Any], cut: Partition | None) -> Options:

@@ -1,10 +1,11 @@
-"""What a minibatch takes by one way to train: a trial with a model's own ``fit``, of which nothing remains in it."""
+"""What a minibatch takes by several ways to train: trials with a model's own ``fit``; nothing of them remains in it."""
 
 from __future__ import annotations
 
+import gc
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +17,8 @@ from pipetrain.checkpoint.arrays import assign, collected
 from pipetrain.compute.keras_private import rate_of
 from pipetrain.compute.optimizer.clone import clone
 from pipetrain.compute.optimizer.loss_scaling import stepping
+from pipetrain.compute.profiling.progress import Progress
+from pipetrain.plan.run_off import TURNS, finalists, settled
 from pipetrain.run.trial import Clock
 
 MOST = 10**6  # minibatches, of which the clock needs fewer
@@ -36,25 +39,61 @@ class _Timing(keras.callbacks.Callback):
         self.model.stop_training = self.model.stop_training or self.clock.is_enough
 
 
-def trial_s(make: Callable[[], keras.Model], data: Any, compiled: dict[str, Any]) -> float:
-    """Median seconds from one minibatch to the next while a model trains on this data; infinite if it cannot.
+class WayTrial:
+    """A model that trains in one way, in turns.
 
     Args:
-        make: gives the model of one way to train.
+        make: gives the model.
         data: inputs and labels of a minibatch.
         compiled: the arguments of ``compile``.
-
-    Raises what training raises, but for what may be due to this way: that it is refused, or needs too much memory.
     """
-    timing = _Timing()
-    try:
-        model = make()
-        model.compile(**compiled)
-        again = tf.data.Dataset.from_tensors(data).repeat()
-        model.fit(again, steps_per_epoch=MOST, shuffle=False, verbose=0, callbacks=[timing])
-    except FAILURES:
-        return math.inf
-    return timing.clock.median_s
+
+    def __init__(self, make: Callable[[], keras.Model], data: Any, compiled: dict[str, Any]) -> None:
+        self._make, self._data, self._compiled = make, data, compiled
+        self.model: keras.Model | None = None
+
+    def turn_s(self) -> float:
+        """Median seconds from one minibatch to the next in a turn; infinite if the model cannot train.
+
+        Raises what training raises, but for what may be due to this way: that it is refused, or needs too much memory.
+        """
+        timing = _Timing()
+        try:
+            if self.model is None:
+                self.model = self._make()
+                self.model.compile(**self._compiled)
+            again = tf.data.Dataset.from_tensors(self._data).repeat()
+            self.model.fit(again, steps_per_epoch=MOST, shuffle=False, verbose=0, callbacks=[timing])
+        except FAILURES:
+            return math.inf
+        return timing.clock.median_s
+
+
+def compared_s(trials: Sequence[Callable[[], WayTrial]]) -> list[float]:
+    """Seconds of a minibatch by each of these ways, infinite if it cannot train.
+
+    Each is tried alone, so that the devices' memory need not hold several. Then those that are near the fastest are
+    made again, and take turns.
+    """
+    progress, first_s = Progress(f"Trying {len(trials)} ways to train.", len(trials)), []
+    for made in trials:
+        first_s.append(made().turn_s())
+        gc.collect()  # its stages' weights, and what workers keep for it
+        progress.add(1)
+    turns_s = _in_turns({n: trials[n]() for n in finalists(first_s)})
+    gc.collect()
+    return settled(first_s, turns_s)
+
+
+def _in_turns(trials: Mapping[int, WayTrial]) -> dict[int, list[float]]:
+    """Seconds of a minibatch of each in each of its turns."""
+    progress = Progress(f"Trying {len(trials)} of them in turns.", TURNS * len(trials))
+    turns_s: dict[int, list[float]] = {n: [] for n in trials}
+    for _ in range(TURNS):
+        for n, trial in trials.items():
+            turns_s[n].append(trial.turn_s())
+            progress.add(1)
+    return turns_s
 
 
 def for_trials(optimizer: keras.optimizers.Optimizer, model: keras.Model) -> keras.optimizers.Optimizer:

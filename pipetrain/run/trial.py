@@ -12,7 +12,7 @@ from pipetrain.run.window import Minibatch, Window
 
 WARM_UP, WARM_UP_S = 3, 1.0  # minibatches, and seconds, before what is timed: functions are compiled, threads settle
 TIMED, TIMED_S = 6, 2.0  # so many minibatches are timed, and more until so many seconds are over;
-FEW, MOST_S = 2, 5.0  # fewer, but so many at least, where they take longer than this
+FEW, MOST_S = 2, 10.0  # fewer, but so many at least, where they take longer than this
 
 
 class Clock:

@@ -1,0 +1,33 @@
+"""Which ways take turns after their trials, and what is known of all then."""
+
+import math
+
+import pytest
+
+from pipetrain.plan.run_off import finalists, settled
+
+
+@pytest.mark.parametrize(
+    ("first_s", "expected"),
+    [
+        ([1.1, 1.0, 1.3], [1, 0]),
+        ([1.0, 1.2], []),
+        ([1.0, math.inf, 1.14, 1.02, 1.01], [0, 4, 3]),
+        ([math.inf, math.inf], []),
+        ([], []),
+    ],
+)
+def test_those_within_15_percent_of_the_fastest_are_finalists(first_s, expected):
+    assert finalists(first_s) == expected
+
+
+def test_turns_tell_how_finalists_compare_and_first_trials_how_with_the_others():
+    """The machine was slow when the second way was tried, and is half as fast in the turns."""
+    seconds = settled([1.0, 1.1, 1.5], {0: [2.0, 2.4, 2.0], 1: [1.8, 1.8, 5.0]})
+    assert seconds[1] / seconds[0] == pytest.approx(1.8 / 2.0)
+    assert seconds[0] + seconds[1] == pytest.approx(2.1) and seconds[2] == 1.5
+
+
+def test_first_trials_hold_where_there_are_no_turns_or_one_failed():
+    assert settled([1.0, 1.5], {}) == [1.0, 1.5]
+    assert settled([1.0, 1.1], {0: [2.0, 2.0], 1: [1.0, math.inf]}) == [1.0, 1.1]
