@@ -3,9 +3,10 @@
 Hosts are network namespaces of this machine, each with a worker on a core of its own, or with an equal part of the
 cores where there are more hosts, and a port of limited bandwidth; the program runs on the first of them. All orders
 train in turns in one process, ``--steps`` minibatches each, so that a machine whose speed drifts is fair to all; the
-median of all steps but the first of each turn is printed, how many times as fast as TensorFlow's own order that is,
-and what the simulator predicts. Orders that give one plan are trained once. Beside them in turns: TensorFlow's
-MultiWorkerMirroredStrategy, as a loop written by hand, with its own packs and with packs of 1 MiB. Needs root, for the
+median of all steps but the first and the last of each turn is printed (in the last no rows of a next one are sent), how
+many times as fast as TensorFlow's own order that is, and what the simulator predicts. Orders that give one plan are
+trained once. Beside them in turns: TensorFlow's MultiWorkerMirroredStrategy, as a loop written by hand, with its own
+packs and with packs of 1 MiB. Needs root, for the
 namespaces.
 
 examples:
@@ -123,7 +124,7 @@ class Way:
         self._pm.fit(
             self._x, np.zeros(len(self._x), "int32"), batch_size=self._rows, verbose=0, shuffle=False, callbacks=[clock]
         )
-        self.ms += [1e3 * each for each in np.diff(ends)] if counts else []
+        self.ms += [1e3 * each for each in np.diff(ends)[:-1]] if counts else []  # the last sends no rows ahead
 
     @property
     def plan(self) -> Plan:
@@ -159,7 +160,7 @@ class Peer:
         self._process.stdin.write(f"{self._steps}\n")
         self._process.stdin.flush()
         taken_ms = self._answer()
-        self.ms += taken_ms[1:] if counts else []
+        self.ms += taken_ms[1:-1] if counts else []
 
     def predicted_ms(self, part: str) -> None:
         """Nothing is known of it."""
@@ -301,7 +302,9 @@ def main() -> None:
     parser.add_argument("--rate", type=int, action="append", metavar="MBIT", help="of each port (default: 200)")
     parser.add_argument("--rows", type=int, metavar="N", help="of each worker (default: the network's)")
     parser.add_argument("--rounds", type=int, default=10, metavar="N")
-    parser.add_argument("--steps", type=int, default=6, metavar="N", help="of a turn, whose first is not counted")
+    parser.add_argument(
+        "--steps", type=int, default=7, metavar="N", help="of a turn, whose first and last are not counted"
+    )
     parser.add_argument("--seconds", type=float, default=600, metavar="S", help="after which no round begins")
     parser.add_argument("--scheme", choices=TRANSFERRING, action="append", help="(default: both)")
     parser.add_argument("--order", action="append", help="(default: all)")
@@ -311,6 +314,10 @@ def main() -> None:
     parser.add_argument("--addresses", nargs="*", help=argparse.SUPPRESS)  # of the workers: on the first host
     options = parser.parse_args()
     options.rows = options.rows or NETWORKS[options.network][1]
+    if options.steps < 3:
+        parser.error(
+            f"of a turn the first and the last step are not counted: --steps must be 3 at least, not {options.steps}"
+        )
     if options.addresses:
         train(options)
         return
