@@ -18,7 +18,7 @@ import pipetrain
 from pipetrain.compute.profiling import profile_cache
 from pipetrain.frontend.auto import AutoStrategy
 from pipetrain.frontend.input_data import sample_of
-from pipetrain.frontend.way_trials import WayTrial, kept
+from pipetrain.frontend.way_trials import WayTrial, compared_s, kept
 from pipetrain.plan.choice import MARGIN, Choice, Way, least_slowest_s
 from pipetrain.plan.cluster import Cluster, Level, Link
 from pipetrain.plan.coarse import bounds_of, merged
@@ -351,6 +351,24 @@ def test_a_trial_is_made_once_for_a_profile(no_trials, monkeypatch):
     for path in profile_cache.folder().glob("trials-*.json"):
         path.write_text("[1.0,", encoding="utf-8")
     assert schemes((1.0, 1.0, 1.02)) == ("zb-h2", 9)
+
+
+@pytest.mark.parametrize(("together", "turns"), [(True, 2), (False, 0)])
+def test_first_trials_hold_and_are_not_kept_where_ways_cannot_train_side_by_side(together, turns):
+    """The second of the finalists fails in its turn, at which turns end; or they would not fit."""
+    seconds = iter([1.0, 1.1, 2.0, 1.0, float("inf")])
+    made = []
+
+    class Trial:
+        def __init__(self):
+            made.append(self)
+
+        def turn_s(self):
+            return next(seconds)
+
+    found, is_to_keep = compared_s([Trial] * 3, lambda numbers: together)
+    assert found == [1.0, 1.1, 2.0] and is_to_keep is not together
+    assert len(made) == 3 + turns and len([*seconds]) == (0 if together else 2)
 
 
 def test_a_way_that_the_model_refuses_is_not_taken(no_trials, monkeypatch):

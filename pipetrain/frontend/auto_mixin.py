@@ -75,7 +75,7 @@ class AutoMixin(StrategyModel):
             return choice
         compiled = {**self._compile_again.keywords, **dict.fromkeys(("metrics", "weighted_metrics"))}
         settings = {**self.optimizer.get_config(), "learning_rate": None, "name": None}
-        within = strategy.devices, type(self.optimizer).__name__, settings, compiled.get("jit_compile")
+        within = "turns", strategy.devices, type(self.optimizer).__name__, settings, compiled.get("jit_compile")
         kept_trials = KeptTrials(choice, within)
 
         def trial(way: Way) -> WayTrial:
@@ -83,13 +83,18 @@ class AutoMixin(StrategyModel):
             make = partial(self._by, self.model, _options(strategy, way.arguments, cut))
             return WayTrial(make, data, {**compiled, "optimizer": for_trials(self.optimizer, self.model)})
 
+        def fit_together(numbers: Sequence[int]) -> bool:
+            limit_bytes = math.inf if choice.limit_bytes is None else choice.limit_bytes
+            return sum(near[n].memory_bytes for n in numbers) <= limit_bytes
+
         seconds = kept_trials.seconds
         if not seconds:
             with kept(self.model):
-                seconds = compared_s([partial(trial, way) for way in near])
+                seconds, is_to_keep = compared_s([partial(trial, way) for way in near], fit_together)
             if min(seconds) == math.inf:
                 return choice  # whoever trains is told why
-            kept_trials.keep(seconds)
+            if is_to_keep:
+                kept_trials.keep(seconds)
         return choice.with_trials([*zip(near, seconds, strict=True)])
 
 

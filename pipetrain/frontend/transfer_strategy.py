@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from pipetrain.checkpoint.arrays import assign, collected
 from pipetrain.cluster.message_work import message_work
@@ -41,6 +42,9 @@ from pipetrain.schemes.transfers.plan import Plan
 from pipetrain.schemes.transfers.workload import Message
 from pipetrain.simulation.data_parallel.profiled import message_of
 from pipetrain.simulation.data_parallel.setting import Setting
+
+# After these a worker may be lost, or an optimizer not be finite: `abort` forgets the pipeline, and what it left.
+FORGETTING = (FloatingPointError, ConnectionError, tf.errors.OpError)
 
 
 class TransferStrategy(PipelineStrategy):
@@ -145,10 +149,14 @@ class TransferStrategy(PipelineStrategy):
         """Seconds of a minibatch by this plan, one of whose runners may be there."""
         self._plans = [plan]
         try:
-            return minibatch_s(self._pipeline or self._remade(fitted), known(self._compilation.data.first))
-        finally:
-            self._pipeline = None  # also after an interrupt: what is tried next is another plan
-            gc.collect()  # its weights, before there are others
+            seconds = minibatch_s(self._pipeline or self._remade(fitted), known(self._compilation.data.first))
+        except BaseException as error:
+            if not isinstance(error, FORGETTING):
+                self._pipeline = None  # the next trial is of another plan
+            raise
+        self._pipeline = None
+        gc.collect()  # its weights, before there are others
+        return seconds
 
     def _remade(self, fitted: int) -> Pipeline:
         """A runner of the first plan, after so many updates of this ``fit``."""

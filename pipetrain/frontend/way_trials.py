@@ -69,29 +69,35 @@ class WayTrial:
         return timing.clock.median_s
 
 
-def compared_s(trials: Sequence[Callable[[], WayTrial]]) -> list[float]:
-    """Seconds of a minibatch by each of these ways, infinite if it cannot train.
+def compared_s(
+    trials: Sequence[Callable[[], WayTrial]], fit_together: Callable[[Sequence[int]], bool]
+) -> tuple[list[float], bool]:
+    """Seconds of a minibatch by each of these ways, infinite if it cannot train, and whether that is to be kept.
 
     Each is tried alone, so that the devices' memory need not hold several. Then those that are near the fastest are
-    made again, and take turns.
+    made again, and take turns, if they ``fit_together``. Where that fails, the first trials hold, and are not to be
+    kept: what made it fail may be over.
     """
     progress, first_s = Progress(f"Trying {len(trials)} ways to train.", len(trials)), []
     for made in trials:
         first_s.append(made().turn_s())
         gc.collect()  # its stages' weights, and what workers keep for it
         progress.add(1)
-    turns_s = _in_turns({n: trials[n]() for n in finalists(first_s)})
+    near = finalists(first_s)
+    turns_s = _in_turns({n: trials[n]() for n in near}) if fit_together(near) else {}
     gc.collect()
-    return settled(first_s, turns_s)
+    return (first_s, False) if turns_s is None else (settled(first_s, turns_s), math.inf not in first_s)
 
 
-def _in_turns(trials: Mapping[int, WayTrial]) -> dict[int, list[float]]:
-    """Seconds of a minibatch of each in each of its turns."""
+def _in_turns(trials: Mapping[int, WayTrial]) -> dict[int, list[float]] | None:
+    """Seconds of a minibatch of each in each of its turns; None if one cannot train beside the others."""
     progress = Progress(f"Trying {len(trials)} of them in turns.", TURNS * len(trials))
     turns_s: dict[int, list[float]] = {n: [] for n in trials}
     for _ in range(TURNS):
         for n, trial in trials.items():
             turns_s[n].append(trial.turn_s())
+            if turns_s[n][-1] == math.inf:
+                return None
             progress.add(1)
     return turns_s
 

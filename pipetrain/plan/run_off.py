@@ -12,11 +12,14 @@ CLOSE, MOST, TURNS = 1.15, 3, 3
 def finalists(first_s: Sequence[float]) -> list[int]:
     """Numbers of those within 15% of the fastest, three at most, the fastest first; none if it stands alone.
 
+    The simplest is among them if it is as near, since it is taken even if another is a little faster.
+
     Args:
-        first_s: seconds of a minibatch in the trial of each, infinite if it failed.
+        first_s: seconds of a minibatch in the trial of each, infinite if it failed; the simplest comes first.
     """
     most_s = min(min(first_s, default=math.inf) * CLOSE, math.nextafter(math.inf, 0.0))
-    near = sorted((n for n, each in enumerate(first_s) if each <= most_s), key=first_s.__getitem__)[:MOST]
+    close = sorted((n for n, each in enumerate(first_s) if each <= most_s), key=first_s.__getitem__)
+    near = [*close[: MOST - 1], 0] if 0 in close[MOST:] else close[:MOST]
     return near if len(near) > 1 else []
 
 
@@ -24,10 +27,8 @@ def settled(first_s: Sequence[float], turns_s: Mapping[int, Sequence[float]]) ->
     """Seconds of a minibatch of each, where the turns of the finalists tell how they compare with one another.
 
     For finalist n ``median(turns_s[n]) * sum(first_s of finalists) / sum(medians)``, so that all of them together are
-    as far from the others as in the first trials. Those hold if a turn failed: finalists share the devices' memory.
+    as far from the others as in the first trials.
     """
     medians = {n: statistics.median(each) for n, each in turns_s.items()}
-    if any(math.inf in each for each in turns_s.values()):
-        return [*first_s]
     scale = sum(first_s[n] for n in medians) / sum(medians.values()) if medians else 1.0
     return [medians[n] * scale if n in medians else each for n, each in enumerate(first_s)]

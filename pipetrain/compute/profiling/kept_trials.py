@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 from collections.abc import Sequence
 from contextlib import suppress
@@ -37,9 +36,7 @@ class KeptTrials:
             self.seconds = [float(each) for each in found] if len(found) == len(ways) else []
 
     def keep(self, seconds: Sequence[float]) -> None:
-        """Write them down, if every way could train: what made one fail may be over."""
-        if math.inf in seconds:
-            return
+        """Write them down."""
         part = self._path.with_suffix(f".{os.getpid()}")
         with suppress(OSError):  # a folder that cannot be written is no reason not to train
             self._path.parent.mkdir(parents=True, exist_ok=True)
