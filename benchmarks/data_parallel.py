@@ -6,8 +6,7 @@ train in turns in one process, ``--steps`` minibatches each, so that a machine w
 median of all steps but the first and the last of each turn is printed (in the last no rows of a next one are sent), how
 many times as fast as TensorFlow's own order that is, and what the simulator predicts. Orders that give one plan are
 trained once. Beside them in turns: TensorFlow's MultiWorkerMirroredStrategy, as a loop written by hand, with its own
-packs and with packs of 1 MiB. Needs root, for the
-namespaces.
+packs and with packs of 1 MiB. Needs root, for the namespaces.
 
 examples:
   python benchmarks/data_parallel.py

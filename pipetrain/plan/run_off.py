@@ -17,8 +17,8 @@ def finalists(first_s: Sequence[float]) -> list[int]:
     Args:
         first_s: seconds of a minibatch in the trial of each, infinite if it failed; the simplest comes first.
     """
-    most_s = min(min(first_s, default=math.inf) * CLOSE, math.nextafter(math.inf, 0.0))
-    close = sorted((n for n, each in enumerate(first_s) if each <= most_s), key=first_s.__getitem__)
+    most_s = CLOSE * min(first_s, default=math.inf)
+    close = sorted((n for n, each in enumerate(first_s) if each <= most_s < math.inf), key=first_s.__getitem__)
     near = [*close[: MOST - 1], 0] if 0 in close[MOST:] else close[:MOST]
     return near if len(near) > 1 else []
 
