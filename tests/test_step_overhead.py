@@ -22,6 +22,8 @@ from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import context
 from tensorflow.python.framework import func_graph
 
+from pipetrain.compute import gc_pause
+
 STAGES, ROWS, WIDTH, FLOAT_BYTES, LABEL_BYTES = 3, 16, 16, 4, 4
 CUT_BYTES = ROWS * WIDTH * FLOAT_BYTES
 CALL = "StatefulPartitionedCall"
@@ -208,6 +210,29 @@ def test_each_function_of_a_stage_is_traced_once(scheme, monkeypatch):
     pm.evaluate(x, y, batch_size=5, verbose=0)
     train(pm, 1)
     assert traced == {"_run": STAGES}
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_threads_that_pause_garbage_collection_leave_it_as_it_was(enabled, monkeypatch):
+    first, second, asked = gc_pause.gc_paused(), gc_pause.gc_paused(), gc.isenabled
+
+    def asked_while_the_first_ends() -> bool:
+        found = asked()
+        first.__exit__(None, None, None)
+        return found
+
+    if not enabled:
+        gc.disable()
+    try:
+        first.__enter__()
+        assert not gc.isenabled()
+        with monkeypatch.context() as patch:
+            patch.setattr(gc, "isenabled", asked_while_the_first_ends)
+            second.__enter__()
+        second.__exit__(None, None, None)
+        assert gc.isenabled() is enabled
+    finally:
+        gc.enable()
 
 
 def test_planning_imports_neither_tensorflow_nor_keras():
