@@ -13,6 +13,7 @@ from transfer_plans import late_plan
 
 import models
 import pipetrain
+from pipetrain.compute.transfers import reduction
 from pipetrain.compute.transfers.step import Step
 from pipetrain.run import step_runner
 from pipetrain.run.step_runner import StepRunner
@@ -82,6 +83,31 @@ def test_gradients_whose_shapes_tensorflow_does_not_know_travel_in_packs(workers
         model.fit(x, y, batch_size=12, shuffle=False, verbose=0)
         weights.append(model.get_weights())
     networks.assert_close(*weights)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "summed"), [("momentum", True), ("accumulating", True), ("clipped", False), ("adam", False)]
+)
+def test_rows_of_a_word_are_summed_before_they_are_sent_unless_they_are_squared(optimizer, summed, monkeypatch):
+    """Adam in Keras squares the rows of an embedding's gradient one by one, and so does clipping by a norm."""
+    x, y = np.random.default_rng(0).integers(1, 20, (24, 6)), DATA[1][:24]
+    sent, send = [], reduction.reduced
+
+    def noted(order, made, sinks, like):
+        for device, gradients in made:
+            with tf.device(device):
+                rows = gradients[0]
+                note = tf.numpy_function(lambda each: sent.append(each) or each, [rows.indices], rows.indices.dtype)
+                gradients[0] = tf.IndexedSlices(rows.values, tf.ensure_shape(note, [None]), rows.dense_shape)
+        return send(order, made, sinks, like)
+
+    monkeypatch.setattr("pipetrain.compute.transfers.step.reduced", noted)
+    single, _ = trained(words(), OPTIMIZERS[optimizer](), (x, y))
+    pm, _ = trained(words(), OPTIMIZERS[optimizer](), (x, y), scheme="all-reduce", devices=names(2))
+    networks.assert_close(pm.get_weights(), single.get_weights())
+    assert sent
+    for each in sent:
+        assert (len(each) == len(set(each.tolist()))) == summed
 
 
 @pytest.mark.parametrize("metrics", [None, ["accuracy"]])

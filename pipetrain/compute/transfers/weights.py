@@ -18,6 +18,7 @@ from pipetrain.compute.functions.weight_group import Shared, WeightGroup
 from pipetrain.compute.functions.weight_groups import WeightGroups
 from pipetrain.compute.graph.segment import Segment
 from pipetrain.compute.optimizer.clipping import squared_norm
+from pipetrain.compute.optimizer.linearity import is_linear
 from pipetrain.compute.optimizer.loss_scaling import SCALE
 from pipetrain.compute.transfers.message import sent
 from pipetrain.schemes.scheme import UpdateRule
@@ -92,6 +93,7 @@ class Weights(Stage):
         workers: int,
     ) -> None:
         self._given, self._scale_factor = parts, float(optimizer.loss_scale_factor or 1.0)
+        self._sums_rows = is_linear(optimizer)
         super().__init__(segment, parts[0].device, optimizer, loss, division=Division(1, workers))
         self.shared = []  # all its parts are this stage's own
 
@@ -111,9 +113,14 @@ class Weights(Stage):
         return likes(self._gradients, self.variables)
 
     def _shaped(self, number: int, gradient: Any) -> Any:
-        """A weight's gradient, whose shape TensorFlow may not know from the operations that make it."""
-        if gradient is None or isinstance(gradient, tf.IndexedSlices):
-            return gradient
+        """A weight's gradient, whose shape TensorFlow may not know from the operations that make it.
+
+        Of an embedding the rows, one for each word that the minibatch has, if the optimizer needs no more.
+        """
+        if isinstance(gradient, tf.IndexedSlices):
+            return _summed_by_word(gradient) if self._sums_rows else gradient
+        if gradient is None:
+            return None
         return tf.ensure_shape(gradient, self.segment.trainable_variables[number].shape)
 
     @property
@@ -183,6 +190,15 @@ class Weights(Stage):
 
     def _factor(self) -> Any:
         return tf.constant(self._scale_factor, SCALE.dtype) if self._step.scale is not None else None
+
+
+def _summed_by_word(rows: tf.IndexedSlices) -> tf.IndexedSlices:
+    """The sum of the rows of each word, of which there are no more than words; fewer bytes to send."""
+    if rows.values.shape[0] is not None:  # the same for any minibatch, such as positions
+        return rows
+    words, place = tf.unique(rows.indices)
+    sums = tf.math.unsorted_segment_sum(rows.values, place, tf.shape(words)[0])
+    return tf.IndexedSlices(sums, words, rows.dense_shape)
 
 
 def likes(gradients: Sequence[Any], variables: Sequence[keras.Variable]) -> dict[int, Any]:
