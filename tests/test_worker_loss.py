@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import networks
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -23,9 +24,13 @@ import tensorflow as tf
 from pipetrain.cluster import health, probe
 from pipetrain.cluster.health import NOTICED_S, HealthMonitor, WorkerLost
 from pipetrain.cluster.sockets import remote_addresses, sever
+from pipetrain.run import lost_worker
+from pipetrain.run.lost_worker import LOST_S
+from pipetrain.run.stage_work import StageWork
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = Path(__file__).with_name("worker_loss.py")
+LATE_CALLS = [("fit", "vanilla"), ("evaluate", "vanilla"), ("fit", "all-reduce"), ("fit", "coded-reduce")]
 RUN_S = 900  # no run here takes nearly so long, not on a busy machine either; one that hangs is ended
 
 
@@ -114,6 +119,51 @@ def test_fit_says_which_worker_was_killed():
     assert re.search(r"127\.0\.0\.1:\d+, stage 1: connection refused\. .*goes on from the newest", found["message"])
     assert 1 <= found["refusals"] <= 2 * probe.MISSED  # those of the watch, and when the call had failed
     assert found["threads"] == [] and found["kept"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("idle_s", [2, 6, 9])
+@pytest.mark.parametrize(("method", "scheme"), LATE_CALLS)
+def test_calls_after_the_end_of_a_worker_are_not_waited_for(method, scheme, idle_s):
+    """TensorFlow lets them wait until the worker is there again; only those under way fail by themselves."""
+    found = lost(signal.SIGKILL, method, scheme, str(idle_s))
+    assert found["workers"] == [1] and found["kept"]
+    assert found["after_s"] < NOTICED_S + LOST_S + 5
+
+
+def test_a_thread_whose_call_does_not_return_is_left_when_a_worker_is_lost(monkeypatch):
+    monkeypatch.setattr(lost_worker, "LOST_S", 0.3)
+    waiting, back = threading.Event(), threading.Event()
+    perform = StageWork.perform
+
+    def waits(self, action, received):
+        if self.identity.stage == 1 and action.microbatch == 3:
+            waiting.set()
+            back.wait()
+        return perform(self, action, received)
+
+    monkeypatch.setattr(StageWork, "perform", waits)
+    pm = networks.pipeline(scheme="vanilla")
+    error = WorkerLost("It is gone.", ["a:1"])
+
+    def tell():
+        waiting.wait()
+        for _ in range(20):  # as a watch does
+            pm._strategy.lose(error)
+            time.sleep(0.05)
+
+    teller = threading.Thread(target=tell)
+    teller.start()
+    try:
+        with pytest.raises(WorkerLost, match=r"It is gone\.") as caught:
+            networks.fit(pm, *networks.data(100))
+        assert caught.value is error
+        (left,) = [each for each in threading.enumerate() if each.name.startswith("pipetrain")]
+    finally:
+        back.set()
+        teller.join()
+    left.join(10)
+    assert not left.is_alive()
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
-"""A process that loses one of its two workers: ``worker_loss.py SIGNAL [METHOD [SCHEME]]``.
+"""A process that loses one of its two workers: ``worker_loss.py SIGNAL [METHOD [SCHEME [IDLE_S]]]``.
 
-The second worker is sent SIGNAL in the midst of ``fit`` or ``evaluate``, or before any other METHOD.
+The second worker is sent SIGNAL in the midst of ``fit`` or ``evaluate``, or before any other METHOD; then the program
+does nothing for so many seconds.
 
 Prints, as JSON, what that raised, after how many seconds and refusals to answer, and what is left.
 """
@@ -42,7 +43,7 @@ def refusals() -> list[str]:
     return found
 
 
-def main(number: int, method: str = "fit", scheme: str = "vanilla") -> None:
+def main(number: int, method: str = "fit", scheme: str = "vanilla", idle_s: str = "0") -> None:
     """Train on two workers, send the signal to one of them at the tenth step of the second epoch, or evaluation."""
     with pipetrain.LocalWorkers(2) as workers:
         pipetrain.connect(workers.addresses)
@@ -62,6 +63,7 @@ def main(number: int, method: str = "fit", scheme: str = "vanilla") -> None:
             if drained and step == 10:
                 sent_s = time.monotonic()
                 os.kill(workers.processes[1].pid, number)
+                time.sleep(float(idle_s))
 
         hurt = keras.callbacks.LambdaCallback(
             on_train_batch_end=send,

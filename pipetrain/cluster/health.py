@@ -33,15 +33,18 @@ class HealthMonitor:
 
     A worker that has ended is detected as soon as TensorFlow uses it; a worker that hangs or is cut off is detected
     within ``NOTICED_S``. TensorFlow's calls would wait for such a worker without end. Every connection to the workers
-    is therefore closed repeatedly until the context is left, so that those calls fail.
+    is therefore closed repeatedly until the context is left, so that those calls fail. Calls that are made later wait
+    all the same: who waits for them is told.
 
     Args:
         stages: the stages on every device in use.
+        tell: called with the exception when a worker is lost, and repeatedly until the context is left, in a thread.
 
     Raises WorkerLost at its end, instead of what TensorFlow raised for that reason.
     """
 
-    def __init__(self, stages: Mapping[str, Sequence[int]]) -> None:
+    def __init__(self, stages: Mapping[str, Sequence[int]], tell: Callable[[WorkerLost], None] | None = None) -> None:
+        self._tell = tell
         self._stages: dict[str, list[int]] = {}
         self._tasks: dict[int, str] = {}
         for device, there in stages.items():
@@ -110,11 +113,13 @@ class HealthMonitor:
                 "which goes on from the newest checkpoint.",
                 list(why),
             )
-            self._begin(self._sever, "end of calls to a lost worker")
+            self._begin(lambda error=self.lost: self._sever(error), "end of calls to a lost worker")  # type: ignore[misc]
 
-    def _sever(self) -> None:
+    def _sever(self, error: WorkerLost) -> None:
         while not self._left.is_set():
             sever(self._stages)
+            if self._tell is not None:
+                self._tell(error)
             self._left.wait(SEVER_S)
 
     def _begin(self, body: Callable[[], None], name: str) -> None:

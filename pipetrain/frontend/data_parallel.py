@@ -258,6 +258,9 @@ class DataParallelStrategy:
             self._hand_back()
         self._is_training, self._session = False, None
 
+    def lose(self, error: Exception) -> None:
+        """No worker is of another process."""
+
     @contextmanager
     def changing(self) -> Iterator[None]:
         """Drained; the copy then takes the model's weights."""

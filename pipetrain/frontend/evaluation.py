@@ -83,6 +83,11 @@ class Evaluator:
         for evaluation in self._running:
             evaluation.drain()
 
+    def lose(self, error: Exception) -> None:
+        """From another thread: a worker is lost. Whoever waits for an evaluation is given the error."""
+        for evaluation in self._running:
+            evaluation.lose(error)
+
     def pipeline(self, shapes: Shapes) -> Pipeline:
         """A pipeline that only runs forwards, for minibatches of which the first one's inputs have such shapes."""
         decision = self._placement.decided or self._of_profile(shapes)
@@ -147,6 +152,11 @@ class Evaluation:
         """Stop at once."""
         if self._pipeline is not None:
             self._pipeline.abort(store=True)
+
+    def lose(self, error: Exception) -> None:
+        """From another thread: a worker is lost."""
+        if (pipeline := self._pipeline) is not None:
+            pipeline.lose(error)
 
 
 class Predicted:

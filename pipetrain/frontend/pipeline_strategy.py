@@ -218,6 +218,12 @@ class PipelineStrategy:
                 self._pipeline, self._stages = None, OptimizedStages()
                 forget(self._compilation.steps)
 
+    def lose(self, error: Exception) -> None:
+        """From another thread, repeatedly: a worker is lost. Nobody waits for it any longer, but is given the error."""
+        self.evaluator.lose(error)
+        if (pipeline := self._pipeline) is not None:
+            pipeline.lose(error)
+
     @contextmanager
     def _counting(self, pipeline: Pipeline) -> Iterator[None]:
         """What the pipeline updates, the optimizer counts: from where it is, should someone have set it.

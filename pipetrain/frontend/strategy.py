@@ -74,6 +74,9 @@ class Strategy(Resumable, Protocol):
     def abort(self, store: bool) -> None:
         """The end of training by an exception, at once; the weights so far are in the model if ``store``."""
 
+    def lose(self, error: Exception) -> None:
+        """From another thread, repeatedly: a worker is lost. Nobody waits for it any longer, but is given the error."""
+
     def changing(self) -> AbstractContextManager[None]:
         """Drained: what is changed in the wrapped model meanwhile, training goes on with."""
 

@@ -48,5 +48,6 @@ class StrategyModel(HookedModel):
         if self._watch is not None:
             yield self._watch
             return
-        with HealthMonitor(self._strategy.placement.stages_on) as watch, Meanwhile(self, _watch=watch):
+        strategy = self._strategy
+        with HealthMonitor(strategy.placement.stages_on, strategy.lose) as watch, Meanwhile(self, _watch=watch):
             yield watch

@@ -145,10 +145,14 @@ class CodedRunner(Stepwise):
     def _stop(self) -> None:
         self._control.close()
         for thread in self._threads:
-            thread.ended()
+            thread.ended(self._control.lost.gives_up)
             self._spans += thread.spans
             self._transfers += thread.transfers
         self._threads = []
+
+    def lose(self, error: Exception) -> None:
+        """From another thread: a worker is lost. Whoever waits for workers is given the error."""
+        self._control.lose(error)
 
     def _count(self, settings: RunSettings) -> None:
         (group,) = self._root.groups

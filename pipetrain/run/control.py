@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from pipetrain.compute.cores import finish
+from pipetrain.run.lost_worker import LostWorker
 from pipetrain.run.mailbox import Closed, Mailbox
 from pipetrain.run.messages import Output, Updated
 from pipetrain.run.run_settings import RunSettings
@@ -32,7 +33,8 @@ class Control:
 
     ``reports`` gives what the last stage and the updates came to. ``boxes`` are what threads may wait at.
     ``waits``: whether threads wait for GPUs, so that spans and transfers have the times of completion. ``error`` is the
-    first exception of a thread, ``closed`` whether nothing is waited for any more.
+    first exception of a thread, ``closed`` whether nothing is waited for any more, ``lost`` what is known of a lost
+    worker.
     """
 
     def __init__(self, settings: RunSettings) -> None:
@@ -41,6 +43,7 @@ class Control:
         self.boxes: list[Closable] = [self.reports]
         self.waits, self._settings = settings.exact_times, settings
         self.error: BaseException | None = None
+        self.lost = LostWorker()
         self.closed = False
         self._failing = threading.Lock()
         self.running = threading.Event()
@@ -61,13 +64,19 @@ class Control:
         if self.waits:
             finish(device)
 
-    def fail(self, error: BaseException, place: str) -> None:
+    def fail(self, error: BaseException, place: str | None = None) -> None:
         """Called by a device's thread: keeps the first exception, with its place, and stops everyone."""
         with self._failing:  # several may fail at once
             if self.error is None:
-                _add_note(error, place)
+                if place is not None:
+                    _add_note(error, place)
                 self.error = error
         self.close()
+
+    def lose(self, error: Exception) -> None:
+        """Called when a worker is lost, and repeatedly from then on: stops everyone."""
+        if self.lost.told(error) and not self.closed:
+            self.fail(error)
 
     def close(self) -> None:
         """End whatever is waited for: threads end at their next action."""

@@ -187,7 +187,7 @@ class Pipeline:
             )
         running.control.guarded(running.entrance.close)
         for thread in running.threads:
-            thread.join()
+            thread.ended(running.control.lost.gives_up)
         if running.control.error is not None:
             raise running.control.error
         while len(running.control.reports):
@@ -199,10 +199,15 @@ class Pipeline:
         if self._running is not None:
             self._running.control.close()
             for thread in self._running.threads:
-                thread.ended()
+                thread.ended(self._running.control.lost.gives_up)
             self._end(self._running, store)
         self._results.clear()
         self.snapshots.clear()
+
+    def lose(self, error: Exception) -> None:
+        """From another thread: a worker is lost. Whoever waits for stages is given the error."""
+        if (running := self._running) is not None:
+            running.control.lose(error)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

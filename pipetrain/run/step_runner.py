@@ -118,6 +118,10 @@ class StepRunner(Stepwise):
         """Send the rows of the minibatch that is to be posted next, while this one's step runs."""
         self._rows.send_ahead(x, (y, sample_weight))
 
+    def lose(self, error: Exception) -> None:
+        """From another thread: a worker is lost. The step fails by itself, rows on their way to it need not."""
+        self._rows.lost.told(error)
+
     def _shares_of(self, device: str, share: float) -> Shares:
         assert self._run is not None  # within a step
         if (device, share) not in self._shares:

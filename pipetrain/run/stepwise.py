@@ -118,6 +118,9 @@ class Stepwise:
         self._results.clear()
         self.snapshots.clear()
 
+    def lose(self, error: Exception) -> None:
+        """From another thread: a worker is lost. A step fails by itself, unless threads make it."""
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Nothing runs between two steps anyway."""

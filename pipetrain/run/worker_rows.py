@@ -11,7 +11,9 @@ import tensorflow as tf
 
 from pipetrain.compute.cores import is_remote
 from pipetrain.run.channels import take
+from pipetrain.run.lost_worker import LostWorker
 from pipetrain.run.pipeline import HOST
+from pipetrain.run.stoppable_thread import StoppableThread
 from pipetrain.schemes.splitting import rows_of
 
 
@@ -30,11 +32,14 @@ class WorkerRows:
     Args:
         devices: the workers', in order.
         together: how many neighbours are each given the inputs of the rows of all of them.
+
+    ``lost`` is to be told of a worker that is lost: what is on its way to it is not waited for.
     """
 
     def __init__(self, devices: Sequence[str], together: int = 1) -> None:
         self._devices, self._together = list(devices), together
         self.sends_ahead = any(map(is_remote, devices))
+        self.lost = LostWorker()
         self._ahead = deque[tuple[Any, _Sending]]()  # minibatches' inputs, and their rows on their way, in order
 
     def send_ahead(self, x: list[tf.Tensor], targets: Any) -> None:
@@ -52,6 +57,8 @@ class WorkerRows:
             parts = self._ahead[0][1].parts()
             if self._ahead.popleft()[0] is x and parts is not None:
                 return parts
+        if self.lost.error is not None:
+            raise self.lost.error
         return self.sent(x, targets)
 
     def forget(self) -> None:
@@ -82,7 +89,7 @@ class WorkerRows:
         return range(rows_of(count, first, parts).start, rows_of(count, last, parts).stop)
 
 
-class _Sending(threading.Thread):
+class _Sending(StoppableThread):
     """Sends a minibatch; what fails fails again when it is sent anew, for who waits for it then."""
 
     def __init__(self, rows: WorkerRows, x: list[tf.Tensor], targets: Any) -> None:
@@ -103,7 +110,7 @@ class _Sending(threading.Thread):
     def parts(self) -> list[Part] | None:
         """Wait for the end; what was sent, None if that failed."""
         self.may_leave.set()
-        self.join()
+        self.ended(self._rows.lost.gives_up)
         return self._parts
 
 
