@@ -56,6 +56,11 @@ class HealthMonitor:
         self._threads: list[threading.Thread] = []
         self.lost: WorkerLost | None = None
 
+    @property
+    def watches(self) -> bool:
+        """Whether there are workers."""
+        return bool(self._stages)
+
     def __enter__(self) -> HealthMonitor:
         try:
             for address in self._stages:

@@ -213,6 +213,11 @@ def set_steps(epoch_iterator: Any, steps: Callable[[], Iterator[Any]] | None) ->
         epoch_iterator._enumerate_iterator = steps
 
 
+def end_without_waiting(epoch_iterator: Any) -> None:
+    """Let Keras' loop end an epoch without asking every worker whether it is done: one that is lost does not answer."""
+    epoch_iterator.tf_sync = lambda: None
+
+
 def distributed_spec(epoch_iterator: Any) -> Any:
     """The specs of the elements of the data set of Keras' loop, as a distribution strategy gives them."""
     return epoch_iterator._distributed_dataset.element_spec

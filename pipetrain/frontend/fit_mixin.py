@@ -11,7 +11,7 @@ import tensorflow as tf
 from pipetrain.checkpoint.session import FitSession
 from pipetrain.compute.functions.undone import undone
 from pipetrain.compute.graph.input_shapes import shapes_of_data
-from pipetrain.compute.keras_private import built_when_traced
+from pipetrain.compute.keras_private import built_when_traced, end_without_waiting
 from pipetrain.compute.optimizer.loss_scaling import stepping
 from pipetrain.frontend.attributes import Meanwhile
 from pipetrain.frontend.auto_mixin import AutoMixin
@@ -123,6 +123,8 @@ class FitMixin(AutoMixin):
 
     def build_before_loop(self, own: Callable[..., None], iterator: Any, data_batch: Any) -> None:
         """Keras' own, without reading the first batch, which would put a shuffled data set out of step."""
+        if iterator is not None and self._watch is not None and self._watch.watches:
+            end_without_waiting(iterator)
         if iterator is not None and self._session_in_loop is not None:
             self._session_in_loop.reads(iterator)
         with undone(built_when_traced(self)):

@@ -30,20 +30,20 @@ class Control:
 
     Args:
         settings: of this run.
+        lost: what is known of a lost worker.
 
     ``reports`` gives what the last stage and the updates came to. ``boxes`` are what threads may wait at.
     ``waits``: whether threads wait for GPUs, so that spans and transfers have the times of completion. ``error`` is the
-    first exception of a thread, ``closed`` whether nothing is waited for any more, ``lost`` what is known of a lost
-    worker.
+    first exception of a thread, ``closed`` whether nothing is waited for any more.
     """
 
-    def __init__(self, settings: RunSettings) -> None:
+    def __init__(self, settings: RunSettings, lost: LostWorker | None = None) -> None:
         self.reports: Mailbox[Output | Updated] = Mailbox()
         self.report: Callable[[Output | Updated], None] = self.reports.put
         self.boxes: list[Closable] = [self.reports]
         self.waits, self._settings = settings.exact_times, settings
         self.error: BaseException | None = None
-        self.lost = LostWorker()
+        self.lost = lost or LostWorker()
         self.closed = False
         self._failing = threading.Lock()
         self.running = threading.Event()
@@ -75,7 +75,8 @@ class Control:
 
     def lose(self, error: Exception) -> None:
         """Called when a worker is lost, and repeatedly from then on: stops everyone."""
-        if self.lost.told(error) and not self.closed:
+        self.lost.told(error)
+        if not self.closed:
             self.fail(error)
 
     def close(self) -> None:

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from pipetrain.run.stoppable_thread import StoppableThread
+
+Value = TypeVar("Value")
 
 LOST_S = 10.0  # after a worker is lost, calls to it have so long to fail
 
@@ -20,13 +26,36 @@ class LostWorker:
         self.error: Exception | None = None
         self._since_s = 0.0
 
-    def told(self, error: Exception) -> bool:
-        """A worker is lost; whether that was not known."""
-        is_new = self.error is None
-        if is_new:
+    def told(self, error: Exception) -> None:
+        """A worker is lost."""
+        if self.error is None:
             self.error, self._since_s = error, time.monotonic()
-        return is_new
+
+    def unless_lost(self, call: Callable[[], Value]) -> Value:
+        """``call()``, made by a thread of its own, which is left if a worker is lost. Raises what that raises."""
+        thread = _Call(call)
+        thread.start()
+        thread.ended(self.gives_up)
+        if thread.raised is not None:
+            raise thread.raised
+        if thread.is_alive():
+            raise cast(Exception, self.error)
+        return cast(Value, thread.value)
 
     def gives_up(self) -> bool:
         """Whether threads that have not ended are left to themselves: they wait for the lost worker."""
         return self.error is not None and time.monotonic() > self._since_s + LOST_S
+
+
+class _Call(StoppableThread):
+    def __init__(self, call: Callable[[], Any]) -> None:
+        super().__init__(name="pipetrain call to workers", daemon=True)
+        self._call = call
+        self.value: Any = None
+        self.raised: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self.value = self._call()
+        except BaseException as error:
+            self.raised = error

@@ -7,16 +7,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import tensorflow as tf
 
-from pipetrain.compute.cores import is_prompt
+from pipetrain.compute.cores import is_prompt, is_remote
 from pipetrain.compute.functions.inference import Replica
 from pipetrain.compute.functions.stage_values import BoundaryTensors
 from pipetrain.compute.optimizer.loss_scaling import LossScale
 from pipetrain.run.channels import take
 from pipetrain.run.collector import Result, Snapshot
+from pipetrain.run.lost_worker import LostWorker
 from pipetrain.run.messages import Microbatch, Output, Updated
 from pipetrain.run.run_settings import RunSettings
 from pipetrain.run.running import Running
@@ -28,6 +29,8 @@ from pipetrain.trace.trace import Span, Trace, Transfer
 
 # Where data are read. Rows taken of them on the default device, a GPU, would wait for the stage there.
 HOST = "/device:CPU:0"
+Value = TypeVar("Value")
+
 KEPT_SPANS = 200_000  # the newest spans, and transfers, that are kept, so that no run is too long for memory
 
 
@@ -83,6 +86,10 @@ class Pipeline:
         self._busy_s = 0.0
         self._knows_seconds = all(is_prompt(replica.device) for stage in stages for replica in stage)
         self._exact_times = False  # of the last run
+        self._lost, self._is_remote = (
+            LostWorker(),
+            any(is_remote(replica.device) for stage in stages for replica in stage),
+        )
         self._traced_for: Any = ()
         self.output_masks: Sequence[Any] = ()
         self.snapshots: deque[Snapshot] = deque()
@@ -206,6 +213,7 @@ class Pipeline:
 
     def lose(self, error: Exception) -> None:
         """From another thread: a worker is lost. Whoever waits for stages is given the error."""
+        self._lost.told(error)
         if (running := self._running) is not None:
             running.control.lose(error)
 
@@ -229,14 +237,21 @@ class Pipeline:
 
     def _start(self) -> Running:
         settings = self._settings()
-        for stage in self._stages:
-            for number, replica in enumerate(stage):
-                replica.load(settings.updates, number)
-        running = Running(self._stages, self._scheme, self._microbatches, settings)
+        self._calling(partial(self._load, settings))
+        running = Running(self._stages, self._scheme, self._microbatches, settings, self._lost)
         self._running, self._exact_times = running, settings.exact_times  # an interrupt finds what is to be undone
         shorten(self)
         running.start()
         return running
+
+    def _load(self, settings: RunSettings) -> None:
+        for stage in self._stages:
+            for number, replica in enumerate(stage):
+                replica.load(settings.updates, number)
+
+    def _calling(self, call: Callable[[], Value]) -> Value:
+        """What the call gives, which may be to workers."""
+        return self._lost.unless_lost(call) if self._is_remote else call()
 
     def _end(self, running: Running, store: bool) -> None:
         """Clean up after the threads; an interrupt before they are removed repeats this."""
@@ -259,7 +274,7 @@ class Pipeline:
         If a worker is lost during that, the model is not changed, and its stages do not have different versions.
         """
         stages: list[list[Any]] = [*self._stages]  # each of one kind
-        outcomes = [here(stage.outcome(others)) for stage, *others in stages]
+        outcomes = self._calling(lambda: [here(stage.outcome(others)) for stage, *others in stages])
         for (stage, *_), values in zip(self._stages, outcomes, strict=True):
             stage.store(values)
 
