@@ -34,6 +34,8 @@ from pipetrain.plan.text_table import text_table  # noqa: E402
 from pipetrain.simulation.every_way import choose  # noqa: E402
 
 ON_HOST, DEVICES, GBIT_PER_S = 4, (4, 8, 64), (10, 100)
+GPT, TEXT, BYTES = "gpt2", (128,), 256  # GPT-2 of 12 blocks of 768 units, which reads texts byte by byte
+NETWORKS = {**INPUTS, GPT: TEXT}
 LATENCY_S, GBIT, MEMORY_BYTES = 50e-6, 1e9 / 8, 24 * 2**30
 BATCH_SIZE = 512
 
@@ -61,7 +63,7 @@ def profile_of(name: str) -> Profile:
     from pipetrain.compute.graph.network import network_of
     from pipetrain.compute.profiling.operation_count import operation_counts
 
-    model = models.build(name, INPUTS[name], CLASSES.get(name, 10))
+    model = models.build(name, NETWORKS[name], BYTES if name == GPT else CLASSES.get(name, 10))
     profile = roofline(name, BATCH_SIZE, operation_counts(model, BATCH_SIZE), TESLA_P40)
     return replace(profile, network=network_of(Chain(model)))
 
@@ -93,14 +95,14 @@ def row(cell: Cell) -> tuple[str, ...]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", action="append", choices=INPUTS, help="several times if wanted (default: all)")
+    parser.add_argument("--model", action="append", choices=NETWORKS, help="several times if wanted (default: all)")
     parser.add_argument("--devices", action="append", type=positive, help="GPUs, four a host (default: 4, 8, 64)")
     parser.add_argument("--gbit", action="append", type=positive, help="Gb/s between hosts (default: 10, 100)")
     parser.add_argument("--table", action="store_true", help="print all ways of each cell too")
     options = parser.parse_args(arguments)
     start_tensorflow(1)
     found = []
-    for cell in cells(options.model or [*INPUTS], options.devices or DEVICES, options.gbit or GBIT_PER_S):
+    for cell in cells(options.model or [*NETWORKS], options.devices or DEVICES, options.gbit or GBIT_PER_S):
         found.append(cell)
         print(f"{cell.model}, {cell.devices} devices, {cell.gbit_per_s} Gb/s: {cell.planning_s:.1f} s", file=sys.stderr)
         if options.table:
