@@ -31,6 +31,8 @@ OPTIMIZERS = {
     "clipped": lambda: keras.optimizers.AdamW(0.01, global_clipnorm=0.1),
     "nadam": lambda: keras.optimizers.Nadam(0.01),
     "accumulating": lambda: keras.optimizers.SGD(0.05, momentum=0.9, gradient_accumulation_steps=2),
+    "cut": lambda: keras.optimizers.SGD(0.05, clipvalue=0.01),
+    "normed": lambda: keras.optimizers.SGD(0.05, global_clipnorm=0.1),
     "averaging": lambda: keras.optimizers.SGD(0.05, use_ema=True, ema_momentum=0.9),
 }
 DATA = networks.data(70)  # whose last batch is short
@@ -86,10 +88,18 @@ def test_gradients_whose_shapes_tensorflow_does_not_know_travel_in_packs(workers
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "summed"), [("momentum", True), ("accumulating", True), ("clipped", False), ("adam", False)]
+    ("optimizer", "summed"),
+    [
+        ("momentum", True),
+        ("accumulating", True),
+        ("averaging", True),
+        ("cut", False),
+        ("normed", False),
+        ("adam", False),
+    ],
 )
-def test_rows_of_a_word_are_summed_before_they_are_sent_unless_they_are_squared(optimizer, summed, monkeypatch):
-    """Adam in Keras squares the rows of an embedding's gradient one by one, and so does clipping by a norm."""
+def test_rows_of_a_word_are_summed_before_they_are_sent_unless_they_are_squared(name, summed, monkeypatch):
+    """Adam in Keras squares the rows of an embedding's gradient one by one, as a norm does, and a bound cuts each."""
     x, y = np.random.default_rng(0).integers(1, 20, (24, 6)), DATA[1][:24]
     sent, send = [], reduction.reduced
 
@@ -102,8 +112,8 @@ def test_rows_of_a_word_are_summed_before_they_are_sent_unless_they_are_squared(
         return send(order, made, sinks, like)
 
     monkeypatch.setattr("pipetrain.compute.transfers.step.reduced", noted)
-    single, _ = trained(words(), OPTIMIZERS[optimizer](), (x, y))
-    pm, _ = trained(words(), OPTIMIZERS[optimizer](), (x, y), scheme="all-reduce", devices=names(2))
+    single, _ = trained(words(), OPTIMIZERS[name](), (x, y))
+    pm, _ = trained(words(), OPTIMIZERS[name](), (x, y), scheme="all-reduce", devices=names(2))
     networks.assert_close(pm.get_weights(), single.get_weights())
     assert sent
     for each in sent:

@@ -20,12 +20,15 @@ import networks
 import numpy as np
 import pytest
 import tensorflow as tf
+from transfer_models import noisy
 
+import pipetrain
 from pipetrain.cluster import health, probe
 from pipetrain.cluster.health import NOTICED_S, HealthMonitor, WorkerLost
 from pipetrain.cluster.sockets import remote_addresses, sever
+from pipetrain.compute.keras_private import global_seed
 from pipetrain.run import lost_worker
-from pipetrain.run.lost_worker import LOST_S
+from pipetrain.run.lost_worker import LOST_S, LostWorker
 from pipetrain.run.stage_work import StageWork
 
 ROOT = Path(__file__).parents[1]
@@ -164,6 +167,34 @@ def test_a_thread_whose_call_does_not_return_is_left_when_a_worker_is_lost(monke
         teller.join()
     left.join(10)
     assert not left.is_alive()
+
+
+def test_a_call_to_workers_is_left_if_one_is_lost(monkeypatch):
+    monkeypatch.setattr(lost_worker, "LOST_S", 0.3)
+    lost, back = LostWorker(), threading.Event()
+    assert lost.unless_lost(lambda: 3) == 3
+    with pytest.raises(ZeroDivisionError):
+        lost.unless_lost(lambda: 1 / 0)
+    threading.Timer(0.5, lambda: lost.told(WorkerLost("It is gone.", ["a:1"]))).start()
+    with pytest.raises(WorkerLost, match=r"It is gone\."):
+        lost.unless_lost(back.wait)
+    back.set()
+    with pytest.raises(WorkerLost):  # and no other one is made
+        lost.unless_lost(lambda: 3)
+
+
+def test_calls_of_another_thread_draw_what_this_one_would(monkeypatch):
+    """Keras keeps its global seed for each thread."""
+
+    def trained() -> list[np.ndarray]:
+        pm = pipetrain.PipelineModel(noisy(), scheme="1f1b", stages=2, microbatches=1)
+        pm.compile(keras.optimizers.SGD(0.05), networks.crossentropy())
+        networks.fit(pm, *networks.data(40), epochs=2)
+        return [*pm.get_weights(), np.array(global_seed())]
+
+    expected = trained()
+    monkeypatch.setattr("pipetrain.run.pipeline.is_remote", lambda device: True)
+    networks.assert_equal(trained(), expected)
 
 
 @pytest.mark.slow

@@ -6,12 +6,14 @@ No other module uses them, so a new version of Keras requires changes only here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
-from keras.src.backend.common.global_state import get_global_attribute, set_global_attribute
+from keras.src.backend.common.global_state import GLOBAL_STATE_TRACKER, get_global_attribute, set_global_attribute
 from keras.src.random.seed_generator import global_seed_generator
 from keras.src.trainers.trainer import model_supports_jit
+
+Value = TypeVar("Value")
 
 TO_COME = "uninitialized_variables"
 # What Keras' own callbacks remember, by the names of their attributes: they have no state to ask for.
@@ -233,6 +235,22 @@ def global_seed(make: bool = True) -> Any:
     if not make and get_global_attribute(GLOBAL_SEED) is None:
         return None
     return global_seed_generator().state
+
+
+def with_state_of_keras(call: Callable[[], Value]) -> Callable[[], Value]:
+    """A call for another thread: it has this one's global seed and policies, which Keras keeps for each thread."""
+    mine = vars(GLOBAL_STATE_TRACKER)
+
+    def called() -> Value:
+        own = vars(GLOBAL_STATE_TRACKER)
+        own.update(mine)
+        try:
+            return call()
+        finally:
+            if GLOBAL_SEED in own:  # it may be the first that needs one
+                mine.setdefault(GLOBAL_SEED, own[GLOBAL_SEED])
+
+    return called
 
 
 def distribution_of(optimizer: keras.optimizers.Optimizer) -> Any:

@@ -45,6 +45,12 @@ def body_of(graph: Any, name: str) -> Any:
     return graph._get_function(name).graph
 
 
+def current_device() -> str:
+    """The device of the ``tf.device`` that this thread is in, by its full name; empty outside of any."""
+    name: str = context.context().device_name
+    return name
+
+
 def elements_of(tensor: tf.Tensor) -> int:
     """How many elements an eager tensor has: reading its shape gives up Python's global lock for every dimension."""
     return int(tensor._num_elements())

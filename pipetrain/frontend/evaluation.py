@@ -43,7 +43,7 @@ class Evaluator:
 
     @contextmanager
     def running(self, steps: int | None) -> Iterator[Evaluation]:
-        """An evaluation of at most ``steps`` minibatches. Whatever ends it, no thread is left."""
+        """An evaluation of at most ``steps`` minibatches. Whatever ends it but a lost worker, threads have ended."""
         evaluation, before = Evaluation(self, steps), self._running
         try:
             self._running = [*before, evaluation]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import tensorflow as tf
 
 from pipetrain.checkpoint.session import FitSession
+from pipetrain.cluster.health import WorkerLost
 from pipetrain.compute.functions.undone import undone
 from pipetrain.compute.graph.input_shapes import shapes_of_data
 from pipetrain.compute.keras_private import built_when_traced, end_without_waiting
@@ -85,7 +86,7 @@ class FitMixin(AutoMixin):
     def _training(
         self, method: str, x: Any, y: Any, batch_size: int | None, users: Any = (), first_epoch: int = 0
     ) -> Iterator[FitSession]:
-        """A session. Whatever ends it, no thread is left and the weights are in the model, unless a worker has them."""
+        """A session. Whatever ends it, the weights are in the model and threads have ended, unless a worker is lost."""
         self.check_compile_called(method)
         check_data(x, y)
         self.settle(x, y, batch_size, users)
@@ -98,7 +99,8 @@ class FitMixin(AutoMixin):
                     self._strategy.finish()
             except BaseException as error:
                 lost = watch.caused(error) or watch.lost is not None
-                self._strategy.abort(store=not lost and not isinstance(error, FloatingPointError))
+                with nullcontext() if isinstance(error, Exception) else suppress(WorkerLost):  # an interrupt goes first
+                    self._strategy.abort(store=not lost and not isinstance(error, FloatingPointError))
                 raise
             finally:
                 self.session = None

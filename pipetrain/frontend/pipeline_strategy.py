@@ -212,11 +212,19 @@ class PipelineStrategy:
         """Stop at once; hand the weights back if ``store``."""
         self._fit = None
         if self._pipeline is not None:
-            with self._counting(self._pipeline):
-                self._pipeline.abort(store)
+            try:
+                with self._counting(self._pipeline):
+                    self._pipeline.abort(store)
+            except ConnectionError:  # a worker was lost meanwhile
+                self._forget()
+                raise
             if not store:  # what is not finite is in the optimizers too
-                self._pipeline, self._stages = None, OptimizedStages()
-                forget(self._compilation.steps)
+                self._forget()
+
+    def _forget(self) -> None:
+        """Nothing is left of the stages and their optimizers."""
+        self._pipeline, self._stages = None, OptimizedStages()
+        forget(self._compilation.steps)
 
     def lose(self, error: Exception) -> None:
         """From another thread, repeatedly: a worker is lost. Nobody waits for it any longer, but is given the error."""

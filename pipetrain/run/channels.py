@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import tensorflow as tf
 
 from pipetrain.compute.cores import is_remote
 from pipetrain.compute.functions.stage_values import BoundaryTensors
+from pipetrain.compute.tensorflow_private import current_device
 from pipetrain.run.gradient_exchange import GradientExchange
 from pipetrain.run.mailbox import Mailbox
 from pipetrain.run.reduction import Reduction
@@ -110,12 +112,12 @@ def take(data: Any, part: range, rows: int) -> Any:
 
 
 def _sliced(tensor: tf.Tensor, start: int, stop: int) -> tf.Tensor:
-    """``tensor[start:stop]``, by one thread at a time.
+    """``tensor[start:stop]``, in this process by one thread at a time.
 
     TensorFlow 2.21 confuses the bounds of two threads that slice at the same time on the same logical CPU device,
-    unless it is the first one.
+    unless it is the first one. A worker may be lost while it slices: nobody waits for that.
     """
-    with _SLICING:
+    with nullcontext() if is_remote(current_device()) else _SLICING:
         return tensor[start:stop]
 
 

@@ -127,8 +127,9 @@ class CodedRunner(Stepwise):
         functions = self._functions
         self._state, self._seeds = state, [state[n] for n in functions.seeds]
         self._weights = functions.read()
-        self._exchange, self._control = TreeExchange(self._tree), Control(settings)
-        self._control.boxes.append(self._exchange)
+        exchange, control = TreeExchange(self._tree), Control(settings, self._lost)
+        control.boxes.append(exchange)  # before anybody else can close it
+        self._exchange, self._control = exchange, control
         self._job = Job(self._tree, self._devices, self._root, functions, state, settings.loss_is_mean, self.made)
         self._threads = [
             TreeWorker(worker, self._job, self._exchange, self._control) for worker in range(self._tree.workers)
@@ -152,6 +153,7 @@ class CodedRunner(Stepwise):
 
     def lose(self, error: Exception) -> None:
         """From another thread: a worker is lost. Whoever waits for workers is given the error."""
+        super().lose(error)
         self._control.lose(error)
 
     def _count(self, settings: RunSettings) -> None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+from pipetrain.compute.keras_private import with_state_of_keras
 from pipetrain.run.stoppable_thread import StoppableThread
 
 Value = TypeVar("Value")
@@ -29,17 +30,28 @@ class LostWorker:
     def told(self, error: Exception) -> None:
         """A worker is lost."""
         if self.error is None:
-            self.error, self._since_s = error, time.monotonic()
+            self._since_s = time.monotonic()
+            self.error = error
+
+    def check(self) -> None:
+        """Raise the error if a worker is lost, before a call to it that would wait."""
+        if self.error is not None:
+            raise self.error
 
     def unless_lost(self, call: Callable[[], Value]) -> Value:
         """``call()``, made by a thread of its own, which is left if a worker is lost. Raises what that raises."""
-        thread = _Call(call)
+        self.check()
+        thread = _Call(with_state_of_keras(call))
         thread.start()
-        thread.ended(self.gives_up)
-        if thread.raised is not None:
-            raise thread.raised
+        try:
+            thread.ended(self.gives_up)
+        except BaseException:  # an interrupt: what comes of it is not to meet the call
+            thread.ended(self.gives_up)
+            raise
         if thread.is_alive():
             raise cast(Exception, self.error)
+        if thread.raised is not None:
+            raise thread.raised
         return cast(Value, thread.value)
 
     def gives_up(self) -> bool:

@@ -86,10 +86,8 @@ class Pipeline:
         self._busy_s = 0.0
         self._knows_seconds = all(is_prompt(replica.device) for stage in stages for replica in stage)
         self._exact_times = False  # of the last run
-        self._lost, self._is_remote = (
-            LostWorker(),
-            any(is_remote(replica.device) for stage in stages for replica in stage),
-        )
+        self._is_remote = any(is_remote(replica.device) for stage in stages for replica in stage)
+        self._lost = LostWorker()
         self._traced_for: Any = ()
         self.output_masks: Sequence[Any] = ()
         self.snapshots: deque[Snapshot] = deque()

@@ -57,7 +57,7 @@ class StepRunner(Stepwise):
     ) -> None:
         super().__init__(weights[0], len(workers), settings, rate)
         self._weights, self._workers = list(weights), list(workers)
-        self._rows, self.sends_ahead = rows, rows.sends_ahead
+        self._rows, self.sends_ahead, rows.lost = rows, rows.sends_ahead, self._lost
         self._shares: dict[
             tuple[str, float], Shares
         ] = {}  # on the devices, since the weights were taken from the model
@@ -71,6 +71,7 @@ class StepRunner(Stepwise):
 
     def post(self, x: list[tf.Tensor], y: Any, sample_weight: Any, learning_rate: float | None) -> None:
         """Make the minibatch's step."""
+        self._lost.check()
         settings = self._run or self._start()
         if self._step is None:
             self._step = self._steps(self._rows.let_go if self.sends_ahead else None)
@@ -117,10 +118,6 @@ class StepRunner(Stepwise):
     def send_ahead(self, x: list[tf.Tensor], y: Any, sample_weight: Any) -> None:
         """Send the rows of the minibatch that is to be posted next, while this one's step runs."""
         self._rows.send_ahead(x, (y, sample_weight))
-
-    def lose(self, error: Exception) -> None:
-        """From another thread: a worker is lost. The step fails by itself, rows on their way to it need not."""
-        self._rows.lost.told(error)
 
     def _shares_of(self, device: str, share: float) -> Shares:
         assert self._run is not None  # within a step

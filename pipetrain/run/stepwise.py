@@ -12,6 +12,7 @@ import tensorflow as tf
 from pipetrain.compute.optimizer.loss_scaling import LossScale
 from pipetrain.compute.transfers.weights import Weights
 from pipetrain.run.collector import Result, Snapshot
+from pipetrain.run.lost_worker import LostWorker
 from pipetrain.run.pipeline import KEPT_SPANS, Activity
 from pipetrain.run.run_settings import RunSettings
 from pipetrain.trace.trace import Span, Trace, Transfer
@@ -42,6 +43,7 @@ class Stepwise:
         self._steps_done = 0  # of these
         self._traced_for: Any = ()
         self._results: deque[Result] = deque()
+        self._lost = LostWorker()
         self.made, self.loss_scale = 0, LossScale()
         self.output_masks: Sequence[Any] = ()
         self.snapshots: deque[Snapshot] = deque()
@@ -102,6 +104,7 @@ class Stepwise:
     def drain(self) -> None:
         """All gradients are applied, and the weights in the model; rows that were sent ahead are the next step's."""
         if self._run is not None:
+            self._lost.check()
             self._rest()
             self._flush()
             self._end(store=True)
@@ -119,7 +122,8 @@ class Stepwise:
         self.snapshots.clear()
 
     def lose(self, error: Exception) -> None:
-        """From another thread: a worker is lost. A step fails by itself, unless threads make it."""
+        """From another thread: a worker is lost. Nobody calls it any more; a step that is under way fails by itself."""
+        self._lost.told(error)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -132,6 +136,7 @@ class Stepwise:
 
     def _start(self) -> RunSettings:
         """Take the weights from the model."""
+        self._lost.check()
         settings = self._settings()
         self._load(settings)
         self._run, self._steps_done = settings, 0

@@ -33,7 +33,7 @@ class WorkerRows:
         devices: the workers', in order.
         together: how many neighbours are each given the inputs of the rows of all of them.
 
-    ``lost`` is to be told of a worker that is lost: what is on its way to it is not waited for.
+    ``lost`` is what is known of a lost worker: what is on its way to it is not waited for.
     """
 
     def __init__(self, devices: Sequence[str], together: int = 1) -> None:
@@ -57,8 +57,7 @@ class WorkerRows:
             parts = self._ahead[0][1].parts()
             if self._ahead.popleft()[0] is x and parts is not None:
                 return parts
-        if self.lost.error is not None:
-            raise self.lost.error
+        self.lost.check()
         return self.sent(x, targets)
 
     def forget(self) -> None:
