@@ -88,14 +88,10 @@ def test_gradients_whose_shapes_tensorflow_does_not_know_travel_in_packs(workers
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "summed"),
+    ("name", "summed"),
     [
-        ("momentum", True),
-        ("accumulating", True),
-        ("averaging", True),
-        ("cut", False),
-        ("normed", False),
-        ("adam", False),
+        *((name, True) for name in ("momentum", "accumulating", "averaging")),
+        *((name, False) for name in ("cut", "normed", "adam")),
     ],
 )
 def test_rows_of_a_word_are_summed_before_they_are_sent_unless_they_are_squared(name, summed, monkeypatch):
