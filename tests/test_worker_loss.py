@@ -183,6 +183,16 @@ def test_a_call_to_workers_is_left_if_one_is_lost(monkeypatch):
         lost.unless_lost(lambda: 3)
 
 
+@pytest.mark.parametrize("scheme", ["vanilla", "all-reduce"])
+def test_a_loss_after_all_steps_is_of_no_concern_to_the_next_fit(scheme):
+    pm, data = networks.pipeline(scheme=scheme, cuts=None, devices=("CPU:0", "CPU:1")), networks.data(40)
+    networks.fit(pm, *data)
+    before = pm.get_weights()
+    pm._strategy.lose(WorkerLost("It is gone.", ["a:1"]))
+    networks.fit(pm, *data, epochs=1)
+    assert any((mine != old).any() for mine, old in zip(pm.get_weights(), before, strict=True))
+
+
 def test_calls_of_another_thread_draw_what_this_one_would(monkeypatch):
     """Keras keeps its global seed for each thread."""
 

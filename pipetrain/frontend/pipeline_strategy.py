@@ -107,6 +107,8 @@ class PipelineStrategy:
     def _prepare(self, rows: int | None, shapes: Shapes | None) -> None:
         self.placement.learn(shapes)
         check_rows(rows, self.microbatches)
+        if self._pipeline is not None and self._pipeline.is_lost:
+            self._forget()  # a worker was lost when all steps had been made
         if self._pipeline is not None and not self._pipeline.is_drained:
             self.abort(store=True)  # an interrupt cut an abort short
         self._compilation.check()

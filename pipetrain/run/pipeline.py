@@ -98,6 +98,11 @@ class Pipeline:
         return self._running is None
 
     @property
+    def is_lost(self) -> bool:
+        """Whether a worker was lost: what was on it is gone."""
+        return self._lost.error is not None
+
+    @property
     def window(self) -> int:
         """How many minibatches may be posted ahead of the results taken, see ``splitting.window``."""
         return window(len(self._stages), self._microbatches, self._scheme.schedule.flushes)

@@ -55,6 +55,11 @@ class Stepwise:
         """Whether the weights are in the model."""
         return self._run is None
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether a worker was lost: what was on it is gone."""
+        return self._lost.error is not None
+
     def activity(self) -> Activity:
         """Of the devices; what they do within a step is not known."""
         return Activity(None, self._ranks, 1, self.made + self._steps_done > 0)
