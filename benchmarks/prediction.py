@@ -26,13 +26,12 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.networks import NETWORKS, Network, build, data
+from benchmarks.simulation import FIRST
 from benchmarks.turns import taking_turns
 from experiments.variants import Variant, variant
 from pipetrain.cli.quiet import start_tensorflow
 from pipetrain.plan.text_table import text_table
 from pipetrain.schemes.table import COPIED
-
-FIRST = 10  # minibatches that fill the pipeline and warm up
 
 
 class Job(NamedTuple):

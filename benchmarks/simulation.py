@@ -25,7 +25,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import networks
 from benchmarks.networks import Network
-from benchmarks.prediction import FIRST
 from benchmarks.turns import taking_turns
 from pipetrain.cli.quiet import start_tensorflow
 from pipetrain.plan.text_table import text_table
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
 NETWORKS = {**networks.NETWORKS, "narrow": Network("dense", (256,), 256, {"depth": 16, "width": 256})}
 SCHEMES = ("single", "vanilla", "gpipe", "1f1b")
 MICROBATCHES = 4
+FIRST = 10  # minibatches that fill the pipeline and warm up
 SIDE, SIDE_STEPS = Network("dense", (1,), 4, {"depth": 1, "width": 1}), 100  # of next to no work, and its minibatches
 Rates = dict[str, tuple[float, float]]  # by scheme: simulated and measured samples/s
 
