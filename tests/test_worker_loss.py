@@ -178,7 +178,9 @@ def test_a_call_to_workers_is_left_if_one_is_lost(monkeypatch):
     threading.Timer(0.5, lambda: lost.told(WorkerLost("It is gone.", ["a:1"]))).start()
     with pytest.raises(WorkerLost, match=r"It is gone\."):
         lost.unless_lost(back.wait)
+    (left,) = [each for each in threading.enumerate() if each.name.startswith("pipetrain")]
     back.set()
+    left.join(10)
     with pytest.raises(WorkerLost):  # and no other one is made
         lost.unless_lost(lambda: 3)
 
