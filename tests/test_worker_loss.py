@@ -135,7 +135,7 @@ def test_calls_after_the_end_of_a_worker_are_not_waited_for(method, scheme, idle
 
 
 def test_a_thread_whose_call_does_not_return_is_left_when_a_worker_is_lost(monkeypatch):
-    monkeypatch.setattr(lost_worker, "LOST_S", 0.3)
+    monkeypatch.setattr(lost_worker, "LOST_S", 2.0)  # in which the other threads end
     waiting, back = threading.Event(), threading.Event()
     perform = StageWork.perform
 
