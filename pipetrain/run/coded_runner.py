@@ -127,7 +127,7 @@ class CodedRunner(Stepwise):
         functions = self._functions
         self._state, self._seeds = state, [state[n] for n in functions.seeds]
         self._weights = functions.read()
-        exchange, control = TreeExchange(self._tree), Control(settings, self._lost)
+        exchange, control = TreeExchange(self._tree), Control(settings)
         control.boxes.append(exchange)  # before anybody else can close it
         self._exchange, self._control = exchange, control
         self._job = Job(self._tree, self._devices, self._root, functions, state, settings.loss_is_mean, self.made)
@@ -146,7 +146,7 @@ class CodedRunner(Stepwise):
     def _stop(self) -> None:
         self._control.close()
         for thread in self._threads:
-            thread.ended(self._control.lost.gives_up)
+            thread.ended(self._lost.gives_up)
             self._spans += thread.spans
             self._transfers += thread.transfers
         self._threads = []

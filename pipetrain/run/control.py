@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from pipetrain.compute.cores import finish
-from pipetrain.run.lost_worker import LostWorker
 from pipetrain.run.mailbox import Closed, Mailbox
 from pipetrain.run.messages import Output, Updated
 from pipetrain.run.run_settings import RunSettings
@@ -30,20 +29,18 @@ class Control:
 
     Args:
         settings: of this run.
-        lost: what is known of a lost worker.
 
     ``reports`` gives what the last stage and the updates came to. ``boxes`` are what threads may wait at.
     ``waits``: whether threads wait for GPUs, so that spans and transfers have the times of completion. ``error`` is the
     first exception of a thread, ``closed`` whether nothing is waited for any more.
     """
 
-    def __init__(self, settings: RunSettings, lost: LostWorker | None = None) -> None:
+    def __init__(self, settings: RunSettings) -> None:
         self.reports: Mailbox[Output | Updated] = Mailbox()
         self.report: Callable[[Output | Updated], None] = self.reports.put
         self.boxes: list[Closable] = [self.reports]
         self.waits, self._settings = settings.exact_times, settings
         self.error: BaseException | None = None
-        self.lost = lost or LostWorker()
         self.closed = False
         self._failing = threading.Lock()
         self.running = threading.Event()
@@ -75,7 +72,6 @@ class Control:
 
     def lose(self, error: Exception) -> None:
         """Called when a worker is lost, and repeatedly from then on: stops everyone."""
-        self.lost.told(error)
         if not self.closed:
             self.fail(error)
 

@@ -29,9 +29,9 @@ from pipetrain.trace.trace import Span, Trace, Transfer
 
 # Where data are read. Rows taken of them on the default device, a GPU, would wait for the stage there.
 HOST = "/device:CPU:0"
-Value = TypeVar("Value")
-
 KEPT_SPANS = 200_000  # the newest spans, and transfers, that are kept, so that no run is too long for memory
+
+Value = TypeVar("Value")
 
 
 class Activity(NamedTuple):
@@ -197,7 +197,7 @@ class Pipeline:
             )
         running.control.guarded(running.entrance.close)
         for thread in running.threads:
-            thread.ended(running.control.lost.gives_up)
+            thread.ended(self._lost.gives_up)
         if running.control.error is not None:
             raise running.control.error
         while len(running.control.reports):
@@ -209,7 +209,7 @@ class Pipeline:
         if self._running is not None:
             self._running.control.close()
             for thread in self._running.threads:
-                thread.ended(self._running.control.lost.gives_up)
+                thread.ended(self._lost.gives_up)
             self._end(self._running, store)
         self._results.clear()
         self.snapshots.clear()
@@ -241,7 +241,7 @@ class Pipeline:
     def _start(self) -> Running:
         settings = self._settings()
         self._calling(partial(self._load, settings))
-        running = Running(self._stages, self._scheme, self._microbatches, settings, self._lost)
+        running = Running(self._stages, self._scheme, self._microbatches, settings)
         self._running, self._exact_times = running, settings.exact_times  # an interrupt finds what is to be undone
         shorten(self)
         running.start()

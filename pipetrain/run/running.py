@@ -14,7 +14,6 @@ from pipetrain.run.collector import Collector
 from pipetrain.run.control import Control
 from pipetrain.run.device_thread import DeviceThread
 from pipetrain.run.gradient_exchange import GradientExchange
-from pipetrain.run.lost_worker import LostWorker
 from pipetrain.run.mailbox import Mailbox
 from pipetrain.run.messages import Microbatch
 from pipetrain.run.reduction import Reduction
@@ -33,7 +32,6 @@ class Running:
         scheme: order of actions and choice of weights.
         microbatches: of a minibatch.
         settings: of this run.
-        lost: what is known of a lost worker.
 
     ``entrance`` takes microbatches, ``collector`` makes results of what is reported, ``posted`` counts minibatches.
     """
@@ -44,9 +42,8 @@ class Running:
         scheme: Scheme,
         microbatches: int,
         settings: RunSettings,
-        lost: LostWorker,
     ) -> None:
-        self.settings, self.posted, self.control = settings, 0, Control(settings, lost)
+        self.settings, self.posted, self.control = settings, 0, Control(settings)
         self.collector = Collector([len(stage) for stage in stages], not scheme.asynchronous, settings.steps)
         self._stages, self._scheme, self._microbatches = stages, scheme, microbatches
         works = self._works()
