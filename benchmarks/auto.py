@@ -7,6 +7,7 @@ The last column is the rate that was predicted for the way.
 examples:
   python benchmarks/auto.py
   python benchmarks/auto.py --network dense --rounds 5
+  python benchmarks/auto.py --network inception_v4 --way 1f1b --way spectrain/target/M=1
 """
 
 from __future__ import annotations
@@ -43,8 +44,10 @@ PREDICTED = {"spectrain/target/M=1": {"scheme": "spectrain", "horizon": "target"
 AUTO = {"auto": {"scheme": "auto"}, "auto, predicted": {"scheme": "auto", "staleness": "predicted"}}
 
 
-def measured(network: Network, steps: int, rounds: int) -> tuple[dict[str, list[float]], dict[str, Any]]:
-    """Samples/s of every way in every round, and what ``auto`` chose."""
+def measured(
+    network: Network, steps: int, rounds: int, fixed: Iterable[str]
+) -> tuple[dict[str, list[float]], dict[str, Any]]:
+    """Samples/s of one device, of these ``fixed`` ways and of what ``auto`` chose, in every round."""
     start(KerasJob(network, steps, DEVICES, ("auto",)))
     import time
 
@@ -62,7 +65,8 @@ def measured(network: Network, steps: int, rounds: int) -> tuple[dict[str, list[
         return network.batch_size * (len(times) - FIRST) / (times[-1] - times[FIRST - 1])
 
     sides = {}
-    for name, way in {**FIXED, **PREDICTED, **AUTO}.items():
+    for name in dict.fromkeys(["single", *fixed, *AUTO]):
+        way = {**FIXED, **PREDICTED, **AUTO}[name]
         keras.utils.set_random_seed(0)
         sides[name] = compiled(pipetrain.PipelineModel(build(network), **way))
         rate(sides[name])
@@ -94,7 +98,7 @@ def report(name: str, rates: dict[str, list[float]], choices: dict[str, Any]) ->
 
 def _against_best(auto: str, fixed: Iterable[str], middle: dict[str, float], choices: dict[str, Any]) -> str:
     """How fast a choice is against the best of the fixed ways, which may be what it took: then both train alike."""
-    best = max(fixed, key=lambda way: middle[way])
+    best = max((way for way in fixed if way in middle), key=lambda way: middle[way])
     itself = ", which is what it took" if _is(str(choices[auto].taken), best) else ""
     return f"{auto}: {middle[auto] / middle[best]:.2f} of the best fixed way, {best}{itself}"
 
@@ -113,10 +117,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--network", choices=NETWORKS, default="dense", help="which one (default: dense)")
     parser.add_argument("--steps", type=int, default=12, help="minibatches of each way a round (default: 12)")
     parser.add_argument("--rounds", type=int, default=5, help="medians are of these (default: 5)")
+    names = [*FIXED, *PREDICTED]
+    parser.add_argument("--way", choices=names, action="append", help="a fixed way to compare with (default: all)")
     options = parser.parse_args(arguments)
     with TemporaryDirectory() as cache:
         os.environ["XDG_CACHE_HOME"] = cache  # else the profile would be that of another day
-        print(report(options.network, *measured(NETWORKS[options.network], options.steps, options.rounds)))
+        network = NETWORKS[options.network]
+        rates, choices = measured(network, options.steps, options.rounds, options.way or names)
+        print(report(options.network, rates, choices))
 
 
 if __name__ == "__main__":

@@ -120,13 +120,15 @@ def train(options: argparse.Namespace) -> None:
     grids: list[Any] = [(n, count // n) for n in range(1, count + 1) if count % n == 0]
     depth = DEPTH["balance" if options.balance else "grids"]
     cells = [Cell(width, rows) for width in WIDTHS for rows in ROWS] if options.balance else [_cell(options)]
-    found = []
+    found: list[Any] = []
     for cell in cells:
+        print(f"\rcell {len(found) + 1} of {len(cells)}", end="", file=sys.stderr, flush=True)
         ways = [Way(cell, depth, grid, devices) for grid in (grids if options.balance else [*grids, "auto"])]
         for number in range(options.rounds + 1):
             for way in ways:
                 way.turn(counts=number > 0)
         found.append((*cell, [way.told() for way in ways]))
+    print(file=sys.stderr)
     print(json.dumps(found), flush=True)
 
 
