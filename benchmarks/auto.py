@@ -1,19 +1,21 @@
 """Does ``scheme="auto"`` take the fastest way to train? Every fixed way and the one taken, in turns in one process.
 
-Two devices on two cores. Fixed ways that equal the unsplit model: one device, MirroredStrategy, all-reduce, a parameter
-server, and the synchronous schedules; where predicted weights are allowed, spectrain with its horizon ``target`` too.
-The last column is the rate that was predicted for the way.
+Two devices on two cores. The ways of a round train in an order that is drawn anew, and are compared within rounds.
+Fixed ways that equal the unsplit model: one device, MirroredStrategy, all-reduce, a parameter server, and the
+synchronous schedules; where predicted weights are allowed, spectrain with its horizon ``target`` too. The last column
+is the rate that was predicted for the way.
 
 examples:
   python benchmarks/auto.py
   python benchmarks/auto.py --network dense --rounds 5
-  python benchmarks/auto.py --network inception_v4 --way 1f1b --way spectrain/target/M=1
+  python benchmarks/auto.py --network inception_v4 --way spectrain/target/M=1 --way "auto, predicted"
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import random
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
@@ -42,12 +44,13 @@ FIXED: dict[str, dict[str, Any]] = {
 }
 PREDICTED = {"spectrain/target/M=1": {"scheme": "spectrain", "horizon": "target", "microbatches": 1}}
 AUTO = {"auto": {"scheme": "auto"}, "auto, predicted": {"scheme": "auto", "staleness": "predicted"}}
+WAYS = {**FIXED, **PREDICTED, **AUTO}
 
 
 def measured(
-    network: Network, steps: int, rounds: int, fixed: Iterable[str]
+    network: Network, steps: int, rounds: int, ways: Iterable[str]
 ) -> tuple[dict[str, list[float]], dict[str, Any]]:
-    """Samples/s of one device, of these ``fixed`` ways and of what ``auto`` chose, in every round."""
+    """Samples/s of one device and of these ways in every round, and what was chosen for those of ``auto``."""
     start(KerasJob(network, steps, DEVICES, ("auto",)))
     import time
 
@@ -65,16 +68,16 @@ def measured(
         return network.batch_size * (len(times) - FIRST) / (times[-1] - times[FIRST - 1])
 
     sides = {}
-    for name in dict.fromkeys(["single", *fixed, *AUTO]):
-        way = {**FIXED, **PREDICTED, **AUTO}[name]
+    for name in dict.fromkeys(["single", *ways]):
+        way = WAYS[name]
         keras.utils.set_random_seed(0)
         sides[name] = compiled(pipetrain.PipelineModel(build(network), **way))
         rate(sides[name])
     rates: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(rounds):
-        for name, model in sides.items():
-            rates[name].append(rate(model))
-    return rates, {name: sides[name].choice for name in AUTO}
+        for name in random.sample([*sides], len(sides)):
+            rates[name].append(rate(sides[name]))
+    return rates, {name: sides[name].choice for name in AUTO if name in sides}
 
 
 def report(name: str, rates: dict[str, list[float]], choices: dict[str, Any]) -> str:
@@ -85,22 +88,28 @@ def report(name: str, rates: dict[str, list[float]], choices: dict[str, Any]) ->
     for way, rate in middle.items():
         taken = str(choices[way].taken) if way in choices else ""
         guess = predicted.get(taken) or next((r for known, r in predicted.items() if _is(known, way)), None)
-        against = [a / b for a, b in zip(rates[way], rates["single"], strict=True)]
+        against = _within_rounds(rates[way], rates["single"])
         spread = f"{min(against):.2f} - {max(against):.2f}"
         rows.append(
             (way, taken, f"{rate:.0f}", f"{statistics.median(against):.2f}", spread, f"{guess:.0f}" if guess else "-")
         )
     header = ("way", "taken", "samples/s", "against one", "lowest - highest", "predicted")
-    exact = _against_best("auto", FIXED, middle, choices)
-    every = _against_best("auto, predicted", [*FIXED, *PREDICTED], middle, choices)
-    return f"{name}\n{text_table(header, rows)}\n{exact}\n{every}"
+    allowed = {"auto": FIXED, "auto, predicted": {**FIXED, **PREDICTED}}
+    best = [_against_best(auto, [way for way in allowed[auto] if way in rates], rates, choices) for auto in choices]
+    return "\n".join((name, text_table(header, rows), *best))
 
 
-def _against_best(auto: str, fixed: Iterable[str], middle: dict[str, float], choices: dict[str, Any]) -> str:
+def _against_best(auto: str, fixed: Sequence[str], rates: dict[str, list[float]], choices: dict[str, Any]) -> str:
     """How fast a choice is against the best of the fixed ways, which may be what it took: then both train alike."""
-    best = max((way for way in fixed if way in middle), key=lambda way: middle[way])
+    best = max(fixed, key=lambda way: statistics.median(_within_rounds(rates[way], rates["single"])))
+    ratios = _within_rounds(rates[auto], rates[best])
+    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else 3 * ratios
     itself = ", which is what it took" if _is(str(choices[auto].taken), best) else ""
-    return f"{auto}: {middle[auto] / middle[best]:.2f} of the best fixed way, {best}{itself}"
+    return f"{auto}: {middle:.2f} ({low:.2f} - {high:.2f}, quartiles) of the best fixed way, {best}{itself}"
+
+
+def _within_rounds(rates: Sequence[float], others: Sequence[float]) -> list[float]:
+    return [a / b for a, b in zip(rates, others, strict=True)]
 
 
 def _is(known: str, way: str) -> bool:
@@ -117,13 +126,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--network", choices=NETWORKS, default="dense", help="which one (default: dense)")
     parser.add_argument("--steps", type=int, default=12, help="minibatches of each way a round (default: 12)")
     parser.add_argument("--rounds", type=int, default=5, help="medians are of these (default: 5)")
-    names = [*FIXED, *PREDICTED]
-    parser.add_argument("--way", choices=names, action="append", help="a fixed way to compare with (default: all)")
+    parser.add_argument("--way", choices=WAYS, action="append", help="beside one device (default: all)")
     options = parser.parse_args(arguments)
     with TemporaryDirectory() as cache:
         os.environ["XDG_CACHE_HOME"] = cache  # else the profile would be that of another day
         network = NETWORKS[options.network]
-        rates, choices = measured(network, options.steps, options.rounds, options.way or names)
+        rates, choices = measured(network, options.steps, options.rounds, options.way or WAYS)
         print(report(options.network, rates, choices))
 
 

@@ -33,7 +33,8 @@ from pipetrain.run.stage_work import StageWork
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = Path(__file__).with_name("worker_loss.py")
-LATE_CALLS = [("fit", "vanilla"), ("evaluate", "vanilla"), ("fit", "all-reduce"), ("fit", "coded-reduce")]
+LATE_CALLS = [("evaluate", "vanilla")]
+LATE_CALLS += [("fit", each) for each in ("vanilla", "all-reduce", "parameter-server", "grid", "coded-reduce")]
 RUN_S = 900  # no run here takes nearly so long, not on a busy machine either; one that hangs is ended
 
 
@@ -171,7 +172,7 @@ def test_a_thread_whose_call_does_not_return_is_left_when_a_worker_is_lost(monke
 
 def test_a_call_to_workers_is_left_if_one_is_lost(monkeypatch):
     monkeypatch.setattr(lost_worker, "LOST_S", 0.3)
-    lost, back = LostWorker(), threading.Event()
+    lost, back = LostWorker(["/job:worker/replica:0/task:0/device:CPU:0"]), threading.Event()
     assert lost.unless_lost(lambda: 3) == 3
     with pytest.raises(ZeroDivisionError):
         lost.unless_lost(lambda: 1 / 0)

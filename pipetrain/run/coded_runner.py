@@ -53,7 +53,7 @@ class CodedRunner(Stepwise):
         returns_outputs: bool = True,
     ) -> None:
         self._returns_outputs = returns_outputs
-        super().__init__(root, tree.workers, settings, rate)
+        super().__init__(root, devices, settings, rate)
         self._root, self._tree, self._devices = root, tree, list(devices)
         self._functions: CodedFunctions | None = None
         self.stragglers = [0] * tree.workers
@@ -92,7 +92,7 @@ class CodedRunner(Stepwise):
             group.updated()
         if self._seeds:
             left = next(each.computed.seeds for _, each in self._exchange.used() if each.computed.seeds)
-            self._seeds = here(left)
+            self._seeds = self._lost.unless_lost(lambda: here(left))
         self._transfers += received(decoded.children, 0, number, functions.size_bytes)
         self._spans.append(Span("B", 0, number, HOST, start_s, time.perf_counter(), number, 0))
         return updated
@@ -109,7 +109,8 @@ class CodedRunner(Stepwise):
                 begin += len(mine)
                 needed.append(each)
         of_rows = [self._wanted(each) for each in needed]
-        output, losses = tf.nest.map_structure(lambda *rows: _ordered(rows, places), *_fetched(of_rows))
+        fetched = self._lost.unless_lost(lambda: _fetched(of_rows))
+        output, losses = tf.nest.map_structure(lambda *rows: _ordered(rows, places), *fetched)
         output = _none_of(needed[0].computed.output) if output is None else output
         loss = updated.loss if losses is None else losses
         return Result(loss + updated.penalty if self._root.is_penalized else loss, output)

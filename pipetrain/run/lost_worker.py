@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast
 
+from pipetrain.compute.cores import is_remote
 from pipetrain.compute.keras_private import with_state_of_keras
 from pipetrain.run.stoppable_thread import StoppableThread
 
@@ -20,10 +21,14 @@ class LostWorker:
     TensorFlow fails the calls that were under way when the worker ended, and lets one that is made afterwards wait
     until the worker is there again. The thread that made it is waited for no longer than ``LOST_S``.
 
+    Args:
+        devices: what may be lost: those in other processes.
+
     ``error`` says which worker is lost, None if none is.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, devices: Iterable[str] = ()) -> None:
+        self._can_be = any(map(is_remote, devices))
         self.error: Exception | None = None
         self._since_s = 0.0
 
@@ -39,8 +44,13 @@ class LostWorker:
             raise self.error
 
     def unless_lost(self, call: Callable[[], Value]) -> Value:
-        """``call()``, made by a thread of its own, which is left if a worker is lost. Raises what that raises."""
+        """``call()``, which may wait for workers. Raises what that raises, or which worker is lost.
+
+        If one can be lost the call is made by a thread of its own, which is left then. An interrupt lets it end.
+        """
         self.check()
+        if not self._can_be:
+            return call()
         thread = _Call(with_state_of_keras(call))
         thread.start()
         try:

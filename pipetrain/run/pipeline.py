@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import tensorflow as tf
 
-from pipetrain.compute.cores import is_prompt, is_remote
+from pipetrain.compute.cores import is_prompt
 from pipetrain.compute.functions.inference import Replica
 from pipetrain.compute.functions.stage_values import BoundaryTensors
 from pipetrain.compute.optimizer.loss_scaling import LossScale
@@ -30,8 +30,6 @@ from pipetrain.trace.trace import Span, Trace, Transfer
 # Where data are read. Rows taken of them on the default device, a GPU, would wait for the stage there.
 HOST = "/device:CPU:0"
 KEPT_SPANS = 200_000  # the newest spans, and transfers, that are kept, so that no run is too long for memory
-
-Value = TypeVar("Value")
 
 
 class Activity(NamedTuple):
@@ -86,8 +84,7 @@ class Pipeline:
         self._busy_s = 0.0
         self._knows_seconds = all(is_prompt(replica.device) for stage in stages for replica in stage)
         self._exact_times = False  # of the last run
-        self._is_remote = any(is_remote(replica.device) for stage in stages for replica in stage)
-        self._lost = LostWorker()
+        self._lost = LostWorker(replica.device for stage in stages for replica in stage)
         self._traced_for: Any = ()
         self.output_masks: Sequence[Any] = ()
         self.snapshots: deque[Snapshot] = deque()
@@ -240,7 +237,7 @@ class Pipeline:
 
     def _start(self) -> Running:
         settings = self._settings()
-        self._calling(partial(self._load, settings))
+        self._lost.unless_lost(partial(self._load, settings))
         running = Running(self._stages, self._scheme, self._microbatches, settings)
         self._running, self._exact_times = running, settings.exact_times  # an interrupt finds what is to be undone
         shorten(self)
@@ -251,10 +248,6 @@ class Pipeline:
         for stage in self._stages:
             for number, replica in enumerate(stage):
                 replica.load(settings.updates, number)
-
-    def _calling(self, call: Callable[[], Value]) -> Value:
-        """What the call gives, which may be to workers."""
-        return self._lost.unless_lost(call) if self._is_remote else call()
 
     def _end(self, running: Running, store: bool) -> None:
         """Clean up after the threads; an interrupt before they are removed repeats this."""
@@ -277,7 +270,7 @@ class Pipeline:
         If a worker is lost during that, the model is not changed, and its stages do not have different versions.
         """
         stages: list[list[Any]] = [*self._stages]  # each of one kind
-        outcomes = self._calling(lambda: [here(stage.outcome(others)) for stage, *others in stages])
+        outcomes = self._lost.unless_lost(lambda: [here(stage.outcome(others)) for stage, *others in stages])
         for (stage, *_), values in zip(self._stages, outcomes, strict=True):
             stage.store(values)
 

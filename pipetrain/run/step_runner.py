@@ -55,7 +55,7 @@ class StepRunner(Stepwise):
         settings: Callable[[], RunSettings],
         rate: Callable[[], float | None],
     ) -> None:
-        super().__init__(weights[0], len(workers), settings, rate)
+        super().__init__(weights[0], [worker.device for worker in workers], settings, rate)
         self._weights, self._workers = list(weights), list(workers)
         self._rows, self.sends_ahead, rows.lost = rows, rows.sends_ahead, self._lost
         self._shares: dict[
@@ -71,11 +71,13 @@ class StepRunner(Stepwise):
 
     def post(self, x: list[tf.Tensor], y: Any, sample_weight: Any, learning_rate: float | None) -> None:
         """Make the minibatch's step."""
-        self._lost.check()
         settings = self._run or self._start()
+        rate = self._rate()  # that of the minibatch is as old as its reading
+        self._lost.unless_lost(lambda: self._make(x, (y, sample_weight), settings, rate))
+
+    def _make(self, x: list[tf.Tensor], targets: Any, settings: RunSettings, rate: float | None) -> None:
         if self._step is None:
             self._step = self._steps(self._rows.let_go if self.sends_ahead else None)
-        rate = self._rate()  # that of the minibatch is as old as its reading
         masks: list[Any] = [None] * len(x)
         rows = [
             Rows(
@@ -83,7 +85,7 @@ class StepRunner(Stepwise):
                 self._weights[0].sorted(BoundaryTensors(part.inputs, masks), part.targets),
                 self._shares_of(self._workers[part.worker].device, part.share),
             )
-            for part in self._rows.of(x, (y, sample_weight))
+            for part in self._rows.of(x, targets)
         ]
         self._set_rates(rate)
         start_s = time.perf_counter()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
@@ -25,7 +26,7 @@ class Stepwise:
 
     Args:
         weights: those that are traced, and written back.
-        workers: how many devices compute.
+        workers: the devices that compute.
         settings: called whenever the weights are taken from the model.
         rate: gives the learning rate of a step that begins, None where the optimizers know it.
 
@@ -36,14 +37,18 @@ class Stepwise:
     sends_ahead = False
 
     def __init__(
-        self, weights: Weights, workers: int, settings: Callable[[], RunSettings], rate: Callable[[], float | None]
+        self,
+        weights: Weights,
+        workers: Sequence[str],
+        settings: Callable[[], RunSettings],
+        rate: Callable[[], float | None],
     ) -> None:
-        self._first, self._ranks, self._settings, self._rate = weights, workers, settings, rate
+        self._first, self._ranks, self._settings, self._rate = weights, len(workers), settings, rate
         self._run: RunSettings | None = None  # of the steps since the weights were taken from the model
         self._steps_done = 0  # of these
         self._traced_for: Any = ()
         self._results: deque[Result] = deque()
-        self._lost = LostWorker()
+        self._lost = LostWorker(workers)
         self.made, self.loss_scale = 0, LossScale()
         self.output_masks: Sequence[Any] = ()
         self.snapshots: deque[Snapshot] = deque()
@@ -111,7 +116,7 @@ class Stepwise:
         if self._run is not None:
             self._lost.check()
             self._rest()
-            self._flush()
+            self._lost.unless_lost(self._flush)
             self._end(store=True)
 
     def abort(self, store: bool) -> None:
@@ -119,15 +124,14 @@ class Stepwise:
         self._stop()  # of a start that an interrupt has cut short too
         if self._run is not None:
             if store:
-                self._count(self._run)
-                self._flush()
+                self._lost.unless_lost(partial(self._recount, self._run))
             self._end(store)
         self._forget()
         self._results.clear()
         self.snapshots.clear()
 
     def lose(self, error: Exception) -> None:
-        """From another thread: a worker is lost. Nobody calls it any more; a step that is under way fails by itself."""
+        """From another thread: a worker is lost. Nobody calls it any more, or waits for a call to it for long."""
         self._lost.told(error)
 
     @contextmanager
@@ -141,9 +145,8 @@ class Stepwise:
 
     def _start(self) -> RunSettings:
         """Take the weights from the model."""
-        self._lost.check()
         settings = self._settings()
-        self._load(settings)
+        self._lost.unless_lost(partial(self._load, settings))
         self._run, self._steps_done = settings, 0
         return settings
 
@@ -151,13 +154,18 @@ class Stepwise:
         done, self._steps_done = self._steps_done, 0
         try:
             if store:
-                self._store(self._outcome())
+                self._store(self._lost.unless_lost(self._outcome))
         finally:  # an exception would come again: the model stays as it was
             self._run, self.made = None, self.made + done
 
     def _load(self, settings: RunSettings) -> None:
         """Take weights and state from the model."""
         raise NotImplementedError
+
+    def _recount(self, settings: RunSettings) -> None:
+        """Like ``_flush``, after an interrupt."""
+        self._count(settings)
+        self._flush()
 
     def _count(self, settings: RunSettings) -> None:
         """What has been done, by the optimizers' own counts: an interrupt may have come just after a step."""
