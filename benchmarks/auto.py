@@ -74,8 +74,9 @@ def measured(
         sides[name] = compiled(pipetrain.PipelineModel(build(network), **way))
         rate(sides[name])
     rates: dict[str, list[float]] = {name: [] for name in sides}
+    orders = random.Random()  # another one in each process, where Keras' seeds are the same
     for _ in range(rounds):
-        for name in random.sample([*sides], len(sides)):
+        for name in orders.sample([*sides], len(sides)):
             rates[name].append(rate(sides[name]))
     return rates, {name: sides[name].choice for name in AUTO if name in sides}
 
@@ -103,7 +104,7 @@ def _against_best(auto: str, fixed: Sequence[str], rates: dict[str, list[float]]
     """How fast a choice is against the best of the fixed ways, which may be what it took: then both train alike."""
     best = max(fixed, key=lambda way: statistics.median(_within_rounds(rates[way], rates["single"])))
     ratios = _within_rounds(rates[auto], rates[best])
-    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else 3 * ratios
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else 3 * ratios
     itself = ", which is what it took" if _is(str(choices[auto].taken), best) else ""
     return f"{auto}: {middle:.2f} ({low:.2f} - {high:.2f}, quartiles) of the best fixed way, {best}{itself}"
 

@@ -2,13 +2,15 @@
 
 Workers are processes of this machine. Their computing is emulated: a worker sleeps on its device for as long as its
 rows are supposed to take, the last child of every parent some times as long, before it makes the gradients of a small
-network. The tree that bears a straggler and the same one that bears none, which waits for all, train in turns in one
+network; with ``--message-ms`` its messages take their time too, those of the slow ones as many times as long. The tree
+that bears a straggler and the same one that bears none, which waits for all, train in turns in one
 process; the median of all steps but the first of each turn is printed, with what the simulator predicts. With
 ``--simulated`` nothing is trained: the table is what the simulator says of trees and of a ring.
 
 examples:
   python benchmarks/coded_gradients.py
   python benchmarks/coded_gradients.py --tree 4,1 --slow 5 --whole-ms 400
+  python benchmarks/coded_gradients.py --whole-ms 1200 --message-ms 100
   python benchmarks/coded_gradients.py --simulated
 """
 
@@ -53,12 +55,13 @@ def is_slow(tree: Tree, worker: int) -> bool:
     return tree.place(worker) == tree.children - 1
 
 
-def emulate(slow: float, whole_s: float) -> None:
-    """Let every worker sleep on its device for its share of ``whole_s`` before it computes."""
+def emulate(slow: float, whole_s: float, message_s: float) -> None:
+    """Let every worker sleep on its device for its share of ``whole_s`` before it computes, and its message be late."""
     import tensorflow as tf
     from tensorflow.python.data.experimental.ops.testing import sleep
 
     from pipetrain.compute.functions.kernels import direct
+    from pipetrain.run.tree_exchange import TreeExchange
     from pipetrain.run.tree_worker import TreeWorker
 
     def sleeping(microseconds: Any) -> Any:
@@ -66,7 +69,7 @@ def emulate(slow: float, whole_s: float) -> None:
         return waited.reduce(tf.constant(0, tf.int64), lambda total, each: total + each)
 
     traced = tf.function(sleeping, autograph=False).get_concrete_function(tf.TensorSpec([], tf.int64))
-    call, compute = direct(traced), TreeWorker._compute
+    call, compute, deliver = direct(traced), TreeWorker._compute, TreeExchange.deliver
 
     def slower(self: Any, step: Any, parts: Any, weights: Any) -> Any:
         tree, rows = self._job.tree, int(step.inputs[0].shape[0])
@@ -75,7 +78,13 @@ def emulate(slow: float, whole_s: float) -> None:
         call(tf.constant(round(1e6 * seconds), tf.int64))
         return compute(self, step, parts, weights)
 
+    def later(self: Any, step: Any, delivered: Any) -> None:
+        time.sleep(message_s * (slow if is_slow(self._tree, delivered.worker) else 1.0))
+        deliver(self, step, delivered)
+
     TreeWorker._compute = slower  # type: ignore[method-assign]
+    if message_s:
+        TreeExchange.deliver = later  # type: ignore[method-assign]
 
 
 class Way:
@@ -144,7 +153,7 @@ def measure(options: argparse.Namespace) -> None:
     whole_s = options.whole_ms / 1e3
     with pipetrain.LocalWorkers(trees[0].workers) as workers:
         devices = pipetrain.connect(workers.addresses)
-        emulate(options.slow, whole_s)
+        emulate(options.slow, whole_s, options.message_ms / 1e3)
         ways = [Way(tree, devices) for tree in trees]
         for number in range(options.rounds + 1):
             for way in ways:
@@ -163,7 +172,7 @@ def measure(options: argparse.Namespace) -> None:
                 f"{computing:.0f}",
                 f"{ms:.1f}",
                 f"{taken_ms[0] / ms:.2f}x",
-                f"{said:.1f} ({said / ms - 1:+.0%})",
+                "-" if options.message_ms else f"{said:.1f} ({said / ms - 1:+.0%})",
                 way.stragglers,
             )
         )
@@ -226,6 +235,9 @@ def main() -> None:
     parser.add_argument("--slow", type=float, default=5.0, metavar="X", help="of the last child of every parent")
     parser.add_argument(
         "--whole-ms", type=float, default=600.0, metavar="MS", help="that one worker would compute for a minibatch"
+    )
+    parser.add_argument(
+        "--message-ms", type=float, default=0.0, metavar="MS", help="that a message to a parent takes (default: none)"
     )
     parser.add_argument("--rounds", type=int, default=4, metavar="N")
     parser.add_argument("--simulated", action="store_true", help="only the table of simulated steps")

@@ -196,17 +196,18 @@ def test_a_loss_after_all_steps_is_of_no_concern_to_the_next_fit(scheme):
     assert any((mine != old).any() for mine, old in zip(pm.get_weights(), before, strict=True))
 
 
-def test_calls_of_another_thread_draw_what_this_one_would(monkeypatch):
+@pytest.mark.parametrize("settings", [{"scheme": "1f1b", "stages": 2, "microbatches": 1}, {"scheme": "all-reduce"}])
+def test_calls_of_another_thread_draw_what_this_one_would(monkeypatch, settings):
     """Keras keeps its global seed for each thread."""
 
     def trained() -> list[np.ndarray]:
-        pm = pipetrain.PipelineModel(noisy(), scheme="1f1b", stages=2, microbatches=1)
+        pm = pipetrain.PipelineModel(noisy(), **settings)
         pm.compile(keras.optimizers.SGD(0.05), networks.crossentropy())
         networks.fit(pm, *networks.data(40), epochs=2)
         return [*pm.get_weights(), np.array(global_seed())]
 
     expected = trained()
-    monkeypatch.setattr("pipetrain.run.pipeline.is_remote", lambda device: True)
+    monkeypatch.setattr("pipetrain.run.lost_worker.is_remote", lambda device: True)
     networks.assert_equal(trained(), expected)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from pipetrain.compute.keras_private import count_of
 from pipetrain.compute.transfers.coded import CodedFunctions, Messages, Root, Updated
 from pipetrain.run.collector import Result
 from pipetrain.run.control import Control
+from pipetrain.run.lost_worker import Call
 from pipetrain.run.pipeline import HOST
 from pipetrain.run.run_settings import RunSettings
 from pipetrain.run.stepwise import Stepwise
@@ -178,8 +179,12 @@ def _fetched(values: Sequence[Any]) -> list[Any]:
     """Nested tensors of several workers, in this process."""
     if len(values) == 1 or all(each is None for each in tf.nest.flatten(values)):
         return [tf.nest.map_structure(_fetch, each) for each in values]
-    with ThreadPoolExecutor(len(values), thread_name_prefix="pipetrain outputs") as pool:
-        return list(pool.map(lambda each: tf.nest.map_structure(_fetch, each), values))
+    calls = [Call(partial(tf.nest.map_structure, _fetch, each)) for each in values]
+    for call in calls:
+        call.start()
+    for call in calls:
+        call.join()
+    return [call.outcome() for call in calls]
 
 
 def _none_of(output: BoundaryTensors | None) -> BoundaryTensors:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, TypeVar, cast
 
 from pipetrain.compute.cores import is_remote
@@ -51,33 +52,42 @@ class LostWorker:
         self.check()
         if not self._can_be:
             return call()
-        thread = _Call(with_state_of_keras(call))
-        thread.start()
+        thread = Call(with_state_of_keras(call))
         try:
+            thread.start()
             thread.ended(self.gives_up)
-        except BaseException:  # an interrupt: what comes of it is not to meet the call
-            thread.ended(self.gives_up)
+        except BaseException:  # an interrupt: what comes of it, and of further ones, is not to meet the call
+            while thread.is_alive() and not self.gives_up():
+                with suppress(KeyboardInterrupt):
+                    thread.ended(self.gives_up)
             raise
         if thread.is_alive():
             raise cast(Exception, self.error)
-        if thread.raised is not None:
-            raise thread.raised
-        return cast(Value, thread.value)
+        return cast(Value, thread.outcome())
 
     def gives_up(self) -> bool:
         """Whether threads that have not ended are left to themselves: they wait for the lost worker."""
         return self.error is not None and time.monotonic() > self._since_s + LOST_S
 
 
-class _Call(StoppableThread):
+class Call(StoppableThread):
+    """A thread that makes one call, and does not keep the program from ending."""
+
     def __init__(self, call: Callable[[], Any]) -> None:
         super().__init__(name="pipetrain call to workers", daemon=True)
         self._call = call
-        self.value: Any = None
-        self.raised: BaseException | None = None
+        self._value: Any = None
+        self._raised: BaseException | None = None
 
     def run(self) -> None:
+        """The thread's body."""
         try:
-            self.value = self._call()
+            self._value = self._call()
         except BaseException as error:
-            self.raised = error
+            self._raised = error
+
+    def outcome(self) -> Any:
+        """What the call gave, after its end. Raises what it raised."""
+        if self._raised is not None:
+            raise self._raised
+        return self._value

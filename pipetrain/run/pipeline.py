@@ -236,7 +236,7 @@ class Pipeline:
             stage.store(values)
 
     def _start(self) -> Running:
-        settings = self._settings()
+        settings = self._lost.unless_lost(self._settings)
         self._lost.unless_lost(partial(self._load, settings))
         running = Running(self._stages, self._scheme, self._microbatches, settings)
         self._running, self._exact_times = running, settings.exact_times  # an interrupt finds what is to be undone

@@ -131,7 +131,7 @@ class Stepwise:
         self.snapshots.clear()
 
     def lose(self, error: Exception) -> None:
-        """From another thread: a worker is lost. Nobody calls it any more, or waits for a call to it for long."""
+        """From another thread: a worker is lost. Steps do not call it any more, nor wait long for a call to it."""
         self._lost.told(error)
 
     @contextmanager
@@ -145,18 +145,22 @@ class Stepwise:
 
     def _start(self) -> RunSettings:
         """Take the weights from the model."""
-        settings = self._settings()
+        settings = self._lost.unless_lost(self._settings)
         self._lost.unless_lost(partial(self._load, settings))
         self._run, self._steps_done = settings, 0
         return settings
 
     def _end(self, store: bool) -> None:
-        done, self._steps_done = self._steps_done, 0
         try:
             if store:
                 self._store(self._lost.unless_lost(self._outcome))
-        finally:  # an exception would come again: the model stays as it was
-            self._run, self.made = None, self.made + done
+        except Exception:  # which would come again: the model stays as it was; after an interrupt this is repeated
+            self._over()
+            raise
+        self._over()
+
+    def _over(self) -> None:
+        self._run, self.made, self._steps_done = None, self.made + self._steps_done, 0
 
     def _load(self, settings: RunSettings) -> None:
         """Take weights and state from the model."""
