@@ -3,9 +3,9 @@
 Workers are processes of this machine. Their computing is emulated: a worker sleeps on its device for as long as its
 rows are supposed to take, the last child of every parent some times as long, before it makes the gradients of a small
 network; with ``--message-ms`` its messages take their time too, those of the slow ones as many times as long. The tree
-that bears a straggler and the same one that bears none, which waits for all, train in turns in one
-process; the median of all steps but the first of each turn is printed, with what the simulator predicts. With
-``--simulated`` nothing is trained: the table is what the simulator says of trees and of a ring.
+that bears a straggler and the same one that bears none, which waits for all, train in turns in one process; the median
+of all steps but the first of each turn is printed, with what the simulator predicts. With ``--simulated`` nothing is
+trained: the table is what the simulator says of trees and of a ring.
 
 examples:
   python benchmarks/coded_gradients.py

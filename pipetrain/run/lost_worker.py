@@ -57,9 +57,10 @@ class LostWorker:
             thread.start()
             thread.ended(self.gives_up)
         except BaseException:  # an interrupt: what comes of it, and of further ones, is not to meet the call
-            while thread.is_alive() and not self.gives_up():
+            while True:
                 with suppress(KeyboardInterrupt):
                     thread.ended(self.gives_up)
+                    break
             raise
         if thread.is_alive():
             raise cast(Exception, self.error)
