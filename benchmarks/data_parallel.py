@@ -2,15 +2,17 @@
 
 Hosts are network namespaces of this machine, each with a worker on a core of its own, or with an equal part of the
 cores where there are more hosts, and a port of limited bandwidth; the program runs on the first of them. All orders
-train in turns in one process, ``--steps`` minibatches each, so that a machine whose speed drifts is fair to all; the
-median of all steps but the first and the last of each turn is printed (in the last no rows of a next one are sent), how
-many times as fast as TensorFlow's own order that is, and what the simulator predicts. Orders that give one plan are
-trained once. Beside them in turns: TensorFlow's MultiWorkerMirroredStrategy, as a loop written by hand, with its own
-packs and with packs of 1 MiB. Needs root, for the namespaces.
+train in one process, in turns of ``--steps`` minibatches, in a sequence that is drawn anew for each round, so that a
+machine whose speed drifts is fair to all. Of each the median of all steps is printed but for the first and the last of
+a turn (in the last no rows of a next one are sent), how many times as fast as TensorFlow's own order that is, how many
+times as fast as it ``auto`` is, which is compared within rounds, with its quartiles, and what the simulator predicts.
+Orders that give one plan are trained once. Beside them in turns: TensorFlow's MultiWorkerMirroredStrategy, as a loop
+written by hand, with its own packs and with packs of 1 MiB. Needs root, for the namespaces.
 
 examples:
   python benchmarks/data_parallel.py
   python benchmarks/data_parallel.py --network vgg --hosts 3 --rate 100 --rate 400 --rounds 10
+  python benchmarks/data_parallel.py --scheme all-reduce --order ibatch --order auto --rounds 30
   python benchmarks/data_parallel.py --part forward --scheme parameter-server --rows 16384
 """
 
@@ -19,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -97,7 +100,7 @@ def made(network: str, rows: int, minibatches: int) -> tuple[keras.Model, np.nda
 
 
 class Way:
-    """One scheme with one order, and the milliseconds of its steps so far."""
+    """One scheme with one order, and the milliseconds of its steps so far, turn by turn."""
 
     def __init__(self, options: argparse.Namespace, scheme: str, order: str, devices: list[str]) -> None:
         import keras
@@ -111,7 +114,7 @@ class Way:
         self._pm = pipetrain.PipelineModel(model, scheme=scheme, order=order, devices=devices, servers=on)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         self._pm.compile(keras.optimizers.SGD(1e-3, momentum=0.9), loss)
-        self.ms: list[float] = []
+        self.turns_ms: list[list[float]] = []
 
     def turn(self, counts: bool) -> None:
         """Train for a turn, which ``counts`` unless it is to warm up."""
@@ -123,7 +126,7 @@ class Way:
         self._pm.fit(
             self._x, np.zeros(len(self._x), "int32"), batch_size=self._rows, verbose=0, shuffle=False, callbacks=[clock]
         )
-        self.ms += [1e3 * each for each in np.diff(ends)[:-1]] if counts else []  # the last sends no rows ahead
+        self.turns_ms += [[1e3 * each for each in np.diff(ends)[:-1]]] if counts else []  # the last sends no rows ahead
 
     @property
     def plan(self) -> Plan:
@@ -139,11 +142,11 @@ class Way:
 
 
 class Peer:
-    """The first process of MultiWorkerMirroredStrategy, and the milliseconds of its steps so far."""
+    """The first process of MultiWorkerMirroredStrategy, and the milliseconds of its steps so far, turn by turn."""
 
     def __init__(self, packs: str, command: Sequence[str], steps: int) -> None:
         self.scheme, self.order, self._steps = PEER, packs, steps
-        self.ms: list[float] = []
+        self.turns_ms: list[list[float]] = []
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=ENVIRONMENT)
         print(STARTED, self._process.pid, flush=True)
@@ -159,7 +162,7 @@ class Peer:
         self._process.stdin.write(f"{self._steps}\n")
         self._process.stdin.flush()
         taken_ms = self._answer()
-        self.ms += taken_ms[1:-1] if counts else []
+        self.turns_ms += [taken_ms[1:-1]] if counts else []
 
     def predicted_ms(self, part: str) -> None:
         """Nothing is known of it."""
@@ -221,13 +224,13 @@ def train(options: argparse.Namespace) -> None:
             ends.callback(peer.end)
             ways.append(peer)
             names.append([packs])
-        rounds = 0
+        rounds, sequences = 0, random.Random()  # another one in each process, where Keras' seeds are the same
         while rounds < options.rounds and (not rounds or time.perf_counter() - start_s < options.seconds):
-            for way in ways:
+            for way in sequences.sample(ways, len(ways)):
                 way.turn(counts=True)
             rounds += 1
         found = [
-            (way.scheme, ", ".join(each), statistics.median(way.ms), way.predicted_ms(options.part))
+            (way.scheme, ", ".join(each), way.turns_ms, way.predicted_ms(options.part))
             for way, each in zip(ways, names, strict=True)
         ]
         print(json.dumps([rounds, found]), flush=True)
@@ -246,13 +249,27 @@ def _is_same(way: Way, other: Way) -> bool:
 
 def table(found: list[Any]) -> str:
     """What the orders took, for people."""
-    base = {scheme: ms for scheme, names, ms, _ in found if names.startswith("none")}
+    base = {scheme: _middle_ms(turns_ms) for scheme, names, turns_ms, _ in found if "none" in names.split(", ")}
+    autos = {scheme: turns_ms for scheme, names, turns_ms, _ in found if AUTO in names.split(", ")}
     rows = []
-    for scheme, names, ms, predicted_ms in found:
+    for scheme, names, turns_ms, predicted_ms in found:
+        ms = _middle_ms(turns_ms)
         against = f"{base[scheme] / ms:.2f}x" if scheme in base else "-"
+        auto = [_against(taken_ms, turns_ms) for name, taken_ms in autos.items() if scheme in (name, PEER)]
         said = "-" if predicted_ms is None else f"{predicted_ms:.1f} ({predicted_ms / ms - 1:+.0%})"
-        rows.append((scheme, names, f"{ms:.1f}", against, said))
-    return text_table(("scheme", "order", "ms", "against none", "simulated ms"), rows)
+        rows.append((scheme, names, f"{ms:.1f}", against, ", ".join(auto) or "-", said))
+    return text_table(("scheme", "order", "ms", "against none", "auto against it", "simulated ms"), rows)
+
+
+def _middle_ms(turns_ms: list[list[float]]) -> float:
+    return statistics.median(ms for turn_ms in turns_ms for ms in turn_ms)
+
+
+def _against(taken_ms: list[list[float]], others_ms: list[list[float]]) -> str:
+    """How many times as fast as others, the median of all rounds and its quartiles."""
+    ratios = [statistics.median(b) / statistics.median(a) for a, b in zip(taken_ms, others_ms, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else 3 * ratios
+    return f"{middle:.2f} ({low:.2f} - {high:.2f})"
 
 
 def measured(hosts: Hosts, options: argparse.Namespace, rate_mbit: int) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -82,7 +83,8 @@ class Hosts:
 
 @contextmanager
 def emulated(count: int) -> Iterator[Hosts]:
-    """So many hosts, while the context lasts."""
+    """So many hosts, while the context lasts; a program that is terminated removes them, too."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with ExitStack() as ends:
         hosts = Hosts(count)
         hosts.make(ends)

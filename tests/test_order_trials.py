@@ -20,10 +20,11 @@ DATA = networks.data(60)
 
 
 def every_plan(late_first, setting):
-    """Plans of all kinds: layer by layer, late, unordered, and the latter once more by another name."""
+    """Plans of all kinds: layer by layer, late, unordered, and that once more by another name, none shorter."""
     plans = [ORDERS[name](setting.workload, setting.serves) for name in ("layerwise", "none")]
     late = [] if setting.serves else [late_plan(noisy())]
-    return [*(late if late_first else []), *plans, *([] if late_first else late), plans[1]._replace(name="again")]
+    every = [*(late if late_first else []), *plans, *([] if late_first else late), plans[1]._replace(name="again")]
+    return dict.fromkeys(every, 1.0)
 
 
 @pytest.fixture
@@ -97,6 +98,21 @@ def test_orders_that_took_about_equally_long_are_tried_once_more(tried, monkeypa
     networks.fit(pm, *DATA, epochs=1)
     assert names == ["layer by layer", "none", "own", "own", "none", "layer by layer"]
     assert pm._strategy.plan.name == "none"
+
+
+@pytest.mark.parametrize(("late", "taken"), [(1.02, "none"), (1.08, "layer by layer")])
+def test_simulation_tells_which_of_two_that_took_about_equally_long_is_taken(late, taken, tried, monkeypatch):
+    """The trial gives one 5% less."""
+
+    def near(setting):
+        plans = [plan for plan in every_plan(False, setting) if plan.name in ("layer by layer", "none")]
+        return {plan: late if plan.name == "none" else 1.0 for plan in plans}
+
+    monkeypatch.setattr(transfer_planning, "near", near)
+    monkeypatch.setattr(transfer_strategy, "minibatch_s", lambda runner, _: 1.0 if runner.plan.name == "none" else 1.05)
+    pm = compiled("auto")
+    networks.fit(pm, *DATA, epochs=1)
+    assert pm._strategy.plan.name == taken
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])

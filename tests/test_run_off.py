@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from pipetrain.plan.run_off import finalists, settled
+from pipetrain.plan.run_off import fastest, finalists, settled
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,11 @@ def test_turns_tell_how_finalists_compare_and_first_trials_how_with_the_others()
     seconds = settled([1.0, 1.1, 1.5], {0: [2.0, 2.4, 2.0], 1: [1.8, 1.8, 5.0]})
     assert seconds[1] / seconds[0] == pytest.approx(1.8 / 2.0)
     assert seconds[0] + seconds[1] == pytest.approx(2.1) and seconds[2] == 1.5
+
+
+@pytest.mark.parametrize(("predicted", "expected"), [([1.0, 1.0], 1), ([1.0, 1.02], 1), ([1.0, 1.1], 0)])
+def test_the_fastest_is_that_whose_trial_and_prediction_are_shortest_together(predicted, expected):
+    assert fastest([1.05, 1.0], predicted) == expected
 
 
 def test_first_trials_hold_where_there_are_no_turns():

@@ -41,21 +41,21 @@ def workload_of(
     return Workload(tuple(layers), tuple(map(size_bytes, specs(variables))), message)
 
 
-def planned(order: str | Plan, setting: Setting, apart: set[int], at_once: bool) -> list[Plan]:
+def planned(order: str | Plan, setting: Setting, apart: set[int], at_once: bool) -> dict[Plan, float]:
     """The plan of an order, or the user's, checked; where it is open, all that may be the fastest, the likeliest first.
 
-    No variable of those ``apart``, whose gradients are rows, is late; none at all where all gradients are needed
-    ``at_once``.
+    With each, how many times as long as the shortest it is simulated to take. No variable of those ``apart``, whose
+    gradients are rows, is late; none at all where all gradients are needed ``at_once``.
     """
     workload = setting.workload
     if not isinstance(order, str):
-        return [check_plan(order, workload.sizes_bytes, setting.serves)]
-    plans = near(setting) if order == AUTO else [ORDERS[order](workload, setting.serves)]
-    found: dict[Plan, Plan] = {}  # of several that differ in their names alone, the first
-    for plan in plans:
+        return {check_plan(order, workload.sizes_bytes, setting.serves): 1.0}
+    plans = near(setting) if order == AUTO else {ORDERS[order](workload, setting.serves): 1.0}
+    found: dict[Plan, tuple[Plan, float]] = {}  # of several that differ in their names alone, the first
+    for plan, part in plans.items():
         made = _in_time(plan, set(workload.owner) if at_once else apart)
-        found.setdefault(made._replace(name=""), made)
-    return [*found.values()]
+        found.setdefault(made._replace(name=""), (made, part))
+    return dict(found.values())
 
 
 def _in_time(plan: Plan, needed: set[int]) -> Plan:

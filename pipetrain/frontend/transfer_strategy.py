@@ -29,7 +29,7 @@ from pipetrain.frontend.pipeline_strategy import PipelineStrategy
 from pipetrain.frontend.placement import Placement
 from pipetrain.frontend.transfer_planning import embeddings, input_bytes, is_measured, planned, workload_of
 from pipetrain.plan.cluster import Cluster
-from pipetrain.plan.run_off import finalists, settled
+from pipetrain.plan.run_off import fastest, finalists, settled
 from pipetrain.run.pipeline import HOST, Pipeline
 from pipetrain.run.step_runner import StepRunner
 from pipetrain.run.trial import minibatch_s
@@ -60,7 +60,7 @@ class TransferStrategy(PipelineStrategy):
         servers: on how many of the devices the weights are, if the scheme has servers.
 
     ``plan`` is the one that was made of it, once there is a pipeline. Of several that simulation cannot tell apart it
-    is the fastest by trial; every order gives the same weights.
+    is the fastest by trial and simulation together; every order gives the same weights.
     """
 
     def __init__(
@@ -69,18 +69,18 @@ class TransferStrategy(PipelineStrategy):
         super().__init__(model, placement, scheme)
         self._serves, self._order, self._servers = scheme.name == SERVING, order or AUTO, servers
         self._devices = placement.replica_devices
-        self._plans: list[Plan] = []  # of which the fastest is to be taken; one, once it is known
+        self._plans: dict[Plan, float] = {}  # as simulated, the shortest 1; one, once it is known which is taken
 
     def compiled(self, owner: keras.Model, loss: Any, jit_compile: Any) -> None:
         """The optimizer and the loss are new."""
         check_loss_scaling(owner.optimizer, self._scheme.name, None)
         super().compiled(owner, loss, jit_compile)
-        self._plans = []
+        self._plans = {}
 
     def _built(self, rows: int | None) -> Sequence[list[Stage]]:
         self._segment = segment = self.placement.whole()
         self._plans = self._plans or self._planned(rows)
-        self.plan = self._plans[0]
+        self.plan = next(iter(self._plans))
         loss = self._compilation.metrics.loss
         self._weights = [
             Weights(segment, parts, self.optimizer, loss, len(self._devices))
@@ -124,12 +124,12 @@ class TransferStrategy(PipelineStrategy):
         del runner  # whose weights are not to be there while others are tried
         fitted = self._fitted()
         with self._kept():
-            self._plans = [self._fastest(self._plans, fitted)]
+            self._plans = {self._fastest(self._plans, fitted): 1.0}
         return self._remade(fitted)
 
-    def _fastest(self, plans: list[Plan], fitted: int) -> Plan:
+    def _fastest(self, simulated: dict[Plan, float], fitted: int) -> Plan:
         """That whose minibatch takes least; those near it are tried once more, since a machine's speed drifts."""
-        first_s, again_s = [], {}
+        plans, first_s, again_s = [*simulated], [], {}
         try:
             progress = Progress(f"Trying {len(plans)} orders of transfers.", len(plans))
             for plan in plans:
@@ -141,13 +141,12 @@ class TransferStrategy(PipelineStrategy):
                 again_s[n] = [first_s[n], self._tried_s(plans[n], fitted)]
                 progress.add(1)
         finally:
-            self._plans = plans
-        seconds = settled(first_s, again_s)
-        return plans[seconds.index(min(seconds))]
+            self._plans = simulated
+        return plans[fastest(settled(first_s, again_s), [*simulated.values()])]
 
     def _tried_s(self, plan: Plan, fitted: int) -> float:
         """Seconds of a minibatch by this plan, one of whose runners may be there."""
-        self._plans = [plan]
+        self._plans = {plan: 1.0}
         try:
             seconds = minibatch_s(self._pipeline or self._remade(fitted), known(self._compilation.data.first))
         except BaseException as error:
@@ -202,8 +201,8 @@ class TransferStrategy(PipelineStrategy):
             message_work=work,
         )
 
-    def _planned(self, rows: int | None) -> list[Plan]:
-        """The plans of the order, measured where it depends on that."""
+    def _planned(self, rows: int | None) -> dict[Plan, float]:
+        """The plans of the order as simulated, measured where it depends on that."""
         rows_alone = embeddings(self.model, self._segment.trainable_variables)
         at_once = limit(stepping(self.optimizer).global_clipnorm) is not None
         return planned(self._order, self._setting(rows, is_measured(self._order)), rows_alone, at_once)

@@ -17,18 +17,18 @@ def auto(setting: Setting) -> Plan:
 
     ``ORDERS`` has the simplest first.
     """
-    return near(setting)[0]
+    return next(iter(near(setting)))
 
 
-def near(setting: Setting) -> list[Plan]:
-    """That plan, and those of all orders whose simulated step is within 10 per cent of the shortest.
+def near(setting: Setting) -> dict[Plan, float]:
+    """That plan first, and those of all orders whose simulated step is within 10 per cent of the shortest.
 
-    Where nothing takes time, the plan alone.
+    With each, how many times as long as the shortest it is simulated to take. Where nothing takes time, the plan alone.
     """
     plans = [ORDERS[name](setting.workload, setting.serves) for name in orders(setting.serves)]
     seconds = [simulate_plan(setting, plan, STEPS).step_s for plan in plans]
     least_s = min(seconds)
-    parts = [each_s / least_s if least_s else 1.0 for each_s in seconds]
-    simplest = next(plan for plan, part in zip(plans, parts, strict=True) if WORTH * part <= 1)
-    others = [plan for plan, part in zip(plans, parts, strict=True) if least_s and part <= NEAR]
-    return [simplest, *(plan for plan in others if plan is not simplest)]
+    parts = {plan: each_s / least_s if least_s else 1.0 for plan, each_s in zip(plans, seconds, strict=True)}
+    simplest = next(plan for plan, part in parts.items() if WORTH * part <= 1)
+    others = {plan: part for plan, part in parts.items() if least_s and part <= NEAR}
+    return {simplest: parts[simplest], **others}
