@@ -7,7 +7,8 @@ machine whose speed drifts is fair to all. Of each the median of all steps is pr
 a turn (in the last no rows of a next one are sent), how many times as fast as TensorFlow's own order that is, how many
 times as fast as it ``auto`` is, which is compared within rounds, with its quartiles, and what the simulator predicts.
 Orders that give one plan are trained once. Beside them in turns: TensorFlow's MultiWorkerMirroredStrategy, as a loop
-written by hand, with its own packs and with packs of 1 MiB. Needs root, for the namespaces.
+written by hand, with its own packs and with packs of 1 MiB. It is said what part of the processors' time other machines
+took meanwhile: the less, the more the figures tell. Needs root, for the namespaces.
 
 examples:
   python benchmarks/data_parallel.py
@@ -36,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.core_shares import joining
 from benchmarks.emulated_hosts import ENVIRONMENT, PORT, ROOT, Hosts, emulated
+from benchmarks.steal import stolen_part, ticks
 from pipetrain.plan.text_table import text_table
 from pipetrain.schemes.table import SERVING, TRANSFERRING
 from pipetrain.schemes.transfers.orders import AUTO, orders
@@ -224,7 +226,8 @@ def train(options: argparse.Namespace) -> None:
             ends.callback(peer.end)
             ways.append(peer)
             names.append([packs])
-        rounds, sequences = 0, random.Random()  # another one in each process, where Keras' seeds are the same
+        rounds, since = 0, ticks()
+        sequences = random.Random()  # another one in each process, where Keras' seeds are the same
         while rounds < options.rounds and (not rounds or time.perf_counter() - start_s < options.seconds):
             for way in sequences.sample(ways, len(ways)):
                 way.turn(counts=True)
@@ -233,7 +236,7 @@ def train(options: argparse.Namespace) -> None:
             (way.scheme, ", ".join(each), way.turns_ms, way.predicted_ms(options.part))
             for way, each in zip(ways, names, strict=True)
         ]
-        print(json.dumps([rounds, found]), flush=True)
+        print(json.dumps([rounds, stolen_part(since), found]), flush=True)
 
 
 def tried(scheme: str, given: Sequence[str] | None) -> list[str]:
@@ -339,9 +342,9 @@ def main() -> None:
         return
     with emulated(options.hosts) as hosts:
         for rate_mbit in options.rate or [200]:
-            rounds, found = measured(hosts, options, rate_mbit)
+            rounds, stolen, found = measured(hosts, options, rate_mbit)
             of = f"{options.network}, {options.rows} rows a worker, {options.hosts} hosts, {rate_mbit} Mb/s"
-            print(f"{of}, {rounds} rounds of {options.steps} steps")
+            print(f"{of}, {rounds} rounds of {options.steps} steps, {stolen:.0%} of the time stolen")
             print(table(found), flush=True)
 
 

@@ -18,14 +18,19 @@ def undisturbed(measure: Callable[[], Value]) -> Value:
     """What ``measure`` gives when hardly any time was stolen; of ``TRIES`` measurements the one with least stolen."""
     found: list[tuple[float, Value]] = []
     while not found or (found[-1][0] > TOLERATED and len(found) < TRIES):
-        stolen, worked = _ticks()
+        since = ticks()
         value = measure()
-        stolen, worked = (now - before for now, before in zip(_ticks(), (stolen, worked), strict=True))
-        found.append((stolen / max(stolen + worked, 1), value))
+        found.append((stolen_part(since), value))
     return min(found, key=lambda each: each[0])[1]
 
 
-def _ticks() -> tuple[int, int]:
+def stolen_part(since: tuple[int, int]) -> float:
+    """What part of the time that processors worked or would have was stolen since ``ticks()`` gave this."""
+    stolen, worked = (now - before for now, before in zip(ticks(), since, strict=True))
+    return stolen / max(stolen + worked, 1)
+
+
+def ticks() -> tuple[int, int]:
     """Of all processors since the machine's start: stolen and at work; zeros where that is not known."""
     path = Path("/proc/stat")
     if not path.exists():
