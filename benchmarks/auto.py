@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.networks import COMPARED, WORDS, Network, build, data
 from benchmarks.networks import NETWORKS as LARGE
+from benchmarks.quartiles import quartiles
 from benchmarks.sides import KerasJob, compiled, start
 from pipetrain.plan.text_table import text_table
 
@@ -104,7 +105,7 @@ def _against_best(auto: str, fixed: Sequence[str], rates: dict[str, list[float]]
     """How fast a choice is against the best of the fixed ways, which may be what it took: then both train alike."""
     best = max(fixed, key=lambda way: statistics.median(_within_rounds(rates[way], rates["single"])))
     ratios = _within_rounds(rates[auto], rates[best])
-    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else 3 * ratios
+    low, middle, high = quartiles(ratios)
     itself = ", which is what it took" if _is(str(choices[auto].taken), best) else ""
     return f"{auto}: {middle:.2f} ({low:.2f} - {high:.2f}, quartiles) of the best fixed way, {best}{itself}"
 

@@ -37,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.core_shares import joining
 from benchmarks.emulated_hosts import ENVIRONMENT, PORT, ROOT, Hosts, emulated
+from benchmarks.quartiles import quartiles
 from benchmarks.steal import stolen_part, ticks
 from pipetrain.plan.text_table import text_table
 from pipetrain.schemes.table import SERVING, TRANSFERRING
@@ -271,7 +272,7 @@ def _middle_ms(turns_ms: list[list[float]]) -> float:
 def _against(taken_ms: list[list[float]], others_ms: list[list[float]]) -> str:
     """How many times as fast as others, the median of all rounds and its quartiles."""
     ratios = [statistics.median(b) / statistics.median(a) for a, b in zip(taken_ms, others_ms, strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else 3 * ratios
+    low, middle, high = quartiles(ratios)
     return f"{middle:.2f} ({low:.2f} - {high:.2f})"
 
 
