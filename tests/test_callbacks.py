@@ -168,6 +168,20 @@ def test_an_asynchronous_pipeline_takes_a_new_rate_between_epochs():
 
 
 @pytest.mark.parametrize("scheme", ["1f1b", "spectrain"])
+def test_the_learning_rate_may_be_on_another_device_than_the_data(scheme):
+    """On GPUs it is on the first one, and the data set's iterator on the host."""
+    weights = []
+    for device in ("CPU:0", "CPU:5"):
+        with tf.device(device):
+            optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
+        assert optimizer.learning_rate.value.device.endswith(device)
+        pm = networks.pipeline(networks.small(), optimizer, scheme=scheme, cuts=["d0"])
+        train(pm, RATES["own"][0]())
+        weights.append(pm.get_weights())
+    assert_equal(*weights)
+
+
+@pytest.mark.parametrize("scheme", ["1f1b", "spectrain"])
 def test_csv_logs_are_the_history(scheme, tmp_path):
     path = tmp_path / "log.csv"
     history = train(fresh(scheme), C.CSVLogger(path)).history

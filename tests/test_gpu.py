@@ -26,7 +26,8 @@ from test_semantics import ASYNCHRONOUS, BATCH, LATER, PREDICTED, compare, const
 import pipetrain
 from pipetrain.compute.profiling.profiler import profile
 from pipetrain.frontend.data_parallel import _mirrored
-from pipetrain.schemes.table import NAMES
+from pipetrain.schemes.table import NAMES, SERVING, TRANSFERRING
+from pipetrain.schemes.transfers.orders import orders
 
 KIND = os.environ.get("PIPETRAIN_TEST_DEVICES", "GPU")
 DEVICES = tuple(f"{KIND}:{n}" for n in range(4))
@@ -124,6 +125,25 @@ def test_data_parallel_equals_plain_keras():
 
 def test_replicas_equal_plain_keras():
     pm = networks.pipeline(scheme="1f1b", cuts=networks.cuts(6, 2), replicas=(2, 2), devices=DEVICES, microbatches=2)
+    assert_as_plain_keras(pm, *networks.data(rows=5 * BATCH + 9))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "order"),
+    [(scheme, order) for scheme in TRANSFERRING for order in (*orders(scheme == SERVING), "auto")],
+)
+def test_ordered_transfers_equal_plain_keras(scheme, order):
+    pm = networks.pipeline(scheme=scheme, devices=DEVICES[:2], order=order)
+    assert_as_plain_keras(pm, *networks.data(rows=5 * BATCH + 9))
+
+
+def test_coded_gradients_equal_plain_keras():
+    pm = networks.pipeline(scheme="coded-reduce", devices=DEVICES[:3], children=3, depth=1, stragglers=1)
+    assert_as_plain_keras(pm, *networks.data(rows=5 * BATCH + 9))
+
+
+def test_a_grid_equals_plain_keras():
+    pm = networks.pipeline(scheme="grid", devices=DEVICES, grid=(2, 2))
     assert_as_plain_keras(pm, *networks.data(rows=5 * BATCH + 9))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, count
 from typing import Any
 
@@ -72,7 +72,6 @@ class InputData:
         Data that end with an error in one thread can break what another does at that moment.
         """
         last, following, optional = direct(taken), None, None
-        (handle,) = tf.nest.flatten(iterator, expand_composites=True)
         for number in count(1):
             if optional is None:
                 optional = iterator.get_next_as_optional()
@@ -83,9 +82,9 @@ class InputData:
                 optional, more = None, number != steps
             else:
                 if following is None:
-                    following = direct(self._next.get_concrete_function(spec, type_spec_of(iterator)))
+                    following = self._reading_ahead(iterator, spec)
                 try:
-                    minibatch, optional, numbers = following(optional, handle)
+                    minibatch, optional, numbers = following(optional)
                 except tf.errors.OpError:  # in reading the next one, which is nothing to this one
                     yield last(optional)
                     raise
@@ -93,6 +92,18 @@ class InputData:
                 yield minibatch._replace(learning_rate=rate[0]) if rate else minibatch
             if not more:
                 return
+
+    def _reading_ahead(self, iterator: tf.data.Iterator, spec: tf.OptionalSpec) -> Callable[[Any], Any]:
+        """``_taken_of`` this iterator, traced: as a single op, if the learning rate is where the iterator is.
+
+        An op runs where its variables are, and cannot if they are on several devices, as Keras' on a GPU and the data.
+        """
+        concrete = self._next.get_concrete_function(spec, type_spec_of(iterator))
+        (handle,) = tf.nest.flatten(iterator, expand_composites=True)
+        if self._rate is None or self._rate.device == handle.device:
+            op = direct(concrete)
+            return lambda optional: op(optional, handle)
+        return lambda optional: concrete(optional, iterator)
 
     def _taken_of(self, optional: Any, iterator: Any) -> tuple[Minibatch, Any, tf.Tensor]:
         """The minibatch, the next one, and as one tensor whether there is one, and the learning rate if it is read."""
