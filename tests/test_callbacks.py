@@ -167,16 +167,14 @@ def test_an_asynchronous_pipeline_takes_a_new_rate_between_epochs():
     assert_equal(pm.get_weights(), apart.get_weights())
 
 
-@pytest.mark.parametrize("scheme", ["1f1b", "spectrain"])
-def test_the_learning_rate_may_be_on_another_device_than_the_data(scheme):
-    """On GPUs it is on the first one, and the data set's iterator on the host."""
+def test_a_rate_is_read_with_its_minibatch_where_there_is_a_gpu(monkeypatch):
+    """There a function that reads is called in another way; GPUs themselves are for ``test_gpu.py``."""
+    found, make = tf.config.list_logical_devices, RATES["own"][0]
     weights = []
-    for device in ("CPU:0", "CPU:5"):
-        with tf.device(device):
-            optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
-        assert optimizer.learning_rate.value.device.endswith(device)
-        pm = networks.pipeline(networks.small(), optimizer, scheme=scheme, cuts=["d0"])
-        train(pm, RATES["own"][0]())
+    for gpus in ([], ["GPU:0"]):
+        monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind=None: gpus if kind == "GPU" else found(kind))
+        pm = compiled("spectrain")
+        train(pm, make())
         weights.append(pm.get_weights())
     assert_equal(*weights)
 

@@ -133,17 +133,17 @@ def test_replicas_equal_plain_keras():
     [(scheme, order) for scheme in TRANSFERRING for order in (*orders(scheme == SERVING), "auto")],
 )
 def test_ordered_transfers_equal_plain_keras(scheme, order):
-    pm = networks.pipeline(scheme=scheme, devices=DEVICES[:2], order=order)
+    pm = networks.pipeline(scheme=scheme, stages=2, devices=DEVICES[:2], order=order)
     assert_as_plain_keras(pm, *networks.data(rows=5 * BATCH + 9))
 
 
 def test_coded_gradients_equal_plain_keras():
-    pm = networks.pipeline(scheme="coded-reduce", devices=DEVICES[:3], children=3, depth=1, stragglers=1)
+    pm = networks.pipeline(scheme="coded-reduce", stages=3, devices=DEVICES[:3], children=3, depth=1, stragglers=1)
     assert_as_plain_keras(pm, *networks.data(rows=5 * BATCH + 9))
 
 
 def test_a_grid_equals_plain_keras():
-    pm = networks.pipeline(scheme="grid", devices=DEVICES, grid=(2, 2))
+    pm = networks.pipeline(scheme="grid", stages=4, devices=DEVICES, grid=(2, 2))
     assert_as_plain_keras(pm, *networks.data(rows=5 * BATCH + 9))
 
 

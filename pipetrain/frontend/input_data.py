@@ -94,16 +94,16 @@ class InputData:
                 return
 
     def _reading_ahead(self, iterator: tf.data.Iterator, spec: tf.OptionalSpec) -> Callable[[Any], Any]:
-        """``_taken_of`` this iterator, traced: as a single op, if the learning rate is where the iterator is.
+        """``_taken_of`` this iterator, traced: as a single op, unless there is a GPU.
 
-        An op runs where its variables are, and cannot if they are on several devices, as Keras' on a GPU and the data.
+        The first GPU would run the op, and cannot ask an iterator, which is on the host, for more.
         """
         concrete = self._next.get_concrete_function(spec, type_spec_of(iterator))
+        if tf.config.list_logical_devices("GPU"):
+            return lambda optional: concrete(optional, iterator)
+        op = direct(concrete)
         (handle,) = tf.nest.flatten(iterator, expand_composites=True)
-        if self._rate is None or self._rate.device == handle.device:
-            op = direct(concrete)
-            return lambda optional: op(optional, handle)
-        return lambda optional: concrete(optional, iterator)
+        return lambda optional: op(optional, handle)
 
     def _taken_of(self, optional: Any, iterator: Any) -> tuple[Minibatch, Any, tf.Tensor]:
         """The minibatch, the next one, and as one tensor whether there is one, and the learning rate if it is read."""
