@@ -110,7 +110,6 @@ class Way:
 
         import pipetrain
 
-        keras.utils.set_random_seed(0)
         self.scheme, self.order, self._rows = scheme, order, options.rows * len(devices)
         model, self._x = made(options.network, self._rows, options.steps)
         on = options.servers if scheme == SERVING else None
@@ -203,8 +202,11 @@ def train(options: argparse.Namespace) -> None:
 
     start_s = time.perf_counter()
     tf.config.threading.set_inter_op_parallelism_threads(3)  # workers have as many
+    import keras
+
     import pipetrain
 
+    keras.utils.set_random_seed(0)  # once: it makes TensorFlow forget what it has made of functions
     devices = pipetrain.connect(options.addresses)
     if options.part == "forward":
         pull_and_forward()

@@ -171,8 +171,10 @@ def test_a_rate_is_read_with_its_minibatch_where_there_is_a_gpu(monkeypatch):
     """There a function that reads is called in another way; GPUs themselves are for ``test_gpu.py``."""
     found, make = tf.config.list_logical_devices, RATES["own"][0]
     weights = []
-    for gpus in ([], ["GPU:0"]):
-        monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind=None: gpus if kind == "GPU" else found(kind))
+    for gpus in ({}, {"GPU": ["GPU:0"]}):
+        monkeypatch.setattr(
+            tf.config, "list_logical_devices", lambda kind=None, given=gpus: given.get(kind, found(kind))
+        )
         pm = compiled("spectrain")
         train(pm, make())
         weights.append(pm.get_weights())

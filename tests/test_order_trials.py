@@ -100,6 +100,29 @@ def test_orders_that_took_about_equally_long_are_tried_once_more(tried, monkeypa
     assert pm._strategy.plan.name == "none"
 
 
+def test_functions_are_made_once_for_an_order_as_long_as_the_weights_are_the_same(tried, monkeypatch):
+    made, kept = [], []
+
+    class Counted(transfer_strategy.Step):
+        def __init__(self, weights, workers, plan, *others):
+            made.append(plan.name)
+            super().__init__(weights, workers, plan, *others)
+
+    def minibatch_s(runner, minibatch):
+        own(runner, minibatch)
+        kept.append(len(runner._known))
+        return 1.0
+
+    own = transfer_strategy.minibatch_s
+    monkeypatch.setattr(transfer_strategy, "Step", Counted)
+    monkeypatch.setattr(transfer_strategy, "minibatch_s", minibatch_s)
+    pm = compiled("auto", "parameter-server")
+    networks.fit(pm, *DATA, epochs=1)
+    assert made == ["layer by layer", "none"]
+    assert kept == [0, 1, 1, 1]  # two trials of each
+    assert pm._strategy._pipeline._known == {}
+
+
 @pytest.mark.parametrize(("late", "taken"), [(1.02, "none"), (1.08, "layer by layer")])
 def test_simulation_tells_which_of_two_that_took_about_equally_long_is_taken(late, taken, tried, monkeypatch):
     """The trial gives one 5% less."""

@@ -15,7 +15,15 @@ import tensorflow as tf
 
 import pipetrain
 from pipetrain.compute.graph.blocks import Chain
-from pipetrain.compute.profiling import block_passes, block_timing, loss_timing, profile_cache, profiler, workspace
+from pipetrain.compute.profiling import (
+    block_passes,
+    block_timing,
+    loss_timing,
+    profile_cache,
+    profiler,
+    progress,
+    workspace,
+)
 from pipetrain.compute.profiling.progress import Progress
 from pipetrain.frontend import placement
 from pipetrain.plan.cluster import SHARED_MEMORY, Cluster, Level
@@ -324,6 +332,17 @@ def test_bytes_of_a_block_whose_first_dimension_is_not_the_batch():
     profile = pipetrain.profile(model, batch_size=3, verbose=False)
     sizes = {block.name: block.output_bytes for block in profile.blocks}
     assert sizes["inner"] == 3 * 8 * 8 * 4 * 4
+
+
+def test_a_progress_bar_ends_where_xla_is_not_tried(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "PATIENCE_S", -1.0)
+    monkeypatch.setattr(profiler, "LITTLE_S", float("inf"))
+    chain = Chain(networks.mlp())
+    profiler.profile_chain(chain, 4, ((networks.FEATURES,),), "/device:CPU:0", verbose=True, with_xla=True)
+    steps = 4 * len(chain.blocks)
+    said = capsys.readouterr().out
+    assert f"{steps}/{steps}" in said
+    assert said.endswith("\n")
 
 
 def test_workspaces_are_measured_on_gpus_as_the_process_uses_them(monkeypatch):

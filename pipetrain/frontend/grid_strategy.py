@@ -82,7 +82,7 @@ class GridStrategy(PipelineStrategy):
             [weights],
             workers,
             Plan(Phase(), Phase(), name="grid"),
-            lambda begun: GridStep(weights, workers, HOST),
+            lambda plan, begun: GridStep(weights, workers, HOST),
             WorkerRows(self._devices, self.grid.outputs if weights.reads_whole else 1),
             self._run_settings,
             self._compilation.learning_rate,

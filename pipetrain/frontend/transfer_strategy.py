@@ -110,7 +110,7 @@ class TransferStrategy(PipelineStrategy):
             self._weights,
             workers,
             self.plan,
-            lambda begun: Step(self._weights, workers, self.plan, self._serves, HOST, begun, reads),
+            lambda plan, begun: Step(self._weights, workers, plan, self._serves, HOST, begun, reads),
             WorkerRows(self._devices),
             self._run_settings,
             self._compilation.learning_rate,
@@ -124,8 +124,10 @@ class TransferStrategy(PipelineStrategy):
         del runner  # whose weights are not to be there while others are tried
         fitted = self._fitted()
         with self._kept():
-            self._plans = {self._fastest(self._plans, fitted): 1.0}
-        return self._remade(fitted)
+            taken = self._fastest(self._plans, fitted)
+        runner = self._by(taken, fitted)
+        runner.keep_one()
+        return runner
 
     def _fastest(self, simulated: dict[Plan, float], fitted: int) -> Plan:
         """That whose minibatch takes least; those near it are tried once more, since a machine's speed drifts."""
@@ -137,7 +139,7 @@ class TransferStrategy(PipelineStrategy):
                 progress.add(1)
             near = finalists(first_s)
             progress = Progress(f"Trying {len(near)} of them once more.", len(near))
-            for n in reversed(near):
+            for n in sorted(reversed(near), key=lambda n: not self._takes(plans[n])):  # first those that are there
                 again_s[n] = [first_s[n], self._tried_s(plans[n], fitted)]
                 progress.add(1)
         finally:
@@ -145,21 +147,30 @@ class TransferStrategy(PipelineStrategy):
         return plans[fastest(settled(first_s, again_s), [*simulated.values()])]
 
     def _tried_s(self, plan: Plan, fitted: int) -> float:
-        """Seconds of a minibatch by this plan, one of whose runners may be there."""
-        self._plans = {plan: 1.0}
+        """Seconds of a minibatch by this plan."""
         try:
-            seconds = minibatch_s(self._pipeline or self._remade(fitted), known(self._compilation.data.first))
+            return minibatch_s(self._by(plan, fitted), known(self._compilation.data.first))
         except BaseException as error:
             if not isinstance(error, FORGETTING):
                 self._pipeline = None  # the next trial is of another plan
             raise
-        self._pipeline = None
-        gc.collect()  # its weights, before there are others
-        return seconds
 
-    def _remade(self, fitted: int) -> Pipeline:
-        """A runner of the first plan, after so many updates of this ``fit``."""
-        self._make_pipeline(self._compilation.data.rows)
+    def _takes(self, plan: Plan) -> bool:
+        """Whether there is a runner that can make steps by this plan."""
+        runner: Any = self._pipeline
+        return runner is not None and bool(runner.takes(plan))
+
+    def _by(self, plan: Plan, fitted: int) -> Any:
+        """The runner of steps by this plan, after so many updates of this ``fit``: the one that is there, if it can."""
+        self._plans = {plan: 1.0}
+        if self._takes(plan):
+            runner: Any = self._pipeline
+            runner.take(plan)
+            self.plan = plan
+        else:
+            self._pipeline = None
+            gc.collect()  # its weights, before there are others
+            self._make_pipeline(self._compilation.data.rows)
         self._set_fitted(fitted)
         return super()._pipeline_for_data()
 

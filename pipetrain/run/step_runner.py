@@ -35,8 +35,9 @@ class StepRunner(Stepwise):
         weights: of every worker, or only those of the servers.
         workers: that compute.
         plan: of the transfers.
-        steps: makes what runs a step, once the weights have been traced and taken from the model; it is given what is
-            to be called in each step when all workers have the weights that their forward reads, None for nothing.
+        steps: makes what runs a step by a plan, once the weights have been traced and taken from the model; it is
+            also given what is to be called in each step when all workers have the weights that their forward reads,
+            None for nothing.
         rows: divides minibatches among the workers.
         settings: called whenever the weights are taken from the model.
         rate: gives the learning rate of a step that begins, None where the optimizers know it.
@@ -50,7 +51,7 @@ class StepRunner(Stepwise):
         weights: Sequence[Any],
         workers: Sequence[Worker],
         plan: Plan,
-        steps: Callable[[Callable[[], None] | None], Any],
+        steps: Callable[[Plan, Callable[[], None] | None], Any],
         rows: WorkerRows,
         settings: Callable[[], RunSettings],
         rate: Callable[[], float | None],
@@ -63,11 +64,32 @@ class StepRunner(Stepwise):
         ] = {}  # on the devices, since the weights were taken from the model
         self.plan, self._steps = plan, steps
         self._step: Any = None
+        self._known: dict[Plan, Any] = {}  # what ran steps by other plans
         self._late_rate: float | None = None  # of the step whose late gradients wait
         self._waiting = False  # whether there are any
 
+    def takes(self, plan: Plan) -> bool:
+        """Whether its steps can be by this plan, too: the same variables are updated late."""
+        return set(plan.late_variables) == set(self.plan.late_variables)
+
+    def take(self, plan: Plan) -> None:
+        """Make steps by this plan, which it ``takes``, as if none had been made; for when it is drained.
+
+        The functions of the plan before are kept, for when that is taken again.
+        """
+        self._known[self.plan] = self._step
+        self.plan, self._step = plan, self._known.pop(plan, None)
+        self.made = 0
+        self._spans.clear()
+        self._transfers.clear()
+
+    def keep_one(self) -> None:
+        """Forget the functions of all plans but the present one."""
+        self._known.clear()
+
     def _retraced(self) -> None:
         self._step = None
+        self._known.clear()
 
     def post(self, x: list[tf.Tensor], y: Any, sample_weight: Any, learning_rate: float | None) -> None:
         """Make the minibatch's step."""
@@ -77,7 +99,7 @@ class StepRunner(Stepwise):
 
     def _make(self, x: list[tf.Tensor], targets: Any, settings: RunSettings, rate: float | None) -> None:
         if self._step is None:
-            self._step = self._steps(self._rows.let_go if self.sends_ahead else None)
+            self._step = self._steps(self.plan, self._rows.let_go if self.sends_ahead else None)
         masks: list[Any] = [None] * len(x)
         rows = [
             Rows(
@@ -168,7 +190,7 @@ class StepRunner(Stepwise):
         for weights in self._weights:
             weights.load(settings.updates)
         if any([worker.load() for worker in self._workers]):  # each of them, whatever the first one says
-            self._step = None
+            self._retraced()
         self._settle()
         self._waiting, self._shares = False, {}
 

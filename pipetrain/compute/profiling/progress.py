@@ -31,3 +31,8 @@ class Progress:
             print(self._what)
             self._bar = keras.utils.Progbar(self._steps, unit_name="step")
         self._bar.update(self._done)
+
+    def end(self) -> None:
+        """The rest turned out not to be needed: a bar that is shown ends, and with it its line."""
+        if self._bar is not None and self._done < self._steps:
+            self._bar.update(self._steps)
