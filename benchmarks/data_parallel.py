@@ -186,14 +186,13 @@ def peer_command(options: argparse.Namespace, addresses: Sequence[str], task: in
 
 def pull_and_forward() -> None:
     """Let steps end after the forward: TensorFlow leaves out what nothing needs, the backward."""
-    from pipetrain.compute.transfers.step import Step
-    from pipetrain.run import step_runner
+    from pipetrain.frontend import transfer_strategy
 
-    class Forward(Step):
+    class Forward(transfer_strategy.Step):
         def _push(self, active: Any, made: Any) -> None:
             """No gradient is sent."""
 
-    step_runner.Step = Forward  # type: ignore[misc]
+    transfer_strategy.Step = Forward  # type: ignore[misc]
 
 
 def train(options: argparse.Namespace) -> None:

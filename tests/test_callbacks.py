@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import keras
 import networks
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from networks import assert_alike, assert_equal, compiled, fit, fresh
+
+from pipetrain.frontend import input_data
 
 C = keras.callbacks
 X, Y = networks.data(70)  # three minibatches of 20, one of 10
@@ -169,16 +172,20 @@ def test_an_asynchronous_pipeline_takes_a_new_rate_between_epochs():
 
 def test_a_rate_is_read_with_its_minibatch_where_there_is_a_gpu(monkeypatch):
     """There a function that reads is called in another way; GPUs themselves are for ``test_gpu.py``."""
-    found, make = tf.config.list_logical_devices, RATES["own"][0]
-    weights = []
+    found, make, direct = tf.config.list_logical_devices, RATES["own"][0], input_data.direct
+    weights, calls = [], []
     for gpus in ({}, {"GPU": ["GPU:0"]}):
         monkeypatch.setattr(
             tf.config, "list_logical_devices", lambda kind=None, given=gpus: given.get(kind, found(kind))
         )
+        counted = Mock(side_effect=direct)
+        monkeypatch.setattr(input_data, "direct", counted)
         pm = compiled("spectrain")
         train(pm, make())
         weights.append(pm.get_weights())
+        calls.append(counted.call_count)
     assert_equal(*weights)
+    assert calls[1] < calls[0]
 
 
 @pytest.mark.parametrize("scheme", ["1f1b", "spectrain"])

@@ -123,6 +123,23 @@ def test_functions_are_made_once_for_an_order_as_long_as_the_weights_are_the_sam
     assert pm._strategy._pipeline._known == {}
 
 
+def test_plans_of_one_runner_are_tried_again_after_another(tried, monkeypatch):
+    """Those that update the same variables late share a runner; of ``own``, which is late, there is another."""
+    made = []
+
+    class Counted(StepRunner):
+        def __init__(self, *given):
+            made.append(given[2].name)
+            super().__init__(*given)
+
+    monkeypatch.setattr(transfer_strategy, "StepRunner", Counted)
+    monkeypatch.setattr(transfer_strategy, "minibatch_s", lambda runner, minibatch: 1.0)
+    pm = compiled("auto")
+    networks.fit(pm, *DATA, epochs=1)
+    assert made == ["layer by layer", "own", "none"]  # the last one is there for both, and for training
+    assert pm._strategy.plan.name == "layer by layer"
+
+
 @pytest.mark.parametrize(("late", "taken"), [(1.02, "none"), (1.08, "layer by layer")])
 def test_simulation_tells_which_of_two_that_took_about_equally_long_is_taken(late, taken, tried, monkeypatch):
     """The trial gives one 5% less."""

@@ -121,12 +121,12 @@ class TransferStrategy(PipelineStrategy):
         runner = super()._pipeline_for_data()
         if len(self._plans) == 1:
             return runner
-        del runner  # whose weights are not to be there while others are tried
+        del runner  # which is not to be there while one with other parts of the weights is tried
         fitted = self._fitted()
         with self._kept():
             taken = self._fastest(self._plans, fitted)
-        runner = self._by(taken, fitted)
-        runner.keep_one()
+        runner = self._by(taken, (), fitted)
+        gc.collect()  # the functions of the others
         return runner
 
     def _fastest(self, simulated: dict[Plan, float], fitted: int) -> Plan:
@@ -135,21 +135,22 @@ class TransferStrategy(PipelineStrategy):
         try:
             progress = Progress(f"Trying {len(plans)} orders of transfers.", len(plans))
             for plan in plans:
-                first_s.append(self._tried_s(plan, fitted))
+                first_s.append(self._tried_s(plan, plans, fitted))
                 progress.add(1)
             near = finalists(first_s)
             progress = Progress(f"Trying {len(near)} of them once more.", len(near))
-            for n in sorted(reversed(near), key=lambda n: not self._takes(plans[n])):  # first those that are there
-                again_s[n] = [first_s[n], self._tried_s(plans[n], fitted)]
+            last = [plans[n] for n in near]
+            for n in sorted(reversed(near), key=lambda n: not self._takes(plans[n])):  # of one runner after another
+                again_s[n] = [first_s[n], self._tried_s(plans[n], last, fitted)]
                 progress.add(1)
         finally:
             self._plans = simulated
         return plans[fastest(settled(first_s, again_s), [*simulated.values()])]
 
-    def _tried_s(self, plan: Plan, fitted: int) -> float:
-        """Seconds of a minibatch by this plan."""
+    def _tried_s(self, plan: Plan, keeps: Sequence[Plan], fitted: int) -> float:
+        """Seconds of a minibatch by this plan, after which those in ``keeps`` may be tried."""
         try:
-            return minibatch_s(self._by(plan, fitted), known(self._compilation.data.first))
+            return minibatch_s(self._by(plan, keeps, fitted), known(self._compilation.data.first))
         except BaseException as error:
             if not isinstance(error, FORGETTING):
                 self._pipeline = None  # the next trial is of another plan
@@ -160,16 +161,19 @@ class TransferStrategy(PipelineStrategy):
         runner: Any = self._pipeline
         return runner is not None and bool(runner.takes(plan))
 
-    def _by(self, plan: Plan, fitted: int) -> Any:
-        """The runner of steps by this plan, after so many updates of this ``fit``: the one that is there, if it can."""
+    def _by(self, plan: Plan, keeps: Sequence[Plan], fitted: int) -> Any:
+        """The runner of steps by this plan, after so many updates of this ``fit``: the one that is there, if it can.
+
+        That keeps its functions for the plans in ``keeps``.
+        """
         self._plans = {plan: 1.0}
         if self._takes(plan):
             runner: Any = self._pipeline
-            runner.take(plan)
+            runner.take(plan, keeps)
             self.plan = plan
         else:
             self._pipeline = None
-            gc.collect()  # its weights, before there are others
+            gc.collect()  # its functions, before there are others
             self._make_pipeline(self._compilation.data.rows)
         self._set_fitted(fitted)
         return super()._pipeline_for_data()

@@ -97,6 +97,7 @@ def _in_turns(trials: Mapping[int, WayTrial]) -> dict[int, list[float]] | None:
         for n, trial in trials.items():
             turns_s[n].append(trial.turn_s())
             if turns_s[n][-1] == math.inf:
+                progress.end()
                 return None
             progress.add(1)
     return turns_s

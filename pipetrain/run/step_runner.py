@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -35,9 +35,9 @@ class StepRunner(Stepwise):
         weights: of every worker, or only those of the servers.
         workers: that compute.
         plan: of the transfers.
-        steps: makes what runs a step by a plan, once the weights have been traced and taken from the model; it is
-            also given what is to be called in each step when all workers have the weights that their forward reads,
-            None for nothing.
+        steps: makes what runs a step by a plan, once the weights have been traced and taken from the model. It is
+            also given what is to be called in each step when all workers have the weights that their forward reads;
+            that is None if nothing is.
         rows: divides minibatches among the workers.
         settings: called whenever the weights are taken from the model.
         rate: gives the learning rate of a step that begins, None where the optimizers know it.
@@ -70,22 +70,19 @@ class StepRunner(Stepwise):
 
     def takes(self, plan: Plan) -> bool:
         """Whether its steps can be by this plan, too: the same variables are updated late."""
-        return set(plan.late_variables) == set(self.plan.late_variables)
+        return plan.late_variables == self.plan.late_variables
 
-    def take(self, plan: Plan) -> None:
+    def take(self, plan: Plan, keeps: Collection[Plan]) -> None:
         """Make steps by this plan, which it ``takes``, as if none had been made; for when it is drained.
 
-        The functions of the plan before are kept, for when that is taken again.
+        The functions for the plans in ``keeps`` are kept, for when these are taken again.
         """
-        self._known[self.plan] = self._step
-        self.plan, self._step = plan, self._known.pop(plan, None)
+        known = {**self._known, self.plan: self._step}
+        self.plan, self._step = plan, known.pop(plan, None)
+        self._known = {each: step for each, step in known.items() if each in keeps}
         self.made = 0
         self._spans.clear()
         self._transfers.clear()
-
-    def keep_one(self) -> None:
-        """Forget the functions of all plans but the present one."""
-        self._known.clear()
 
     def _retraced(self) -> None:
         self._step = None

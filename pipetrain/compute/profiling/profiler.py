@@ -105,7 +105,7 @@ def profile_chain(
                     replace(cost, compiled=seconds if block.functions.compiled else None)
                     for cost, seconds, block in zip(costs, compiled, placed, strict=True)
                 ]
-        progress.end()  # XLA was not worth trying, or failed
+        progress.end()  # if XLA was not worth trying, or failed
         beside = time_loss(_outputs(chain, placed), device, _others(device))
     measured = Profile(
         chain.model.name, int(rows), tuple(costs), spread, *beside, microbatches=microbatches, network=network_of(chain)

@@ -33,6 +33,6 @@ class Progress:
         self._bar.update(self._done)
 
     def end(self) -> None:
-        """The rest turned out not to be needed: a bar that is shown ends, and with it its line."""
+        """No more steps come, even if not all are done: a bar that is shown ends, and with it its line."""
         if self._bar is not None and self._done < self._steps:
             self._bar.update(self._steps)
