@@ -14,6 +14,7 @@ from networks import fit, normal
 import pipetrain
 from pipetrain.compute.functions.backward import Backward
 from pipetrain.compute.functions.graph_rewrite import (
+    final,
     inlined,
     made_when_needed,
     operations,
@@ -327,3 +328,24 @@ def test_loops_of_copied_operations_outlive_the_function_they_are_of():
     function = copied()
     gc.collect()
     assert float(function(tf.constant(1.5))) == 8 * 1.5**7
+
+
+def test_equal_constants_are_one_where_nothing_is_ordered_any_more():
+    @tf.function(autograph=False)
+    def function(x):
+        alike = tf.constant([2.0, 3.0])
+        with tf.control_dependencies([alike.op]):
+            y = x * alike + tf.constant([2.0, 3.0])
+        return y - tf.constant([2, 3], tf.float32), tf.constant([2.0, 3.0]), tf.constant([2, 3])
+
+    concrete = function.get_concrete_function(tf.TensorSpec([2]))
+
+    @tf.function(autograph=False)
+    def copied(x):
+        return final(concrete, [x])
+
+    x = tf.constant([5.0, 7.0])
+    for got, wanted in zip(copied(x), function(x), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+    made = copied.get_concrete_function(tf.TensorSpec([2])).graph.get_operations()
+    assert [each.type for each in made].count("Const") == 3  # what is returned is left, and of other types

@@ -57,6 +57,15 @@ def operations(
     return _results(concrete, _imported(concrete, inputs, instead or {}))
 
 
+def final(concrete: Any, inputs: Sequence[tf.Tensor | None]) -> Any:
+    """``operations``, among which nothing is to be ordered any more: equal constants are one.
+
+    A quarter of a traced function's operations may be constants, and TensorFlow takes time for each operation when it
+    is copied and when the function is compiled.
+    """
+    return _results(concrete, _imported(concrete, inputs, {}, change=_share_constants))
+
+
 def inputs_of(concrete: Any, arguments: Any) -> list[tf.Tensor]:
     """The values of a function's graph's inputs for these arguments, captures included."""
     flat: list[tf.Tensor] = []
@@ -76,10 +85,12 @@ def _imported(
     without: Collection[str] = (),
     inner: Sequence[tf.Tensor] = (),
     outputs: Sequence[tf.Tensor] | None = None,
+    change: Callable[[tf.compat.v1.GraphDef, Collection[str]], None] | None = None,
 ) -> dict[str, tf.Tensor]:
     """Copies of the function's outputs, its ``inner`` tensors and replacements, by names in its graph.
 
-    Of the ``outputs`` alone, if these are given.
+    Of the ``outputs`` alone, if these are given. ``change`` is given what is to be copied, and the names of operations
+    that it must leave there.
 
     Operations in ``without``, those that make the tensors replaced by ``instead``, and those that nothing needs are
     left out: what orders operations among the copies would wait for them.
@@ -98,11 +109,32 @@ def _imported(
     for node in part.node:
         node.input[:] = [name for name in node.input if name.removeprefix("^") not in gone or not name.startswith("^")]
         node.attr.pop("_class", None)  # wishes to be where another node is, which may be gone
+    if change is not None:
+        change(part, {each.op.name for each in sought})
     used = {name if ":" in name else f"{name}:0" for node in part.node for name in node.input}
     wanted = [tensor.name for tensor in sought if tensor.name not in given]
     feeds = {name: value for name, value in given.items() if name in used}
     made = dict(zip(wanted, tf.graph_util.import_graph_def(part, feeds, return_elements=wanted), strict=True))
     return {**given, **made}
+
+
+def _share_constants(part: tf.compat.v1.GraphDef, kept: Collection[str]) -> None:
+    """Let what reads a constant read the first that is equal to it, and leave out the others but those ``kept``."""
+    first: dict[bytes, str] = {}
+    instead: dict[str, str] = {}
+    for node in part.node:
+        if node.op == "Const" and not node.input and node.name not in kept:
+            value = node.attr["value"].SerializeToString(deterministic=True)
+            instead[node.name] = first.setdefault(value, node.name)
+    nodes = [node for node in part.node if instead.get(node.name, node.name) == node.name]
+    for node in nodes:
+        for place, name in enumerate(node.input):
+            of, colon, output = name.removeprefix("^").partition(":")
+            if instead.get(of, of) != of:
+                node.input[place] = f"{'^' if name.startswith('^') else ''}{instead[of]}{colon}{output}"
+    kept_nodes = [tf.compat.v1.NodeDef.FromString(node.SerializeToString()) for node in nodes]
+    del part.node[:]
+    part.node.extend(kept_nodes)
 
 
 def _needed(operations: Sequence[tf.Operation], gone: Collection[str]) -> set[str]:

@@ -159,14 +159,17 @@ class Update:
         An embedding's momentum is dense, so all its rows are read and written even if its gradient has few rows.
         """
         optimizer = self._optimizer
-        dense = map(tf.convert_to_tensor, gradients)
+        dense = [*map(tf.convert_to_tensor, gradients)]
+        types = dict.fromkeys(gradient.dtype for gradient in dense)
+        numbers = {each: (tf.cast(optimizer.learning_rate, each), tf.cast(optimizer.momentum, each)) for each in types}
         for variable, slot, gradient in zip(self._variables, optimizer.momentums, dense, strict=True):
+            rate, momentum = numbers[gradient.dtype]
             tf.raw_ops.ResourceApplyKerasMomentum(
                 var=variable.value.handle,
                 accum=slot.value.handle,
-                lr=tf.cast(optimizer.learning_rate, gradient.dtype),
+                lr=rate,
                 grad=gradient,
-                momentum=tf.cast(optimizer.momentum, gradient.dtype),
+                momentum=momentum,
                 use_nesterov=optimizer.nesterov,
             )
         self._end_step()

@@ -83,24 +83,27 @@ def _scattered(
 ) -> list[tf.Tensor]:
     """Reduce-scatter and gather: each of r sources adds an r-th and sends it to all, ``2 (r-1)/r`` of the bytes."""
     shape, count = messages[0].shape, len(sources)
+    sizes = [len(rows_of(int(shape.num_elements()), part, count)) for part in range(count)]
+    owners = [source for source, size in zip(sources, sizes, strict=True) if size]
+    of_each = [
+        _at(at, _split, each, [size for size in sizes if size]) for each, at in zip(messages, sources, strict=True)
+    ]
     parts: list[list[tf.Tensor]] = [[] for _ in sinks]
-    for part, owner in enumerate(sources):
-        rows = rows_of(int(shape.num_elements()), part, count)
-        if not rows:
-            continue
-        slices = [_at(at, _slice, each, rows) for each, at in zip(messages, sources, strict=True)]
+    for owner, *slices in zip(owners, *of_each, strict=True):
         (total,) = _direct(order, slices, sources, [owner])
         for place, sink in enumerate(sinks):
             parts[place].append(order.send(total, owner, sink, waits=False))
     return [_at(sink, _joined, each, shape) for sink, each in zip(sinks, parts, strict=True)]
 
 
-def _slice(tensor: tf.Tensor, rows: range) -> tf.Tensor:
-    return tf.reshape(tensor, [-1])[rows.start : rows.stop]
+def _split(tensor: tf.Tensor, sizes: Sequence[int]) -> list[tf.Tensor]:
+    parts: list[tf.Tensor] = tf.split(tensor if tensor.shape.rank == 1 else tf.reshape(tensor, [-1]), sizes)
+    return parts
 
 
 def _joined(parts: Sequence[tf.Tensor], shape: tf.TensorShape) -> tf.Tensor:
-    return tf.reshape(tf.concat(parts, 0), shape)
+    whole = tf.concat(parts, 0)
+    return whole if shape.rank == 1 else tf.reshape(whole, shape)
 
 
 def _rows(order: Order, made: Sequence[tuple[str, Any]], sink: str, like: tf.IndexedSlices) -> tf.IndexedSlices:
