@@ -21,16 +21,17 @@ def test_every_device_has_the_sum_in_the_order_of_the_devices(packs):
     like = {n: tf.TensorSpec(shape) for n, shape in enumerate(SHAPES)}
 
     @tf.function(autograph=False)
-    def step():
-        made = []
-        for device, values in zip(DEVICES, given, strict=True):
-            with tf.device(device):
-                made.append((device, {n: tf.constant(value) for n, value in enumerate(values)}))
+    def step(given):
+        made = [(device, dict(enumerate(values))) for device, values in zip(DEVICES, given, strict=True)]
         phase = Phase(tuple(Pack(numbers, 0) for numbers in packs), 1)
         return reduced(Order(phase, "push"), made, DEVICES, like)
 
     wanted = [a + b + c for a, b, c in zip(*given, strict=True)]
-    for sums in step():
+    placed = []
+    for device, values in zip(DEVICES, given, strict=True):
+        with tf.device(device):
+            placed.append([tf.constant(value) for value in values])
+    for sums in step(placed):
         assert sorted(sums) == [*range(len(SHAPES))]
         for n, value in enumerate(wanted):
             np.testing.assert_array_equal(sums[n], value)

@@ -57,13 +57,13 @@ def operations(
     return _results(concrete, _imported(concrete, inputs, instead or {}))
 
 
-def final(concrete: Any, inputs: Sequence[tf.Tensor | None]) -> Any:
-    """``operations``, among which nothing is to be ordered any more: equal constants are one.
+def sharing_constants(concrete: Any, inputs: Sequence[tf.Tensor | None]) -> Any:
+    """``operations``, in which equal constants are one; for copies among which nothing is ordered later.
 
-    A quarter of a traced function's operations may be constants, and TensorFlow takes time for each operation when it
-    is copied and when the function is compiled.
+    What orders operations takes those that read one tensor for neighbours. A quarter of a traced function's operations
+    may be constants, each of which takes time when it is copied and when the function is compiled.
     """
-    return _results(concrete, _imported(concrete, inputs, {}, change=_share_constants))
+    return _results(concrete, _imported(concrete, inputs, {}, shares_constants=True))
 
 
 def inputs_of(concrete: Any, arguments: Any) -> list[tf.Tensor]:
@@ -85,12 +85,11 @@ def _imported(
     without: Collection[str] = (),
     inner: Sequence[tf.Tensor] = (),
     outputs: Sequence[tf.Tensor] | None = None,
-    change: Callable[[tf.compat.v1.GraphDef, Collection[str]], None] | None = None,
+    shares_constants: bool = False,
 ) -> dict[str, tf.Tensor]:
     """Copies of the function's outputs, its ``inner`` tensors and replacements, by names in its graph.
 
-    Of the ``outputs`` alone, if these are given. ``change`` is given what is to be copied, and the names of operations
-    that it must leave there.
+    Of the ``outputs`` alone, if these are given.
 
     Operations in ``without``, those that make the tensors replaced by ``instead``, and those that nothing needs are
     left out: what orders operations among the copies would wait for them.
@@ -105,12 +104,11 @@ def _imported(
     needed = _needed([*(each.op for each in sought), *graph.control_outputs], gone)
     whole = graph.as_graph_def()
     part = tf.compat.v1.GraphDef(versions=whole.versions, library=whole.library)
-    part.node.extend(node for node in whole.node if node.name in needed)
+    nodes = [node for node in whole.node if node.name in needed]
+    part.node.extend(_with_shared_constants(nodes, {each.op.name for each in sought}) if shares_constants else nodes)
     for node in part.node:
         node.input[:] = [name for name in node.input if name.removeprefix("^") not in gone or not name.startswith("^")]
         node.attr.pop("_class", None)  # wishes to be where another node is, which may be gone
-    if change is not None:
-        change(part, {each.op.name for each in sought})
     used = {name if ":" in name else f"{name}:0" for node in part.node for name in node.input}
     wanted = [tensor.name for tensor in sought if tensor.name not in given]
     feeds = {name: value for name, value in given.items() if name in used}
@@ -118,23 +116,23 @@ def _imported(
     return {**given, **made}
 
 
-def _share_constants(part: tf.compat.v1.GraphDef, kept: Collection[str]) -> None:
-    """Let what reads a constant read the first that is equal to it, and leave out the others but those ``kept``."""
-    first: dict[bytes, str] = {}
+def _with_shared_constants(nodes: Sequence[Any], sought: Collection[str]) -> list[Any]:
+    """The nodes without constants that equal an earlier one on their device, which others read instead.
+
+    Those that are ``sought`` by their names remain.
+    """
+    first: dict[tuple[str, bytes], str] = {}
     instead: dict[str, str] = {}
-    for node in part.node:
-        if node.op == "Const" and not node.input and node.name not in kept:
-            value = node.attr["value"].SerializeToString(deterministic=True)
-            instead[node.name] = first.setdefault(value, node.name)
-    nodes = [node for node in part.node if instead.get(node.name, node.name) == node.name]
     for node in nodes:
-        for place, name in enumerate(node.input):
-            of, colon, output = name.removeprefix("^").partition(":")
-            if instead.get(of, of) != of:
-                node.input[place] = f"{'^' if name.startswith('^') else ''}{instead[of]}{colon}{output}"
-    kept_nodes = [tf.compat.v1.NodeDef.FromString(node.SerializeToString()) for node in nodes]
-    del part.node[:]
-    part.node.extend(kept_nodes)
+        if node.op == "Const" and not node.input and node.name not in sought:
+            value = node.attr["value"].SerializeToString(deterministic=True)
+            same = first.setdefault((node.device, value), node.name)
+            if same != node.name:
+                instead |= {node.name: same, f"^{node.name}": f"^{same}"}
+    left = [node for node in nodes if node.name not in instead]
+    for node in left:
+        node.input[:] = [instead.get(name, name) for name in node.input]
+    return left
 
 
 def _needed(operations: Sequence[tf.Operation], gone: Collection[str]) -> set[str]:

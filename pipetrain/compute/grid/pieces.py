@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from pipetrain.compute.functions.flattening import unpacker
-from pipetrain.compute.functions.graph_rewrite import final
+from pipetrain.compute.functions.graph_rewrite import sharing_constants
 from pipetrain.compute.functions.kernels import Kernels
 from pipetrain.compute.functions.split import SplitFunction
 from pipetrain.compute.functions.stage_function import LossFunction, StageFunction
@@ -124,7 +124,7 @@ class Traced:
         graph = tf.compat.v1.get_default_graph()
         flat += [graph.capture(each) for each in self._captured[key]]
         with tf.device(device):  # not a call, which would begin with the last input and end with the last output
-            return final(concrete, flat)
+            return sharing_constants(concrete, flat)
 
 
 class Piece:

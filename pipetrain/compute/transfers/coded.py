@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from pipetrain.compute.functions.flattening import unpacker
-from pipetrain.compute.functions.graph_rewrite import operations
+from pipetrain.compute.functions.graph_rewrite import sharing_constants
 from pipetrain.compute.functions.kernels import direct
 from pipetrain.compute.functions.split import specs
 from pipetrain.compute.functions.stage_values import BoundaryTensors
@@ -213,7 +213,7 @@ class CodedFunctions:
         graph, others = tf.compat.v1.get_default_graph(), iter(captured)
         resources = (tf.resource, tf.variant)
         flat += [graph.capture(each) if each.dtype in resources else next(others) for each in made.captured_inputs]
-        found: Made = operations(made, flat)
+        found: Made = sharing_constants(made, flat)
         return found
 
     def _compute(self, weights: Messages, rest: Any, seeds: Any, captured: Any, given: Given) -> Computed:

@@ -83,22 +83,21 @@ def _scattered(
 ) -> list[tf.Tensor]:
     """Reduce-scatter and gather: each of r sources adds an r-th and sends it to all, ``2 (r-1)/r`` of the bytes."""
     shape, count = messages[0].shape, len(sources)
-    sizes = [len(rows_of(int(shape.num_elements()), part, count)) for part in range(count)]
-    owners = [source for source, size in zip(sources, sizes, strict=True) if size]
-    of_each = [
-        _at(at, _split, each, [size for size in sizes if size]) for each, at in zip(messages, sources, strict=True)
-    ]
+    flat = [_at(source, _flat, each) for source, each in zip(sources, messages, strict=True)]
     parts: list[list[tf.Tensor]] = [[] for _ in sinks]
-    for owner, *slices in zip(owners, *of_each, strict=True):
+    for part, owner in enumerate(sources):
+        rows = rows_of(int(shape.num_elements()), part, count)
+        if not rows:
+            continue
+        slices = [_at(at, tf.slice, each, [rows.start], [len(rows)]) for each, at in zip(flat, sources, strict=True)]
         (total,) = _direct(order, slices, sources, [owner])
         for place, sink in enumerate(sinks):
             parts[place].append(order.send(total, owner, sink, waits=False))
     return [_at(sink, _joined, each, shape) for sink, each in zip(sinks, parts, strict=True)]
 
 
-def _split(tensor: tf.Tensor, sizes: Sequence[int]) -> list[tf.Tensor]:
-    parts: list[tf.Tensor] = tf.split(tensor if tensor.shape.rank == 1 else tf.reshape(tensor, [-1]), sizes)
-    return parts
+def _flat(tensor: tf.Tensor) -> tf.Tensor:
+    return tensor if tensor.shape.rank == 1 else tf.reshape(tensor, [-1])
 
 
 def _joined(parts: Sequence[tf.Tensor], shape: tf.TensorShape) -> tf.Tensor:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from pipetrain.compute.functions.flattening import unpacker
-from pipetrain.compute.functions.graph_rewrite import final
+from pipetrain.compute.functions.graph_rewrite import sharing_constants
 from pipetrain.compute.functions.split import size_bytes, specs
 from pipetrain.compute.functions.stage_values import BoundaryTensors, without_rows
 from pipetrain.compute.functions.weight_group import WeightGroup
@@ -136,7 +136,7 @@ class Step:
         graph = tf.compat.v1.get_default_graph()
         flat += [graph.capture(each) for each in self._captured[worker]]
         with tf.device(on.device):  # not a call, which would begin with the last weight and end with the last gradient
-            found: Made = final(self._made, flat)
+            found: Made = sharing_constants(self._made, flat)
         return found
 
     def _pulled(self, active: Sequence[int]) -> list[list[tf.Tensor]]:
