@@ -34,9 +34,9 @@ class Packing:
         if self._pack.chunks > 1:
             (n,) = self._pack.variables
             rows = rows_of(_elements(self._like[n]), self._pack.chunk, self._pack.chunks)
-            return [tf.reshape(values[n], [-1])[rows.start : rows.stop]]
+            return [tf.slice(flat(values[n]), [rows.start], [len(rows)])]
         return [
-            values[numbers[0]] if len(numbers) == 1 else tf.concat([tf.reshape(values[n], [-1]) for n in numbers], 0)
+            values[numbers[0]] if len(numbers) == 1 else tf.concat([flat(values[n]) for n in numbers], 0)
             for numbers in self._together
         ]
 
@@ -50,7 +50,7 @@ class Packing:
                 found[numbers[0]] = message
                 continue
             parts = tf.split(message, [_elements(self._like[n]) for n in numbers])
-            found |= {n: tf.reshape(part, self._like[n].shape) for n, part in zip(numbers, parts, strict=True)}
+            found |= {n: shaped(part, self._like[n].shape) for n, part in zip(numbers, parts, strict=True)}
         return found
 
 
@@ -75,7 +75,7 @@ class Received:
         chunks[pack.chunk] = values[n]
         if len(chunks) == pack.chunks:
             whole = tf.concat([chunks[k] for k in range(pack.chunks)], 0)
-            self._values[n] = tf.reshape(whole, self._like[n].shape)
+            self._values[n] = shaped(whole, self._like[n].shape)
 
     @property
     def values(self) -> dict[int, Any]:
@@ -129,6 +129,16 @@ def sent(tensor: tf.Tensor, source: str, sink: str, awaited: Sequence[tf.Operati
         leaving = tf.identity(tensor)
     with tf.device(sink):
         return tf.identity(leaving)
+
+
+def flat(tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor's values in one dimension, without an operation if they are that already."""
+    return tensor if tensor.shape.rank == 1 else tf.reshape(tensor, [-1])
+
+
+def shaped(values: tf.Tensor, shape: tf.TensorShape) -> tf.Tensor:
+    """Values of one dimension in this shape, without an operation if it has one dimension, too."""
+    return values if shape.rank == 1 else tf.reshape(values, shape)
 
 
 def _elements(spec: tf.TensorSpec) -> int:

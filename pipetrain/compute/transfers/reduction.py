@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from pipetrain.compute.functions.backward import added
-from pipetrain.compute.transfers.message import Order, Packing, Received
+from pipetrain.compute.transfers.message import Order, Packing, Received, flat, shaped
 from pipetrain.schemes.splitting import rows_of
 from pipetrain.schemes.transfers.plan import Pack
 
@@ -83,26 +83,21 @@ def _scattered(
 ) -> list[tf.Tensor]:
     """Reduce-scatter and gather: each of r sources adds an r-th and sends it to all, ``2 (r-1)/r`` of the bytes."""
     shape, count = messages[0].shape, len(sources)
-    flat = [_at(source, _flat, each) for source, each in zip(sources, messages, strict=True)]
+    values = [_at(source, flat, each) for source, each in zip(sources, messages, strict=True)]
     parts: list[list[tf.Tensor]] = [[] for _ in sinks]
     for part, owner in enumerate(sources):
         rows = rows_of(int(shape.num_elements()), part, count)
         if not rows:
             continue
-        slices = [_at(at, tf.slice, each, [rows.start], [len(rows)]) for each, at in zip(flat, sources, strict=True)]
+        slices = [_at(at, tf.slice, each, [rows.start], [len(rows)]) for each, at in zip(values, sources, strict=True)]
         (total,) = _direct(order, slices, sources, [owner])
         for place, sink in enumerate(sinks):
             parts[place].append(order.send(total, owner, sink, waits=False))
     return [_at(sink, _joined, each, shape) for sink, each in zip(sinks, parts, strict=True)]
 
 
-def _flat(tensor: tf.Tensor) -> tf.Tensor:
-    return tensor if tensor.shape.rank == 1 else tf.reshape(tensor, [-1])
-
-
 def _joined(parts: Sequence[tf.Tensor], shape: tf.TensorShape) -> tf.Tensor:
-    whole = tf.concat(parts, 0)
-    return whole if shape.rank == 1 else tf.reshape(whole, shape)
+    return shaped(tf.concat(parts, 0), shape)
 
 
 def _rows(order: Order, made: Sequence[tuple[str, Any]], sink: str, like: tf.IndexedSlices) -> tf.IndexedSlices:
