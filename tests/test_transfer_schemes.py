@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 from interrupted import assert_goes_on, assert_keeps_steps
 from transfer_models import branching, convolutional, noisy, stateful, words
-from transfer_plans import late_plan
+from transfer_plans import late_plan, returned_plan
 
 import models
 import pipetrain
@@ -155,6 +155,8 @@ def test_every_order_leaves_bitwise_equal_weights(scheme, workers):
     chosen = [*orders(scheme == "parameter-server")]
     if scheme == "all-reduce":
         chosen += [late_plan(networks.small()), late_plan(networks.small(), late=6, window=0)]
+    else:
+        chosen += [returned_plan(networks.small()), returned_plan(networks.small(), returned=6, window=0)]
     found = [trained(networks.small(), scheme=scheme, devices=names(workers), order=order)[0] for order in chosen]
     for pm in found[1:]:
         networks.assert_equal(pm.get_weights(), found[0].get_weights())
@@ -178,6 +180,38 @@ def test_weights_on_several_servers_are_those_of_one(servers, workers, name):
     assert [group.device[-5:] for group in weights.groups] == [f"CPU:{n}" for n in range(servers)]
     largest = max(4 * int(np.prod(each.shape)) for each in pm.trainable_variables)
     assert max(held) <= min(held) + largest
+
+
+@pytest.mark.parametrize(
+    ("name", "servers"), networks.combinations(tuple(OPTIMIZERS), (1, 2), default=[("schedule", 2), ("clipped", 1)])
+)
+def test_weights_that_come_back_leave_those_of_the_whole_minibatch(name, servers):
+    """Bitwise those of weights that are pulled, whether all come back or some, whatever the updates."""
+    single, expected = trained(networks.small(), OPTIMIZERS[name]())
+    settings = {"scheme": "parameter-server", "devices": names(3), "servers": servers}
+    pulled, _ = trained(networks.small(), OPTIMIZERS[name](), order="tic", **settings)
+    networks.assert_close(pulled.get_weights(), single.get_weights())
+    for order in ("push-pull", returned_plan(networks.small())):
+        pm, history = trained(networks.small(), OPTIMIZERS[name](), order=order, **settings)
+        networks.assert_equal(pm.get_weights(), pulled.get_weights())
+        np.testing.assert_allclose(history["val_loss"], expected["val_loss"], rtol=1e-5)
+
+
+def test_a_worker_without_rows_gets_the_weights_of_the_next_step():
+    """Of minibatches of four rows, one, and four."""
+    parts = [slice(0, 4), slice(4, 5), slice(5, 9)]
+    like = tuple(tf.TensorSpec((None, *each.shape[1:]), each.dtype) for each in DATA)
+    weights = []
+    for settings in ({}, {"scheme": "parameter-server", "devices": names(3), "order": "push-pull"}):
+        model = networks.small()
+        model = pipetrain.PipelineModel(model, **settings) if settings else model
+        model.compile(OPTIMIZERS["momentum"](), networks.crossentropy())
+        rows = tf.data.Dataset.from_generator(
+            lambda: (tuple(each[k] for each in DATA) for k in parts), output_signature=like
+        )
+        model.fit(rows, shuffle=False, verbose=0)
+        weights.append(model.get_weights())
+    networks.assert_close(*weights)
 
 
 def test_a_late_gradient_is_applied_with_the_rate_of_its_own_step():
@@ -357,10 +391,12 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(scheme, tmp_path):
     assert_goes_on(make, networks.small(), DATA, tmp_path)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_an_interrupt_just_after_a_step_leaves_the_weights_of_that_step(scheme, monkeypatch):
+@pytest.mark.parametrize(
+    ("scheme", "order"),
+    [("all-reduce", late_plan(networks.small())), ("parameter-server", "none"), ("parameter-server", "push-pull")],
+)
+def test_an_interrupt_just_after_a_step_leaves_the_weights_of_that_step(scheme, order, monkeypatch):
     """What the step had left to the next one included."""
-    order = late_plan(networks.small()) if scheme == "all-reduce" else None
     pm = pipetrain.PipelineModel(networks.small(), scheme=scheme, devices=names(2), order=order)
     assert_keeps_steps(pm, networks.small(), DATA, Step, "__call__", OPTIMIZERS["momentum"], monkeypatch)
 
@@ -402,6 +438,24 @@ def test_messages_arrive_in_the_order_of_the_plan(scheme, order):
     if scheme == "all-reduce":  # each device sends all of its gradients; those of the last step are flushed unrecorded
         late = sum(sizes[n] for n in plan.late_variables)
         assert trace.transfers.size_bytes.sum() == 2 * (4 * sum(sizes) - late)
+
+
+def test_weights_come_back_when_they_are_updated():
+    """Each layer's, after its gradients have arrived, in each step; those of the first step are not recorded."""
+    model = networks.small()
+    pm = pipetrain.PipelineModel(model, scheme="parameter-server", devices=names(2), order="push-pull")
+    pm.compile("sgd", networks.crossentropy())
+    pm.exact_trace = True
+    networks.fit(pm, *DATA)
+    sent, packs = pm.trace.transfers, pm._strategy.plan.returned.packs
+    assert len(sent) == 2 * 4 * len(packs)
+    for step in range(4):
+        weights, gradients = (sent[(sent.op == op) & (sent.microbatch == step)] for op in "WR")
+        for mine, sink in ((weights, 1), (gradients, 0)):
+            assert (mine.to_replica == sink).all()
+            assert sorted(zip(mine.pack, mine.size_bytes)) == [(n, pack.size_bytes) for n, pack in enumerate(packs)]
+        arrived_s = dict(zip(gradients.pack, gradients.start_s))
+        assert all(start_s >= arrived_s[n] for n, start_s in zip(weights.pack, weights.start_s))
 
 
 def test_each_server_sends_the_weights_that_it_has():

@@ -26,7 +26,7 @@ def test_every_plan_moves_every_variable_once(workload, serves):
     for name in orders(serves):
         plan = ORDERS[name](workload, serves)
         assert check_plan(plan, workload.sizes_bytes, serves) is plan
-        for phase in (plan.pulls, plan.pushes, plan.late):
+        for phase in (plan.pulls, plan.pushes, plan.late, plan.returned):
             for pack in phase.packs:
                 assert pack.chunks > 1 or pack == workload.pack(pack.variables)
         total = sum(pack.size_bytes for pack in (*plan.pushes.packs, *plan.late.packs))
@@ -205,7 +205,14 @@ ONE, TWO = Pack((0,), 4), Pack((1,), 8)
     ("plan", "serves", "problem"),
     [
         (Plan(Phase((ONE, TWO)), Phase((ONE,))), True, r"sent once.*pushes and late without \[1\]"),
-        (Plan(Phase((ONE,)), Phase((ONE, TWO))), True, r"sent once.*pulls without \[1\]"),
+        (Plan(Phase((ONE,)), Phase((ONE, TWO))), True, r"sent once.*pulls and returned without \[1\]"),
+        (Plan(Phase((TWO,)), Phase((ONE, TWO)), returned=Phase((TWO, ONE))), True, r"\[1\] more than once"),
+        (
+            Plan(Phase((Pack((1,), 4, 0, 2),)), Phase((ONE, TWO)), returned=Phase((ONE, Pack((1,), 4, 1, 2)))),
+            True,
+            r"in one phase.*variables \[1\] in pulls and returned",
+        ),
+        (Plan(Phase(), Phase((ONE, TWO)), returned=Phase((ONE,))), False, "no variables come from a server"),
         (Plan(Phase(), Phase((ONE, TWO, ONE))), False, r"sent once.*\[0\] more than once"),
         (Plan(Phase(), Phase((ONE, TWO, Pack((2,), 4)))), False, r"sent once.*\[2\] that are not among the 2"),
         (Plan(Phase(), Phase((ONE, Pack((1,), 4, 0, 2)))), False, r"sent once.*without \[1\]"),

@@ -35,6 +35,7 @@ SCHEMES = (
     "parameter-server",
     "parameter-server/tac",
     "parameter-server/ibatch",
+    "parameter-server/push-pull",
     "parameter-server/servers",
     "parameter-server/resumed",
     "coded-reduce",

@@ -31,3 +31,10 @@ def late_plan(model, late=4, window=1):
     packs = [Pack((n,), size) for n, size in enumerate(sizes)]
     chunks = [Pack((2,), sizes[2] // 2, k, 2) for k in range(2)]
     return Plan(Phase(), Phase(tuple(packs[: late - 1 : -1]), window), Phase((*packs[:2], *chunks, *packs[3:late])))
+
+
+def returned_plan(model, returned=4, window=1):
+    """For a parameter server: a pack for each variable, some of which come back when updated; one of them in chunks."""
+    plan = late_plan(model, returned, window)
+    pushes = Phase((*plan.pushes.packs, *plan.late.packs[::-1]), 0)
+    return Plan(plan.pushes._replace(packs=plan.pushes.packs[::-1]), pushes, returned=plan.late)

@@ -23,9 +23,10 @@ from pipetrain.run.worker_rows import WorkerRows
 from pipetrain.schemes.transfers.plan import Plan
 from pipetrain.trace.trace import Span, Transfer, What
 
-# Weights on their way to a worker, gradients on their way to their sums, and those that the next step's forward hides.
-# Of a grid, activations on their way to the devices of a model group, and their gradients on the way back.
-WHAT: dict[str, What] = {"pull": "W", "push": "R", "late": "R", "gather": "F", "scatter": "B"}
+# Weights on their way to a worker, gradients on their way to their sums, those that the next step's forward hides, and
+# weights that come back in the step that updates them. Of a grid, activations on their way to the devices of a model
+# group, and their gradients on the way back.
+WHAT: dict[str, What] = {"pull": "W", "push": "R", "late": "R", "return": "W", "gather": "F", "scatter": "B"}
 
 
 class StepRunner(Stepwise):
@@ -107,6 +108,8 @@ class StepRunner(Stepwise):
             for part in self._rows.of(x, targets)
         ]
         self._set_rates(rate)
+        if not self._steps_done:
+            self._step.prepare()
         start_s = time.perf_counter()
         try:
             result, sent = self._step(rows, self._waiting, settings.exact_times)
@@ -128,11 +131,12 @@ class StepRunner(Stepwise):
             return
         places = {worker.device: n for n, worker in reversed([*enumerate(self._workers)])}
         from_day_s = end_s - time.time()
-        late = len(self.plan.late.packs) * any(each.kind == "late" for each in sent)
+        pulls, late = len(self.plan.pulls.packs), len(self.plan.late.packs) * any(each.kind == "late" for each in sent)
+        before = {"push": late, "return": pulls}  # packs of the same kind that are sent before: what is late goes first
         for each, (left_s, there_s) in zip(sent, times.numpy() + from_day_s, strict=True):
             ends = 0, places[each.source], 0, places[each.sink]
             begun_s = min(left_s, there_s)  # a time is noted when one of the device's threads is free for it
-            pack = each.pack + (late if each.kind == "push" else 0)  # what is late is sent first
+            pack = each.pack + before.get(each.kind, 0)
             seconds = float(begun_s), float(there_s)
             self._transfers.append(Transfer(WHAT[each.kind], number, *ends, each.size_bytes or 0, *seconds, pack))
 

@@ -63,6 +63,9 @@ class GridStep:
         every = grid.outputs if self.weights.reads_whole else 1
         return grid.counts(sum(int(each[0][0].shape[0]) for n, each in given.items() if n % every == 0))
 
+    def prepare(self) -> None:
+        """Nothing is sent before a first step."""
+
     def flush(self) -> None:
         """Nothing waits for a next step."""
 

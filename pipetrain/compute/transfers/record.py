@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import tensorflow as tf
 
-What = Literal["pull", "push", "late", "gather", "scatter"]
+What = Literal["pull", "push", "late", "return", "gather", "scatter"]
 
 
 class Sent(NamedTuple):

@@ -1,7 +1,8 @@
 """One training step over several devices, as one function that this process traces and TensorFlow runs on all of them.
 
 Every worker computes the gradients of its rows. With a parameter server the weights come from the servers' devices and
-the gradients go there; else every worker has the weights, and the gradients are summed for all of them.
+the gradients go there; workers keep those weights that come back in the same step. Else every worker has the weights,
+and the gradients are summed for all of them.
 """
 
 from __future__ import annotations
@@ -74,18 +75,24 @@ class Step:
         self._sizes_bytes = [size_bytes(each) for each in specs(weights[0].variables)]
         self._plan = plan
         self._late_numbers = [n for n in plan.late_variables if n in self._like]
-        self._pending = [self._zeros(worker) for worker in workers]
+        self._pending = [self._zeros(worker, self._late_numbers) for worker in workers]
+        self._server = {n: group.device for group in weights[0].groups for n in group.numbers} if serves else {}
+        self._kept = [self._zeros(worker, self._returned_to(worker)) for worker in workers]
         captured = self._made.captured_inputs
         self._captured = [[placed(each, worker.device) for each in captured] for worker in workers]
         self._functions: dict[Any, Any] = {}
         self._record: Record | None = None  # of the function that is being traced
         self._sent: dict[Any, list[Sent]] = {}
 
-    def _zeros(self, worker: Worker) -> dict[int, tf.Variable]:
-        """Gradients that wait for the next step, of each late variable."""
+    def _zeros(self, worker: Worker, numbers: Sequence[int]) -> dict[int, tf.Variable]:
+        """What a worker has for the next step: gradients that wait, or weights that came back, of these variables."""
         with tf.device(worker.device):
-            shapes = {n: self._weights[0].variables[n] for n in self._late_numbers}
+            shapes = {n: self._weights[0].variables[n] for n in numbers}
             return {n: tf.Variable(tf.zeros(each.shape, each.dtype), trainable=False) for n, each in shapes.items()}
+
+    def _returned_to(self, worker: Worker) -> list[int]:
+        """The weights that come back to a worker; what is on its own device it reads there."""
+        return [n for n in self._plan.returned_variables if self._server[n] != worker.device]
 
     @property
     def is_late(self) -> bool:
@@ -110,6 +117,13 @@ class Step:
         result: StepResult = self._functions[key](given)
         return result, self._sent[key]
 
+    def prepare(self) -> None:
+        """Give the workers the weights that a step before the first one would have sent back to them."""
+        if self._plan.returned.packs:
+            if "prepare" not in self._functions:
+                self._functions["prepare"] = tf.function(self._send_back, autograph=False).get_concrete_function()
+            self._functions["prepare"]()
+
     def flush(self) -> None:
         """Apply the gradients that the last step has left."""
         if "flush" not in self._functions:
@@ -126,6 +140,7 @@ class Step:
             self._workers[worker].assign(self._weights[0].assigned, each.state)
         self._keep_assigned(active, made)
         self._push(active, made)
+        self._send_back()
         return self._result(active, made)
 
     def _run(self, worker: int, weights: list[tf.Tensor], inputs: Any, shares: Shares) -> Made:
@@ -144,21 +159,41 @@ class Step:
         if not self._serves:
             return [_read(self._weights[worker]) for worker in active]
         (weights,) = self._weights
+        values = self._sent_by_servers(self._plan.pulls, "pull", active)
+        for worker, mine in zip(active, values, strict=True):
+            with tf.device(self._workers[worker].device):
+                for n in self._plan.returned_variables:
+                    mine[n] = self._kept[worker].get(n, weights.variables[n].value).read_value()
+        return [[mine[n] for n in range(len(weights.variables))] for mine in values]
+
+    def _send_back(self) -> None:
+        """Let the workers keep the weights that are to come back, as the servers have them now."""
+        if not self._plan.returned.packs:
+            return
+        everyone = range(len(self._workers))
+        for worker, mine in zip(everyone, self._sent_by_servers(self._plan.returned, "return", everyone), strict=True):
+            with tf.device(self._workers[worker].device):
+                for n, variable in self._kept[worker].items():
+                    variable.assign(mine[n], read_value=False)
+
+    def _sent_by_servers(self, phase: Phase, kind: What, sinks: Sequence[int]) -> list[dict[int, tf.Tensor]]:
+        """The phase's weights on these workers, by the variables' numbers."""
+        (weights,) = self._weights
         like = dict(enumerate(specs(weights.variables)))
-        received = [Received(like) for _ in active]
-        for device, phase in self._by_server(self._plan.pulls):
-            numbers = [n for pack in phase.packs for n in pack.variables]
+        received = [Received(like) for _ in sinks]
+        for device, mine in self._by_server(phase):
+            numbers = [n for pack in mine.packs for n in pack.variables]
             with tf.device(device):
                 values = {n: weights.variables[n].value.read_value() for n in dict.fromkeys(numbers)}
-                packings = [Packing(pack, like) for pack in phase.packs]
+                packings = [Packing(pack, like) for pack in mine.packs]
                 messages = [packing.messages(values) for packing in packings]
-            for place, worker in enumerate(active):
-                order, sink = Order(phase, "pull", self._record), self._workers[worker].device
+            for place, worker in enumerate(sinks):
+                order, sink = Order(mine, kind, self._record), self._workers[worker].device
                 for pack, packing, each in zip(order.packs(), packings, messages, strict=True):
                     there = [order.send(message, device, sink) for message in each]
                     with tf.device(sink):
                         received[place].add(pack, packing.values(there))
-        return [[each.values[n] for n in range(len(like))] for each in received]
+        return [each.values for each in received]
 
     def _tell_begun(self, active: Sequence[int], pulled: Sequence[Sequence[tf.Tensor]]) -> None:
         """Call what is to be called when every worker has these weights: one message of each to this process."""

@@ -1,4 +1,4 @@
-"""The plans that need no measurement: no order at all, and one message for each layer."""
+"""The plans that need no measurement: no order at all, and one message for each layer, pulled or sent back at once."""
 
 from __future__ import annotations
 
@@ -16,3 +16,16 @@ def layerwise(workload: Workload, serves: bool) -> Plan:
     """A message for each layer, weights in the order of the forward, gradients as the backward makes them."""
     packs = tuple(workload.pack(variables) for variables in workload.owned if variables)
     return Plan(Phase(packs if serves else ()), Phase(packs[::-1], 0), name="layer by layer")
+
+
+def push_pull(workload: Workload) -> Plan:
+    """A message for each layer, as the backward makes gradients; weights come back from the server when updated.
+
+    Both ways of a link are then used at once, and weights hide behind the backward. The last that come back are those
+    that the next forward needs first.
+
+    Source of sending weights back without being asked: Jayarajan et al., *Priority-based Parameter Propagation for
+    Distributed DNN Training*, SysML 2019 (arXiv 1905.03960), whose slices and priorities this plan does not have.
+    """
+    pushes = layerwise(workload, serves=True).pushes
+    return Plan(Phase(), pushes, name="push-pull", returned=pushes)

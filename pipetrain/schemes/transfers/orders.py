@@ -16,17 +16,19 @@ AUTO = "auto"  # the one of these whose simulated step is the shortest
 ORDERS: dict[str, Callable[[Workload, bool], Plan]] = {
     "none": layerwise.unordered,
     "layerwise": layerwise.layerwise,
+    "push-pull": lambda workload, serves: layerwise.push_pull(workload),
     "tic": tictac.tic,
     "tac": tictac.tac,
     "ibatch": ibatch.ibatch,
     "caramel": lambda workload, serves: caramel.caramel(workload),
 }
+SERVED, SUMMED = ("push-pull",), ("caramel",)  # orders that only a parameter server has, or only an all-reduce
 MEASURED = ("tac", "ibatch", "caramel")  # which need to know what layers and messages take
 
 
 def orders(serves: bool) -> list[str]:
     """The names of the orders for a parameter server, or for an all-reduce."""
-    return [name for name in ORDERS if not (serves and name == "caramel")]
+    return [name for name in ORDERS if name not in (SUMMED if serves else SERVED)]
 
 
 def check_order(order: Any, scheme: str) -> None:

@@ -69,13 +69,21 @@ class Plan(NamedTuple):
 
     ``pulls`` are weights that come from a parameter server before the forward; there are none where every device has
     the weights. ``pushes`` are gradients that are sent, or summed over all devices, in the backward that makes them,
-    ``late`` those that are summed while the next step's forward runs. ``name`` says how the plan was made.
+    ``late`` those that are summed while the next step's forward runs. ``name`` says how the plan was made. ``returned``
+    are weights that the server sends to all workers as soon as they are updated, for the next step's forward; the first
+    step pulls them before.
     """
 
     pulls: Phase
     pushes: Phase
     late: Phase = Phase()
     name: str = "own"
+    returned: Phase = Phase()
+
+    @property
+    def returned_variables(self) -> list[int]:
+        """Those whose weights the workers keep from one step to the next."""
+        return sorted({n for pack in self.returned.packs for n in pack.variables})
 
     @property
     def late_variables(self) -> list[int]:
@@ -100,24 +108,31 @@ def check_plan(plan: object, sizes_bytes: Sequence[int], serves: bool) -> Plan:
             f"An order of transfers is a name or a Plan. Received: order={plan!r}. Try order='auto', or "
             "Plan(pulls, pushes) of pipetrain.schemes.transfers.plan."
         )
-    for field in ("pulls", "pushes", "late"):
+    for field in ("pulls", "pushes", "late", "returned"):
         _check_phase(field, getattr(plan, field))
+    absent = {"late": "wait for a next step"} if serves else {"pulls": "are pulled", "returned": "come from a server"}
+    for field, why in absent.items():
+        if getattr(plan, field).packs:
+            raise ValueError(
+                f"With this scheme no variables {why}. Received: {field}={getattr(plan, field).packs!r}. "
+                f"Try {field}=Phase()."
+            )
     if serves:
-        _check_partition("pulls", plan.pulls.packs, len(sizes_bytes))
-    if plan.late.packs if serves else plan.pulls.packs:
-        field, why = ("late", "wait for a next step") if serves else ("pulls", "are pulled")
-        raise ValueError(
-            f"With this scheme no variables {why}. Received: {field}={getattr(plan, field).packs!r}. "
-            f"Try {field}=Phase()."
-        )
-    _check_partition("pushes and late", (*plan.pushes.packs, *plan.late.packs), len(sizes_bytes))
-    both = {n for pack in plan.pushes.packs for n in pack.variables} & set(plan.late_variables)
+        _check_phases(plan, "pulls", "returned", len(sizes_bytes))
+    _check_phases(plan, "pushes", "late", len(sizes_bytes))
+    return plan
+
+
+def _check_phases(plan: Plan, one: str, other: str, count: int) -> None:
+    """ValueError unless these two phases together move each variable once, in one of them."""
+    packs, others = getattr(plan, one).packs, getattr(plan, other).packs
+    _check_partition(f"{one} and {other}", (*packs, *others), count)
+    both = {n for pack in packs for n in pack.variables} & {n for pack in others for n in pack.variables}
     if both:
         raise ValueError(
-            "A variable is updated when all its chunks have arrived, so they travel in one phase. Received: "
-            f"variables {sorted(both)} in pushes and late. Try them in one of these."
+            "A variable is there when all its chunks have arrived, so they travel in one phase. Received: "
+            f"variables {sorted(both)} in {one} and {other}. Try them in one of these."
         )
-    return plan
 
 
 def _check_phase(field: str, phase: object) -> None:

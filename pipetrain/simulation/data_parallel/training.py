@@ -8,6 +8,7 @@ from functools import partial
 from pipetrain.schemes.transfers.plan import Pack, Phase, Plan
 from pipetrain.schemes.transfers.workload import Workload
 from pipetrain.simulation.data_parallel.clock import Clock, Device, Processors
+from pipetrain.simulation.data_parallel.exchange import SendingBack, Summing, beginning_with
 from pipetrain.simulation.data_parallel.messages import Flow, Message, Ports
 from pipetrain.simulation.data_parallel.setting import Setting
 from pipetrain.simulation.data_parallel.worker import WorkerStep
@@ -16,7 +17,8 @@ from pipetrain.simulation.data_parallel.worker import WorkerStep
 class Training:
     """So many steps; a step begins when the one before has ended everywhere.
 
-    A step updates each pack's variables where its sums are, when all of them have come; gradients that are late are
+    A step updates each pack's variables where its sums are, when all of them have come. Weights that come back are sent
+    to all workers when they are updated; those of the first step are there when it begins. Gradients that are late are
     sent and updated at the beginning of the next step, before the forward of the layers that read the variables.
 
     Args:
@@ -35,9 +37,10 @@ class Training:
         self._ports = Ports(self._clock, setting, self.devices)
         self._pulls = setting.of_servers(plan.pulls)
         self._pushes = setting.of_servers(plan.pushes) if setting.serves else [plan.pushes]
+        self._returned = setting.of_servers(plan.returned)
         self._made_after = [_by_first(phase, setting.workload) for phase in self._pushes]
         self._step = -1
-        self._left = 0  # of the current step: layers to run backward, updates to be made, rows to arrive
+        self._left = 0  # of the current step: layers to run backward, updates to be made, weights and rows to arrive
         self._flows: list[Flow] = []
 
     def run(self) -> list[Message]:
@@ -73,7 +76,9 @@ class Training:
         self._left += sum(len(on) * len(phase.packs) for on, phase in zip(sinks, self._pushes, strict=True))
         if self._step + 1 < self._steps and setting.input_bytes > 0:
             self._left += setting.workers - 1
+        self._left += sum(len(phase.packs) for phase in self._returned) * (setting.workers - 1)
         self._without_weights = setting.workers
+        self._sending_back = [self._back(server, phase) for server, phase in enumerate(self._returned)]
         pushes = [
             self._summing(phase, len(late.packs), self._updated, on)
             for on, phase in zip(sinks, self._pushes, strict=True)
@@ -127,15 +132,34 @@ class Training:
         return Summing(self._setting.workers, phase, self._step, before, self._flow, summed, sinks)
 
     def _made(self, pushes: Sequence[Summing], worker: int, layer: int) -> None:
-        for n in _from(worker, range(len(pushes))):
+        for n in beginning_with(worker, range(len(pushes))):
             for place, pack in self._made_after[n][layer]:
                 pushes[n].offer(place, pack, worker)
         self._done()
 
     def _updated(self, pack: Pack, sink: int, messages: list[Message]) -> None:
         """The sums of a pack are there: update its variables."""
+
+        def updated() -> None:
+            if self._plan.returned.packs:
+                self._sending_back[sink].updated(pack)
+            self._done()
+
         seconds = self._update_s(pack) / (self._setting.parts if self._setting.serves else 1)
-        self.devices[sink].do(seconds, "B", self._step, partial(self._used, messages, self._done))
+        self.devices[sink].do(seconds, "B", self._step, partial(self._used, messages, updated))
+
+    def _back(self, server: int, phase: Phase) -> SendingBack:
+        """What a server sends to the other workers in this step."""
+        before = len(self._pulls[server].packs)
+        workers = [worker for worker in range(self._setting.workers) if worker != server]
+        flows = {worker: self._flow(phase, 1) for worker in workers}
+
+        def send(place: int, pack: Pack) -> None:
+            for worker, flow in flows.items():
+                message = Message("W", self._step, before + place, server, worker, pack.size_bytes)
+                flow.offer(place, message, self._done)
+
+        return SendingBack(phase, self._pushes[server], send)
 
     def _updated_late(self, pack: Pack, sink: int, messages: list[Message]) -> None:
         """The sums of a late pack are there: update its variables, then its layers may run."""
@@ -157,86 +181,9 @@ class Training:
             self._clock.at(self._clock.now + self._setting.caller_s, self._begin)
 
 
-class Summing:
-    """The sums of a phase's gradients: on the server whose phase it is, or on every worker.
-
-    Among more than two workers each adds a part of the pack and sends the sum to all others.
-
-    Args:
-        count: of the workers.
-        phase: the packs.
-        step: which step it is.
-        before: packs of other phases that the step has sent.
-        flow: makes one of a phase and the number of each pack's messages.
-        summed: is told the pack, the device and the messages that brought them whenever sums are there.
-        sinks: the devices that need the sums.
-    """
-
-    def __init__(
-        self,
-        count: int,
-        phase: Phase,
-        step: int,
-        before: int,
-        flow: Callable[[Phase, int], Flow],
-        summed: Callable[[Pack, int, list[Message]], None],
-        sinks: range,
-    ) -> None:
-        self._workers, self._step, self._before, self._summed = range(count), step, before, summed
-        self._sinks, self._scatters = sinks, len(sinks) > 2
-        self._parts = len(sinks) if self._scatters else 1
-        self._flow = flow(phase, (1 + self._scatters) * len(sinks) * (count - 1))
-        self._missing: dict[tuple[int, int], int] = {}
-        self._came: dict[tuple[int, int], list[Message]] = {}
-        self._parts_missing: dict[tuple[int, int], int] = {}
-
-    def offer(self, place: int, pack: Pack, worker: int) -> None:
-        """A worker has its gradients of the pack at this place of the phase."""
-        size = pack.size_bytes / self._parts
-        for sink in _from(worker, self._sinks):
-            if sink == worker:
-                self._added(place, pack, sink, None)
-                continue
-            message = Message("R", self._step, self._before + place, worker, sink, size)
-            self._flow.offer(place, message, partial(self._added, place, pack, sink, message))
-
-    def _added(self, place: int, pack: Pack, sink: int, message: Message | None) -> None:
-        key = place, sink
-        self._missing[key] = self._missing.get(key, len(self._workers)) - 1
-        self._came.setdefault(key, []).extend([message] if message else [])
-        if self._missing[key]:
-            return
-        if not self._scatters:
-            self._summed(pack, sink, self._came.pop(key))
-            return
-        self._came.pop(key)
-        size = pack.size_bytes / self._parts
-        for worker in _from(sink, self._workers):
-            if worker == sink:
-                self._gathered(place, pack, worker, None)
-                continue
-            message = Message("R", self._step, self._before + place, sink, worker, size)
-            arrives = partial(self._gathered, place, pack, worker, message)
-            self._flow.offer(place, message, arrives, waits=False)
-
-    def _gathered(self, place: int, pack: Pack, worker: int, message: Message | None) -> None:
-        key = place, worker
-        self._parts_missing[key] = self._parts_missing.get(key, len(self._workers)) - 1
-        came = self._came.setdefault((place, len(self._workers) + worker), [])
-        came += [message] if message else []
-        if not self._parts_missing[key]:
-            self._summed(pack, worker, came)
-
-
 def _by_first(phase: Phase, workload: Workload) -> list[list[tuple[int, Pack]]]:
     """For each layer the packs, with their places in the phase, that are complete when it has run backward."""
     found: list[list[tuple[int, Pack]]] = [[] for _ in workload.layers]
     for place, pack in enumerate(phase.packs):
         found[workload.first(pack)].append((place, pack))
     return found
-
-
-def _from(device: int, others: range) -> list[int]:
-    """The others, beginning with this device's place: so that not all send to the same one first."""
-    first = device % len(others)
-    return [*others[first:], *others[:first]]
