@@ -45,7 +45,7 @@ def assert_goes_on(make, single, data, directory, same=networks.assert_equal):
 
 
 def assert_keeps_steps(pm, single, data, owner, method, optimizer, monkeypatch):
-    """An interrupt just after the third call of a method, which makes a step, leaves the weights of that step."""
+    """An interrupt just after the third call of a method, which makes a step, leaves its weights to the next run."""
     pm.compile(optimizer(), networks.crossentropy())
     run, done = getattr(owner, method), []
 
@@ -62,3 +62,6 @@ def assert_keeps_steps(pm, single, data, owner, method, optimizer, monkeypatch):
     networks.fit(single, data[0][:60], data[1][:60])
     networks.assert_close(pm.get_weights(), single.get_weights())
     assert int(pm.optimizer.iterations) == 3
+    for model in (pm, single):
+        networks.fit(model, *data)
+    networks.assert_close(pm.get_weights(), single.get_weights())

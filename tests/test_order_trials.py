@@ -20,10 +20,11 @@ DATA = networks.data(60)
 
 
 def every_plan(late_first, setting):
-    """Plans of all kinds: layer by layer, late, unordered, and that once more by another name, none shorter."""
-    plans = [ORDERS[name](setting.workload, setting.serves) for name in ("layerwise", "none")]
+    """Plans of all kinds: layer by layer, late or returned, unordered, and that by another name, none shorter."""
+    names = (*(["push-pull"] if setting.serves else []), "layerwise", "none")
+    plans = [ORDERS[name](setting.workload, setting.serves) for name in names]
     late = [] if setting.serves else [late_plan(noisy())]
-    every = [*(late if late_first else []), *plans, *([] if late_first else late), plans[1]._replace(name="again")]
+    every = [*(late if late_first else []), *plans, *([] if late_first else late), plans[-1]._replace(name="again")]
     return dict.fromkeys(every, 1.0)
 
 
@@ -69,7 +70,7 @@ def test_a_trial_leaves_nothing_in_the_model_and_the_fastest_order_trains(scheme
     networks.assert_equal(pm.get_weights(), expected.get_weights())
     networks.assert_equal(*([np.asarray(v) for v in each.optimizer.variables] for each in (pm, expected)))
     assert sorted(tried) == sorted(
-        {"none", "layer by layer", "own"} if scheme == "all-reduce" else {"none", "layer by layer"}
+        {"none", "layer by layer", "own"} if scheme == "all-reduce" else {"none", "layer by layer", "push-pull"}
     )
     assert pm._strategy.plan.name == "none"
     assert {span.microbatch for span in pm.trace.spans} == {*range(6)}
@@ -118,8 +119,8 @@ def test_functions_are_made_once_for_an_order_as_long_as_the_weights_are_the_sam
     monkeypatch.setattr(transfer_strategy, "minibatch_s", minibatch_s)
     pm = compiled("auto", "parameter-server")
     networks.fit(pm, *DATA, epochs=1)
-    assert made == ["layer by layer", "none"]
-    assert kept == [0, 1, 1, 1]  # two trials of each
+    assert made == ["push-pull", "layer by layer", "none"]
+    assert kept == [0, 1, 2, 2, 2, 2]  # two trials of each
     assert pm._strategy._pipeline._known == {}
 
 

@@ -185,8 +185,8 @@ def test_weights_on_several_servers_are_those_of_one(servers, workers, name):
 @pytest.mark.parametrize(
     ("name", "servers"), networks.combinations(tuple(OPTIMIZERS), (1, 2), default=[("schedule", 2), ("clipped", 1)])
 )
-def test_weights_that_come_back_leave_those_of_the_whole_minibatch(name, servers):
-    """Bitwise those of weights that are pulled, whether all come back or some, whatever the updates."""
+def test_returned_weights_leave_those_of_the_whole_minibatch(name, servers):
+    """Bitwise those of weights that are pulled, whether all are returned or some, whatever the updates."""
     single, expected = trained(networks.small(), OPTIMIZERS[name]())
     settings = {"scheme": "parameter-server", "devices": names(3), "servers": servers}
     pulled, _ = trained(networks.small(), OPTIMIZERS[name](), order="tic", **settings)
@@ -195,6 +195,19 @@ def test_weights_that_come_back_leave_those_of_the_whole_minibatch(name, servers
         pm, history = trained(networks.small(), OPTIMIZERS[name](), order=order, **settings)
         networks.assert_equal(pm.get_weights(), pulled.get_weights())
         np.testing.assert_allclose(history["val_loss"], expected["val_loss"], rtol=1e-5)
+
+
+def test_workers_get_weights_that_were_set_before_they_train_on():
+    weights = []
+    for settings in ({}, {"scheme": "parameter-server", "devices": names(2), "order": "push-pull"}):
+        model = networks.small()
+        model = pipetrain.PipelineModel(model, **settings) if settings else model
+        model.compile(OPTIMIZERS["momentum"](), networks.crossentropy())
+        networks.fit(model, *DATA)
+        model.set_weights([each / 2 for each in model.get_weights()])
+        networks.fit(model, *DATA)
+        weights.append(model.get_weights())
+    networks.assert_close(*weights)
 
 
 def test_a_worker_without_rows_gets_the_weights_of_the_next_step():
@@ -280,10 +293,16 @@ def test_evaluation_prediction_and_files_have_the_weights_of_all_steps(tmp_path)
     networks.assert_close(pm.get_weights(), single.get_weights())
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_every_operation_of_a_step_is_on_a_device_of_its_own(scheme):
+@pytest.mark.parametrize(
+    ("scheme", "order"),
+    [
+        ("all-reduce", late_plan(networks.small())),  # with chunks
+        ("parameter-server", "ibatch"),
+        ("parameter-server", returned_plan(networks.small())),
+    ],
+)
+def test_every_operation_of_a_step_is_on_a_device_of_its_own(scheme, order):
     """Else it would run on the controller, from which workers on other hosts cannot fetch."""
-    order = late_plan(networks.small()) if scheme == "all-reduce" else "ibatch"  # with chunks
     pm, _ = trained(networks.small(), scheme=scheme, devices=names(3), order=order)
     steps = pm._strategy._pipeline._step._functions.values()
     free = [each for step in steps for each in step.graph.get_operations() if not each.device]
@@ -383,7 +402,9 @@ def test_rows_are_sent_once_each_when_they_are_let_go(monkeypatch):
 @pytest.mark.parametrize("scheme", networks.by_default(SCHEMES, "all-reduce"))
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(scheme, tmp_path):
     """Bitwise; snapshots on the way are those of plain Keras, late gradients included."""
-    settings = {"order": late_plan(networks.small())} if scheme == "all-reduce" else {"order": "tic", "servers": 2}
+    settings = (
+        {"order": late_plan(networks.small())} if scheme == "all-reduce" else {"order": "push-pull", "servers": 2}
+    )
 
     def make():
         return pipetrain.PipelineModel(networks.small(), scheme=scheme, devices=names(2), **settings)
@@ -440,8 +461,8 @@ def test_messages_arrive_in_the_order_of_the_plan(scheme, order):
         assert trace.transfers.size_bytes.sum() == 2 * (4 * sum(sizes) - late)
 
 
-def test_weights_come_back_when_they_are_updated():
-    """Each layer's, after its gradients have arrived, in each step; those of the first step are not recorded."""
+def test_weights_are_returned_when_they_are_updated():
+    """Each layer's, after its gradients have arrived, in each step, and without waiting for any other update."""
     model = networks.small()
     pm = pipetrain.PipelineModel(model, scheme="parameter-server", devices=names(2), order="push-pull")
     pm.compile("sgd", networks.crossentropy())
@@ -454,8 +475,33 @@ def test_weights_come_back_when_they_are_updated():
         for mine, sink in ((weights, 1), (gradients, 0)):
             assert (mine.to_replica == sink).all()
             assert sorted(zip(mine.pack, mine.size_bytes)) == [(n, pack.size_bytes) for n, pack in enumerate(packs)]
-        arrived_s = dict(zip(gradients.pack, gradients.start_s))
-        assert all(start_s >= arrived_s[n] for n, start_s in zip(weights.pack, weights.start_s))
+        left_s = dict(zip(gradients.pack, gradients.start_s))
+        assert all(start_s >= left_s[n] for n, start_s in zip(weights.pack, weights.start_s))
+    step, (server,) = pm._strategy._pipeline._step, pm._strategy._weights
+    (graph,) = (
+        function.graph for key, function in step._functions.items() if isinstance(key, tuple) and key[0] == (0, 1)
+    )
+    inner = {id(outer): placeholder for outer, placeholder in graph.captures}
+
+    def writing(variable):
+        return next(op for op in inner[id(variable.handle)].consumers() if "Apply" in op.type or "Assign" in op.type)
+
+    updates = {writing(each.value): n for n, each in enumerate(server.variables)}
+    for pack in packs:
+        for n in pack.variables:
+            needed = {updates[op] for op in before(writing(step._returned[1][n])) if op in updates}
+            assert needed == {*pack.variables}
+
+
+def before(operation):
+    """All operations that have ended when this one begins."""
+    found, waiting = set(), [operation]
+    while waiting:
+        last = waiting.pop()
+        more = {*last.control_inputs, *(each.op for each in last.inputs)} - found
+        found |= more
+        waiting += more
+    return found
 
 
 def test_each_server_sends_the_weights_that_it_has():

@@ -83,11 +83,12 @@ def test_what_is_late_hides_in_the_next_forward():
     assert simulate_plan(set_up(workload, serves=False), ORDERS["layerwise"](workload, False), 4).step_s == 37.0
 
 
-def test_weights_that_come_back_hide_behind_the_backward():
-    """Pushes and pulls of 24 s at the same time: they begin with the first gradient, 1 s after the forward."""
+def test_returned_weights_hide_behind_the_backward():
+    """Both ways 24 s at the same time, from the first gradient on, 1 s after the forward; else one after the other."""
     workload = Workload.chain([1] * 12, [1.0] * 12, [1.0] * 12, Message(0.0, 2.0))
     plan = ORDERS["push-pull"](workload, True)
     assert simulate_plan(set_up(workload), plan, 4).step_s == 12 + 1 + 24 + 2
+    assert simulate_plan(set_up(workload, at_once=True), plan, 4).step_s == 12 + 1 + 24 + 24
     assert simulate_plan(set_up(workload), ORDERS["layerwise"](workload, True), 4).step_s == 24 + 1 + 1 + 24
     trace = simulate_plan(set_up(workload, 3, servers=2, whole=True), plan, 4)
     assert not any(each.inverted for each in packs(trace))
@@ -99,7 +100,7 @@ def test_weights_that_come_back_hide_behind_the_backward():
         assert (weights.start_s[back] == gradients.end_s[here].max()).all()
 
 
-def test_a_weight_comes_back_when_all_chunks_of_its_gradient_have_arrived():
+def test_a_weight_is_returned_when_all_chunks_of_its_gradient_have_arrived():
     """Gradients of 10 bytes are made at 1 s and 2 s; the last of three messages, a chunk, arrives at 21 s."""
     workload = Workload.chain([10, 10], [0.0, 0.0], [1.0, 1.0], Message(0.0, 1.0))
     chunks = tuple(Pack((0,), 5, k, 2) for k in range(2))

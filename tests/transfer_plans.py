@@ -34,7 +34,7 @@ def late_plan(model, late=4, window=1):
 
 
 def returned_plan(model, returned=4, window=1):
-    """For a parameter server: a pack for each variable, some of which come back when updated; one of them in chunks."""
+    """For a parameter server: a pack for each variable, some of which are returned; one of them in chunks."""
     plan = late_plan(model, returned, window)
     pushes = Phase((*plan.pushes.packs, *plan.late.packs[::-1]), 0)
     return Plan(plan.pushes._replace(packs=plan.pushes.packs[::-1]), pushes, returned=plan.late)

@@ -213,11 +213,16 @@ class TransferStrategy(PipelineStrategy):
             servers=self._servers,
             whole=True,
             input_bytes=sent,
+            at_once=self._clips_all or bool(stepping(self.optimizer).gradient_accumulation_steps),
             message_work=work,
         )
+
+    @property
+    def _clips_all(self) -> bool:
+        """Whether the norm of all gradients is needed."""
+        return limit(stepping(self.optimizer).global_clipnorm) is not None
 
     def _planned(self, rows: int | None) -> dict[Plan, float]:
         """The plans of the order as simulated, measured where it depends on that."""
         rows_alone = embeddings(self.model, self._segment.trainable_variables)
-        at_once = limit(stepping(self.optimizer).global_clipnorm) is not None
-        return planned(self._order, self._setting(rows, is_measured(self._order)), rows_alone, at_once)
+        return planned(self._order, self._setting(rows, is_measured(self._order)), rows_alone, self._clips_all)

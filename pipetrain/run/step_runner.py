@@ -24,7 +24,7 @@ from pipetrain.schemes.transfers.plan import Plan
 from pipetrain.trace.trace import Span, Transfer, What
 
 # Weights on their way to a worker, gradients on their way to their sums, those that the next step's forward hides, and
-# weights that come back in the step that updates them. Of a grid, activations on their way to the devices of a model
+# weights that are returned in the step that updates them. Of a grid, activations on their way to the devices of a model
 # group, and their gradients on the way back.
 WHAT: dict[str, What] = {"pull": "W", "push": "R", "late": "R", "return": "W", "gather": "F", "scatter": "B"}
 
@@ -98,6 +98,7 @@ class StepRunner(Stepwise):
     def _make(self, x: list[tf.Tensor], targets: Any, settings: RunSettings, rate: float | None) -> None:
         if self._step is None:
             self._step = self._steps(self.plan, self._rows.let_go if self.sends_ahead else None)
+            self._settle()  # it has made variables
         masks: list[Any] = [None] * len(x)
         rows = [
             Rows(
@@ -131,11 +132,12 @@ class StepRunner(Stepwise):
             return
         places = {worker.device: n for n, worker in reversed([*enumerate(self._workers)])}
         from_day_s = end_s - time.time()
-        pulls, late = len(self.plan.pulls.packs), len(self.plan.late.packs) * any(each.kind == "late" for each in sent)
-        before = {"push": late, "return": pulls}  # packs of the same kind that are sent before: what is late goes first
+        late = len(self.plan.late.packs) * any(each.kind == "late" for each in sent)
+        pulled = {each.source: each.pack + 1 for each in sent if each.kind == "pull"}  # packs of each server
         for each, (left_s, there_s) in zip(sent, times.numpy() + from_day_s, strict=True):
             ends = 0, places[each.source], 0, places[each.sink]
             begun_s = min(left_s, there_s)  # a time is noted when one of the device's threads is free for it
+            before = {"push": late, "return": pulled.get(each.source, 0)}  # packs of the same step that are sent first
             pack = each.pack + before.get(each.kind, 0)
             seconds = float(begun_s), float(there_s)
             self._transfers.append(Transfer(WHAT[each.kind], number, *ends, each.size_bytes or 0, *seconds, pack))

@@ -64,7 +64,7 @@ class GridStep:
         return grid.counts(sum(int(each[0][0].shape[0]) for n, each in given.items() if n % every == 0))
 
     def prepare(self) -> None:
-        """Nothing is sent before a first step."""
+        """Nothing is returned to workers."""
 
     def flush(self) -> None:
         """Nothing waits for a next step."""

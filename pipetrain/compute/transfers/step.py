@@ -1,8 +1,8 @@
 """One training step over several devices, as one function that this process traces and TensorFlow runs on all of them.
 
 Every worker computes the gradients of its rows. With a parameter server the weights come from the servers' devices and
-the gradients go there; workers keep those weights that come back in the same step. Else every worker has the weights,
-and the gradients are summed for all of them.
+the gradients go there; those weights that are returned in the same step are kept for the next one. Else every worker
+has the weights, and the gradients are summed for all of them.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Step:
         self._late_numbers = [n for n in plan.late_variables if n in self._like]
         self._pending = [self._zeros(worker, self._late_numbers) for worker in workers]
         self._server = {n: group.device for group in weights[0].groups for n in group.numbers} if serves else {}
-        self._kept = [self._zeros(worker, self._returned_to(worker)) for worker in workers]
+        self._returned = [self._zeros(worker, self._returned_to(worker)) for worker in workers]
         captured = self._made.captured_inputs
         self._captured = [[placed(each, worker.device) for each in captured] for worker in workers]
         self._functions: dict[Any, Any] = {}
@@ -85,13 +85,13 @@ class Step:
         self._sent: dict[Any, list[Sent]] = {}
 
     def _zeros(self, worker: Worker, numbers: Sequence[int]) -> dict[int, tf.Variable]:
-        """What a worker has for the next step: gradients that wait, or weights that came back, of these variables."""
+        """What a worker has for the next step: gradients that wait, or returned weights, of these variables."""
         with tf.device(worker.device):
             shapes = {n: self._weights[0].variables[n] for n in numbers}
             return {n: tf.Variable(tf.zeros(each.shape, each.dtype), trainable=False) for n, each in shapes.items()}
 
     def _returned_to(self, worker: Worker) -> list[int]:
-        """The weights that come back to a worker; what is on its own device it reads there."""
+        """The weights that are returned to a worker; what is on its own device it reads there."""
         return [n for n in self._plan.returned_variables if self._server[n] != worker.device]
 
     @property
@@ -118,17 +118,19 @@ class Step:
         return result, self._sent[key]
 
     def prepare(self) -> None:
-        """Give the workers the weights that a step before the first one would have sent back to them."""
+        """Give the workers the weights that a step before the first one would have returned."""
         if self._plan.returned.packs:
-            if "prepare" not in self._functions:
-                self._functions["prepare"] = tf.function(self._send_back, autograph=False).get_concrete_function()
-            self._functions["prepare"]()
+            self._call(self._return)
 
     def flush(self) -> None:
         """Apply the gradients that the last step has left."""
-        if "flush" not in self._functions:
-            self._functions["flush"] = tf.function(self._apply_late, autograph=False).get_concrete_function()
-        self._functions["flush"]()
+        self._call(self._apply_late)
+
+    def _call(self, body: Callable[[], None]) -> None:
+        """Run this as a function, which is traced once."""
+        if body not in self._functions:
+            self._functions[body] = tf.function(body, autograph=False).get_concrete_function()
+        self._functions[body]()
 
     def _body(self, active: Sequence[int], pending: bool, given: Sequence[Any]) -> StepResult:
         if pending:
@@ -140,7 +142,7 @@ class Step:
             self._workers[worker].assign(self._weights[0].assigned, each.state)
         self._keep_assigned(active, made)
         self._push(active, made)
-        self._send_back()
+        self._return()
         return self._result(active, made)
 
     def _run(self, worker: int, weights: list[tf.Tensor], inputs: Any, shares: Shares) -> Made:
@@ -163,17 +165,17 @@ class Step:
         for worker, mine in zip(active, values, strict=True):
             with tf.device(self._workers[worker].device):
                 for n in self._plan.returned_variables:
-                    mine[n] = self._kept[worker].get(n, weights.variables[n].value).read_value()
+                    mine[n] = self._returned[worker].get(n, weights.variables[n].value).read_value()
         return [[mine[n] for n in range(len(weights.variables))] for mine in values]
 
-    def _send_back(self) -> None:
-        """Let the workers keep the weights that are to come back, as the servers have them now."""
+    def _return(self) -> None:
+        """Send all workers the weights that are returned, as the servers have them now."""
         if not self._plan.returned.packs:
             return
         everyone = range(len(self._workers))
         for worker, mine in zip(everyone, self._sent_by_servers(self._plan.returned, "return", everyone), strict=True):
             with tf.device(self._workers[worker].device):
-                for n, variable in self._kept[worker].items():
+                for n, variable in self._returned[worker].items():
                     variable.assign(mine[n], read_value=False)
 
     def _sent_by_servers(self, phase: Phase, kind: What, sinks: Sequence[int]) -> list[dict[int, tf.Tensor]]:

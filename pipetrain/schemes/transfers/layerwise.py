@@ -1,4 +1,4 @@
-"""The plans that need no measurement: no order at all, and one message for each layer, pulled or sent back at once."""
+"""The plans that need no measurement: no order at all, and one message for each layer, pulled or returned."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def layerwise(workload: Workload, serves: bool) -> Plan:
 
 
 def push_pull(workload: Workload) -> Plan:
-    """A message for each layer, as the backward makes gradients; weights come back from the server when updated.
+    """A message for each layer, as the backward makes gradients; weights are returned as soon as they are updated.
 
-    Both ways of a link are then used at once, and weights hide behind the backward. The last that come back are those
-    that the next forward needs first.
+    Both ways of a link are then used at once, and weights hide behind the backward. The last that are returned are
+    those that the next forward needs first.
 
-    Source of sending weights back without being asked: Jayarajan et al., *Priority-based Parameter Propagation for
+    Source of returning weights that were not asked for: Jayarajan et al., *Priority-based Parameter Propagation for
     Distributed DNN Training*, SysML 2019 (arXiv 1905.03960), whose slices and priorities this plan does not have.
     """
     pushes = layerwise(workload, serves=True).pushes

@@ -70,8 +70,8 @@ class Plan(NamedTuple):
     ``pulls`` are weights that come from a parameter server before the forward; there are none where every device has
     the weights. ``pushes`` are gradients that are sent, or summed over all devices, in the backward that makes them,
     ``late`` those that are summed while the next step's forward runs. ``name`` says how the plan was made. ``returned``
-    are weights that the server sends to all workers as soon as they are updated, for the next step's forward; the first
-    step pulls them before.
+    are weights that the server sends to all workers as soon as they are updated, for the next step's forward; before
+    the first step they are sent once.
     """
 
     pulls: Phase
@@ -101,7 +101,7 @@ def check_plan(plan: object, sizes_bytes: Sequence[int], serves: bool) -> Plan:
     Args:
         plan: what was given.
         sizes_bytes: of every variable.
-        serves: whether weights are pulled from a server, else every device has them, and nothing is pulled.
+        serves: whether weights come from a server, pulled or returned, else every device has them.
     """
     if not isinstance(plan, Plan):
         raise TypeError(

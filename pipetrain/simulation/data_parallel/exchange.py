@@ -1,4 +1,4 @@
-"""What devices exchange of packs in simulated time: gradients to be summed, and weights that a server sends back."""
+"""What devices exchange of packs in simulated time: gradients to be summed, and weights that a server returns."""
 
 from __future__ import annotations
 
@@ -10,28 +10,31 @@ from pipetrain.schemes.transfers.plan import Pack, Phase
 from pipetrain.simulation.data_parallel.messages import Flow, Message
 
 
-class SendingBack:
-    """Sends the packs of weights that a server sends back, each when all of its variables have been updated.
+class Returning:
+    """Sends the packs of weights that a server returns, each when all of its variables have been updated.
 
     Args:
         phase: these packs.
         pushes: the packs whose sums the server gets.
+        at_once: whether each waits until all that the server gets has come.
         send: sends the pack at a place of the phase.
     """
 
-    def __init__(self, phase: Phase, pushes: Phase, send: Callable[[int, Pack], None]) -> None:
+    def __init__(self, phase: Phase, pushes: Phase, at_once: bool, send: Callable[[int, Pack], None]) -> None:
         self._send = send
         self._chunks = Counter(n for pack in pushes.packs for n in pack.variables)  # that are not updated yet
-        self._packs = [(place, pack, {*pack.variables}) for place, pack in enumerate(phase.packs)]
+        self._packs = [
+            (place, pack, {*self._chunks} if at_once else {*pack.variables}) for place, pack in enumerate(phase.packs)
+        ]
 
     def updated(self, pack: Pack) -> None:
         """The variables of a pack of gradients, or a chunk of one, are updated."""
         self._chunks -= Counter(pack.variables)
-        for place, back, missing in self._packs:
+        for place, weights, missing in self._packs:
             if missing:
                 missing -= {n for n in pack.variables if not self._chunks[n]}
                 if not missing:
-                    self._send(place, back)
+                    self._send(place, weights)
 
 
 class Summing:

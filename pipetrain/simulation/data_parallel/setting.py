@@ -31,6 +31,7 @@ class Setting:
         whole: whether each variable is on one server, as in training, else an equal part of it on every one.
         input_bytes: of each worker's rows, which the first device sends to the others while they compute the rows
             before, from when all have the weights that their forward reads.
+        at_once: whether no variable is updated before all gradients are there, as where their common norm is clipped.
         message_work: seconds of either end's processor that a message takes; what the device computes ends so much
             later.
 
@@ -45,6 +46,7 @@ class Setting:
     servers: int = 1
     whole: bool = False
     input_bytes: int = 0
+    at_once: bool = False
     message_work: Message = NOTHING
 
     def __post_init__(self) -> None:

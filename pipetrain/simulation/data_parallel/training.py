@@ -8,7 +8,7 @@ from functools import partial
 from pipetrain.schemes.transfers.plan import Pack, Phase, Plan
 from pipetrain.schemes.transfers.workload import Workload
 from pipetrain.simulation.data_parallel.clock import Clock, Device, Processors
-from pipetrain.simulation.data_parallel.exchange import SendingBack, Summing, beginning_with
+from pipetrain.simulation.data_parallel.exchange import Returning, Summing, beginning_with
 from pipetrain.simulation.data_parallel.messages import Flow, Message, Ports
 from pipetrain.simulation.data_parallel.setting import Setting
 from pipetrain.simulation.data_parallel.worker import WorkerStep
@@ -17,9 +17,10 @@ from pipetrain.simulation.data_parallel.worker import WorkerStep
 class Training:
     """So many steps; a step begins when the one before has ended everywhere.
 
-    A step updates each pack's variables where its sums are, when all of them have come. Weights that come back are sent
-    to all workers when they are updated; those of the first step are there when it begins. Gradients that are late are
-    sent and updated at the beginning of the next step, before the forward of the layers that read the variables.
+    A step updates each pack's variables where its sums are, when all of them have come. Weights that are returned
+    are sent to all workers when they are updated; those of the first step are there when it begins. Gradients that are
+    late are sent and updated at the beginning of the next step, before the forward of the layers that read the
+    variables.
 
     Args:
         setting: the workers.
@@ -40,7 +41,9 @@ class Training:
         self._returned = setting.of_servers(plan.returned)
         self._made_after = [_by_first(phase, setting.workload) for phase in self._pushes]
         self._step = -1
-        self._left = 0  # of the current step: layers to run backward, updates to be made, weights and rows to arrive
+        self._left = (
+            0  # of the current step: layers to run backward, updates to be made, returned weights and rows to arrive
+        )
         self._flows: list[Flow] = []
 
     def run(self) -> list[Message]:
@@ -78,7 +81,7 @@ class Training:
             self._left += setting.workers - 1
         self._left += sum(len(phase.packs) for phase in self._returned) * (setting.workers - 1)
         self._without_weights = setting.workers
-        self._sending_back = [self._back(server, phase) for server, phase in enumerate(self._returned)]
+        self._returns = [self._returning(*each) for each in enumerate(self._returned)] if plan.returned.packs else []
         pushes = [
             self._summing(phase, len(late.packs), self._updated, on)
             for on, phase in zip(sinks, self._pushes, strict=True)
@@ -141,15 +144,15 @@ class Training:
         """The sums of a pack are there: update its variables."""
 
         def updated() -> None:
-            if self._plan.returned.packs:
-                self._sending_back[sink].updated(pack)
+            if self._returns:
+                self._returns[sink].updated(pack)
             self._done()
 
         seconds = self._update_s(pack) / (self._setting.parts if self._setting.serves else 1)
         self.devices[sink].do(seconds, "B", self._step, partial(self._used, messages, updated))
 
-    def _back(self, server: int, phase: Phase) -> SendingBack:
-        """What a server sends to the other workers in this step."""
+    def _returning(self, server: int, phase: Phase) -> Returning:
+        """What a server returns to the other workers in this step."""
         before = len(self._pulls[server].packs)
         workers = [worker for worker in range(self._setting.workers) if worker != server]
         flows = {worker: self._flow(phase, 1) for worker in workers}
@@ -159,7 +162,7 @@ class Training:
                 message = Message("W", self._step, before + place, server, worker, pack.size_bytes)
                 flow.offer(place, message, self._done)
 
-        return SendingBack(phase, self._pushes[server], send)
+        return Returning(phase, self._pushes[server], self._setting.at_once, send)
 
     def _updated_late(self, pack: Pack, sink: int, messages: list[Message]) -> None:
         """The sums of a late pack are there: update its variables, then its layers may run."""
