@@ -184,9 +184,8 @@ class Step:
         like = dict(enumerate(specs(weights.variables)))
         received = [Received(like) for _ in sinks]
         for device, mine in self._by_server(phase):
-            numbers = [n for pack in mine.packs for n in pack.variables]
             with tf.device(device):
-                values = {n: weights.variables[n].value.read_value() for n in dict.fromkeys(numbers)}
+                values = {n: weights.variables[n].value.read_value() for n in mine.variables}
                 packings = [Packing(pack, like) for pack in mine.packs]
                 messages = [packing.messages(values) for packing in packings]
             for place, worker in enumerate(sinks):

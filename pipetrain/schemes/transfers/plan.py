@@ -38,6 +38,11 @@ class Phase(NamedTuple):
     window: int = WINDOW
 
     @property
+    def variables(self) -> list[int]:
+        """Those of all packs, each once, in the order of their numbers."""
+        return sorted({n for pack in self.packs for n in pack.variables})
+
+    @property
     def awaited(self) -> list[int | None]:
         """For each pack the place of the one whose acknowledgement it waits for, if there is one.
 
@@ -83,12 +88,12 @@ class Plan(NamedTuple):
     @property
     def returned_variables(self) -> list[int]:
         """Those whose weights the workers keep from one step to the next."""
-        return sorted({n for pack in self.returned.packs for n in pack.variables})
+        return self.returned.variables
 
     @property
     def late_variables(self) -> list[int]:
         """Those that are updated in the next step."""
-        return sorted({n for pack in self.late.packs for n in pack.variables})
+        return self.late.variables
 
     def are_late(self, together: Sequence[int]) -> bool:
         """Whether variables that are updated together are so in the next step."""
@@ -125,9 +130,9 @@ def check_plan(plan: object, sizes_bytes: Sequence[int], serves: bool) -> Plan:
 
 def _check_phases(plan: Plan, one: str, other: str, count: int) -> None:
     """ValueError unless these two phases together move each variable once, in one of them."""
-    packs, others = getattr(plan, one).packs, getattr(plan, other).packs
-    _check_partition(f"{one} and {other}", (*packs, *others), count)
-    both = {n for pack in packs for n in pack.variables} & {n for pack in others for n in pack.variables}
+    first, second = getattr(plan, one), getattr(plan, other)
+    _check_partition(f"{one} and {other}", (*first.packs, *second.packs), count)
+    both = {*first.variables} & {*second.variables}
     if both:
         raise ValueError(
             "A variable is there when all its chunks have arrived, so they travel in one phase. Received: "

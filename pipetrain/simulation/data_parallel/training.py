@@ -41,9 +41,7 @@ class Training:
         self._returned = setting.of_servers(plan.returned)
         self._made_after = [_by_first(phase, setting.workload) for phase in self._pushes]
         self._step = -1
-        self._left = (
-            0  # of the current step: layers to run backward, updates to be made, returned weights and rows to arrive
-        )
+        self._left = 0  # of the current step: layers to run backward, updates to make, weights and rows to arrive
         self._flows: list[Flow] = []
 
     def run(self) -> list[Message]:
