@@ -329,7 +329,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600, metavar="S", help="after which no round begins")
     parser.add_argument("--scheme", choices=TRANSFERRING, action="append", help="(default: both)")
     parser.add_argument("--order", action="append", help="(default: all)")
-    parser.add_argument("--servers", type=int, metavar="N", help="of parameter-server (default: 1)")
+    parser.add_argument("--servers", type=int, metavar="N", help="of parameter-server (default: all hosts)")
     parser.add_argument("--part", choices=("step", "forward"), default="step", help="whole steps, or pull and forward")
     parser.add_argument("--peer", action="store_true", help="MultiWorkerMirroredStrategy beside them")
     parser.add_argument("--addresses", nargs="*", help=argparse.SUPPRESS)  # of the workers: on the first host

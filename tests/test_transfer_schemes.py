@@ -20,7 +20,7 @@ from pipetrain.run.step_runner import StepRunner
 from pipetrain.run.window import Minibatch, Window
 from pipetrain.run.worker_rows import WorkerRows
 from pipetrain.schemes.transfers.orders import orders
-from pipetrain.schemes.transfers.plan import Phase, Plan
+from pipetrain.schemes.transfers.plan import Pack, Phase, Plan
 from pipetrain.trace.packs import inverted
 
 SCHEMES = ("all-reduce", "parameter-server")
@@ -170,8 +170,9 @@ def test_weights_on_several_servers_are_those_of_one(servers, workers, name):
     """Bitwise, but where a norm is added up server by server; each has about as much."""
     single, _ = trained(networks.small(), OPTIMIZERS[name]())
     settings = {"scheme": "parameter-server", "devices": names(workers), "order": "tic"}
-    one, _ = trained(networks.small(), OPTIMIZERS[name](), **settings)
-    pm, _ = trained(networks.small(), OPTIMIZERS[name](), servers=servers, **settings)
+    one, _ = trained(networks.small(), OPTIMIZERS[name](), servers=1, **settings)
+    asked = None if servers == workers else servers  # by default on all
+    pm, _ = trained(networks.small(), OPTIMIZERS[name](), servers=asked, **settings)
     networks.assert_close(pm.get_weights(), single.get_weights())
     if name != "clipped":
         networks.assert_equal(pm.get_weights(), one.get_weights())
@@ -430,23 +431,23 @@ def test_messages_arrive_in_the_order_of_the_plan(scheme, order):
     """With one under way at a time; which gradients are late, the trace does not tell from those that are not."""
     model = networks.small()
     sizes = [4 * int(np.prod(each.shape)) for each in model.trainable_variables]
-    pm = pipetrain.PipelineModel(model, scheme=scheme, devices=names(2), order=order)
+    settings = {"scheme": scheme, "devices": names(2), "servers": 1 if scheme == "parameter-server" else None}
+    pm = pipetrain.PipelineModel(model, order=order, **settings)
     pm.compile("sgd", networks.crossentropy())
     pm.exact_trace = True
     networks.fit(pm, *DATA)
     plan = pm._strategy.plan
     if order == "tic":
-        pm = pipetrain.PipelineModel(
-            model, scheme=scheme, devices=names(2), order=Plan(Phase(plan.pulls.packs, 1), Phase(plan.pushes.packs, 1))
-        )
+        one_at_a_time = Plan(Phase(plan.pulls.packs, 1), Phase(plan.pushes.packs, 1))
+        pm = pipetrain.PipelineModel(model, order=one_at_a_time, **settings)
         pm.compile("sgd", networks.crossentropy())
         pm.exact_trace = True
         networks.fit(pm, *DATA)
     trace = pm.trace
     assert len(trace.spans) == 2 * 4 and set(trace.spans.op) == {"FB"}
     assert all(each.total_s <= trace.duration_s for each in pipetrain.idle(trace).values())
-    one_at_a_time = trace.transfers.pack >= len(plan.late.packs)
-    assert plan.name == "layer by layer" or not (inverted(trace.transfers) & one_at_a_time).any()
+    not_late = trace.transfers.pack >= len(plan.late.packs)
+    assert plan.name == "layer by layer" or not (inverted(trace.transfers) & not_late).any()
     ways = {"W": plan.pulls.packs, "R": plan.pushes.packs}
     for op, packs in ways.items() if scheme == "parameter-server" else ():
         sent = trace.transfers[trace.transfers.op == op]
@@ -464,7 +465,7 @@ def test_messages_arrive_in_the_order_of_the_plan(scheme, order):
 def test_weights_are_returned_when_they_are_updated():
     """Each layer's, after its gradients have arrived, in each step, and without waiting for any other update."""
     model = networks.small()
-    pm = pipetrain.PipelineModel(model, scheme="parameter-server", devices=names(2), order="push-pull")
+    pm = pipetrain.PipelineModel(model, scheme="parameter-server", devices=names(2), order="push-pull", servers=1)
     pm.compile("sgd", networks.crossentropy())
     pm.exact_trace = True
     networks.fit(pm, *DATA)
@@ -505,8 +506,11 @@ def before(operation):
 
 
 def test_each_server_sends_the_weights_that_it_has():
+    """One at a time, in the order of the plan."""
     model = networks.small()
-    pm = pipetrain.PipelineModel(model, scheme="parameter-server", devices=names(2), order="tic", servers=2)
+    packs = tuple(Pack((n,), 4 * int(np.prod(each.shape))) for n, each in enumerate(model.trainable_variables))
+    one_at_a_time = Plan(Phase(packs, 1), Phase(packs[::-1], 1))
+    pm = pipetrain.PipelineModel(model, scheme="parameter-server", devices=names(2), order=one_at_a_time)
     pm.compile("sgd", networks.crossentropy())
     pm.exact_trace = True
     networks.fit(pm, *DATA)
@@ -515,6 +519,7 @@ def test_each_server_sends_the_weights_that_it_has():
         held = sum(4 * int(np.prod(each.shape)) for each in group.variables)
         assert sent.size_bytes[(sent.op == "W") & (sent.from_replica == server)].sum() == steps * held
         assert sent.size_bytes[(sent.op == "R") & (sent.to_replica == server)].sum() == steps * held
+    assert not inverted(sent).any()
 
 
 @pytest.mark.parametrize(

@@ -331,9 +331,9 @@ def test_blocks_are_layers_of_a_share_of_the_rows():
 def test_all_devices_that_share_their_memory_do_what_a_server_is_given():
     """An all-reduce updates the weights on each of them, a server once."""
     profile = profiled(update_s=1e-3)
-    for link, servers in ((SHARED_MEMORY, 2), (Link(1e9), 1)):
-        cluster = Cluster((Level(link),))
-        assert setting_of(profile, "parameter-server", 2, cluster).servers == servers
+    for link, whole in ((SHARED_MEMORY, False), (Link(1e9), True)):
+        setting = setting_of(profile, "parameter-server", 2, Cluster((Level(link),)))
+        assert (setting.servers, setting.whole) == (2, whole)
     shared = Cluster((Level(SHARED_MEMORY),))
     reduced_s, served_s = (
         pipetrain.simulate_order(profile, scheme, 2, shared, "none").step_s for scheme in TRANSFERRING
@@ -341,6 +341,17 @@ def test_all_devices_that_share_their_memory_do_what_a_server_is_given():
     assert served_s < reduced_s
     many_s = [estimated_step_s(profile, scheme, 8, replace(shared, processors=2)) for scheme in TRANSFERRING]
     assert many_s[1] < many_s[0]
+
+
+@pytest.mark.parametrize("large", [1, 4])
+def test_two_workers_stand_for_many_whose_weights_are_on_all_of_them(large):
+    """Where the servers have equal parts, and where one has twice as much as the others."""
+    blocks = profiled(16).blocks
+    blocks = (*blocks[:12], replace(blocks[12], weight_bytes=large * 10**6), *blocks[13:])
+    profile = replace(profiled(), blocks=blocks)
+    cluster = Cluster((Level(Link(1e9, 1e-5)),), processors=8)
+    simulated_s = pipetrain.simulate_order(profile, "parameter-server", 8, cluster).step_s
+    assert estimated_step_s(profile, "parameter-server", 8, cluster) == pytest.approx(simulated_s, rel=0.2)
 
 
 def test_simulate_order_is_public():

@@ -36,7 +36,7 @@ SCHEMES = (
     "parameter-server/tac",
     "parameter-server/ibatch",
     "parameter-server/push-pull",
-    "parameter-server/servers",
+    "parameter-server/one-server",
     "parameter-server/resumed",
     "coded-reduce",
     "coded-reduce/resumed",

@@ -53,8 +53,13 @@ def settings(case: str, workers: int) -> dict:
     name, _, option = case.partition("/")
     given = {"scheme": name}
     if name in ("all-reduce", "parameter-server"):
-        orders = {"late": transfer_plans.late_plan(networks.mlp()), "": None, "servers": "tic", "resumed": "layerwise"}
-        servers = 2 if option == "servers" or case == "parameter-server/resumed" else None
+        orders = {
+            "late": transfer_plans.late_plan(networks.mlp()),
+            "": None,
+            "one-server": "tic",
+            "resumed": "layerwise",
+        }
+        servers = 1 if option == "one-server" else None
         return given | {"stages": None, "order": orders.get(option, option), "servers": servers}
     if name == "coded-reduce":
         return given | {"stages": None, "children": workers}

@@ -132,7 +132,7 @@ def add_transfers(parser: argparse.ArgumentParser) -> None:
         "that is simulated fastest)",
     )
     parser.add_argument(
-        "--servers", type=count, metavar="N", help=f"of {SERVING}: on how many devices the weights are (default: 1)"
+        "--servers", type=count, metavar="N", help=f"of {SERVING}: on how many devices the weights are (default: all)"
     )
 
 

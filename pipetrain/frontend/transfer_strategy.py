@@ -64,7 +64,7 @@ class TransferStrategy(PipelineStrategy):
     """
 
     def __init__(
-        self, model: keras.Model, placement: Placement, scheme: Scheme, order: str | Plan | None, servers: int = 1
+        self, model: keras.Model, placement: Placement, scheme: Scheme, order: str | Plan | None, servers: int
     ) -> None:
         super().__init__(model, placement, scheme)
         self._serves, self._order, self._servers = scheme.name == SERVING, order or AUTO, servers

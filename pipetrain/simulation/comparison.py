@@ -124,7 +124,7 @@ def compare(
         tree: of ``coded-reduce``, whose root is a device beside the workers; by default one worker for each device, all
             of them the root's children, of which one may be late.
         grid: of the scheme of this name; by default the one that sends the least.
-        servers: of ``parameter-server``, on as many of the devices; by default one.
+        servers: of ``parameter-server``, on as many of the devices; by default on all.
         options: of ``simulate``.
 
     Raises:

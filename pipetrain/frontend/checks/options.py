@@ -71,12 +71,12 @@ def checked_workers(stages: Any, devices: int, scheme: str) -> int:
 
 
 def checked_servers(servers: int | None, workers: int) -> int:
-    """On how many of the workers' devices the weights are, by default on one. Raises ValueError for too many."""
+    """On how many of the workers' devices the weights are, by default on all. Raises ValueError for too many."""
     if servers is not None and servers > workers:
         raise ValueError(
             f"A server is on a worker's device. Received: servers={servers}, {workers} workers. Try servers={workers}."
         )
-    return int(servers or 1)
+    return int(servers or workers)
 
 
 def check_schedule(scheme: Scheme, stages: int, microbatches: int) -> None:

@@ -8,6 +8,7 @@ from itertools import pairwise
 from pipetrain.plan.cluster import Cluster, Level, Link
 from pipetrain.plan.coarse import even_bounds
 from pipetrain.plan.profile import Profile
+from pipetrain.schemes.splitting import shared_out
 from pipetrain.schemes.transfers.workload import Layer, Workload
 from pipetrain.simulation.data_parallel.choice import auto
 from pipetrain.simulation.data_parallel.profiled import STEPS, setting_of
@@ -21,8 +22,9 @@ def estimated_step_s(profile: Profile, scheme: str, workers: int, cluster: Clust
     """Seconds of a step of ``all-reduce`` or ``parameter-server`` with the order that suits, as ``simulate_order``.
 
     All workers do the same at the same time. Two of them stand for more than four: in an all-reduce among r each port
-    carries ``2 (r-1)/r`` times a message's bytes, in two messages, at a server ``r - 1`` times. A chain of more than
-    48 layers counts as 48, of neighbours together that compute about equally long.
+    carries ``2 (r-1)/r`` times a message's bytes, in two messages, at the fullest server ``r - 1`` times what it
+    has of the weights; where that is most of them, the estimate is too long: some workers push while others still pull.
+    A chain of more than 48 layers counts as 48, of neighbours together that compute about equally long.
     """
     setting = setting_of(profile, scheme, workers, cluster)
     if workers > MOST_WORKERS:
@@ -33,11 +35,21 @@ def estimated_step_s(profile: Profile, scheme: str, workers: int, cluster: Clust
 
 def _two(setting: Setting) -> Setting:
     others, slowest = setting.workers - 1, setting.cluster.slowest(setting.workers)
-    times, messages = (others, 1) if setting.serves else (2 * others / setting.workers, 2)
+    servers, times, messages = 1, 2 * others / setting.workers, 2
+    if setting.serves:
+        servers = min(setting.servers, 2)
+        times, messages = others * _fullest_bytes(setting, setting.servers) / _fullest_bytes(setting, servers), 1
     link = Link(slowest.bandwidth_bytes_per_s / times, messages * slowest.latency_s)
     processors = max(2 * setting.cluster.processors / setting.workers, 1.0)
-    servers = min(setting.servers, 2)
     return replace(setting, workers=2, servers=servers, cluster=Cluster((Level(link),), processors=processors))
+
+
+def _fullest_bytes(setting: Setting, servers: int) -> float:
+    """Of the weights, on the one of so many servers that has the most."""
+    sizes = setting.workload.sizes_bytes
+    if not setting.whole:
+        return sum(sizes) / servers
+    return max(sum(sizes[n] for n in held) for held in shared_out(sizes, servers))
 
 
 def _merged(workload: Workload) -> Workload:

@@ -41,8 +41,9 @@ def simulate_order(
             processes about half a millisecond and what the network takes.
         order: of the transfers.
         minibatches: how many are trained.
-        servers: on how many of the devices the weights are, from the first one on. By default on one; where devices
-            share their memory all of them have an equal part of every variable, which is how TensorFlow's threads work.
+        servers: on how many of the devices the weights are, from the first one on, each variable on one; by default on
+            all. Where these share their memory each has an equal part of every variable, which is how TensorFlow's
+            threads work.
         options: of ``simulate_plan``.
 
     Raises ValueError for an order or servers that the scheme does not have, more servers than workers, and more workers
@@ -66,8 +67,8 @@ def setting_of(profile: Profile, scheme: str, workers: int, cluster: Cluster, se
     workload = workload_of(profile, workers, message_of(cluster, workers, serves))
     # Logical devices of a processor have one pool of threads, all of which do what servers are given.
     shares = serves and servers is None and cluster.slowest(workers) == SHARED_MEMORY
-    count = workers if shares else servers or 1
-    return Setting(workload, workers, serves, cluster, profile.metric_s + cluster.overhead_s, count, whole=not shares)
+    caller_s = profile.metric_s + cluster.overhead_s
+    return Setting(workload, workers, serves, cluster, caller_s, servers or workers, whole=not shares)
 
 
 def workload_of(profile: Profile, workers: int, message: Message) -> Workload:
