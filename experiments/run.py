@@ -52,7 +52,7 @@ from experiments.records import (  # noqa: E402
 )
 from pipetrain.cli.argument_types import add_grid, add_transfers  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
-from pipetrain.plan.text_table import text_table  # noqa: E402
+from pipetrain.plan.text_table import counted, text_table  # noqa: E402
 from pipetrain.schemes import table  # noqa: E402
 from pipetrain.schemes.own_options import OWN, check_own  # noqa: E402
 
@@ -319,7 +319,9 @@ def run(settings: Sequence[Settings], options: argparse.Namespace, output: Path)
 
 
 def _place_of(settings: Settings) -> str:
-    return f"{settings.devices} workers" if settings.tree else f"{settings.stages} stages"
+    if settings.scheme == "single":
+        return "1 device"
+    return counted(settings.devices, "device" if settings.scheme in (table.AUTO, *table.COPIED) else "stage")
 
 
 def pictures(output: Path, summaries: Sequence[Summary]) -> str:

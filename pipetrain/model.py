@@ -91,7 +91,7 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
             ``pipetrain.schemes.transfers.plan.Plan``. The weights are the same in every order, bitwise. By default
             ``auto``.
         servers: of ``parameter-server``: on how many of the devices the weights and the optimizer's slots are, each
-            variable on one of them, so that each has about as many bytes; by default on all.
+            layer's on one of them, so that each has about as many bytes; by default on all.
         staleness: what ``auto`` may choose: ``none``, training that equals the unsplit model's, by default; or
             ``predicted``, pipelines that never drain, whose weights are predicted (``spectrain`` with
             ``horizon="target"``).

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -247,10 +248,14 @@ def test_options_of_another_scheme_are_refused(main, options, problem, tmp_path,
     assert problem in capsys.readouterr().err
 
 
-def test_a_run_remembers_its_servers(main, tmp_path):
+def test_a_run_remembers_its_servers(main, tmp_path, capsys):
     """Of several schemes those that have them."""
     schemes = ["--scheme", "single", "--scheme", "parameter-server"]
     assert main([*schemes, "--order", "tic", "--servers", "2", "--output", str(tmp_path), *SMALL]) == 0
+    assert re.findall(r"^(\S+): .*, (\d \w+), \d+ steps$", capsys.readouterr().out, re.M) == [
+        ("single", "1 device"),
+        ("parameter-server", "4 devices"),
+    ]
     found = [json.loads((tmp_path / each / "config.json").read_text()) for each in schemes[1::2]]
     assert [(each["order"], each["servers"]) for each in found] == [(None, None), ("tic", 2)]
 

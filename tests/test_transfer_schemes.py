@@ -172,15 +172,21 @@ def test_weights_on_several_servers_are_those_of_one(servers, workers, name):
     settings = {"scheme": "parameter-server", "devices": names(workers), "order": "tic"}
     one, _ = trained(networks.small(), OPTIMIZERS[name](), servers=1, **settings)
     asked = None if servers == workers else servers  # by default on all
-    pm, _ = trained(networks.small(), OPTIMIZERS[name](), servers=asked, **settings)
+    model = networks.small()
+    pm, _ = trained(model, OPTIMIZERS[name](), servers=asked, **settings)
     networks.assert_close(pm.get_weights(), single.get_weights())
     if name != "clipped":
         networks.assert_equal(pm.get_weights(), one.get_weights())
     (weights,) = pm._strategy._weights
     held = [sum(4 * int(np.prod(each.shape)) for each in group.variables) for group in weights.groups]
     assert [group.device[-5:] for group in weights.groups] == [f"CPU:{n}" for n in range(servers)]
-    largest = max(4 * int(np.prod(each.shape)) for each in pm.trainable_variables)
-    assert max(held) <= min(held) + largest
+    number = {id(each): n for n, each in enumerate(model.trainable_variables)}
+    layers = [{number[id(each)] for each in layer.trainable_variables} for layer in model.layers]
+    assert all(
+        layer <= {*group.numbers} or not layer & {*group.numbers} for layer in layers for group in weights.groups
+    )
+    sizes = [4 * int(np.prod(each.shape)) for each in model.trainable_variables]
+    assert max(held) <= min(held) + max(sum(sizes[n] for n in layer) for layer in layers)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ import tensorflow as tf
 
 from pipetrain.checkpoint.arrays import assign, collected
 from pipetrain.cluster.message_work import message_work
-from pipetrain.compute.functions.split import size_bytes, specs
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.optimizer.clipping import limit
 from pipetrain.compute.optimizer.loss_scaling import stepping
@@ -35,7 +34,6 @@ from pipetrain.run.step_runner import StepRunner
 from pipetrain.run.trial import minibatch_s
 from pipetrain.run.worker_rows import WorkerRows
 from pipetrain.schemes.scheme import Scheme
-from pipetrain.schemes.splitting import shared_out
 from pipetrain.schemes.table import SERVING
 from pipetrain.schemes.transfers.orders import AUTO
 from pipetrain.schemes.transfers.plan import Plan
@@ -90,8 +88,8 @@ class TransferStrategy(PipelineStrategy):
 
     def _of_servers(self) -> list[list[Part]]:
         """The weights, once: the part that each server has; there may be fewer of them than servers."""
-        sizes = [size_bytes(each) for each in specs(self._segment.trainable_variables)]
-        held = [sorted(numbers) for numbers in shared_out(sizes, self._servers)]
+        workload = workload_of(self.placement.chain, self._segment.trainable_variables, None, Message(), 1)
+        held = workload.on_servers(self._servers)
         parts = [Part(device, each) for device, each in zip(self._devices, held, strict=False)]
         return [[part for part in parts if part.numbers] or parts[:1]]
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from pipetrain.schemes.splitting import shared_out
 from pipetrain.schemes.transfers.plan import Pack
 
 
@@ -85,6 +86,12 @@ class Workload:
     def trained(self) -> list[int]:
         """The numbers of the layers that own variables."""
         return [k for k, variables in enumerate(self.owned) if variables]
+
+    def on_servers(self, count: int) -> list[list[int]]:
+        """The variables of each of so many servers: a layer's are on one, and each has about as many bytes."""
+        layers = [variables for variables in self.owned if variables]
+        sizes_bytes = [sum(self.sizes_bytes[n] for n in variables) for variables in layers]
+        return [sorted(n for k in mine for n in layers[k]) for mine in shared_out(sizes_bytes, count)]
 
     def pack(self, variables: Sequence[int]) -> Pack:
         """These variables as one message."""

@@ -8,7 +8,6 @@ from itertools import pairwise
 from pipetrain.plan.cluster import Cluster, Level, Link
 from pipetrain.plan.coarse import even_bounds
 from pipetrain.plan.profile import Profile
-from pipetrain.schemes.splitting import shared_out
 from pipetrain.schemes.transfers.workload import Layer, Workload
 from pipetrain.simulation.data_parallel.choice import auto
 from pipetrain.simulation.data_parallel.profiled import STEPS, setting_of
@@ -49,7 +48,7 @@ def _fullest_bytes(setting: Setting, servers: int) -> float:
     sizes = setting.workload.sizes_bytes
     if not setting.whole:
         return sum(sizes) / servers
-    return max(sum(sizes[n] for n in held) for held in shared_out(sizes, servers))
+    return max(sum(sizes[n] for n in held) for held in setting.workload.on_servers(servers))
 
 
 def _merged(workload: Workload) -> Workload:

@@ -36,7 +36,7 @@ class Ports:
 
     A port takes in one message at a time and sends out one. What leaves one medium, such as a port, goes through the
     next one at the same time if that is free, and else waits before it, without keeping the first one from others: as
-    in a switch. Acknowledgements, of a few bytes, take a link's latency.
+    in a switch. Acknowledgements, of no bytes, wait for ports as messages do.
 
     Args:
         clock: of the simulation.
@@ -70,9 +70,9 @@ class Ports:
         else:
             self.clock.at(end_s + route.latency_s, arrives)
 
-    def acknowledgement_s(self, source: int, sink: int) -> float:
-        """What it takes from the sink to the source."""
-        return self._route(sink, source).latency_s
+    def acknowledge(self, message: Message, arrives: Happens) -> None:
+        """Tell the sender of a message, behind what its receiver sends at the time."""
+        self._enter(self._route(message.sink, message.source), 0, 0.0, self.clock.now, arrives)
 
     def _route(self, source: int, sink: int) -> Route:
         if (source, sink) not in self._routes:
@@ -122,8 +122,7 @@ class Flow:
         self._missing[place] -= 1
         self._left -= 1
         if not self._missing[place]:
-            back_s = self._ports.acknowledgement_s(message.source, message.sink)
-            self._ports.clock.at(self._ports.clock.now + back_s, lambda: self._acknowledge(place))
+            self._ports.acknowledge(message, lambda: self._acknowledge(place))
         self._held.append(lambda: self._deliver(message, arrives))
         if not self._together or not self._left:
             held, self._held = self._held, []

@@ -8,7 +8,6 @@ from typing import Any
 
 from pipetrain.plan.cluster import Cluster
 from pipetrain.schemes.arguments import checked_count
-from pipetrain.schemes.splitting import shared_out
 from pipetrain.schemes.transfers.plan import Phase
 from pipetrain.schemes.transfers.workload import Message, Workload
 
@@ -68,8 +67,7 @@ class Setting:
     def of_servers(self, phase: Phase) -> list[Phase]:
         """What of a phase's packs each server sends or gets."""
         if self.whole:
-            held = shared_out(self.workload.sizes_bytes, self.servers)
-            return [phase.of(each, self.workload.sizes_bytes) for each in held]
+            return [phase.of(each, self.workload.sizes_bytes) for each in self.workload.on_servers(self.servers)]
         packs = tuple(pack._replace(size_bytes=-(-pack.size_bytes // self.parts)) for pack in phase.packs)
         return [phase._replace(packs=packs)] * self.servers
 
