@@ -30,9 +30,16 @@ def test_turns_tell_how_finalists_compare_and_first_trials_how_with_the_others()
     assert seconds[0] + seconds[1] == pytest.approx(2.1) and seconds[2] == 1.5
 
 
-@pytest.mark.parametrize(("predicted", "expected"), [([1.0, 1.0], 1), ([1.0, 1.02], 1), ([1.0, 1.1], 0)])
+@pytest.mark.parametrize(
+    ("predicted", "expected"), [([1.0, 1.0], 1), ([1.0, 1.02], 1), ([1.0, 1.05], 0), ([1.0, 1.2], 0), ([1.2, 1.0], 1)]
+)
 def test_the_fastest_is_that_whose_trial_and_prediction_are_shortest_together(predicted, expected):
-    assert fastest([1.05, 1.0], predicted) == expected
+    assert fastest([1.1, 1.0], predicted) == expected
+
+
+@pytest.mark.parametrize(("simplest", "expected"), [(1.05, 0), (1.07, 1)])
+def test_the_simplest_is_taken_if_its_mean_of_both_is_within_3_percent(simplest, expected):
+    assert fastest([simplest, 1.0, 1.01], [1.0, 1.0, 1.0]) == expected
 
 
 def test_first_trials_hold_where_there_are_no_turns():

@@ -58,7 +58,7 @@ class TransferStrategy(PipelineStrategy):
         servers: on how many of the devices the weights are, if the scheme has servers.
 
     ``plan`` is the one that was made of it, once there is a pipeline. Of several that simulation cannot tell apart it
-    is the fastest by trial and simulation together; every order gives the same weights.
+    is the simplest that is near the fastest by trial and simulation together; every order gives the same weights.
     """
 
     def __init__(

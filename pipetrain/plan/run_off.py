@@ -6,6 +6,8 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
+from pipetrain.plan.choice import MARGIN
+
 CLOSE, MOST, TURNS = 1.15, 3, 3
 
 
@@ -35,13 +37,14 @@ def settled(first_s: Sequence[float], turns_s: Mapping[int, Sequence[float]]) ->
 
 
 def fastest(tried_s: Sequence[float], predicted: Sequence[float]) -> int:
-    """The number of the one whose trial and prediction are shortest together: the least ``tried_s * predicted``.
+    """The number of the simplest within 3% of the one whose trial and prediction are shortest together.
 
-    For ways of which both tell about equally well how they compare, so that their geometric mean errs less than either.
+    Of that one ``tried_s * predicted`` is the least: for ways of which both tell about equally well how they compare,
+    so that their geometric mean errs less than either. The least of many values that err is too short as a rule.
 
     Args:
-        tried_s: seconds of a minibatch of each.
+        tried_s: seconds of a minibatch of each; the simplest comes first.
         predicted: how many times as long as the shortest each is simulated to take.
     """
     both = [tried * part for tried, part in zip(tried_s, predicted, strict=True)]
-    return both.index(min(both))
+    return next(n for n, each in enumerate(both) if each <= MARGIN**2 * min(both))
