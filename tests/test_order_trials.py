@@ -86,9 +86,9 @@ def test_orders_are_tried_once_for_a_compilation(tried):
     assert len(tried) == 3 + 3 - ("own" not in tried[3:])
 
 
-def test_orders_that_took_about_equally_long_are_tried_once_more(tried, monkeypatch):
-    """The last first, and what both trials took together tells which is taken."""
-    names, seconds = [], iter([1.0, 1.05, 1.1, 1.0, 1.0, 1.3])
+def test_orders_that_took_about_equally_long_are_tried_again_in_turns(tried, monkeypatch):
+    """Those of the runner that is there first; the median of all trials tells which is taken."""
+    names, seconds = [], iter([1.0, 1.05, 1.1, 1.3, 1.2, 1.0, 1.3, 1.0, 1.3])
 
     def minibatch_s(runner, minibatch):
         names.append(runner.plan.name)
@@ -97,7 +97,7 @@ def test_orders_that_took_about_equally_long_are_tried_once_more(tried, monkeypa
     monkeypatch.setattr(transfer_strategy, "minibatch_s", minibatch_s)
     pm = compiled("auto")
     networks.fit(pm, *DATA, epochs=1)
-    assert names == ["layer by layer", "none", "own", "own", "none", "layer by layer"]
+    assert names == ["layer by layer", "none", "own", "own", "own", *["none", "layer by layer"] * 2]
     assert pm._strategy.plan.name == "none"
 
 
@@ -120,7 +120,7 @@ def test_functions_are_made_once_for_an_order_as_long_as_the_weights_are_the_sam
     pm = compiled("auto", "parameter-server")
     networks.fit(pm, *DATA, epochs=1)
     assert made == ["push-pull", "layer by layer", "none"]
-    assert kept == [0, 1, 2, 2, 2, 2]  # two trials of each
+    assert kept == [0, 1, *[2] * 7]  # three trials of each
     assert pm._strategy._pipeline._known == {}
 
 
