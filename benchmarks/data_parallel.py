@@ -14,7 +14,7 @@ examples:
   python benchmarks/data_parallel.py
   python benchmarks/data_parallel.py --network vgg --hosts 3 --rate 100 --rate 400 --rounds 10
   python benchmarks/data_parallel.py --scheme all-reduce --order ibatch --order auto --rounds 30
-  python benchmarks/data_parallel.py --part forward --scheme parameter-server --rows 16384
+  python benchmarks/data_parallel.py --part forward --scheme parameter-server --servers 1 --rows 16384
 """
 
 from __future__ import annotations

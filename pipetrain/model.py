@@ -83,11 +83,11 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
             1, and multiplies learning rates by f where momentum sums gradients (SGD, RMSprop); predictions then reach
             half as far again. ``"auto"``, the default: for SGD with momentum, Adam and other optimizers of Keras
             whose momentum is known; True: ValueError for others; False: never.
-        order: of the transfers of ``all-reduce`` and ``parameter-server``: ``auto``, the fastest in a trial of
-            those that a profile and the measured links predict to be near the fastest; ``none``, in whatever order they
-            are ready; ``layerwise``, a message for each layer; ``tic`` or ``tac`` (TicTac, arXiv 1803.03288),
-            ``ibatch`` (AAAI 2019), for ``parameter-server`` ``push-pull``, where weights come back as soon as they are
-            updated, for ``all-reduce`` ``caramel`` (arXiv 2004.14020); or a
+        order: of the transfers of ``all-reduce`` and ``parameter-server``: ``auto``, the simplest that is about the
+            fastest in trials of those that a profile and the measured links predict to be near it; ``none``, in
+            whatever order they are ready; ``layerwise``, a message for each layer; ``tic`` or ``tac`` (TicTac, arXiv
+            1803.03288), ``ibatch`` (AAAI 2019), for ``parameter-server`` ``push-pull``, where weights come back as soon
+            as they are updated, for ``all-reduce`` ``caramel`` (arXiv 2004.14020); or a
             ``pipetrain.schemes.transfers.plan.Plan``. The weights are the same in every order, bitwise. By default
             ``auto``.
         servers: of ``parameter-server``: on how many of the devices the weights and the optimizer's slots are, each

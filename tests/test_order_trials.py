@@ -143,7 +143,7 @@ def test_plans_of_one_runner_are_tried_again_after_another(tried, monkeypatch):
 
 @pytest.mark.parametrize(("late", "taken"), [(1.02, "none"), (1.08, "layer by layer")])
 def test_simulation_tells_which_of_two_that_took_about_equally_long_is_taken(late, taken, tried, monkeypatch):
-    """The trial gives one 9% less; within 3% of the least it is the simpler one."""
+    """The trial gives one 9% less; within 3% of the least it is the first."""
 
     def near(setting):
         plans = [plan for plan in every_plan(False, setting) if plan.name in ("layer by layer", "none")]

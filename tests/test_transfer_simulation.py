@@ -129,6 +129,16 @@ def test_a_message_waits_for_the_acknowledgement_of_the_one_a_window_before():
     assert left_s(0) == ([0, 0, 0, 0], [43] * 4)  # in no order all are there when the last is
 
 
+def test_an_acknowledgement_waits_for_what_its_sender_sends():
+    """One server has a layer of 30 bytes, the other two of 10, the second of which leaves when the 30 are there."""
+    workload = Workload.chain([30, 10, 10], [1.0] * 3, [0.0] * 3, Message(0.0, 1.0))
+    pulls = Phase(tuple(workload.pack([n]) for n in range(3)), 1)
+    plan = Plan(pulls, ORDERS["none"](workload, True).pushes)
+    trace = simulate_plan(set_up(workload, servers=2, whole=True), plan, 1)
+    mine = trace.transfers[(trace.transfers.op == "W") & (trace.transfers.from_replica == 1)]
+    assert (mine.start_s.tolist(), mine.end_s.tolist()) == ([0, 30], [10, 40])
+
+
 def test_the_server_has_one_port_each_way():
     """Two workers beside it pull and push through it; among three that sum, each sends and takes two thirds twice."""
     workload = Workload.chain([30], [1.0], [2.0], Message(0.0, 1.0))

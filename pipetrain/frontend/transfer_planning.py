@@ -42,7 +42,7 @@ def workload_of(
 
 
 def planned(order: str | Plan, setting: Setting, apart: set[int], at_once: bool) -> dict[Plan, float]:
-    """The plan of an order, or the user's, checked; where it is open, all that may be the fastest, the likeliest first.
+    """The plan of an order, or the user's, checked; where it is open, all that may be the fastest, the simplest first.
 
     With each, how many times as long as the shortest it is simulated to take. No variable of those ``apart``, whose
     gradients are rows, is late; none at all where all gradients are needed ``at_once``.

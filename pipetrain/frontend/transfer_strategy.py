@@ -128,7 +128,7 @@ class TransferStrategy(PipelineStrategy):
         return runner
 
     def _fastest(self, simulated: dict[Plan, float], fitted: int) -> Plan:
-        """That whose minibatch takes least; those near it are tried again in turns, since a machine's speed drifts."""
+        """The simplest near the fastest. Those near it are tried again in turns, since a machine's speed drifts."""
         plans, first_s = [*simulated], []
         try:
             progress = Progress(f"Trying {len(plans)} orders of transfers.", len(plans))

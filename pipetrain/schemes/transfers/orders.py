@@ -11,7 +11,7 @@ from pipetrain.schemes.transfers import caramel, ibatch, layerwise, tictac
 from pipetrain.schemes.transfers.plan import Plan
 from pipetrain.schemes.transfers.workload import Workload
 
-AUTO = "auto"  # the one of these whose simulated step is the shortest
+AUTO = "auto"  # the simplest of these that is about the fastest
 
 ORDERS: dict[str, Callable[[Workload, bool], Plan]] = {
     "none": layerwise.unordered,

@@ -89,7 +89,7 @@ class Workload:
 
     def on_servers(self, count: int) -> list[list[int]]:
         """The variables of each of so many servers: a layer's are on one, and each has about as many bytes."""
-        layers = [variables for variables in self.owned if variables]
+        layers = [self.owned[k] for k in self.trained]
         sizes_bytes = [sum(self.sizes_bytes[n] for n in variables) for variables in layers]
         return [sorted(n for k in mine for n in layers[k]) for mine in shared_out(sizes_bytes, count)]
 

@@ -17,18 +17,18 @@ def auto(setting: Setting) -> Plan:
 
     ``ORDERS`` has the simplest first.
     """
-    return next(iter(near(setting)))
+    return next(plan for plan, part in near(setting).items() if WORTH * part <= 1)
 
 
 def near(setting: Setting) -> dict[Plan, float]:
-    """That plan first, and those of all orders whose simulated step is within 10 per cent of the shortest.
+    """The plans of all orders whose simulated step is within 10 per cent of the shortest, the simplest first.
 
-    With each, how many times as long as the shortest it is simulated to take. Where nothing takes time, the plan alone.
+    With each, how many times as long as the shortest it is simulated to take. Where nothing takes time, the first.
     """
     plans = [ORDERS[name](setting.workload, setting.serves) for name in orders(setting.serves)]
     seconds = [simulate_plan(setting, plan, STEPS).step_s for plan in plans]
     least_s = min(seconds)
-    parts = {plan: each_s / least_s if least_s else 1.0 for plan, each_s in zip(plans, seconds, strict=True)}
-    simplest = next(plan for plan, part in parts.items() if WORTH * part <= 1)
-    others = {plan: part for plan, part in parts.items() if least_s and part <= NEAR}
-    return {simplest: parts[simplest], **others}
+    if not least_s:
+        return {plans[0]: 1.0}
+    parts = {plan: each_s / least_s for plan, each_s in zip(plans, seconds, strict=True)}
+    return {plan: part for plan, part in parts.items() if part <= NEAR}

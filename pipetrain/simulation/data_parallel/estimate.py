@@ -22,7 +22,7 @@ def estimated_step_s(profile: Profile, scheme: str, workers: int, cluster: Clust
 
     All workers do the same at the same time. Two of them stand for more than four: in an all-reduce among r each port
     carries ``2 (r-1)/r`` times a message's bytes, in two messages, at the fullest server ``r - 1`` times what it
-    has of the weights; where that is most of them, the estimate is too long: some workers push while others still pull.
+    has of the weights. Where that is most of them the estimate is too long: of many some push while others pull.
     A chain of more than 48 layers counts as 48, of neighbours together that compute about equally long.
     """
     setting = setting_of(profile, scheme, workers, cluster)

@@ -85,7 +85,8 @@ class Ports:
 class Flow:
     """The messages of a phase's packs, of which so many packs are under way at a time.
 
-    ``messages`` are those that have left, in that order.
+    ``messages`` are those that have left, in that order. A pack of several messages is acknowledged by the receiver of
+    the last of them.
 
     Args:
         ports: that carry them.
@@ -98,6 +99,7 @@ class Flow:
         self._ports, self._awaited, self._together = ports, phase.awaited, together
         self._missing = [expected] * len(phase.packs)
         self._acknowledged = [False] * len(phase.packs)
+        self._needed = {*phase.awaited}  # places of packs for whose acknowledgement others wait
         self._waiting: list[list[Happens]] = [[] for _ in phase.packs]
         self._held: list[Callable[[], None]] = []
         self._left = expected * len(phase.packs)
@@ -121,7 +123,7 @@ class Flow:
     def _arrived(self, place: int, message: Message, arrives: Happens) -> None:
         self._missing[place] -= 1
         self._left -= 1
-        if not self._missing[place]:
+        if not self._missing[place] and place in self._needed:
             self._ports.acknowledge(message, lambda: self._acknowledge(place))
         self._held.append(lambda: self._deliver(message, arrives))
         if not self._together or not self._left:

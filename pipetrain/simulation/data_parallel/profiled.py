@@ -41,9 +41,9 @@ def simulate_order(
             processes about half a millisecond and what the network takes.
         order: of the transfers.
         minibatches: how many are trained.
-        servers: on how many of the devices the weights are, from the first one on, each variable on one; by default on
-            all. Where these share their memory each has an equal part of every variable, which is how TensorFlow's
-            threads work.
+        servers: on how many of the devices the weights are, from the first one on, each layer's on one; by default on
+            all, and then, where they share their memory, an equal part of every variable on each, which is how
+            TensorFlow's threads work.
         options: of ``simulate_plan``.
 
     Raises ValueError for an order or servers that the scheme does not have, more servers than workers, and more workers

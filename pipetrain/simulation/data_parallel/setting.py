@@ -24,10 +24,11 @@ class Setting:
         workers: how many there are.
         serves: whether the weights are on servers, else on every worker.
         cluster: how devices are joined, and how many work at once. A link's latency is what a message takes beside its
-            bytes, the runtime's part included, and what an acknowledgement takes.
+            bytes, the runtime's part included, and what an acknowledgement takes beside
+            waiting for ports.
         caller_s: seconds between the end of a step and the next one's beginning.
         servers: devices that have the weights, from the first one on; they are workers too.
-        whole: whether each variable is on one server, as in training, else an equal part of it on every one.
+        whole: whether each layer's variables are on one server, as in training, else an equal part of it on every one.
         input_bytes: of each worker's rows, which the first device sends to the others while they compute the rows
             before, from when all have the weights that their forward reads.
         at_once: whether no variable is updated before all gradients are there, as where their common norm is clipped.
