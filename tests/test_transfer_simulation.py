@@ -364,6 +364,13 @@ def test_two_workers_stand_for_many_whose_weights_are_on_all_of_them(large):
     assert estimated_step_s(profile, "parameter-server", 8, cluster) == pytest.approx(simulated_s, rel=0.2)
 
 
+@pytest.mark.parametrize("link", [SHARED_MEMORY, Link(1e9)])
+def test_many_servers_without_weights_are_estimated(link):
+    """Eight workers have an eighth of the rows each: four layers of 3 ms take 1.5 ms if all compute at once."""
+    cluster = Cluster((Level(link),), processors=8)
+    assert estimated_step_s(profiled(4, 0), "parameter-server", 8, cluster) == pytest.approx(4 * 3e-3 / 8)
+
+
 def test_simulate_order_is_public():
     hosts = joined(1e-9, 5e-4)
     rates = {order: pipetrain.simulate_order(profiled(), "parameter-server", 2, hosts, order).step_s for order in

@@ -37,7 +37,8 @@ def _two(setting: Setting) -> Setting:
     servers, times, messages = 1, 2 * others / setting.workers, 2
     if setting.serves:
         servers = min(setting.servers, 2)
-        times, messages = others * _fullest_bytes(setting, setting.servers) / _fullest_bytes(setting, servers), 1
+        fullest_bytes, of_two_bytes = (_fullest_bytes(setting, count) for count in (setting.servers, servers))
+        times, messages = others * (fullest_bytes / of_two_bytes if of_two_bytes else 1), 1
     link = Link(slowest.bandwidth_bytes_per_s / times, messages * slowest.latency_s)
     processors = max(2 * setting.cluster.processors / setting.workers, 1.0)
     return replace(setting, workers=2, servers=servers, cluster=Cluster((Level(link),), processors=processors))
