@@ -143,14 +143,14 @@ def test_plans_of_one_runner_are_tried_again_after_another(tried, monkeypatch):
 
 @pytest.mark.parametrize(("late", "taken"), [(1.02, "none"), (1.08, "layer by layer")])
 def test_simulation_tells_which_of_two_that_took_about_equally_long_is_taken(late, taken, tried, monkeypatch):
-    """The trial gives one 9% less; within 3% of the least it is the first."""
+    """Three trials give one 6% less; where the mean of them and of the simulation is within 3%, the first is taken."""
 
     def near(setting):
         plans = [plan for plan in every_plan(False, setting) if plan.name in ("layer by layer", "none")]
         return {plan: late if plan.name == "none" else 1.0 for plan in plans}
 
     monkeypatch.setattr(transfer_planning, "near", near)
-    monkeypatch.setattr(transfer_strategy, "minibatch_s", lambda runner, _: 1.0 if runner.plan.name == "none" else 1.1)
+    monkeypatch.setattr(transfer_strategy, "minibatch_s", lambda runner, _: 1.0 if runner.plan.name == "none" else 1.06)
     pm = compiled("auto")
     networks.fit(pm, *DATA, epochs=1)
     assert pm._strategy.plan.name == taken

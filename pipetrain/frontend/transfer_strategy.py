@@ -58,7 +58,7 @@ class TransferStrategy(PipelineStrategy):
         servers: on how many of the devices the weights are, if the scheme has servers.
 
     ``plan`` is the one that was made of it, once there is a pipeline. Of several that simulation cannot tell apart it
-    is the simplest that is near the fastest by trial and simulation together; every order gives the same weights.
+    is the simplest that is near the fastest by trials and simulation together; every order gives the same weights.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class TransferStrategy(PipelineStrategy):
                     progress.add(1)
         finally:
             self._plans = simulated
-        return plans[fastest(settled(first_s, turns_s), [*simulated.values()])]
+        return plans[fastest(settled(first_s, turns_s), [*simulated.values()], TURNS if near else 1)]
 
     def _tried_s(self, plan: Plan, keeps: Sequence[Plan], fitted: int) -> float:
         """Seconds of a minibatch by this plan, after which those in ``keeps`` may be tried."""

@@ -36,15 +36,17 @@ def settled(first_s: Sequence[float], turns_s: Mapping[int, Sequence[float]]) ->
     return [medians[n] * scale if n in medians else each for n, each in enumerate(first_s)]
 
 
-def fastest(tried_s: Sequence[float], predicted: Sequence[float]) -> int:
-    """The number of the simplest within 3% of the one whose trial and prediction are shortest together.
+def fastest(tried_s: Sequence[float], predicted: Sequence[float], trials: int = 1) -> int:
+    """The number of the simplest within 3% of the one whose trials and prediction are shortest together.
 
-    Of that one ``tried_s * predicted`` is the least: for ways of which both tell about equally well how they compare,
-    so that their geometric mean errs less than either. The least of many values that err is too short as a rule.
+    Of that one ``tried_s**trials * predicted`` is the least: a prediction tells about as well as one trial how ways
+    compare, so that the geometric mean of all of them errs less than any. The least of many values that err is too
+    short as a rule.
 
     Args:
         tried_s: seconds of a minibatch of each; the simplest comes first.
         predicted: how many times as long as the shortest each is simulated to take.
+        trials: of each of those that may be the fastest, which ``tried_s`` is the middle of.
     """
-    both = [tried * part for tried, part in zip(tried_s, predicted, strict=True)]
-    return next(n for n, each in enumerate(both) if each <= MARGIN**2 * min(both))
+    both = [tried**trials * part for tried, part in zip(tried_s, predicted, strict=True)]
+    return next(n for n, each in enumerate(both) if each <= MARGIN ** (trials + 1) * min(both))

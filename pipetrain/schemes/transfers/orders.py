@@ -15,8 +15,8 @@ AUTO = "auto"  # the simplest of these that is about the fastest
 
 ORDERS: dict[str, Callable[[Workload, bool], Plan]] = {
     "none": layerwise.unordered,
+    "push-pull": lambda workload, serves: layerwise.push_pull(workload),  # which waits for no acknowledgement
     "layerwise": layerwise.layerwise,
-    "push-pull": lambda workload, serves: layerwise.push_pull(workload),
     "tic": tictac.tic,
     "tac": tictac.tac,
     "ibatch": ibatch.ibatch,
