@@ -34,18 +34,22 @@ def test_turns_tell_how_finalists_compare_and_first_trials_how_with_the_others()
     ("predicted", "expected"), [([1.0, 1.0], 1), ([1.0, 1.02], 1), ([1.0, 1.05], 0), ([1.0, 1.2], 0), ([1.2, 1.0], 1)]
 )
 def test_the_fastest_is_that_whose_trial_and_prediction_are_shortest_together(predicted, expected):
-    assert fastest([1.1, 1.0], predicted) == expected
+    assert fastest({0: [1.1], 1: [1.0]}, predicted) == expected
 
 
 @pytest.mark.parametrize(("predicted", "expected"), [(1.0, 1), (1.05, 1), (1.07, 0)])
 def test_a_prediction_counts_as_one_trial(predicted, expected):
     """Three trials have the second 1.06 times as fast; the first is near it from ``1.06**3 / 1.03**4 = 1.058``."""
-    assert fastest([1.06, 1.0], [1.0, predicted], trials=3) == expected
+    assert fastest({0: [1.06, 1.9, 1.0], 1: [1.0, 1.0, 1.0]}, [1.0, predicted]) == expected
 
 
 @pytest.mark.parametrize(("simplest", "expected"), [(1.05, 0), (1.07, 1)])
 def test_the_simplest_is_taken_if_its_mean_of_both_is_within_3_percent(simplest, expected):
-    assert fastest([simplest, 1.0, 1.01], [1.0, 1.0, 1.0]) == expected
+    assert fastest({2: [1.01], 1: [1.0], 0: [simplest]}, [1.0, 1.0, 1.0]) == expected
+
+
+def test_only_those_that_were_tried_as_often_are_taken():
+    assert fastest({3: [1.0] * 3, 1: [1.1] * 3}, [1.0, 1.0, 0.1, 1.0]) == 3
 
 
 def test_first_trials_hold_where_there_are_no_turns():

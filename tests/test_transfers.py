@@ -21,6 +21,10 @@ def chains(most):
     return st.builds(lambda startup_s, pairs: ibatch.Chain(startup_s, *zip(*pairs)), SECONDS, rows)
 
 
+def test_what_waits_for_less_comes_first():
+    assert orders(serves=True)[:3] == ["none", "push-pull", "layerwise"]
+
+
 @given(workloads(), st.booleans())
 def test_every_plan_moves_every_variable_once(workload, serves):
     for name in orders(serves):

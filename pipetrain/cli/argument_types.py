@@ -128,8 +128,8 @@ def add_transfers(parser: argparse.ArgumentParser) -> None:
         "--order",
         choices=[AUTO, *ORDERS],
         metavar="NAME",
-        help=f"of the transfers of {' and '.join(TRANSFERRING)}: {', '.join([AUTO, *ORDERS])} (default: auto, the one "
-        "that is simulated fastest)",
+        help=f"of the transfers of {' and '.join(TRANSFERRING)}: {', '.join([AUTO, *ORDERS])} (default: auto, the "
+        "first of these that is simulated to be within 3%% of the fastest)",
     )
     parser.add_argument(
         "--servers", type=count, metavar="N", help=f"of {SERVING}: on how many devices the weights are (default: all)"

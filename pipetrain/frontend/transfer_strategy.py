@@ -28,7 +28,7 @@ from pipetrain.frontend.pipeline_strategy import PipelineStrategy
 from pipetrain.frontend.placement import Placement
 from pipetrain.frontend.transfer_planning import embeddings, input_bytes, is_measured, planned, workload_of
 from pipetrain.plan.cluster import Cluster
-from pipetrain.plan.run_off import TURNS, fastest, finalists, settled
+from pipetrain.plan.run_off import TURNS, fastest, finalists
 from pipetrain.run.pipeline import HOST, Pipeline
 from pipetrain.run.step_runner import StepRunner
 from pipetrain.run.trial import minibatch_s
@@ -135,18 +135,18 @@ class TransferStrategy(PipelineStrategy):
             for plan in plans:
                 first_s.append(self._tried_s(plan, plans, fitted))
                 progress.add(1)
-            near = finalists(first_s)
-            turns_s = {n: [first_s[n]] for n in near}
+            near = finalists([each_s * part for each_s, part in zip(first_s, simulated.values(), strict=True)])
+            trials_s = {n: [first_s[n]] for n in near or range(len(plans))}
             progress = Progress(f"Trying {len(near)} of them again, in turns.", len(near) * (TURNS - 1))
             last = [plans[n] for n in near]
             here = [n for n in reversed(near) if self._takes(plans[n])]
             for of_one_runner in (here, [n for n in reversed(near) if n not in here]):
                 for n in of_one_runner * (TURNS - 1):
-                    turns_s[n].append(self._tried_s(plans[n], last, fitted))
+                    trials_s[n].append(self._tried_s(plans[n], last, fitted))
                     progress.add(1)
         finally:
             self._plans = simulated
-        return plans[fastest(settled(first_s, turns_s), [*simulated.values()], TURNS if near else 1)]
+        return plans[fastest(trials_s, [*simulated.values()])]
 
     def _tried_s(self, plan: Plan, keeps: Sequence[Plan], fitted: int) -> float:
         """Seconds of a minibatch by this plan, after which those in ``keeps`` may be tried."""

@@ -17,7 +17,8 @@ def finalists(first_s: Sequence[float]) -> list[int]:
     The simplest is among them if it is as near, since it is taken even if another is a little faster.
 
     Args:
-        first_s: seconds of a minibatch in the trial of each, infinite if it failed; the simplest comes first.
+        first_s: seconds of a minibatch in the trial of each, infinite if it failed, or what is as long as they are by
+            trial and prediction together; the simplest comes first.
     """
     most_s = CLOSE * min(first_s, default=math.inf)
     close = sorted((n for n, each in enumerate(first_s) if each <= most_s < math.inf), key=first_s.__getitem__)
@@ -36,17 +37,17 @@ def settled(first_s: Sequence[float], turns_s: Mapping[int, Sequence[float]]) ->
     return [medians[n] * scale if n in medians else each for n, each in enumerate(first_s)]
 
 
-def fastest(tried_s: Sequence[float], predicted: Sequence[float], trials: int = 1) -> int:
+def fastest(trials_s: Mapping[int, Sequence[float]], predicted: Sequence[float]) -> int:
     """The number of the simplest within 3% of the one whose trials and prediction are shortest together.
 
-    Of that one ``tried_s**trials * predicted`` is the least: a prediction tells about as well as one trial how ways
-    compare, so that the geometric mean of all of them errs less than any. The least of many values that err is too
+    Of that one ``median(trials_s[n]) ** trials * predicted[n]`` is the least: a prediction is taken to tell as well as
+    one trial how ways compare, and the middle of several as well as so many. The least of many values that err is too
     short as a rule.
 
     Args:
-        tried_s: seconds of a minibatch of each; the simplest comes first.
-        predicted: how many times as long as the shortest each is simulated to take.
-        trials: of each of those that may be the fastest, which ``tried_s`` is the middle of.
+        trials_s: seconds of a minibatch in the trials of each that may be the fastest, by its number, equally many.
+        predicted: how many times as long as the shortest each is simulated to take; the simplest comes first.
     """
-    both = [tried**trials * part for tried, part in zip(tried_s, predicted, strict=True)]
-    return next(n for n, each in enumerate(both) if each <= MARGIN ** (trials + 1) * min(both))
+    together = {n: statistics.median(each) ** len(each) * predicted[n] for n, each in trials_s.items()}
+    counted = 1 + max(map(len, trials_s.values()))
+    return min(n for n, each in together.items() if each <= MARGIN**counted * min(together.values()))

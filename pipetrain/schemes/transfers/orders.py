@@ -13,9 +13,10 @@ from pipetrain.schemes.transfers.workload import Workload
 
 AUTO = "auto"  # the simplest of these that is about the fastest
 
+# The simplest first: one that leaves all to the runtime, one that waits for no acknowledgement, and the others.
 ORDERS: dict[str, Callable[[Workload, bool], Plan]] = {
     "none": layerwise.unordered,
-    "push-pull": lambda workload, serves: layerwise.push_pull(workload),  # which waits for no acknowledgement
+    "push-pull": lambda workload, serves: layerwise.push_pull(workload),
     "layerwise": layerwise.layerwise,
     "tic": tictac.tic,
     "tac": tictac.tac,
