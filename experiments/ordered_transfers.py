@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -177,6 +178,19 @@ def outcomes(paper: Paper, profile: Callable[[str, Device, int], Profile]) -> It
                     yield Outcome(*about, 1e3 * computing_s, ms)
 
 
+def simulated(paper: Paper, profile: Callable[[str, Device, int], Profile]) -> list[Outcome]:
+    """All of a paper's outcomes, while a bar shows how many there are."""
+    from pipetrain.compute.profiling.progress import Progress
+
+    alternatives = (paper.networks, paper.devices, paper.message_s, paper.nodes)
+    progress = Progress(f"Simulating the settings of {paper.title}.", math.prod(map(len, alternatives)))
+    found = []
+    for outcome in outcomes(paper, profile):
+        found.append(outcome)
+        progress.add(1)
+    return found
+
+
 def table(paper: Paper, found: list[Outcome]) -> str:
     """For people: the gains beside what the paper reports."""
     header = ("network", "device", "rows", "message ms", "nodes", "computing ms", *(f"{way} ms" for way in paper.ways))
@@ -215,7 +229,7 @@ def main() -> None:
     profile = profiles({name for paper in chosen for name in paper.networks})
     found = {}
     for paper in chosen:
-        found[paper.title] = [*outcomes(paper, profile)]
+        found[paper.title] = simulated(paper, profile)
         print(table(paper, found[paper.title]), flush=True)
     if options.output:
         options.output.write_text(
