@@ -139,6 +139,17 @@ def test_an_acknowledgement_waits_for_what_its_sender_sends():
     assert (mine.start_s.tolist(), mine.end_s.tolist()) == ([0, 30], [10, 40])
 
 
+def test_an_acknowledgement_does_not_wait_for_what_goes_to_others():
+    """Server 0 sends 30 bytes to 1, then to 2 until 60; its acknowledgement of 10 that 1 has sent is there at 30."""
+    workload = Workload.chain([30, 10, 10], [1.0] * 3, [0.0] * 3, Message(0.0, 1.0))
+    pulls = Phase(tuple(workload.pack([n]) for n in range(3)), 1)
+    plan = Plan(pulls, ORDERS["none"](workload, True).pushes)
+    trace = simulate_plan(set_up(workload, 3, servers=2, whole=True), plan, 1)
+    mine = trace.transfers[(trace.transfers.op == "W") & (trace.transfers.from_replica == 1)]
+    assert mine.start_s[mine.to_replica == 0].tolist() == [0, 30]
+    assert mine.start_s[mine.to_replica == 2].tolist() == [0, 10]
+
+
 def test_the_server_has_one_port_each_way():
     """Two workers beside it pull and push through it; among three that sum, each sends and takes two thirds twice."""
     workload = Workload.chain([30], [1.0], [2.0], Message(0.0, 1.0))

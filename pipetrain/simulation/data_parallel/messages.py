@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from pipetrain.schemes.transfers.plan import Phase
@@ -36,7 +37,8 @@ class Ports:
 
     A port takes in one message at a time and sends out one. What leaves one medium, such as a port, goes through the
     next one at the same time if that is free, and else waits before it, without keeping the first one from others: as
-    in a switch. Acknowledgements, of no bytes, wait for ports as messages do.
+    in a switch. A device has one connection to each other one, on which an acknowledgement, of no bytes, is there after
+    all that was sent before it; what goes to others does not keep it, since connections share a port.
 
     Args:
         clock: of the simulation.
@@ -48,15 +50,21 @@ class Ports:
         self.clock, self._work, self._devices = clock, setting.message_work, devices
         self._network = Network(setting.cluster)
         self._routes: dict[tuple[int, int], Route] = {}
+        # Of each connection the messages under way, the first to arrive first, with what happens just after each.
+        self._under_way: dict[tuple[int, int], deque[list[Happens]]] = {}
 
     def send(self, source: int, sink: int, size_bytes: float, arrives: Happens) -> None:
         """Send it now; ``arrives`` happens when it is there."""
         work_s = self._work.seconds(size_bytes)
         self._devices[source].disturb(work_s)
+        connection = self._under_way.setdefault((source, sink), deque())
+        connection.append([])
 
         def arrived() -> None:
             self._devices[sink].disturb(work_s)
             arrives()
+            for acknowledgement in connection.popleft():
+                acknowledgement()
 
         self._enter(self._route(source, sink), 0, size_bytes, self.clock.now, arrived)
 
@@ -71,8 +79,12 @@ class Ports:
             self.clock.at(end_s + route.latency_s, arrives)
 
     def acknowledge(self, message: Message, arrives: Happens) -> None:
-        """Tell the sender of a message, behind what its receiver sends at the time."""
-        self._enter(self._route(message.sink, message.source), 0, 0.0, self.clock.now, arrives)
+        """Tell the sender of a message, behind what its receiver is sending to it at the time."""
+        connection = self._under_way.get((message.sink, message.source))
+        if connection:
+            connection[-1].append(arrives)
+        else:
+            self.clock.at(self.clock.now + self._route(message.sink, message.source).latency_s, arrives)
 
     def _route(self, source: int, sink: int) -> Route:
         if (source, sink) not in self._routes:
