@@ -139,6 +139,15 @@ def test_an_acknowledgement_waits_for_what_its_sender_sends():
     assert (mine.start_s.tolist(), mine.end_s.tolist()) == ([0, 30], [10, 40])
 
 
+def test_an_acknowledgement_takes_its_latency_behind_what_is_about_to_arrive():
+    """With 5 s of latency 4 bytes are there at 9, while 5 bytes that go the other way will be at 10."""
+    workload = Workload.chain([5, 4, 1, 1], [1.0] * 4, [0.0] * 4, Message(5.0, 1.0))
+    pulls = Phase(tuple(workload.pack([n]) for n in range(4)), 1)
+    plan = Plan(pulls, ORDERS["none"](workload, True).pushes)
+    trace = simulate_plan(set_up(workload, servers=2, whole=True), plan, 1)
+    assert trace.transfers.start_s[trace.transfers.op == "W"].tolist() == [0, 0, 9 + 5, 10 + 5]
+
+
 def test_an_acknowledgement_does_not_wait_for_what_goes_to_others():
     """Server 0 sends 30 bytes to 1, then to 2 until 60; its acknowledgement of 10 that 1 has sent is there at 30."""
     workload = Workload.chain([30, 10, 10], [1.0] * 3, [0.0] * 3, Message(0.0, 1.0))

@@ -80,11 +80,12 @@ class Ports:
 
     def acknowledge(self, message: Message, arrives: Happens) -> None:
         """Tell the sender of a message, behind what its receiver is sending to it at the time."""
+        there_s = self.clock.now + self._route(message.sink, message.source).latency_s
         connection = self._under_way.get((message.sink, message.source))
         if connection:
-            connection[-1].append(arrives)
+            connection[-1].append(lambda: self.clock.at(max(self.clock.now, there_s), arrives))
         else:
-            self.clock.at(self.clock.now + self._route(message.sink, message.source).latency_s, arrives)
+            self.clock.at(there_s, arrives)
 
     def _route(self, source: int, sink: int) -> Route:
         if (source, sink) not in self._routes:
