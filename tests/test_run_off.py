@@ -15,6 +15,7 @@ from pipetrain.plan.run_off import fastest, finalists, settled
         ([1.0, math.inf, 1.14, 1.02, 1.01], [0, 4, 3]),
         ([1.1, 1.0, 1.03, 1.02], [1, 3, 0]),  # the first, which is the simplest
         ([1.2, 1.0, 1.03, 1.02, 1.01], [1, 4, 3]),
+        ([1.3, 1.04, 1.0, 1.01, 1.02], [2, 3, 1]),  # the simplest that is near
         ([math.inf, math.inf], []),
         ([], []),
     ],

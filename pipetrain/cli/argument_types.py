@@ -129,7 +129,7 @@ def add_transfers(parser: argparse.ArgumentParser) -> None:
         choices=[AUTO, *ORDERS],
         metavar="NAME",
         help=f"of the transfers of {' and '.join(TRANSFERRING)}: {', '.join([AUTO, *ORDERS])} (default: auto, the "
-        "first of these that is simulated to be within 3%% of the fastest)",
+        "first of the scheme's, as listed, whose simulated step is within 3%% of the shortest)",
     )
     parser.add_argument(
         "--servers", type=count, metavar="N", help=f"of {SERVING}: on how many devices the weights are (default: all)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -135,7 +136,8 @@ class TransferStrategy(PipelineStrategy):
             for plan in plans:
                 first_s.append(self._tried_s(plan, plans, fitted))
                 progress.add(1)
-            near = finalists([each_s * part for each_s, part in zip(first_s, simulated.values(), strict=True)])
+            both = [math.sqrt(each_s * part) for each_s, part in zip(first_s, simulated.values(), strict=True)]
+            near = finalists(both)
             trials_s = {n: [first_s[n]] for n in near or range(len(plans))}
             progress = Progress(f"Trying {len(near)} of them again, in turns.", len(near) * (TURNS - 1))
             last = [plans[n] for n in near]

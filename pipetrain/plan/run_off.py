@@ -14,15 +14,16 @@ CLOSE, MOST, TURNS = 1.15, 3, 3
 def finalists(first_s: Sequence[float]) -> list[int]:
     """Numbers of those within 15% of the fastest, three at most, the fastest first; none if it stands alone.
 
-    The simplest is among them if it is as near, since it is taken even if another is a little faster.
+    The simplest of those within 15% is among them, since it is taken even if another is a little faster.
 
     Args:
-        first_s: seconds of a minibatch in the trial of each, infinite if it failed, or what is as long as they are by
-            trial and prediction together; the simplest comes first.
+        first_s: seconds of a minibatch in the trial of each, infinite if it failed, or the geometric mean of
+            that and of what is predicted; the simplest comes first.
     """
     most_s = CLOSE * min(first_s, default=math.inf)
     close = sorted((n for n, each in enumerate(first_s) if each <= most_s < math.inf), key=first_s.__getitem__)
-    near = [*close[: MOST - 1], 0] if 0 in close[MOST:] else close[:MOST]
+    simplest = min(close, default=0)
+    near = [*close[: MOST - 1], simplest] if simplest in close[MOST:] else close[:MOST]
     return near if len(near) > 1 else []
 
 
