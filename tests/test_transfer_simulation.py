@@ -42,6 +42,12 @@ def set_up(workload, workers=2, serves=True, **options):
     return Setting(workload, workers, serves, joined(message.s_per_byte, message.overhead_s), **options)
 
 
+def pulled(workload, window, **options):
+    """A step whose weights are pulled a variable at a time, in their order."""
+    pulls = Phase(tuple(workload.pack([n]) for n in sorted(workload.owner)), window)
+    return simulate_plan(set_up(workload, **options), Plan(pulls, ORDERS["none"](workload, True).pushes), 1)
+
+
 def without_overhead(workload):
     return replace(workload, message=Message(0.0, workload.message.s_per_byte))
 
@@ -117,8 +123,7 @@ def test_a_message_waits_for_the_acknowledgement_of_the_one_a_window_before():
     workload = Workload.chain([10] * 4, [1.0] * 4, [0.0] * 4, Message(3.0, 1.0))
 
     def left_s(window):
-        pulls = Phase(tuple(workload.pack([n]) for n in range(4)), window)
-        trace = simulate_plan(set_up(workload), Plan(pulls, ORDERS["none"](workload, True).pushes), 1)
+        trace = pulled(workload, window)
         mine = trace.transfers[trace.transfers.op == "W"]
         assert not any(each.inverted for each in packs(trace))
         return mine.start_s.tolist(), mine.end_s.tolist()
@@ -132,9 +137,7 @@ def test_a_message_waits_for_the_acknowledgement_of_the_one_a_window_before():
 def test_an_acknowledgement_waits_for_what_its_sender_sends():
     """One server has a layer of 30 bytes, the other two of 10, the second of which leaves when the 30 are there."""
     workload = Workload.chain([30, 10, 10], [1.0] * 3, [0.0] * 3, Message(0.0, 1.0))
-    pulls = Phase(tuple(workload.pack([n]) for n in range(3)), 1)
-    plan = Plan(pulls, ORDERS["none"](workload, True).pushes)
-    trace = simulate_plan(set_up(workload, servers=2, whole=True), plan, 1)
+    trace = pulled(workload, 1, servers=2, whole=True)
     mine = trace.transfers[(trace.transfers.op == "W") & (trace.transfers.from_replica == 1)]
     assert (mine.start_s.tolist(), mine.end_s.tolist()) == ([0, 30], [10, 40])
 
@@ -142,18 +145,14 @@ def test_an_acknowledgement_waits_for_what_its_sender_sends():
 def test_an_acknowledgement_takes_its_latency_behind_what_is_about_to_arrive():
     """With 5 s of latency 4 bytes are there at 9, while 5 bytes that go the other way will be at 10."""
     workload = Workload.chain([5, 4, 1, 1], [1.0] * 4, [0.0] * 4, Message(5.0, 1.0))
-    pulls = Phase(tuple(workload.pack([n]) for n in range(4)), 1)
-    plan = Plan(pulls, ORDERS["none"](workload, True).pushes)
-    trace = simulate_plan(set_up(workload, servers=2, whole=True), plan, 1)
+    trace = pulled(workload, 1, servers=2, whole=True)
     assert trace.transfers.start_s[trace.transfers.op == "W"].tolist() == [0, 0, 9 + 5, 10 + 5]
 
 
 def test_an_acknowledgement_does_not_wait_for_what_goes_to_others():
     """Server 0 sends 30 bytes to 1, then to 2 until 60; its acknowledgement of 10 that 1 has sent is there at 30."""
     workload = Workload.chain([30, 10, 10], [1.0] * 3, [0.0] * 3, Message(0.0, 1.0))
-    pulls = Phase(tuple(workload.pack([n]) for n in range(3)), 1)
-    plan = Plan(pulls, ORDERS["none"](workload, True).pushes)
-    trace = simulate_plan(set_up(workload, 3, servers=2, whole=True), plan, 1)
+    trace = pulled(workload, 1, workers=3, servers=2, whole=True)
     mine = trace.transfers[(trace.transfers.op == "W") & (trace.transfers.from_replica == 1)]
     assert mine.start_s[mine.to_replica == 0].tolist() == [0, 30]
     assert mine.start_s[mine.to_replica == 2].tolist() == [0, 10]

@@ -24,8 +24,7 @@ class Setting:
         workers: how many there are.
         serves: whether the weights are on servers, else on every worker.
         cluster: how devices are joined, and how many work at once. A link's latency is what a message takes beside its
-            bytes, the runtime's part included, and what an acknowledgement takes beside
-            waiting for ports.
+            bytes, the runtime's part included, and what an acknowledgement takes at least.
         caller_s: seconds between the end of a step and the next one's beginning.
         servers: devices that have the weights, from the first one on; they are workers too.
         whole: whether each layer's variables are on one server, as in training, else an equal part of it on every one.
