@@ -6,11 +6,14 @@ import hashlib
 import logging
 import os
 import zipfile
+import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from pipetrain.compute.profiling.cache_folder import folder
 
 EMBEDDED = Path(__file__).parent / "data" / "fashion_mnist_small.npz"
 TFDS = ("fashion_mnist", "cifar10", "imdb_reviews")
@@ -111,18 +114,21 @@ def _sentences(
     digest = hashlib.sha256(f"{WORDS} {VOCABULARY}".encode())
     for text in (*train, *test):
         digest.update(text)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pipetrain"
+    cache = folder()
     path = cache / f"words-{digest.hexdigest()[:32]}.npz"
     try:
         with np.load(path) as arrays:
             x_train, x_test = arrays["x_train"], arrays["x_test"]
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):  # not there, or not whole
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):  # not there, or not whole
         x_train, x_test = _numbered(train, test)
         try:
             cache.mkdir(parents=True, exist_ok=True)
             part = cache / f"{path.stem}.{os.getpid()}.npz"
-            np.savez_compressed(part, x_train=x_train, x_test=x_test)
-            part.replace(path)
+            try:
+                np.savez_compressed(part, x_train=x_train, x_test=x_test)
+                part.replace(path)
+            finally:
+                part.unlink(missing_ok=True)
         except OSError:
             pass  # a cache that cannot be written is no reason not to train
     return x_train, y_train.astype("int32"), x_test, y_test.astype("int32")

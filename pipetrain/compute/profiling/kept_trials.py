@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from pipetrain.compute.profiling.profile_cache import folder
+from pipetrain.compute.profiling.cache_folder import folder
 from pipetrain.plan.choice import Choice
 
 
@@ -31,7 +31,7 @@ class KeptTrials:
         digest = hashlib.sha256(repr((choice.batch_size, ways, within)).encode()).hexdigest()[:32]
         self._path = folder() / f"trials-{digest}.json"
         self.seconds: list[float] = []
-        with suppress(OSError, ValueError):  # not there, or not whole
+        with suppress(OSError, TypeError, ValueError):  # not there, or not whole
             found = json.loads(self._path.read_text(encoding="utf-8"))
             self.seconds = [float(each) for each in found] if len(found) == len(ways) else []
 
@@ -40,5 +40,8 @@ class KeptTrials:
         part = self._path.with_suffix(f".{os.getpid()}")
         with suppress(OSError):  # a folder that cannot be written is no reason not to train
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps([*seconds]), encoding="utf-8")
-            part.replace(self._path)
+            try:
+                part.write_text(json.dumps([*seconds]), encoding="utf-8")
+                part.replace(self._path)
+            finally:
+                part.unlink(missing_ok=True)

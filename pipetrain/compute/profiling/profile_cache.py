@@ -14,6 +14,7 @@ import tensorflow as tf
 from pipetrain.compute.graph.blocks import Chain
 from pipetrain.compute.graph.input_shapes import Shapes
 from pipetrain.compute.graph.network import network_of
+from pipetrain.compute.profiling.cache_folder import folder
 from pipetrain.compute.profiling.conditions import conditions
 from pipetrain.compute.profiling.operation_count import LITTLE_S
 from pipetrain.compute.profiling.profiler import cost_key, may_be_compiled, profile_chain
@@ -93,21 +94,23 @@ def _kept(measured: Profile, path: Path, before: Profile | None) -> Profile:
     part = path.with_suffix(f".{os.getpid()}")
     with suppress(OSError):  # a cache that cannot be written is no reason not to train
         path.parent.mkdir(parents=True, exist_ok=True)
-        measured.save(part)
         try:
-            if before is None:
-                path.hardlink_to(part)
-            else:
-                part.replace(path)
-        except OSError:  # it is there by now, or the file system has no links
-            if first := _read(path):
-                return first
-            part.replace(path)
+            measured.save(part)
+            return _placed(measured, part, path, before)
         finally:
             part.unlink(missing_ok=True)
     return measured
 
 
-def folder() -> Path:
-    """Where profiles are kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pipetrain"
+def _placed(measured: Profile, part: Path, path: Path, before: Profile | None) -> Profile:
+    """Give the file its name, unless that of another process has it by now; the profile that has it."""
+    try:
+        if before is None:
+            path.hardlink_to(part)
+        else:
+            part.replace(path)
+    except OSError:  # it is there by now, or the file system has no links
+        if first := _read(path):
+            return first
+        part.replace(path)
+    return measured
