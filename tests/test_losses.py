@@ -106,12 +106,18 @@ def test_mean_is_sum_over_batch_size(scheme):
     )
 
 
-def test_a_mean_beside_a_sum_is_refused_where_the_batch_is_divided():
+def test_a_mean_beside_a_sum_trains_as_in_plain_keras():
     x, y = data()
     loss = ["mse", keras.losses.MeanSquaredError(reduction="sum")]
-    with pytest.raises(ValueError, match=r"cannot be put together.*reduction=\['mean', 'sum'\].*microbatches=1"):
+    got = run(model(2), loss, x, [y, y], cuts=("first",), microbatches=3)
+    assert_alike(got, run(model(2), loss, x, [y, y]))
+
+
+def test_a_loss_that_is_not_reduced_beside_a_mean_is_refused_where_the_batch_is_divided():
+    x, y = data()
+    loss = ["mse", unreduced()]
+    with pytest.raises(ValueError, match=r"cannot be put together.*reduction=\['mean', 'none'\].*microbatches=1"):
         run(model(2), loss, x, [y, y], cuts=("first",), microbatches=2)
-    assert_alike(run(model(2), loss, x, [y, y], cuts=("first",)), run(model(2), loss, x, [y, y]))
 
 
 @pytest.mark.parametrize("axis", [None, (1,)])

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import keras
 from keras.src.backend.common.global_state import GLOBAL_STATE_TRACKER, get_global_attribute, set_global_attribute
 from keras.src.random.seed_generator import global_seed_generator
+from keras.src.trainers.compile_utils import CompileLoss, get_loss
 from keras.src.trainers.trainer import model_supports_jit
 
 Value = TypeVar("Value")
@@ -272,6 +273,25 @@ def clip_sums(optimizer: keras.optimizers.Optimizer) -> None:
 def compiled_loss(model: keras.Model) -> Any:
     """The loss that ``compile`` made, None without one: the public ``compute_loss`` adds penalties to it."""
     return model._compile_loss
+
+
+class UntrackedLoss(CompileLoss):
+    """A compiled loss whose calls leave no trace: the losses of single outputs are not tracked."""
+
+    @property
+    def metrics(self) -> list[Any]:
+        """None for each loss."""
+        return [None] * len(self._flat_losses or ())
+
+
+def untracked(compiled: Any, loss: Any) -> Any:
+    """A compiled loss as another one, with its weights and names of outputs, of a ``loss`` of the same structure."""
+    return UntrackedLoss(loss, compiled._user_loss_weights, output_names=compiled.output_names)
+
+
+def loss_of(identifier: Any, y: Any, outputs: Any) -> keras.losses.Loss:
+    """The loss that a compiled one makes of a name or function; the public ``keras.losses.get`` gives functions."""
+    return get_loss(identifier, y, outputs)
 
 
 def has_metrics(model: keras.Model) -> bool:

@@ -9,16 +9,19 @@ import keras
 import tensorflow as tf
 
 from pipetrain.compute.functions.stage import Stage
+from pipetrain.compute.graph.blocks import Chain
+from pipetrain.compute.graph.input_order import structure_of
+from pipetrain.compute.graph.input_shapes import Shapes
 from pipetrain.compute.keras_private import rate_of, weights_of
 from pipetrain.compute.optimizer.loss_scaling import is_dynamic, stepping
 from pipetrain.compute.optimizer.rates import is_scheduled
 from pipetrain.compute.optimizer.update import gathers, slots_per_weight
 from pipetrain.frontend.checks.loop import check_loop
-from pipetrain.frontend.checks.loss import check_masks, check_minimised
+from pipetrain.frontend.checks.loss import check_minimised
 from pipetrain.frontend.checks.model import check_assignments
 from pipetrain.frontend.checks.optimizer import check_optimizer, check_own
 from pipetrain.frontend.input_data import InputData
-from pipetrain.frontend.loss_reduction import is_measured, loss_is_mean, measured_mean
+from pipetrain.frontend.loss_of_parts import LossOfParts
 from pipetrain.frontend.metrics import TrackedMetrics
 from pipetrain.frontend.placement import Placement
 from pipetrain.schemes.scheme import Scheme
@@ -57,16 +60,15 @@ class Compilation:
         check_loop(owner.run_eagerly, owner.steps_per_execution)
         check_optimizer(self.optimizer, scheme.name, scheme, placement.stages)
         self._check_own()
-        self._parts = placement.training.microbatches * placement.replicas[-1]  # of its rows, each with its own loss
-        self._is_mean: bool | None = loss_is_mean(loss, self._parts)
-        if self._parts > 1 and is_measured(loss):
-            self._is_mean = None  # seen when the first minibatch is there
         rule = scheme.rule(0, 2 * placement.stages)
         gathered = is_dynamic(self.optimizer) or gathers(steps, rule, self._model.trainable_variables)
         placement.learn_optimizer(slots_per_weight(steps, rule), gathered)
         self.metrics = TrackedMetrics(owner, self._model.outputs, placement.chain.pack, counted, built)
         self._scheduled = is_scheduled(steps)  # then each stage's own copy knows the rate
-        self.data = InputData(self._model, None if self._scheduled else self.optimizer.learning_rate.value)
+        parts = placement.training.microbatches * placement.replicas[-1]  # of its rows, each with its own loss
+        self._of_parts = LossOfParts(loss, parts, self.metrics)
+        rate = None if self._scheduled else self.optimizer.learning_rate.value
+        self.data = InputData(self._model, rate, self._of_parts.weigh)
 
     def _check_own(self) -> None:
         check_own(weights_of(self.steps), self._model.variables, self.steps)
@@ -87,13 +89,14 @@ class Compilation:
     @property
     def loss_is_mean(self) -> bool:
         """Whether a minibatch's loss is the mean over its rows, else the sum of theirs; known once it is measured."""
-        return bool(self._is_mean)
+        return self._of_parts.is_mean
 
     def measure_loss(self) -> None:
         """Try the loss, if only that tells what kind it is, on labels such as were read."""
-        if self._is_mean is None:
-            outputs = self._chain.specs(len(self._chain.blocks))
-            self._is_mean = measured_mean(self.metrics.loss, self.data.targets, outputs)
+        first = self.data.first
+        if not self._of_parts.is_tried and first is not None:
+            outputs = output_specs(self._model, self._chain, self.data.shapes)
+            self._of_parts.try_on(first.y, first.sample_weight, outputs)
 
     def check_traced(self, stages: Sequence[Stage]) -> None:
         """Raise ValueError for what only a trace shows: nothing to minimise, or assignments to trained weights."""
@@ -102,4 +105,16 @@ class Compilation:
 
     def check_masks(self, masks: Sequence[Any]) -> None:
         """Raise ValueError if the loss cannot be put together where outputs have these masks."""
-        check_masks(masks, self.loss_is_mean, self._parts)
+        self._of_parts.check_masks(masks)
+
+
+def output_specs(model: keras.Model, chain: Chain, shapes: Shapes) -> list[tf.TensorSpec]:
+    """The outputs for inputs of such shapes, with the dimensions that the model leaves open; the rows are open."""
+    outputs = chain.specs(len(chain.blocks))
+    if any(None in each.shape[1:] for each in outputs):
+        given = {
+            id(x): keras.KerasTensor((None, *shape), x.dtype) for x, shape in zip(model.inputs, shapes, strict=True)
+        }
+        made = model.compute_output_spec(keras.tree.map_structure(lambda x: given[id(x)], structure_of(model)))
+        outputs = keras.tree.flatten(made)
+    return [tf.TensorSpec(each.shape, each.dtype) for each in outputs]

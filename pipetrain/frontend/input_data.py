@@ -19,6 +19,7 @@ from pipetrain.frontend.checks.data import check_memory, checked_inputs, is_arra
 from pipetrain.run.window import Minibatch
 
 DEFAULT_ROWS = 32  # Keras' batch size where none is given
+Weigh = Callable[[Any, Any, tf.Tensor], Any]
 
 
 class InputData:
@@ -30,13 +31,14 @@ class InputData:
     Args:
         model: the model to feed.
         rate: a learning rate, which every minibatch takes along as it is when the minibatch is read.
+        weigh: gives what minibatches have as sample weights, of labels, sample weights and the number of rows.
     """
 
-    def __init__(self, model: keras.Model, rate: tf.Variable | None = None) -> None:
+    def __init__(self, model: keras.Model, rate: tf.Variable | None = None, weigh: Weigh | None = None) -> None:
         self.first: Minibatch | None = None
         self.rows, self.targets = 0, None
         self.shapes: Shapes = ()
-        self._model, self._rate = model, rate
+        self._model, self._rate, self._weigh = model, rate, weigh
         self._last = tf.function(self._taken, autograph=False)
         self._next = tf.function(self._taken_of, autograph=False)
 
@@ -122,7 +124,10 @@ class InputData:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         y, sample_weight = keras.tree.map_structure(_tensor, (y, sample_weight))
         rate = None if self._rate is None else self._rate.read_value()
-        return Minibatch(checked_inputs(x, self._model), y, sample_weight, rate)
+        inputs = checked_inputs(x, self._model)
+        if self._weigh is not None:
+            sample_weight = self._weigh(y, sample_weight, tf.shape(inputs[0])[0])
+        return Minibatch(inputs, y, sample_weight, rate)
 
 
 class InputsAlone(InputData):

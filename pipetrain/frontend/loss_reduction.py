@@ -1,80 +1,90 @@
-"""How a minibatch's loss follows from those of its rows."""
+"""How a minibatch's loss follows from those of its parts, as far as the losses themselves tell."""
 
 from __future__ import annotations
 
-import inspect
-import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import keras
-import tensorflow as tf
 
-from pipetrain.compute.keras_private import is_own
+# A minibatch's loss is the mean of its parts', weighted by their rows; or their sum; or the sum of what they have of
+# it when each is told by what all of it is divided.
+Way = Literal["mean", "sum", "divided"]
+Divisor = Literal["nothing", "rows", "entries", "weights"]
 
-WHOLE_BATCH = (keras.losses.Dice, keras.losses.Tversky, keras.losses.Circle)  # which look at all rows at once
+WHOLE_BATCH = ("Dice", "Tversky", "Circle", "dice", "tversky", "circle")  # which look at all rows at once
+BY_LABELS = ("crossentropy", "ce")  # names by which Keras takes the one that fits the labels
 
 
-def loss_is_mean(loss: Any, parts: int) -> bool:
-    """Whether the loss is the mean over the rows (True), or the sum of theirs, or not reduced (False).
+def ways(loss: Any, parts: int) -> list[Way]:
+    """How the loss of several parts of a minibatch may be put together: one way, or several of which a trial tells.
 
-    What is not reduced is summed where gradients start from it, as in Keras. Where microbatches or replicas of the last
-    stage divide the rows into parts, a minibatch's loss must follow from theirs: ValueError for other reductions, and
-    for several of them at once.
+    What is not reduced is summed where gradients start from it, as in Keras. Raises ValueError for losses of which some
+    are reduced and others are not, where a minibatch has several parts.
     """
-    reductions = {_reduction(each) for each in keras.tree.flatten(loss) if each is not None}
+    losses = [_resolved(each) for each in keras.tree.flatten(loss) if each is not None]
+    reductions = {_reduction(each) for each in losses}
     if reductions in ({"sum"}, {"none"}):
-        return False
-    if parts > 1 and not reductions <= {"mean"}:
+        found: list[Way] = ["sum"]
+    elif parts == 1 or not reductions - {"mean"}:
+        found = ["mean"]
+    else:
+        found = ["divided"]
+    if parts > 1 and "none" in reductions and len(reductions) > 1:
         raise ValueError(
             "The loss of a batch cannot be put together from those of its microbatches and replicas. "
-            f"Received: reduction={sorted(map(str, reductions))} for {parts} parts of a batch. "
+            f"Received: reduction={sorted(reductions)} for {parts} parts of a batch. "
             "Try reduction='sum_over_batch_size', or microbatches=1 and one replica of the last stage."
         )
-    return True
+    if parts > 1 and any(ignored_class(each) is not None for each in losses):
+        found = ["divided"] if reductions - {"none", "sum"} else ["sum"]
+    if parts > 1 and found != ["divided"] and not is_known(loss):
+        others: list[Way] = ["mean", "sum"]
+        found += [each for each in others if each not in found]
+    return found
+
+
+def divides(loss: Any) -> bool:
+    """Whether Keras divides some loss by a number of entries, which a mask makes smaller."""
+    losses = [_resolved(each) for each in keras.tree.flatten(loss) if each is not None]
+    return any(_reduction(each) not in ("sum", "none") for each in losses)
+
+
+def divides_by(loss: keras.losses.Loss, sample_weight: Any) -> Divisor:
+    """By what a loss divides the sum over a minibatch's entries that are not masked."""
+    reduction = _reduction(loss)
+    if reduction in ("sum", "none"):
+        return "nothing"
+    if reduction == "mean_with_sample_weight" and sample_weight is not None:
+        return "weights"
+    return "rows" if ignored_class(loss) is None else "entries"
+
+
+def ignored_class(loss: Any) -> int | None:
+    """The label of entries that a loss leaves out, and does not count."""
+    return loss.ignore_class if isinstance(loss, keras.losses.SparseCategoricalCrossentropy) else None
+
+
+def is_known(loss: Any) -> bool:
+    """Whether all are losses of Keras' that look at one row at a time; of others only a trial tells."""
+    return all(each is None or _goes_by_rows(_resolved(each)) for each in keras.tree.flatten(loss))
+
+
+def _goes_by_rows(loss: Any) -> bool:
+    kind = type(loss)
+    if isinstance(loss, keras.losses.Loss):
+        name, own = kind.__name__, kind
+    else:
+        name, own = getattr(loss, "__name__", str(loss)), loss
+    return name not in WHOLE_BATCH and (loss in BY_LABELS or getattr(keras.losses, name, None) is own)
+
+
+def _resolved(loss: Any) -> Any:
+    """The loss that Keras has under a name; what it chooses by the labels stays a name."""
+    is_name = isinstance(loss, str) and loss.lower() not in BY_LABELS
+    return keras.losses.get(loss) if is_name else loss.lower() if isinstance(loss, str) else loss
 
 
 def _reduction(loss: Any) -> str:
     """How a loss is reduced; what is no ``Loss``, Keras makes one that is the mean."""
     reduction = loss.reduction if isinstance(loss, keras.losses.Loss) else "mean"
     return {"sum_over_batch_size": "mean", None: "none"}.get(reduction, reduction)
-
-
-def is_measured(loss: Any) -> bool:
-    """Whether only trying tells what a loss of several rows has to do with those of each."""
-    return any(
-        inspect.isfunction(each) or (isinstance(each, keras.losses.Loss) and not _goes_by_rows(each))
-        for each in keras.tree.flatten(loss)
-    )
-
-
-def _goes_by_rows(loss: keras.losses.Loss) -> bool:
-    """Whether this is a loss of Keras' that looks at one row at a time."""
-    return is_own(type(loss)) and not isinstance(loss, WHOLE_BATCH)
-
-
-def measured_mean(loss: Callable[..., tf.Tensor], targets: Any, outputs: Sequence[Any]) -> bool:
-    """``loss_is_mean`` of functions that give one number for all rows, by that of two rows and of each alone.
-
-    ``targets`` are the specs of labels and sample weights. Raises ValueError for neither a mean nor a sum.
-    """
-
-    def of(*rows: float) -> float:
-        def column(spec: Any, values: Sequence[float]) -> Any:
-            wide = tf.reshape(tf.constant(values), [-1] + [1] * (len(spec.shape) - 1))
-            return tf.cast(tf.tile(wide, [1, *(size or 1 for size in spec.shape[1:])]), spec.dtype)
-
-        ones = [1.0] * len(rows)
-        y, sample_weight = tf.nest.map_structure(lambda spec: None if spec is None else column(spec, ones), targets)
-        with keras.StatelessScope():
-            return float(tf.reduce_sum(loss(y, [column(output, rows) for output in outputs], sample_weight)))
-
-    both, alone = of(0.25, 0.75), of(0.25) + of(0.75)
-    is_mean = math.isclose(both, alone / 2, rel_tol=1e-3, abs_tol=1e-6)
-    if not is_mean and not math.isclose(both, alone, rel_tol=1e-3):
-        raise ValueError(
-            "The loss of a batch cannot be put together from its parts': it is neither a mean nor a sum over "
-            f"the rows. Received: a loss of {both:.6g} for two rows that have {alone:.6g} together one by one. "
-            "Try microbatches=1 and one replica of the last stage."
-        )
-    return is_mean

@@ -21,6 +21,7 @@ from pipetrain.compute.keras_private import (
     set_mask,
     update_loss,
 )
+from pipetrain.frontend.divided_loss import Divided, DividedLoss, undivided
 from pipetrain.run.collector import Result
 from pipetrain.run.window import Minibatch
 
@@ -58,6 +59,12 @@ class TrackedMetrics:
         self._model, self._outputs, self._built = model, outputs, built
         self._pack, self._counted = pack, counted
         self._functions: dict[Any, Any] = {}
+        self._divided: DividedLoss | None = None
+
+    def divide(self, loss: Any) -> DividedLoss:
+        """From now on the loss of a minibatch's part is told by what all of it is divided; ``loss`` as compiled."""
+        self._divided = DividedLoss(compiled_loss(self._model), loss, self._pack(self._outputs))
+        return self._divided
 
     @property
     def read_predictions(self) -> bool:
@@ -67,14 +74,20 @@ class TrackedMetrics:
 
     def of_training(self, targets: Any) -> StepMetrics:
         """For labels and sample weights of these specs, where a result's loss is the minibatch's."""
-        return self._step_metrics(self._update_train, targets, self._built)
+        y, sample_weight = targets
+        return self._step_metrics(self._update_train, (y, undivided(sample_weight)), self._built)
 
     def of_testing(self, targets: Any) -> StepMetrics:
         """Likewise, where a result's loss is the regularization penalty alone."""
         return self._step_metrics(self._update_test, targets)
 
     def loss(self, y: Any, outputs: list[tf.Tensor], sample_weight: Any) -> tf.Tensor:
-        """The compiled loss; zero without one, where layers add losses of their own."""
+        """The compiled loss; zero without one, where layers add losses of their own.
+
+        Given ``Divided`` sample weights, that of a part of a minibatch.
+        """
+        if isinstance(sample_weight, Divided) and self._divided is not None:
+            return self._divided(y, self._pack(outputs), sample_weight)
         if compiled_loss(self._model) is None:
             return tf.zeros([])
         return compiled_loss(self._model)(y, self._pack(outputs), sample_weight)
@@ -93,7 +106,7 @@ class TrackedMetrics:
                 others = any_rows([result.loss, rows, updates])
                 update = direct(self._traced(body, targets, predictions, *others))
                 built()
-            targets_now = minibatch.y, minibatch.sample_weight
+            targets_now = minibatch.y, undivided(minibatch.sample_weight)
             return update(targets_now, result.predictions, result.loss, rows, updates)
 
         return step_metrics

@@ -9,9 +9,9 @@ from typing import Any
 from pipetrain.compute.functions.stage import Stage
 
 
-def check_masks(masks: Sequence[Any], loss_is_mean: bool, parts: int) -> None:
+def check_masks(masks: Sequence[Any], divides: bool, parts: int) -> None:
     """Raise ValueError for masked outputs whose loss is a mean over what the mask leaves, a piece at a time."""
-    if parts > 1 and loss_is_mean and any(mask is not None for mask in masks):
+    if parts > 1 and divides and any(mask is not None for mask in masks):
         raise ValueError(
             "An output of the model is masked, and Keras divides its loss by the number of entries that are not: it "
             f"cannot be put together from those of its microbatches and replicas. Received: {parts} parts of a "
