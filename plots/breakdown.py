@@ -84,7 +84,7 @@ def middle(trace: Trace) -> Trace:
         each[(each.microbatch >= first) & (each.microbatch < minibatches - first)]
         for each in (trace.spans, trace.transfers)
     )
-    return Trace.of(spans, sent)
+    return Trace.of(spans, sent, starts=trace.starts)
 
 
 def without_pauses(trace: Trace) -> Trace:
@@ -99,7 +99,8 @@ def without_pauses(trace: Trace) -> Trace:
     def moved(seconds: NDArray[np.float64]) -> NDArray[np.float64]:
         return seconds - left_out_s[np.searchsorted(begun_s[paused], seconds, side="right")]
 
-    return Trace(*(replace(each, start_s=moved(each.start_s), end_s=moved(each.end_s)) for each in (spans, sent)))
+    spans, sent = (replace(each, start_s=moved(each.start_s), end_s=moved(each.end_s)) for each in (spans, sent))
+    return Trace(spans, sent, starts=trace.starts)
 
 
 def _under_way_s(trace: Trace) -> float:

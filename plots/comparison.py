@@ -11,6 +11,7 @@ from pipetrain.trace.packs import messages
 from pipetrain.trace.trace import Trace
 from plots import breakdown, learning_curves, memory, page, runs, throughput, timeline, transfers
 from plots.missing import attempt
+from plots.steady import first_of_steady
 
 BOXES = 10  # minibatches in a timeline
 STEPS = 2  # in one that shows the packs of a plan of transfers
@@ -190,20 +191,12 @@ def _traces(those: Sequence[runs.Run], missing: list[str]) -> list[tuple[runs.Ru
 
 def _timeline(run: runs.Run, trace: Trace, scratch: Path, missing: list[str]) -> Iterator[str]:
     """What the stages did in the middle of a run."""
-    first, path = middle(run, trace), scratch / f"timeline-{run.scheme}.png"
-    what = f"The timeline of {run.scheme}"
+    path, what = scratch / f"timeline-{run.scheme}.png", f"The timeline of {run.scheme}"
     count = STEPS if len(messages(trace.transfers)) else BOXES
+    first = first_of_steady(trace, count)
     drawn = attempt(what, missing, timeline.draw, trace, path, first=first, minibatches=count)
     if drawn:
         known = PIPELINES | TRANSFERRING | TREES | GRIDS
         about = f" ({known[run.scheme].about})" if run.scheme in known else ""
         alt = f"Timeline: forward and backward boxes of every stage under {run.scheme}"
         yield page.picture(drawn, alt, f"{run.scheme}{about}: from number {first} on.", wide=True)
-
-
-def middle(run: runs.Run, trace: Trace) -> int:
-    """A minibatch, or the first part of one, about the middle of the run, some steps after an evaluation."""
-    every = run.config.get("eval_every") or 1
-    steps = run.summary.get("steps") or 1
-    pieces = max(1, (1 + int(trace.spans.microbatch.max())) // steps)
-    return pieces * (every * (steps // 2 // every) + every // 4)

@@ -51,4 +51,4 @@ def look(label: str) -> tuple[str, str, Any]:
 
 
 if __name__ == "__main__":
-    command.of_folder(__doc__, draw, "experiments/over_time.py", "over_time.png")
+    sys.exit(command.of_folder(__doc__, draw, "experiments/over_time.py", "over_time.png"))

@@ -90,4 +90,4 @@ def smoothed(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 if __name__ == "__main__":
-    command.of_folder(__doc__, draw, "experiments/rmse.py", "rmse.png")
+    sys.exit(command.of_folder(__doc__, draw, "experiments/rmse.py", "rmse.png"))

@@ -21,12 +21,12 @@ from plots.timeline import draw
 
 DEVICES, BACKWARD = 4, 2  # a backward takes so many times as long as a forward
 SHOWN = {  # microbatches; numbers shown; minibatches
-    "spectrain": (1, 6, 10),
+    "spectrain": (1, 6, 12),
     "gpipe": (4, 8, 4),
     "1f1b": (4, 8, 4),
     "interleaved": (4, 8, 4),
     "zb-h1": (4, 8, 4),
-    "zb-v": (8, 8, 2),
+    "zb-v": (8, 8, 4),
 }
 FAST = Cluster((Level(Link(bandwidth_bytes_per_s=1e15, latency_s=0.0)),), overhead_s=0.0)
 
@@ -41,7 +41,8 @@ def main() -> None:
     for scheme, (microbatches, shown, minibatches) in SHOWN.items():
         training = Training(scheme, microbatches=microbatches)
         trace = pipetrain.simulate(partition(profile, DEVICES, FAST, training=training), scheme, FAST, minibatches)
-        print(draw(trace, options.output / f"{scheme}.png", 0, shown, f"{scheme}: {trace.bubble():.0%} bubble"))
+        title = f"{scheme}: {trace.steady_bubble():.0%} bubble in the steady state"
+        print(draw(trace, options.output / f"{scheme}.png", 0, shown, title))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
 """Draw what the paper's platform would give: throughput normalised to one device, and where devices' time goes.
 
 example:
-  python plots/speedup.py runs/speedup/speedup.json --output runs/speedup
+  python plots/speedup.py runs/speedup
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from plots import command
 from plots.style import COLOURS, save
 
 # Related ways share a colour and differ in hatching.
@@ -127,15 +127,5 @@ def _axes_of(data: dict) -> tuple[list[int], list[str]]:
     )
 
 
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", type=Path, help="speedup.json of a run of experiments/speedup.py")
-    parser.add_argument("--output", type=Path, default=Path("."), metavar="DIR", help="(default: here)")
-    options = parser.parse_args()
-    for picture in draw(options.data, options.output):
-        print(picture)
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(command.of_folder(__doc__, draw, "experiments/speedup.py", "", "speedup.json"))

@@ -37,4 +37,4 @@ def draw(study: Path, output: Path) -> Path:
 
 
 if __name__ == "__main__":
-    command.of_folder(__doc__, draw, "experiments/stability.py", "stability.png")
+    sys.exit(command.of_folder(__doc__, draw, "experiments/stability.py", "stability.png"))

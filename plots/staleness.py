@@ -101,4 +101,4 @@ def _fill(panel: Axes, rows: Sequence[dict], config: dict) -> None:
 
 
 if __name__ == "__main__":
-    command.of_folder(__doc__, draw, "experiments/staleness.py", "staleness.png")
+    sys.exit(command.of_folder(__doc__, draw, "experiments/staleness.py", "staleness.png"))

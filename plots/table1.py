@@ -53,13 +53,20 @@ def draw(folder: Path, output: Path) -> Path:
 
 
 def read(folder: Path) -> dict[str, dict[str, list[tuple[Rows, int | None]]]]:
-    """By network, and scheme or variant of one, the rows of history of every run and where it diverged, if it did."""
+    """By network, and scheme or variant of one, the rows of history of every run and where it diverged, if it did.
+
+    Raises ValueError where no run has ended.
+    """
     networks: dict[str, dict[str, list[tuple[Rows, int | None]]]] = {}
     for path in sorted(folder.glob("*/*/seed*/summary.json")):
         lines = path.with_name("history.jsonl").read_text(encoding="utf-8").splitlines()
         summary = json.loads(path.read_text(encoding="utf-8"))
         run = ([json.loads(line) for line in lines], summary["diverged_at"])
         networks.setdefault(summary["model"], {}).setdefault(path.parts[-3], []).append(run)
+    if not networks:
+        raise ValueError(
+            f"No run has ended. Received: {str(folder)!r}. Try the --output of experiments/table1.py, once one has."
+        )
     return networks
 
 
@@ -80,4 +87,4 @@ def means(curves: Sequence[Rows], key: str) -> tuple[list[float], list[float]]:
 
 
 if __name__ == "__main__":
-    command.of_folder(__doc__, draw, "experiments/table1.py", "table1.png")
+    sys.exit(command.of_folder(__doc__, draw, "experiments/table1.py", "table1.png"))

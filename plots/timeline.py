@@ -4,7 +4,8 @@ Where a plan orders the transfers of data parallelism, a row below each worker's
 packs of the plan: from when it was sent to when it had arrived, and a mark where it was used, as far as that is known.
 
 examples:
-  python plots/timeline.py runs/all/spectrain --first 60 --minibatches 12
+  python plots/timeline.py runs/all/spectrain
+  python plots/timeline.py runs/all/spectrain --first 60 --minibatches 6
   python plots/timeline.py trace.json --output timeline.png
 """
 
@@ -12,19 +13,22 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from pipetrain.cli.argument_types import count
 from pipetrain.trace.idle import IdleSpan, pauses
 from pipetrain.trace.packs import messages
 from pipetrain.trace.trace import Span, Spans, Trace
-from plots import packs
+from plots import command, packs
+from plots.missing import said
+from plots.steady import first_of_steady, pieces
 from plots.style import save
 
 FILL = {"F": "#56B4E9", "B": "#E69F00", "I": "#F0E442", "W": "#009E73", "FB": "#D55E00", "FI": "#CC79A7"}
@@ -47,29 +51,39 @@ LABELS = {
     "fill": "idle: filling, draining",
 }
 CAPTION = (
-    "Large: the {number}. Small, below it: the weight version, that is how many updates the stage had made "
+    "Large: the {number}. Small, below it: the version of the weights, that is how many updates the stage had made "
     "when the action began."
 )
 WIDTH, MARGIN = 14.0, 1.3  # inches: of the figure, and of what is not a row
 NUMBER, VERSION = 8.5, 6.0  # points
-PER_POINT = 0.66 / 72  # inches that a character takes at most, for each point of its size
+SMALLEST = 5.5  # points: a number that has less room is left out
+SLIM, WIDE = 0.66 / 72, 1.0 / 72  # inches that a character takes at most, and a W, for each point of its size
+FILLED = 0.93  # of the width of a box, by a number
+VISIBLE = 1e-3  # of the figure's width: what is idle for less is not shown
 
 
-def draw(trace: Trace, output: Path, first: int = 0, minibatches: int = 12, title: str = "") -> Path:
+def draw(trace: Trace, output: Path, first: int | None = None, minibatches: int = 12, title: str = "") -> Path:
     """The span of time from the first to the last action of these minibatches, a row per stage and replica.
 
     Where a device has several stages it is a row per device, of actions such as 2F0: stage 2, forward, microbatch 0.
+    Of schemes with microbatches ``first`` and ``minibatches`` count these. Without ``first`` the part is one in which
+    the pipeline is full.
+
+    Raises ValueError where the trace has no such minibatches.
     """
     is_ordered = len(messages(trace.transfers)) > 0
-    chosen = _chosen(trace.spans, first, first + minibatches, is_ordered)
+    if first is None:
+        first = first_of_steady(trace, minibatches)
+    chosen = _chosen(trace.spans, first, minibatches)
     start_s, end_s = float(chosen.start_s.min()), float(chosen.end_s.max())
     shown = trace.spans[(trace.spans.start_s < end_s) & (trace.spans.end_s > start_s)]
     places, names = _rows(trace)
     rows = {place: (1 + is_ordered) * row for place, row in places.items()}
-    count = (1 + is_ordered) * len(names)
-    figure = Figure(figsize=(WIDTH, 1.3 + 0.62 * count), layout="constrained")
+    height = (1 + is_ordered) * len(names)
+    figure = Figure(figsize=(WIDTH, 1.3 + 0.62 * height), layout="constrained")
     axes = figure.subplots()
-    idle = [] if trace.ranks else [each for each in pauses(trace) if each.start_s < end_s and each.end_s > start_s]
+    are_shared = trace.devices_are_shared
+    idle = [] if are_shared else _seen(pauses(trace), start_s, end_s)
     for span in shown:
         alpha = 1.0 if first <= span.microbatch < first + minibatches else 0.4
         _bar(
@@ -77,11 +91,11 @@ def draw(trace: Trace, output: Path, first: int = 0, minibatches: int = 12, titl
         )
         clear_s = min([each.start_s for each in idle if _within(each, span)], default=span.end_s)
         clear = span._replace(start_s=max(span.start_s, start_s), end_s=min(clear_s, end_s))
-        number = f"{span.stage}{span.op}{span.microbatch}" if trace.ranks else str(span.microbatch)
+        number = f"{span.stage}{span.op}{span.microbatch}" if are_shared else str(span.microbatch)
         _write(axes, rows[span.stage, span.replica], clear, number, start_s, (WIDTH - MARGIN) / (end_s - start_s))
     for each in idle:
         _bar(axes, rows, each, start_s, **IDLE[each.cause], linewidth=0, zorder=3)
-    axes.set(xlim=(0, (end_s - start_s) * 1e3), ylim=(count - 0.5, -0.5))
+    axes.set(xlim=(0, (end_s - start_s) * 1e3), ylim=(height - 0.5, -0.5))
     axes.set_title(title, loc="left")
     axes.set_xlabel(f"milliseconds\n{CAPTION.format(number=_numbered(trace))}")
     labels = {(1 + is_ordered) * row: name for row, name in enumerate(names)}
@@ -101,36 +115,38 @@ def draw(trace: Trace, output: Path, first: int = 0, minibatches: int = 12, titl
 
 def _numbered(trace: Trace) -> str:
     """What the text in the bars counts."""
-    if trace.ranks:
+    if trace.devices_are_shared:
         return "stage, the action and the microbatch"
-    return "minibatch or microbatch" if _has_pieces(trace.spans) else "minibatch"
+    return "microbatch" if pieces(trace) > 1 else "minibatch"
 
 
 def _rows(trace: Trace) -> tuple[dict[tuple[int, int], int], list[str]]:
     """The row of each stage and replica, and the rows' names: those of devices where these have several stages."""
-    if not trace.ranks:
+    if not trace.devices_are_shared:
         return {place: row for row, place in enumerate(trace.rows)}, trace.row_names()
     on = {(span.stage, span.replica): span.device for span in trace.spans}
     devices = list(dict.fromkeys(on[place] for place in trace.rows))
     return {place: devices.index(device) for place, device in on.items()}, [each.rpartition("/")[2] for each in devices]
 
 
-def _chosen(spans: Spans, first: int, end: int, goes_on: bool) -> Spans:
-    """The spans of these minibatches, up to the first drain after them: unless it ``goes_on``, numbers begin anew."""
-    wanted = spans[(spans.microbatch >= first) & (spans.microbatch < end)]
+def _chosen(spans: Spans, first: int, count: int) -> Spans:
+    """The spans of these minibatches."""
+    if not len(spans):
+        raise ValueError("There is nothing in the trace. Received: no spans. Try the trace of a fit that has ended.")
+    wanted = spans[(spans.microbatch >= first) & (spans.microbatch < first + count)]
     if not len(wanted):
-        raise ValueError(f"The trace has no such minibatches. Received: first={first}. Try 0.")
-    if goes_on:
-        return wanted
-    begins_s = spans.start_s[(spans.op == "F") & (spans.stage == 0) & (spans.replica == 0) & (spans.microbatch == 0)]
-    passes = np.searchsorted(begins_s, wanted.start_s, side="right")
-    return wanted[passes == passes.min()]
+        least, most = int(spans.microbatch.min()), int(spans.microbatch.max())
+        raise ValueError(
+            f"The trace has no such minibatches. Received: first={first}, minibatches={count}. Try first={least} to "
+            f"{most}."
+        )
+    return wanted
 
 
-def _has_pieces(spans: Spans) -> bool:
-    """Whether several backwards make an update."""
-    backwards = spans[np.isin(spans.op, ("B", "W")) & (spans.stage == 0) & (spans.replica == 0)]
-    return bool((np.diff(backwards.version) == 0).any())
+def _seen(idle: Sequence[IdleSpan], start_s: float, end_s: float) -> list[IdleSpan]:
+    """Those between these times that are long enough to be seen."""
+    least_s = VISIBLE * (end_s - start_s)
+    return [each for each in idle if min(each.end_s, end_s) - max(each.start_s, start_s) > least_s]
 
 
 def _within(pause: IdleSpan, span: Span) -> bool:
@@ -146,38 +162,57 @@ def _bar(axes: Any, rows: dict[tuple[int, int], int], what: Span | IdleSpan, sta
 
 def _write(axes: Any, row: int, span: Span, number: str, start_s: float, inches_per_s: float) -> None:
     """The number of the minibatch and the weight version, where there is room for them."""
-    room = (span.end_s - span.start_s) * inches_per_s / PER_POINT
+    room = (span.end_s - span.start_s) * inches_per_s
     middle_ms = ((span.start_s + span.end_s) / 2 - start_s) * 1e3
     version = f"v{span.version}"
     at = {"ha": "center", "va": "center", "clip_on": True, "zorder": 4}
-    if room < len(number) * NUMBER:
+    size = min(NUMBER, FILLED * room / _inches(number))
+    if size < SMALLEST:
         return
-    fits = room >= len(version) * VERSION
-    axes.text(middle_ms, row - 0.13 * fits, number, fontsize=NUMBER, **at)
+    fits = room >= _inches(version) * VERSION
+    axes.text(middle_ms, row - 0.13 * fits, number, fontsize=size, **at)
     if fits:
         axes.text(middle_ms, row + 0.23, version, fontsize=VERSION, color="#333333", **at)
 
 
-def main() -> int:
-    """Run the command line; returns the exit status: 2 where there is no trace."""
+def _inches(text: str) -> float:
+    """How wide it is at most, for each point of its size."""
+    return sum(WIDE if each == "W" else SLIM for each in text)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status: 2 where there is nothing to draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="a run's directory, or a trace file such as simulate writes")
-    parser.add_argument("--first", type=int, default=0, help="first minibatch to show (default: 0)")
-    parser.add_argument("--minibatches", type=int, default=12, help="how many (default: 12)")
-    parser.add_argument("--output", type=Path, help="(default: timeline.png in the run's directory; FILE.png)")
-    options = parser.parse_args()
+    parser.add_argument("run", type=Path, help="a run's folder, or a trace file such as simulate writes")
+    parser.add_argument(
+        "--first",
+        type=int,
+        metavar="N",
+        help="first minibatch, or microbatch of schemes that have them, to show (default: where the pipeline is full)",
+    )
+    parser.add_argument("--minibatches", type=count, default=12, metavar="N", help="how many (default: 12)")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="(default: timeline.png in the run's folder; FILE.png)"
+    )
+    options = parser.parse_args(arguments)
     of_run = options.run.is_dir()
-    file = options.run / "trace.json" if of_run else options.run
-    output = options.output or (options.run / "timeline.png" if of_run else file.with_suffix(".png"))
-    title = options.run.resolve().name if of_run else file.stem
+    output = options.output or (options.run / "timeline.png" if of_run else options.run.with_suffix(".png"))
+    title = options.run.resolve().name if of_run else options.run.stem
+    return command.shown(
+        parser.prog, lambda: draw(_loaded(options.run), output, options.first, options.minibatches, title)
+    )
+
+
+def _loaded(run: Path) -> Trace:
+    """The trace of a run's folder, or of a file. Raises ValueError where there is none."""
+    file = run / "trace.json" if run.is_dir() else run
     try:
-        trace = Trace.load(file)
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        said = f"There is no trace. Received: {str(file)!r}, {error}. Try a run's folder."
-        print(f"{parser.prog}: {said}", file=sys.stderr)
-        return 2
-    print(draw(trace, output, options.first, options.minibatches, title))
-    return 0
+        return Trace.load(file)
+    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"There is no trace. Received: {str(file)!r} ({said(error)}). Try the folder of one scheme in an "
+            "--output of experiments/run.py, or a file that Trace.save or --trace wrote."
+        ) from error
 
 
 if __name__ == "__main__":

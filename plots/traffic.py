@@ -1,12 +1,11 @@
 """Draw the bytes that devices send per minibatch: data parallelism beside the pipeline, a pair of bars a network.
 
 example:
-  python plots/traffic.py runs/traffic/traffic.json --output traffic.png
+  python plots/traffic.py runs/traffic --output traffic.png
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from matplotlib.figure import Figure
 
+from plots import command
 from plots.style import COLOURS, save
 
 SIDES = {"data-parallel": ("data_parallel_bytes", -0.2), "pipeline": ("pipeline_bytes", 0.2)}
@@ -41,14 +41,5 @@ def draw(path: Path, output: Path) -> Path:
     return save(figure, output)
 
 
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", type=Path, help="traffic.json of a run of experiments/traffic.py")
-    parser.add_argument("--output", type=Path, default=Path("traffic.png"), help="(default: %(default)s)")
-    options = parser.parse_args()
-    print(draw(options.data, options.output))
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(command.of_folder(__doc__, draw, "experiments/traffic.py", "traffic.png", "traffic.json"))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
-import sys
 from html.parser import HTMLParser
 from types import SimpleNamespace
 
@@ -14,7 +14,8 @@ from matplotlib.figure import Figure
 
 from experiments import run
 from pipetrain.plan.cluster import Cluster, Level, Link
-from pipetrain.plan.partition import plan
+from pipetrain.plan.memory import Training
+from pipetrain.plan.partition import partition, plan
 from pipetrain.plan.profile import BlockProfile, Profile
 from pipetrain.schemes.transfers.plan import Phase, Plan
 from pipetrain.schemes.transfers.workload import Message, Workload
@@ -34,6 +35,7 @@ from plots import (
     runs,
     speedup,
     staleness,
+    steady,
     throughput,
     timeline,
     traffic,
@@ -274,10 +276,98 @@ def test_the_pictures_of_schedules_are_drawn(tmp_path, monkeypatch, capsys):
     assert drawn == {f"{name}.{kind}" for name in names for kind in ("png", "svg")}
 
 
-def test_a_timeline_of_a_folder_without_a_trace_is_refused(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["timeline.py", str(tmp_path)])
-    assert timeline.main() == 2
-    assert "There is no trace. Received:" in capsys.readouterr().err
+def test_what_a_timeline_cannot_show_is_refused_with_what_can_be(tmp_path, capsys):
+    made = tmp_path / "trace.json"
+    with_drains(9, ()).save(made)
+    Trace().save(tmp_path / "empty.json")
+    for given, said in {
+        (str(tmp_path / "nothing"),): "There is no trace. Received:",
+        (str(tmp_path / "empty.json"),): "There is nothing in the trace.",
+        (str(made), "--first", "505"): "The trace has no such minibatches. Received: first=505, minibatches=12. Try",
+        (str(made), "--output", str(tmp_path / "none" / "t.png")): "No such file or directory. Received: ",
+        (str(made), "--output", str(tmp_path / "t.mp3")): "mp3",
+    }.items():
+        assert timeline.main(given) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert said in line and " Try " in line
+    assert timeline.main([str(made), "--first", "8"]) == timeline.main([str(made)]) == 0
+
+
+@pytest.mark.parametrize("name", ["rmse", "staleness", "table1", "traffic", "speedup", "over_time", "stability"])
+def test_a_folder_without_results_is_refused_with_the_program_that_makes_them(name, tmp_path, capsys):
+    draw = importlib.import_module(f"plots.{name}").draw
+    file = {"traffic": "traffic.json", "speedup": "speedup.json"}.get(name, "")
+    for content in ("", "{", "{}", "[]"):
+        if content:
+            for path in ("config.json", "summary.json", "history.jsonl", f"{name}.json"):
+                (tmp_path / path).write_text(content)
+        assert command.of_folder("", draw, f"experiments/{name}.py", f"{name}.png", file, [str(tmp_path)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "Received: " in line and " Try " in line
+
+
+def drawn(monkeypatch, trace, tmp_path, **chosen):
+    """A timeline's axes and the labels of its legend."""
+    kept = []
+    monkeypatch.setattr(timeline, "save", lambda figure, path: kept.append(figure) or path)
+    timeline.draw(trace, tmp_path / "timeline.png", **chosen)
+    (figure,) = kept
+    (axes,), (legend,) = figure.axes, figure.legends
+    return axes, [text.get_text() for text in legend.get_texts()]
+
+
+def test_a_timeline_shows_why_stages_are_idle(tmp_path, monkeypatch):
+    """Stage 1 waits 1 s for stage 0 and 2 s for the transfer: a grey bar, and a hatched one, in its own row."""
+    sent = [Transfer("F", 1, 0, 0, 1, 0, 8, 3.0, 5.0)]
+    trace = Trace.of(spans((0, 0, 0, 1), (1, 0, 1, 2), (0, 1, 2, 3), (1, 1, 5, 6)), sent)
+    axes, labels = drawn(monkeypatch, trace, tmp_path, first=0)
+    assert labels == ["forward", *(timeline.LABELS[cause] for cause in ("transfer", "imbalance", "fill"))]
+    bars = {
+        (round(bar.get_y() + bar.get_height() / 2), round(bar.get_x()), round(bar.get_width()), bar.get_hatch())
+        for bar in axes.patches
+    }
+    hatch = {cause: look.get("hatch") for cause, look in timeline.IDLE.items()}
+    assert {(1, 3000, 2000, hatch["transfer"]), (1, 2000, 1000, hatch["imbalance"])} <= bars
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["stage 0", "stage 1"]
+    assert {"0", "1"} < {text.get_text() for text in axes.texts}
+    assert "Large: the minibatch." in axes.get_xlabel()
+
+
+def test_a_timeline_of_devices_with_several_stages_has_a_row_for_each_of_these(tmp_path, monkeypatch):
+    blocks = tuple(BlockProfile(f"b{n}", 1e-3, 2e-3, 10**3, 10**3, 10**3) for n in range(4))
+    cut = partition(Profile("made up", 32, blocks), 2, SLOW_LINK, training=Training("interleaved", microbatches=2))
+    trace = simulate(cut, "interleaved", SLOW_LINK, 4, microbatches=2)
+    assert trace.devices_are_shared and not simulate(CUT, "1f1b", SLOW_LINK, 4).devices_are_shared
+    axes, labels = drawn(monkeypatch, trace, tmp_path, first=0)
+    assert labels == ["forward", "backward and update"]
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["device:0", "device:1"]
+    assert "0B0" in {text.get_text() for text in axes.texts}
+    assert "the stage, the action and the microbatch" in axes.get_xlabel()
+
+
+def with_drains(steps, drains, late=()):
+    """Two stages of 1 s; after each of the drains both begin anew, what is ``late`` takes 9 s more."""
+    found, now = [], 0.0
+    for n in range(steps):
+        now += n in drains
+        for stage in (0, 1):
+            for op in ("F", "B"):
+                found.append(Span(op, stage, n, f"d{stage}", now, now + 0.5, n))
+        now += 10 if n in late else 1
+    return Trace.of(found, starts=[0, *drains])
+
+
+def test_a_timeline_is_of_a_part_that_is_as_most_are():
+    """Not at a drain, nor at an evaluation; of whole minibatches."""
+    for drains, late in (((), ()), ((50,), ()), ((), (50,)), ((25, 50, 75), (10, 60)), (tuple(range(6, 100, 6)), ())):
+        first = steady.first_of_steady(with_drains(100, drains, late), 4)
+        assert 25 <= first < 75
+        assert not {*range(first + 1, first + 4)} & {*drains} and not {*range(first, first + 3)} & {*late}
+    assert steady.first_of_steady(with_drains(3, ()), 12) == 0
+    assert steady.first_of_steady(Trace(), 12) == 0
+    trace = simulate(CUT, "gpipe", SLOW_LINK, 20, microbatches=4)
+    assert steady.pieces(trace) == 4
+    assert steady.first_of_steady(trace, 12) % 4 == 0
 
 
 def test_packs_of_a_plan_are_in_the_timeline_with_what_is_out_of_order(tmp_path):

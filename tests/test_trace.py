@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import threading
 import time
 
@@ -19,7 +20,7 @@ from pipetrain.compute.functions.stage_values import Inputs
 from pipetrain.compute.gc_pause import gc_paused
 from pipetrain.run import channels, control, pipeline
 from pipetrain.trace.idle import Idle, idle, pauses
-from pipetrain.trace.trace import Span, Trace
+from pipetrain.trace.trace import ENDING, Span, Trace
 
 ROWS, BATCH, WIDTH = 10 * 16, 16, 16
 
@@ -42,7 +43,9 @@ def again(pm, **settings):
     """The trace of training for two epochs more, when all is traced."""
     before = pm.trace
     pm.fit(*networks.data(ROWS), batch_size=BATCH, epochs=2, shuffle=False, verbose=0, **settings)
-    return Trace.of(pm.trace.spans[len(before.spans) :], pm.trace.transfers[len(before.transfers) :])
+    after = pm.trace
+    sent, starts = after.transfers[len(before.transfers) :], after.starts[len(before.starts) :]
+    return Trace.of(after.spans[len(before.spans) :], sent, starts=starts)
 
 
 def check(trace):
@@ -50,7 +53,7 @@ def check(trace):
     found, waited = pauses(trace), dict.fromkeys(trace.rows, 0.0)
     for each in trace.transfers:
         assert each.start_s <= each.end_s
-        if each.op == "R":
+        if each.op == "R" and each.from_replica == each.to_replica:
             waited[each.from_stage, each.from_replica] += each.end_s - each.start_s
     for (stage, replica), causes in idle(trace).items():
         mine = trace.spans[(trace.spans.stage == stage) & (trace.spans.replica == replica)]
@@ -167,7 +170,7 @@ def test_what_an_evaluation_takes_between_two_epochs_is_no_imbalance():
     trace = again(traced("vanilla", epochs=1), callbacks=[rest])
     check(trace)
     spans = trace.spans
-    _, begun_s = spans.start_s[(spans.stage == 0) & (spans.op == "F") & (spans.microbatch == 0)]
+    (begun_s,) = spans.start_s[(spans.stage == 0) & (spans.op == "F") & (spans.microbatch == trace.starts[-1])]
     ended_s = spans.end_s[spans.start_s < begun_s].max()
     assert begun_s - ended_s > 0.4
     between = [each for each in pauses(trace) if each.start_s < begun_s and each.end_s > ended_s]
@@ -233,3 +236,84 @@ def test_traces_survive_chrome_json(tmp_path):
     assert [span[:4] for span in loaded.spans] == [span[:4] for span in trace.spans]
     assert [span.end_s for span in loaded.spans] == pytest.approx([0.5, 1.5])
     assert Trace(()).bubble() == 0.0
+
+
+WAYS = {
+    "vanilla": {"cuts": ["d2"]},
+    "1f1b": {"cuts": ["d2"], "microbatches": 2},
+    "all-reduce": {"devices": ["CPU:0", "CPU:1"]},
+    "coded-reduce": {"devices": ["CPU:0", "CPU:1"], "children": 2, "stragglers": 0},
+}
+
+
+@pytest.mark.parametrize("scheme", WAYS)
+def test_numbers_go_on_after_a_drain(scheme, tmp_path):
+    """At the end of an epoch, and in the midst of one; what happens in between is neither one's wait."""
+    x, y = networks.data(ROWS)
+    pm, pieces = pipetrain.PipelineModel(networks.mlp(), scheme=scheme, **WAYS[scheme]), 1 + (scheme == "1f1b")
+    pm.compile("sgd", networks.crossentropy())
+
+    def drained(n, logs):
+        if n == 5:
+            pm.get_weights()
+            pm.predict(x[:2], verbose=0)
+
+    drain = keras.callbacks.LambdaCallback(on_train_batch_end=drained)
+    pm.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0, callbacks=[drain])
+    trace, spans = pm.trace, pm.trace.spans
+    assert {*spans.microbatch.tolist()} == {*range(20 * pieces)}
+    made = spans[np.isin(spans.op, ENDING)]
+    assert (made.version == made.microbatch // pieces).all()
+    first, second, third, fourth = trace.starts
+    assert (first, third) == (0, 10 * pieces) and first < second < third < fourth < 20 * pieces
+    gone_on = spans.start_s[spans.microbatch >= third].min()
+    over_s = spans.end_s[spans.microbatch < third].max()
+    for each in pauses(trace):
+        assert each.cause == "fill" or each.end_s <= over_s or each.start_s >= gone_on
+    check(trace)
+    trace.save(tmp_path / "trace.json")
+    assert Trace.load(tmp_path / "trace.json").starts == trace.starts
+
+
+def test_numbers_of_old_files_are_made_to_go_on(tmp_path):
+    """In which microbatches and versions began anew after a drain, and nothing said when."""
+    pm = traced("vanilla")
+    old, begins = pm.trace.to_chrome(), 0
+    for event in old["traceEvents"]:
+        args = event.get("args", {})
+        if args.get("microbatch", -1) >= 10:
+            args["microbatch"] -= 10
+            args["weight_version"] = args.get("weight_version", 10) - 10
+            begins += 1
+    assert begins == 2 * 2 * 10 + 2 * 10
+    del old["otherData"]
+    (tmp_path / "old.json").write_text(json.dumps(old))
+    loaded = Trace.load(tmp_path / "old.json")
+    assert loaded.starts == pm.trace.starts == (0, 10)
+    for name in ("microbatch", "version"):
+        assert getattr(loaded.spans, name).tolist() == getattr(pm.trace.spans, name).tolist()
+    assert loaded.transfers.microbatch.tolist() == pm.trace.transfers.microbatch.tolist()
+
+
+def test_the_steady_state_is_without_filling_and_draining():
+    """Two stages, a unit each for F and B: a full asynchronous pipeline waits for nothing, however short the run."""
+    order = {0: "F F B F B F B F B F B F B B", 1: "FB" * 7}
+    ready, free, spans = {}, {0: 0.0, 1: 0.0}, []
+    acts = {0: order[0].split(), 1: list(order[1])}
+    count = {(stage, op): 0 for stage in (0, 1) for op in "FB"}
+    while any(acts.values()):
+        for stage, mine in acts.items():
+            while mine:
+                op, n = mine[0], count[stage, mine[0]]
+                needs = {(0, "F"): None, (0, "B"): (1, "B", n), (1, "F"): (0, "F", n), (1, "B"): None}[stage, op]
+                if needs is not None and needs not in ready:
+                    break
+                start_s = max(free[stage], ready.get(needs, 0.0))
+                free[stage] = ready[stage, op, n] = start_s + 1
+                spans.append(Span(op, stage, n, f"d{stage}", start_s, start_s + 1, count[stage, "B"]))
+                count[stage, op] += 1
+                mine.pop(0)
+    trace = Trace.of(spans)
+    assert trace.steady_bubble() == 0 < trace.bubble()
+    assert Trace.of(each for each in spans if each.microbatch < 2).steady_bubble() > 0
+    assert Trace().steady_bubble() == 0

@@ -80,6 +80,8 @@ class Pipeline:
         self._spans: deque[Span] = deque(maxlen=KEPT_SPANS)
         self._transfers: deque[Transfer] = deque(maxlen=KEPT_SPANS)
         self.made, self.loss_scale = 0, LossScale()
+        self._posted = 0  # minibatches of all runs up to the last drain
+        self._starts: deque[int] = deque(maxlen=KEPT_SPANS)  # the first microbatch of each of them
         self._results: deque[Result] = deque()
         self._busy_s = 0.0
         self._knows_seconds = all(is_prompt(replica.device) for stage in stages for replica in stage)
@@ -122,7 +124,8 @@ class Pipeline:
         """What happened up to the last drain."""
         since_s = self._spans[0].start_s if self._spans else 0.0
         ranks = None if self._scheme.schedule.chunks == 1 else self._devices
-        return Trace.of(self._spans, (each for each in self._transfers if each.start_s >= since_s), ranks)
+        sent = (each for each in self._transfers if each.start_s >= since_s)
+        return Trace.of(self._spans, sent, ranks, self._starts)
 
     def trace_for(self, targets: Any) -> bool:
         """Trace every stage, the last one for labels and sample weights of these specs; whether that was to be done.
@@ -259,9 +262,16 @@ class Pipeline:
             self._running = None
             raise
         last = min(running.works, key=lambda work: work.version)  # where an abort has left some behind
-        self._running, self.made, self.loss_scale = None, self.made + last.version, last.updates.loss_scale
-        self._spans.extend(sorted(chain(*(thread.spans for thread in running.threads)), key=_start_s))
-        self._transfers.extend(sorted(chain(*(work.transfers() for work in running.works)), key=_start_s))
+        spans = sorted(chain(*(thread.spans for thread in running.threads)), key=_start_s)
+        sent = sorted(chain(*(work.transfers() for work in running.works)), key=_start_s)
+        first, made = self._posted * self._microbatches, self.made  # a run counts both from 0 on, its trace goes on
+        self._running, self.made, self.loss_scale = None, made + last.version, last.updates.loss_scale
+        self._posted += running.posted
+        self._starts.append(first)
+        self._spans.extend(
+            each._replace(microbatch=first + each.microbatch, version=made + each.version) for each in spans
+        )
+        self._transfers.extend(each._replace(microbatch=first + each.microbatch) for each in sent)
         self._busy_s += sum(thread.busy_s for thread in running.threads)
 
     def _hand_back(self) -> None:

@@ -84,6 +84,7 @@ class StepRunner(Stepwise):
         self.made = 0
         self._spans.clear()
         self._transfers.clear()
+        self._starts.clear()
 
     def _retraced(self) -> None:
         self._step = None

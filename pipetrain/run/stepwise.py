@@ -54,6 +54,7 @@ class Stepwise:
         self.snapshots: deque[Snapshot] = deque()
         self._spans: deque[Span] = deque(maxlen=KEPT_SPANS)
         self._transfers: deque[Transfer] = deque(maxlen=KEPT_SPANS)
+        self._starts: deque[int] = deque(maxlen=KEPT_SPANS)  # the first step of each run
 
     @property
     def is_drained(self) -> bool:
@@ -73,7 +74,8 @@ class Stepwise:
     def trace(self) -> Trace:
         """Every worker's steps, and messages as far as they are recorded."""
         since_s = self._spans[0].start_s if self._spans else 0.0
-        return Trace.of(self._spans, (each for each in self._transfers if each.end_s >= since_s))
+        sent = (each for each in self._transfers if each.end_s >= since_s)
+        return Trace.of(self._spans, sent, starts=self._starts)
 
     def trace_for(self, targets: Any) -> bool:
         """Trace the gradients for labels and sample weights of these specs; whether that was to be done."""
@@ -148,6 +150,7 @@ class Stepwise:
         settings = self._lost.unless_lost(self._settings)
         self._lost.unless_lost(partial(self._load, settings))
         self._run, self._steps_done = settings, 0
+        self._starts.append(self.made)
         return settings
 
     def _end(self, store: bool) -> None:

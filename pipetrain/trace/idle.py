@@ -86,7 +86,8 @@ def _pauses(trace: Trace, places: list[tuple[int, int]]) -> Iterator[tuple[Cause
     first, last = np.diff(row, prepend=-1) != 0, np.diff(row, append=len(places)) != 0
     begin_s = np.where(first, 0.0, np.concatenate([[0.0], spans.end_s])[:-1])
     begin_s = np.minimum(begin_s, spans.start_s)
-    refilled = first | (np.isin(spans.op, FORWARDS) & (spans.microbatch == 0))  # numbers begin anew after a drain
+    fill = np.searchsorted(np.sort(trace.starts), spans.microbatch, side="right")  # after how many starts
+    refilled = first | (np.diff(fill, prepend=0) > 0)
     yield "fill", row[refilled], begin_s[refilled], spans.start_s[refilled]
     yield "fill", row[last], spans.end_s[last], np.full(int(last.sum()), trace.duration_s)
     transfers = _among(trace.transfers, places)
@@ -114,7 +115,7 @@ def _among(transfers: Transfers, places: list[tuple[int, int]]) -> Transfers:
 def _inputs(spans: Spans, row: Keys, transfers: Transfers, row_of: Any) -> tuple[Seconds, Seconds]:
     """When the last input of each span was sent, and when all had arrived; long ago where nothing was.
 
-    What is sent is for the next such action of its reader: after a drain there are others of the same number.
+    What is sent is for the next such action of its reader.
     """
     sent = transfers[np.isin(transfers.op, ("F", "B"))]
     microbatches = 1 + max(int(each.microbatch.max(initial=0)) for each in (spans, sent))

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from pipetrain.schemes.actions import OPERATIONS, Op
 from pipetrain.trace.columns import Columns, Names
+from pipetrain.trace.old_numbers import numbered_through
 
 Integers = NDArray[np.int32]
 Seconds = NDArray[np.float64]
@@ -107,21 +108,33 @@ class Transfers(Columns[Transfer]):
 class Trace:
     """The spans and transfers of one run, in order of their start.
 
-    Microbatches (of schemes that have none, minibatches) and versions are numbered from the last drain on.
+    Microbatches (of schemes that have none, minibatches) and versions are numbered through, whenever the pipeline was
+    drained in between.
 
     Both are sequences of named tuples, and have an array for each field: ``trace.spans.start_s``. ``ranks`` is the
     number of devices that execute one action at a time, if it is not that of stages and replicas: a device may have
-    several stages.
+    several stages. ``starts`` are the microbatches that came first when the pipeline was empty: the first one of all,
+    and the first one after each drain.
     """
 
     def __init__(
-        self, spans: Iterable[Span] = (), transfers: Iterable[Transfer] = (), ranks: int | None = None
+        self,
+        spans: Iterable[Span] = (),
+        transfers: Iterable[Transfer] = (),
+        ranks: int | None = None,
+        starts: Iterable[int] = (),
     ) -> None:
         self.spans, self.transfers = Spans.of(spans), Transfers.of(transfers)
-        self._ranks = ranks
+        self._ranks, self.starts = ranks, tuple(starts)
 
     @classmethod
-    def of(cls, spans: Iterable[Span], transfers: Iterable[Transfer] = (), ranks: int | None = None) -> Trace:
+    def of(
+        cls,
+        spans: Iterable[Span],
+        transfers: Iterable[Transfer] = (),
+        ranks: int | None = None,
+        starts: Iterable[int] = (),
+    ) -> Trace:
         """Order the spans and transfers and count time from the first span's start."""
         given, sent = Spans.of(spans), Transfers.of(transfers)
         ordered = given[np.lexsort((given.stage, given.start_s))]
@@ -130,7 +143,7 @@ class Trace:
         if origin:
             ordered = replace(ordered, start_s=ordered.start_s - origin, end_s=ordered.end_s - origin)
             sent = replace(sent, start_s=sent.start_s - origin, end_s=sent.end_s - origin)
-        return cls(ordered, sent, ranks)
+        return cls(ordered, sent, ranks, starts)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Trace) and self.spans == other.spans and self.transfers == other.transfers
@@ -158,6 +171,11 @@ class Trace:
         return len(self.rows) if self._ranks is None else self._ranks
 
     @property
+    def devices_are_shared(self) -> bool:
+        """Whether a device has several stages, of which it executes one action at a time."""
+        return self.ranks < len(self.rows)
+
+    @property
     def duration_s(self) -> float:
         """Seconds from the first span's start to the last one's end."""
         return float(self.spans.end_s.max(initial=0.0))
@@ -165,13 +183,18 @@ class Trace:
     @property
     def step_s(self) -> float:
         """Seconds per minibatch while the pipeline is full: between the last stage's updates, in the middle half."""
-        mine = (self.spans.stage == self.stages - 1) & (self.spans.replica == 0) & np.isin(self.spans.op, ENDING)
-        backwards = self.spans[mine]
-        ends_s = backwards.end_s[np.diff(backwards.version, append=-1) != 0]  # of each minibatch's last backward
+        _, ends_s = self._updates()
         first, last = len(ends_s) // 4, len(ends_s) - 1 - len(ends_s) // 4
         if first >= last:
             return self.duration_s / max(1, len(ends_s))
         return float(ends_s[last] - ends_s[first]) / (last - first)
+
+    def _updates(self) -> tuple[Integers, Seconds]:
+        """The last stage's updates: of each the last microbatch, and when its backward ended."""
+        mine = (self.spans.stage == self.stages - 1) & (self.spans.replica == 0) & np.isin(self.spans.op, ENDING)
+        backwards = self.spans[mine]
+        last = np.diff(backwards.version, append=-1) != 0
+        return backwards.microbatch[last], backwards.end_s[last]
 
     def busy_s(self, stage: int) -> float:
         """Seconds that a stage spent in its actions."""
@@ -185,6 +208,20 @@ class Trace:
         busy = float((self.spans.end_s - self.spans.start_s).sum())
         return 1.0 - busy / (self.duration_s * self.ranks)
 
+    def steady_bubble(self) -> float:
+        """The same of a minibatch while training goes on, without the pipeline's filling and draining.
+
+        ``1 - busy_s / (ranks * step_s)``, where ``busy_s`` are the mean seconds that a minibatch of the middle half
+        takes on all ranks; at least 0. That of a trace of fewer than four minibatches is ``bubble``.
+        """
+        numbers, _ = self._updates()
+        first, last = len(numbers) // 4, len(numbers) - 1 - len(numbers) // 4
+        if first == 0 or first >= last:
+            return self.bubble()
+        mine = (self.spans.microbatch > numbers[first]) & (self.spans.microbatch <= numbers[last])
+        busy_s = float((self.spans.end_s - self.spans.start_s)[mine].sum()) / (last - first)
+        return max(0.0, 1.0 - busy_s / (self.ranks * self.step_s))
+
     def to_chrome(self) -> dict[str, Any]:
         """The trace in Chrome's format (chrome://tracing, ui.perfetto.dev).
 
@@ -197,8 +234,9 @@ class Trace:
         row_of = {place: row for row, place in enumerate(self.rows)}
         events = [_event(span, row_of[span.stage, span.replica]) for span in self.spans]
         sent = [half for number, transfer in enumerate(self.transfers) for half in _halves(transfer, number)]
-        shared = {} if self._ranks is None else {"otherData": {"ranks": self._ranks}}
-        return {"displayTimeUnit": "ms", "traceEvents": names + events + sent, **shared}
+        shared = {} if self._ranks is None else {"ranks": self._ranks}
+        other = {**shared, "starts": list(self.starts)}
+        return {"displayTimeUnit": "ms", "traceEvents": names + events + sent, "otherData": other}
 
     def row_names(self) -> list[str]:
         """The name of each of ``rows``."""
@@ -213,9 +251,13 @@ class Trace:
     def load(cls, path: str | Path) -> Trace:
         """Read a file that ``save`` wrote."""
         data = json.loads(Path(path).read_text(encoding="utf-8"))
-        events, ranks = data["traceEvents"], data.get("otherData", {}).get("ranks")
-        spans = (_span(event) for event in events if event["ph"] == "X")
-        return cls(spans, (_transfer(event) for event in events if event["ph"] == "b"), ranks)
+        events, other = data["traceEvents"], data.get("otherData", {})
+        spans = Spans.of(_span(event) for event in events if event["ph"] == "X")
+        sent = Transfers.of(_transfer(event) for event in events if event["ph"] == "b")
+        if "starts" not in other:
+            spans, sent, starts = numbered_through(spans, sent)
+            return cls(spans, sent, other.get("ranks"), starts)
+        return cls(spans, sent, other.get("ranks"), other["starts"])
 
 
 def _event(span: Span, row: int) -> dict[str, Any]:
