@@ -96,11 +96,12 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
             ``predicted``, pipelines that never drain, whose weights are predicted (``spectrain`` with
             ``horizon="target"``).
         memory_bytes: the memory of a device, that ``auto`` keeps to; by default without a limit.
-        children, depth, stragglers: of ``coded-reduce``: how many children the root, which is this process, and each
-            worker above the last level has; of how many levels the tree is, by default 1; how many children of a parent
-            may be late, by default 1. Each of the ``n + ... + n^L`` workers is on a device of its own and has
+        children: of ``coded-reduce``: n, how many children the root, which is this process, and each worker above the
+            last level has. Each of the ``n + ... + n^L`` workers is on a device of its own and has
             ``1 / sum_{l=1..L} (n/(s+1))^l`` of every minibatch's rows. The weights are those of the unsplit model.
             Source: CodedReduce (arXiv 1902.01981).
+        depth: of ``coded-reduce``: L, of how many levels the tree is, by default 1.
+        stragglers: of ``coded-reduce``: s, how many children of a parent may be late, by default 1.
         grid: of ``scheme="grid"``: over how many devices the outputs of wide layers are divided, and over how many the
             rows of a minibatch, such as ``(2, 2)``; a ``pipetrain.schemes.grid.Grid``, which names the layers; or
             ``auto``, the default: the grid and the layers that send the least, by the measured links. Source: Gholami

@@ -66,7 +66,7 @@ class Choice:
         ways: that were predicted, one device first.
         spread: the standard error of the profile's seconds, as a part of them.
         cut_of: gives the cut of a way that is a pipeline, and what no cut's slowest stage can be below, see
-        ``least_slowest_s``.
+            ``least_slowest_s``.
         limit_bytes: the memory of a device, None for no limit.
 
     Raises ValueError if no way fits the memory.

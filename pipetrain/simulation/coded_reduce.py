@@ -56,7 +56,9 @@ def simulate_tree(
 
     Args:
         profile: what the blocks cost for a whole minibatch.
-        children, depth, stragglers: n, L and s.
+        children: n, of the root and of each worker above the last level.
+        depth: L, the levels of the tree.
+        stragglers: s, how many children of a parent may be late.
         cluster: how devices are joined, the root being the first of them.
         minibatches: how many are trained.
         speeds: of the workers, 1 being that of the profile; by default all 1.

@@ -72,7 +72,10 @@ def split(
 
     Args:
         run: the computation; ``outputs`` are the floating-point tensors that gradients start from.
-        weights, state, differentiable: lists of ``tf.TensorSpec``; ``constants`` any nested structure of them.
+        weights: a list of ``tf.TensorSpec``.
+        state: likewise.
+        differentiable: likewise.
+        constants: any nested structure of such.
         handed: what the forward is to give of its residuals; the backward takes these as they are.
         compiled: whether XLA is to compile them.
         stays: the numbers of the state that ``run`` leaves as it is, asked when it has been traced.

@@ -50,9 +50,11 @@ class Segment(keras.Layer):
 
     Args:
         calls: in an order in which they can run.
-        reads, writes: the values that come in and go out.
+        reads: the values that come in.
+        writes: the values that go out.
         symbols: the symbolic tensor of every value.
-        differentiable, returns: which values that come in and go out need a gradient.
+        differentiable: which values that come in need a gradient.
+        returns: which values that go out need one.
         before: how many earlier calls have each variable, by its ``id``. A weight's regularizer counts at its first.
         earlier: the calls before these.
         draws: which of the chain's calls draw from Keras' global seed, as traces have found.
