@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+import time
+from contextlib import ExitStack, suppress
+from itertools import count
 from pathlib import Path
 
 import models
 from experiments import datasets, optimizers
 from experiments.networks import NETWORKS, defaults
+from pipetrain.checkpoint.directory_lock import DirectoryLock
 from pipetrain.cli.argument_types import horizon
 from pipetrain.schemes import table
 
@@ -50,6 +54,31 @@ def writable(output: Path) -> Path:
         raise ValueError(
             f"Cannot write there: {error.strerror}. Received: output={str(output)!r}. Try another directory."
         ) from error
+
+
+def new_folder(runs: Path) -> Path:
+    """A folder for a run that begins now and no other has: of the time, and a number if one began in this second.
+
+    Raises ValueError if none can be made there.
+    """
+    name = time.strftime("%Y%m%d-%H%M%S")
+    for number in count(1):
+        output = writable(runs) / (name if number == 1 else f"{name}-{number}")
+        with suppress(FileExistsError):
+            output.mkdir()
+            return output
+    raise AssertionError  # numbers have no end
+
+
+def owned(output: Path, ends: ExitStack) -> Path:
+    """The directory, made if need be, to which no other program writes until ``ends``. Raises ValueError if one does.
+
+    It is said where the file system cannot see to that.
+    """
+    unlocked = ends.enter_context(DirectoryLock(writable(output), "output"))
+    if unlocked:
+        print(f"{output} cannot be locked ({unlocked}): see that no other program writes there.")
+    return output
 
 
 def add_training(parser: argparse.ArgumentParser, steps: int, output: str = "runs/<time>") -> None:

@@ -10,18 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from experiments.records import CHECKPOINTS, Settings, Summary, microbatches_for, options_of, own_for
+from pipetrain.checkpoint.store import steps_done
 from pipetrain.schemes.table import PIPELINES
 
 
 def newest(runs: Path) -> Path:
-    """The run without an end that was begun last. Raises ValueError if there is none."""
-    found = sorted(
-        (path.parent.parent for path in runs.glob("*/*/config.json") if summary(path.parent) is None),
-        key=lambda path: path.stat().st_mtime,
-    )
-    if not found:
+    """The run without an end that was begun, or gone on with, last. Raises ValueError if there is none."""
+    begun = [path for path in runs.glob("*/*/config.json") if summary(path.parent) is None]
+    if not begun:
         raise ValueError(f"There is no run to go on with. Received: --resume, nothing in {str(runs)!r}. Try a new one.")
-    return found[-1]
+    return max(begun, key=lambda path: path.stat().st_mtime_ns).parent.parent
 
 
 def summary(folder: Path) -> Summary | None:
@@ -69,7 +67,7 @@ def settings(output: Path, schemes: Sequence[str], changes: Mapping[str, Any]) -
         if left_out["servers"] and "servers" not in changes:  # some workers may be lost
             left_out["servers"] = min(left_out["servers"], changed.stages)
         chosen[source] = replace(changed, **left_out)
-        done = max((int(path.stem[5:]) for path in (output / source / CHECKPOINTS).glob("step-*.npz")), default=0)
+        done = steps_done(output / source / CHECKPOINTS) or 0
         if done > changed.steps:
             raise ValueError(
                 f"More steps are done already. Received: --steps {changed.steps}, {done} steps of {scheme}. "

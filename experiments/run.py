@@ -27,7 +27,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
@@ -40,7 +39,18 @@ sys.path.insert(0, str(ROOT))
 
 from experiments import datasets, resuming  # noqa: E402
 from experiments.networks import NETWORKS, sizes  # noqa: E402
-from experiments.options import add_policy, add_training, add_tree, add_workers, fill_in, positive, whole, writable  # noqa: E402
+from experiments.options import (  # noqa: E402
+    add_policy,
+    add_training,
+    add_tree,
+    add_workers,
+    fill_in,
+    new_folder,
+    owned,
+    positive,
+    whole,
+    writable,
+)
 from experiments.records import (  # noqa: E402
     LOST,
     POLICY_OPTIONS,
@@ -115,11 +125,17 @@ def supervise(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         own.add_argument(name)
     own.add_argument("--elastic", action="store_true")
     own.add_argument("--resume", nargs="?")
+    with ExitStack() as ends:
+        return Supervision(options, own.parse_known_args(arguments)[1], folder(options, ends)).run()
+
+
+def folder(options: argparse.Namespace, ends: ExitStack) -> Path:
+    """The run's, for this program alone until ``ends``. Raises ValueError where that cannot be."""
     if options.resume is not None:
         output = Path(options.resume) if options.resume else resuming.newest(ROOT / "runs")
     else:
-        output = Path(options.output or ROOT / "runs" / time.strftime("%Y%m%d-%H%M%S"))
-    return Supervision(options, own.parse_known_args(arguments)[1], writable(output)).run()
+        output = Path(options.output) if options.output else new_folder(ROOT / "runs")
+    return writable(output) if options.supervised else owned(output, ends)  # which its supervisor has
 
 
 def end_with_supervisor() -> None:
@@ -212,7 +228,7 @@ def _place(options: argparse.Namespace) -> str:
 
 def begin(options: argparse.Namespace, ends: ExitStack) -> tuple[Path, list[Summary]]:
     """Train under every scheme asked for, one after another, from the same weights on the same minibatches."""
-    output = writable(Path(options.output or ROOT / "runs" / time.strftime("%Y%m%d-%H%M%S")))
+    output = folder(options, ends)
     stopped = [scheme for scheme in options.scheme if resuming.is_unfinished(output / scheme)]
     if stopped:
         raise ValueError(
@@ -270,7 +286,7 @@ def having(scheme: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def go_on(options: argparse.Namespace, ends: ExitStack) -> tuple[Path, list[Summary]]:
     """Go on with a run that was stopped."""
-    output = writable(Path(options.resume) if options.resume else resuming.newest(ROOT / "runs"))
+    output = folder(options, ends)
     changes = {key: value for key, value in options.given.items() if key in CHANGEABLE}
     refused = [f"--{key.replace('_', '-')}" for key in options.given if key not in (*CHANGEABLE, *ANYWAY)]
     if refused:

@@ -28,6 +28,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from itertools import product
@@ -41,7 +42,7 @@ import models  # noqa: E402
 from experiments import datasets, optimizers  # noqa: E402
 from experiments.intervals import interval, shown  # noqa: E402
 from experiments.networks import NETWORKS  # noqa: E402
-from experiments.options import positive, rate, whole, writable  # noqa: E402
+from experiments.options import owned, positive, rate, whole, writable  # noqa: E402
 from experiments.policies import MLP, POLICIES, Outcome, Run, record, recorded, train  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
 from pipetrain.plan.text_table import text_table  # noqa: E402
@@ -70,8 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     try:
         runs = planned(options)
-        output = writable(Path(options.output or ROOT / "runs" / "staleness"))
-        outcomes = finish(runs, writable(output / "runs"), options.jobs, options.data_dir)
+        with ExitStack() as ends:
+            output = owned(Path(options.output or ROOT / "runs" / "staleness"), ends)
+            outcomes = finish(runs, writable(output / "runs"), options.jobs, options.data_dir)
     except ValueError as error:
         print(f"staleness.py: {error}", file=sys.stderr)
         return 2

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from experiments.records import CHECKPOINTS, LOST
+from pipetrain.checkpoint.store import steps_done
 from pipetrain.cluster.hosts import Hosts
 from pipetrain.cluster.probe import ASK_S, missing
 from pipetrain.plan.text_table import counted
@@ -42,7 +43,7 @@ class Supervision:
 
     def __init__(self, options: argparse.Namespace, arguments: Sequence[str], output: Path) -> None:
         self._options, self._arguments, self._output = options, list(arguments), output
-        self._begun_s = time.time()
+        self._settings_before = self._settings()
         self._planned: int | None = None  # stages, before anything was lost
         self._stages: int | None = None  # since then
         self._child: subprocess.Popen[bytes] | None = None
@@ -109,7 +110,7 @@ class Supervision:
 
     def _what(self) -> list[str]:
         """What a training process is told: at first what was asked for, then to go on."""
-        if not any(path.stat().st_mtime >= self._begun_s for path in self._output.glob("*/config.json")):
+        if self._settings() == self._settings_before:
             where = "--output" if self._options.resume is None else "--resume"
             return [*self._arguments, where, str(self._output)]
         what = ["--resume", str(self._output)]
@@ -120,6 +121,11 @@ class Supervision:
         if self._stages is not None:
             what += ["--stages", str(self._stages)]
         return what
+
+    def _settings(self) -> set[tuple[int, int]]:
+        """The files that training processes write when they begin, each a new one: whatever a clock says."""
+        found = (os.stat(path) for path in self._output.glob("*/config.json"))
+        return {(each.st_ino, each.st_mtime_ns) for each in found}
 
     def _recovered(self, lost: Mapping[str, str], status: int) -> bool:
         """Say what is lost and have it replaced, or do without it; False if neither can be."""
@@ -169,14 +175,17 @@ class Supervision:
             self._planned = max((each["stages"] for each in known), default=self._options.stages)
         return self._planned if self._planned <= workers else max(1, self._planned * workers // self._at_first)
 
-    def _done(self) -> str | None:
-        """The newest checkpoint of the scheme that is being trained; None if there is none yet."""
-        paths = self._output.glob(f"*/{CHECKPOINTS}/step-*.npz")  # another scheme's may be there, which it went on from
-        return max(map(str, paths), key=lambda path: os.stat(path).st_mtime_ns, default=None)
+    def _done(self) -> int | None:
+        """The steps of the scheme that is being trained, up to its newest checkpoint; None if there is none yet.
+
+        Another scheme's may be there, which it went on from.
+        """
+        steps = (steps_done(path) for path in self._output.glob(f"*/{CHECKPOINTS}"))
+        return max((each for each in steps if each is not None), default=None)
 
     def _going_on(self) -> str:
         done = self._done()
-        return f"going on from step {int(Path(done).stem[5:])}" if done else "beginning again, without a checkpoint yet"
+        return "beginning again, without a checkpoint yet" if done is None else f"going on from step {done}"
 
     def _given_up(self, why: str) -> int:
         workers = f"--cluster {self._options.cluster}" if self._local is None else f"--local-workers {self._at_first}"

@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from itertools import groupby
 from pathlib import Path
 
@@ -34,7 +35,7 @@ sys.path.insert(0, str(ROOT))
 
 from experiments import datasets, optimizers, results  # noqa: E402
 from experiments.networks import NETWORKS, PUBLISHED, defaults, parameters, sizes  # noqa: E402
-from experiments.options import learning_rate, positive, rate, writable  # noqa: E402
+from experiments.options import learning_rate, owned, positive, rate, writable  # noqa: E402
 from experiments.records import Settings  # noqa: E402
 from experiments.variants import variant  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
@@ -47,10 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status: 2 for arguments that cannot be used."""
     options = parse(arguments)
     try:
-        output = writable(options.output)
-        if not options.gather:
-            train_all(planned(options), output, options.data_dir)
-        report(output)
+        with ExitStack() as ends:
+            output = writable(options.output) if options.gather else owned(options.output, ends)
+            if not options.gather:
+                train_all(planned(options), output, options.data_dir)
+            report(output)
     except ValueError as error:
         print(f"table1.py: {error}", file=sys.stderr)
         return 2

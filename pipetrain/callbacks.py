@@ -12,7 +12,9 @@ from typing import Any
 
 import keras
 
+from pipetrain.checkpoint.arrays import Arrays, array_of, not_finite
 from pipetrain.checkpoint.callback_state import recall, remembered
+from pipetrain.checkpoint.directory_lock import DirectoryLock
 from pipetrain.checkpoint.position import Position
 from pipetrain.checkpoint.session import FitSession
 from pipetrain.checkpoint.store import Checkpoint, Store
@@ -69,7 +71,9 @@ class PipelineCheckpoint(keras.callbacks.Callback):
     steps.
 
     If a checkpoint cannot be written, this is reported and training continues; a damaged checkpoint is skipped for the
-    one before it.
+    one before it, and that is reported. Weights, or slots, that have become NaN or infinite replace no checkpoint.
+    While ``fit`` runs no other program can write to the directory. Files say of which run and step they are: copies of
+    them under other names are not removed, and the whole directory may be copied or moved.
 
     Args:
         directory: of the checkpoints, for this run alone; made if need be.
@@ -78,8 +82,9 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         resume: whether to resume from the newest one; if False, there must be none.
 
     Raises:
-        ValueError: at the start of ``fit``: the checkpoints are another model's, or none can be read, or there are some
-            and ``resume`` is False, or none can be written there.
+        ValueError: at the start of ``fit``: the checkpoints are another model's or several runs', or the newest cannot
+            be read though it may be whole (permissions, a newer version), or none can, or there are some and ``resume``
+            is False, or none can be written there, or another program is writing there.
     """
 
     def __init__(self, directory: str | Path, every_steps: int = 100, keep: int = 3, resume: bool = True) -> None:
@@ -88,6 +93,7 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         self._resume = resume
         kept = checked_count("keep", keep, "The newest checkpoints are kept, one at least", 3)
         self._store = Store(Path(directory).absolute(), kept)
+        self._lock = DirectoryLock(self._store.directory, "directory")
         self._resumed: Checkpoint | None = None
         self._signal: int | None = None
 
@@ -107,6 +113,9 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         self._check()
         self._position, self._saved_at, self._resumed = Position(0, 0), -1, None
         self._due, self._finite, self._is_over = False, True, False
+        weights = {f"weight/{n}": array_of(each) for n, each in enumerate(self.model.model.variables)}
+        self._never_finite = {_number(name) for name in not_finite(weights)}
+        self._told_of_spoiled = False
         self._logs: dict[str, float] = {}
         found = self._newest()
         if found is not None:
@@ -159,6 +168,8 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         self._updates, self._due = updates, self._finite and trained
         ended = any(getattr(each, "stopped_epoch", 0) for each in self._session.callbacks)
         self._save_if_due(ended=ended, **known)
+        if trained and not self._finite:
+            self._tell_of_spoiled("The loss is not finite")
         self._is_over = True
         self._obey()  # where nothing was due: a run that had nothing left to do, or a loss that is not finite
 
@@ -177,12 +188,17 @@ class PipelineCheckpoint(keras.callbacks.Callback):
                 "Checkpoints come between single steps. Received: "
                 f"steps_per_execution={self.model.steps_per_execution}. Try 1."
             )
+        self._store.check()
+        unlocked = self._session.exits.enter_context(self._lock)
+        if unlocked:
+            _say(f"{self._store.directory} cannot be locked ({unlocked}): see that no other program writes there.")
+        else:
+            self._store.sweep()
         if not self._resume and self._store.paths():
             raise ValueError(
                 f"There are checkpoints of another run. Received: directory={str(self._store.directory)!r}, "
                 "resume=False. Try resume=True to go on with it, or another directory."
             )
-        self._store.check()
 
     def _drains_after(self, updates: int) -> bool:
         return self._signal is not None or updates % self._every_steps == 0
@@ -196,6 +212,9 @@ class PipelineCheckpoint(keras.callbacks.Callback):
     def _save(self, known: dict[str, Any]) -> None:
         """Write a checkpoint; ``known`` is what of its facts is otherwise than the model says."""
         arrays = self._session.state()
+        if self._spoiled(arrays):
+            self._tell_of_spoiled(f"Weights of step {self._updates} are not finite")
+            return
         about = {
             **self._session.about(),
             "position": self._position,
@@ -208,18 +227,27 @@ class PipelineCheckpoint(keras.callbacks.Callback):
             self._store.write(self._updates, {**arrays, **more}, about)
             self._saved_at = self._updates
         except (OSError, TypeError, ValueError) as error:  # the latter: a callback's state that JSON cannot hold
-            left = self._store.paths()
-            _say(
-                f"The checkpoint of step {self._updates} could not be written "
-                f"({getattr(error, 'strerror', None) or error}); "
-                + (f"the newest is {left[-1].name}." if left else "there is none yet.")
-            )
+            reason = getattr(error, "strerror", None) or error
+            _say(f"The checkpoint of step {self._updates} could not be written ({reason}); {self._newest_is()}.")
+
+    def _spoiled(self, arrays: Arrays) -> bool:
+        """Whether something is not finite that was so when this ``fit`` began."""
+        return any(_number(name) not in self._never_finite for name in not_finite(arrays))
+
+    def _tell_of_spoiled(self, what: str) -> None:
+        if not self._told_of_spoiled:
+            self._told_of_spoiled = True
+            _say(f"{what}: no checkpoint is made of them; {self._newest_is()}.")
+
+    def _newest_is(self) -> str:
+        last = self._store.last()
+        return f"the newest is {last.name}" if last else "there is none yet"
 
     def _go_on_from(self, found: Checkpoint) -> None:
         about, position, epochs = found.about, Position(*found.about["position"]), self.params["epochs"]
         if about["ended"]:  # by EarlyStopping, whatever epochs are left
             position = Position(max(epochs, position.epoch), 0)
-        missing = self._session.restore(found.arrays, about, position)
+        missing = self._session.restore(found, position)
         self._resumed, self._position, self._saved_at = found, position, about["updates"]
         different = [*_differences(self._session.about(), about), *(f"{kind} from zero" for kind in missing)]
         done = f"{counted(about['updates'], 'step')} done"
@@ -229,6 +257,8 @@ class PipelineCheckpoint(keras.callbacks.Callback):
             done += f", and nothing is left of {counted(epochs, 'epoch')}"
         elif position.step or position.epoch:
             done += f", {position.step} of them in epoch {position.epoch + 1}"
+        if self._spoiled(found.arrays):
+            _say(f"Weights in {found.path} are not finite. Try moving it elsewhere, to go on from the one before it.")
         _say(f"Going on from {found.path}: {done}." + (f" Different now: {'; '.join(different)}." if different else ""))
 
     def _listen(self) -> None:
@@ -274,6 +304,11 @@ def _session(callback: keras.callbacks.Callback) -> FitSession:
             "Try pipetrain.PipelineModel, or a callback of Keras such as BackupAndRestore."
         )
     return session
+
+
+def _number(name: str) -> str:
+    """The variable's, of the name of its array or of a slot's."""
+    return name.split("/")[1]
 
 
 def _say(what: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -36,8 +37,8 @@ def collected(model: keras.Model, slots: Iterable[Slot], shared: Iterable[Sequen
     return arrays | {f"shared/{n}": array_of(variable) for n, variable in enumerate(first)}
 
 
-def check_weights(model: keras.Model, arrays: Arrays) -> None:
-    """Raise ValueError where the arrays are another model's."""
+def check_weights(model: keras.Model, arrays: Arrays, path: Path) -> None:
+    """Raise ValueError where the arrays, of this file, are another model's."""
     here = [tuple(variable.shape) for variable in model.variables]
     there = [array.shape for array in numbered(arrays, "weight")]
     if here != there:
@@ -46,7 +47,7 @@ def check_weights(model: keras.Model, arrays: Arrays) -> None:
         if different is not None:
             what = f"shape {there[different]} for {model.variables[different].path!r} of shape {here[different]}"
         raise ValueError(
-            f"The checkpoint is of another model. Received: {what} of {model.name!r}. "
+            f"The checkpoint is of another model. Received: {str(path)!r} with {what} of {model.name!r}. "
             "Try the model that it was made with, or another directory."
         )
 
@@ -69,6 +70,12 @@ def assign(model: keras.Model, arrays: Arrays, slots: Iterable[Slot], shared: It
         for n, variable in enumerate(variables):
             _assign(variable, arrays.get(f"shared/{n}"))
     return sorted(missing)
+
+
+def not_finite(arrays: Arrays) -> set[str]:
+    """The names of weights, and of optimizers' slots, that have a NaN or an infinity."""
+    kept = {name: array for name, array in arrays.items() if name.startswith(("weight/", "slot/"))}
+    return {name for name, array in kept.items() if array.dtype.kind == "f" and not np.isfinite(array).all()}
 
 
 def scale_arrays(optimizer: keras.optimizers.Optimizer) -> Arrays:

@@ -11,6 +11,7 @@ import numpy as np
 
 from pipetrain.checkpoint.arrays import Arrays, array_of, check_weights, numbered
 from pipetrain.checkpoint.position import Position, start_at
+from pipetrain.checkpoint.store import Checkpoint
 from pipetrain.checkpoint.training_time import TrainingTime
 from pipetrain.compute.graph.input_shapes import Shapes
 from pipetrain.compute.keras_private import count_of, set_initial_epoch
@@ -177,13 +178,14 @@ class FitSession:
         if self._kept is None:
             self._kept = self._metric_arrays()
 
-    def restore(self, arrays: Arrays, about: dict[str, Any], position: Position) -> list[str]:
+    def restore(self, found: Checkpoint, position: Position) -> list[str]:
         """Let the ``fit`` that has just begun go on from there, at this position in its data.
 
         Gives the optimizer's slots that are not among the arrays, and start anew. Raises ValueError for another
         model's state.
         """
-        check_weights(self._trainer.model, arrays)
+        path, arrays, about = found
+        check_weights(self._trainer.model, arrays, path)
         if position.epoch < self._first_epoch:
             raise ValueError(
                 f"The checkpoint is of an earlier epoch. Received: initial_epoch={self._first_epoch}, a checkpoint in "

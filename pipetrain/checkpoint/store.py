@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from pipetrain.checkpoint.unreadable import Other, Unreadable, unreadable
+
 ABOUT = "about"  # the array that holds everything but arrays, as JSON text
 FORMAT = 1
+NAME = re.compile(r"step-(\d{8,})\.npz")  # of what a store writes; what else begins so is the user's
 
 
 class Checkpoint(NamedTuple):
@@ -26,7 +33,9 @@ class Store:
     """A directory of files ``step-00000200.npz``, NumPy's archives, whose parts carry checksums.
 
     A file is written under another name, flushed to the disk and then renamed: a process that is killed leaves the
-    earlier ones as they were.
+    earlier ones as they were. Each says of which step and of which run it is, whatever its name, its date, or the
+    directory that it was copied to. Copies under other names, such as ``step-best.npz``, are read if they are newer,
+    and never removed.
 
     Args:
         directory: made if need be.
@@ -35,6 +44,8 @@ class Store:
 
     def __init__(self, directory: str | Path, keep: int) -> None:
         self.directory, self._keep = Path(directory), keep
+        self._run = uuid.uuid4().hex
+        self._steps: dict[Path, int] = {}  # of the files of this run
 
     def check(self) -> None:
         """Raise ValueError if nothing can be written there."""
@@ -51,8 +62,7 @@ class Store:
     def write(self, step: int, arrays: dict[str, np.ndarray], about: dict[str, Any]) -> Path:
         """Write a checkpoint and remove those that are too many. Raises OSError; earlier ones are then as before."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._sweep()
-        text = json.dumps({"format": FORMAT, "step": step, **about})
+        text = json.dumps({"format": FORMAT, "run": self._run, "step": step, **about})
         parts: dict[str, Any] = {ABOUT: np.frombuffer(text.encode(), dtype=np.uint8), **arrays}
         path = self.directory / f"step-{step:08}.npz"
         part = self.directory / f".{path.name}.{os.getpid()}.part"
@@ -63,62 +73,159 @@ class Store:
                 os.fsync(file.fileno())
             part.replace(path)
         except BaseException:
-            part.unlink(missing_ok=True)
+            with suppress(OSError):  # its directory may be gone
+                part.unlink()
             raise
         _flush(self.directory)
-        for old in self.paths()[: -self._keep]:
-            old.unlink(missing_ok=True)
+        self._steps[path] = step
+        for old in self._in_order()[: -self._keep]:
+            with suppress(OSError):
+                old.unlink(missing_ok=True)
+            del self._steps[old]
         return path
 
     def paths(self) -> list[Path]:
-        """The checkpoints, the oldest first."""
-        return sorted(self.directory.glob("step-*.npz"), key=lambda path: (len(path.name), path.name))
+        """Whatever looks like a checkpoint, by name. Raises ValueError if the directory cannot be read."""
+        try:
+            names = os.listdir(self.directory)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise ValueError(
+                f"The directory of checkpoints cannot be read: {error.strerror}. Received: "
+                f"directory={str(self.directory)!r}. Try again when it can be, or another directory."
+            ) from error
+        found = [self.directory / name for name in names if name.startswith("step-") and name.endswith(".npz")]
+        return sorted(found, key=lambda path: (len(path.name), path.name))
+
+    def last(self) -> Path | None:
+        """The newest file of this run that has been read or written here."""
+        return next(reversed(self._in_order()), None)
 
     def newest(self) -> tuple[Checkpoint | None, list[str]]:
         """The newest checkpoint that is whole, and what is wrong with newer ones, which are set aside; None if none.
 
-        Raises ValueError if there are checkpoints and none is whole.
+        Raises ValueError if there are checkpoints and none is whole, if a newer one than it cannot be read for another
+        reason than damage, and if there are those of several runs.
         """
-        damaged: list[str] = []
-        bad: list[Path] = []
-        for path in reversed(self.paths()):
-            try:
-                found = _read(path)
-            except Exception as error:  # of many kinds: what is wrong may be any byte
-                reason = str(error).split("\n")[0] or type(error).__name__
-                damaged.append(f"{path.name} is damaged ({reason})")
-                bad.append(path)
-                continue
-            for each in bad:  # or it would count as the newest of those to keep
-                each.replace(each.with_suffix(".damaged"))
-            return found, damaged
-        if damaged:
+        whole, bad = self._looked_through()
+        runs = {each.run: each.path.name for each in whole if each.run is not None}
+        if len(runs) > 1:
             raise ValueError(
-                f"No checkpoint can be read. Received: {str(self.directory)!r}, where {'; '.join(damaged)}. "
+                f"There are checkpoints of several runs. Received: directory={str(self.directory)!r}, with "
+                f"{' and '.join(runs.values())}. Try to move those of one run to another directory."
+            )
+        found = None
+        for entry in reversed(whole):
+            try:
+                found = _read(entry.path)
+                break
+            except Exception as error:
+                bad.append(unreadable(entry.path, _numbered(entry.path), error))
+        step = -1 if found is None else found.about["step"]
+        newer = [each for each in bad if found is None or each.step >= step]
+        self._check(newer, found)
+        if found is not None:
+            self._run = found.about.get("run", self._run)
+            for each in newer:  # or they would come first for ever
+                with suppress(OSError):
+                    each.path.replace(each.path.with_suffix(".damaged"))
+        gone = {each.path for each in bad}
+        self._steps = {each.path: each.step for each in whole if each.is_named and each.path not in gone}
+        return found, [f"{each.path.name} is damaged ({each.why})" for each in newer]
+
+    def sweep(self) -> None:
+        """Remove what processes that were killed left half written; for the only one that writes there."""
+        for part in self.directory.glob(".step-*.part"):
+            with suppress(OSError):
+                part.unlink()
+
+    def _in_order(self) -> list[Path]:
+        return sorted(self._steps, key=lambda path: self._steps[path])
+
+    def _looked_through(self) -> tuple[list[_Entry], list[Unreadable]]:
+        """What the files say of themselves, the newest last, and those that say nothing."""
+        whole, bad = [], []
+        for path in filter(os.path.lexists, self.paths()):  # or whoever wrote it has removed it
+            try:
+                about = _about(path)
+                whole.append(_Entry(about["step"], _numbered(path) == about["step"], path, about.get("run")))
+            except Exception as error:  # of many kinds: what is wrong may be any byte
+                bad.append(unreadable(path, _numbered(path), error))
+        return sorted(whole), bad
+
+    def _check(self, newer: Sequence[Unreadable], found: Checkpoint | None) -> None:
+        """Raise ValueError where these are not simply damaged, or nothing else is there."""
+        for each in newer:
+            if not each.is_damaged:
+                aside = f"move it elsewhere to go on from {found.path.name}" if found else "another directory"
+                raise ValueError(
+                    f"The newest checkpoint cannot be read: {each.why}. Received: {str(each.path)!r}. "
+                    f"Try {each.remedy}, or {aside}."
+                )
+        if newer and found is None:
+            damaged = "; ".join(f"{each.path.name} is damaged ({each.why})" for each in newer)
+            raise ValueError(
+                f"No checkpoint can be read. Received: {str(self.directory)!r}, where {damaged}. "
                 "Try another directory, or delete this one to begin anew."
             )
-        return None, []
 
-    def _sweep(self) -> None:
-        """Remove what processes that were killed left half written."""
-        for part in self.directory.glob(".step-*.part"):
-            part.unlink(missing_ok=True)
+
+class _Entry(NamedTuple):
+    """A file, in the order in which they are newer; of two of a step, that which has the store's own name."""
+
+    step: int
+    is_named: bool
+    path: Path
+    run: str | None
+
+
+def steps_done(directory: Path) -> int | None:
+    """The step of the newest checkpoint there, of files that cannot be read that by the name; None if there is none."""
+    steps = []
+    for path in Store(directory, 1).paths():
+        try:
+            steps.append(int(_about(path)["step"]))
+        except Exception:  # it may be damaged, or have been removed meanwhile
+            steps.append(_numbered(path))
+    return max((each for each in steps if each >= 0), default=None)
+
+
+def _numbered(path: Path) -> int:
+    """The step that the file's name says; -1 if it is not a store's."""
+    name = NAME.fullmatch(path.name)
+    return int(name[1]) if name else -1
+
+
+def _about(path: Path) -> dict[str, Any]:
+    with np.load(path, allow_pickle=False) as archive:
+        return _checked(archive)
 
 
 def _read(path: Path) -> Checkpoint:
     with np.load(path, allow_pickle=False) as archive:
-        arrays = {name: archive[name] for name in archive.files}  # reading compares the checksums
-    about = json.loads(arrays.pop(ABOUT).tobytes())
-    if about.get("format") != FORMAT:
-        raise ValueError(f"format {about.get('format')!r} instead of {FORMAT}")
+        about = _checked(archive)
+        arrays = {name: archive[name] for name in archive.files if name != ABOUT}  # reading compares the checksums
     return Checkpoint(path, arrays, about)
+
+
+def _checked(archive: Any) -> dict[str, Any]:
+    """What a file says of itself. Raises Other for what no checkpoint of this version says."""
+    about = json.loads(archive[ABOUT].tobytes()) if ABOUT in archive.files else {}
+    given = about.get("format") if isinstance(about, dict) else None
+    if isinstance(given, int) and given > FORMAT:
+        raise Other(f"it has format {given} of a newer version of pipetrain, which reads {FORMAT} here", "that version")
+    if given != FORMAT or not isinstance(about.get("step"), int):
+        raise Other("it is no checkpoint of pipetrain", "renaming it")
+    return dict(about)
 
 
 def _flush(directory: Path) -> None:
     """Make the renaming last, where the system can."""
     if hasattr(os, "O_DIRECTORY"):
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        with suppress(OSError):  # some file systems cannot, or the directory is gone
+            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
