@@ -140,6 +140,33 @@ def test_parents_and_children_find_each_other():
     ]
 
 
+@given(st.integers(3, 9), st.data())
+@settings(deadline=None, max_examples=30)
+def test_the_amplification_is_that_of_the_worst_set_of_stragglers(children, data):
+    stragglers = data.draw(st.integers(1, children - 2).filter(lambda each: children % (each + 1)))
+    chosen = cyclic(children, stragglers, data.draw(st.integers(0, 100)))
+    found = []
+    for rest in combinations(range(children), children - stragglers):
+        rows = chosen.matrix[[*rest]]
+        solution = np.ones(children) @ np.linalg.pinv(rows)
+        found.append(np.abs(solution) @ np.abs(rows).sum(axis=1) / children)
+    if max(found) < 1e4:  # of others rounding decides
+        assert amplification(chosen) == pytest.approx(max(found), rel=1e-6)
+
+
+def test_codes_are_judged_without_decoding_every_set_of_stragglers(monkeypatch):
+    """That took a minute for 84 children."""
+
+    def decomposed(*arguments):
+        raise AssertionError("a decomposition")
+
+    monkeypatch.setattr(np.linalg, "pinv", decomposed)
+    monkeypatch.setattr(np.linalg, "svd", decomposed)
+    with pytest.raises(ValueError, match=r"no well-conditioned code is known.*children=84"):
+        checked_tree(84, 1, 4)
+    assert checked_tree(84) == Tree(84, 1, 1)
+
+
 def test_a_code_that_bears_fewer_stragglers_than_it_says_is_seen():
     assert math.isinf(amplification(Code(cyclic(5, 1).coefficients, 2)))
 
@@ -154,6 +181,7 @@ def test_a_code_that_bears_fewer_stragglers_than_it_says_is_seen():
         ((3, 1, True), "stragglers=True"),
         ((10, 5, 1), "111110 workers"),
         ((11, 2, 4), "could be wrong by .*that 5 divides"),
+        ((401, 1, 1), "No code of more than 400 children.*Try a number of children that 2 divides"),
     ],
 )
 def test_trees_that_cannot_be_are_refused(arguments, problem):

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from pipetrain.schemes.arguments import checked_count
-from pipetrain.schemes.coding.codes import ERROR, ROUNDING, Code, amplification, code
+from pipetrain.schemes.coding.codes import ERROR, MOST_CYCLIC, ROUNDING, Code, amplification, code
 
 ROOT = -1  # the parent of the first workers, which has no rows: who updates the weights
 MOST_WORKERS = 4096
@@ -217,7 +217,7 @@ def checked_tree(children: Any, depth: Any = 1, stragglers: Any = 1) -> Tree:
     """The tree of these arguments.
 
     Raises ValueError for what is no count, for as many stragglers as children, for too many workers, and where sums
-    could be wrong by more than ``ERROR`` in float32, because the code is badly conditioned.
+    could be wrong by more than ``ERROR`` in float32, because the code is badly conditioned or has too many children.
     """
     tree = Tree(
         checked_count("children", children, "A parent has at least one child", 3),
@@ -231,10 +231,17 @@ def checked_tree(children: Any, depth: Any = 1, stragglers: Any = 1) -> Tree:
         )
     if tree.workers > MOST_WORKERS:
         raise ValueError(f"The tree has {tree.workers} workers. {received}Try fewer children, or depth=1.")
+    _check_code(tree, received)
+    return tree
+
+
+def _check_code(tree: Tree, received: str) -> None:
+    size = tree.stragglers + 1
+    remedy = f"{received}Try a number of children that {size} divides, fewer stragglers, or depth=1."
+    if tree.children > MOST_CYCLIC and tree.children % size:
+        raise ValueError(f"No code of more than {MOST_CYCLIC} children is known unless {size} divides it. {remedy}")
     error = ROUNDING * amplification(tree.code) ** tree.depth
     if error > ERROR:
         raise ValueError(
-            f"Gradients could be wrong by {error:.1g} of themselves: no well-conditioned code is known. {received}"
-            f"Try a number of children that {tree.stragglers + 1} divides, fewer stragglers, or depth=1."
+            f"Gradients could be wrong by {error:.1g} of themselves: no well-conditioned code is known. {remedy}"
         )
-    return tree

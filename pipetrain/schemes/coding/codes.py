@@ -20,6 +20,7 @@ Reals = NDArray[np.float64]
 ERROR = 1e-5  # of a decoded sum, of the largest that is allowed, in float32
 ROUNDING = 2.0**-23  # of float32
 DRAWS = 32  # of a random code, of which the best is taken
+MOST_CYCLIC = 400  # children of a cyclic code: no more are looked at
 SETS = 400  # of stragglers, at most, by which a code is judged
 EXACT = 1e-6  # how near to 1 the coefficients of all parts are where a set of children has the whole sum
 
@@ -76,7 +77,7 @@ def cyclic(children: int, stragglers: int, seed: int = 0) -> Code:
         first, *others = [(child + turn) % children for turn in range(stragglers + 1)]
         matrix[child, first] = 1.0
         matrix[child, others] = -np.linalg.solve(null[:, others], null[:, first])
-    return Code(tuple(tuple(map(float, row)) for row in matrix), stragglers)
+    return Code(tuple(map(tuple, matrix.tolist())), stragglers)
 
 
 @lru_cache(maxsize=256)
@@ -104,30 +105,44 @@ def decoding(chosen: Code, finished: Sequence[int]) -> list[tuple[int, float]] |
 
 @lru_cache(maxsize=4096)
 def _solved(chosen: Code, finished: tuple[int, ...]) -> list[tuple[int, float]]:
-    (solution,) = _solutions(chosen.matrix, [finished])
+    rows = chosen.matrix[np.array(finished)]
+    solution = np.ones(chosen.children) @ np.linalg.pinv(rows)  # of the least norm
     return [(child, float(each)) for child, each in zip(finished, solution, strict=True) if each]
-
-
-def _solutions(matrix: Reals, sets: Sequence[Sequence[int]]) -> Reals:
-    """For each set of children the a of the least norm with a^T B_set = 1^T, as far as there is one."""
-    rows = matrix[np.array(sets, dtype=np.int64)]
-    found: Reals = np.ones(matrix.shape[1]) @ np.linalg.pinv(rows)
-    return found
 
 
 def amplification(chosen: Code) -> float:
     """By how much a decoded sum's rounding may be larger than that of a plain sum of n parts.
 
     The largest ``sum_i |a_i| sum_k |B_ik| / n`` of all sets of stragglers, of which many are tried if there are too
-    many; infinite where one cannot be decoded. 1 for fractional repetition.
+    many; infinite where one cannot be decoded. 1 for fractional repetition. The code is that or a cyclic one.
     """
+    if chosen.repeats:
+        return 1.0
     matrix = chosen.matrix
-    sets = [[i for i in range(chosen.children) if i not in gone] for gone in _straggling(chosen)]
-    solutions = _solutions(matrix, sets)
-    rows = matrix[np.array(sets)]
-    exact = np.abs(np.einsum("si,sik->sk", solutions, rows) - 1.0).max() < EXACT
-    worst = np.einsum("si,sik->s", np.abs(solutions), np.abs(rows)).max() / chosen.children
-    return float(worst) if exact else math.inf
+    gone = np.array([sorted(each) for each in _straggling(chosen)])
+    try:
+        some, vanishing = _combinations(matrix, chosen.stragglers)
+        factors = np.linalg.solve(vanishing[:, gone].transpose(1, 2, 0), -some[gone][..., None])[..., 0]
+    except np.linalg.LinAlgError:
+        return math.inf
+    solutions = some + factors @ vanishing
+    np.put_along_axis(solutions, gone, 0.0, axis=1)
+    exact = np.abs(solutions @ matrix - 1.0).max() < EXACT
+    return float((np.abs(solutions) @ np.abs(matrix).sum(axis=1)).max() / chosen.children) if exact else math.inf
+
+
+def _combinations(matrix: Reals, stragglers: int) -> tuple[Reals, Reals]:
+    """Some a with a^T B = 1^T of a cyclic code, and s others, row by row, with which it is 0^T.
+
+    Their sums are all such a. That of which s given children are 0 is so found by an s x s system, in place of one
+    with n - s unknowns for every set of stragglers. In B the first n - s children's first n - s parts are a triangle
+    with ones on its diagonal; the last s children are free.
+    """
+    count = len(matrix) - stragglers
+    sides = np.column_stack([np.ones(count), -matrix[count:, :count].T])
+    solved = np.linalg.solve(matrix[:count, :count].T, sides)
+    some = np.concatenate([solved[:, 0], np.zeros(stragglers)])
+    return some, np.concatenate([solved[:, 1:].T, np.eye(stragglers)], axis=1)
 
 
 def _straggling(chosen: Code) -> Iterable[Collection[int]]:
