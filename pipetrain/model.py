@@ -106,6 +106,8 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
             rows of a minibatch, such as ``(2, 2)``; a ``pipetrain.schemes.grid.Grid``, which names the layers; or
             ``auto``, the default: the grid and the layers that send the least, by the measured links. Source: Gholami
             et al. 2018 (arXiv 1712.04432).
+        trace: whether ``fit`` keeps a trace, of the newest 100 000 actions and as many transfers: some tens of
+            megabytes at most, however long it trains.
         name: the model's name.
 
     Raises:
@@ -136,6 +138,7 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
         stragglers: int | None = None,
         grid: str | Sequence[Any] | None = None,
         servers: int | None = None,
+        trace: bool = True,
         name: str | None = None,
     ) -> None:
         options = checked(
@@ -170,6 +173,7 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
         self.inner, self._strategy = strategy.trained, strategy
         self.scheme, self.options = options.name, options.of_policy()
         self._exact_trace = False
+        self.is_traced = checked_bool("trace", trace, "A trace is either kept (True) or not (False)")
         if hasattr(model, "output_names"):  # by which Keras finds each output's loss and metrics
             self.output_names = model.output_names
         self.built = True
@@ -183,7 +187,9 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
 
     @property
     def trace(self) -> Trace:
-        """The spans and transfers of every stage up to the last drain; empty for ``data-parallel``.
+        """The newest spans and transfers of every stage up to the last drain; empty for ``data-parallel``.
+
+        Empty too with ``trace=False``.
 
         ``pipetrain.idle(trace)`` returns why each stage waited. Calls on a CPU device are finished when they return, so
         the times of spans and transfers are exact. Calls on a GPU return earlier: see ``exact_trace``.

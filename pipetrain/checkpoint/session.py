@@ -66,6 +66,7 @@ class FitSession:
         rows: those of the first minibatch, if they are known before it is there.
         shapes: those of its inputs, likewise.
         exact_trace: whether the trace is to have the times at which GPUs and workers had finished.
+        is_traced: whether a trace is kept.
         drains_after: ``drains_after(n)`` says after which updates nothing may be in flight: see ``Window``.
         at_end: called when all callbacks have seen the end of training.
         exits: what callbacks want done whichever way ``fit`` ends.
@@ -76,7 +77,7 @@ class FitSession:
     Args:
         owner: the model that ``fit`` was called of.
         trainer: what trains it.
-        callbacks, rows, shapes, exact_trace: see above.
+        callbacks, rows, shapes, exact_trace, is_traced: see above.
         first_epoch: the epoch that ``fit`` would begin with.
     """
 
@@ -89,10 +90,12 @@ class FitSession:
         rows: int | None = None,
         shapes: Shapes | None = None,
         exact_trace: bool = False,
+        is_traced: bool = True,
     ) -> None:
         self._owner, self._trainer = owner, trainer
         self.callbacks, self._first_epoch = callbacks, first_epoch
-        self.rows, self.shapes, self.exact_trace = rows, shapes, exact_trace
+        self.rows, self.shapes = rows, shapes
+        self.exact_trace, self.is_traced = exact_trace, is_traced
         self.drains_after: Callable[[int], bool] = never
         self.at_end: Callable[[], None] | None = None
         self.exits, self.time = ExitStack(), TrainingTime()

@@ -18,6 +18,7 @@ from pipetrain.frontend.metrics import StepMetrics
 from pipetrain.frontend.placement import Decision, Placement
 from pipetrain.run.collector import Result
 from pipetrain.run.pipeline import Pipeline
+from pipetrain.run.run_settings import RunSettings
 from pipetrain.run.window import Minibatch, Window
 from pipetrain.schemes.table import INFERENCE
 
@@ -94,7 +95,7 @@ class Evaluator:
         if decision != self._decision:
             self._stages = self._placement.inferences(decision)
             self._decision = decision
-        pipeline = Pipeline(self._stages, INFERENCE, 1)
+        pipeline = Pipeline(self._stages, INFERENCE, 1, lambda: RunSettings(is_traced=False))
         pipeline.trace_for(None)
         return pipeline
 

@@ -29,6 +29,7 @@ class FitMixin(AutoMixin):
     """Training: each call of Keras' loop that concerns it goes to the strategy, or to the session of this ``fit``."""
 
     exact_trace: bool
+    is_traced: bool
 
     def fit(
         self,
@@ -110,7 +111,8 @@ class FitMixin(AutoMixin):
         check_compiled(self.optimizer, self._strategy.optimizer)
         check_callbacks(users, stepping(self.optimizer))
         rows, shapes = first_rows(x, batch_size), shapes_of_data(x, self._strategy.trained)
-        session = FitSession(self, self._strategy, users, first_epoch, rows, shapes, self.exact_trace)
+        traces = self.exact_trace, self.is_traced
+        session = FitSession(self, self._strategy, users, first_epoch, rows, shapes, *traces)
         self._strategy.begin(session)
         return session
 

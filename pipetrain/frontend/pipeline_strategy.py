@@ -148,6 +148,7 @@ class PipelineStrategy:
             snapshot_every=session.snapshot_every,
             loss_is_mean=self._compilation.loss_is_mean,
             exact_times=session.exact_trace,
+            is_traced=session.is_traced,
         )
 
     def _updates(self) -> int:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import numpy as np
 import tensorflow as tf
 
 from pipetrain.compute.cores import is_remote
@@ -19,7 +21,8 @@ from pipetrain.run.reduction import Reduction
 from pipetrain.run.shared_gradients import SharedGradients
 from pipetrain.run.transfers import size_bytes, transfer
 from pipetrain.schemes.splitting import rows_of
-from pipetrain.trace.trace import Transfer, What
+from pipetrain.trace.recent import Recent
+from pipetrain.trace.trace import Transfer, Transfers, What
 
 Rows = BoundaryTensors | list[tf.Tensor] | None
 Message = TypeVar("Message")
@@ -34,11 +37,14 @@ class Destination(NamedTuple):
 
 
 class Sender:
-    """Sends from one of ``replicas`` replicas to all replicas of a neighbouring stage, one message to each."""
+    """Sends from one of ``replicas`` replicas to all replicas of a neighbouring stage, one message to each.
 
-    def __init__(self, destinations: Sequence[Destination], replica: int = 0, replicas: int = 1) -> None:
+    ``kept`` transfers are recorded, the newest.
+    """
+
+    def __init__(self, destinations: Sequence[Destination], replica: int = 0, replicas: int = 1, kept: int = 0) -> None:
         self._destinations, self._replica, self._replicas = list(destinations), replica, replicas
-        self._sent: list[tuple[int, int, int, float, float]] = []
+        self._sent = Recent(Transfers, kept)
 
     def send(self, message: Callable[[Rows], Any], values: Rows, rows: int, microbatch: int | None = None) -> None:
         """Send ``values``, this replica's rows of a microbatch of ``rows``; None if it has none.
@@ -55,12 +61,14 @@ class Sender:
             moved = moved_to(destination.device, theirs)
             end_s = time.perf_counter()
             destination.mailbox.put(message(moved))  # before the bookkeeping: somebody may wait for it
-            self._sent.append((microbatch, replica, _size_bytes(moved), start_s, end_s))
+            size = _size_bytes(moved)
+            self._sent.append(Transfer("F", microbatch, 0, self._replica, 0, replica, size, start_s, end_s))
 
-    def transfers(self, op: What, stage: int, to_stage: int) -> Iterator[Transfer]:
-        """The recorded transfers of this action, from the one stage to the other."""
-        for microbatch, replica, size, start_s, end_s in self._sent:
-            yield Transfer(op, microbatch, stage, self._replica, to_stage, replica, size, start_s, end_s)
+    def transfers(self, op: What, stage: int, to_stage: int) -> Transfers:
+        """The recorded transfers, which were of this action, from the one stage to the other."""
+        sent = self._sent.columns()
+        ops, stages = np.full_like(sent.op, op), np.full_like(sent.from_stage, stage)
+        return replace(sent, op=ops, from_stage=stages, to_stage=np.full_like(sent.to_stage, to_stage))
 
     def close(self) -> None:
         """Signal that no more messages will come."""

@@ -16,7 +16,7 @@ from pipetrain.compute.transfers.coded import CodedFunctions, Messages, Root, Up
 from pipetrain.run.collector import Result
 from pipetrain.run.control import Control
 from pipetrain.run.lost_worker import Call
-from pipetrain.run.pipeline import HOST
+from pipetrain.run.pipeline import HOST, KEPT_SPANS
 from pipetrain.run.run_settings import RunSettings
 from pipetrain.run.stepwise import Stepwise
 from pipetrain.run.transfers import here
@@ -94,7 +94,8 @@ class CodedRunner(Stepwise):
         if self._seeds:
             left = next(each.computed.seeds for _, each in self._exchange.used() if each.computed.seeds)
             self._seeds = self._lost.unless_lost(lambda: here(left))
-        self._transfers += received(decoded.children, 0, number, functions.size_bytes)
+        for each in received(decoded.children, 0, number, functions.size_bytes):
+            self._transfers.append(each)
         self._spans.append(Span("B", 0, number, HOST, start_s, time.perf_counter(), number, 0))
         return updated
 
@@ -133,8 +134,9 @@ class CodedRunner(Stepwise):
         control.boxes.append(exchange)  # before anybody else can close it
         self._exchange, self._control = exchange, control
         self._job = Job(self._tree, self._devices, self._root, functions, state, settings.loss_is_mean, self.made)
+        kept = 2 * KEPT_SPANS // self._tree.workers if settings.is_traced else 0
         self._threads = [
-            TreeWorker(worker, self._job, self._exchange, self._control) for worker in range(self._tree.workers)
+            TreeWorker(worker, self._job, self._exchange, self._control, kept) for worker in range(self._tree.workers)
         ]
         for thread in self._threads:
             thread.start()
@@ -149,8 +151,8 @@ class CodedRunner(Stepwise):
         self._control.close()
         for thread in self._threads:
             thread.ended(self._lost.gives_up)
-            self._spans += thread.spans
-            self._transfers += thread.transfers
+            self._spans.extend(thread.spans.columns())
+            self._transfers.extend(thread.transfers.columns())
         self._threads = []
 
     def lose(self, error: Exception) -> None:

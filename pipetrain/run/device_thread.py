@@ -15,7 +15,8 @@ from pipetrain.run.stoppable_thread import StoppableThread
 from pipetrain.schemes.actions import Action, Op
 from pipetrain.schemes.schedules import fused, fusible, joined
 from pipetrain.schemes.scheme import Scheme
-from pipetrain.trace.trace import Span
+from pipetrain.trace.recent import Recent
+from pipetrain.trace.trace import Span, Spans
 
 
 class DeviceThread(StoppableThread):
@@ -28,6 +29,7 @@ class DeviceThread(StoppableThread):
         scheme: whose schedule it executes.
         microbatches: of a minibatch.
         control: what all threads share.
+        kept: how many spans are recorded, the newest.
     """
 
     def __init__(
@@ -38,10 +40,11 @@ class DeviceThread(StoppableThread):
         scheme: Scheme,
         microbatches: int,
         control: Control,
+        kept: int,
     ) -> None:
         super().__init__(name=f"pipetrain {' and '.join(str(stage.identity) for stage in stages)}", daemon=True)
         self.stages = list(stages)
-        self.spans: list[Span] = []
+        self.spans = Recent(Spans, kept)
         self.busy_s = 0.0
         self._place, self._scheme, self._control = (device, devices), scheme, control
         self._microbatches = microbatches

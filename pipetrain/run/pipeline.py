@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import tensorflow as tf
 
 from pipetrain.compute.cores import is_prompt
@@ -25,11 +26,12 @@ from pipetrain.run.switch_interval import let_go, shorten
 from pipetrain.run.transfers import here
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.splitting import microbatch_rows, window
-from pipetrain.trace.trace import Span, Trace, Transfer
+from pipetrain.trace.recent import Recent
+from pipetrain.trace.trace import Spans, Trace, Transfers
 
 # Where data are read. Rows taken of them on the default device, a GPU, would wait for the stage there.
 HOST = "/device:CPU:0"
-KEPT_SPANS = 200_000  # the newest spans, and transfers, that are kept, so that no run is too long for memory
+KEPT_SPANS = 100_000  # the newest spans, of 44 bytes, and transfers, of 60, that are kept: no run is too long
 
 
 class Activity(NamedTuple):
@@ -77,8 +79,7 @@ class Pipeline:
         self._settings = settings
         self._devices = scheme.schedule.devices(len(self._stages))
         self._running: Running | None = None
-        self._spans: deque[Span] = deque(maxlen=KEPT_SPANS)
-        self._transfers: deque[Transfer] = deque(maxlen=KEPT_SPANS)
+        self._spans, self._transfers = Recent(Spans, KEPT_SPANS), Recent(Transfers, KEPT_SPANS)
         self.made, self.loss_scale = 0, LossScale()
         self._posted = 0  # minibatches of all runs up to the last drain
         self._starts: deque[int] = deque(maxlen=KEPT_SPANS)  # the first microbatch of each of them
@@ -122,10 +123,10 @@ class Pipeline:
     @property
     def trace(self) -> Trace:
         """What happened up to the last drain."""
-        since_s = self._spans[0].start_s if self._spans else 0.0
+        spans, sent = self._spans.columns(), self._transfers.columns()
+        since_s = spans.start_s[0] if len(spans) else 0.0
         ranks = None if self._scheme.schedule.chunks == 1 else self._devices
-        sent = (each for each in self._transfers if each.start_s >= since_s)
-        return Trace.of(self._spans, sent, ranks, self._starts)
+        return Trace.of(spans, sent[sent.start_s >= since_s], ranks, self._starts)
 
     def trace_for(self, targets: Any) -> bool:
         """Trace every stage, the last one for labels and sample weights of these specs; whether that was to be done.
@@ -241,7 +242,8 @@ class Pipeline:
     def _start(self) -> Running:
         settings = self._lost.unless_lost(self._settings)
         self._lost.unless_lost(partial(self._load, settings))
-        running = Running(self._stages, self._scheme, self._microbatches, settings)
+        kept = KEPT_SPANS if settings.is_traced else 0
+        running = Running(self._stages, self._scheme, self._microbatches, settings, kept)
         self._running, self._exact_times = running, settings.exact_times  # an interrupt finds what is to be undone
         shorten(self)
         running.start()
@@ -262,16 +264,16 @@ class Pipeline:
             self._running = None
             raise
         last = min(running.works, key=lambda work: work.version)  # where an abort has left some behind
-        spans = sorted(chain(*(thread.spans for thread in running.threads)), key=_start_s)
-        sent = sorted(chain(*(work.transfers() for work in running.works)), key=_start_s)
+        spans = Spans.joined([thread.spans.columns() for thread in running.threads])
+        sent = Transfers.joined([work.transfers() for work in running.works])
         first, made = self._posted * self._microbatches, self.made  # a run counts both from 0 on, its trace goes on
         self._running, self.made, self.loss_scale = None, made + last.version, last.updates.loss_scale
         self._posted += running.posted
         self._starts.append(first)
-        self._spans.extend(
-            each._replace(microbatch=first + each.microbatch, version=made + each.version) for each in spans
-        )
-        self._transfers.extend(each._replace(microbatch=first + each.microbatch) for each in sent)
+        spans = replace(spans, microbatch=first + spans.microbatch, version=made + spans.version)
+        sent = replace(sent, microbatch=first + sent.microbatch)
+        self._spans.extend(spans[np.argsort(spans.start_s, kind="stable")])
+        self._transfers.extend(sent[np.argsort(sent.start_s, kind="stable")])
         self._busy_s += sum(thread.busy_s for thread in running.threads)
 
     def _hand_back(self) -> None:
@@ -291,7 +293,3 @@ class Pipeline:
         self.snapshots.extend(collector.snapshots)
         collector.results.clear()
         collector.snapshots.clear()
-
-
-def _start_s(record: Span | Transfer) -> float:
-    return record.start_s

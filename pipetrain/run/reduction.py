@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any, cast
 
+import numpy as np
 import tensorflow as tf
 
 from pipetrain.compute.functions.inference import Replica
@@ -14,7 +16,8 @@ from pipetrain.compute.functions.stage import Stage
 from pipetrain.run.mailbox import Mailbox
 from pipetrain.run.transfers import moved, size_bytes
 from pipetrain.schemes.splitting import shared_out
-from pipetrain.trace.trace import Transfer
+from pipetrain.trace.recent import Recent
+from pipetrain.trace.trace import Transfer, Transfers
 
 
 class Reduction:
@@ -25,13 +28,14 @@ class Reduction:
 
     Args:
         stages: the stage's replicas.
+        kept: how many transfers of a replica are recorded, the newest.
     """
 
-    def __init__(self, stages: Sequence[Replica]) -> None:
+    def __init__(self, stages: Sequence[Replica], kept: int) -> None:
         self._stages, count = list(stages), len(stages)
         self._owned = shared_out([variable.shape.num_elements() for variable in stages[0].variables], count)
         self._to: list[list[Mailbox[Any]]] = [[Mailbox() for _ in range(count)] for _ in range(count)]
-        self._done: list[list[tuple[int, int, float, float]]] = [[] for _ in range(count)]
+        self._done = [Recent(Transfers, kept) for _ in range(count)]
 
     @property
     def mailboxes(self) -> list[Mailbox[Any]]:
@@ -54,14 +58,15 @@ class Reduction:
         end_s = time.perf_counter()
         sent = [*shares[:replica], *shares[replica + 1 :], *[total] * (len(shares) - 1)]
         size = size_bytes(tf.nest.flatten(sent, expand_composites=True))
-        self._done[replica].append((microbatch, size, start_s, end_s))
+        self._done[replica].append(Transfer("R", microbatch, 0, replica, 0, replica, size, start_s, end_s))
         of = dict(zip(chain(*self._owned), chain(*sums), strict=True))
         return [of[n] for n in range(len(of))]
 
-    def transfers(self, stage: int, replica: int) -> Iterator[Transfer]:
+    def transfers(self, stage: int, replica: int) -> Transfers:
         """The transfers of this replica's sums, recorded for this stage."""
-        for microbatch, size, start_s, end_s in self._done[replica]:
-            yield Transfer("R", microbatch, stage, replica, stage, replica, size, start_s, end_s)
+        done = self._done[replica].columns()
+        stages = np.full_like(done.from_stage, stage)
+        return replace(done, from_stage=stages, to_stage=stages)
 
     def _exchanged(self, replica: int, shares: list[Any]) -> list[Any]:
         """Send every replica its share; receive what each of them sends, in the order of replicas."""

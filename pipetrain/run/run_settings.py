@@ -14,7 +14,7 @@ class RunSettings(NamedTuple):
     count. ``snapshot_every``: the weights are kept whenever this number of updates has been made; 0 for never.
     ``loss_is_mean``: whether a minibatch's loss is the mean (else the sum) over its rows. ``exact_times``: whether
     threads wait for GPUs and workers, so that the trace has their times of completion. ``loss_scale``: that of the
-    first minibatch.
+    first minibatch. ``is_traced``: whether a trace is kept.
     """
 
     updates: int = 0
@@ -23,3 +23,4 @@ class RunSettings(NamedTuple):
     loss_is_mean: bool = True
     exact_times: bool = False
     loss_scale: LossScale = LossScale()
+    is_traced: bool = True

@@ -32,6 +32,7 @@ class Running:
         scheme: order of actions and choice of weights.
         microbatches: of a minibatch.
         settings: of this run.
+        kept: how many spans, and transfers, are recorded, the newest.
 
     ``entrance`` takes microbatches, ``collector`` makes results of what is reported, ``posted`` counts minibatches.
     """
@@ -42,10 +43,13 @@ class Running:
         scheme: Scheme,
         microbatches: int,
         settings: RunSettings,
+        kept: int = 0,
     ) -> None:
         self.settings, self.posted, self.control = settings, 0, Control(settings)
         self.collector = Collector([len(stage) for stage in stages], not scheme.asynchronous, settings.steps)
         self._stages, self._scheme, self._microbatches = stages, scheme, microbatches
+        # Of the newest of all threads, each has about as many: some more, since which they are is not known.
+        self._kept = 2 * kept // sum(len(stage) for stage in stages)
         works = self._works()
         self.works = [work for replicas in works for work in replicas]
         self.threads = self._threads(works)
@@ -61,8 +65,8 @@ class Running:
         for device in range(devices):
             stages = [works[stage] for stage in schedule.stages_on(device, len(works))]
             for replicas in zip(*stages, strict=True):
-                thread = DeviceThread(device, devices, replicas, self._scheme, self._microbatches, self.control)
-                threads.append(thread)
+                work, kept = (self._scheme, self._microbatches, self.control), self._kept * len(replicas)
+                threads.append(DeviceThread(device, devices, replicas, *work, kept))
         return threads
 
     def _works(self) -> list[list[StageWork]]:
@@ -71,7 +75,7 @@ class Running:
         sizes = [len(stage) for stage in self._stages]
         down = [_mailboxes(*pair) for pair in zip(sizes, [1, *sizes[:-1]], strict=True)]
         up = [_mailboxes(*pair) for pair in zip(sizes, [*sizes[1:], 0], strict=True)]
-        reductions = [Reduction(stage) for stage in self._stages]
+        reductions = [Reduction(stage, self._kept) for stage in self._stages]
         every += [box for way in (down, up) for stage in way for boxes in stage for box in boxes]
         every += [box for reduction in reductions for box in reduction.mailboxes]
         summaries, scale = None, self.settings.loss_scale
@@ -79,7 +83,8 @@ class Running:
             summaries = GradientExchange(cast("list[list[Stage]]", self._stages), scale.is_dynamic)
             every += summaries.mailboxes
         sharing = dict.fromkeys(group.holders for stage in self._stages for group in stage[0].shared)
-        shared = {holders: SharedGradients(holders, cast("list[list[Stage]]", self._stages)) for holders in sharing}
+        replicas_of = cast("list[list[Stage]]", self._stages)
+        shared = {holders: SharedGradients(holders, replicas_of, self._kept) for holders in sharing}
         every += [box for each in shared.values() for box in each.mailboxes]
         # Weights that are shared may be so by stages of one device, whose sums are then added in the order of stages.
         several = bool(sharing) and self._scheme.schedule.chunks > 1 and not self._scheme.asynchronous
@@ -89,11 +94,12 @@ class Running:
         for k, stage in enumerate(self._stages):
             for number, replica in enumerate(stage):
                 identity = StageId(k, len(self._stages), number, len(stage))
+                mine = number, len(stage), self._kept
                 channels = Channels(
                     inbox=Receiver(down[k][number], _joined_microbatches),
                     returns=Receiver(up[k][number], cast("Callable[[list[Any]], list[Any] | None]", joined)),
-                    above=_sender(up[k - 1], self._stages[k - 1], number, len(stage)) if k > 0 else None,
-                    below=_sender(down[k + 1], self._stages[k + 1], number, len(stage)) if k < last else None,
+                    above=_sender(up[k - 1], self._stages[k - 1], *mine) if k > 0 else None,
+                    below=_sender(down[k + 1], self._stages[k + 1], *mine) if k < last else None,
                     reduction=reductions[k],
                     summaries=summaries,
                     shared=[shared[group.holders] for group in replica.shared],
@@ -109,10 +115,12 @@ def _mailboxes(readers: int, writers: int) -> list[list[Mailbox[Any]]]:
     return [[Mailbox() for _ in range(writers)] for _ in range(readers)]
 
 
-def _sender(boxes: list[list[Mailbox[Any]]], readers: Sequence[Replica], replica: int, replicas: int) -> Sender:
+def _sender(
+    boxes: list[list[Mailbox[Any]]], readers: Sequence[Replica], replica: int, replicas: int, kept: int = 0
+) -> Sender:
     """The sender of one replica: to each reader, the mailbox for this writer."""
     destinations = [Destination(mine[replica], reader.device) for mine, reader in zip(boxes, readers, strict=True)]
-    return Sender(destinations, replica, replicas)
+    return Sender(destinations, replica, replicas, kept)
 
 
 def _joined_microbatches(parts: Sequence[Microbatch | None]) -> Microbatch:

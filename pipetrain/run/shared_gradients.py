@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -13,7 +13,8 @@ from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.functions.stage_values import Step
 from pipetrain.run.mailbox import Mailbox
 from pipetrain.run.transfers import moved, size_bytes
-from pipetrain.trace.trace import Transfer
+from pipetrain.trace.recent import Recent
+from pipetrain.trace.trace import Transfer, Transfers
 
 Gradients = list[Any]
 
@@ -41,14 +42,15 @@ class SharedGradients:
     Args:
         holders: the stages that have the weights, in order.
         stages: the replicas of every stage of the pipeline.
+        kept: how many transfers of a stage are recorded, the newest.
     """
 
-    def __init__(self, holders: Sequence[int], stages: Sequence[Sequence[Stage]]) -> None:
+    def __init__(self, holders: Sequence[int], stages: Sequence[Sequence[Stage]], kept: int) -> None:
         self.holders = tuple(holders)
         self._stages = {stage: list(stages[stage]) for stage in holders}
         self._up: dict[int, list[Mailbox[Gradients]]] = {k: [Mailbox() for _ in stages[k]] for k in holders[:-1]}
         self._down: dict[int, list[Mailbox[Completed]]] = {k: [Mailbox() for _ in stages[k]] for k in holders[1:]}
-        self._sent: dict[int, list[Transfer]] = {k: [] for k in holders}
+        self._sent = {k: Recent(Transfers, kept) for k in holders}
 
     @property
     def mailboxes(self) -> list[Mailbox[Any]]:
@@ -85,9 +87,9 @@ class SharedGradients:
         completed = self._down[stage][replica].get()
         return completed._replace(gradients=moved(completed.gradients, self._stages[stage][replica].device))
 
-    def transfers(self, stage: int, replica: int) -> Iterator[Transfer]:
+    def transfers(self, stage: int, replica: int) -> Transfers:
         """The transfers that this replica of the stage has made."""
-        return iter(self._sent[stage] if replica == 0 else ())
+        return self._sent[stage].columns() if replica == 0 else Transfers.of(())
 
     def _send(
         self, boxes: Sequence[Mailbox[Any]], message: Any, gradients: Gradients, way: tuple[int, int, int]

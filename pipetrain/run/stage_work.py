@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, cast
 
 import tensorflow as tf
@@ -28,7 +28,7 @@ from pipetrain.run.stage_updates import StageUpdates
 from pipetrain.run.stage_weights import StageWeights
 from pipetrain.schemes.actions import OPERATIONS, Action
 from pipetrain.schemes.scheme import Scheme
-from pipetrain.trace.trace import Transfer
+from pipetrain.trace.trace import Transfers
 
 FROM_ABOVE = frozenset(op for op, operation in OPERATIONS.items() if "outputs" in operation.received)
 FROM_BELOW = frozenset(op for op, operation in OPERATIONS.items() if "input gradients" in operation.received)
@@ -91,16 +91,15 @@ class StageWork:
         """The version of the weights: updates made since the start."""
         return self._weights.own.version
 
-    def transfers(self) -> Iterator[Transfer]:
+    def transfers(self) -> Transfers:
         """The recorded transfers: what was sent, and the sums with other replicas."""
         stage, _, replica, _ = self.identity
+        sent = [self._channels.reduction.transfers(stage, replica)]
         if self._channels.below:
-            yield from self._channels.below.transfers("F", stage, stage + 1)
+            sent.append(self._channels.below.transfers("F", stage, stage + 1))
         if self._channels.above:
-            yield from self._channels.above.transfers("B", stage, stage - 1)
-        yield from self._channels.reduction.transfers(stage, replica)
-        for each in self._channels.shared:
-            yield from each.transfers(stage, replica)
+            sent.append(self._channels.above.transfers("B", stage, stage - 1))
+        return Transfers.joined([*sent, *(each.transfers(stage, replica) for each in self._channels.shared)])
 
     def arriving(self) -> Microbatch | None:
         """The next microbatch, left in place; None when no more will come. Waits for it."""

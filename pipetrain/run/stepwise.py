@@ -16,7 +16,8 @@ from pipetrain.run.collector import Result, Snapshot
 from pipetrain.run.lost_worker import LostWorker
 from pipetrain.run.pipeline import KEPT_SPANS, Activity
 from pipetrain.run.run_settings import RunSettings
-from pipetrain.trace.trace import Span, Trace, Transfer
+from pipetrain.trace.recent import Recent
+from pipetrain.trace.trace import Spans, Trace, Transfers
 
 
 class Stepwise:
@@ -52,8 +53,7 @@ class Stepwise:
         self.made, self.loss_scale = 0, LossScale()
         self.output_masks: Sequence[Any] = ()
         self.snapshots: deque[Snapshot] = deque()
-        self._spans: deque[Span] = deque(maxlen=KEPT_SPANS)
-        self._transfers: deque[Transfer] = deque(maxlen=KEPT_SPANS)
+        self._spans, self._transfers = Recent(Spans, KEPT_SPANS), Recent(Transfers, KEPT_SPANS)
         self._starts: deque[int] = deque(maxlen=KEPT_SPANS)  # the first step of each run
 
     @property
@@ -73,9 +73,9 @@ class Stepwise:
     @property
     def trace(self) -> Trace:
         """Every worker's steps, and messages as far as they are recorded."""
-        since_s = self._spans[0].start_s if self._spans else 0.0
-        sent = (each for each in self._transfers if each.end_s >= since_s)
-        return Trace.of(self._spans, sent, starts=self._starts)
+        spans, sent = self._spans.columns(), self._transfers.columns()
+        since_s = spans.start_s[0] if len(spans) else 0.0
+        return Trace.of(spans, sent[sent.end_s >= since_s], starts=self._starts)
 
     def trace_for(self, targets: Any) -> bool:
         """Trace the gradients for labels and sample weights of these specs; whether that was to be done."""
@@ -148,6 +148,8 @@ class Stepwise:
     def _start(self) -> RunSettings:
         """Take the weights from the model."""
         settings = self._lost.unless_lost(self._settings)
+        if not settings.is_traced:
+            self._spans, self._transfers = Recent(Spans, 0), Recent(Transfers, 0)
         self._lost.unless_lost(partial(self._load, settings))
         self._run, self._steps_done = settings, 0
         self._starts.append(self.made)

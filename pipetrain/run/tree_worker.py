@@ -20,7 +20,8 @@ from pipetrain.run.stoppable_thread import StoppableThread
 from pipetrain.run.transfers import here
 from pipetrain.run.tree_exchange import Delivered, Over, TreeExchange, TreeStep
 from pipetrain.schemes.coding.coded_reduce import ROOT, Allocation, Part, Tree, allocated
-from pipetrain.trace.trace import Span, Transfer
+from pipetrain.trace.recent import Recent
+from pipetrain.trace.trace import Span, Spans, Transfer, Transfers
 
 KEPT_NUMBERS = 64  # of minibatches of different numbers of rows, whose parts' numbers are kept on a device
 
@@ -57,20 +58,20 @@ class TreeWorker(StoppableThread):
         job: what all have in common.
         exchange: where they meet.
         control: where it reports an exception.
+        kept: how many spans, and transfers, are recorded, the newest.
 
     ``spans`` are the gradients that it has made, ``transfers`` the messages that it has used, of which nothing is
     recorded elsewhere.
     """
 
-    def __init__(self, worker: int, job: Job, exchange: TreeExchange, control: Control) -> None:
+    def __init__(self, worker: int, job: Job, exchange: TreeExchange, control: Control, kept: int) -> None:
         super().__init__(name=f"pipetrain worker {worker}", daemon=True)
         self.worker, self.device = worker, job.devices[worker]
         self._job, self._exchange, self._control = job, exchange, control
         self._parent, self._children = job.tree.parent(worker), job.tree.below(worker)
         self._numbers: dict[int, list[tf.Tensor]] = {}
         self._fixed: list[Any] = []
-        self.spans: list[Span] = []
-        self.transfers: list[Transfer] = []
+        self.spans, self.transfers = Recent(Spans, kept), Recent(Transfers, kept)
         self._doing = "the start"
 
     def run(self) -> None:
@@ -156,10 +157,9 @@ class TreeWorker(StoppableThread):
         start_s = time.perf_counter()
         messages = self._job.functions.combined(own, [each.messages for each in decoded.children], decoded.coefficients)
         finish(self.device)
-        self.transfers += received(
-            decoded.children, self.worker + 1, self._job.first_step + step.number, self._job.functions.size_bytes
-        )
         number = self._job.first_step + step.number
+        for each in received(decoded.children, self.worker + 1, number, self._job.functions.size_bytes):
+            self.transfers.append(each)
         end_s = time.perf_counter()
         self.spans.append(Span("B", 0, number, self.device, start_s, end_s, number, self.worker + 1))
         return messages

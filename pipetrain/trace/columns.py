@@ -27,6 +27,15 @@ class Names:
         index = [known.setdefault(name, len(known)) for name in each]
         return cls(np.array(index, dtype=np.int32), tuple(known))
 
+    @classmethod
+    def joined(cls, parts: Sequence[Names]) -> Names:
+        """All parts' names one after another."""
+        if all(part.names == parts[0].names for part in parts):
+            return cls(np.concatenate([part.index for part in parts]), parts[0].names)
+        known = {name: n for n, name in enumerate(dict.fromkeys(name for part in parts for name in part.names))}
+        numbers = [np.array([known[name] for name in part.names], dtype=np.int32) for part in parts]
+        return cls(np.concatenate([of[part.index] for of, part in zip(numbers, parts, strict=True)]), tuple(known))
+
     def __len__(self) -> int:
         return len(self.index)
 
@@ -64,16 +73,11 @@ class Columns(Sequence[Record], Generic[Record]):
 
     @classmethod
     def joined(cls: type[Own], parts: Sequence[Own]) -> Own:
-        """All parts' records one after another; Names must be of the same names."""
+        """All parts' records one after another."""
         if not parts:
             return cls.of(())
-        joined = []
-        for columns in zip(*(part.columns for part in parts), strict=True):
-            first = columns[0]
-            arrays = [each.index if isinstance(each, Names) else each for each in columns]
-            whole = np.concatenate(arrays)
-            joined.append(Names(whole, first.names) if isinstance(first, Names) else whole)
-        return cls(*joined)
+        columns = zip(*(part.columns for part in parts), strict=True)
+        return cls(*(Names.joined(each) if isinstance(each[0], Names) else np.concatenate(each) for each in columns))
 
     @property
     def columns(self) -> list[Any]:
