@@ -5,7 +5,8 @@ No other module uses them, so a new version of Keras requires changes only here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import keras
@@ -259,15 +260,40 @@ def distribution_of(optimizer: keras.optimizers.Optimizer) -> Any:
     return optimizer._distribution_strategy
 
 
-def clip_sums(optimizer: keras.optimizers.Optimizer) -> None:
-    """Let an optimizer clip the sums of all replicas' gradients: Keras clips each replica's before they are summed."""
-    clip, add = optimizer._clip_gradients, optimizer._all_reduce_sum_gradients
+@contextmanager
+def distributed(optimizer: keras.optimizers.Optimizer, strategy: Any) -> Iterator[None]:
+    """Meanwhile an optimizer belongs to a strategy, and is given the sums of all devices' gradients.
 
-    def add_and_clip(pairs: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-        gradients, variables = zip(*add(pairs), strict=True)
-        return list(zip(clip(gradients), variables, strict=True))
+    Keras' own sums them when clipping, and whatever a subclass does to them, is done.
+    """
+    attributes, inner = vars(optimizer), getattr(optimizer, "inner_optimizer", optimizer)
+    apply, add = optimizer.apply_gradients, inner._all_reduce_sum_gradients
 
-    optimizer._clip_gradients, optimizer._all_reduce_sum_gradients = list, add_and_clip
+    def add_and_apply(pairs: Iterable[tuple[Any, Any]]) -> Any:
+        return apply(add(list(pairs)))
+
+    before = distribution_of(inner)
+    try:
+        inner._distribution_strategy = strategy
+        vars(inner)["_all_reduce_sum_gradients"] = list
+        attributes["apply_gradients"] = add_and_apply
+        yield
+    finally:
+        attributes.pop("apply_gradients", None)
+        vars(inner).pop("_all_reduce_sum_gradients", None)
+        inner._distribution_strategy = before
+
+
+def set_value(variable: keras.Variable, value: Any) -> None:
+    """Let a variable keep its value in another variable of TensorFlow's; publicly it has one for all its life."""
+    variable._value = value
+
+
+def map_losses(model: keras.Model, changed: Callable[[Any], Any]) -> None:
+    """Let a model that was just compiled minimise these losses in place of its own, of which ``compile`` has a copy."""
+    compiled = model._compile_loss
+    if compiled is not None:
+        compiled._user_loss = keras.tree.map_structure(changed, compiled._user_loss)
 
 
 def compiled_loss(model: keras.Model) -> Any:

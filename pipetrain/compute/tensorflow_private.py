@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.distribute.values import DistributedVariable
 from tensorflow.python.eager import context
 from tensorflow.python.framework.config import is_op_determinism_enabled
 from tensorflow.python.ops.control_flow_ops import XLAControlFlowContext
@@ -91,3 +92,26 @@ def gpu_options() -> Any:
     Public names tell the parts for each GPU, but only TensorFlow makes of them what a session takes.
     """
     return context.context().config.gpu_options
+
+
+def is_distributed(variable: Any) -> bool:
+    """Whether a distribution strategy has made a variable; the public type is only that of its parts."""
+    return isinstance(variable, DistributedVariable)
+
+
+def like(variable: tf.Variable) -> Any:
+    """A new variable with the settings and the value of another one, and its identity: Keras' optimizers know by that
+    which slots belong to a variable.
+    """
+    made = tf.Variable(
+        variable.read_value(),
+        trainable=variable.trainable,
+        name=variable.name.split(":")[0],
+        dtype=variable.dtype,
+        synchronization=variable.synchronization,
+        aggregation=variable.aggregation,
+        shape=variable.shape,
+    )
+    for part in getattr(made, "values", (made,)):
+        part._unique_id = variable._unique_id
+    return made

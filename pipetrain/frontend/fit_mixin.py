@@ -125,6 +125,13 @@ class FitMixin(AutoMixin):
 
         self.train_function = self._strategy.train_function(own)
 
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
+    ) -> Any:
+        """Keras' own; on each of several devices where Keras' step runs there, of its part of the rows."""
+        loss = super().compute_loss(x, y, y_pred, sample_weight, training)
+        return self._strategy.loss_of_part(loss, x, y_pred, training)
+
     def build_before_loop(self, own: Callable[..., None], iterator: Any, data_batch: Any) -> None:
         """Keras' own, without reading the first batch, which would put a shuffled data set out of step."""
         if iterator is not None and self._watch is not None and self._watch.watches:

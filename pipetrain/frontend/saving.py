@@ -56,7 +56,7 @@ class SavingMixin(StrategyModel):
     @contextmanager
     def _compiled_alone(self) -> Iterator[keras.Model]:
         """The wrapped model, compiled meanwhile as this one is: for Keras, one that trained."""
-        with compiled_as(self.model, self) as model, self._strategy.distribution.scope():
+        with compiled_as(self.model, self) as model:
             yield model
 
     def compile_from_config(self, config: Any) -> None:

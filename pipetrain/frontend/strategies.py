@@ -143,6 +143,7 @@ def _auto(model: keras.Model, options: Options) -> Strategy:
 
 def _data_parallel(model: keras.Model, options: Options) -> Strategy:
     _, stages, cuts, devices, replicas, *_ = options
+    check_model(model)
     on = resolve(devices)
     placement = Placement(model, stages, cuts, on, replicas, training=lambda stages: Training("single"))
     return DataParallelStrategy(model, placement)

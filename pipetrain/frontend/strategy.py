@@ -62,6 +62,9 @@ class Strategy(Resumable, Protocol):
     def train_function(self, own: Callable[[], StepFunction]) -> StepFunction:
         """What takes a minibatch and gives its logs; Keras' ``own``, should that serve."""
 
+    def loss_of_part(self, loss: Any, x: Any, y_pred: Any, training: bool) -> Any:
+        """What Keras' own step minimises, from the loss of inputs and predictions; unused where it makes no step."""
+
     def drain(self) -> None:
         """All minibatches so far are applied, and the weights in the model.
 
