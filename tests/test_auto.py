@@ -48,6 +48,19 @@ def test_heavy_weights_make_a_pipeline_and_heavy_activations_data_parallelism():
     assert copies.taken.kind == "data parallelism"
 
 
+def test_the_baseline_is_predicted_and_told_and_not_taken():
+    """However fast it is; all-reduce and a parameter server do the same, exactly."""
+    choice = choose(chain(8, output_bytes=64 * MIB, weight_bytes=MIB // 64), 4, ETHERNET)
+    mirrored = [way for way in choice.ways if way.arguments["scheme"] == "data-parallel"]
+    assert [str(way) for way in mirrored] == ["data-parallel (baseline, not taken)"] and str(mirrored[0]) in str(choice)
+    fast = replace(choice, ways=[*choice.ways, mirrored[0]._replace(step_s=1e-9)])
+    assert fast.taken.arguments["scheme"] in ("all-reduce", "parameter-server")
+    assert not [way for way in fast.near if way.arguments["scheme"] == "data-parallel"]
+    assert "data-parallel" not in fast.reason
+    with pytest.raises(ValueError, match="No way to train fits"):
+        replace(choice, ways=[each._replace(fits=each in mirrored) for each in choice.ways])
+
+
 def test_a_slow_link_leaves_one_device():
     alone = choose(chain(4, output_bytes=64 * MIB, weight_bytes=64 * MIB), 4, Cluster((Level(Link(1e6)),)))
     assert alone.taken.arguments == {"scheme": "single"}
@@ -151,7 +164,6 @@ def test_seconds_of_whole_minibatches_that_something_disturbed_do_not_count():
 
 WAYS = {
     "single": {"scheme": "single"},
-    "data-parallel": {"scheme": "data-parallel"},
     "all-reduce": {"scheme": "all-reduce"},
     "grid": {"scheme": "grid", "grid": (2, 1)},
     "zb-h2": {"scheme": "zb-h2", "microbatches": 2, "cuts": ("dense_1",)},
@@ -177,7 +189,7 @@ def trained(model, epochs=2, callbacks=None, compiles=True):
     return model.fit(*data(), batch_size=8, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks).history
 
 
-@pytest.mark.parametrize("name", networks.by_default(WAYS, "data-parallel", "grid", "zb-h2", "hybrid"))
+@pytest.mark.parametrize("name", networks.by_default(WAYS, "all-reduce", "grid", "zb-h2", "hybrid"))
 def test_every_way_that_may_be_taken_trains_as_plain_keras(name, monkeypatch):
     plain, ours = network(), network()
     expected = trained(plain)

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from pipetrain.checkpoint.arrays import Arrays, assign, collected
 from pipetrain.checkpoint.session import FitSession, Layout
+from pipetrain.compute.functions.penalties import summed_over_rows
 from pipetrain.compute.graph.beside import beside, memories
 from pipetrain.compute.graph.sharing import is_seed
 from pipetrain.compute.keras_private import (
@@ -22,6 +23,7 @@ from pipetrain.compute.keras_private import (
     distributed,
     distributed_spec,
     flat_layers,
+    is_own,
     map_losses,
     weights_of,
     weights_of_layer,
@@ -32,6 +34,7 @@ from pipetrain.compute.optimizer.slots import Slot, slots
 from pipetrain.compute.tensorflow_private import one_replica
 from pipetrain.frontend.attributes import Meanwhile, known
 from pipetrain.frontend.checks.devices import check_local, check_remembered
+from pipetrain.frontend.checks.loss import check_added
 from pipetrain.frontend.checks.optimizer import check_loss_scaling, check_optimizer, check_own
 from pipetrain.frontend.device_loss import DeviceLoss
 from pipetrain.frontend.mirroring import Mirroring
@@ -62,6 +65,7 @@ class DataParallelStrategy:
         self._meanwhile = ExitStack()  # what is undone when the model is by itself again
         self._owner: keras.Model | None = None
         self._loss: DeviceLoss | None = None
+        self._is_checked = False  # whether the losses that layers add have been tried
         self._session: FitSession | None = None
         self._fitted_from = 0  # the optimizer's count of steps when this fit began
         self._newest_snapshot = 0
@@ -83,9 +87,25 @@ class DataParallelStrategy:
             batch = self._batch_like(epoch_iterator)
         own(None, batch)
         compiled = compiled_loss(known(self._owner))
+        self._check_added()
         if compiled is not None:
             _, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-            known(self._loss).measure(compiled, y, sample_weight, self.model.output)
+            known(self._loss).measure(compiled, y, sample_weight, self.placement.chain.pack(self.model.outputs))
+
+    def _check_added(self) -> None:
+        """Raise ValueError if a layer adds a loss that is a sum over rows: Keras takes the mean of the devices'.
+
+        Keras' own layers add means.
+        """
+        if (
+            not self._is_checked
+            and self._devices > 1
+            and not all(is_own(type(each)) for each in flat_layers(self.model))
+        ):
+            chain = self.placement.chain
+            whole = chain.segment(0, len(chain.blocks))
+            check_added(summed_over_rows(whole, [None] * len(whole.inputs), True))
+        self._is_checked = True
 
     def train_function(self, own: Callable[[], StepFunction]) -> StepFunction:
         """Keras' own, which TensorFlow runs on every device."""

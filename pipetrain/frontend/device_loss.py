@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from pipetrain.compute.keras_private import mask_of
 from pipetrain.frontend.checks.loss import check_masks
 from pipetrain.frontend.loss_of_parts import named
 from pipetrain.frontend.loss_reduction import divides, is_known, ways
@@ -90,7 +91,7 @@ class DeviceLoss:
         """The loss that Keras has made of a device's rows, with gradients for its part of the minibatch."""
         if self._devices == 1 or tf.distribute.get_replica_context() is None:
             return loss
-        masks = [getattr(each, "_keras_mask", None) for each in keras.tree.flatten(y_pred)]
+        masks = [mask_of(each) for each in keras.tree.flatten(y_pred)]
         check_masks(masks, divides(self._loss), self._devices)
         if not training:
             return loss

@@ -48,15 +48,16 @@ class LossOfParts:
 
     def try_on(self, y: Any, sample_weight: Any, outputs: Sequence[tf.TensorSpec]) -> None:
         """See by labels and weights such as these. Raises ValueError for a loss that cannot be put together."""
-        about = ", ".join(map(_named, keras.tree.flatten(self._loss)))
         given = self._metrics.loss, self.weigh, y, undivided(sample_weight), outputs
-        self._ways, self._is_tried = [found_way(self._ways, *given, about)], True
+        self._ways, self._is_tried = [found_way(self._ways, *given, named(self._loss))], True
 
     def check_masks(self, masks: Sequence[Any]) -> None:
         """Raise ValueError if the loss cannot be put together where outputs have these masks."""
         check_masks(masks, divides(self._loss), self._parts)
 
 
-def _named(loss: Any) -> str:
-    """A loss by its name."""
-    return str(getattr(loss, "__name__", None) or getattr(loss, "name", None) or loss)
+def named(loss: Any) -> str:
+    """The losses by their names."""
+    return ", ".join(
+        str(getattr(each, "__name__", None) or getattr(each, "name", None) or each) for each in keras.tree.flatten(loss)
+    )

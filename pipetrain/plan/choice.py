@@ -19,15 +19,16 @@ TRIED = 6  # ways at most, beside one device
 ERRORS = 2  # standard errors of the profile to either side of a prediction
 HEADER: tuple[str, ...] = ("way to train", "devices", "samples/s", "between", "against one", "memory MiB")
 KINDS = ("single", "data parallelism", "grid", "pipeline", "hybrid")  # the simplest first
+BASELINE = "baseline"  # a kind that is predicted to compare with, and never taken
 
 
 class Way(NamedTuple):
     """One way to train: the ``arguments`` of ``PipelineModel`` for it, and what is predicted.
 
-    ``kind`` is one of ``KINDS``; ``step_s`` are the seconds of a minibatch, ``memory_bytes`` what the fullest device
-    holds, ``fits`` whether that keeps to the limit. ``trial_s`` is what a minibatch took in a trial, None without one,
-    infinite where the way cannot train the model. Ways of one ``family`` take about the same; without one
-    it is the scheme's name.
+    ``kind`` is one of ``KINDS``, or ``BASELINE``; ``step_s`` are the seconds of a minibatch, ``memory_bytes`` what the
+    fullest device holds, ``fits`` whether that keeps to the limit. ``trial_s`` is what a minibatch took in a trial,
+    None without one, infinite where the way cannot train the model. Ways of one ``family`` take about the same; without
+    one it is the scheme's name.
     """
 
     kind: str
@@ -51,6 +52,8 @@ class Way(NamedTuple):
 
     def __str__(self) -> str:
         scheme, *others = [(name, value) for name, value in self.arguments.items() if name not in ("cuts", "order")]
+        if self.kind == BASELINE:
+            return f"{scheme[1]} (baseline, not taken)"
         return ", ".join([str(scheme[1]), *(f"{name} {_listed(value)}" for name, value in others)])
 
 
@@ -80,13 +83,23 @@ class Choice:
 
     def __post_init__(self) -> None:
         """Raise ValueError if none fits."""
-        if not any(way.fits for way in self.ways):
-            leanest = min(self.ways, key=lambda way: way.memory_bytes)
+        if not self._possible:
+            leanest = min(self._candidates, key=lambda way: way.memory_bytes)
             raise ValueError(
                 f"No way to train fits the devices. Received: a memory of {mib(self.limit_bytes or 0)} MiB each; the "
                 f"leanest way, {leanest}, needs {mib(leanest.memory_bytes)}. Try more devices, smaller minibatches or "
                 "recompute=True."
             )
+
+    @property
+    def _candidates(self) -> list[Way]:
+        """The ways of which one is taken."""
+        return [way for way in self.ways if way.kind != BASELINE]
+
+    @property
+    def _possible(self) -> list[Way]:
+        """Those that fit."""
+        return [way for way in self._candidates if way.fits]
 
     @cached_property
     def taken(self) -> Way:
@@ -106,8 +119,7 @@ class Choice:
     @cached_property
     def fastest(self) -> Way:
         """The way to train, without its cuts."""
-        possible = [way for way in self.ways if way.fits]
-        possible = [way for way in possible if way.trial_s is not None] or possible
+        possible = [way for way in self._possible if way.trial_s is not None] or self._possible
         fastest_s = min(way.known_s for way in possible)
         near = [way for way in possible if way.known_s <= MARGIN * fastest_s]
         return min(near, key=lambda way: (KINDS.index(way.kind), way.known_s))
@@ -120,7 +132,7 @@ class Choice:
         if that is within twice the fastest.
         """
         found: dict[str, Way] = {}
-        for way in sorted((way for way in self.ways if way.fits), key=lambda way: way.step_s):
+        for way in sorted(self._possible, key=lambda way: way.step_s):
             found.setdefault(way.family or str(way.arguments["scheme"]), way)
         least_s = min((way.step_s for way in found.values()), default=0.0)
         one = [way for way in found.values() if way.kind == KINDS[0] and way.step_s <= FAIR * least_s]
@@ -147,7 +159,7 @@ class Choice:
         """Why this way is taken, in a sentence."""
         taken, one = self.taken, next((way for way in self.ways if way.kind == KINDS[0] and way.fits), None)
         tried = taken.trial_s is not None
-        others = [way for way in self.ways if way.fits and way.kind != taken.kind]
+        others = [way for way in self._possible if way.kind != taken.kind]
         others = [way for way in others if (way.trial_s is not None) == tried and way.known_s < math.inf]
         parts = []
         if one is not None and one != taken and (one.trial_s is not None) == tried:
@@ -160,7 +172,9 @@ class Choice:
                 parts.append(f"{than:.2f}x as fast as the best of another kind, {best}")
             else:
                 parts.append(f"no way of another kind is {MARGIN - 1:.0%} faster (the best is {best})")
-        faster = [way for way in self.ways if not way.fits and way.step_s * MARGIN < taken.step_s]
+        faster = [
+            way for way in self.ways if not way.fits and way.kind != BASELINE and way.step_s * MARGIN < taken.step_s
+        ]
         if faster:
             first = min(faster, key=lambda way: way.step_s)
             parts.append(f"{first} would be {taken.step_s / first.step_s:.2f}x as fast, and does not fit")

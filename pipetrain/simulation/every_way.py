@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from pipetrain.plan.capacity import NoPlan
-from pipetrain.plan.choice import Choice, Way, least_slowest_s
+from pipetrain.plan.choice import BASELINE, Choice, Way, least_slowest_s
 from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.coarse import bounds_of, merged
 from pipetrain.plan.division import divided, undisturbed
@@ -33,10 +33,10 @@ MOST_BLOCKS = 96  # of a chain while ways are compared; at least four for each d
 class Chooser:
     """Predicts every way to train a profiled model.
 
-    Ways are ``single``; data parallelism, by MirroredStrategy (``data-parallel``), ``all-reduce`` and
-    ``parameter-server`` with the order of transfers that suits; the ``grid`` that sends the least; pipelines with every
-    synchronous schedule; and ``hybrid`` ones with several devices for slow stages. With ``staleness="predicted"`` also
-    pipelines whose weights are predicted to one target, which never drain.
+    Ways are ``single``; data parallelism, by ``all-reduce`` and ``parameter-server`` with the order of transfers that
+    suits; the ``grid`` that sends the least; pipelines with every synchronous schedule; and ``hybrid`` ones with
+    several devices for slow stages. With ``staleness="predicted"`` also pipelines whose weights are predicted to one
+    target, which never drain. MirroredStrategy (``data-parallel``) is a baseline, which is not taken.
 
     Args:
         profile: of whole minibatches.
@@ -86,7 +86,7 @@ class Chooser:
         copies = self._copies()
         every = everywhere(copies, self._devices, self._cluster, self._training)
         if self._mirrored:
-            yield self._way("data parallelism", every, every.step_s, scheme=DATA_PARALLEL)
+            yield self._way(BASELINE, every, every.step_s, scheme=DATA_PARALLEL)
         for scheme in TRANSFERRING:
             step_s = estimated_step_s(copies, scheme, self._devices, self._cluster)
             yield self._way("data parallelism", every, step_s, scheme=scheme)

@@ -19,6 +19,15 @@ def check_masks(masks: Sequence[Any], divides: bool, parts: int) -> None:
         )
 
 
+def check_added(summed: Sequence[bool]) -> None:
+    """Raise ValueError if some of the losses that layers add are sums over rows, of which Keras takes devices' mean."""
+    if any(summed):
+        raise ValueError(
+            "A layer adds a loss that is a sum over rows, and MirroredStrategy would take the mean of the devices'. "
+            "Received: scheme='data-parallel'. Try a mean over rows in add_loss, or scheme='all-reduce'."
+        )
+
+
 def check_minimised(loss: Any, stages: Sequence[Stage]) -> None:
     """Refuse what has no loss, and weights of which none gets a gradient; warn of those that get none, as Keras does.
 
