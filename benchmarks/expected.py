@@ -34,7 +34,7 @@ def microbatches(scheme: str) -> int | None:
 
 def training(scheme: str) -> Training:
     """What to plan a scheme's stages for."""
-    name, horizon, _ = variant(scheme)
+    name, horizon, *_ = variant(scheme)
     return Training(name, microbatches=microbatches(scheme) or 1, horizon=horizon)
 
 

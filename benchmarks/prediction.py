@@ -86,7 +86,7 @@ def work(job: Job) -> Iterator[Round | None]:
     cuts, pipes = {}, {}
     for name in job.schemes:
         cuts[name] = partition(known[microbatches(name) or 1], 2, described(devices), training=training(name))
-        scheme, horizon, _ = variant(name)
+        scheme, horizon, *_ = variant(name)
         pipe = pipetrain.PipelineModel(model, cuts[name], scheme, microbatches=microbatches(name), horizon=horizon)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         pipe.compile(keras.optimizers.SGD(1e-3, momentum=0.9), loss=loss, metrics=["accuracy"])

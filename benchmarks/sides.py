@@ -148,7 +148,7 @@ def pipelines(job: KerasJob) -> tuple[dict[str, Any], Expected | None]:
         planned_for = training("single" if name == DATA_PARALLEL else name)
         partitions[name] = partition(profiles[microbatches(name)], job.cores, described(devices), training=planned_for)
         for setting in job.jit_compile:
-            scheme, horizon, _ = variant(name)
+            scheme, horizon, *_ = variant(name)
             pipe = pipetrain.PipelineModel(
                 model, partitions[name], scheme, microbatches=microbatches(name), horizon=horizon
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
@@ -15,6 +16,8 @@ from experiments.networks import NETWORKS, defaults
 from pipetrain.checkpoint.directory_lock import DirectoryLock
 from pipetrain.cli.argument_types import horizon
 from pipetrain.schemes import table
+from pipetrain.schemes.scheme import Scheme
+from pipetrain.schemes.text_form import chosen
 
 
 def positive(text: str) -> int:
@@ -27,6 +30,23 @@ def positive(text: str) -> int:
 def whole(text: str) -> int:
     """A whole number of at least 0."""
     return 0 if text == "0" else positive(text)
+
+
+def scheme_among(*names: str) -> Callable[[str], str]:
+    """A kind of value: one of these names, or a file's scheme, see ``text_form.chosen``."""
+
+    def kind(text: str) -> str:
+        try:
+            found = chosen(text)
+            if not isinstance(found, Scheme) and found not in names:
+                raise ValueError(f"unknown scheme {text!r}. Try {table.instead_of(text, names)}")
+            if isinstance(found, Scheme) and Path(table.check_name(found)).name != found.name:
+                raise ValueError(f"A scheme's name is that of a folder. Received: {found.name!r}. Try letters.")
+        except (OSError, ValueError) as error:
+            raise argparse.ArgumentTypeError(str(error).replace("%", "%%")) from error
+        return text
+
+    return kind
 
 
 def rate(text: str) -> float:

@@ -9,7 +9,9 @@ from typing import Any
 from experiments.variants import Variant
 from pipetrain.schemes.coding.coded_reduce import checked_tree
 from pipetrain.schemes.own_options import OWN
+from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.table import CODED, HORIZONS, has, splits, takes
+from pipetrain.schemes.text_form import chosen
 
 CHECKPOINTS = "checkpoints"  # the folder, within a run's
 LOST = 75  # exit status of a run that has lost a worker; EX_TEMPFAIL of sysexits.h
@@ -49,6 +51,20 @@ class Settings:
     children: int = 3
     tree_depth: int = 1
     stragglers: int = 1
+    file: str | None = None  # that names the scheme: FILE.csv, or FILE.py:NAME
+
+    @property
+    def way(self) -> str | Scheme:
+        """The scheme, that of its file if it has one. Raises ValueError where the file has none, or another one now."""
+        if self.file is None:
+            return self.scheme
+        found = chosen(self.file)
+        if str(found) != self.scheme:
+            raise ValueError(
+                f"The scheme of the file has another name now. Received: {self.file!r} with {found}, for a run of "
+                f"{self.scheme}. Try the name that it had."
+            )
+        return found
 
     @property
     def tree(self) -> dict[str, int]:
@@ -65,7 +81,7 @@ class Settings:
     @property
     def label(self) -> str:
         """The scheme, with its horizon and microbatches where these are given: ``spectrain/target/M=2``."""
-        return str(Variant(self.scheme, self.horizon, self.microbatches))
+        return str(Variant(self.scheme, self.horizon, self.microbatches, self.file))
 
 
 @dataclass(frozen=True)
@@ -84,22 +100,24 @@ class Summary:
     max_val_accuracy: float | None
     peak_memory_bytes: int
     diverged_at: int | None
+    taken: dict[str, Any] | None = None  # by auto: the arguments of PipelineModel
+    reason: str | None = None  # why
 
 
 def microbatches_for(
-    scheme: str, schemes: Iterable[str], microbatches: int | None, horizon: str | float = HORIZONS[0]
+    scheme: str | Scheme, schemes: Iterable[str | Scheme], microbatches: int | None, horizon: str | float = HORIZONS[0]
 ) -> int | None:
     """Those of this scheme in a run of several: none where it does not split minibatches and another one does."""
     splitting = [name for name in schemes if splits(name, horizon)]
     return microbatches if scheme in splitting or not splitting else None
 
 
-def own_for(scheme: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def own_for(scheme: str | Scheme, given: Mapping[str, Any]) -> dict[str, Any]:
     """Of the given ``OWN`` options those of this scheme in a run of several; None for those that others have."""
     return {name: given[name] if scheme in own.schemes else None for name, own in OWN.items()}
 
 
-def options_of(scheme: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def options_of(scheme: str | Scheme, given: Mapping[str, Any]) -> dict[str, Any]:
     """The policy's options for this scheme, the given ones as far as it has them."""
     had = {name: takes(scheme, value) if name == "horizon" else has(scheme, name) for name, value in given.items()}
     return {**POLICY_OPTIONS, **{name: given[name] for name in POLICY_OPTIONS if had.get(name)}}

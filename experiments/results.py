@@ -14,7 +14,7 @@ from pipetrain.plan.text_table import counted, text_table
 from pipetrain.schemes.table import DATA_PARALLEL, NAMES
 
 REFERENCES = (DATA_PARALLEL, "single")  # synchronous, the same gradient of each minibatch; the first that was run
-FREE = ("scheme", "horizon", "microbatches", "seed")  # what may be different between the runs of a network
+FREE = ("scheme", "file", "horizon", "microbatches", "seed")  # what may be different between the runs of a network
 # Chen et al. 2018 (arXiv 1809.02839), section 4: validation accuracy against data parallelism, in points.
 PAPER = {"vanilla": "-0.55", "weight-stashing": "-1.1", "spectrain": "0"}
 PAPER_EXCEPTIONS = {("residual_lstm", "spectrain"): "below 0"}

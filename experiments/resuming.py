@@ -35,7 +35,9 @@ def is_unfinished(folder: Path) -> bool:
     return summary(folder) is None and any((folder / CHECKPOINTS).glob("step-*.npz"))
 
 
-def settings(output: Path, schemes: Sequence[str], changes: Mapping[str, Any]) -> dict[str, Settings]:
+def settings(
+    output: Path, schemes: Sequence[str], changes: Mapping[str, Any], files: Mapping[str, str | None] | None = None
+) -> dict[str, Settings]:
     """Settings of the runs in a folder, or of these schemes, with changes; each by the scheme whose checkpoints it has.
 
     A scheme that has not been run there goes on from the checkpoint of the one that has. Raises ValueError where that
@@ -58,11 +60,13 @@ def settings(output: Path, schemes: Sequence[str], changes: Mapping[str, Any]) -
                     f"{str(output)!r} with {', '.join(others) or 'no unfinished run'}. Try one of these schemes."
                 )
             source = others[0]
-        changed = replace(known[source], **{**changes, "scheme": scheme})
-        left_out = options_of(scheme, vars(changed))
+        file = (files or {}).get(scheme) if schemes else known[source].file
+        changed = replace(known[source], **{**changes, "scheme": scheme, "file": file})
+        left_out = options_of(changed.way, vars(changed))
         # Refused if none of those asked has them.
-        asked = schemes or known if changes.get("microbatches") else PIPELINES
-        left_out["microbatches"] = microbatches_for(scheme, asked, changed.microbatches, changed.horizon)
+        asked = [scheme, *(schemes or known if changes.get("microbatches") else PIPELINES)]
+        asked = [changed.way if each == scheme else each for each in asked]
+        left_out["microbatches"] = microbatches_for(changed.way, asked, changed.microbatches, changed.horizon)
         left_out |= own_for(scheme, vars(changed))
         if left_out["servers"] and "servers" not in changes:  # some workers may be lost
             left_out["servers"] = min(left_out["servers"], changed.stages)

@@ -35,7 +35,7 @@ sys.path.insert(0, str(ROOT))
 from experiments import datasets, optimizers  # noqa: E402
 from experiments.displacement import Errors, Means, Versions, means  # noqa: E402
 from experiments.networks import NETWORKS, input_shape, sizes  # noqa: E402
-from experiments.options import add_training, fill_in, positive, writable  # noqa: E402
+from experiments.options import add_training, fill_in, positive, scheme_among, writable  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
 from pipetrain.plan.text_table import text_table  # noqa: E402
 from pipetrain.schemes.table import NAMES  # noqa: E402
@@ -103,7 +103,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="how many updates ahead, each at least 1 (default: 1 2 3)",
     )
     parser.add_argument(
-        "--scheme", choices=NAMES, default="spectrain", help="the pipeline that trains (default: %(default)s)"
+        "--scheme",
+        type=scheme_among(*NAMES),
+        default="spectrain",
+        metavar="NAME",
+        help=f"the pipeline that trains: {', '.join(NAMES)}; or FILE.py:NAME (default: %(default)s)",
     )
     add_training(parser, STEPS, "runs/rmse")
     options = parser.parse_args(arguments)

@@ -11,6 +11,7 @@ examples:
   python experiments/run.py --scheme spectrain --model transformer --depth 2 --width 64
   python experiments/run.py --scheme spectrain --model gpt2 --depth 4 --width 128 --optimizer adam
   python experiments/run.py --scheme auto --stages 2
+  python experiments/run.py --scheme my_policy.py:MyPolicy
   python experiments/run.py --scheme 1f1b --stages 2 --local-workers 2
   python experiments/run.py --scheme coded-reduce --children 3 --stragglers 1 --local-workers 3
   python experiments/run.py --scheme grid --grid 2 2
@@ -48,6 +49,7 @@ from experiments.options import (  # noqa: E402
     new_folder,
     owned,
     positive,
+    scheme_among,
     whole,
     writable,
 )
@@ -65,7 +67,10 @@ from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
 from pipetrain.plan.text_table import counted, text_table  # noqa: E402
 from pipetrain.schemes import table  # noqa: E402
 from pipetrain.schemes.own_options import OWN, check_own  # noqa: E402
+from pipetrain.schemes.scheme import Scheme  # noqa: E402
+from pipetrain.schemes.text_form import chosen, in_full  # noqa: E402
 
+ALL = "all"  # of the paper and near it, each with other weights or another order
 # What may be different when a run goes on, and options that say nothing about the run itself.
 TREE = {"children", "tree_depth", "stragglers"}
 CHANGEABLE = {
@@ -163,8 +168,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--scheme",
         action="append",
-        choices=(*names, "all"),
-        help="how to train, see below; may be given several times (default: spectrain)",
+        type=scheme_among(*names, ALL),
+        metavar="NAME",
+        help="how to train, see below; FILE.csv, a schedule, or FILE.py:NAME, a scheme or a policy of your own; may be "
+        f"given several times (default: spectrain). {ALL}: one after another {', '.join(table.NAMES)}",
     )
     add_training(parser, steps=1000)
     add_policy(parser)
@@ -199,10 +206,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     fill_in(options)
     if options.grid is not None and "stages" not in options.given:
         options.stages = options.given["stages"] = prod(options.grid)
-    chosen = options.scheme or ["spectrain"]
-    options.every = "all" in chosen
-    options.scheme = list(table.NAMES) if options.every else list(dict.fromkeys(chosen))
+    wanted = options.scheme or ["spectrain"]
+    options.every = ALL in wanted
+    wanted = [each for name in wanted for each in (table.NAMES if name == ALL else (name,))]
+    options.files = {str(chosen(each)): in_full(each) for each in wanted}
+    options.scheme = [*options.files]
     return options
+
+
+def ways(options: argparse.Namespace) -> list[str | Scheme]:
+    """The schemes asked for: names, and those of files."""
+    return [chosen(file or name) for name, file in options.files.items()]
 
 
 def start(options: argparse.Namespace, stages: int, ends: ExitStack) -> None:
@@ -236,21 +250,27 @@ def begin(options: argparse.Namespace, ends: ExitStack) -> tuple[Path, list[Summ
             f"Try --resume {options.output}, or another --output."
         )
     same = {
-        field.name: getattr(options, field.name) for field in fields(Settings) if field.name not in ("scheme", "size")
+        field.name: getattr(options, field.name)
+        for field in fields(Settings)
+        if field.name not in ("scheme", "file", "size")
     }
     settings = [
         Settings(
-            scheme=scheme,
+            scheme=str(way),
+            file=options.files[str(way)],
             size={},
             **{
                 **same,
-                **having(scheme, options),
-                **own_for(scheme, vars(options)),
-                "microbatches": microbatches_for(scheme, options.scheme, options.microbatches, options.horizon),
+                **having(way, options),
+                **own_for(way, vars(options)),
+                "microbatches": microbatches_for(way, ways(options), options.microbatches, options.horizon),
             },
         )
-        for scheme in options.scheme
+        for way in ways(options)
     ]
+    if options.every:
+        others = [name for name in (*table.EVERY_NAME, table.AUTO) if name not in options.scheme]
+        print(f"{ALL}: {', '.join(options.scheme)}. By their names only: {', '.join(others)}.\n")
     start(options, max(each.devices for each in settings), ends)
     size = sizes(options.model, {"depth": options.depth, "width": options.width})  # which loads Keras
     settings = [replace(each, size=size) for each in settings]
@@ -274,12 +294,12 @@ def possible(settings: Sequence[Settings], every: bool) -> list[Settings]:
     return left
 
 
-def having(scheme: str, options: argparse.Namespace) -> dict[str, Any]:
+def having(scheme: str | Scheme, options: argparse.Namespace) -> dict[str, Any]:
     """The policy's options for this scheme. Raises ValueError for those that none of the run's schemes has."""
     given = {name: getattr(options, name) for name in POLICY_OPTIONS if name in options.given}
     check_own(vars(options), options.scheme)
     for name, value in given.items():
-        if not any(options_of(each, {name: value})[name] == value for each in options.scheme):
+        if not any(options_of(each, {name: value})[name] == value for each in ways(options)):
             table.check_options(scheme, **{**POLICY_OPTIONS, **given})
     return options_of(scheme, given)
 
@@ -299,7 +319,7 @@ def go_on(options: argparse.Namespace, ends: ExitStack) -> tuple[Path, list[Summ
             "A run goes on from checkpoints. Received: --resume, --checkpoint-every 0. Try another number."
         )
     schemes_given = options.scheme if "scheme" in options.given else []
-    by_source = resuming.settings(output, schemes_given, changes)
+    by_source = resuming.settings(output, schemes_given, changes, options.files)
     check_own(changes, [each.scheme for each in by_source.values()])
     start(options, max(each.devices for each in by_source.values()), ends)
     settings = possible([*by_source.values()], every=False)

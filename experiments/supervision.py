@@ -115,7 +115,7 @@ class Supervision:
             return [*self._arguments, where, str(self._output)]
         what = ["--resume", str(self._output)]
         if self._options.resume is not None and "scheme" in self._options.given:
-            what += [part for scheme in self._options.scheme for part in ("--scheme", scheme)]
+            what += [part for name, file in self._options.files.items() for part in ("--scheme", file or name)]
         if self._options.data_dir is not None:
             what += ["--data-dir", self._options.data_dir]
         if self._stages is not None:

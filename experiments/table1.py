@@ -77,7 +77,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=variant,
         metavar="NAME[/HORIZON][/M=N]",
         help=f"how to train ({', '.join(table.NAMES)}), with how far it predicts and its microbatches where it has "
-        f"them, such as spectrain/target/M=2; may be given several times (default: {', '.join(SCHEMES)})",
+        f"them, such as spectrain/target/M=2; or FILE.csv, a schedule, or FILE.py:NAME, a scheme or a policy of your "
+        f"own; may be given several times (default: {', '.join(SCHEMES)})",
     )
     parser.add_argument("--steps", type=positive, default=5000, metavar="N", help="minibatches (default: 5000)")
     parser.add_argument("--eval-every", type=positive, default=20, metavar="N", help="(default: 20 steps)")
@@ -140,10 +141,11 @@ def planned(options: argparse.Namespace) -> list[Settings]:
             size=_size(model, options),
             optimizer=options.optimizer,
             horizon=ahead,
+            file=file,
         )
         for model in options.model
         for seed in range(options.seeds)
-        for name, ahead, pieces in options.scheme
+        for name, ahead, pieces, file in options.scheme
     ]
 
 

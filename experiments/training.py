@@ -7,7 +7,7 @@ import math
 import resource
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +64,22 @@ class Recorder(keras.callbacks.Callback):
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(self.rows[-1]) + "\n")
 
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Say what ``auto`` has taken, and why."""
+        if taken := _taken(self.model):
+            told = ", ".join(f"{name}={value}" for name, value in taken["taken"].items())
+            print(f"auto takes {told}. {taken['reason']}")
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Show the latest validation at the end of the progress bar, which has no room for it before."""
+        if logs is not None:
+            logs.update(self._latest)
+
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Keep the loss and the time of this step; show the latest validation in the progress bar."""
+        """Keep the loss and the time of this step."""
         if (batch + 1) % self._settings.eval_every == 0:
             self._means[batch + 1] = float(logs["loss"])
         self.seen_s.append(self._before_s + self.model.session.time.seconds)
-        logs.update(self._latest)
 
     def get_state(self) -> dict[str, Any]:
         """What a checkpoint keeps of the recorder."""
@@ -97,7 +107,7 @@ def pipelined(model: keras.Model, settings: Settings) -> pipetrain.PipelineModel
     pm = pipetrain.PipelineModel(
         model,
         None if settings.tree or settings.scheme == AUTO else settings.stages,
-        settings.scheme,
+        settings.way,
         microbatches=settings.microbatches,
         horizon=settings.horizon,
         spike_compensation=settings.spike_compensation,
@@ -118,7 +128,7 @@ def pipelined(model: keras.Model, settings: Settings) -> pipetrain.PipelineModel
 
 def check(settings: Settings) -> None:
     """Raise ValueError, before anything is trained, for settings that no network can be trained with."""
-    check_microbatches(settings.microbatches, settings.scheme, settings.horizon)
+    check_microbatches(settings.microbatches, settings.way, settings.horizon)
     if settings.scheme != DATA_PARALLEL:
         layers = [keras.layers.Dense(1) for _ in range(settings.stages)]
         pipelined(keras.Sequential([keras.Input((1,)), *layers]), settings)
@@ -157,10 +167,10 @@ def train(settings: Settings, data: Dataset, output: Path, verbose: bool, keep: 
         if pm.stragglers:
             print(f"Steps that ended without a worker, in the order of the workers: {pm.stragglers}.")
         pm.save(output / "model.keras")
-    summary = _summary(settings, recorder, diverged_at)
+    summary = replace(_summary(settings, recorder, diverged_at), **_taken(pm))
     _write(output / "summary.json", asdict(summary))
     shutil.rmtree(output / CHECKPOINTS, ignore_errors=True)  # the run is over, and its model saved
-    if pm.choice is not None:
+    if verbose and pm.choice is not None:
         print(f"\n{pm.choice}")
     if keep and pm.scheme not in UNCUT:  # which nothing had to cut
         write_partition(pm, settings.batch_size, output)
@@ -225,6 +235,14 @@ def _summary(settings: Settings, recorder: Recorder, diverged_at: int | None) ->
         peak_memory_bytes=_peak_memory_bytes(),
         diverged_at=diverged_at,
     )
+
+
+def _taken(pm: pipetrain.PipelineModel) -> dict[str, Any]:
+    """What ``auto`` has taken, and why; nothing of other schemes."""
+    if pm.way is None:
+        return {}
+    reason = "As the checkpoint's run." if pm.choice is None else pm.choice.reason
+    return {"taken": {name: value for name, value in pm.way.items() if value is not None}, "reason": reason}
 
 
 def _peak_memory_bytes() -> int:

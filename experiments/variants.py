@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import NamedTuple
 
 from pipetrain.cli.argument_types import horizon
 from pipetrain.schemes import table
+from pipetrain.schemes.text_form import chosen, in_full
 
 NAMES = (*table.NAMES, *table.SCHEDULED)
 
 
 class Variant(NamedTuple):
-    """A scheme with its horizon and microbatches; as text ``spectrain/target/M=2``, without what is not given."""
+    """A scheme with its horizon and microbatches; as text ``spectrain/target/M=2``, without what is not given.
+
+    ``file`` names the scheme where it is none of the table: ``FILE.csv``, or ``FILE.py:NAME``.
+    """
 
     scheme: str
     horizon: str | float = table.HORIZONS[0]
     microbatches: int | None = None
+    file: str | None = None
 
     def __str__(self) -> str:
         ahead = self.horizon if isinstance(self.horizon, str) else f"{self.horizon:g}"
@@ -26,19 +32,27 @@ class Variant(NamedTuple):
     @property
     def splits(self) -> bool:
         """Whether it divides minibatches into microbatches."""
-        return table.splits(self.scheme, self.horizon)
+        return table.splits(chosen(self.file or self.scheme), self.horizon)
 
 
 def variant(text: str) -> Variant:
     """What such a text names. Raises argparse.ArgumentTypeError for a scheme that is none, or has no such horizon."""
     try:
-        name, *rest = text.split("/")
+        name, *rest = _parts(text)
         pieces = int(rest.pop()[2:]) if rest and rest[-1].startswith("M=") else None
         ahead = horizon("/".join(rest)) if rest else table.HORIZONS[0]
-        if name not in NAMES:
-            raise ValueError(f"{name!r} is none of {', '.join(NAMES)}")
-        table.check_horizon(name, ahead)
-        table.check_microbatches(pieces, name, ahead)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return Variant(name, ahead, pieces)
+        way = chosen(name)
+        if way == name and name not in NAMES:
+            raise ValueError(f"unknown scheme {name!r}. Try {table.instead_of(name, NAMES)}")
+        table.check_name(way)
+        table.check_horizon(way, ahead)
+        table.check_microbatches(pieces, way, ahead)
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error).replace("%", "%%")) from error
+    return Variant(str(way), ahead, pieces, in_full(name))
+
+
+def _parts(text: str) -> list[str]:
+    """Of a file's scheme the name has slashes of its own, and no horizon follows it."""
+    found = re.fullmatch(r"(.*\.(?:csv|py:\w+))(?:/(M=\d+))?", text)
+    return [part for part in found.groups() if part] if found else text.split("/")

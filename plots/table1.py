@@ -37,7 +37,7 @@ def draw(folder: Path, output: Path) -> Path:
     handles: dict[str, Any] = {}
     for panels, (network, schemes) in zip(grid, networks.items(), strict=True):
         notes = []
-        for scheme in sorted(schemes, key=lambda name: (list(COLOURS).index(scheme_of(name)), name)):
+        for scheme in sorted(schemes, key=place):
             curves, note = chosen(schemes[scheme])
             notes += [f"{scheme}: {note}"] if note else []
             for panel, key in zip(panels, PANELS, strict=True):
@@ -50,6 +50,12 @@ def draw(folder: Path, output: Path) -> Path:
             panels[0].text(0.98, 0.96, "\n".join(notes), transform=panels[0].transAxes, ha="right", va="top", size=8)
     figure.legend(handles.values(), handles, loc="outside upper center", ncols=len(handles), frameon=False)
     return save(figure, output)
+
+
+def place(name: str) -> tuple[int, str]:
+    """Of a scheme or a variant among the others: as colours are listed, then those that have none."""
+    known = list(COLOURS)
+    return (known.index(scheme_of(name)) if scheme_of(name) in known else len(known), name)
 
 
 def read(folder: Path) -> dict[str, dict[str, list[tuple[Rows, int | None]]]]:

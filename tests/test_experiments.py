@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
@@ -18,7 +19,7 @@ import pytest
 import pipetrain
 from experiments import datasets, resuming, run, training
 from experiments.records import LOST, Settings, microbatches_for
-from pipetrain.schemes.table import NAMES
+from pipetrain.schemes.table import EVERY_NAME, NAMES
 from pipetrain.trace.trace import Trace
 
 ROOT = Path(__file__).parents[1]
@@ -491,3 +492,61 @@ def test_impossible_learning_rates_are_refused(rate, capsys):
     with pytest.raises(SystemExit):
         run.main(["--learning-rate", rate])
     assert "a finite number of at least 0 is needed" in capsys.readouterr().err
+
+
+POLICY = """
+from pipetrain.schemes import Read
+
+class Newest:
+    predicts = False
+
+    def forward(self, reader):
+        return Read(reader.newest())
+
+    def backward(self, reader):
+        return Read(reader.minibatch)
+"""
+
+
+def test_a_policy_of_a_file_trains_as_the_same_one_of_the_table(main, tmp_path, monkeypatch):
+    """And goes on from a checkpoint, from another folder too."""
+    (tmp_path / "mine.py").write_text(POLICY)
+    monkeypatch.chdir(tmp_path)
+    both = ["--scheme", "mine.py:Newest", "--scheme", "vanilla", "--output", str(tmp_path / "runs"), *SMALL]
+    assert main(both) == 0
+    histories = [(tmp_path / "runs" / name / "history.jsonl").read_text() for name in ("Newest", "vanilla")]
+    assert histories[0] == histories[1]
+    config = json.loads((tmp_path / "runs" / "Newest" / "config.json").read_text())
+    assert (config["scheme"], config["file"]) == ("Newest", str(tmp_path / "mine.py:Newest"))
+    monkeypatch.chdir("/")
+    found = resuming.settings(tmp_path / "runs", [], {})
+    assert str(found["Newest"].way) == "Newest" and found["vanilla"].way == "vanilla"
+
+
+def test_what_auto_takes_is_recorded_with_the_reason(main, tmp_path, capsys):
+    assert main(["--scheme", "auto", "--stages", "2", "--output", str(tmp_path), *SMALL]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("auto takes scheme=")]
+    summary = json.loads((tmp_path / "auto" / "summary.json").read_text())
+    assert f"auto takes scheme={summary['taken']['scheme']}" in line
+    assert summary["reason"] in line and len(summary["reason"]) > 10
+
+
+@pytest.mark.parametrize("program", ["run", "table1", "rmse"])
+def test_the_closest_name_is_said(program, capsys):
+    with pytest.raises(SystemExit):
+        importlib.import_module(f"experiments.{program}").main(["--scheme", "spectrian"])
+    told = " ".join(capsys.readouterr().err.split())
+    assert "Try 'spectrain', or one of: " in told
+    with pytest.raises(SystemExit):
+        importlib.import_module(f"experiments.{program}").main(["--scheme", "nothing.py:Mine"])
+    assert "There is no such file. Received: scheme='nothing.py:Mine'" in " ".join(capsys.readouterr().err.split())
+
+
+def test_all_says_what_it_is(main, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run, "run", lambda settings, options, output: [])
+    monkeypatch.setattr(run, "pictures", lambda *_: "")
+    assert main(["--scheme", "all", "--output", str(tmp_path), *SMALL]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("all: ")]
+    meant, others = line.removeprefix("all: ").rstrip(".").split(". By their names only: ")
+    assert meant.split(", ") == [*NAMES]
+    assert {*meant.split(", "), *others.split(", ")} == {*EVERY_NAME, "auto"}

@@ -70,7 +70,7 @@ def test_what_is_refused(run, command, tmp_path):
         "4 --scheme mine.csv --microbatches 4": r"--devices 4, --microbatches 4. Try --devices 4 --microbatches 6",
         "4 --scheme mine.csv --horizon target": r"Only spectrain and 2bw.*scheme='mine.csv'",
         "4 --scheme none.csv": r"no such file. Received: --scheme none.csv. Try .* schedule --scheme zb-v --csv FILE",
-        "4 --scheme zb": r"Unknown scheme. Received: scheme='zb'. Try one of: .*zb-h1.*; a file's name in .csv",
+        "4 --scheme zb": r"Unknown scheme. Received: scheme='zb'. Try 'zb-v', or one of: .*zb-h1.*; a file's name",
         "4 --scheme broken.csv": r"broken.csv: 0B0 is missing|broken.csv: .*backward",
     }
     (tmp_path / "broken.csv").write_text("0F0\n", encoding="utf-8")

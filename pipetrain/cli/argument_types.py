@@ -111,7 +111,8 @@ def add_scheme(parser: argparse.ArgumentParser, names: Collection[str], about: s
     parser.add_argument(
         "--scheme",
         metavar="NAME",
-        help=f"{', '.join(names)}; or the name of a file in {SUFFIX} with a schedule{about}",
+        help=f"{', '.join(names)}; or the name of a file in {SUFFIX} with a schedule{about}; or FILE.py:NAME, a "
+        "Scheme, a Schedule or a policy of your own",
         **options,
     )
     parser.add_argument(

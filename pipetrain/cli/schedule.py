@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import shutil
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pipetrain.cli.argument_types import MICROBATCHES, add_scheme, count, scheme_named
+from pipetrain.plan.text_table import counted
 from pipetrain.schemes import table
-from pipetrain.schemes.dry_run import grid, replay
+from pipetrain.schemes.actions import Action
+from pipetrain.schemes.dry_run import Step, grid, replay
 from pipetrain.schemes.schedules import orders
+from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.text_form import check_held, microbatches_of, stages_of, written
-from pipetrain.schemes.unit_times import figures
+from pipetrain.schemes.unit_times import figures, steady_bubble
 from pipetrain.schemes.validation import check
 
 ABOUT = """Print a schedule: a row for each device, a column for each step, 2F0 being stage 2, forward, microbatch 0.
 
 F is a forward, B a backward, I and W its halves: the gradients of a stage's inputs and those of its weights. Below the
-grid stands what the schedule is worth where F, I and W take one unit of time each, B two, and transfers none. One
-that cannot run is refused, with its first action that cannot.
+grid stands what the schedule is worth where F, I and W take one unit of time each, B two, and transfers none. Of an
+asynchronous scheme, which never drains between minibatches, several are printed, and its bubble is that of the steady
+state. A schedule that cannot run is refused, with its first action that cannot.
 """
 EXAMPLES = """examples:
+  python -m pipetrain schedule --scheme spectrain --stages 4
   python -m pipetrain schedule --scheme zb-h1 --stages 4 --microbatches 8
   python -m pipetrain schedule --scheme zb-v --stages 8 --microbatches 16 --csv zb-v.csv
   python -m pipetrain schedule --scheme mine.csv --limit 8
@@ -47,8 +55,14 @@ def add(commands: Any) -> None:
         metavar="N",
         help=f"of a minibatch (default: {MICROBATCHES}, or those of the file)",
     )
+    option(
+        "--minibatches",
+        type=count,
+        metavar="N",
+        help="to print (default: 1; of asynchronous schemes stages + 2, divided by the microbatches)",
+    )
     option("--limit", type=count, metavar="N", help="microbatches whose activations of a stage a device holds at most")
-    option("--csv", type=Path, metavar="FILE", help="write the schedule")
+    option("--csv", type=Path, metavar="FILE", help="write the schedule of a minibatch, if it is synchronous")
     command.set_defaults(run=run)
 
 
@@ -59,14 +73,65 @@ def run(options: argparse.Namespace) -> None:
     microbatches = options.microbatches or microbatches_of(chosen) or (MICROBATCHES if chosen.splits else 1)
     table.check_microbatches(microbatches, chosen)
     check(chosen, stages, microbatches)
-    made = orders(chosen.schedule.order, chosen.schedule.devices(stages), 1, microbatches)
+    if options.csv and chosen.asynchronous:
+        raise ValueError(
+            "A file has the order of one minibatch, after which the pipeline drains. Received: --csv, "
+            f"--scheme {chosen}. Try it without --csv, or a synchronous scheme such as 1f1b."
+        )
+    few = max(1, -(-(stages + 2) // microbatches)) if chosen.asynchronous else 1
+    minibatches = options.minibatches or few
+    made = _orders(chosen, stages, minibatches, microbatches)
     if options.limit is not None:
         check_held(made, options.limit)
-    steps, worth = replay(made, stages=stages), figures(made)
-    print(
-        f"{chosen}: {stages} stages on {len(made)} devices, {microbatches} microbatches\n{grid(steps)}\n"
-        f"bubble {worth.bubble:.1%} of the work; {worth.makespan} units from the first action to the last\n"
+    place = f"{counted(stages, 'stage')} on {counted(len(made), 'device')}"
+    print(f"{chosen}: {place}, {_counted(chosen, minibatches, microbatches)}")
+    print(_folded(replay(made, stages=stages)))
+    print(_worth(chosen, stages, minibatches, microbatches))
+    if options.csv:
+        of_one = _orders(chosen, stages, 1, microbatches)
+        options.csv.write_text(written(replay(of_one, stages=stages)), encoding="utf-8")
+
+
+def _orders(chosen: Scheme, stages: int, minibatches: int, microbatches: int) -> list[list[Action]]:
+    return orders(chosen.schedule.order, chosen.schedule.devices(stages), minibatches, microbatches)
+
+
+def _counted(chosen: Scheme, minibatches: int, microbatches: int) -> str:
+    pieces = counted(microbatches, "microbatch")
+    if minibatches == 1:
+        return pieces if chosen.splits else counted(1, "minibatch")
+    return counted(minibatches, "minibatch") + f" of {pieces}" * chosen.splits
+
+
+def _worth(chosen: Scheme, stages: int, minibatches: int, microbatches: int) -> str:
+    """What the schedule is worth, for people."""
+    made = _orders(chosen, stages, minibatches, microbatches)
+    worth = figures(made)
+    if chosen.asynchronous:
+        steady = steady_bubble(lambda count: _orders(chosen, stages, count, microbatches), 2 * stages)
+        bubble = f"bubble {steady:.1%} of the work in the steady state, when the pipeline is full\n"
+    else:
+        bubble = f"bubble {figures(_orders(chosen, stages, 1, microbatches)).bubble:.1%} of the work; "
+    return (
+        f"{bubble}{worth.makespan} units from the first action to the last\n"
         f"activations of a stage that each device holds at most: {', '.join(map(str, worth.peak_held))}"
     )
-    if options.csv:
-        options.csv.write_text(written(steps), encoding="utf-8")
+
+
+def _folded(steps: Sequence[Step]) -> str:
+    """The grid, on a terminal as many of its columns below each other as there is room for."""
+    lines = grid(steps).split("\n")
+    if not sys.stdout.isatty():
+        return "\n".join(lines)
+    head = len(f"{len(lines) - 1}: ")
+    cells = [(label, rest.split()) for label, _, rest in (line.partition(": ") for line in lines)]
+    width = 1 + max(len(cell) for _, row in cells for cell in row)
+    room = max(1, (shutil.get_terminal_size().columns - head) // width)
+    parts = [
+        "\n".join(
+            f"{label + ':':<{head}}" + "".join(f"{cell:<{width}}" for cell in row[first : first + room]).rstrip()
+            for label, row in cells
+        )
+        for first in range(0, len(steps), room)
+    ]
+    return "\n\n".join(parts)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import math
+from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
@@ -117,12 +119,15 @@ def check_name(name: object) -> str:
             )
         return name.name
     if not isinstance(name, str) or name not in EVERY_NAME:
-        known = ", ".join(EVERY_NAME)
-        raise ValueError(
-            f"Unknown scheme. Received: scheme={name!r}. Try one of: {known}; a file's name in .csv; "
-            "or a Scheme of your own."
-        )
+        raise ValueError(f"Unknown scheme. Received: scheme={name!r}. Try {instead_of(name)}.")
     return name
+
+
+def instead_of(name: object, names: Sequence[str] = EVERY_NAME) -> str:
+    """What to try instead of a name that is none: the one of ``names`` that is most like it, if one is; or any."""
+    near = difflib.get_close_matches(name.lower(), names, 1) if isinstance(name, str) else []
+    own = "a file's name in .csv; or a Scheme of your own, which FILE.py:NAME names"
+    return "".join(f"{each!r}, or " for each in near) + f"one of: {', '.join(names)}; {own}"
 
 
 def scheme(

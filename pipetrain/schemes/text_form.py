@@ -18,6 +18,7 @@ from typing import Any
 
 from pipetrain.schemes.actions import Action, held
 from pipetrain.schemes.dry_run import ScheduleError, Step, check_complete, replay
+from pipetrain.schemes.own_file import is_place, scheme_at
 from pipetrain.schemes.policies import Flush
 from pipetrain.schemes.schedules import Groups, Schedule
 from pipetrain.schemes.scheme import Scheme
@@ -149,11 +150,21 @@ def scheme_of(path: str | Path) -> Scheme:
 def chosen(scheme: str | Scheme, chunks: Any = None) -> str | Scheme:
     """What a user means by a scheme: that of a file where it names one, with so many stages on a device if given.
 
-    Raises OSError, ScheduleError and ValueError as ``scheme_of`` and ``table.chunked`` do.
+    Raises OSError, ScheduleError and ValueError as ``scheme_of``, ``own_file.scheme_at`` and ``table.chunked`` do.
     """
     if isinstance(scheme, str) and scheme.endswith(SUFFIX):
         scheme = scheme_of(scheme)
+    elif isinstance(scheme, str) and is_place(scheme):
+        scheme = scheme_at(scheme)
     return chunked(scheme, chunks)
+
+
+def in_full(scheme: str) -> str | None:
+    """How a file's scheme is named from any folder; None for a scheme that is not of a file."""
+    if not scheme.endswith(SUFFIX) and not is_place(scheme):
+        return None
+    file, colon, name = scheme.rpartition(":") if is_place(scheme) else (scheme, "", "")
+    return f"{Path(file).resolve()}{colon}{name}"
 
 
 def stages_of(scheme: str | Scheme) -> int | None:

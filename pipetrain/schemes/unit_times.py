@@ -5,7 +5,7 @@ These are the units in which papers state bubbles; a whole backward takes two.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from pipetrain.schemes.actions import Action, held
@@ -35,6 +35,21 @@ def figures(orders: Sequence[Sequence[Action]]) -> Figures:
     spent = [each[-1] - begin if each else 0 for each, begin in zip(ends, begins, strict=True)]
     makespan = max((each[-1] for each in ends if each), default=0)
     return Figures(max(spent) / max(work) - 1, makespan, [max(held(order), default=0) for order in orders])
+
+
+def steady_bubble(orders_of: Callable[[int], Sequence[Sequence[Action]]], minibatches: int) -> float:
+    """The bubble of a minibatch while training goes on, as a part of the units of work of the busiest device.
+
+    ``orders_of`` gives the orders for so many minibatches: the units of a minibatch are those by which twice as many of
+    them take longer.
+    """
+    short, long = (orders_of(count) for count in (minibatches, 2 * minibatches))
+    longer = figures(long).makespan - figures(short).makespan
+    work = [
+        sum(UNITS[each.op] for each in more) - sum(UNITS[each.op] for each in less)
+        for less, more in zip(short, long, strict=True)
+    ]
+    return longer / max(work) - 1
 
 
 def _ends(orders: Sequence[Sequence[Action]]) -> list[list[int]]:
