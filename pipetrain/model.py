@@ -10,6 +10,7 @@ import keras
 
 from pipetrain.frontend.checks.optimizer import check_optimizer_kind
 from pipetrain.frontend.checks.options import check_jit_compile
+from pipetrain.frontend.compile_arguments import arguments_of, resolved
 from pipetrain.frontend.evaluation_mixin import EvaluationMixin
 from pipetrain.frontend.fit_mixin import FitMixin
 from pipetrain.frontend.input_data import DEFAULT_ROWS
@@ -21,10 +22,6 @@ from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.table import HORIZONS
 from pipetrain.schemes.transfers.plan import Plan
 from pipetrain.trace.trace import Trace
-
-
-def _wrapped(name: str) -> property:
-    return property(lambda self: getattr(self.model, name), doc=f"The wrapped model's ``{name}``.")
 
 
 class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
@@ -172,20 +169,14 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
             # The wrapped model's policy tells Keras whether to scale losses; what is cast is for the layers to say.
             super().__init__(name=name or model.name, dtype=model.dtype_policy, autocast=False)
         # Keras searches attributes for layers: ``inner`` is what it finds, the strategy is nothing to it.
-        self.inner, self._strategy = strategy.trained, strategy
-        self.scheme, self.options = options.name, options.of_policy()
-        self._exact_trace = False
+        self.inner, self.scheme, self.options = strategy.trained, options.name, options.of_policy()
+        self._exact_trace, self.built = False, True
         self.is_traced = checked_bool("trace", trace, "A trace is either kept (True) or not (False)")
-        if hasattr(model, "output_names"):  # by which Keras finds each output's loss and metrics
-            self.output_names = model.output_names
-        self.built = True
+        self._strategy = strategy  # from here on what this model does not have it takes from the wrapped one
 
     @staticmethod
     def _by(model: keras.Model, options: Options) -> PipelineModel:
         return PipelineModel(model, **options._asdict())
-
-    layers, inputs, outputs = _wrapped("layers"), _wrapped("inputs"), _wrapped("outputs")
-    input_shape, output_shape = _wrapped("input_shape"), _wrapped("output_shape")
 
     @property
     def trace(self) -> Trace:
@@ -252,14 +243,21 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
 
     def compile(
         self,
-        optimizer: Any = "rmsprop",
-        loss: Any = None,
-        loss_weights: Any = None,
-        metrics: Any = None,
-        weighted_metrics: Any = None,
+        optimizer: Any = ...,
+        loss: Any = ...,
+        loss_weights: Any = ...,
+        metrics: Any = ...,
+        weighted_metrics: Any = ...,
+        run_eagerly: Any = ...,
+        steps_per_execution: Any = ...,
+        jit_compile: Any = ...,
+        auto_scale_loss: Any = ...,
         **settings: Any,
     ) -> None:
         """Keras' ``compile``. Raises ValueError, with the option's name, for what a pipeline cannot do exactly.
+
+        What is not given is as in the wrapped model's own ``compile``: a task of KerasHub has its optimizer, loss and
+        metrics, and more ``settings``, such as ``sampler``.
 
         An optimizer's ``global_clipnorm=c`` makes every gradient ``g * min(1, c/n)``, ``n**2`` being the sum of the
         squares of all stages' gradients of a minibatch: for synchronous schemes, or one stage. With ``use_ema`` each
@@ -275,16 +273,30 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
         not. With ``"auto"``, the default, each stage has the kernels that a profile says are faster for it.
         """
         self.check_no_session("compile")
-        given = {"optimizer": optimizer, "loss": loss, "loss_weights": loss_weights, "metrics": metrics}
-        given |= {"weighted_metrics": weighted_metrics, **settings}
-        check_optimizer_kind(optimizer)
-        check_jit_compile(settings.get("jit_compile", "auto"))
-        settings |= {"loss_weights": loss_weights, "metrics": metrics, "weighted_metrics": weighted_metrics}
-        with self._strategy.distribution.scope():
-            optimizer, settings = self._strategy.keras_arguments(optimizer, settings)
-            super().compile(optimizer=optimizer, loss=loss, **settings)
+        every = {"optimizer": optimizer, "loss": loss, "loss_weights": loss_weights, "metrics": metrics}
+        every |= {"weighted_metrics": weighted_metrics, "run_eagerly": run_eagerly, "jit_compile": jit_compile}
+        every |= {"steps_per_execution": steps_per_execution, "auto_scale_loss": auto_scale_loss}
+        given = {name: value for name, value in every.items() if value is not ...}
+        self.compile_with(**resolved(self.model, given | settings))
+
+    def compile_with(self, **arguments: Any) -> None:
+        """``compile``, by the arguments of Keras' own, made by the wrapped model's own ``compile``, if it has one."""
+        check_optimizer_kind(arguments.get("optimizer"))
+        jit_compile = arguments.get("jit_compile", "auto")
+        check_jit_compile(jit_compile)
+        self.compiled, self._compile_again = False, partial(self.compile_with, **arguments)  # where Keras does not look
+        strategy, optimizer = self._strategy, arguments.pop("optimizer", "rmsprop")
+        with strategy.distribution.scope():
+            optimizer, settings = strategy.keras_arguments(optimizer, arguments)
+            super().compile(optimizer=optimizer, **settings)
         self.compiled = False  # what is refused below must not be trained with
         if self.optimizer is None:
             raise ValueError("Training needs an optimizer. Received: optimizer=None. Try keras.optimizers.SGD(1e-2).")
-        self._strategy.compiled(self, loss, settings.get("jit_compile", "auto"))
-        self.compiled, self._compile_again = True, partial(self.compile, **given)  # in which Keras finds no metrics
+        strategy.compiled(self, arguments.get("loss"), jit_compile)
+        self.compiled = True
+
+    def check_compile_called(self, method: str) -> None:
+        """Keras' check; the first time a model that is not compiled is compiled as the wrapped model is, if that is."""
+        if self._compile_again is None and self.model.compiled:
+            self.compile_with(**arguments_of(self.model))
+        super().check_compile_called(method)

@@ -5,7 +5,7 @@ No other module uses them, so a new version of Keras requires changes only here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -29,6 +29,26 @@ COMPILED = ("compiled", "optimizer", "loss", "_compile_config", "_compile_loss",
 GLOBAL_SEED = "global_seed_generator"  # the name under which Keras keeps its generator; only newer versions export it
 OF_FIT = "_use_cached_eval_dataset"  # an argument of ``evaluate``, which Keras' ``fit`` alone gives
 LISTS = ("_variables", "_trainable_variables")  # an optimizer's lists that are no slots
+HUB, HUB_LOOP = "keras_hub.", "keras_hub.src.utils.pipeline_model"  # whose loops the frontend's ``preprocessing`` meets
+# What Keras' loop sets in a model while it compiles, trains, evaluates and predicts.
+OF_LOOP = (
+    *("compiled", "history", "jit_compile", "loss", "optimizer", "run_eagerly", "steps_per_execution"),
+    *("stop_training", "stop_evaluating", "stop_predicting", "unrolled_steps_per_execution"),
+    *("train_function", "test_function", "predict_function"),
+)
+# Of a model, methods with which Keras trains and evaluates it; of an optimizer, those that are given all gradients, or
+# all weights, of a step. Public ones are in ``frontend.keras_methods``.
+LOOP_METHODS = (
+    *("_aggregate_additional_loss", "_compute_loss", "_get_own_losses", "_get_regularization_losses"),
+    *("_assert_compile_called", "_flatten_metrics_in_order", "_get_metrics_result_or_logs", "_make_function"),
+    *("_autoconvert_optionals", "_maybe_symbolic_build", "_should_eval", "_symbolic_build"),
+)
+WHOLE_STEP = (
+    *("_all_reduce_sum_gradients", "_apply_weight_decay", "_backend_apply_gradients", "_backend_update_step"),
+    *("_backend_increment_gradient_accumulators", "_backend_reset_gradient_accumulators", "_clip_gradients"),
+    *("_distributed_tf_update_step", "_filter_empty_gradients", "_overwrite_model_variables_with_average_value"),
+    *("_overwrite_variables_directly_with_gradients", "_update_model_variables_moving_average"),
+)
 
 
 def history(tensor: Any) -> tuple[Any, int, int]:
@@ -65,9 +85,28 @@ def is_own(kind: type) -> bool:
     return kind.__module__.startswith("keras.src.")
 
 
+def overridden(thing: Any, names: Iterable[str], *libraries: str) -> list[str]:
+    """The names that an object or its class has of its own, in place of Keras' or another of these libraries'."""
+    mine = {name for name, value in vars(thing).items() if callable(value)}
+    return [name for name in names if name in mine or _is_overridden(type(thing), name, *libraries)]
+
+
+def _is_overridden(kind: type, name: str, *libraries: str) -> bool:
+    """Whether a class has something else by this name; a function's own module would be that of what it wraps."""
+    definer = next((each for each in kind.__mro__ if name in vars(each)), object)
+    return definer is not object and not definer.__module__.startswith(("keras.", *libraries))
+
+
 def keeps_call(kind: type[keras.Model]) -> bool:
     """Whether a class of models keeps Keras' ``call``, so that its calls are those of its recorded graph."""
-    return bool(kind.call.__module__.startswith("keras.src.models."))
+    definer = next(each for each in kind.__mro__ if "call" in vars(each))
+    return definer.__module__.startswith("keras.src.models.") and not _is_overridden(kind, "__call__", HUB)
+
+
+def compile_arguments(model: keras.Model) -> Mapping[str, Any] | None:
+    """The arguments with which Keras' own ``compile`` was called last, one object for each call; None before."""
+    found = vars(model).get("_compile_config")
+    return None if found is None else found.config
 
 
 def supports_xla(model: keras.Model) -> bool:

@@ -12,6 +12,7 @@ import keras
 from pipetrain.compute.graph.input_shapes import shapes_of_data
 from pipetrain.compute.keras_private import replace_layer
 from pipetrain.compute.profiling.kept_trials import KeptTrials
+from pipetrain.frontend.attributes import known
 from pipetrain.frontend.auto import AutoStrategy
 from pipetrain.frontend.input_data import DEFAULT_ROWS, first_rows, sample_of
 from pipetrain.frontend.preprocessing import preprocesses
@@ -29,7 +30,7 @@ class AutoMixin(StrategyModel):
     ``way`` are the arguments of ``PipelineModel`` that were chosen; None before, and without ``scheme="auto"``.
     """
 
-    _compile_again: partial[None]
+    _compile_again: partial[None] | None = None
     way: Mapping[str, Any] | None = None
     _choice: Choice | None = None
     scheme: str
@@ -66,14 +67,14 @@ class AutoMixin(StrategyModel):
         replace_layer(self, "inner", self._strategy.trained)
         self.scheme, self.options = options.name, options.of_policy()
         self.way = way
-        self._compile_again()
+        known(self._compile_again)()
 
     def _tried(self, strategy: AutoStrategy, choice: Choice, data: Any) -> Choice:
         """The choice with what those ways take that may be the fastest, if they are several."""
         near = choice.near
         if len(near) < 2:
             return choice
-        compiled = {**self._compile_again.keywords, **dict.fromkeys(("metrics", "weighted_metrics"))}
+        compiled = {**known(self._compile_again).keywords, **dict.fromkeys(("metrics", "weighted_metrics"))}
         settings = {**self.optimizer.get_config(), "learning_rate": None, "name": None}
         within = "turns", strategy.devices, type(self.optimizer).__name__, settings, compiled.get("jit_compile")
         kept_trials = KeptTrials(choice, within)

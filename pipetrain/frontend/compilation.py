@@ -53,6 +53,7 @@ class Compilation:
         counted: tf.Variable,
         built: Callable[[], None],
     ) -> None:
+        self._owner = owner
         self.optimizer, self._loss, self._chain = owner.optimizer, loss, placement.chain
         self._scheme = scheme
         self.steps = steps = stepping(self.optimizer)
@@ -67,14 +68,15 @@ class Compilation:
         self._scheduled = is_scheduled(steps)  # then each stage's own copy knows the rate
         parts = placement.training.microbatches * placement.replicas[-1]  # of its rows, each with its own loss
         self._of_parts = LossOfParts(loss, parts, self.metrics)
-        rate = None if self._scheduled else self.optimizer.learning_rate.value
+        rate = None if self._scheduled else rate_of(steps).value
         self.data = InputData(self._model, rate, self._of_parts.weigh)
 
     def _check_own(self) -> None:
         check_own(weights_of(self.steps), self._model.variables, self.steps)
 
     def check(self) -> None:
-        """Raise ValueError if the optimizer is not any more as it was compiled."""
+        """Raise ValueError if the optimizer, or how steps are run, is not any more as it was compiled."""
+        check_loop(self._owner.run_eagerly, self._owner.steps_per_execution)
         if is_scheduled(self.steps) != self._scheduled:
             raise ValueError(
                 "The learning rate became a schedule, or ceased to be one, after compile. Received: "
@@ -84,7 +86,7 @@ class Compilation:
 
     def learning_rate(self) -> float | None:
         """That of now; None where each stage's own copy of a schedule knows it."""
-        return None if self._scheduled else float(self.optimizer.learning_rate.value.numpy())
+        return None if self._scheduled else float(rate_of(self.steps).value.numpy())
 
     @property
     def loss_is_mean(self) -> bool:

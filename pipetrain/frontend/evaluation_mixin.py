@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from pipetrain.compute.keras_private import OF_FIT
+from pipetrain.compute.keras_private import HUB_LOOP, OF_FIT, overridden
+from pipetrain.frontend.keras_methods import PREDICTING
 from pipetrain.frontend.preprocessing import minibatch, minibatches
 from pipetrain.frontend.strategy_model import StrategyModel
 
@@ -27,6 +28,7 @@ class EvaluationMixin(StrategyModel):
         **settings: Any,
     ) -> Any:
         """Keras' ``evaluate`` through the pipeline's stages, with the weights of all minibatches so far."""
+        self.check_compile_called("evaluate")
         if not settings.get(OF_FIT):  # whose validation data have been preprocessed
             x, y, sample_weight, batch_size = minibatches(self.model, x, y, sample_weight, batch_size)
         with self._drained(), self._strategy.evaluating(self, steps):
@@ -34,11 +36,12 @@ class EvaluationMixin(StrategyModel):
                 x, y, batch_size, verbose, sample_weight, steps, callbacks, return_dict=return_dict, **settings
             )
 
-    def test_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None, *args: Any, **settings: Any) -> Any:
+    def test_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False) -> Any:
         """Keras' ``test_on_batch``: one minibatch through the pipeline's stages."""
+        self.check_compile_called("test_on_batch")
         x, y, sample_weight = minibatch(self.model, x, y, sample_weight)
         with self._drained(), self._strategy.evaluating(self, 1):
-            return super().test_on_batch(x, y, sample_weight, *args, **settings)
+            return super().test_on_batch(x, y, sample_weight, return_dict)
 
     def predict(
         self,
@@ -48,7 +51,13 @@ class EvaluationMixin(StrategyModel):
         steps: int | None = None,
         callbacks: Any = None,
     ) -> Any:
-        """Keras' ``predict`` through the pipeline's stages, with the weights of all minibatches so far."""
+        """Keras' ``predict`` through the pipeline's stages, with the weights of all minibatches so far.
+
+        A model whose class has a ``predict_step`` of its own predicts by itself.
+        """
+        if overridden(self.model, PREDICTING, HUB_LOOP):
+            with self._drained():
+                return self.model.predict(x, batch_size, verbose, steps=steps, callbacks=callbacks)
         x, _, _, batch_size = minibatches(self.model, x, None, None, batch_size)
         with self._drained(), self._strategy.predicting(self, steps):
             return super().predict(x, batch_size, verbose, steps, callbacks)

@@ -19,13 +19,14 @@ from pipetrain.frontend.auto_mixin import AutoMixin
 from pipetrain.frontend.checks.data import check_data
 from pipetrain.frontend.checks.loop import check_callbacks
 from pipetrain.frontend.checks.optimizer import check_compiled
+from pipetrain.frontend.delegation import DelegationMixin
 from pipetrain.frontend.fit_callback import FitCallback, as_list, with_last
 from pipetrain.frontend.input_data import first_rows
 from pipetrain.frontend.preprocessing import fit_arguments, minibatch
 from pipetrain.frontend.strategy import StepFunction
 
 
-class FitMixin(AutoMixin):
+class FitMixin(AutoMixin, DelegationMixin):
     """Training: each call of Keras' loop that concerns it goes to the strategy, or to the session of this ``fit``."""
 
     exact_trace: bool
@@ -44,7 +45,11 @@ class FitMixin(AutoMixin):
         shuffle: Any = True,
         class_weight: Any = None,
         sample_weight: Any = None,
-        **settings: Any,
+        initial_epoch: int = 0,
+        steps_per_epoch: int | None = None,
+        validation_steps: int | None = None,
+        validation_batch_size: int | None = None,
+        validation_freq: Any = 1,
     ) -> Any:
         """Keras' ``fit``, its arguments and its History; what the wrapped model preprocesses is preprocessed.
 
@@ -60,21 +65,25 @@ class FitMixin(AutoMixin):
         """
         self.check_no_session("fit")
         users = as_list(callbacks)
-        first_epoch = settings.get("initial_epoch", 0)
-        settings |= {"x": x, "y": y, "sample_weight": sample_weight, "batch_size": batch_size, "shuffle": shuffle}
-        settings |= {"validation_split": validation_split, "validation_data": validation_data}
-        given = fit_arguments(self.model, settings)
-        with self._training("fit", given["x"], given["y"], given["batch_size"], users, first_epoch) as session:
+        data = {"x": x, "y": y, "sample_weight": sample_weight, "batch_size": batch_size, "shuffle": shuffle}
+        data |= {"validation_split": validation_split, "validation_data": validation_data}
+        data |= {"validation_batch_size": validation_batch_size}
+        loop = {"epochs": epochs, "verbose": verbose, "initial_epoch": initial_epoch, "class_weight": class_weight}
+        loop |= {"steps_per_epoch": steps_per_epoch, "validation_steps": validation_steps}
+        given = fit_arguments(self.model, data)
+        with self._training("fit", given["x"], given["y"], given["batch_size"], users, initial_epoch) as session:
             callbacks = with_last(callbacks, FitCallback(session))
-            return super().fit(epochs=epochs, verbose=verbose, callbacks=callbacks, class_weight=class_weight, **given)
+            return super().fit(callbacks=callbacks, validation_freq=validation_freq, **loop, **given)
 
-    def train_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None, *args: Any, **settings: Any) -> Any:
+    def train_on_batch(
+        self, x: Any, y: Any = None, sample_weight: Any = None, class_weight: Any = None, return_dict: bool = False
+    ) -> Any:
         """Keras' ``train_on_batch``: one minibatch through the pipeline, which then drains."""
         self.check_no_session("train_on_batch")
         x, y, sample_weight = minibatch(self.model, x, y, sample_weight)
         with self._training("train_on_batch", x, y, None) as session:
             session.begin_epoch(1)
-            return super().train_on_batch(x, y, sample_weight, *args, **settings)
+            return super().train_on_batch(x, y, sample_weight, class_weight, return_dict)
 
     def check_no_session(self, method: str) -> None:
         """Raise RuntimeError within ``fit``, whose minibatches are in flight."""
@@ -143,7 +152,8 @@ class FitMixin(AutoMixin):
 
     def reset_metrics(self) -> None:
         """Keras' own, which its loop calls before an epoch begins."""
-        super().reset_metrics()
+        with self._compiled_within() as model:
+            model.reset_metrics()
         if self._session_in_loop is not None:
             self._session_in_loop.note_epoch()
 
@@ -153,7 +163,8 @@ class FitMixin(AutoMixin):
             self._strategy.drain()
             if self._session_in_loop is not None and self._session_in_loop.stopped:
                 self._session_in_loop.keep_metrics()
-        return super().get_metrics_result()
+        with self._compiled_within() as model:
+            return model.get_metrics_result()
 
     def logs_of_epoch(self, own: Callable[[Any], Any], logs: Any) -> Any:
         """Keras' own, for an epoch's end; of an epoch that was resumed and had no step left, the checkpoint's logs."""

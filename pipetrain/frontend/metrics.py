@@ -13,11 +13,13 @@ from pipetrain.compute.functions.kernels import direct
 from pipetrain.compute.functions.stage_values import BoundaryTensors
 from pipetrain.compute.functions.undone import undone
 from pipetrain.compute.functions.weight_binding import any_rows
+from pipetrain.compute.graph.input_order import packed
 from pipetrain.compute.keras_private import (
     built_when_traced,
     compiled_loss,
     count_of,
     has_metrics,
+    overridden,
     set_mask,
     update_loss,
 )
@@ -41,7 +43,7 @@ class TrackedMetrics:
     """Updates a compiled model's trackers and its optimizer's count: one TensorFlow op a minibatch, traced at first.
 
     Args:
-        model: the compiled model.
+        model: the compiled PipelineModel.
         outputs: symbolic tensors like the results' predictions.
         pack: gives predictions the structure that calling the model gives.
         counted: counts the minibatches that the optimizer has been told of.
@@ -58,6 +60,7 @@ class TrackedMetrics:
     ) -> None:
         self._model, self._outputs, self._built = model, outputs, built
         self._pack, self._counted = pack, counted
+        self._has_own = bool(overridden(model.inner, ["compute_metrics"]))
         self._functions: dict[Any, Any] = {}
         self._divided: DividedLoss | None = None
 
@@ -69,8 +72,7 @@ class TrackedMetrics:
     @property
     def read_predictions(self) -> bool:
         """Whether those of training need a minibatch's predictions, beside its loss: else these may have no rows."""
-        is_own = type(self._model).compute_metrics is not keras.Model.compute_metrics
-        return is_own or has_metrics(self._model) or len(self._outputs) > 1
+        return self._has_own or has_metrics(self._model) or len(self._outputs) > 1
 
     def of_training(self, targets: Any) -> StepMetrics:
         """For labels and sample weights of these specs, where a result's loss is the minibatch's."""
@@ -104,9 +106,11 @@ class TrackedMetrics:
             if update is None:
                 predictions = any_rows(BoundaryTensors(self._outputs, result.predictions.masks))
                 others = any_rows([result.loss, rows, updates])
-                update = direct(self._traced(body, targets, predictions, *others))
+                given = any_rows(list(self._model.inputs)) if self._has_own else None
+                update = direct(self._traced(body, (given, *targets), predictions, *others))
                 built()
-            targets_now = minibatch.y, undivided(minibatch.sample_weight)
+            inputs = minibatch.x if self._has_own else None
+            targets_now = inputs, minibatch.y, undivided(minibatch.sample_weight)
             return update(targets_now, result.predictions, result.loss, rows, updates)
 
         return step_metrics
@@ -124,7 +128,7 @@ class TrackedMetrics:
     ) -> Any:
         self._set_masks(predictions)
         if getattr(compiled_loss(self._model), "metrics", ()):  # each output's own loss, beside their sum
-            y, sample_weight = targets
+            _, y, sample_weight = targets
             self.loss(y, predictions.tensors, sample_weight)
         logs = self._update(targets, predictions, loss, rows)
         iterations = count_of(self._model.optimizer)
@@ -137,16 +141,18 @@ class TrackedMetrics:
         self, targets: Any, predictions: BoundaryTensors, penalty: tf.Tensor, rows: tf.Tensor, updates: tf.Tensor
     ) -> Any:
         self._set_masks(predictions)
-        y, sample_weight = targets
+        _, y, sample_weight = targets
         loss = self.loss(y, predictions.tensors, sample_weight)
         loss += tf.cast(penalty, loss.dtype)
         return self._update(targets, predictions, loss, rows)
 
     def _update(self, targets: Any, predictions: BoundaryTensors, loss: tf.Tensor, rows: tf.Tensor) -> Any:
         """What Keras' own steps do after the forward: the tracker of the loss weighs it by rows."""
-        y, sample_weight = targets
+        x, y, sample_weight = targets
         update_loss(self._model, loss, tf.cast(rows, "float32"))
-        return self._model.compute_metrics(None, y, self._pack(predictions.tensors), sample_weight=sample_weight)
+        if x is not None:
+            x = packed(x, self._model.inner)
+        return self._model.compute_metrics(x, y, self._pack(predictions.tensors), sample_weight=sample_weight)
 
     def _set_masks(self, predictions: BoundaryTensors) -> None:
         for tensor, mask in zip(*predictions, strict=True):

@@ -8,11 +8,10 @@ from typing import Any
 
 import keras
 
-from pipetrain.compute.keras_private import COMPILED
-from pipetrain.frontend.strategy_model import StrategyModel
+from pipetrain.frontend.delegation import DelegationMixin, compiled_as
 
 
-class SavingMixin(StrategyModel):
+class SavingMixin(DelegationMixin):
     """Weights and files are those of the wrapped model, all minibatches so far applied."""
 
     def get_weights(self) -> Any:
@@ -62,32 +61,3 @@ class SavingMixin(StrategyModel):
     def compile_from_config(self, config: Any) -> None:
         """``compile`` as another model was, by what its ``get_compile_config`` gives."""
         self.compile(**keras.saving.deserialize_keras_object(config))
-
-    def get_config(self) -> Any:
-        """Raises ValueError: stages and devices are this process's, and no model can be made of a description."""
-        raise ValueError(
-            "A PipelineModel cannot be copied, pickled or described, as its stages are on this process's devices. "
-            f"Received: {self.name!r}. Try save(path) and keras.models.load_model, then PipelineModel again; or .model."
-        )
-
-    def summary(self, *args: Any, **settings: Any) -> None:
-        """The wrapped model's summary."""
-        self.model.summary(*args, **settings)
-
-
-@contextmanager
-def compiled_as(model: keras.Model, other: keras.Model) -> Iterator[keras.Model]:
-    """The model, which meanwhile is compiled as the other one is, with its very optimizer and metrics.
-
-    They are set past Keras, which would go on tracking what they hold.
-    """
-    mine, theirs = vars(model), vars(other)
-    lent = {name: theirs[name] for name in COMPILED if name in theirs} if other.compiled else {}
-    before = {name: mine[name] for name in lent if name in mine}
-    try:
-        mine.update(lent)
-        yield model
-    finally:
-        for name in lent:
-            mine.pop(name, None)
-        mine.update(before)

@@ -18,11 +18,13 @@ from pipetrain.frontend.strategy import Strategy
 class StrategyModel(HookedModel):
     """Keras' loop asks it for data sets and functions, and it asks its strategy.
 
-    ``session`` is the ``fit`` that is under way, None if there is none; ``data_reader`` is what makes data sets in
-    place of the strategy's distribution.
+    ``inner`` is the model whose variables Keras sees: the wrapped one, or a copy of it. ``session`` is the ``fit`` that
+    is under way, None if there is none; ``data_reader`` is what makes data sets in place of the strategy's
+    distribution.
     """
 
     _strategy: Strategy
+    inner: keras.Model
     session: FitSession | None = None
     data_reader: Any = None
     _watch: HealthMonitor | None = None

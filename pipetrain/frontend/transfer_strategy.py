@@ -17,12 +17,13 @@ from pipetrain.cluster.message_work import message_work
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.optimizer.clipping import limit
 from pipetrain.compute.optimizer.loss_scaling import stepping
+from pipetrain.compute.optimizer.overrides import whole_step
 from pipetrain.compute.profiling.progress import Progress
 from pipetrain.compute.transfers.step import Step
 from pipetrain.compute.transfers.weights import Part, Weights
 from pipetrain.compute.transfers.worker import Worker
 from pipetrain.frontend.attributes import known
-from pipetrain.frontend.checks.optimizer import check_loss_scaling
+from pipetrain.frontend.checks.optimizer import check_loss_scaling, check_whole
 from pipetrain.frontend.device_choice import described
 from pipetrain.frontend.input_data import DEFAULT_ROWS
 from pipetrain.frontend.pipeline_strategy import PipelineStrategy
@@ -73,6 +74,10 @@ class TransferStrategy(PipelineStrategy):
     def compiled(self, owner: keras.Model, loss: Any, jit_compile: Any) -> None:
         """The optimizer and the loss are new."""
         check_loss_scaling(owner.optimizer, self._scheme.name, None)
+        if self._serves and self._servers > 1:
+            check_whole(owner.optimizer, self._scheme.name, f"{self._servers} servers, each with some of the weights")
+        if isinstance(self._order, Plan) and self._order.late.packs:
+            check_whole(owner.optimizer, self._scheme.name, "weights that the plan updates late")
         super().compiled(owner, loss, jit_compile)
         self._plans = {}
 
@@ -216,16 +221,17 @@ class TransferStrategy(PipelineStrategy):
             servers=self._servers,
             whole=True,
             input_bytes=sent,
-            at_once=self._clips_all or bool(stepping(self.optimizer).gradient_accumulation_steps),
+            at_once=self._needs_all or bool(stepping(self.optimizer).gradient_accumulation_steps),
             message_work=work,
         )
 
     @property
-    def _clips_all(self) -> bool:
-        """Whether the norm of all gradients is needed."""
-        return limit(stepping(self.optimizer).global_clipnorm) is not None
+    def _needs_all(self) -> bool:
+        """Whether all gradients are needed at once: their norm, or by a class of the user's."""
+        steps = stepping(self.optimizer)
+        return limit(steps.global_clipnorm) is not None or bool(whole_step(steps))
 
     def _planned(self, rows: int | None) -> dict[Plan, float]:
         """The plans of the order as simulated, measured where it depends on that."""
         rows_alone = embeddings(self.model, self._segment.trainable_variables)
-        return planned(self._order, self._setting(rows, is_measured(self._order)), rows_alone, self._clips_all)
+        return planned(self._order, self._setting(rows, is_measured(self._order)), rows_alone, self._needs_all)

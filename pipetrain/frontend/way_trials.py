@@ -61,7 +61,7 @@ class WayTrial:
         try:
             if self.model is None:
                 self.model = self._make()
-                self.model.compile(**self._compiled)
+                self.model.compile_with(**self._compiled)
             again = tf.data.Dataset.from_tensors(self._data).repeat()
             self.model.fit(again, steps_per_epoch=MOST, shuffle=False, verbose=0, callbacks=[timing])
         except FAILURES:

@@ -29,3 +29,8 @@ def in_order(values: Any, model: Any) -> list[Any]:
     if len(place) != len(keyed):  # nested deeper
         return list(keras.tree.flatten({key: values[key] for key in keyed}))
     return [values[place[id(tensor)]] for tensor in model.inputs]
+
+
+def packed(inputs: list[Any], model: keras.Model) -> Any:
+    """Inputs in the model's order, in the structure of those that it was made of."""
+    return inputs[0] if isinstance(model, keras.Sequential) else keras.tree.pack_sequence_as(model.input, inputs)

@@ -11,6 +11,7 @@ import tensorflow as tf
 from pipetrain.compute.keras_private import averages_of, count_of, decay_of, rate_of
 from pipetrain.compute.optimizer.clone import clone
 from pipetrain.compute.optimizer.horizon_fit import HorizonFit
+from pipetrain.compute.optimizer.overrides import whole_step
 from pipetrain.compute.optimizer.rates import Rescaled
 from pipetrain.compute.optimizer.slots import Slot, slots
 from pipetrain.compute.optimizer.spikes import SpikeCompensated
@@ -40,6 +41,7 @@ class Update:
     ) -> None:
         self._optimizer, self._variables = optimizer, list(variables)
         self._every = optimizer.gradient_accumulation_steps or 1  # minibatches an update
+        self._is_whole = bool(whole_step(optimizer))
         self._by_one = rule.horizons == {1} and self._every == 1
         self._rate: tf.Variable | None = None
         self._velocity: Velocity | None = None
@@ -73,8 +75,8 @@ class Update:
 
         An optimizer that accumulates gradients only adds them, unless this is the last minibatch before an update.
         """
-        pairs = zip(gradients, self._variables, strict=True)
-        present = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
+        every = [*zip(gradients, self._variables, strict=True)]
+        present = [(gradient, variable) for gradient, variable in every if gradient is not None]
         for gradient, variable in present:
             if isinstance(gradient, tf.Tensor):
                 gradient.set_shape(variable.shape)  # which some optimizers ask for
@@ -86,8 +88,8 @@ class Update:
         before = self._velocity.before() if self._velocity else []
         if _is_momentum(self._optimizer) and self._plain(gradients):
             self._momentum_step(gradients)
-        elif present:
-            self._optimizer.apply(*zip(*present, strict=True))
+        elif present:  # a class of the user's may look at what is missing, too
+            self._optimizer.apply_gradients(every if self._is_whole else present)
         else:  # which Keras' own ``apply`` refuses: the weights that are trained may be other stages'
             self._end_step()
         if velocity := self._velocity:

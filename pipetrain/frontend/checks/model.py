@@ -8,18 +8,20 @@ import keras
 
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.graph.blocks import Block
+from pipetrain.compute.keras_private import HUB_LOOP, LOOP_METHODS, overridden
 from pipetrain.frontend.checks.optimizer import WAITS
+from pipetrain.frontend.keras_methods import REPLACED
 from pipetrain.schemes.scheme import Scheme
 
 
 def check_model(model: keras.Model) -> None:
-    """Refuse a model that changes how it is trained: a pipeline would not."""
-    for method in ("train_step", "compute_loss"):
-        if not getattr(type(model), method).__module__.startswith("keras."):
-            raise TypeError(
-                f"A pipeline has its own training step. Received: model={model.name!r}, whose class "
-                f"{type(model).__name__} overrides {method}. Try a plain Functional model, with the loss in compile."
-            )
+    """Refuse a model that changes how it is trained or evaluated: a pipeline would not."""
+    for method in overridden(model, [*REPLACED, *LOOP_METHODS], HUB_LOOP):
+        raise TypeError(
+            f"A pipeline has its own training step. Received: model={model.name!r}, whose class "
+            f"{type(model).__name__} overrides {method}. Try a model without it, and instead "
+            f"{REPLACED.get(method, 'a layer, a loss or a metric of your own')}."
+        )
 
 
 def check_precision(blocks: Sequence[Block], scheme: Scheme) -> None:

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
-from pipetrain.compute.keras_private import count_of
+from pipetrain.compute.keras_private import count_of, overridden
+from pipetrain.compute.optimizer.clone import clone
 from pipetrain.compute.optimizer.loss_scaling import is_dynamic, stepping
 from pipetrain.compute.optimizer.momenta import momenta
+from pipetrain.compute.optimizer.overrides import NEVER, not_cloned, whole_step
 from pipetrain.compute.optimizer.spikes import check_compensable
 from pipetrain.compute.optimizer.update import overwrites
 from pipetrain.schemes.scheme import Scheme
@@ -44,6 +47,8 @@ def check_optimizer(optimizer: keras.optimizers.Optimizer, scheme: str, chosen: 
     ``chosen`` is the scheme of this name, None for data-parallel.
     """
     check_loss_scaling(optimizer, scheme, chosen)
+    if chosen is not None:
+        _check_overrides(optimizer, scheme, chosen, stages)
     optimizer = stepping(optimizer)
     name = type(optimizer).__name__
     apart = chosen is not None and stages > 1 and chosen.asynchronous
@@ -66,6 +71,64 @@ def check_optimizer(optimizer: keras.optimizers.Optimizer, scheme: str, chosen: 
         raise ValueError(
             f"The optimizer has no momentum that is known, and that could be stretched. Received: optimizer={name}, "
             "stretch_momentum=True. Try keras.optimizers.SGD(..., momentum=0.9), or stretch_momentum='auto'."
+        )
+
+
+def _check_overrides(optimizer: keras.optimizers.Optimizer, scheme: str, chosen: Scheme, stages: int) -> None:
+    """Refuse what clones of the optimizer do not do as it would itself."""
+    steps = stepping(optimizer)
+    name = type(steps).__name__
+    if never := overridden(steps, NEVER):
+        raise ValueError(
+            f"The last stage scales its loss by loss_scale_factor alone. Received: optimizer={name}, whose class "
+            f"overrides {never[0]}. Try {name}(loss_scale_factor=...), or the factor in the loss."
+        )
+    with tf.device(None):
+        _check_cloned(steps)
+    if chosen.rescale_steps and overridden(steps, ["learning_rate"]):
+        raise ValueError(
+            f"The learning rate is the optimizer's own. Received: optimizer={name}, whose class overrides "
+            "learning_rate, rescale_steps. Try a schedule."
+        )
+    if not (whole := whole_step(steps)):
+        return
+    if stages > 1:
+        check_whole(steps, scheme, f"{stages} stages, each with a clone of the optimizer for its own weights")
+    scaled = is_dynamic(optimizer) or steps.loss_scale_factor or steps.global_clipnorm
+    if scaled:
+        raise ValueError(
+            "Here gradients are unscaled, and clipped by their norm, before the optimizer is given them, not within. "
+            f"Received: optimizer={name}, whose class overrides {whole[0]}, with loss scaling or global_clipnorm. Try "
+            "it without these, or an optimizer that overrides update_step alone."
+        )
+
+
+def check_whole(optimizer: keras.optimizers.Optimizer, scheme: str, why: str) -> None:
+    """Refuse a class that looks at all gradients of a step, where no clone is given them all."""
+    if methods := whole_step(stepping(optimizer)):
+        name = type(stepping(optimizer)).__name__
+        raise ValueError(
+            f"No optimizer here is given all gradients of a step: there are {why}. Received: scheme={scheme!r}, "
+            f"optimizer={name}, whose class overrides {methods[0]}. Try overriding update_step, which is given one "
+            "weight's; or scheme='all-reduce' or 'single'."
+        )
+
+
+def _check_cloned(optimizer: keras.optimizers.Optimizer) -> None:
+    """Refuse an optimizer that its class cannot make again from its config."""
+    name = type(optimizer).__name__
+    try:
+        copy = clone(optimizer, [], [])
+    except TypeError as error:
+        raise TypeError(
+            f"Every stage has a clone of the optimizer, which its class makes of its config. Received: "
+            f"optimizer={name}, for which that fails: {error}. Try {name}.get_config with all its arguments."
+        ) from error
+    if different := [*not_cloned(optimizer, copy)]:
+        raise ValueError(
+            f"Every stage has a clone of the optimizer, which its class makes of its config. Received: "
+            f"optimizer={name}, of which that leaves out {', '.join(different)}. Try {name}.get_config with all its "
+            "arguments, and methods of a class rather than of the object."
         )
 
 
