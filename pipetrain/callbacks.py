@@ -113,8 +113,8 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         self._check()
         self._position, self._saved_at, self._resumed = Position(0, 0), -1, None
         self._due, self._finite, self._is_over = False, True, False
-        weights = {f"weight/{n}": array_of(each) for n, each in enumerate(self.model.model.variables)}
-        self._never_finite = {_number(name) for name in not_finite(weights)}
+        variables = enumerate(self.model.model.variables)
+        self._never_finite = {str(n) for n, each in variables if not_finite({f"weight/{n}": array_of(each)})}
         self._told_of_spoiled = False
         self._logs: dict[str, float] = {}
         found = self._newest()

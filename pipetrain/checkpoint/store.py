@@ -214,7 +214,7 @@ def _checked(archive: Any) -> dict[str, Any]:
     about = json.loads(archive[ABOUT].tobytes()) if ABOUT in archive.files else {}
     given = about.get("format") if isinstance(about, dict) else None
     if isinstance(given, int) and given > FORMAT:
-        raise Other(f"it has format {given} of a newer version of pipetrain, which reads {FORMAT} here", "that version")
+        raise Other(f"it has format {given}, of a newer version of pipetrain; this one reads {FORMAT}", "that version")
     if given != FORMAT or not isinstance(about.get("step"), int):
         raise Other("it is no checkpoint of pipetrain", "renaming it")
     return dict(about)
