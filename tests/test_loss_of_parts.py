@@ -28,10 +28,10 @@ DIVIDING = {
 SYNCHRONOUS = [name for name in DIVIDING if name not in ("2bw", "spectrain")]
 
 
-def tagger():
+def tagger(masked=False):
     keras.utils.set_random_seed(0)
     words = keras.Input((LENGTH,), dtype="int32")
-    y = L.Dense(6, "tanh", name="cut")(L.Embedding(WORDS, 4)(words))
+    y = L.Dense(6, "tanh", name="cut")(L.Embedding(WORDS, 4, mask_zero=masked)(words))
     return keras.Model(words, L.Dense(CLASSES)(y))
 
 
@@ -72,6 +72,17 @@ WEIGHTED = {
         lambda: losses.SparseCategoricalCrossentropy(from_logits=True, reduction="mean_with_sample_weight"),
         True,
     ),
+    "masked": (lambda: losses.SparseCategoricalCrossentropy(from_logits=True), False),
+    "masked, mean_with_sample_weight, ignore_class": (
+        lambda: losses.SparseCategoricalCrossentropy(
+            from_logits=True, ignore_class=0, reduction="mean_with_sample_weight"
+        ),
+        True,
+    ),
+    "masked, ignore_class, weights": (
+        lambda: losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0),
+        True,
+    ),
     "both": (
         lambda: losses.SparseCategoricalCrossentropy(
             from_logits=True, ignore_class=0, reduction="mean_with_sample_weight"
@@ -88,7 +99,7 @@ def weights():
 @cache
 def plain(name):
     make, weighs = WEIGHTED[name]
-    return run(tagger(), make(), *words(), weights() if weighs else None)
+    return run(tagger("masked" in name), make(), *words(), weights() if weighs else None)
 
 
 @pytest.mark.parametrize(
@@ -96,12 +107,18 @@ def plain(name):
     combinations(
         SYNCHRONOUS,
         [*WEIGHTED],
-        default=[("1f1b", "ignore_class"), ("replicas", "both"), ("all-reduce", "ignore_class, weights")],
+        default=[
+            ("1f1b", "ignore_class"),
+            ("replicas", "both"),
+            ("all-reduce", "ignore_class, weights"),
+            ("1f1b", "masked, ignore_class, weights"),
+        ],
     ),
 )
 def test_what_labels_or_weights_divide_by_is_that_of_the_whole_minibatch(scheme, name):
     make, weighs = WEIGHTED[name]
-    assert_alike(run(tagger(), make(), *words(), weights() if weighs else None, **how(scheme)), plain(name))
+    got = run(tagger("masked" in name), make(), *words(), weights() if weighs else None, **how(scheme))
+    assert_alike(got, plain(name))
 
 
 @pytest.mark.parametrize("scheme", by_default(["2bw", "spectrain"], "spectrain"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import keras
@@ -67,7 +68,7 @@ class Compilation:
         self.metrics = TrackedMetrics(owner, self._model.outputs, placement.chain.pack, counted, built)
         self._scheduled = is_scheduled(steps)  # then each stage's own copy knows the rate
         parts = placement.training.microbatches * placement.replicas[-1]  # of its rows, each with its own loss
-        self._of_parts = LossOfParts(loss, parts, self.metrics)
+        self._of_parts = LossOfParts(loss, parts, self.metrics, self._model)
         rate = None if self._scheduled else rate_of(steps).value
         self.data = InputData(self._model, rate, self._of_parts.weigh)
 
@@ -96,8 +97,8 @@ class Compilation:
     def measure_loss(self) -> None:
         """Try the loss, if only that tells what kind it is, on labels such as were read."""
         first = self.data.first
-        if not self._of_parts.is_tried and first is not None:
-            outputs = output_specs(self._model, self._chain, self.data.shapes)
+        if first is not None:
+            outputs = partial(output_specs, self._model, self._chain, self.data.shapes)
             self._of_parts.try_on(first.y, first.sample_weight, outputs)
 
     def check_traced(self, stages: Sequence[Stage]) -> None:

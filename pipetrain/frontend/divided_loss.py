@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from pipetrain.compute.keras_private import loss_of, untracked
-from pipetrain.frontend.loss_reduction import divides_by, ignored_class
+from pipetrain.compute.keras_private import loss_of, mask_of, untracked
+from pipetrain.frontend.loss_reduction import Divisor, divides_by, ignored_class
 
 
 class Divided(NamedTuple):
@@ -28,7 +28,7 @@ class DividedLoss:
     """Sums over a part's entries, divided by what the whole minibatch's are divided by, which the labels tell.
 
     That of parts p is ``sum_p numerator_p / denominator``, where the denominator is the number of rows, of entries that
-    are not of an ignored class, or the sum of the sample weights.
+    are neither masked nor of an ignored class, or the sum of the sample weights.
 
     Args:
         compiled: Keras' compiled loss.
@@ -41,11 +41,14 @@ class DividedLoss:
         self._compiled, self._outputs = untracked(compiled, wrapped), outputs
         self._rows: Any = None
         self._divisors: list[tf.Tensor] = []
+        self._masks: dict[int, Any] = {}  # of the symbolic outputs
         self._counts = False  # whether the divisors are being found, else they are used
 
-    def with_divisors(self, y: Any, sample_weight: Any, rows: tf.Tensor) -> Divided:
-        """What a minibatch of so many rows is given to its parts with."""
+    def with_divisors(self, y: Any, sample_weight: Any, rows: tf.Tensor, masks: Sequence[Any] = ()) -> Divided:
+        """What a minibatch of so many rows is given to its parts with; ``masks`` are those of its outputs."""
         self._counts, self._rows, self._divisors = True, tf.cast(rows, keras.config.floatx()), []
+        outputs = keras.tree.flatten(self._outputs)
+        self._masks = {id(output): mask for output, mask in zip(outputs, masks, strict=False)}
         with keras.StatelessScope():
             self._compiled(y, self._outputs, sample_weight)
         return Divided(sample_weight, tf.tile(tf.stack(self._divisors)[None], [rows, 1]))
@@ -57,10 +60,12 @@ class DividedLoss:
         return self._compiled(y, outputs, given.sample_weight)
 
     def _of_one(self, loss: keras.losses.Loss, y: Any, outputs: Any, sample_weight: Any) -> tf.Tensor:
-        divisor = divides_by(loss, sample_weight)
         if self._counts:
-            self._divisors.append(self._divisor(divisor, loss, y, sample_weight))
+            mask = self._masks.get(id(outputs))
+            divisor = divides_by(loss, sample_weight, mask is not None)
+            self._divisors.append(self._divisor(divisor, loss, y, sample_weight, mask))
             return tf.zeros([])
+        divisor = divides_by(loss, sample_weight, mask_of(outputs) is not None)
         whole = self._divisors.pop(0)
         if divisor == "nothing":
             return loss(y, outputs, sample_weight)
@@ -70,16 +75,20 @@ class DividedLoss:
         value = _summed(loss)(y, outputs, sample_weight)
         return tf.math.divide_no_nan(value, tf.cast(whole, value.dtype))
 
-    def _divisor(self, by: str, loss: keras.losses.Loss, y: Any, sample_weight: Any) -> tf.Tensor:
+    def _divisor(self, by: Divisor, loss: keras.losses.Loss, y: Any, sample_weight: Any, mask: Any) -> tf.Tensor:
         if by in ("nothing", "rows"):
             return self._rows
-        factors = [] if by == "entries" else [tf.cast(sample_weight, self._rows.dtype)]
+        factors = [] if mask is None else [mask]
         if (ignored := ignored_class(loss)) is not None:
             labels = tf.cast(y, loss.dtype)
-            factors.append(tf.cast(labels != tf.cast(ignored, labels.dtype), self._rows.dtype))
-        if len(factors) > 1 and factors[0].shape.rank != factors[1].shape.rank:
-            factors[1] = tf.reshape(factors[1], tf.shape(factors[0]))  # one has a last dimension of 1 more
-        return tf.reduce_sum(factors[0] if len(factors) == 1 else factors[0] * factors[1])
+            factors.append(labels != tf.cast(ignored, labels.dtype))
+        if by == "weights":
+            factors.append(sample_weight)
+        product, *others = [tf.cast(each, self._rows.dtype) for each in factors]
+        for each in others:
+            alike = each.shape.rank == product.shape.rank
+            product *= each if alike else tf.reshape(each, tf.shape(product))  # one has a last dimension of 1 more
+        return tf.reduce_sum(product)
 
 
 def _summed(loss: keras.losses.Loss) -> keras.losses.Loss:

@@ -19,7 +19,7 @@ from pipetrain.frontend.checks.data import check_memory, checked_inputs, is_arra
 from pipetrain.run.window import Minibatch
 
 DEFAULT_ROWS = 32  # Keras' batch size where none is given
-Weigh = Callable[[Any, Any, tf.Tensor], Any]
+Weigh = Callable[[Any, Any, list[tf.Tensor]], Any]
 
 
 class InputData:
@@ -31,7 +31,7 @@ class InputData:
     Args:
         model: the model to feed.
         rate: a learning rate, which every minibatch takes along as it is when the minibatch is read.
-        weigh: gives what minibatches have as sample weights, of labels, sample weights and the number of rows.
+        weigh: gives what minibatches have as sample weights, of labels, sample weights and inputs.
     """
 
     def __init__(self, model: keras.Model, rate: tf.Variable | None = None, weigh: Weigh | None = None) -> None:
@@ -126,7 +126,7 @@ class InputData:
         rate = None if self._rate is None else self._rate.read_value()
         inputs = checked_inputs(x, self._model)
         if self._weigh is not None:
-            sample_weight = self._weigh(y, sample_weight, tf.shape(inputs[0])[0])
+            sample_weight = self._weigh(y, sample_weight, inputs)
         return Minibatch(inputs, y, sample_weight, rate)
 
 

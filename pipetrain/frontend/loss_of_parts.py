@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from pipetrain.frontend.checks.loss import check_masks
+from pipetrain.frontend.checks.loss import check_hinges, check_masks
 from pipetrain.frontend.divided_loss import undivided
 from pipetrain.frontend.input_data import Weigh
-from pipetrain.frontend.loss_reduction import Way, divides, is_known, ways
+from pipetrain.frontend.known_masks import are_masked, masks_from_inputs
+from pipetrain.frontend.loss_reduction import Way, divides, hinges, is_known, ways
 from pipetrain.frontend.loss_trial import found_way
 from pipetrain.frontend.metrics import TrackedMetrics
 
@@ -23,6 +24,7 @@ class LossOfParts:
         loss: as ``compile`` was given it.
         parts: of a minibatch's rows, each with its own loss.
         metrics: which compute the loss.
+        model: whose outputs it is of.
 
     ``weigh`` gives what minibatches have in place of sample weights; None where they keep them.
 
@@ -30,30 +32,42 @@ class LossOfParts:
         ValueError: for reductions that cannot be put together.
     """
 
-    def __init__(self, loss: Any, parts: int, metrics: TrackedMetrics) -> None:
+    def __init__(self, loss: Any, parts: int, metrics: TrackedMetrics, model: keras.Model) -> None:
         self._loss, self._parts, self._metrics = loss, parts, metrics
-        self._ways: list[Way] = ways(loss, parts)
         self._is_tried = parts == 1 or is_known(loss)
-        self.weigh: Weigh | None = metrics.divide(loss).with_divisors if self._ways == ["divided"] else None
+        self._masks = masks_from_inputs(model) if parts > 1 and is_known(loss) else None
+        self._masked = are_masked(model) if self._masks else []
+        self._ways: list[Way] = ways(loss, parts, self._masks is not None)
+        self._divided = metrics.divide(loss) if self._ways == ["divided"] else None
+        self.weigh: Weigh | None = self._weighed if self._divided else None
+
+    def _weighed(self, y: Any, sample_weight: Any, inputs: Sequence[tf.Tensor]) -> Any:
+        assert self._divided is not None
+        masks = self._masks(inputs) if self._masks else []
+        return self._divided.with_divisors(y, sample_weight, tf.shape(inputs[0])[0], masks)
 
     @property
     def is_mean(self) -> bool:
         """Whether a minibatch's loss is the mean over its rows, else the sum of theirs; known once it is tried."""
         return self._ways[0] == "mean"
 
-    @property
-    def is_tried(self) -> bool:
-        """Whether that is known; else when the first minibatch is there."""
-        return self._is_tried
+    def try_on(self, y: Any, sample_weight: Any, outputs: Callable[[], Sequence[tf.TensorSpec]]) -> None:
+        """See by labels and weights such as the first minibatch's, if only that tells, for outputs of these specs.
 
-    def try_on(self, y: Any, sample_weight: Any, outputs: Sequence[tf.TensorSpec]) -> None:
-        """See by labels and weights such as these. Raises ValueError for a loss that cannot be put together."""
-        given = self._metrics.loss, self.weigh, y, undivided(sample_weight), outputs
+        Raises ValueError for a loss that cannot be put together.
+        """
+        if self._parts > 1 and any(hinges(self._loss)):
+            check_hinges(hinges(self._loss), keras.tree.flatten(y))
+        if self._is_tried:
+            return
+        divided = self._divided.with_divisors if self._divided else None
+        given = self._metrics.loss, divided, y, undivided(sample_weight), outputs()
         self._ways, self._is_tried = [found_way(self._ways, *given, named(self._loss))], True
 
     def check_masks(self, masks: Sequence[Any]) -> None:
         """Raise ValueError if the loss cannot be put together where outputs have these masks."""
-        check_masks(masks, divides(self._loss), self._parts)
+        if not self._masked or self._masked != [mask is not None for mask in masks]:
+            check_masks(masks, divides(self._loss), self._parts)
 
 
 def named(loss: Any) -> str:

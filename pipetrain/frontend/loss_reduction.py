@@ -12,14 +12,16 @@ Way = Literal["mean", "sum", "divided"]
 Divisor = Literal["nothing", "rows", "entries", "weights"]
 
 WHOLE_BATCH = ("Dice", "Tversky", "Circle", "dice", "tversky", "circle")  # which look at all rows at once
+HINGES = ("Hinge", "SquaredHinge", "hinge", "squared_hinge")  # which take 0 for -1 if all labels are 0 or 1
 BY_LABELS = ("crossentropy", "ce")  # names by which Keras takes the one that fits the labels
 
 
-def ways(loss: Any, parts: int) -> list[Way]:
+def ways(loss: Any, parts: int, are_masked: bool = False) -> list[Way]:
     """How the loss of several parts of a minibatch may be put together: one way, or several of which a trial tells.
 
     What is not reduced is summed where gradients start from it, as in Keras. Raises ValueError for losses of which some
-    are reduced and others are not, where a minibatch has several parts.
+    are reduced and others are not, where a minibatch has several parts. ``are_masked``: whether outputs have masks that
+    are known beforehand.
     """
     losses = [_resolved(each) for each in keras.tree.flatten(loss) if each is not None]
     reductions = {_reduction(each) for each in losses}
@@ -35,8 +37,9 @@ def ways(loss: Any, parts: int) -> list[Way]:
             f"Received: reduction={sorted(reductions)} for {parts} parts of a batch. "
             "Try reduction='sum_over_batch_size', or microbatches=1 and one replica of the last stage."
         )
-    if parts > 1 and any(ignored_class(each) is not None for each in losses):
-        found = ["divided"] if reductions - {"none", "sum"} else ["sum"]
+    divided = are_masked or any(ignored_class(each) is not None for each in losses)
+    if parts > 1 and divided and reductions - {"none", "sum"}:
+        found = ["divided"]
     if parts > 1 and found != ["divided"] and not is_known(loss):
         others: list[Way] = ["mean", "sum"]
         found += [each for each in others if each not in found]
@@ -49,14 +52,14 @@ def divides(loss: Any) -> bool:
     return any(_reduction(each) not in ("sum", "none") for each in losses)
 
 
-def divides_by(loss: keras.losses.Loss, sample_weight: Any) -> Divisor:
+def divides_by(loss: keras.losses.Loss, sample_weight: Any, is_masked: bool) -> Divisor:
     """By what a loss divides the sum over a minibatch's entries that are not masked."""
     reduction = _reduction(loss)
     if reduction in ("sum", "none"):
         return "nothing"
     if reduction == "mean_with_sample_weight" and sample_weight is not None:
         return "weights"
-    return "rows" if ignored_class(loss) is None else "entries"
+    return "entries" if is_masked or ignored_class(loss) is not None else "rows"
 
 
 def ignored_class(loss: Any) -> int | None:
@@ -69,13 +72,19 @@ def is_known(loss: Any) -> bool:
     return all(each is None or _goes_by_rows(_resolved(each)) for each in keras.tree.flatten(loss))
 
 
+def hinges(loss: Any) -> list[bool]:
+    """Which of the losses take labels of 0 and 1 for -1 and 1, if a batch has no others."""
+    return [_name(_resolved(each)) in HINGES for each in keras.tree.flatten(loss)]
+
+
 def _goes_by_rows(loss: Any) -> bool:
-    kind = type(loss)
-    if isinstance(loss, keras.losses.Loss):
-        name, own = kind.__name__, kind
-    else:
-        name, own = getattr(loss, "__name__", str(loss)), loss
+    name, own = _name(loss), type(loss) if isinstance(loss, keras.losses.Loss) else loss
     return name not in WHOLE_BATCH and (loss in BY_LABELS or getattr(keras.losses, name, None) is own)
+
+
+def _name(loss: Any) -> str:
+    """The name of a class of losses, or of a function."""
+    return type(loss).__name__ if isinstance(loss, keras.losses.Loss) else getattr(loss, "__name__", str(loss))
 
 
 def _resolved(loss: Any) -> Any:

@@ -12,7 +12,6 @@ import numpy as np
 import tensorflow as tf
 
 from pipetrain.compute.functions.weight_binding import any_rows
-from pipetrain.frontend.input_data import Weigh
 from pipetrain.frontend.loss_reduction import Way
 from pipetrain.run.channels import take
 from pipetrain.run.pipeline import HOST
@@ -25,6 +24,7 @@ TOLERANCE = 3e-5  # relative to the losses of all parts; sums in float32 differ 
 SPECIAL = (0.0, 1.0, -1.0, -100.0, 255.0, float("nan"))
 
 Loss = Callable[[Any, list[tf.Tensor], Any], tf.Tensor]  # of labels, outputs and sample weights
+Divided = Callable[[Any, Any, tf.Tensor], Any]
 
 
 class Draw(NamedTuple):
@@ -43,7 +43,7 @@ class Draw(NamedTuple):
 def found_way(
     ways: Sequence[Way],
     loss: Loss,
-    divided: Weigh | None,
+    divided: Divided | None,
     y: Any,
     sample_weight: Any,
     outputs: Sequence[tf.TensorSpec],
@@ -160,7 +160,7 @@ def _is_number(value: Any) -> bool:
     return value is not None and (value.dtype.is_floating or value.dtype.is_integer)
 
 
-def _parted(way: Way, of: Loss, divided: Weigh | None, draw: Draw) -> list[float]:
+def _parted(way: Way, of: Loss, divided: Divided | None, draw: Draw) -> list[float]:
     """What parts of unequal sizes have of the loss."""
     rows, given = draw.rows, draw
     if divided is not None:

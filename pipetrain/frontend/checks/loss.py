@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from pipetrain.compute.functions.stage import Stage
 
 
@@ -26,6 +28,21 @@ def check_added(summed: Sequence[bool]) -> None:
             "A layer adds a loss that is a sum over rows, and MirroredStrategy would take the mean of the devices'. "
             "Received: scheme='data-parallel'. Try a mean over rows in add_loss, or scheme='all-reduce'."
         )
+
+
+def check_hinges(hinges: Sequence[bool], labels: Sequence[Any]) -> None:
+    """Raise ValueError for labels of 0 beside others than 1: a part without these would take 0 for -1.
+
+    ``hinges`` are those among the losses, ``labels`` what these are given; one loss may be for all.
+    """
+    pairs = zip(hinges if len(hinges) == len(labels) else [any(hinges)] * len(labels), labels, strict=True)
+    for y in (np.asarray(each) for is_hinge, each in pairs if is_hinge and each is not None):
+        if np.any(y == 0) and not np.isin(y, (0, 1)).all():
+            raise ValueError(
+                "The loss of a batch cannot be put together from its parts': hinge losses take 0 for -1 where a batch "
+                f"has no other labels than 0 and 1. Received: labels from {y.min():g} to {y.max():g}, 0 among them. "
+                "Try labels of -1 and 1, or microbatches=1 and one replica of the last stage."
+            )
 
 
 def check_minimised(loss: Any, stages: Sequence[Stage]) -> None:
