@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from pipetrain.cli.main import main
-from pipetrain.cluster import bandwidth, connection
+from pipetrain.cluster import bandwidth, connection, proxy
 from pipetrain.cluster.connection import connect, described_by
-from pipetrain.cluster.hosts import Hosts, is_loopback, task_of_tf_config
+from pipetrain.cluster.hosts import Hosts, is_loopback, split, task_of_tf_config, with_port
+from pipetrain.cluster.local_workers import LocalWorkers
 from pipetrain.cluster.message_work import message_work
 from pipetrain.plan.cluster import Cluster, Level, Link
 from pipetrain.plan.memory import Training
@@ -93,6 +94,211 @@ def test_a_wrong_hosts_file_is_named_with_its_key(tmp_path, content, wrong, caps
         Hosts.load(path)
     assert main(["worker", "--cluster", str(path), "--task", "0"]) == 2
     assert "hosts.json" in capsys.readouterr().err
+
+
+def test_addresses_may_be_of_ipv6():
+    assert split("[fd00::1]:2222") == ("fd00::1", 2222) and with_port("fd00::1", 2222) == "[fd00::1]:2222"
+    assert split("worker-0.example:1") == ("worker-0.example", 1) and with_port("::1", 1) == "[::1]:1"
+    for wrong in ("10.0.0.1", "::1:2222", "[::1]", "[10.0.0.1]:1", "[:::]:1", "a:0", "a:70000", "a:-1", "", " a:1"):
+        with pytest.raises(ValueError, match=r"not an address such as .* or \[fd00::1\]:2222, with a port from 1"):
+            split(wrong)
+
+
+def test_tf_configs_tasks_go_by_their_numbers():
+    """JSON has no numbers as keys, and no order of keys."""
+
+    def told(workers, **task):
+        return json.dumps({"cluster": {"worker": workers, "chief": ["10.0.0.9:1"]}, "task": task})
+
+    workers = {"1": "10.0.0.2:2222", "0": "10.0.0.1:2222"} | {str(n): f"10.0.0.{n + 1}:2222" for n in range(2, 11)}
+    assert Hosts.of_tf_config(told(workers)).workers == tuple(f"10.0.0.{n + 1}:2222" for n in range(11))
+    assert task_of_tf_config(told(workers, type="worker", index="1")) == 1
+    assert task_of_tf_config(told(workers, type="chief", index=0)) is None
+    with pytest.raises(ValueError, match="from 0 without gaps, not 0, 2"):
+        Hosts.of_tf_config(told({"0": "a:1", "2": "b:1"}))
+    for index in (True, -1, "one", None, 0.5):
+        with pytest.raises(ValueError, match="is not a type and an index"):
+            task_of_tf_config(told(workers, type="worker", index=index))
+    with pytest.raises(ValueError, match="Not a cluster in TF_CONFIG: Expecting"):
+        Hosts.of_tf_config("{")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wrong"),
+    [
+        ({"count": 0}, "at least one worker.*count=0"),
+        ({"count": True}, "at least one worker.*count=True"),
+        ({"count": 2, "ports": [0]}, r"each with a port.*ports=\[0\]"),
+        ({"count": 1, "cpu_devices": 0}, "cpu_devices=0"),
+        ({"count": 1, "cpu_devices": 5000}, "from 1 to 1024 devices.*cpu_devices=5000"),
+        ({"count": 1, "ports": [70000]}, "to 65535.*Received: 70000"),
+        ({"count": 2, "ports": [2222, 2222]}, "a port of its own"),
+        ({"count": 1, "ports": ["in use"]}, "Address already in use"),
+    ],
+)
+def test_local_workers_that_cannot_be_are_refused_before_any_starts(arguments, wrong, in_use, monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", None)
+    if arguments.get("ports") == ["in use"]:
+        arguments = {**arguments, "ports": [int(in_use.split(":")[1])]}
+    with pytest.raises(ValueError, match=wrong):
+        LocalWorkers(**arguments)
+
+
+@pytest.mark.parametrize("option", ["--port", "--cpu-devices", "--intra-threads", "--inter-threads"])
+def test_a_workers_options_have_bounds(option, capsys):
+    with pytest.raises(SystemExit):
+        main(["worker", option, "9999999999"])
+    assert f"argument {option}: '9999999999' is not a" in capsys.readouterr().err
+
+
+def test_one_worker_under_two_names_is_refused():
+    with pytest.raises(ValueError, match=r"are of one worker. Received: localhost:1 and 127\.0\.0\.1:1"):
+        connection._check_names(Hosts(("localhost:1", "127.0.0.1:1")))
+    connection._check_names(Hosts(("localhost:1", "127.0.0.1:2", "nowhere.invalid:1")))
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), float("inf"), None, "5", True])
+def test_connect_wants_a_time(timeout_s):
+    with pytest.raises(ValueError, match="timeout_s="):
+        connect(["127.0.0.1:1"], timeout_s)
+
+
+def test_grpc_has_no_proxy_to_workers(monkeypatch):
+    for name in ("no_grpc_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    proxy.without_proxy_to(["10.0.0.1"])
+    assert os.environ[proxy.EXCEPTIONS[0]] == "10.0.0.1"
+    monkeypatch.delenv("no_grpc_proxy")
+    monkeypatch.setenv("no_proxy", "example.com, 10.0.0.1,")
+    for _ in range(2):
+        proxy.without_proxy_to(["10.0.0.1", "10.0.0.2"])
+    assert os.environ[proxy.EXCEPTIONS[0]] == "example.com,10.0.0.1,10.0.0.2"
+    monkeypatch.delenv("no_grpc_proxy")
+
+
+PROGRAM = """
+import json, os, sys, time
+import pipetrain
+
+if __name__ == "__main__":
+    workers = pipetrain.LocalWorkers(1)
+    if not (child := os.fork()):
+        time.sleep(600)
+        os._exit(0)
+    devices = pipetrain.connect(workers.addresses, timeout_s=30)
+    import tensorflow as tf
+    with tf.device(devices[0]):
+        for _ in range(20):
+            tf.print("x" * 10000, output_stream=sys.stdout)
+    with open(sys.argv[1], "w") as file:
+        json.dump({"worker": workers.processes[0].pid, "child": child}, file)
+    os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.fixture(scope="module")
+def workers_of_a_killed_program(tmp_path_factory):
+    """What came of a program in a folder with a module of somebody else's, behind a proxy, that forked and was killed.
+
+    Its standard output, and the process that it forked, which lives on.
+    """
+    home, shared = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("shared")
+    (home / "program.py").write_text(PROGRAM)
+    (shared / "argparse.py").write_text("raise SystemExit('imported from the current folder')")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    environment = {name: value for name, value in environment.items() if "proxy" not in name.lower()}
+    environment |= {"http_proxy": "http://127.0.0.1:9"}  # where nobody listens
+    with open(home / "output", "w+") as output:
+        command = [sys.executable, str(home / "program.py"), str(home / "pids")]
+        program = subprocess.Popen(command, stdout=output, cwd=shared, env=environment)
+        try:
+            status = program.wait(240)
+        finally:
+            program.kill()
+            program.wait()
+    pids = json.loads((home / "pids").read_text()) if (home / "pids").exists() else {}
+    yield {"status": status, "output": (home / "output").read_text(), **pids}
+    if "child" in pids:
+        os.kill(pids["child"], signal.SIGKILL)
+
+
+def test_a_worker_imports_nothing_from_the_current_folder_and_no_proxy_holds_it_up(workers_of_a_killed_program):
+    assert workers_of_a_killed_program["status"] == -signal.SIGKILL  # having joined
+
+
+def test_what_a_worker_prints_is_printed_by_the_program(workers_of_a_killed_program):
+    """More than a pipe holds."""
+    assert workers_of_a_killed_program["output"].count("x") == 200_000
+
+
+def test_a_worker_ends_with_its_program_whoever_else_lives_on(workers_of_a_killed_program):
+    until_s = time.monotonic() + 20
+    while _runs(workers_of_a_killed_program["worker"]) and time.monotonic() < until_s:
+        time.sleep(0.1)
+    assert not _runs(workers_of_a_killed_program["worker"])
+    assert _runs(workers_of_a_killed_program["child"])
+
+
+def test_who_answers_but_never_joins_holds_connect_no_longer_than_told():
+    """And the program ends, though TensorFlow waits."""
+    script = """
+import socket, threading, time
+import pipetrain
+from pipetrain.cluster import connection
+
+def answer(each):
+    each.recv(1000)
+    each.sendall(bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
+    while each.recv(1000):
+        pass
+
+def serve():
+    while True:
+        threading.Thread(target=answer, args=(server.accept()[0],), daemon=True).start()
+
+server = socket.create_server(("127.0.0.1", 0))
+threading.Thread(target=serve, daemon=True).start()
+connection.JOINED_S = 2.0
+try:
+    pipetrain.connect([f"127.0.0.1:{server.getsockname()[1]}"], timeout_s=1.0)
+except ConnectionError as error:
+    print(error)
+"""
+    done = run(script)
+    assert done.returncode == 0, done.stderr
+    assert "answer, but do not join within 2 s" in done.stdout
+
+
+@pytest.mark.slow
+def test_one_worker_by_two_addresses_is_refused():
+    script = """
+import pipetrain
+with pipetrain.LocalWorkers(1) as workers:
+    try:
+        pipetrain.connect([workers.addresses[0], workers.addresses[0].replace("127.0.0.1", "127.0.0.2")])
+    except ValueError as error:
+        print(error)
+"""
+    done = run(script)
+    assert "Two of the addresses are of one worker" in done.stdout, done.stderr
+
+
+@pytest.mark.slow
+def test_a_worker_with_an_ipv6_address_is_joined():
+    script = """
+import subprocess, sys
+import pipetrain
+command = [sys.executable, "-m", "pipetrain", "worker", "--address", "::1", "--port", "0", "--attended"]
+with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as worker:
+    said = worker.stdout.readline()
+    print(said, pipetrain.connect([said.split()[2].rstrip(",")]))
+    worker.stdin.close()
+"""
+    if not socket.has_ipv6:
+        pytest.skip("There is no IPv6.")
+    done = run(script)
+    assert done.stdout.startswith("Worker at [::1]:") and "/job:worker" in done.stdout, done.stderr
+    assert "Every user of this machine can run code" in done.stdout
 
 
 def test_a_worker_that_cannot_serve_says_why(in_use, tmp_path, capsys, monkeypatch):

@@ -97,9 +97,14 @@ def test_a_worker_that_was_started_anew_is_lost_too(impatient, monkeypatch):
         monkeypatch.setattr(module, "probed", lambda address, timeout_s: "")
     says = "Unable to find a context_id matching the specified one. From /job:worker/replica:0/task:1"
     stages = {device: [n] for n, device in enumerate(addresses)}
-    anew = r"127\.0\.0\.1:2, stage 1: it was started anew"
+    anew = r"No longer joined to a worker: 127\.0\.0\.1:2, stage 1: it answers, .* anew .*Try pipetrain\.connect"
     with pytest.raises(WorkerLost, match=anew), HealthMonitor(stages):
         raise tf.errors.InvalidArgumentError(None, None, says)
+    broke = (
+        r"No longer joined to workers: .*:1, stage 0: it answers, but its connection broke; .*Try pipetrain\.connect"
+    )
+    with pytest.raises(WorkerLost, match=broke), HealthMonitor(stages):
+        raise tf.errors.UnavailableError(None, None, "Socket closed")
     with pytest.raises(tf.errors.InvalidArgumentError, match="of another kind"), HealthMonitor(stages):
         raise tf.errors.InvalidArgumentError(None, None, "of another kind")
 

@@ -9,13 +9,13 @@ from typing import Any
 
 from pipetrain.cli.argument_types import cores, count
 from pipetrain.cluster.hosts import Hosts, split, task_of_tf_config
-from pipetrain.cluster.server import GONE_S, Serving, serve
+from pipetrain.cluster.server import GONE_S, MOST, Serving, serve
 
 ABOUT = """Serve this machine's devices: the stages of a controller's pipeline are placed on them.
 
-Nobody is asked for a password, and nothing is encrypted: whoever reaches the port can run code here. So a worker keeps
-to this machine unless --address, a hosts file or TF_CONFIG names another one's way to it; then keep it within a network
-that you trust, or a tunnel.
+Nobody is asked for a password, and nothing is encrypted: whoever reaches the port can run code here, with the rights of
+whoever started the worker. So a worker keeps to this machine, all of whose users reach it, unless --address, a hosts
+file or TF_CONFIG names another one's way to it; then keep it within a network that you trust, or a tunnel.
 """
 EXAMPLES = """examples:
   python -m pipetrain worker                                   # this machine's, port 2222
@@ -44,11 +44,11 @@ def add(commands: Any) -> None:
     option("--cluster", type=Path, metavar="FILE", help="a hosts file that has address and port, see below")
     option("--task", type=int, metavar="N", help="which of its workers this is, from 0")
     option("--cores", type=cores, metavar="LIST", help="processor cores to keep to, such as 0,2-3 (default: all)")
-    option("--cpu-devices", type=count, default=1, metavar="N", help="logical CPU devices (default: 1)")
-    option("--intra-threads", type=count, metavar="N", help="threads of an operation (default: the devices' cores)")
+    option("--cpu-devices", type=_most, default=1, metavar="N", help="logical CPU devices (default: 1)")
+    option("--intra-threads", type=_most, metavar="N", help="threads of an operation (default: the devices' cores)")
     option(
         "--inter-threads",
-        type=count,
+        type=_most,
         metavar="N",
         help="operations at a time until a controller joins, which says how many (default: one for each device)",
     )
@@ -59,7 +59,15 @@ def add(commands: Any) -> None:
         help=f"what to do when the controller has given no sign of life for {GONE_S:.0f} s: wait for the next one, or "
         "end (default: %(default)s)",
     )
-    option("--attended", action="store_true", help="end when standard input does: whoever started it has gone")
+    option(
+        "--attended",
+        nargs="?",
+        type=int,
+        const=0,
+        metavar="PID",
+        help="end with standard input, and with the process that started it (default: its parent)",
+    )
+    option("--announce", type=int, help=argparse.SUPPRESS)  # of LocalWorkers: a file descriptor
     command.set_defaults(run=run)
 
 
@@ -76,6 +84,7 @@ def run(options: argparse.Namespace) -> None:
             options.inter_threads,
             options.on_controller_gone == "wait",
             options.attended,
+            options.announce,
         )
     )
 
@@ -101,13 +110,19 @@ def _place(options: argparse.Namespace) -> tuple[str, int]:
             "Try --cluster FILE, or --address and --port alone."
         )
     else:
-        return options.address or "127.0.0.1", 2222 if options.port is None else options.port
+        return (options.address or "127.0.0.1").strip("[]"), 2222 if options.port is None else options.port
     if not 0 <= task < len(hosts.workers):
         raise ValueError(
             f"There is no such worker. Received: task {task} of {len(hosts.workers)}. "
             f"Try one from 0 to {len(hosts.workers) - 1}."
         )
     return split(hosts.workers[task])
+
+
+def _most(text: str) -> int:
+    if count(text) > MOST:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {MOST}")
+    return count(text)
 
 
 def _port(text: str) -> int:

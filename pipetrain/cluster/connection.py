@@ -5,22 +5,30 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import math
 import os
+import socket
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import tensorflow as tf
 
 from pipetrain.cluster.heartbeat import Heartbeat
-from pipetrain.cluster.hosts import Hosts
+from pipetrain.cluster.hosts import Hosts, split
 from pipetrain.cluster.probe import NO_HOST, probed
+from pipetrain.cluster.proxy import without_proxy_to
 from pipetrain.cluster.server import ABOUT, keep_to_loopback, listening
 from pipetrain.compute.cores import cores
+from pipetrain.run.lost_worker import Call
 
 JOB = "worker"
 RETRY_S = 0.2
+JOINED_S = 10.0  # workers that answer join within, on a busy machine too
+TWICE = "Invalid rendezvous key"  # in what TensorFlow says where a worker is given twice
 
+Value = TypeVar("Value")
 Given = Any  # a mapping, addresses, a path, or one of TensorFlow's cluster resolvers, which have no types
 
 
@@ -35,34 +43,62 @@ def connect(cluster: Given = None, timeout_s: float = 20.0) -> list[str]:
         cluster: a hosts file, addresses ``host:port``, ``{"workers": addresses}``, or one of TensorFlow's cluster
             resolvers (such as Slurm's, Kubernetes'), of which the job ``worker`` is used. By default that of the
             environment variable TF_CONFIG.
-        timeout_s: how long to wait for workers that do not answer yet.
+        timeout_s: how long to wait for workers that do not answer yet; those that answer have as long again to join,
+            and at least ten seconds.
 
     Raises:
-        ValueError: for an argument that describes no cluster, or a worker with another version of TensorFlow.
-        ConnectionError: for workers that do not answer, with the reason for each.
+        ValueError: for an argument that describes no cluster, a worker with another version of TensorFlow, or one
+            given by two addresses.
+        ConnectionError: for workers that do not answer, with the reason for each, or do not join.
         RuntimeError: if a variable or model was made before, or another cluster has been joined.
     """
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < math.inf:
+        raise ValueError(f"Workers are waited for some time. Received: timeout_s={timeout_s!r}. Try 20.0.")
     hosts = described_by(cluster)
     spec = tf.train.ClusterSpec({JOB: list(hosts.workers)})
     _check_time(spec)
     _check_answers(hosts, timeout_s)
     _let_messages_in()
+    without_proxy_to(split(address)[0] for address in hosts.workers)
     before = set(listening())
-    try:
-        tf.config.experimental_connect_to_cluster(spec)
-        devices = remote_devices()
-    except tf.errors.OpError as error:
-        raise ConnectionError(
-            f"TensorFlow cannot join the workers: {error.message.splitlines()[0]}. Received: "
-            f"{', '.join(hosts.workers)}. Try python -m pipetrain worker there, and then a new process."
-        ) from error
+    devices, versions = _within(max(timeout_s, JOINED_S), hosts, lambda: _join(spec))
     _JOINED.append(spec)
     with contextlib.suppress(OSError):  # workers never call the controller: nobody else needs to reach it
         keep_to_loopback(set(listening()) - before)
-    _check_versions(hosts)
+    _check_versions(hosts, versions)
     for task in range(len(hosts.workers)):
         _beat(task)
     return devices
+
+
+def _join(spec: tf.train.ClusterSpec) -> tuple[list[str], list[Any]]:
+    """The workers' devices and versions of TensorFlow."""
+    tf.config.experimental_connect_to_cluster(spec)
+    return remote_devices(), [about(task).get("tensorflow") for task in range(spec.num_tasks(JOB))]
+
+
+def _within(limit_s: float, hosts: Hosts, join: Callable[[], Value]) -> Value:
+    """``join()``, in a thread that is left after so long: TensorFlow's calls wait for who says nothing without end."""
+    thread, until_s = Call(join), time.monotonic() + limit_s
+    thread.start()
+    thread.ended(lambda: time.monotonic() > until_s)
+    received = f"Received: {', '.join(hosts.workers)}"
+    if thread.is_alive():
+        raise ConnectionError(
+            f"Workers answer, but do not join within {limit_s:g} s: one is stopped, or no worker. {received}. "
+            "Try python -m pipetrain worker there, and then a new process."
+        )
+    try:
+        return cast(Value, thread.outcome())
+    except tf.errors.OpError as error:
+        if TWICE in error.message:
+            raise ValueError(
+                f"Two of the addresses are of one worker. {received}. Try one address of each, in a new process."
+            ) from error
+        raise ConnectionError(
+            f"TensorFlow cannot join the workers: {error.message.splitlines()[0]}. {received}. "
+            "Try python -m pipetrain worker there, and then a new process."
+        ) from error
 
 
 def _let_messages_in() -> None:
@@ -164,6 +200,7 @@ def _check_time(spec: tf.train.ClusterSpec) -> None:
 def _check_answers(hosts: Hosts, timeout_s: float) -> None:
     """TensorFlow itself would wait for minutes, or end the process."""
     until_s = time.monotonic() + timeout_s
+    _check_names(hosts)
     with ThreadPoolExecutor(len(hosts.workers)) as pool:
         answers = list(pool.map(lambda address: _unreachable(address, until_s), hosts.workers))
     silent = [f"{address} ({why})" for address, why in zip(hosts.workers, answers, strict=True) if why]
@@ -172,6 +209,21 @@ def _check_answers(hosts: Hosts, timeout_s: float) -> None:
             f"Workers do not answer. Received: {', '.join(silent)}, tried for {timeout_s:g} s. "
             "Try starting them there with python -m pipetrain worker, other addresses, or opening the port."
         )
+
+
+def _check_names(hosts: Hosts) -> None:
+    """Raise ValueError for two addresses of one worker, as far as names tell."""
+    known: dict[Any, str] = {}
+    for address in hosts.workers:
+        found = []
+        with contextlib.suppress(OSError, UnicodeError):  # no such host, which will be said
+            found = [each[4][:2] for each in socket.getaddrinfo(*split(address), type=socket.SOCK_STREAM)]
+        for each in found:
+            if known.setdefault(each, address) != address:
+                raise ValueError(
+                    f"Two of the addresses are of one worker. Received: {known[each]} and {address}. "
+                    "Try one address of each."
+                )
 
 
 def _unreachable(address: str, until_s: float) -> str:
@@ -183,11 +235,12 @@ def _unreachable(address: str, until_s: float) -> str:
         time.sleep(RETRY_S)
 
 
-def _check_versions(hosts: Hosts) -> None:
+def _check_versions(hosts: Hosts, versions: Sequence[str | None]) -> None:
     """The runtimes of different versions may understand each other, and differ in what kernels compute."""
-    theirs = {address: about(task).get("tensorflow") for task, address in enumerate(hosts.workers)}
     others = [
-        f"{address} has {version}" for address, version in theirs.items() if version not in (None, tf.__version__)
+        f"{address} has {version}"
+        for address, version in zip(hosts.workers, versions, strict=True)
+        if version not in (None, tf.__version__)
     ]
     if others:
         raise ValueError(

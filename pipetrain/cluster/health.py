@@ -17,6 +17,11 @@ NOTICED_S = MISSED * (ASK_S + ANSWER_S)  # a worker that is lost is noticed with
 
 # What TensorFlow says of a worker that ended and was started anew: it knows nothing of what it was given.
 _FORGOT = ("context_id", "remote_handle", "remote workers have been restarted")
+START_AGAIN = (
+    "starting the worker again, and this program with PipelineCheckpoint among the callbacks, which goes on from the "
+    "newest checkpoint; or pipetrain.connect once it answers again."
+)
+JOIN_AGAIN = "pipetrain.connect with the same workers, which joins them again, and then this call."
 _TASK = re.compile(rf"/job:{JOB}/replica:\d+/task:(\d+)")
 
 
@@ -86,12 +91,15 @@ class HealthMonitor:
             return False
         if self.lost is None and isinstance(error, tf.errors.OpError):
             why = missing(self._stages)
-            if not why and any(each in str(error) for each in _FORGOT):
-                why = {address: "it was started anew" for address in self._named(error) or self._stages}
-            if not why and isinstance(error, tf.errors.UnavailableError):
-                why = {address: "its connection broke" for address in self._named(error) or self._stages}
+            reason = ""
+            if any(each in str(error) for each in _FORGOT):
+                reason = "it answers, but was started anew or paused"
+            elif isinstance(error, tf.errors.UnavailableError):
+                reason = "it answers, but its connection broke"
             if why:
                 self._lose(why)
+            elif reason:
+                self._lose(dict.fromkeys(self._named(error) or self._stages, reason), is_there=True)
         return self.lost is not None and isinstance(error, Exception)  # else somebody wants the program to end
 
     def _named(self, error: tf.errors.OpError) -> list[str]:
@@ -107,15 +115,15 @@ class HealthMonitor:
             if missed == MISSED:
                 self._lose({address: why})
 
-    def _lose(self, why: Mapping[str, str]) -> None:
+    def _lose(self, why: Mapping[str, str], is_there: bool = False) -> None:
         with self._changed:
             if self.lost is not None:
                 return
             what = "; ".join(f"{address}, {_place(self._stages[address])}: {each}" for address, each in why.items())
+            who = "a worker" if len(why) == 1 else "workers"
             self.lost = WorkerLost(
-                f"Lost {'a worker' if len(why) == 1 else 'workers'}: {what}. The model keeps the weights of its last "
-                "drain. Try starting the worker again, and this program with PipelineCheckpoint among the callbacks, "
-                "which goes on from the newest checkpoint.",
+                f"{'No longer joined to' if is_there else 'Lost'} {who}: {what}. The model keeps the weights "
+                f"of its last drain. Try {JOIN_AGAIN if is_there else START_AGAIN}",
                 list(why),
             )
             self._begin(lambda error=self.lost: self._sever(error), "end of calls to a lost worker")  # type: ignore[misc]

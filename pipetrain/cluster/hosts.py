@@ -16,11 +16,24 @@ EXAMPLE = '{"workers": ["10.0.0.1:2222", "10.0.0.2:2222"]}'
 
 
 def split(address: str) -> tuple[str, int]:
-    """Host and port of ``host:port``; ValueError for anything else."""
-    match = re.fullmatch(r"([\w.-]+|\[[0-9a-fA-F:.]+\]):(\d{1,5})", address) if isinstance(address, str) else None
-    if match is None or not 0 < int(match[2]) < 2**16:
-        raise ValueError(f"{address!r} is not an address such as 10.0.0.1:2222")
-    return match[1], int(match[2])
+    """Host and port of ``host:port``, or of ``[host]:port`` for an IPv6 address; ValueError for anything else."""
+    match = re.fullmatch(r"([\w.-]+|\[([0-9a-fA-F:.]+)\]):(\d{1,5})", address) if isinstance(address, str) else None
+    if match is None or not 0 < int(match[3]) < 2**16 or not (match[2] is None or _is_ipv6(match[2])):
+        raise ValueError(
+            f"{address!r} is not an address such as 10.0.0.1:2222 or [fd00::1]:2222, with a port from 1 to {2**16 - 1}"
+        )
+    return match[2] or match[1], int(match[3])
+
+
+def with_port(host: str, port: int) -> str:
+    """``host:port``, with the brackets of an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _is_ipv6(text: str) -> bool:
+    with suppress(ValueError):
+        return ipaddress.ip_address(text).version == 6
+    return False
 
 
 def is_loopback(address: str) -> bool:
@@ -29,7 +42,7 @@ def is_loopback(address: str) -> bool:
     with suppress(ValueError):  # without a port
         host, _ = split(address)
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
+        return ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name
         return host == "localhost"
 
@@ -98,8 +111,8 @@ class Hosts:
         if len(named) != 1 or others:
             raise ValueError(f"it has workers, not {', '.join(others)}" if others else "no workers")
         addresses = data[named[0]]
-        if isinstance(addresses, Mapping):  # TensorFlow's form where tasks are left out
-            addresses = list(addresses.values())
+        if isinstance(addresses, Mapping):  # TensorFlow's form where tasks may be left out
+            addresses = _in_order(named[0], addresses)
         if isinstance(addresses, str) or not isinstance(addresses, Sequence):
             raise ValueError(f"{named[0]}: {addresses!r} is not a list of addresses")
         return cls(tuple(addresses))
@@ -108,9 +121,19 @@ class Hosts:
 def task_of_tf_config(text: str) -> int | None:
     """Which worker a process is by its TF_CONFIG; None where that does not say. Raises ValueError for a wrong one."""
     task = _tf_config(text).get("task", {})
-    if not isinstance(task, Mapping) or not isinstance(task.get("index", 0), int):
+    index = str(task.get("index", 0)) if isinstance(task, Mapping) else ""
+    if not index.isdecimal():
         raise ValueError(f"task: {task!r} is not a type and an index. Received: TF_CONFIG={text!r}. Try index: 0.")
-    return task.get("index") if task.get("type") == "worker" else None
+    return int(index) if task.get("type") == "worker" and "index" in task else None
+
+
+def _in_order(name: str, addresses: Mapping[Any, Any]) -> list[Any]:
+    """Of tasks by their numbers, which JSON writes as strings, and in any order."""
+    by_task = {str(task): address for task, address in addresses.items()}
+    numbers = [str(n) for n in range(len(by_task))]
+    if by_task.keys() != {*numbers}:
+        raise ValueError(f"{name}: tasks are numbered from 0 without gaps, not {', '.join(by_task)}")
+    return [by_task[n] for n in numbers]
 
 
 def _tf_config(text: str) -> dict[str, Any]:

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import os
-import re
 import select
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from pipetrain.cluster.hosts import split
+from pipetrain.cluster.server import MOST, check_port
 from pipetrain.compute.cores import cores
+from pipetrain.schemes.arguments import is_count
 
+HOST = "127.0.0.1"
+# Python would put the current folder first on the path of modules, where anybody may have written; -P is of 3.11 on.
+MAIN = """
+import sys
+sys.path = [each for each in sys.path if each]
+if (root := sys.argv.pop(1)) not in sys.path:
+    sys.path.insert(0, root)
+from pipetrain.cli.main import main
+sys.exit(main())
+"""
 START_S = 60.0  # TensorFlow is imported within
 END_S = 5.0
 
@@ -22,33 +35,32 @@ END_S = 5.0
 class LocalWorkers:
     """Workers on this machine, each on cores of its own; ``connect`` takes their ``addresses``.
 
-    It is a context manager: the workers end with the context, and with this process, however that ends.
+    It is a context manager: the workers end with the context, and with this process, however that ends and whatever
+    processes it has forked. What they write goes to the standard output and error of this process. Every user of this
+    machine can reach them, and so run code with the rights of whoever started them.
 
     Args:
         count: number of workers.
         cpu_devices: logical CPU devices of each.
         ports: the port of each; by default any that are free.
 
-    Raises ValueError for a count below 1; ChildProcessError for a worker that does not start.
+    Raises ValueError for a count below 1, for devices that no worker has, and for ports that are none or in use;
+    ChildProcessError for a worker that does not start.
     """
 
     def __init__(self, count: int, cpu_devices: int = 1, ports: Sequence[int] | None = None) -> None:
-        if not isinstance(count, int) or count < 1 or (ports is not None and len(ports) != count):
-            raise ValueError(
-                f"There is at least one worker, each with a port. Received: count={count!r}, ports={ports!r}. "
-                "Try LocalWorkers(2)."
-            )
+        _check(count, cpu_devices, ports)
         known, self._cpu_devices = cores(), cpu_devices
         self._cores: list[list[int]] = []
-        self.processes: list[subprocess.Popen[str]] = []
+        self._announcements: dict[int, int] = {}  # of workers that are starting, the descriptors to read addresses from
+        self.processes: list[subprocess.Popen[bytes]] = []
         self.addresses: list[str] = []
         try:
             for n in range(count):
                 own = known[n * len(known) // count : (n + 1) * len(known) // count] or [known[n % len(known)]]
                 self._cores.append(own)
-                self.processes.append(_started(own, cpu_devices, ports[n] if ports else 0))
-            until_s = time.monotonic() + START_S
-            self.addresses = [_address(process, until_s) for process in self.processes]
+                self._start(n, ports[n] if ports else 0)
+            self.addresses = self._announced(range(count))
         except BaseException:
             self.end()
             raise
@@ -62,10 +74,24 @@ class LocalWorkers:
         for n in lost:
             self.processes[n].kill()
             _reap(self.processes[n])
-            self.processes[n] = _started(self._cores[n], self._cpu_devices, split(self.addresses[n])[1])
+            self._start(n, split(self.addresses[n])[1])
+        self._announced(lost)
+
+    def _start(self, n: int, port: int) -> None:
+        source, sink = os.pipe()
+        try:
+            process = _started(self._cores[n], self._cpu_devices, port, sink)
+        except BaseException:
+            os.close(source)
+            raise
+        finally:
+            os.close(sink)
+        self.processes[n : n + 1] = [process]
+        self._announcements[n] = source
+
+    def _announced(self, numbers: Iterable[int]) -> list[str]:
         until_s = time.monotonic() + START_S
-        for n in lost:
-            _address(self.processes[n], until_s)
+        return [_address(self.processes[n], self._announcements.pop(n), until_s) for n in numbers]
 
     def end(self) -> None:
         """End the workers."""
@@ -73,6 +99,8 @@ class LocalWorkers:
             process.terminate()
         for process in self.processes:
             _reap(process)
+        while self._announcements:  # of workers that have not been waited for
+            os.close(self._announcements.popitem()[1])
 
     def __enter__(self) -> LocalWorkers:
         return self
@@ -83,43 +111,55 @@ class LocalWorkers:
         self.end()
 
 
-def _reap(process: subprocess.Popen[str]) -> None:
+def _check(count: Any, cpu_devices: Any, ports: Sequence[int] | None) -> None:
+    if not is_count(count) or (ports is not None and len(ports) != count):
+        raise ValueError(
+            f"There is at least one worker, each with a port. Received: count={count!r}, ports={ports!r}. "
+            "Try LocalWorkers(2)."
+        )
+    if not is_count(cpu_devices) or cpu_devices > MOST:
+        raise ValueError(f"A worker has from 1 to {MOST} devices. Received: cpu_devices={cpu_devices!r}. Try 1.")
+    for port in ports or ():
+        if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 2**16:
+            raise ValueError(f"A port is a number from 0, for any that is free, to {2**16 - 1}. Received: {port!r}.")
+        if port and list(ports or ()).count(port) > 1:
+            raise ValueError(f"Each worker has a port of its own. Received: ports={ports!r}. Try 0 for any.")
+        check_port(HOST, port)
+
+
+def _reap(process: subprocess.Popen[bytes]) -> None:
     """Wait for its end, and kill it if that does not come."""
     try:
         process.wait(END_S)
     except subprocess.TimeoutExpired:  # stopped, or busy in a kernel
         process.kill()
         process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe:
-            pipe.close()
+    if process.stdin:
+        process.stdin.close()
 
 
-def _started(own: Sequence[int], cpu_devices: int, port: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "pipetrain", "worker", "--port", str(port), "--cpu-devices", str(cpu_devices)]
-    command += ["--cores", ",".join(map(str, own)), "--attended"]
+def _started(own: Sequence[int], cpu_devices: int, port: int, announce: int) -> subprocess.Popen[bytes]:
     # This very package, wherever the program has it from.
-    paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    # A session of its own: Ctrl-C is for the controller, which ends them when it has drained.
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        start_new_session=True,
-    )
+    command = [sys.executable, "-c", MAIN, str(Path(__file__).parents[2]), "worker"]
+    command += ["--port", str(port), "--cpu-devices", str(cpu_devices), "--cores", ",".join(map(str, own))]
+    command += ["--attended", str(os.getpid()), "--announce", str(announce)]
+    # A session of its own: Ctrl-C is for the controller, which ends them when it has drained. Its output is inherited:
+    # a pipe that nobody reads would hold it up when that is full.
+    return subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[announce], start_new_session=True)
 
 
-def _address(process: subprocess.Popen[str], until_s: float) -> str:
+def _address(process: subprocess.Popen[bytes], source: int, until_s: float) -> str:
     """What the worker says that its address is."""
-    assert process.stdout is not None  # it is a pipe
-    ready, _, _ = select.select([process.stdout], [], [], max(until_s - time.monotonic(), 0))
-    line = process.stdout.readline() if ready else ""
-    match = re.match(r"Worker at (\S+),", line)
-    if match is None:
-        raise ChildProcessError(
-            f"A worker did not start within {START_S:.0f} s. Received: {' '.join(process.args)!r}, exit status "  # type: ignore[arg-type]
-            f"{process.poll()}. Try that command by itself."
-        )
-    return match[1]
+    with os.fdopen(source) as announcement:
+        ready, _, _ = select.select([announcement], [], [], max(until_s - time.monotonic(), 0))
+        line = announcement.readline() if ready else ""
+    if line:
+        return line.strip()
+    if not ready:
+        raise ChildProcessError(f"A worker did not start within {START_S:.0f} s. Try again when the machine is idle.")
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(END_S)
+    raise ChildProcessError(
+        f"A worker ended before it served, and may have said why. Received: exit status {process.returncode}. "
+        "Try python -m pipetrain worker, which takes the same options."
+    )

@@ -22,7 +22,7 @@ def probed(address: str, timeout_s: float) -> str:
     """Probe what listens there once: why no gRPC server answers, empty if one does."""
     host, port = split(address)
     try:
-        with socket.create_connection((host.strip("[]"), port), timeout_s) as each:
+        with socket.create_connection((host, port), timeout_s) as each:
             each.settimeout(timeout_s)
             each.sendall(PREFACE)
             answer = each.recv(9)

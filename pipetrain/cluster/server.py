@@ -14,13 +14,16 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from pipetrain.cluster.hosts import is_loopback, split
+from pipetrain.cluster.hosts import is_loopback, split, with_port
+from pipetrain.cluster.proxy import without_proxy
 from pipetrain.cluster.sockets import watch_workers
 from pipetrain.run.stderr import quiet_stderr
 
 # TensorFlow's file system in memory: what a process writes there, and a controller reads, on the worker's device.
 ABOUT, ALIVE = "ram://pipetrain/worker", "ram://pipetrain/controller"
+MOST = 1024  # devices and threads of a worker: more than any machine has cores
 GONE_S = 60.0  # a controller that has given no sign of life for so long has gone
+ATTEND_S = 0.5  # between two looks whether whoever started a worker is there
 LOOPBACK_INTERFACE = b"lo\0"
 
 
@@ -35,7 +38,10 @@ class Serving(NamedTuple):
         intra_threads: that one operation uses; None for the cores, divided among the devices.
         inter_threads: operations that run at a time; None for one for each device.
         waits: for the next controller when one has gone; else it ends.
-        attended: it ends when standard input does, which is when whoever started it has gone.
+        attended: the process that started it, 0 for its parent: it ends when that or standard input does. None for
+            a worker that goes on.
+        announce: a file descriptor to which its address is written, and which is then closed, in place of a line on
+            standard output.
     """
 
     address: str = "127.0.0.1"
@@ -45,7 +51,8 @@ class Serving(NamedTuple):
     intra_threads: int | None = None
     inter_threads: int | None = None
     waits: bool = True
-    attended: bool = False
+    attended: int | None = None
+    announce: int | None = None
 
 
 def serve(serving: Serving) -> None:
@@ -54,21 +61,29 @@ def serve(serving: Serving) -> None:
     Raises ValueError, before TensorFlow starts, for a port in use, an address that is not this machine's, and cores
     that this process may not use.
     """
-    _check_port(serving)
+    starter = serving.attended or os.getppid()
+    check_port(serving.address, serving.port)
     _pin(serving.cores)
+    without_proxy()
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     with quiet_stderr():
         address = _start(serving)
-    print(f"Worker at {address}, {serving.cpu_devices} CPU device(s). {_exposure(serving)}", flush=True)
+    if serving.announce is None:
+        print(f"Worker at {address}, {serving.cpu_devices} CPU device(s). {_exposure(serving)}", flush=True)
+    else:
+        with os.fdopen(serving.announce, "w") as announced:
+            announced.write(f"{address}\n")
     watch_workers(split(address)[1])
-    if serving.attended:
-        threading.Thread(target=_attend, args=(stop,), daemon=True).start()
+    if serving.attended is not None:
+        threading.Thread(target=_attend, args=(stop, starter), daemon=True).start()
+        threading.Thread(target=_read_input, args=(stop,), daemon=True).start()
     _wait(stop, serving.waits)
     # TensorFlow's server cannot be stopped, and interpreter and server may wait for each other at the end.
-    sys.stdout.flush()
+    with contextlib.suppress(OSError):  # whoever read standard output may have gone
+        sys.stdout.flush()
     os._exit(0)
 
 
@@ -84,7 +99,7 @@ def _start(serving: Serving) -> str:
         intra_op_parallelism_threads=serving.intra_threads or max(1, len(cores()) // serving.cpu_devices),
         inter_op_parallelism_threads=serving.inter_threads or serving.cpu_devices,
     )
-    cluster = {"worker": [f"{serving.address}:{serving.port}"]}
+    cluster = {"worker": [with_port(serving.address, serving.port)]}
     try:
         server = tf.distribute.Server(cluster, job_name="worker", task_index=0, config=config, start=False)
     except tf.errors.OpError as error:
@@ -105,7 +120,7 @@ def _start(serving: Serving) -> str:
     with tf.io.gfile.GFile(ABOUT, "w") as file:
         file.write(json.dumps(about))
     server.start()
-    return f"{serving.address}:{port}"
+    return with_port(serving.address, port)
 
 
 def keep_to_loopback(descriptors: Iterable[int]) -> None:
@@ -150,28 +165,30 @@ def _network() -> str:
 
 def _exposure(serving: Serving) -> str:
     if is_loopback(serving.address):
-        return "Only this machine can reach it."
+        return (
+            "Only this machine can reach it. Every user of this machine can run code here with the rights of whoever "
+            "started it: TensorFlow's server asks for no password."
+        )
     return (
         "Whoever reaches this port, on any address of this machine, can run code here: TensorFlow's server asks for no "
         "password and encrypts nothing. Keep it within a network that you trust, or a tunnel."
     )
 
 
-def _check_port(serving: Serving) -> None:
-    """TensorFlow's server would say less, and later."""
-    where = f"{serving.address}:{serving.port}"
-    if serving.port:
+def check_port(address: str, port: int) -> None:
+    """Raise ValueError where no worker can listen; TensorFlow's server would say less, and later."""
+    where = with_port(address, port)
+    if port:
         split(where)
     try:
-        with socket.socket() as each:
-            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            each.bind((serving.address, 0))
-        with socket.socket() as each:
-            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            each.bind(("", serving.port))
-    except OSError as error:
+        family, _, _, _, (host, *_) = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0]
+        for kind, name, number in ((family, host, 0), (socket.AF_INET, "", port)):
+            with socket.socket(kind) as each:
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                each.bind((name, number))
+    except (OSError, UnicodeError) as error:
         raise ValueError(
-            f"Nothing can listen there: {error.strerror}. Received: {where}. "
+            f"Nothing can listen there: {getattr(error, 'strerror', None) or error}. Received: {where}. "
             "Try another port, an address of this machine (0.0.0.0 where others know it by another), or ending what "
             "listens there."
         ) from error
@@ -186,9 +203,20 @@ def _pin(cores: Sequence[int] | None) -> None:
         raise ValueError(f"These cores cannot be used: {error}. Received: cores={[*cores]}. Try others.") from error
 
 
-def _attend(stop: threading.Event) -> None:
-    while os.read(0, 1024):
-        pass
+def _attend(stop: threading.Event, starter: int) -> None:
+    """Whoever that process forked may hold the other end of standard input: its end alone would tell too late.
+
+    A signal at the parent's death (Linux' PR_SET_PDEATHSIG) would come at the end of the thread that started this one.
+    """
+    while os.getppid() == starter:
+        time.sleep(ATTEND_S)
+    stop.set()
+
+
+def _read_input(stop: threading.Event) -> None:
+    with contextlib.suppress(OSError):
+        while os.read(0, 1024):
+            pass
     stop.set()
 
 

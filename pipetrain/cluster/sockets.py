@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 
-from pipetrain.cluster.hosts import split
+from pipetrain.cluster.hosts import split, with_port
 from pipetrain.cluster.probe import ASK_S, SILENT, missing
 
 SEVER_S = 0.2  # between two times: TensorFlow connects anew
@@ -21,7 +21,7 @@ def sever(addresses: Iterable[str]) -> None:
     for address in addresses:
         host, port = split(address)
         with contextlib.suppress(OSError):
-            theirs |= {each[4][:2] for each in socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)}
+            theirs |= {each[4][:2] for each in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
     for each in _connected():
         with contextlib.suppress(OSError):  # it may have ended by now
             if _remote_address(each) in theirs:
@@ -35,7 +35,7 @@ def remote_addresses(port: int) -> set[str]:
         with contextlib.suppress(OSError):
             host, theirs = _remote_address(each)
             if each.getsockname()[1] != port:
-                found.add(f"[{host}]:{theirs}" if ":" in host else f"{host}:{theirs}")
+                found.add(with_port(host, theirs))
     return found
 
 
