@@ -14,18 +14,17 @@ Needs keras_hub. A pretrained model takes the place of the first part and brings
 import sys
 
 import pipetrain
+from pipetrain.cli.quiet import start_tensorflow
+
+start_tensorflow(4)  # quietly; without GPUs on so many logical CPU devices
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 try:
     import keras_hub
 except ImportError:
     sys.exit('This example needs keras_hub: pip install ".[hub]" installs it.')
-
-if not tf.config.list_physical_devices("GPU"):  # before any tensor or model is made
-    pipetrain.set_cpu_devices(4)
 
 NOUNS = ["film", "play", "scene", "soup", "cake", "bread", "train", "bus", "ferry"]
 KNOWN = [["bad", "dull", "awful", "poor"], ["good", "fine", "lovely", "great"]]

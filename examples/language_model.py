@@ -12,14 +12,13 @@ is a layer of Keras since 3.13.
 from pathlib import Path
 
 import pipetrain
+from pipetrain.cli.quiet import start_tensorflow
+
+start_tensorflow(4)  # quietly; without GPUs on so many logical CPU devices
 
 import keras
 import numpy as np
-import tensorflow as tf
 from keras import layers
-
-if not tf.config.list_physical_devices("GPU"):  # before any tensor or model is made
-    pipetrain.set_cpu_devices(4)
 
 CONTEXT, BYTES, WIDTH, HEADS, BLOCKS = 64, 256, 96, 4, 4  # bytes seen at once, and how many there are
 

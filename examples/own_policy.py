@@ -1,4 +1,7 @@
-"""A weight policy of your own: it predicts half as far as SpecTrain's forward, and not at all in the backward."""
+"""A weight policy of your own: it predicts half as far as SpecTrain's forward, and not at all in the backward.
+
+``python examples/own_policy.py`` prints what it reads; programs take it as ``--scheme examples/own_policy.py:HalfWay``.
+"""
 
 from pipetrain.schemes import Read, Reader, Scheme
 from pipetrain.schemes.table import ASYNCHRONOUS
@@ -21,3 +24,9 @@ class HalfWay:
 
 half_way = Scheme("half-way", ASYNCHRONOUS, HalfWay(), "asynchronous, predicted half as far")
 # pipetrain.PipelineModel(model, stages=4, scheme=half_way)
+
+if __name__ == "__main__":  # what minibatch 20 reads in each of four stages
+    for stage in range(4):
+        reader = half_way.reader(20, stage, stages=4, microbatches=1)
+        forward, backward = half_way.policy.forward(reader), half_way.policy.backward(reader)
+        print(f"stage {stage}: F20 reads version {forward.version} + {forward.horizon}, B20 version {backward.version}")

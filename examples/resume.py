@@ -13,14 +13,13 @@ from pathlib import Path
 
 import pipetrain
 from pipetrain.callbacks import PipelineCheckpoint
+from pipetrain.cli.quiet import start_tensorflow
+
+start_tensorflow(2)  # quietly; without GPUs on so many logical CPU devices
 
 import keras
 import numpy as np
-import tensorflow as tf
 from keras import layers
-
-if not tf.config.list_physical_devices("GPU"):  # before any tensor or model is made
-    pipetrain.set_cpu_devices(2)
 
 with np.load(Path(__file__).parents[1] / "experiments" / "data" / "fashion_mnist_small.npz") as data:
     x_train, y_train, x_test, y_test = (data[name] for name in ("x_train", "y_train", "x_test", "y_test"))

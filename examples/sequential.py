@@ -10,14 +10,13 @@ one, to logical CPU devices.
 from pathlib import Path
 
 import pipetrain
+from pipetrain.cli.quiet import start_tensorflow
+
+start_tensorflow(4)  # quietly; without GPUs on so many logical CPU devices
 
 import keras
 import numpy as np
-import tensorflow as tf
 from keras import layers
-
-if not tf.config.list_physical_devices("GPU"):  # before any tensor or model is made
-    pipetrain.set_cpu_devices(4)
 
 with np.load(Path(__file__).parents[1] / "experiments" / "data" / "fashion_mnist_small.npz") as data:
     x_train, y_train, x_test, y_test = (data[name] for name in ("x_train", "y_train", "x_test", "y_test"))
@@ -30,4 +29,9 @@ model.add(layers.Dense(10, activation="softmax"))
 
 pm = pipetrain.PipelineModel(model, stages=4, scheme="spectrain")
 pm.compile(keras.optimizers.SGD(0.005, momentum=0.9), loss="sparse_categorical_crossentropy", metrics=["accuracy"])
-pm.fit(x_train, y_train, batch_size=128, epochs=5, validation_data=(x_test, y_test))
+history = pm.fit(x_train, y_train, batch_size=128, epochs=5, validation_data=(x_test, y_test)).history
+print(f"\nIt was cut so:\n{pm.partition(batch_size=128)}")
+print(
+    f"\nThe stages waited for {pm.trace.bubble():.0%} of the time; {history['val_accuracy'][-1]:.1%} of what they had"
+)
+print("not seen is told right.")

@@ -10,15 +10,14 @@ were made; what crosses a cut is found by itself. EarlyStopping and ReduceLROnPl
 from pathlib import Path
 
 import pipetrain
+from pipetrain.cli.quiet import start_tensorflow
+
+start_tensorflow(3)  # quietly; without GPUs on so many logical CPU devices
 
 import keras
 import numpy as np
-import tensorflow as tf
 from keras import layers
 from keras.callbacks import EarlyStopping, ReduceLROnPlateau
-
-if not tf.config.list_physical_devices("GPU"):  # before any tensor or model is made
-    pipetrain.set_cpu_devices(3)
 
 keras.utils.set_random_seed(0)
 with np.load(Path(__file__).parents[1] / "experiments" / "data" / "fashion_mnist_small.npz") as data:

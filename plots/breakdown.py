@@ -27,6 +27,7 @@ from plots import command, runs
 from plots.style import bars_for, name_rows, save
 
 FEW = 8  # minibatches: of a shorter run all are counted
+VISIBLE = 0.1  # of 100: what is less in every run is not in the legend
 ROOM = 0.12  # of 1: a share that its number fits into
 
 
@@ -122,7 +123,7 @@ def _fill(panel: Axes, bars: Sequence[Shares]) -> None:
     for key in ("compute", "for_transfers", "imbalance"):
         label, colour, hatch = LOOKS[key]
         parts = np.array([100 * getattr(bar, key) for bar in bars])
-        if not parts.any():
+        if parts.max() < VISIBLE:
             continue
         places = np.arange(len(bars)) - 0.06
         panel.barh(
@@ -134,7 +135,7 @@ def _fill(panel: Axes, bars: Sequence[Shares]) -> None:
         panel.text(at + 1.5, row - 0.06, f"{bar.compute:.0%}", color=colour, va="center", fontsize=9, weight="bold")
     label, colour, hatch = LOOKS["transfers"]
     under_way = [100 * bar.transfers for bar in bars]
-    if any(under_way):
+    if max(under_way) >= VISIBLE:
         places = np.arange(len(bars)) + 0.34
         panel.barh(places, under_way, 0.14, color=colour, hatch=hatch, edgecolor="white", linewidth=0, label=label)
     panel.set_xlim(0, 100)

@@ -6,16 +6,20 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipetrain.schemes.table import GRIDS, PIPELINES, TRANSFERRING, TREES
+from pipetrain.schemes.table import GRIDS, HORIZONS, PIPELINES, TRANSFERRING, TREES
 from pipetrain.trace.packs import messages
 from pipetrain.trace.trace import Trace
 from plots import breakdown, learning_curves, memory, page, runs, throughput, timeline, transfers
 from plots.missing import attempt
-from plots.steady import first_of_steady
+from plots.steady import first_of_steady, pieces
 
 BOXES = 10  # minibatches in a timeline
 STEPS = 2  # in one that shows the packs of a plan of transfers
 MIB = 2**20
+OF_TREES = ("children", "tree_depth", "stragglers")
+AGAINST = "Against single: how many times the samples per second of the whole network on one device. "
+BEST = "Losses and accuracy are the best that were seen; accuracy is on data that training does not see."
+DASHED = " The dashed line is the whole network on one device, and what reaches beyond it gains from the pipeline."
 
 
 def comparison(those: Sequence[runs.Run], scratch: Path) -> list[str]:
@@ -27,13 +31,9 @@ def comparison(those: Sequence[runs.Run], scratch: Path) -> list[str]:
     return [
         page.heading(those[0].title),
         page.definitions(settings(those)),
-        page.heading("How the schemes compare", 3),
+        page.heading("How the schemes compare" if len(those) > 1 else "What it came to", 3),
         page.table(*compared(those)),
-        page.paragraph(
-            "Against single: how many times the samples per second of the whole network on one device. Losses and "
-            "accuracy are the best that were seen; accuracy is on data that training does not see.",
-            aside=True,
-        ),
+        page.paragraph(AGAINST * (single_rate(those) is not None) + BEST, aside=True),
         page.figures(figures),
         *([page.heading("What the stages did", 3), page.paragraph(TIMELINES), *timelines] if timelines else []),
         *([page.heading("What is missing", 3), page.bullets(missing)] if missing else []),
@@ -42,7 +42,7 @@ def comparison(those: Sequence[runs.Run], scratch: Path) -> list[str]:
 
 def settings(those: Sequence[runs.Run]) -> list[tuple[str, str]]:
     """What the runs were told, as far as it is the same for all of them; what is not, scheme by scheme."""
-    names = dict.fromkeys(key for run in those for key in run.config if key != "scheme")
+    names = dict.fromkeys(key for run in those for key in run.config if _matters(key, run.config))
     pairs = [("schemes", ", ".join(run.scheme for run in those))]
     for name in names:
         values = {run.scheme: _said(run.config.get(name)) for run in those}
@@ -50,10 +50,28 @@ def settings(those: Sequence[runs.Run]) -> list[tuple[str, str]]:
         said = values[those[0].scheme] if same else ", ".join(f"{key}: {value}" for key, value in values.items())
         if said:
             pairs.append((name.replace("_", " "), said))
+    for run in those:
+        if run.summary.get("taken"):
+            taken = ", ".join(f"{name} {_said(value)}" for name, value in run.summary["taken"].items())
+            pairs.append((f"{run.scheme} took", f"{taken}. {run.summary.get('reason') or ''}"))
     if said := kernels(those):
         pairs.append(("kernels", said))
     peak = max((run.summary.get("peak_memory_bytes") or 0 for run in those), default=0)
     return [*pairs, ("most memory of the process", f"{peak / MIB:,.0f} MiB")] if peak else pairs
+
+
+def _matters(key: str, config: dict[str, Any]) -> bool:
+    """Whether a setting says something of a run of this scheme."""
+    if key in OF_TREES:
+        return config["scheme"] in TREES
+    if key == "horizon":
+        return config["horizon"] != HORIZONS[0]
+    return key != "scheme" and (key != "stretch_momentum" or config.get("horizon") == "target")
+
+
+def single_rate(those: Sequence[runs.Run]) -> float | None:
+    """The samples per second of the whole network on one device, if that was measured too."""
+    return runs.throughput(those).get("single") if len(those) > 1 else None
 
 
 def kernels(those: Sequence[runs.Run]) -> str:
@@ -85,13 +103,16 @@ def _said(value: Any) -> str:
 
 def compared(those: Sequence[runs.Run]) -> tuple[list[str], list[list[str]]]:
     """The header and the rows of the table of schemes."""
-    header = ["scheme", "samples/s", "against single", "best accuracy", "min training loss", "min validation loss"]
-    base = runs.throughput(those).get("single")
+    base = single_rate(those)
+    against = ["against single"] if base else []
+    header = ["scheme", "samples/s", *against, "best accuracy", "min training loss", "min validation loss"]
     rows = []
     for run in those:
         speed = run.summary.get("samples_per_second")
         best = [run.summary.get(key) for key in ("max_val_accuracy", "min_train_loss", "min_val_loss")]
-        cells = [_number(speed, ",.0f"), _number(speed / base if speed and base else None, ".2f", "x")]
+        cells = [_number(speed, ",.0f")]
+        if base:
+            cells.append(_number(speed / base if speed else None, ".2f", "x"))
         rows.append([run.scheme, *cells, *(_number(value, ".4f") for value in best)])
     if any(run.summary.get("diverged_at") for run in those):
         header.append("diverged")
@@ -116,9 +137,8 @@ class Figure(NamedTuple):
 FIGURES = {
     "throughput": Figure(
         throughput.draw,
-        "Bars: samples per second of each scheme, against one device",
-        "How many samples each scheme trains on per second: the dashed line is the whole network on one device, and "
-        "what reaches beyond it gains from the pipeline.",
+        "Bars: samples per second of each scheme",
+        "How many samples each scheme trains on per second.",
     ),
     "breakdown": Figure(
         breakdown.draw,
@@ -150,7 +170,8 @@ CURVES = (
 
 TIMELINES = (
     "From the middle of each run. Every row is a stage; every box is the forward or the backward of one minibatch, or "
-    "of one of its parts, and has its number and, small, the version of the stage's weights; elsewhere the stage waits."
+    "of one of its parts, and has its number and, small, the version of the stage's weights. Where the stage waits, "
+    "the shading says for what."
 )
 
 
@@ -161,12 +182,13 @@ def _figures(
     folders = [run.folder for run in those]
     traced = [run.folder for run, _ in traces]
     sending = [run.folder for run, trace in traces if len(trace.transfers)]
+    base = single_rate(those)
     for name, figure in FIGURES.items():
         given = {"breakdown": traced, "transfers": sending}.get(name, folders)
         what = f"The figure {name!r}"
         drawn = attempt(what, missing, figure.draw, given, scratch / f"{name}.png") if given else None
         if drawn:
-            yield page.picture(drawn, figure.alt, figure.caption)
+            yield page.picture(drawn, figure.alt, figure.caption + (DASHED if name == "throughput" and base else ""))
     curves = attempt("The figure 'learning curves'", missing, learning_curves.draw, folders, scratch / "curves.png")
     if curves:
         narrow = learning_curves.draw(folders, scratch / "narrow.png", narrow=True)
@@ -199,4 +221,5 @@ def _timeline(run: runs.Run, trace: Trace, scratch: Path, missing: list[str]) ->
         known = PIPELINES | TRANSFERRING | TREES | GRIDS
         about = f" ({known[run.scheme].about})" if run.scheme in known else ""
         alt = f"Timeline: forward and backward boxes of every stage under {run.scheme}"
-        yield page.picture(drawn, alt, f"{run.scheme}{about}: from number {first} on.", wide=True)
+        unit = "microbatch" if pieces(trace) > 1 else "minibatch"
+        yield page.picture(drawn, alt, f"{run.scheme}{about}: from {unit} {first} on.", wide=True)

@@ -7,7 +7,9 @@ from numpy.typing import NDArray
 
 from pipetrain.trace.trace import ENDING, Trace
 
-USUAL = (0.4, 0.6)  # of all parts of a trace that are as long, by their seconds: those between these shares of them
+# Of all parts of a trace with as many microbatches, by their seconds, those between these shares of them: of a short
+# trace most of the parts may have an evaluation in them.
+USUAL = (0.1, 0.3)
 
 
 def first_of_steady(trace: Trace, count: int) -> int:

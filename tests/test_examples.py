@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -75,10 +76,31 @@ def test_where_things_go_is_where_they_are():
     assert [each for each in named if not (ROOT / each).exists() and not (ROOT / "pipetrain" / each).exists()] == []
 
 
+@pytest.mark.parametrize("name", ["applications", "fine_tune", "language_model", "resume", "sequential", "skips"])
+def test_tensorflow_is_quiet(name):
+    """It is started before Keras imports it."""
+    text = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
+    assert 0 < text.index("\nstart_tensorflow(") < text.index("\nimport keras\n")
+    assert "import tensorflow" not in text
+
+
+def test_own_policy_prints_what_it_reads(capsys):
+    runpy.run_path(str(EXAMPLES / "own_policy.py"), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "stage 0: F20 reads version 17 + 1, B20 version 20"
+    assert lines[-1] == "stage 3: F20 reads version 20 + 0, B20 version 20"
+
+
+def test_own_schedule_prints_its_table(capsys):
+    made = runpy.run_path(str(EXAMPLES / "own_schedule.py"), run_name="__main__")
+    assert [line.strip() for line in made["__doc__"].splitlines()[-2:]] == capsys.readouterr().out.splitlines()
+
+
 @pytest.mark.slow  # 17 s; most tests train a Sequential model by default
 def test_sequential(start):
     said = output(start("sequential.py"))
     assert len(accuracies(said)) == 5
+    assert re.search(r"It was cut so:\n.*4 stages", said)
     assert max(accuracies(said)) > 0.7  # ten classes
 
 
