@@ -284,6 +284,27 @@ def test_a_lock_whose_file_was_just_removed_is_taken_of_the_new_one(monkeypatch,
     assert len(times) == 3
 
 
+def test_another_user_s_lock_counts(monkeypatch, tmp_path):
+    """Its file can be read, and not be written to; that of a program that was killed is taken."""
+    opened = os.open
+
+    def as_another(path, flags, *mode):
+        if flags & os.O_RDWR:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return opened(path, flags, *mode)
+
+    theirs, mine = (DirectoryLock(tmp_path, "directory") for _ in range(2))
+    with theirs, monkeypatch.context() as patch:
+        patch.setattr(os, "open", as_another)
+        with pytest.raises(ValueError, match=f"Another program writes there: process {os.getpid()} "):
+            mine.__enter__()
+    (tmp_path / ".lock").write_text("process 1 on another")
+    monkeypatch.setattr(os, "open", as_another)
+    with mine as unlocked, pytest.raises(ValueError, match="Another program"):
+        assert unlocked == ""
+        DirectoryLock(tmp_path, "directory").__enter__()
+
+
 class Spoil(keras.callbacks.Callback):
     """At this step an update after which no weight is finite, though the loss before it is."""
 

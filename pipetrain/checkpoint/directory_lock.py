@@ -65,7 +65,7 @@ class DirectoryLock:
 
     def _taken(self) -> bool:
         """Lock the file; whether it still has its name: who held it before may just have removed it."""
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = self._opened()
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not self._is_named(descriptor):
@@ -76,6 +76,12 @@ class DirectoryLock:
             raise
         self._descriptor = descriptor
         return True
+
+    def _opened(self) -> int:
+        try:
+            return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)  # some systems lock no others
+        except PermissionError:  # another user's, which may be locked, but not written to
+            return os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
 
     def _is_named(self, descriptor: int) -> bool:
         try:
