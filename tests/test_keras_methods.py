@@ -246,3 +246,192 @@ def test_an_own_scale_of_the_loss_is_refused():
     optimizer = spied(keras.optimizers.SGD, ["scale_loss"], set())(0.1)
     with pytest.raises(ValueError, match=r"overrides scale_loss\. Try"):
         wrapped(network()).compile(optimizer, "mse")
+
+
+@pytest.mark.parametrize("method", ["compile", "fit", "evaluate", "predict", "train_on_batch", "test_on_batch"])
+def test_signatures_are_those_of_keras(method):
+    """In Keras' order too; ``...`` stands for what the wrapped model's own ``compile`` has."""
+    theirs = inspect.signature(getattr(keras.Model, method)).parameters
+    mine = inspect.signature(getattr(pipetrain.PipelineModel, method)).parameters
+    named = [name for name, each in theirs.items() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    assert [name for name, each in mine.items() if each.kind is not inspect.Parameter.VAR_KEYWORD] == named
+    for name in named:
+        assert mine[name].kind is theirs[name].kind
+        assert mine[name].default in (theirs[name].default, ...)
+
+
+def test_arguments_by_position_are_keras_own():
+    plain, ours = network(), network()
+    ours.set_weights(plain.get_weights())
+    losses = []
+    for trained in (plain, wrapped(ours)):
+        trained.compile("sgd", "mse", None, ["mae"], None, False, 1, "auto", True)
+        trained.fit(X, Y, 8, 3, 0, None, 0.0, (X, Y), False, None, None, 1, None, None, 4, 2)
+        losses.append((trained.history.epoch, trained.evaluate(X, Y, 8, 0, None, None, None, True)))
+    assert losses[0][0] == losses[1][0] == [1, 2]
+    assert losses[0][1] == pytest.approx(losses[1][1], rel=1e-5)
+
+
+def trained_pair():
+    """A plain model and one that a pipeline has trained, both compiled, with equal weights."""
+    plain, ours = network(), network()
+    pm = wrapped(ours)
+    for each in (plain, pm):
+        each.compile("sgd", "mse", metrics=["mae"])
+        each.fit(X, Y, batch_size=8, verbose=0)
+    plain.set_weights(pm.get_weights())
+    return plain, pm
+
+
+SAME = {  # what can be compared as it is
+    "compute_dtype": lambda value: value,
+    "dtype": lambda value: value,
+    "dtype_policy": lambda value: value.name,
+    "input": lambda value: value.shape,
+    "input_dtype": lambda value: value,
+    "input_spec": lambda value: [each.shape for each in keras.tree.flatten(value)],
+    "jit_compile": lambda value: value,
+    "layers": lambda value: [type(each) for each in value],
+    "losses": lambda value: len(value),
+    "metrics": lambda value: [each.name for each in value],
+    "metrics_names": lambda value: value,
+    "metrics_variables": lambda value: len(value),
+    "non_trainable_variables": lambda value: len(value),
+    "non_trainable_weights": lambda value: len(value),
+    "output": lambda value: value.shape,
+    "quantization_mode": lambda value: value,
+    "run_eagerly": lambda value: value,
+    "supports_masking": lambda value: value,
+    "trainable": lambda value: value,
+    "trainable_variables": lambda value: [each.shape for each in value],
+    "trainable_weights": lambda value: [each.shape for each in value],
+    "variable_dtype": lambda value: value,
+    "variables": lambda value: [each.shape for each in value],
+    "weights": lambda value: [each.shape for each in value],
+}
+OWN_PROPERTIES = {"compiled_metrics", "distribute_strategy", "distribute_reduction_method", "path"}  # not compared
+CALLS = {
+    "compute_loss": lambda model: float(model.compute_loss(X, Y, Y + 1)),
+    "compute_mask": lambda model: model.compute_mask(X, None),
+    "compute_metrics": lambda model: sorted(model.compute_metrics(X, Y, Y + 1)),
+    "compute_output_shape": lambda model: model.compute_output_shape((3, 6)),
+    "compute_output_spec": lambda model: model.compute_output_spec(keras.KerasTensor((3, 6))).shape,
+    "count_params": lambda model: model.count_params(),
+    "get_build_config": lambda model: model.get_build_config(),
+    "get_compile_config": lambda model: sorted(model.get_compile_config()),
+    "get_layer": lambda model: type(model.get_layer("first")),
+    "get_metrics_result": lambda model: sorted(model.get_metrics_result()),
+    "get_state_tree": lambda model: sorted(model.get_state_tree()),
+    "get_weights": lambda model: [each.tolist() for each in model.get_weights()],
+    "predict_on_batch": lambda model: np.asarray(model.predict_on_batch(X)).round(4).tolist(),
+    "stateless_call": lambda model: (
+        np.asarray(model.stateless_call(model.trainable_variables, model.non_trainable_variables, X)[0])
+        .round(4)
+        .tolist()
+    ),
+    "symbolic_call": lambda model: model.symbolic_call(keras.KerasTensor((3, 6))).shape,
+    "test_step": lambda model: sorted(model.test_step((X, Y))),
+    "to_json": lambda model: len(model.to_json()) > 100,
+}
+
+
+def test_what_keras_has_of_a_model_is_that_of_the_wrapped_one(tmp_path, capsys):
+    plain, pm = trained_pair()
+    properties = {
+        name for name in of_keras(keras.Model) if isinstance(inspect.getattr_static(keras.Model, name), property)
+    }
+    assert {name for name in properties if not name.startswith("_")} == set(SAME) | OWN_PROPERTIES
+    for name, seen in SAME.items():
+        assert seen(getattr(pm, name)) == seen(getattr(plain, name)), name
+    for name, call in CALLS.items():
+        assert call(pm) == call(plain), name
+    assert (pm.inputs, pm.input_shape) == (pm.model.inputs, (None, 6))
+    pm.export(tmp_path / "exported", verbose=False)
+    served = keras.layers.TFSMLayer(tmp_path / "exported", call_endpoint="serve")
+    np.testing.assert_allclose(served(X), pm.predict(X, verbose=0), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [*ABSENT, "pop", "add"])
+def test_what_would_leave_stages_behind_is_refused_by_name(name):
+    pm = wrapped(keras.Sequential([keras.Input((6,)), L.Dense(4, name="first"), L.Dense(2)]))
+    with pytest.raises(ValueError, match=f"has no {name},.*Received: {name} of .*Try {name} of .model"):
+        getattr(pm, name)(*(["int8"] if name == "quantize" else []))
+
+
+class Tuned(keras.Model):
+    """With a metric, an attribute, a method and a ``compile`` of its own."""
+
+    def __init__(self, *arguments, **settings):
+        super().__init__(*arguments, **settings)
+        self.largest, self.factor = keras.metrics.Mean(name="largest"), 1.0
+
+    def compile(self, optimizer="auto", loss="mae", *, factor=1.0, **settings):
+        self.factor = factor
+        super().compile(keras.optimizers.SGD(0.1) if optimizer == "auto" else optimizer, loss, **settings)
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        self.largest.update_state(self.factor * keras.ops.max(x))
+        return super().compute_metrics(x, y, y_pred, sample_weight)
+
+    def first_bias(self):
+        return self.get_layer("first").bias.numpy()
+
+
+class Look(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.seen.append(self.model.first_bias().tolist())
+
+
+@pytest.mark.parametrize("scheme", ["1f1b", "spectrain"])
+def test_a_model_with_compile_metrics_and_methods_of_its_own(scheme):
+    results = []
+    for make in (lambda model: model, lambda model: wrapped(model, scheme)):
+        keras.utils.set_random_seed(0)
+        trained, look = make(model := network(Tuned)), Look()
+        trained.compile(factor=2.0)
+        history = trained.fit(X, Y, batch_size=16, epochs=2, shuffle=False, verbose=0, callbacks=[look]).history
+        trained.factor = 3.0
+        assert model.factor == trained.factor == 3.0
+        results.append((history, look.seen, trained.evaluate(X, Y, verbose=0, return_dict=True)))
+    (history, seen, found), (our_history, our_seen, our_found) = results
+    assert history["largest"] == pytest.approx([2 * X.max()] * 2)
+    assert {name: pytest.approx(values, rel=1e-4) for name, values in history.items()} == our_history
+    if scheme == "1f1b":
+        np.testing.assert_allclose(our_seen, seen, rtol=1e-4, atol=1e-6)
+    assert our_found == pytest.approx(found, rel=1e-4)
+
+
+def test_a_model_that_is_compiled_already_trains_as_it_is():
+    plain, ours = network(), network()
+    ours.set_weights(plain.get_weights())
+    for model in (plain, ours):
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", metrics=["mae"])
+    pm = wrapped(ours)
+    for each in (plain, pm):
+        each.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
+    networks.assert_close(ours.get_weights(), plain.get_weights())
+    assert pm.optimizer is ours.optimizer
+    assert pm.evaluate(X, Y, verbose=0) == pytest.approx(plain.evaluate(X, Y, verbose=0), rel=1e-4)
+
+
+def test_what_compile_refuses_is_not_trained_as_the_wrapped_model_was_compiled():
+    model = network()
+    model.compile("sgd", "mse")
+    pm = wrapped(model)
+    with pytest.raises(ValueError, match="steps_per_execution"):
+        pm.compile("sgd", "mse", steps_per_execution=2)
+    with pytest.raises(ValueError, match=r"compile\(\)"):
+        pm.fit(X, Y, verbose=0)
+
+
+@pytest.mark.parametrize("name", ["run_eagerly", "steps_per_execution"])
+def test_another_way_to_run_steps_set_after_compile_is_refused(name):
+    pm = wrapped(network())
+    pm.compile("sgd", "mse")
+    setattr(pm, name, 2)
+    with pytest.raises(ValueError, match=name):
+        pm.fit(X, Y, verbose=0)

@@ -19,21 +19,23 @@ class Position(NamedTuple):
     step: int
 
 
-def start_at(epoch_iterator: Any, position: Position, first_epoch: int) -> None:
+def start_at(epoch_iterator: Any, position: Position, first_epoch: int, verbose: bool = True) -> None:
     """Make Keras' loop over epochs begin at this position, with the very minibatches that are due there.
 
     Of the epochs before it, whatever decides on the order of later ones happens again: iterators are made, generators
-    are read, a PyDataset is told of its epochs. ``first_epoch`` is the one that ``fit`` would begin with.
+    are read, a PyDataset is told of its epochs. ``first_epoch`` is the one that ``fit`` would begin with;
+    ``verbose``: whether it is shown if it takes long.
     """
     enumerate_epoch = keras_private.steps_of(epoch_iterator)
 
     def resumed() -> Iterator[Any]:
         keras_private.set_steps(epoch_iterator, None)  # the next epochs are Keras' own
-        progress = Progress("Passing over the data of epochs that are done", position.epoch - first_epoch)
+        progress = Progress("Passing over the data of epochs that are done", (position.epoch - first_epoch) * verbose)
         for _ in range(first_epoch, position.epoch):
             _pass_over(epoch_iterator, enumerate_epoch())
             progress.add(1)
-        steps, progress = enumerate_epoch(), Progress("Passing over minibatches that are done", position.step)
+        steps = enumerate_epoch()
+        progress = Progress("Passing over minibatches that are done", position.step * verbose)
         for done in range(position.step):
             try:
                 *_, iterator = next(steps)

@@ -200,7 +200,7 @@ class FitSession:
             self._rate_within = about["learning_rate"] if position.step else None
         epoch, self._steps_done = position
         set_initial_epoch(self._owner, epoch)
-        start_at(self._epoch_iterator, position, self._first_epoch)
+        start_at(self._epoch_iterator, position, self._first_epoch, self._owner.is_verbose)
         return missing
 
     def note_epoch(self) -> None:

@@ -91,7 +91,9 @@ class AutoMixin(StrategyModel):
         seconds = kept_trials.seconds
         if not seconds:
             with kept(self.model):
-                seconds, is_to_keep = compared_s([partial(trial, way) for way in near], fit_together)
+                seconds, is_to_keep = compared_s(
+                    [partial(trial, way) for way in near], fit_together, strategy.placement.verbose
+                )
             if min(seconds) == math.inf:
                 return choice  # whoever trains is told why
             if is_to_keep:

@@ -31,7 +31,8 @@ class EvaluationMixin(StrategyModel):
         self.check_compile_called("evaluate")
         if not settings.get(OF_FIT):  # whose validation data have been preprocessed
             x, y, sample_weight, batch_size = minibatches(self.model, x, y, sample_weight, batch_size)
-        with self._drained(), self._strategy.evaluating(self, steps):
+        shown = self.is_verbose if settings.get(OF_FIT) else verbose
+        with self._saying(shown), self._drained(), self._strategy.evaluating(self, steps):
             return super().evaluate(
                 x, y, batch_size, verbose, sample_weight, steps, callbacks, return_dict=return_dict, **settings
             )
@@ -40,7 +41,7 @@ class EvaluationMixin(StrategyModel):
         """Keras' ``test_on_batch``: one minibatch through the pipeline's stages."""
         self.check_compile_called("test_on_batch")
         x, y, sample_weight = minibatch(self.model, x, y, sample_weight)
-        with self._drained(), self._strategy.evaluating(self, 1):
+        with self._saying(0), self._drained(), self._strategy.evaluating(self, 1):
             return super().test_on_batch(x, y, sample_weight, return_dict)
 
     def predict(
@@ -59,7 +60,7 @@ class EvaluationMixin(StrategyModel):
             with self._drained():
                 return self.model.predict(x, batch_size, verbose, steps=steps, callbacks=callbacks)
         x, _, _, batch_size = minibatches(self.model, x, None, None, batch_size)
-        with self._drained(), self._strategy.predicting(self, steps):
+        with self._saying(verbose), self._drained(), self._strategy.predicting(self, steps):
             return super().predict(x, batch_size, verbose, steps, callbacks)
 
     def predict_on_batch(self, x: Any) -> Any:

@@ -71,7 +71,8 @@ class FitMixin(AutoMixin, DelegationMixin):
         loop = {"epochs": epochs, "verbose": verbose, "initial_epoch": initial_epoch, "class_weight": class_weight}
         loop |= {"steps_per_epoch": steps_per_epoch, "validation_steps": validation_steps}
         given = fit_arguments(self.model, data)
-        with self._training("fit", given["x"], given["y"], given["batch_size"], users, initial_epoch) as session:
+        read = given["x"], given["y"], given["batch_size"]
+        with self._training("fit", *read, users, initial_epoch, verbose) as session:
             callbacks = with_last(callbacks, FitCallback(session))
             return super().fit(callbacks=callbacks, validation_freq=validation_freq, **loop, **given)
 
@@ -81,7 +82,7 @@ class FitMixin(AutoMixin, DelegationMixin):
         """Keras' ``train_on_batch``: one minibatch through the pipeline, which then drains."""
         self.check_no_session("train_on_batch")
         x, y, sample_weight = minibatch(self.model, x, y, sample_weight)
-        with self._training("train_on_batch", x, y, None) as session:
+        with self._training("train_on_batch", x, y, None, verbose=0) as session:
             session.begin_epoch(1)
             return super().train_on_batch(x, y, sample_weight, class_weight, return_dict)
 
@@ -94,13 +95,21 @@ class FitMixin(AutoMixin, DelegationMixin):
 
     @contextmanager
     def _training(
-        self, method: str, x: Any, y: Any, batch_size: int | None, users: Any = (), first_epoch: int = 0
+        self,
+        method: str,
+        x: Any,
+        y: Any,
+        batch_size: int | None,
+        users: Any = (),
+        first_epoch: int = 0,
+        verbose: Any = "auto",
     ) -> Iterator[FitSession]:
         """A session. Whatever ends it, the weights are in the model and threads have ended, unless a worker is lost."""
         self.check_compile_called(method)
         check_data(x, y)
-        self.settle(x, y, batch_size, users)
-        with self._watched() as watch:
+        with self._saying(verbose):
+            self.settle(x, y, batch_size, users)
+        with self._saying(verbose), self._watched() as watch:
             session = self._begin(x, y, batch_size, users, first_epoch)
             try:
                 self.session = session

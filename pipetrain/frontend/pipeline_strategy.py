@@ -54,6 +54,7 @@ class PipelineStrategy:
         self._last_compilation: Compilation | None = None
         self._stages = OptimizedStages()
         self._pipeline: Pipeline | None = None
+        self._to_say = ""  # at the first ``fit`` of a compilation that shows anything
         self._made_for_rows = 0  # of the pipeline; 0 where that is not known
         self._fit: PipelineFit | None = None
         self._fitted_before = self._made_before = 0  # updates of this fit, and of the pipeline, as they were last set
@@ -84,9 +85,9 @@ class PipelineStrategy:
         if self._last_compilation is None or compilation.steps is not self._last_compilation.steps:
             self._stages = OptimizedStages()
         self._last_compilation, self._pipeline, self._scheme = compilation, None, scheme
-        factor = scheme.rule(0, self.placement.stages, self.microbatches).stretch
+        factor, self._to_say = scheme.rule(0, self.placement.stages, self.microbatches).stretch, ""
         if factor != 1:
-            print(f"Momentum is stretched (stretch_momentum): {told(compilation.steps, factor)}.", flush=True)
+            self._to_say = f"Momentum is stretched (stretch_momentum): {told(compilation.steps, factor)}."
 
     def _metrics_built(self) -> None:
         if self._fit is not None:
@@ -97,6 +98,9 @@ class PipelineStrategy:
 
         Where the cut is to be decided, and not all of the inputs' shapes are known, the first minibatch is awaited.
         """
+        if self._to_say and self.placement.verbose:
+            print(self._to_say, flush=True)
+            self._to_say = ""
         self._prepare(session.rows, session.shapes)
         check_backup(session.callbacks, self._scheme.name, self._kinds_beside)
         fit = PipelineFit(session, self._compilation, self._pipeline_for_data, self._updates, self._scheme.asynchronous)

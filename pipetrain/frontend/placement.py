@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import keras
 
@@ -38,6 +38,8 @@ from pipetrain.simulation.advice import advise_all
 from pipetrain.simulation.minibatch import acting, timed
 from pipetrain.simulation.schedule_trials import pieces_to_measure
 
+Compiling = TypeVar("Compiling", Stage, Inference)
+
 
 class Decision(NamedTuple):
     """Where a model is cut, by the number of blocks up to the end of each stage, and which stages XLA compiles."""
@@ -59,6 +61,7 @@ class Placement:
         training: how it is trained in so many stages, which decides on the memory that they need.
 
     ``shapes`` are those of the inputs, as far as anything has told what the model leaves open; None if nothing has.
+    ``verbose`` is whether work that takes long is shown.
 
     Raises:
         ValueError, TypeError: for a model whose layers cannot be seen, for more stages than blocks, for cuts or a
@@ -75,7 +78,7 @@ class Placement:
         schedule: Schedule = ONE_FORWARD_ONE_BACKWARD,
         training: Callable[[int], Training] = lambda stages: DEFAULT_TRAINING,
     ) -> None:
-        self.chain, self._schedule = Chain(model), schedule
+        self.chain, self._schedule, self.verbose = Chain(model), schedule, True
         if not self.chain.blocks:
             raise ValueError(f"There is nothing to cut. Received: model={model.name!r} without layers. Try one with.")
         self.shapes = shapes_of_model(model)
@@ -267,7 +270,7 @@ class Placement:
 
     def measured(self, batch_size: int, shapes: Shapes) -> Decision:
         """What a profile at this batch size and for such inputs would decide; nothing is decided by that."""
-        cut = self._measured(batch_size, True, shapes)
+        cut = self._measured(batch_size, self.verbose, shapes)
         return Decision(cut_points(self.chain.blocks, cut.cuts), [stage.compiled for stage in cut.stages])
 
     def _check_rows_first(self, ends: Sequence[int]) -> None:
@@ -302,7 +305,7 @@ class Placement:
             if self.ends is not None and is_little(self.chain, batch_size):
                 self._kernels.decide([False] * self.stages)
             else:
-                self.partition(batch_size, verbose=True)
+                self.partition(batch_size, self.verbose)
         return known(self.decided_kernels)
 
     @property
@@ -318,7 +321,7 @@ class Placement:
         ``rows`` are those of a minibatch, None where they are not known.
         """
         batch_size = rows or DEFAULT_ROWS
-        ends = self.ends or cut_points(self.chain.blocks, self.partition(batch_size, verbose=True).cuts)
+        ends = self.ends or cut_points(self.chain.blocks, self.partition(batch_size, self.verbose).cuts)
         losses, recompute = [*[None] * (self.stages - 1), loss], self.training.recompute
         compiled, microbatches = self._decide_kernels(batch_size), self.training.microbatches
         halved = has_halves(scheme.schedule.order, scheme.schedule.devices(self.stages), microbatches)
@@ -328,7 +331,7 @@ class Placement:
         def rule(stage: int, first: int | None = None) -> UpdateRule:
             return scheme.rule(stage, self.stages, microbatches, first)
 
-        return [
+        built = [
             [
                 Stage(
                     segment,
@@ -350,6 +353,7 @@ class Placement:
             ]
             for k, (segment, on) in enumerate(placed)
         ]
+        return self._said(built)
 
     def whole(self) -> Segment:
         """All blocks as one layer, where the model is not cut."""
@@ -363,14 +367,21 @@ class Placement:
 
     def profile(self, batch_size: int, parts: int) -> Profile:
         """The model's blocks for such a minibatch in so many parts, measured with the rows of one if need be."""
-        return self._profile(batch_size, verbose=True, microbatches=parts)
+        return self._profile(batch_size, self.verbose, microbatches=parts)
 
     def inferences(self, decision: Decision) -> list[list[Inference]]:
         """Every stage's replicas for a pipeline that only runs forwards, with this cut and these kernels."""
-        return [
+        built = [
             [Inference(segment, device, Division(1, len(on)), by_xla) for device in on]
             for (segment, on), by_xla in zip(self._placed(decision.ends), decision.compiled, strict=True)
         ]
+        return self._said(built)
+
+    def _said(self, stages: list[list[Compiling]]) -> list[list[Compiling]]:
+        """The same stages; whether a line says that XLA compiles them is as for other work that takes long."""
+        for stage in (stage for replicas in stages for stage in replicas if not self.verbose):
+            stage.compile_quietly()
+        return stages
 
     def _placed(self, ends: Sequence[int]) -> list[tuple[Segment, list[str]]]:
         """Every stage's blocks and the devices of its replicas."""

@@ -20,13 +20,14 @@ class StrategyModel(HookedModel):
 
     ``inner`` is the model whose variables Keras sees: the wrapped one, or a copy of it. ``session`` is the ``fit`` that
     is under way, None if there is none; ``data_reader`` is what makes data sets in place of the strategy's
-    distribution.
+    distribution; ``is_verbose`` is whether work that takes long is shown.
     """
 
     _strategy: Strategy
     inner: keras.Model
     session: FitSession | None = None
     data_reader: Any = None
+    is_verbose: bool = True
     _watch: HealthMonitor | None = None
 
     @property
@@ -53,3 +54,10 @@ class StrategyModel(HookedModel):
         strategy = self._strategy
         with HealthMonitor(strategy.placement.stages_on, strategy.lose) as watch, Meanwhile(self, _watch=watch):
             yield watch
+
+    @contextmanager
+    def _saying(self, verbose: Any) -> Iterator[None]:
+        """Meanwhile work that takes long is shown as ``verbose``, an argument of Keras' loop, says."""
+        shown = bool(verbose)
+        with Meanwhile(self, is_verbose=shown), Meanwhile(self._strategy.placement, verbose=shown):
+            yield

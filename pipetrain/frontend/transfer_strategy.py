@@ -137,14 +137,15 @@ class TransferStrategy(PipelineStrategy):
         """The simplest near the fastest. Those near it are tried again in turns, since a machine's speed drifts."""
         plans, first_s = [*simulated], []
         try:
-            progress = Progress(f"Trying {len(plans)} orders of transfers.", len(plans))
+            progress = Progress(f"Trying {len(plans)} orders of transfers.", len(plans) * self.placement.verbose)
             for plan in plans:
                 first_s.append(self._tried_s(plan, plans, fitted))
                 progress.add(1)
             both = [math.sqrt(each_s * part) for each_s, part in zip(first_s, simulated.values(), strict=True)]
             near = finalists(both)
             trials_s = {n: [first_s[n]] for n in near or range(len(plans))}
-            progress = Progress(f"Trying {len(near)} of them again, in turns.", len(near) * (TURNS - 1))
+            turns = len(near) * (TURNS - 1) * self.placement.verbose
+            progress = Progress(f"Trying {len(near)} of them again, in turns.", turns)
             last = [plans[n] for n in near]
             here = [n for n in reversed(near) if self._takes(plans[n])]
             for of_one_runner in (here, [n for n in reversed(near) if n not in here]):

@@ -70,7 +70,7 @@ class WayTrial:
 
 
 def compared_s(
-    trials: Sequence[Callable[[], WayTrial]], fit_together: Callable[[Sequence[int]], bool]
+    trials: Sequence[Callable[[], WayTrial]], fit_together: Callable[[Sequence[int]], bool], verbose: bool = True
 ) -> tuple[list[float], bool]:
     """Seconds of a minibatch by each of these ways, infinite if it cannot train, and whether that is to be kept.
 
@@ -78,20 +78,20 @@ def compared_s(
     made again, and take turns, if they ``fit_together``. Where that fails, the first trials hold, and are not to be
     kept: what made it fail may be over.
     """
-    progress, first_s = Progress(f"Trying {len(trials)} ways to train.", len(trials)), []
+    progress, first_s = Progress(f"Trying {len(trials)} ways to train.", len(trials) * verbose), []
     for made in trials:
         first_s.append(made().turn_s())
         gc.collect()  # its stages' weights, and what workers keep for it
         progress.add(1)
     near = finalists(first_s)
-    turns_s = _in_turns({n: trials[n]() for n in near}) if fit_together(near) else {}
+    turns_s = _in_turns({n: trials[n]() for n in near}, verbose) if fit_together(near) else {}
     gc.collect()
     return (first_s, False) if turns_s is None else (settled(first_s, turns_s), math.inf not in first_s)
 
 
-def _in_turns(trials: Mapping[int, WayTrial]) -> dict[int, list[float]] | None:
+def _in_turns(trials: Mapping[int, WayTrial], verbose: bool) -> dict[int, list[float]] | None:
     """Seconds of a minibatch of each in each of its turns; None if one cannot train beside the others."""
-    progress = Progress(f"Trying {len(trials)} of them in turns.", TURNS * len(trials))
+    progress = Progress(f"Trying {len(trials)} of them in turns.", TURNS * len(trials) * verbose)
     turns_s: dict[int, list[float]] = {n: [] for n in trials}
     for _ in range(TURNS):
         for n, trial in trials.items():

@@ -32,7 +32,11 @@ class Kernels:
     Args:
         compiled: whether XLA compiles.
         about: what the functions belong to, for the warning.
+
+    ``is_quiet``: no line says that they are compiled.
     """
+
+    is_quiet = False
 
     def __init__(self, compiled: bool = False, about: str = "") -> None:
         self.compiled, self.about = compiled, about
@@ -82,7 +86,7 @@ class Kernels:
             timer.join()
 
     def _say(self) -> None:
-        if not self._has_said:
+        if not (self._has_said or self.is_quiet):
             self._has_said = True
             print(f"XLA compiles {self.about}.", flush=True)
 

@@ -90,6 +90,10 @@ class Stage:
         self.global_clipnorm = self._step.global_clipnorm
         self._summed_rows = 0 if self.global_clipnorm or is_dynamic(optimizer) else summed_rows
 
+    def compile_quietly(self) -> None:
+        """No line says that XLA compiles its functions."""
+        self._kernels.is_quiet = True
+
     def _grouped(
         self, shared: Sequence[Shared], optimizer: keras.optimizers.Optimizer, rule: UpdateRule
     ) -> WeightGroups:
