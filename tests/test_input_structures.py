@@ -5,11 +5,13 @@ from __future__ import annotations
 import warnings
 
 import keras
+import networks
 import numpy as np
 import pytest
 import tensorflow as tf
 from networks import normal
 
+import pipetrain
 from pipetrain.frontend.checks.data import checked_inputs
 
 L = keras.layers
@@ -112,3 +114,31 @@ def test_so_is_one(structure):
     narrow = of_one(structure, width=1)
     for x in (A1, A1[:, 0], A1[..., None], A):
         assert_taken_alike(narrow, x)
+
+
+def small():
+    keras.utils.set_random_seed(0)
+    return keras.Sequential([keras.Input((6,)), L.Dense(4, "tanh", name="cut"), L.Dense(2)])
+
+
+def test_sparse_inputs_of_a_dense_model_are_made_dense_as_keras_does():
+    sparse = pytest.importorskip("scipy.sparse")
+    dense, y = np.maximum(normal(16, 6), 0), normal(16, 2)
+    x = sparse.csr_matrix(dense)
+    expected, pm = small(), pipetrain.PipelineModel(small(), cuts=("cut",), scheme="1f1b", microbatches=2)
+    settings = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
+    for model in (expected, pm):
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        model.fit(x, y, **settings)
+    networks.assert_close(pm.get_weights(), expected.get_weights(), 1e-6)
+    given = tf.data.Dataset.from_tensor_slices((tf.sparse.from_dense(dense), y)).batch(8)
+    np.testing.assert_allclose(pm.evaluate(x, y, verbose=0), expected.evaluate(given, verbose=0), rtol=1e-5)
+    np.testing.assert_allclose(pm.predict(x, verbose=0), expected.predict(x, verbose=0), rtol=1e-5)
+
+
+def test_a_sparse_input_and_one_that_is_left_out_are_refused_by_name():
+    read = keras.Model(given := keras.Input((3,), sparse=True, name="words"), L.Dense(2)(given))
+    with pytest.raises(ValueError, match=r"dense.*SparseTensor for 'words'"):
+        checked_inputs(tf.sparse.from_dense(A), read)
+    with pytest.raises(ValueError, match=r"must be given.*None for 'b'"):
+        checked_inputs([A, None], of_two("list"))

@@ -243,3 +243,19 @@ def test_losses_of_ones_own_that_are_means_over_rows_train_as_in_plain_keras():
     y, weight = normal(ROWS, 2), np.linspace(0, 1, ROWS)[:, None]
     own = ByRows(reduction="mean_with_sample_weight")
     assert_alike(run(regressor(), own, x, y, weight, **how("1f1b")), run(regressor(), own, x, y, weight))
+
+
+@pytest.mark.parametrize("loss", ["hinge", losses.SquaredHinge()])
+def test_hinge_losses_tell_labels_of_0_and_1_by_all_rows(loss):
+    x, y = normal(ROWS, 4), (normal(ROWS, 2) > 0).astype("float32")
+    assert_alike(run(regressor(), loss, x, y, **how("1f1b")), run(regressor(), loss, x, y))
+    y[5] = -1
+    with pytest.raises(ValueError, match=r"cannot be put together.*labels from -1 to 1.*microbatches=1"):
+        run(regressor(), loss, x, y, **how("1f1b"))
+
+
+def test_masks_that_weights_decide_on_are_refused():
+    x = keras.Input((LENGTH, 2))
+    y = L.Dense(CLASSES)(L.Masking()(L.Dense(3, "relu", name="cut")(x)))
+    with pytest.raises(ValueError, match=r"masked.*microbatches=1"):
+        run(keras.Model(x, y), "mse", normal(ROWS, LENGTH, 2), normal(ROWS, LENGTH, CLASSES), **how("1f1b"))

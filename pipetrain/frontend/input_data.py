@@ -15,7 +15,7 @@ from pipetrain.compute.graph.beside import memory_rows
 from pipetrain.compute.graph.input_shapes import Shapes
 from pipetrain.compute.profiling.block_passes import sample
 from pipetrain.compute.tensorflow_private import type_spec_of
-from pipetrain.frontend.checks.data import check_memory, checked_inputs, is_array
+from pipetrain.frontend.checks.data import check_memory, checked_inputs, is_array, rows_of_array
 from pipetrain.run.window import Minibatch
 
 DEFAULT_ROWS = 32  # Keras' batch size where none is given
@@ -173,7 +173,7 @@ def first_rows(x: Any, batch_size: int | None) -> int | None:
     """The rows of the first minibatch, where they can be known before it is there."""
     arrays = [array for array in keras.tree.flatten(x) if is_array(array)]
     if arrays:
-        return min(batch_size or DEFAULT_ROWS, len(arrays[0]))
+        return min(batch_size or DEFAULT_ROWS, rows_of_array(arrays[0]))
     if isinstance(x, tf.data.Dataset):
         shapes = [spec.shape for spec in tf.nest.flatten(x.element_spec) if isinstance(spec, tf.TensorSpec)]
         return int(shapes[0][0]) if shapes and shapes[0].rank and shapes[0][0] is not None else None
@@ -196,7 +196,7 @@ def sample_of(x: Any, y: Any, rows: int) -> Any | None:
             return tf.nest.map_structure(sample, of_rows)
         makers = zip((sample, _zeros, _ones), of_rows, strict=False)
         return tuple(tf.nest.map_structure(make, specs) for make, specs in makers)
-    if all(is_array(array) for array in keras.tree.flatten((x, y))):
+    if all(is_array(array) and not hasattr(array, "tocsr") for array in keras.tree.flatten((x, y))):
         given = keras.tree.lists_to_tuples((x,) if y is None else (x, y))  # a data set would stack what is in a list
         return keras.tree.map_structure(lambda array: array[:rows], given)
     return None

@@ -17,7 +17,7 @@ def check_data(x: Any, y: Any) -> None:
         raise ValueError(
             "There is nothing to train on. Received: x=None. Try fit(x, y) with arrays or a tf.data.Dataset."
         )
-    lengths = {len(array) for array in keras.tree.flatten((x, y)) if is_array(array)}
+    lengths = {rows_of_array(array) for array in keras.tree.flatten((x, y)) if is_array(array)}
     if 0 in lengths:
         raise ValueError("There is nothing to train on. Received: x or y with no rows. Try at least one row.")
     if len(lengths) > 1:
@@ -55,10 +55,18 @@ def checked_inputs(x: Any, model: keras.Model) -> list[tf.Tensor]:
 
 
 def _checked(value: Any, expected: Any) -> tf.Tensor:
-    if isinstance(value, tf.SparseTensor | tf.RaggedTensor):
+    if value is None:
         raise ValueError(
-            f"Inputs must be dense. Received: x of type {type(value).__name__}. Try tf.sparse.to_dense or to_tensor()."
+            f"Every input must be given, an optional one too. Received: x with None for {expected.name!r}. Try zeros "
+            "that stand for it, or a model without this input."
         )
+    if isinstance(value, tf.RaggedTensor) or (isinstance(value, tf.SparseTensor) and expected.sparse):
+        raise ValueError(
+            f"Inputs must be dense. Received: x of type {type(value).__name__} for {expected.name!r}. Try to_tensor() "
+            "of a ragged tensor, or keras.Input(sparse=False), which makes sparse tensors and SciPy's matrices dense."
+        )
+    if isinstance(value, tf.SparseTensor):  # as Keras does
+        value = tf.sparse.to_dense(value)
     tensor = adapted(tf.convert_to_tensor(value), expected)
     if not tf.TensorShape([None, *expected.shape[1:]]).is_compatible_with(tensor.shape):
         raise ValueError(
@@ -66,6 +74,11 @@ def _checked(value: Any, expected: Any) -> tf.Tensor:
             f"Try shape {tuple(expected.shape)}."
         )
     return tensor
+
+
+def rows_of_array(array: Any) -> int:
+    """The number of its rows; SciPy's sparse matrices have no length."""
+    return int(array.shape[0]) if hasattr(array, "tocsr") else len(array)
 
 
 def is_array(value: Any) -> bool:
