@@ -16,6 +16,7 @@ from pipetrain.frontend.fit_mixin import FitMixin
 from pipetrain.frontend.input_data import DEFAULT_ROWS
 from pipetrain.frontend.saving import SavingMixin
 from pipetrain.frontend.strategies import Options, checked, strategy_of
+from pipetrain.frontend.turn import Turn, taking_turns
 from pipetrain.plan.stages import Partition
 from pipetrain.schemes.arguments import checked_bool
 from pipetrain.schemes.scheme import Scheme
@@ -24,13 +25,14 @@ from pipetrain.schemes.transfers.plan import Plan
 from pipetrain.trace.trace import Trace
 
 
+@taking_turns
 class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
     """Trains a Keras model as a pipeline: stages on several devices, many minibatches in flight.
 
     It is a ``keras.Model``: ``compile``, ``fit``, ``evaluate``, ``predict`` and ``save`` are Keras' own, its
     weights those of the wrapped model in the same order. While a pipeline runs, each stage owns its weights; at the end
-    of every epoch, and before evaluate, predict, get_weights, set_weights, save, save_weights and load_weights, it
-    drains and the weights are written back; between these the variables of the wrapped model are out of date.
+    of every epoch, before evaluate, predict, get_weights, set_weights, save, save_weights and load_weights, and before
+    a callback uses a variable of the wrapped model, it drains and the weights are written back.
     ``evaluate`` and ``predict`` run the stages' forwards alone, with the wrapped model's results.
 
     Sources: SpecTrain (arXiv 1809.02839), PipeDream (arXiv 1806.03377), GPipe (arXiv 1811.06965).
@@ -168,6 +170,7 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
         with strategy.distribution.scope():
             # The wrapped model's policy tells Keras whether to scale losses; what is cast is for the layers to say.
             super().__init__(name=name or model.name, dtype=model.dtype_policy, autocast=False)
+        self.turn = Turn()
         # Keras searches attributes for layers: ``inner`` is what it finds, the strategy is nothing to it.
         self.inner, self.scheme, self.options = strategy.trained, options.name, options.of_policy()
         self._exact_trace, self.built = False, True

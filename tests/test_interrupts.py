@@ -89,7 +89,9 @@ def assert_whole(pm):
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("pipetrain")]
     assert gc.isenabled() and sys.getswitchinterval() == pytest.approx(5e-3)
     assert not keras.src.backend.common.stateless_scope.in_stateless_scope() and tf.executing_eagerly()
+    assert not any(type(each.value).__name__.startswith("Watched") for each in pm.variables)
     assert all(np.isfinite(weight).all() for weight in pm.get_weights())
+    assert pm.turn.thread is None and not pm.turn.methods
 
 
 @pytest.fixture(scope="module")

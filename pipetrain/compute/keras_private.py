@@ -29,6 +29,7 @@ COMPILED = ("compiled", "optimizer", "loss", "_compile_config", "_compile_loss",
 GLOBAL_SEED = "global_seed_generator"  # the name under which Keras keeps its generator; only newer versions export it
 OF_FIT = "_use_cached_eval_dataset"  # an argument of ``evaluate``, which Keras' ``fit`` alone gives
 LISTS = ("_variables", "_trainable_variables")  # an optimizer's lists that are no slots
+SCOPES = ("stateless_scope", "autocast_scope")  # in which variables have other values, or other types
 HUB, HUB_LOOP = "keras_hub.", "keras_hub.src.utils.pipeline_model"  # whose loops the frontend's ``preprocessing`` meets
 # What Keras' loop sets in a model while it compiles, trains, evaluates and predicts.
 OF_LOOP = (
@@ -292,6 +293,24 @@ def with_state_of_keras(call: Callable[[], Value]) -> Callable[[], Value]:
                 mine.setdefault(GLOBAL_SEED, own[GLOBAL_SEED])
 
     return called
+
+
+@contextmanager
+def outside_scopes() -> Iterator[None]:
+    """Meanwhile variables have their own values and types, whatever scopes of Keras the thread is in."""
+    before = {name: get_global_attribute(name) for name in SCOPES}
+    try:
+        for name in SCOPES:
+            set_global_attribute(name, None)
+        yield
+    finally:
+        for name, scope in before.items():
+            set_global_attribute(name, scope)
+
+
+def held_by(variable: Any) -> Any:
+    """TensorFlow's variable in a variable of Keras, whatever scope the thread is in; one of TensorFlow's itself."""
+    return variable._value if isinstance(variable, keras.Variable) else variable
 
 
 def distribution_of(optimizer: keras.optimizers.Optimizer) -> Any:

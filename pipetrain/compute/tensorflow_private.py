@@ -6,7 +6,8 @@ versions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +16,7 @@ from tensorflow.python.distribute.values import DistributedVariable
 from tensorflow.python.eager import context
 from tensorflow.python.framework.config import is_op_determinism_enabled
 from tensorflow.python.ops.control_flow_ops import XLAControlFlowContext
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 
 def number_of(operation: tf.Operation) -> int:
@@ -115,3 +117,97 @@ def like(variable: tf.Variable) -> Any:
     for part in getattr(made, "values", (made,)):
         part._unique_id = variable._unique_id
     return made
+
+
+class WatchedVariable(ResourceVariable):
+    """A variable that tells of every use from Python, before it; TensorFlow has no public hook for that.
+
+    Whatever reads it, assigns to it or captures it asks for its handle first.
+    """
+
+    @property
+    def _handle(self) -> Any:
+        vars(self)["told_of_use"](self)
+        return vars(self)["_handle"]
+
+
+class WatchedCount(ResourceVariable):
+    """A variable that tells of every assignment from Python, before it, and of nothing else."""
+
+    def assign(self, *args: Any, **settings: Any) -> Any:
+        """TensorFlow's own."""
+        return self._told().assign(*args, **settings)
+
+    def assign_add(self, *args: Any, **settings: Any) -> Any:
+        """TensorFlow's own."""
+        return self._told().assign_add(*args, **settings)
+
+    def assign_sub(self, *args: Any, **settings: Any) -> Any:
+        """TensorFlow's own."""
+        return self._told().assign_sub(*args, **settings)
+
+    def _told(self) -> Any:
+        vars(self)["told_of_use"](self)
+        return super() if isinstance(self, WatchedCount) else self
+
+
+def watch(variable: Any, told: Callable[[Any], None], reads: bool = True) -> None:
+    """Let ``told(variable)`` be called before every use of a variable, or before assignments alone.
+
+    One of a distribution strategy is left alone.
+    """
+    if type(variable) is ResourceVariable:
+        vars(variable)["told_of_use"] = told
+        variable.__class__ = WatchedVariable if reads else WatchedCount
+
+
+def unwatch(variable: Any) -> None:
+    """Nobody is told any more; for a variable that is not watched, too."""
+    if type(variable) in (WatchedVariable, WatchedCount):
+        variable.__class__ = ResourceVariable
+        del variable.told_of_use
+
+
+def handle_of(variable: Any) -> Any:
+    """By which TensorFlow knows a variable, without its being a use of it; None for one of a distribution strategy."""
+    return vars(variable).get("_handle")
+
+
+class WatchedCalls:
+    """In place of TensorFlow's call of an eager function: tells listeners of the inputs, what it captured among them.
+
+    A function that has been traced uses variables without asking them for their handles, and no public hook is called
+    before it runs.
+    """
+
+    _changing = threading.Lock()
+
+    def __init__(self, own: Callable[..., Any]) -> None:
+        self._own = own
+        self.listeners: tuple[Callable[[Sequence[Any]], None], ...] = ()
+
+    def __call__(self, name: Any, tensor_inputs: Sequence[Any], num_outputs: int) -> Any:
+        """Call the function."""
+        for listener in self.listeners:
+            listener(tensor_inputs)
+        return self._own(name, tensor_inputs, num_outputs)
+
+    @classmethod
+    def listen(cls, listener: Callable[[Sequence[Any]], None]) -> None:
+        """Let ``listener(inputs)`` be called before every call of an eager function, in the caller's thread."""
+        with cls._changing:
+            here = context.context()
+            if "call_function" not in vars(here):
+                here.call_function = cls(here.call_function)
+            here.call_function.listeners += (listener,)
+
+    @classmethod
+    def cease(cls, listener: Callable[[Sequence[Any]], None]) -> None:
+        """The listener is not called any more; without listeners the call is TensorFlow's own again."""
+        with cls._changing:
+            here = context.context()
+            calls = vars(here).get("call_function")
+            if isinstance(calls, cls):
+                calls.listeners = tuple(each for each in calls.listeners if each != listener)
+                if not calls.listeners:
+                    del here.call_function

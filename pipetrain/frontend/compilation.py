@@ -13,7 +13,7 @@ from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.graph.blocks import Chain
 from pipetrain.compute.graph.input_order import structure_of
 from pipetrain.compute.graph.input_shapes import Shapes
-from pipetrain.compute.keras_private import rate_of, weights_of
+from pipetrain.compute.keras_private import flat_layers, rate_of, weights_of
 from pipetrain.compute.optimizer.loss_scaling import is_dynamic, stepping
 from pipetrain.compute.optimizer.rates import is_scheduled
 from pipetrain.compute.optimizer.update import gathers, slots_per_weight
@@ -67,6 +67,8 @@ class Compilation:
         placement.learn_optimizer(slots_per_weight(steps, rule), gathered)
         self.metrics = TrackedMetrics(owner, self._model.outputs, placement.chain.pack, counted, built)
         self._scheduled = is_scheduled(steps)  # then each stage's own copy knows the rate
+        self._trained_as: list[tuple[str, bool]] = []  # when training was traced first
+        self._traced_for: list[Any] = []  # the specs of data
         parts = placement.training.microbatches * placement.replicas[-1]  # of its rows, each with its own loss
         self._of_parts = LossOfParts(loss, parts, self.metrics, self._model)
         rate = None if self._scheduled else rate_of(steps).value
@@ -84,6 +86,26 @@ class Compilation:
                 f"learning_rate={rate_of(self.steps)!r}. Try compile again."
             )
         self._check_own()
+
+    def check_trained(self, traces: bool = True) -> None:
+        """Raise ValueError if what is trainable has changed since training was traced first, and Keras would trace now.
+
+        As in plain Keras that takes effect with the next ``compile``; but what is traced again, for stages that are
+        made anew or for data of another spec, would follow it.
+        """
+        before, now = self._trained_as, trained_in(self._model)
+        if before and before != now and (traces or self.data.spec not in self._traced_for):
+            changed = [f"{name!r} with trainable={flag}" for name, flag in now if (name, flag) not in before]
+            raise ValueError(
+                "What is trained changed after compile, and the model's functions have to be made anew. Received: "
+                f"{', '.join(changed[:4]) or 'fewer layers or variables'}. Try compile again."
+            )
+
+    def traced(self) -> None:
+        """Training is traced for the present data: what is trainable by now is so until the next ``compile``."""
+        self._trained_as = self._trained_as or trained_in(self._model)
+        if self.data.spec not in self._traced_for:
+            self._traced_for.append(self.data.spec)
 
     def learning_rate(self) -> float | None:
         """That of now; None where each stage's own copy of a schedule knows it."""
@@ -121,3 +143,9 @@ def output_specs(model: keras.Model, chain: Chain, shapes: Shapes) -> list[tf.Te
         made = model.compute_output_spec(keras.tree.map_structure(lambda x: given[id(x)], structure_of(model)))
         outputs = keras.tree.flatten(made)
     return [tf.TensorSpec(each.shape, each.dtype) for each in outputs]
+
+
+def trained_in(model: keras.Model) -> list[tuple[str, bool]]:
+    """Every layer and every variable of a model, and whether it is trainable."""
+    layers = [(each.name, each.trainable) for each in flat_layers(model)]
+    return layers + [(each.path, each.trainable) for each in model.variables]

@@ -24,10 +24,10 @@ from pipetrain.schemes.table import INFERENCE
 
 
 class Evaluator:
-    """The stages in inference mode: traced once, with weights only while an evaluation runs.
+    """The stages in inference mode: traced once after ``compile``, with weights only while an evaluation runs.
 
-    Where nothing has decided the cut yet, that of a profile serves, with its kernels, and training remains free to
-    choose others.
+    They are made anew where the model has other variables than they know, such as after ``quantize``. Where nothing has
+    decided the cut yet, that of a profile serves, with its kernels, and training remains free to choose others.
 
     Args:
         model: the model whose weights are read.
@@ -35,10 +35,12 @@ class Evaluator:
     """
 
     def __init__(self, model: keras.Model, placement: Placement) -> None:
-        self._placement = placement
+        self._placement, self._model = placement, model
         self.data, self.inputs = InputData(model), InputsAlone(model)
         self._stages: list[list[Inference]] = []
         self._decision: Decision | None = None  # of these stages
+        self._variables: list[tuple[int, bool]] = []  # of the model then, by ``id``, and whether they are penalized
+        self._specs: list[Any] = []  # of the data that were evaluated since
         self._measured: dict[bool | str, Decision] = {}  # by what was asked of the kernels
         self._running: list[Evaluation] = []
 
@@ -84,17 +86,30 @@ class Evaluator:
         for evaluation in self._running:
             evaluation.drain()
 
+    def forget(self) -> None:
+        """The next evaluation traces the stages anew."""
+        self._stages, self._decision = [], None
+
     def lose(self, error: Exception) -> None:
         """From another thread: a worker is lost. Whoever waits for an evaluation is given the error."""
         for evaluation in self._running:
             evaluation.lose(error)
 
-    def pipeline(self, shapes: Shapes) -> Pipeline:
-        """A pipeline that only runs forwards, for minibatches of which the first one's inputs have such shapes."""
-        decision = self._placement.decided or self._of_profile(shapes)
-        if decision != self._decision:
-            self._stages = self._placement.inferences(decision)
-            self._decision = decision
+    def pipeline(self, data: InputData) -> Pipeline:
+        """A pipeline that only runs forwards, for minibatches of these data, of which the first has been read.
+
+        Penalties are of the weights that were trained when Keras would have traced an evaluation of such data.
+        """
+        decision = self._placement.decided or self._of_profile(data.shapes)
+        variables = [(id(each), each.regularizer is None or each.trainable) for each in self._model.variables]
+        ids, before = ([number for number, _ in each] for each in (variables, self._variables))
+        is_traced = data is not self.data or data.spec in self._specs  # outputs alone have no penalties
+        is_known = variables == self._variables or (ids == before and is_traced)
+        if decision != self._decision or not is_known:
+            self._stages, self._specs = self._placement.inferences(decision), []
+            self._decision, self._variables = decision, variables
+        if data is self.data and data.spec not in self._specs:
+            self._specs.append(data.spec)
         pipeline = Pipeline(self._stages, INFERENCE, 1, lambda: RunSettings(is_traced=False))
         pipeline.trace_for(None)
         return pipeline
@@ -141,7 +156,7 @@ class Evaluation:
     def _open(self, data: InputData, iterator: Iterator[Any]) -> Window:
         minibatches = data.open(iterator, self._steps)
         self.targets = data.targets
-        self._pipeline = self._evaluator.pipeline(data.shapes)
+        self._pipeline = self._evaluator.pipeline(data)
         return Window(self._pipeline, minibatches, self._steps)
 
     def drain(self) -> None:

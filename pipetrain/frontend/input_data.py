@@ -26,7 +26,8 @@ class InputData:
     """Reads minibatches and prepares them for the model; data from TensorFlow, read ahead, take one op each.
 
     After ``open``, ``first`` is the first minibatch, ``rows`` are its rows, ``shapes`` those of its inputs without the
-    batch, and ``targets`` the specs of the labels and the sample weights of every minibatch to come.
+    batch, and ``targets`` the specs of the labels and the sample weights of every minibatch to come. By ``spec``, that
+    of the data, Keras knows whether it has traced a step for them.
 
     Args:
         model: the model to feed.
@@ -38,6 +39,7 @@ class InputData:
         self.first: Minibatch | None = None
         self.rows, self.targets = 0, None
         self.shapes: Shapes = ()
+        self.spec: Any = None
         self._model, self._rate, self._weigh = model, rate, weigh
         self._last = tf.function(self._taken, autograph=False)
         self._next = tf.function(self._taken_of, autograph=False)
@@ -51,10 +53,11 @@ class InputData:
             spec = tf.OptionalSpec(iterator.element_spec)
             taken = self._last.get_concrete_function(spec)
             minibatches = self._read(taken, iterator, spec, steps, ahead)
-            first, targets = next(minibatches), taken.structured_outputs
+            first, targets, self.spec = next(minibatches), taken.structured_outputs, iterator.element_spec
         else:
             minibatches = map(self._prepared, iterator)
             first = targets = next(minibatches)
+            self.spec = tf.nest.map_structure(_spec, (first.x, first.y, first.sample_weight))
         self.first, self.rows = first, int(first.x[0].shape[0])
         self.shapes = tuple(tuple(each.shape[1:]) for each in first.x)
         self.targets = any_rows((targets.y, targets.sample_weight))
@@ -214,6 +217,10 @@ def _with_number(minibatch: Minibatch) -> Minibatch:
     """With its learning rate, if it has one, as a number: that of now, before a callback sets it anew."""
     rate = minibatch.learning_rate
     return minibatch if rate is None or isinstance(rate, float) else minibatch._replace(learning_rate=float(rate))
+
+
+def _spec(value: Any) -> Any:
+    return None if value is None else tf.type_spec_from_value(value)
 
 
 def _tensor(value: Any) -> Any:

@@ -13,16 +13,18 @@ from pipetrain.checkpoint.arrays import Arrays, assign, assign_scale, collected,
 from pipetrain.checkpoint.session import FitSession, Layout
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.gc_pause import gc_paused
+from pipetrain.compute.graph.beside import beside
 from pipetrain.compute.graph.input_shapes import Shapes
 from pipetrain.compute.keras_private import count_of, supports_xla
 from pipetrain.compute.optimizer.adoption import forget
 from pipetrain.compute.optimizer.loss_scaling import LossScale, is_dynamic, stepping
 from pipetrain.compute.optimizer.momenta import told, with_known_momentum
 from pipetrain.compute.optimizer.update import kinds_beside
+from pipetrain.compute.variable_watch import VariableWatch
 from pipetrain.frontend.attributes import known
 from pipetrain.frontend.checks.data import check_rows
 from pipetrain.frontend.checks.loop import check_backup
-from pipetrain.frontend.compilation import Compilation
+from pipetrain.frontend.compilation import Compilation, trained_in
 from pipetrain.frontend.evaluation import Evaluator
 from pipetrain.frontend.input_data import Untuned
 from pipetrain.frontend.optimized_stages import OptimizedStages
@@ -56,7 +58,9 @@ class PipelineStrategy:
         self._pipeline: Pipeline | None = None
         self._to_say = ""  # at the first ``fit`` of a compilation that shows anything
         self._made_for_rows = 0  # of the pipeline; 0 where that is not known
+        self._made_as: list[tuple[str, bool]] = []  # what was trainable then
         self._fit: PipelineFit | None = None
+        self._away = VariableWatch(self.drain)  # of what the stages have newer values than the model
         self._fitted_before = self._made_before = 0  # updates of this fit, and of the pipeline, as they were last set
         self._counted = tf.Variable(0, dtype=tf.int64, trainable=False)  # of the updates since the last drain
 
@@ -85,6 +89,7 @@ class PipelineStrategy:
         if self._last_compilation is None or compilation.steps is not self._last_compilation.steps:
             self._stages = OptimizedStages()
         self._last_compilation, self._pipeline, self._scheme = compilation, None, scheme
+        self.evaluator.forget()
         factor, self._to_say = scheme.rule(0, self.placement.stages, self.microbatches).stretch, ""
         if factor != 1:
             self._to_say = f"Momentum is stretched (stretch_momentum): {told(compilation.steps, factor)}."
@@ -125,6 +130,8 @@ class PipelineStrategy:
 
     def _make_pipeline(self, rows: int | None) -> None:
         """Make the stages for this compilation; compiled again, the same optimizer keeps what it has gathered."""
+        self._compilation.check_trained()
+        self._made_as = trained_in(self.model)
         with gc_paused():
             weights = self.model.trainable_variables
             self._made_for_rows = rows or 0
@@ -180,8 +187,24 @@ class PipelineStrategy:
         known(self._fit).begin_epoch(steps)
 
     def train_function(self, own: Callable[[], StepFunction]) -> StepFunction:
-        """One minibatch in and one result out."""
-        return known(self._fit).step
+        """One minibatch in and one result out; what callbacks then do with the model's variables is noticed."""
+        return self._step
+
+    def _step(self, iterator: Iterator[Any]) -> Any:
+        self._away.rest()
+        logs = known(self._fit).step(iterator)
+        if not known(self._pipeline).is_drained:
+            self._away.begin(self._held, [count_of(self._compilation.optimizer)])
+        return logs
+
+    def _held(self) -> Iterator[Any]:
+        """All variables of model and optimizer of which the stages have newer values, or that they are changing."""
+        yield from self.model.variables
+        yield from beside(self.model)
+        yield from (slot.variable for slot in self._stages.slots())
+        yield from (variable for shared in self._stages.shared() for variable in shared)
+        if self._compilation.steps is not self._compilation.optimizer:
+            yield count_of(self._compilation.steps)  # which knows only after a drain which steps were skipped
 
     def loss_of_part(self, loss: Any, x: Any, y_pred: Any, training: bool) -> Any:
         """The loss itself: nobody has a part of the rows."""
@@ -192,6 +215,10 @@ class PipelineStrategy:
         data = self._compilation.data
         check_rows(data.rows, self.microbatches)
         self._compilation.measure_loss()
+        is_new = self._pipeline is not None and self._pipeline.traced_for != data.targets
+        self._compilation.check_trained(is_new)
+        if is_new and self._made_as != trained_in(self.model):
+            self._pipeline = None  # a callback has changed it before the first minibatch
         if self._pipeline is None:
             self.placement.learn(data.shapes)
             self._make_pipeline(data.rows)
@@ -199,6 +226,7 @@ class PipelineStrategy:
         if pipeline.trace_for(data.targets):
             self._compilation.check_traced(self._stages.first)
             self._stages.traced()
+        self._compilation.traced()
         self._compilation.check_masks(pipeline.output_masks)
         return pipeline
 
@@ -208,6 +236,7 @@ class PipelineStrategy:
         Of an epoch that was stopped, the metrics count the minibatches that no step takes any more.
         """
         self.evaluator.drain()
+        self._away.end()
         if self._pipeline is not None:
             with self._counting(self._pipeline):
                 self._pipeline.drain()
@@ -221,6 +250,7 @@ class PipelineStrategy:
 
     def abort(self, store: bool) -> None:
         """Stop at once; hand the weights back if ``store``."""
+        self._away.end()
         self._fit = None
         if self._pipeline is not None:
             try:
@@ -279,7 +309,8 @@ class PipelineStrategy:
         if self._scheme.asynchronous and not self.in_flight:  # at rest: none may be left to a checkpoint's past
             self.drain()
         if self._pipeline is not None:
-            yield from handed_out(self._pipeline, self.model)
+            with self._away.resting():
+                yield from handed_out(self._pipeline, self.model)
 
     @property
     def trace(self) -> Trace:

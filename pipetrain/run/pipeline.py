@@ -61,8 +61,8 @@ class Pipeline:
         settings: called whenever the threads start.
 
     ``made`` are the updates of all runs up to the last drain, ``loss_scale`` what the last run has made of that with
-    which it began, ``snapshots`` the weights that were kept, ``output_masks`` the specs of the model's outputs' masks,
-    from ``trace_for`` on.
+    which it began, ``snapshots`` the weights that were kept; from ``trace_for`` on, ``traced_for`` are the specs of
+    labels and sample weights, and ``output_masks`` those of the model's outputs' masks.
     """
 
     sends_ahead = False  # a stage is sent what is posted at once
@@ -88,7 +88,7 @@ class Pipeline:
         self._knows_seconds = all(is_prompt(replica.device) for stage in stages for replica in stage)
         self._exact_times = False  # of the last run
         self._lost = LostWorker(replica.device for stage in stages for replica in stage)
-        self._traced_for: Any = ()
+        self.traced_for: Any = ()
         self.output_masks: Sequence[Any] = ()
         self.snapshots: deque[Snapshot] = deque()
 
@@ -134,7 +134,7 @@ class Pipeline:
         This is done once for each structure. Stages on whose outputs the loss does not depend are traced again with
         this knowledge.
         """
-        if targets == self._traced_for:
+        if targets == self.traced_for:
             return False
         self.drain()
         masks: list[list[Any]] = [[None] * len(self._stages[0][0].segment.inputs)]
@@ -145,7 +145,7 @@ class Pipeline:
             for replica in above if below[0].unreached else ():
                 replica.trace(given, None, below[0].unreached)
         self.output_masks = masks[-1]
-        self._traced_for = targets
+        self.traced_for = targets
         return True
 
     def post(self, x: list[tf.Tensor], y: Any, sample_weight: Any, learning_rate: float | None) -> None:

@@ -31,7 +31,7 @@ class Stepwise:
         settings: called whenever the weights are taken from the model.
         rate: gives the learning rate of a step that begins, None where the optimizers know it.
 
-    ``made``, ``loss_scale``, ``snapshots`` and ``output_masks`` as those of a ``Pipeline``.
+    ``made``, ``loss_scale``, ``snapshots``, ``traced_for`` and ``output_masks`` as those of a ``Pipeline``.
     """
 
     window = 1  # minibatches that may be posted ahead of the results taken
@@ -47,7 +47,7 @@ class Stepwise:
         self._first, self._ranks, self._settings, self._rate = weights, len(workers), settings, rate
         self._run: RunSettings | None = None  # of the steps since the weights were taken from the model
         self._steps_done = 0  # of these
-        self._traced_for: Any = ()
+        self.traced_for: Any = ()
         self._results: deque[Result] = deque()
         self._lost = LostWorker(workers)
         self.made, self.loss_scale = 0, LossScale()
@@ -79,12 +79,12 @@ class Stepwise:
 
     def trace_for(self, targets: Any) -> bool:
         """Trace the gradients for labels and sample weights of these specs; whether that was to be done."""
-        if targets == self._traced_for:
+        if targets == self.traced_for:
             return False
         self.drain()
         self.output_masks = self._first.trace([None] * len(self._first.segment.inputs), targets)
         self._retraced()
-        self._traced_for = targets
+        self.traced_for = targets
         return True
 
     def _retraced(self) -> None:

@@ -41,6 +41,17 @@ class Call(NamedTuple):
         return [each for each in variables if each.trainable and id(each) not in self.unread]
 
 
+class Sides:
+    """Variables that are trained, and others; no list of Keras', which would make them a layer's own.
+
+    Args:
+        trained, fixed: the variables.
+    """
+
+    def __init__(self, trained: Sequence[keras.Variable], fixed: Sequence[keras.Variable]) -> None:
+        self.trained, self.fixed = trained, fixed
+
+
 class Segment(keras.Layer):
     """Layer calls as one layer, which uses the model's own layers: nothing is copied.
 
@@ -59,7 +70,8 @@ class Segment(keras.Layer):
         earlier: the calls before these.
         draws: which of the chain's calls draw from Keras' global seed, as traces have found.
 
-    ``memories`` are the states of its stateful recurrent layers.
+    ``memories`` are the states of its stateful recurrent layers. Which variables are trained is as it was when the
+    segment was made: as in plain Keras, ``trainable`` takes effect with the next ``compile``.
     """
 
     def __init__(
@@ -89,16 +101,23 @@ class Segment(keras.Layer):
         self._global = draws or GlobalDraws()
         self._earlier = [id(call.node) for call in earlier]
         self.built = True
+        trained = [each for each in super().trainable_variables if id(each) not in self._unread]
+        self._sides = Sides(trained, super().non_trainable_variables)
 
     @property
     def trainable_variables(self) -> list[keras.Variable]:
         """Keras', without weights that no call here reads."""
-        return [each for each in super().trainable_variables if id(each) not in self._unread]
+        return list(self._sides.trained)
 
     @property
     def trainable_weights(self) -> list[keras.Variable]:
         """The same, from which Keras makes the losses of regularizers."""
-        return [each for each in super().trainable_weights if id(each) not in self._unread]
+        return list(self._sides.trained)
+
+    @property
+    def non_trainable_variables(self) -> list[keras.Variable]:
+        """Keras', as of when the segment was made."""
+        return list(self._sides.fixed)
 
     @property
     def about(self) -> str:

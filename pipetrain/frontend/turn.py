@@ -1,0 +1,84 @@
+"""Which thread's turn it is to call a model: calls of several threads come one after another, or are refused."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
+
+Class = TypeVar("Class", bound=type)
+
+PATIENCE_S = 600.0  # with calls of other threads that end by themselves
+TRAINING = ("fit", "train_on_batch")
+IN_TURN = (
+    *TRAINING,
+    *("compile", "evaluate", "explain", "export", "get_state_tree", "get_weights", "load_weights", "partition"),
+    *("predict", "predict_on_batch", "save", "save_weights", "set_state_tree", "set_weights", "test_on_batch"),
+)
+
+
+class Turn:
+    """Whose turn it is: the thread, and the methods of the model that it is in."""
+
+    def __init__(self) -> None:
+        self.free = threading.Condition()
+        self.thread: threading.Thread | None = None
+        self.methods: list[str] = []
+
+    def of_another(self, me: threading.Thread) -> threading.Thread | None:
+        """The other thread whose turn it is."""
+        other = self.thread
+        return other if other is not None and other is not me and other.is_alive() else None
+
+
+class Call:
+    """A context in which it is this thread's turn to call a method of the model; it may call more within.
+
+    It waits while another thread evaluates, predicts, saves or compiles. Raises RuntimeError if another thread trains,
+    which may itself be waiting for what this call gives.
+    """
+
+    def __init__(self, turn: Turn, method: str) -> None:
+        self._turn, self._method = turn, method
+
+    def __enter__(self) -> None:
+        turn, me, until_s = self._turn, threading.current_thread(), time.monotonic() + PATIENCE_S
+        with turn.free:
+            while (other := turn.of_another(me)) is not None:
+                if any(each in TRAINING for each in turn.methods) or time.monotonic() > until_s:
+                    raise RuntimeError(
+                        "Another thread is at work with the model. Received: "
+                        f"{self._method} in thread {me.name!r}, during {turn.methods[0]} in thread {other.name!r}. Try "
+                        "it after that, in a callback of it, or with a copy (keras.models.clone_model, set_weights)."
+                    )
+                turn.free.wait(1.0)
+            if turn.thread is not me:
+                turn.thread, turn.methods = me, []
+            turn.methods.append(self._method)
+
+    def __exit__(self, *_: object) -> None:
+        turn = self._turn
+        with turn.free:
+            turn.methods.pop()
+            if not turn.methods:
+                turn.thread = None
+                turn.free.notify_all()
+
+
+def taking_turns(kind: Class) -> Class:
+    """A class of models whose methods in ``IN_TURN`` are called in turn; its objects have a ``turn``."""
+    for name in IN_TURN:
+        if hasattr(kind, name):
+            setattr(kind, name, _in_turn(name, getattr(kind, name)))
+    return kind
+
+
+def _in_turn(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def called(self: Any, *args: Any, **settings: Any) -> Any:
+        with Call(self.turn, name):
+            return method(self, *args, **settings)
+
+    return called
