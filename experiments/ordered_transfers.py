@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from pipetrain.cli.help_format import Folded  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
 from pipetrain.plan.cluster import Cluster, Level, Link  # noqa: E402
 from pipetrain.plan.profile import Profile  # noqa: E402
@@ -214,7 +215,7 @@ def table(paper: Paper, found: list[Outcome]) -> str:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Folded)
     parser.add_argument("--paper", choices=PAPERS, action="append", help="(default: all)")
     parser.add_argument("--network", action="append", help="(default: all of the paper)")
     parser.add_argument("--nodes", type=int, action="append", metavar="N", help="(default: those of the paper)")

@@ -33,6 +33,7 @@ from experiments.networks import NETWORKS, input_shape  # noqa: E402
 from experiments.options import rate  # noqa: E402
 from experiments.records import Settings  # noqa: E402
 from experiments.variants import Variant, variant  # noqa: E402
+from pipetrain.cli.help_format import Folded  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
 from pipetrain.plan.cluster import Cluster  # noqa: E402
 from pipetrain.plan.memory import Training  # noqa: E402
@@ -88,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line's options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Folded)
     parser.add_argument("folder", type=Path, help="--output of experiments/table1.py, with runs of one network")
     parser.add_argument(
         "--synchronous",

@@ -63,6 +63,7 @@ from experiments.records import (  # noqa: E402
     own_for,
 )
 from pipetrain.cli.argument_types import add_grid, add_transfers  # noqa: E402
+from pipetrain.cli.help_format import Folded  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
 from pipetrain.plan.text_table import counted, text_table  # noqa: E402
 from pipetrain.schemes import table  # noqa: E402
@@ -163,7 +164,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=f"{__doc__.splitlines()[0]}\n\n{description}",
         epilog=f"schemes:\n{schemes_about}\n\nexamples:{epilog}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Folded,
     )
     parser.add_argument(
         "--scheme",

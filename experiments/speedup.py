@@ -39,6 +39,7 @@ sys.path.insert(0, str(ROOT))
 import models  # noqa: E402
 from experiments.options import positive, writable  # noqa: E402
 from experiments.traffic import CLASSES, INPUTS  # noqa: E402
+from pipetrain.cli.help_format import Folded  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
 from pipetrain.plan.cluster import Cluster  # noqa: E402
 from pipetrain.plan.memory import Training  # noqa: E402
@@ -303,7 +304,7 @@ def write(output: Path, options: argparse.Namespace, device: Device, results: Se
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Folded)
     parser.add_argument("--model", action="append", choices=INPUTS, help="(default: all six)")
     parser.add_argument("--devices", action="append", type=positive, metavar="N", help="(default: 2 and 4)")
     parser.add_argument("--batch-size", type=positive, default=128, metavar="N", help="rows a minibatch (default: 128)")

@@ -32,6 +32,7 @@ sys.path.insert(0, str(ROOT))
 
 from experiments.options import positive, rate, writable  # noqa: E402
 from experiments.policies import POLICIES  # noqa: E402
+from pipetrain.cli.help_format import Folded  # noqa: E402
 from pipetrain.plan.text_table import text_table  # noqa: E402
 from pipetrain.schemes.scheme import Scheme  # noqa: E402
 from pipetrain.schemes.staleness_corrections import stretched  # noqa: E402
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line's options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Folded)
     default = " ".join(map(str, STAGES))
     parser.add_argument(
         "--stages",

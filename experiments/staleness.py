@@ -44,6 +44,7 @@ from experiments.intervals import interval, shown  # noqa: E402
 from experiments.networks import NETWORKS  # noqa: E402
 from experiments.options import owned, positive, rate, whole, writable  # noqa: E402
 from experiments.policies import MLP, POLICIES, Outcome, Run, record, recorded, train  # noqa: E402
+from pipetrain.cli.help_format import Folded  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
 from pipetrain.plan.text_table import text_table  # noqa: E402
 
@@ -96,7 +97,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=description,
         epilog=f"policies:\n{_policies()}\n\nexamples:{examples}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Folded,
     )
     add = parser.add_argument
     again = "; may be given several times (default: %(default)s)"

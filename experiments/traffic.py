@@ -28,6 +28,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 import models  # noqa: E402
+from pipetrain.cli.help_format import Folded  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
 from pipetrain.plan.partition import partition, plan  # noqa: E402
 from pipetrain.plan.profile import mib  # noqa: E402
@@ -100,7 +101,7 @@ def _times(ratio: float) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Folded)
     parser.add_argument("--model", action="append", choices=INPUTS, help="(default: all six)")
     parser.add_argument("--batch-size", type=int, default=128, metavar="N", help="rows per minibatch (default: 128)")
     parser.add_argument("--devices", type=int, default=4, metavar="N", help="(default: 4)")

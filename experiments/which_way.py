@@ -25,6 +25,7 @@ sys.path.insert(0, str(ROOT))
 import models  # noqa: E402
 from experiments.options import positive  # noqa: E402
 from experiments.traffic import CLASSES, INPUTS  # noqa: E402
+from pipetrain.cli.help_format import Folded  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
 from pipetrain.plan.choice import Choice, Way  # noqa: E402
 from pipetrain.plan.cluster import PCIE_3, Cluster, Level, Link  # noqa: E402
@@ -94,7 +95,7 @@ def row(cell: Cell) -> tuple[str, ...]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Folded)
     parser.add_argument("--model", action="append", choices=NETWORKS, help="several times if wanted (default: all)")
     parser.add_argument("--devices", action="append", type=positive, help="GPUs, four a host (default: 4, 8, 64)")
     parser.add_argument("--gbit", action="append", type=positive, help="Gb/s between hosts (default: 10, 100)")

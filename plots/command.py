@@ -7,13 +7,14 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from pipetrain.cli.help_format import Folded
 from plots.missing import DAMAGED, said
 
 
 def main(about: str, draw: Callable[[Sequence[Path], Path], Path], arguments: Sequence[str] | None = None) -> int:
     """Draw the figure of some runs; returns the exit status: 2 where there is nothing to draw."""
     name = f"{draw.__module__.rpartition('.')[2] if draw.__module__ != '__main__' else Path(sys.argv[0]).stem}.png"
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=about, formatter_class=Folded)
     parser.add_argument(
         "runs", nargs="+", type=Path, help="folders of runs, or an --output of experiments/run.py with several"
     )
@@ -35,7 +36,7 @@ def of_folder(
     The figure is of the ``file`` in that folder, if it is of one; the file itself may be given, too. Returns the exit
     status: 2 where there is nothing to draw.
     """
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=about, formatter_class=Folded)
     parser.add_argument("folder", type=Path, help=f"--output of {made_by}" + f", or its {file}" * bool(file))
     parser.add_argument("--output", type=Path, help=f"(default: {name or 'files'} in that folder)")
     options = parser.parse_args(arguments)

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from pipetrain.cli.help_format import Folded
 from plots import missing, page, runs, studies
 from plots.comparison import comparison
 
@@ -45,7 +46,7 @@ class Given(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status: 2 where there is nothing to show."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Folded)
     parser.add_argument("runs", nargs="+", type=Path, help="folders that experiments left")
     parser.add_argument("--output", type=Path, help="(default: report.html in the first of them)")
     options = parser.parse_args(arguments)

@@ -13,6 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import pipetrain
+from pipetrain.cli.help_format import Folded
 from pipetrain.plan.cluster import Cluster, Level, Link
 from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import partition
@@ -33,7 +34,7 @@ FAST = Cluster((Level(Link(bandwidth_bytes_per_s=1e15, latency_s=0.0)),), overhe
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Folded)
     parser.add_argument("--output", type=Path, default=Path(), help="the folder to write to (default: this one)")
     options = parser.parse_args()
     blocks = tuple(BlockProfile(f"layer_{n}", 1e-3, BACKWARD * 1e-3, 1000, 1000, 1000) for n in range(2 * DEVICES))

@@ -23,6 +23,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from pipetrain.cli.argument_types import count
+from pipetrain.cli.help_format import Folded
 from pipetrain.trace.idle import IdleSpan, pauses
 from pipetrain.trace.packs import messages
 from pipetrain.trace.trace import Span, Spans, Trace
@@ -182,7 +183,7 @@ def _inches(text: str) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status: 2 where there is nothing to draw."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Folded)
     parser.add_argument("run", type=Path, help="a run's folder, or a trace file such as simulate writes")
     parser.add_argument(
         "--first",

@@ -141,3 +141,12 @@ def test_on_a_terminal_a_grid_is_as_wide_as_that(capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     assert [cell for line in lines if line.startswith("0: ") for cell in line.split()[1:]] == whole
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate", "schedule", "worker"])
+def test_help_is_folded_but_for_examples(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    long = [line for line in capsys.readouterr().out.splitlines() if len(line) > 80]
+    assert not [line for line in long if not line.startswith(" ")]

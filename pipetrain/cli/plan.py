@@ -8,6 +8,7 @@ from typing import Any
 from pipetrain.cli import balance
 from pipetrain.cli.argument_types import add_scheme
 from pipetrain.cli.given import add_common, given
+from pipetrain.cli.help_format import Folded
 from pipetrain.schemes import table
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.simulation.advice import advise_all
@@ -45,7 +46,7 @@ def add(commands: Any) -> None:
         help="how to train a saved model on several devices",
         description=ABOUT,
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Folded,
     )
     add_common(command)
     about = "; decides on the memory, and what is compared (default: spectrain)"

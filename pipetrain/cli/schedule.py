@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipetrain.cli.argument_types import MICROBATCHES, add_scheme, count, scheme_named
+from pipetrain.cli.help_format import Folded
 from pipetrain.plan.text_table import counted
 from pipetrain.schemes import table
 from pipetrain.schemes.actions import Action
@@ -44,7 +45,7 @@ def add(commands: Any) -> None:
         help="print a schedule, write it to a file, or check one of a file",
         description=ABOUT,
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Folded,
     )
     option = command.add_argument
     add_scheme(command, table.PIPELINES, required=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 from pipetrain.cli.argument_types import add_grid, add_scheme, add_transfers, count, positive_number, share
 from pipetrain.cli.given import add_common, given
+from pipetrain.cli.help_format import Folded
 from pipetrain.schemes import table
 from pipetrain.schemes.coding.coded_reduce import Tree, checked_tree
 from pipetrain.schemes.own_options import check_own
@@ -53,7 +54,7 @@ def add(commands: Any) -> None:
         help="what training it on devices that need not be there would be like",
         description=ABOUT,
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Folded,
     )
     add_common(command)
     about = "; may be given several times (default: single, data-parallel and spectrain)"

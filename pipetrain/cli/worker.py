@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipetrain.cli.argument_types import cores, count
+from pipetrain.cli.help_format import Folded
 from pipetrain.cluster.hosts import Hosts, split, task_of_tf_config
 from pipetrain.cluster.server import GONE_S, MOST, Serving, serve
 
@@ -36,7 +37,7 @@ def add(commands: Any) -> None:
         help="serve this machine's devices to a controller",
         description=ABOUT,
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Folded,
     )
     option = command.add_argument
     option("--address", metavar="HOST", help="of this machine, where it is reached (default: 127.0.0.1)")
