@@ -261,7 +261,7 @@ def test_dictionaries_masks_and_several_losses_train_as_in_plain_keras(weighted,
     settings = {"sample_weight": weights, "batch_size": 32, "epochs": 2, "shuffle": False, "verbose": 0}
     expected, history = plain.fit(x, y, **settings).history, pm.fit(x, y, **settings).history
     networks.assert_close(pm.get_weights(), plain.get_weights())
-    assert history.keys() == expected.keys()
+    assert networks.without_figures(history).keys() == expected.keys()
     for key, values in expected.items():
         np.testing.assert_allclose(history[key], values, rtol=1e-5, err_msg=key)
     np.testing.assert_allclose(list(pm.evaluate(x, y, verbose=0)), list(plain.evaluate(x, y, verbose=0)), rtol=1e-5)

@@ -70,7 +70,7 @@ class FitSession:
         drains_after: ``drains_after(n)`` says after which updates nothing may be in flight: see ``Window``.
         at_end: called when all callbacks have seen the end of training.
         exits: what callbacks want done whichever way ``fit`` ends.
-        figures: each gives numbers for the progress bar alone, after a step.
+        figures: gives numbers for the logs of an epoch that has ended, beside its metrics.
         stopped: whether the epoch was left after a minibatch because a callback wanted training to stop.
         time: that training takes, without evaluations and snapshots.
 
@@ -99,7 +99,7 @@ class FitSession:
         self.drains_after: Callable[[int], bool] = never
         self.at_end: Callable[[], None] | None = None
         self.exits, self.time = ExitStack(), TrainingTime()
-        self.figures: list[Callable[[], Mapping[str, float]]] = []
+        self.figures: Callable[[], Mapping[str, float]] = dict
         self.stopped = False
         self._snapshot_every = self._steps_done = self._evaluations = 0
         self._epoch_iterator: Any = None

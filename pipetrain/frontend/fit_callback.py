@@ -1,4 +1,4 @@
-"""The callback between the user's and Keras' progress bar, that ties Keras' loop to the session of its ``fit``."""
+"""The callback between the user's and the progress bar, that ties Keras' loop to the session of its ``fit``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from pipetrain.checkpoint.session import FitSession
+from pipetrain.frontend.progress_bar import ProgressBar
 
 
 class FitCallback(keras.callbacks.Callback):
@@ -29,7 +30,7 @@ class FitCallback(keras.callbacks.Callback):
         self._session.begin_epoch(self.params.get("steps"))
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Check the loss; what is added to the logs here, only the progress bar sees."""
+        """Check the loss."""
         self._step += 1
         self._session.stopped = self.model.stop_training  # Keras asks for it now, and leaves the epoch
         if self._stop_at_nan and not math.isfinite(logs["loss"]):
@@ -37,9 +38,6 @@ class FitCallback(keras.callbacks.Callback):
                 f"The loss is {logs['loss']} at step {self._step}. Received: scheme={self.model.scheme!r}. "
                 "Try a smaller learning rate, or clipnorm; the model keeps the weights of its last drain or snapshot."
             )
-        if self.params.get("verbose"):
-            for figures in self._session.figures:
-                logs.update(figures())
 
     def on_train_end(self, logs: Any = None) -> None:
         """All callbacks have seen it."""
@@ -54,11 +52,13 @@ def as_list(callbacks: Any) -> list[Any]:
     return [each for each in keras.tree.flatten(callbacks) if each is not None]
 
 
-def with_last(callbacks: Any, added: keras.callbacks.Callback) -> Any:
-    """The same, with one more at the end."""
+def with_last(callbacks: Any, added: keras.callbacks.Callback, shows_progress: bool) -> Any:
+    """The same, with one more at the end, and a bar that ``shows_progress`` if there is none."""
     if isinstance(callbacks, keras.callbacks.CallbackList):
         added.set_params(callbacks.params)
         added.set_model(callbacks.model)
         callbacks.callbacks[:] = [*(each for each in callbacks.callbacks if not isinstance(each, FitCallback)), added]
         return callbacks
-    return [*as_list(callbacks), added]
+    users = as_list(callbacks)
+    has_bar = any(isinstance(each, keras.callbacks.ProgbarLogger) for each in users)
+    return [*users, added, *([ProgressBar()] if shows_progress and not has_bar else [])]

@@ -73,7 +73,7 @@ class FitMixin(AutoMixin, DelegationMixin):
         given = fit_arguments(self.model, data)
         read = given["x"], given["y"], given["batch_size"]
         with self._training("fit", *read, users, initial_epoch, verbose) as session:
-            callbacks = with_last(callbacks, FitCallback(session))
+            callbacks = with_last(callbacks, FitCallback(session), shows_progress=verbose != 0)
             return super().fit(callbacks=callbacks, validation_freq=validation_freq, **loop, **given)
 
     def train_on_batch(
@@ -176,12 +176,18 @@ class FitMixin(AutoMixin, DelegationMixin):
             return model.get_metrics_result()
 
     def logs_of_epoch(self, own: Callable[[Any], Any], logs: Any) -> Any:
-        """Keras' own, for an epoch's end; of an epoch that was resumed and had no step left, the checkpoint's logs."""
+        """Keras' own, for an epoch's end, and the strategy's figures of it.
+
+        Of an epoch that was resumed and had no step left, the checkpoint's logs.
+        """
         session = self._session_in_loop
         if not logs and session is not None and session.logs:
             self._strategy.drain()
             return session.logs
-        return own(logs)
+        found = own(logs)
+        if session is None or session.is_evaluating:
+            return found
+        return {**found, **session.figures()}
 
     def snapshots(self) -> Iterator[int]:
         """Steps whose weights were kept for the session's ``keep_snapshots``, and not yet given out.

@@ -7,11 +7,12 @@ from typing import Any
 
 from pipetrain.checkpoint.session import FitSession
 from pipetrain.compute.gc_pause import gc_paused
+from pipetrain.frontend.attributes import known
 from pipetrain.frontend.compilation import Compilation
+from pipetrain.frontend.epoch_metrics import EpochMetrics
 from pipetrain.frontend.metrics import StepMetrics
-from pipetrain.frontend.progress_metrics import ProgressMetrics
 from pipetrain.run.collector import Result
-from pipetrain.run.pipeline import Activity, Pipeline
+from pipetrain.run.pipeline import Pipeline
 from pipetrain.run.window import Minibatch, Window
 
 
@@ -40,12 +41,13 @@ class PipelineFit:
         self._window: Window | None = None
         self._step_metrics: StepMetrics | None = None
         self._rows_done = 0  # of all minibatches whose results some step has taken
-        self._progress = ProgressMetrics(session.time)
+        self._running: Pipeline | None = None  # once its data are read
+        self._epoch = EpochMetrics(session.time)
 
     def begin_epoch(self, steps: int | None) -> None:
         """The next step reads from a new iterator, at most so many minibatches."""
         self._steps, self._window, self._step_metrics = steps, None, None
-        self._progress.begin_epoch()
+        self._epoch.begin_epoch(self._rows_done, self._running.activity() if self._running else None)
 
     def step(self, iterator: Iterator[Any]) -> Any:
         """The logs of the next minibatch; later ones are in flight. Raises StopIteration at the data's end."""
@@ -54,11 +56,12 @@ class PipelineFit:
                 self._window = self._open(iterator)
         minibatch, result = self._window.step()
         self._rows_done += minibatch.x[0].shape[0]
+        self._epoch.end_step(self._rows_done, known(self._running).activity())
         return self._logs(minibatch, result)
 
     def _open(self, iterator: Iterator[Any]) -> Window:
         minibatches = self._compilation.data.open(iterator, self._steps, self._ahead)
-        pipeline = self._pipeline()
+        self._running = pipeline = self._pipeline()
         self._compilation.data.first = None  # which nobody asks for any more
         return Window(pipeline, minibatches, self._steps, lambda n: self.session.drains_after(n), self._updates())
 
@@ -79,6 +82,6 @@ class PipelineFit:
         """How many minibatches are under way whose results no step has taken."""
         return self._window.in_flight if self._window else 0
 
-    def figures(self, activity: Activity) -> Mapping[str, float]:
-        """For the progress bar."""
-        return self._progress.figures(self._rows_done, activity)
+    def figures(self) -> Mapping[str, float]:
+        """For the logs of an epoch that has ended: empty if it had no step."""
+        return self._epoch.of_epoch(self._rows_done, self._running.activity()) if self._running else {}

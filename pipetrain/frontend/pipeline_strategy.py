@@ -111,7 +111,7 @@ class PipelineStrategy:
         fit = PipelineFit(session, self._compilation, self._pipeline_for_data, self._updates, self._scheme.asynchronous)
         self._fit = fit
         self._set_fitted(0)
-        session.figures.append(lambda: fit.figures(known(self._pipeline).activity()))
+        session.figures = fit.figures
 
     def _prepare(self, rows: int | None, shapes: Shapes | None) -> None:
         self.placement.learn(shapes)

@@ -35,7 +35,7 @@ KEPT_SPANS = 100_000  # the newest spans, of 44 bytes, and transfers, of 60, tha
 
 
 class Activity(NamedTuple):
-    """Seconds of all devices' threads in actions, the number of threads, and the most microbatches a stage held.
+    """Seconds of all devices' threads in actions, and the number of threads.
 
     The seconds are not known for stages on GPUs and on other processes' devices, whose calls return before the work is
     done.
@@ -44,7 +44,6 @@ class Activity(NamedTuple):
 
     busy_s: float | None
     ranks: int
-    most_in_flight: int
     updated: bool
 
 
@@ -108,17 +107,14 @@ class Pipeline:
         return window(len(self._stages), self._microbatches, self._scheme.schedule.flushes)
 
     def activity(self) -> Activity:
-        """The stages' activity since the pipeline was made; the most in flight since the last call."""
+        """The stages' activity since the pipeline was made."""
         running = self._running
         works = running.works if running else []
-        most = max((work.most_in_flight for work in works), default=0)
-        for work in works:
-            work.most_in_flight = 0
         busy_s = self._busy_s + sum(thread.busy_s for thread in running.threads) if running else self._busy_s
         known = self._knows_seconds or self._exact_times
         ranks = sum(map(len, self._stages)) // self._scheme.schedule.chunks
         updated = self.made > 0 or min((work.version for work in works), default=0) > 0
-        return Activity(busy_s if known else None, ranks, most, updated)
+        return Activity(busy_s if known else None, ranks, updated)
 
     @property
     def trace(self) -> Trace:

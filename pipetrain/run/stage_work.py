@@ -70,7 +70,7 @@ class StageWork:
         control: Control,
         loss_scale: LossScale = LossScale(),  # noqa: B008 - a tuple, never changed
     ) -> None:
-        self.identity, self.device, self.most_in_flight = identity, stage.device, 0
+        self.identity, self.device = identity, stage.device
         self._stage, self._channels, self._control, self._trains = stage, channels, control, scheme.trains
         self._weights = StageWeights(identity, stage, scheme, microbatches, channels.shared)
         self.updates = StageUpdates(
@@ -151,7 +151,6 @@ class StageWork:
         microbatch = self._passed(microbatch, result)
         if self._trains:
             self._in_flight[microbatch.number] = (microbatch, result and result.kept)
-            self.most_in_flight = max(self.most_in_flight, len(self._in_flight))
         if below:
             sent = self.identity.with_own_penalty(microbatch)
             self._finish()
@@ -207,7 +206,6 @@ class StageWork:
             return middle_s
         weights = self._weights.forward(microbatch.number)
         self._weights.backward(microbatch.number)  # the same
-        self.most_in_flight = max(self.most_in_flight, len(self._in_flight) + 1)
         inputs = self._inputs(microbatch)
         self._now = microbatch, (forward, backward)
         runs = self._run_first_half if is_half else self._run_backward

@@ -68,7 +68,7 @@ class Stepwise:
 
     def activity(self) -> Activity:
         """Of the devices; what they do within a step is not known."""
-        return Activity(None, self._ranks, 1, self.made + self._steps_done > 0)
+        return Activity(None, self._ranks, self.made + self._steps_done > 0)
 
     @property
     def trace(self) -> Trace:
