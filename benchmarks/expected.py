@@ -42,7 +42,9 @@ def profiled(model: keras.Model, network: Network, scheme: str) -> Profile:
     """A profile for planning a scheme's stages: with the rows of a microbatch where it splits minibatches."""
     import pipetrain
 
-    return pipetrain.profile(model, network.batch_size, verbose=False, microbatches=microbatches(scheme) or 1)
+    return pipetrain.profile(
+        model, network.batch_size, verbose=False, budget_s=None, microbatches=microbatches(scheme) or 1
+    )
 
 
 def profiles(model: keras.Model, network: Network, counts: Iterable[int]) -> dict[int, Profile]:
@@ -50,7 +52,7 @@ def profiles(model: keras.Model, network: Network, counts: Iterable[int]) -> dic
     import pipetrain
 
     return {
-        count: pipetrain.profile(model, network.batch_size, verbose=False, microbatches=count)
+        count: pipetrain.profile(model, network.batch_size, verbose=False, budget_s=None, microbatches=count)
         for count in sorted({*counts})
     }
 

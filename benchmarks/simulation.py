@@ -99,7 +99,7 @@ def work(job: Job) -> Iterator[Rates | None]:
     keras.utils.set_random_seed(0)
     network, cluster = job.network, described(available())
     model, rows = networks.build(network), network.batch_size
-    cuts = partition(pipetrain.profile(model, rows, verbose=False), 2, cluster).cuts
+    cuts = partition(pipetrain.profile(model, rows, verbose=False, budget_s=None), 2, cluster).cuts
     ends = cut_points(Chain(model).blocks, cuts)
     empty = networks.build(SIDE)
     sides, trained = {}, {}
@@ -110,8 +110,8 @@ def work(job: Job) -> Iterator[Rates | None]:
     yield None
     while True:
         others = {scheme: beside(side) for scheme, side in sides.items()}
-        whole = pipetrain.profile(model, rows, verbose=False)
-        pieces = pipetrain.profile(model, rows, verbose=False, microbatches=MICROBATCHES)
+        whole = pipetrain.profile(model, rows, verbose=False, budget_s=None)
+        pieces = pipetrain.profile(model, rows, verbose=False, budget_s=None, microbatches=MICROBATCHES)
         rates = {}
         for scheme in SCHEMES:
             count = MICROBATCHES if scheme in ("gpipe", "1f1b") else 1

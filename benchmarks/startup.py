@@ -3,8 +3,12 @@
 The default run of ``experiments/run.py`` in processes of its own, by turns with an empty and with a full cache of
 profiles: "cold" measures the model's layers, "warm" reads what the cold one kept. About a minute for three rounds.
 
+With --fit it is the time from ``fit`` to the end of its first minibatch, of a network of many layers in 2 stages by
+1f1b, with an empty cache.
+
 examples:
   python benchmarks/startup.py
+  python benchmarks/startup.py --fit resnet50 --rounds 1
   python benchmarks/startup.py --rounds 5 --scheme vanilla --stages 2
 """
 
@@ -148,6 +152,65 @@ def imports(rounds: int) -> str:
     return text_table(("import of", "seconds", "lowest - highest"), rows)
 
 
+def fit_s(name: str) -> tuple[float, float]:
+    """Seconds from ``fit`` to the end of its first minibatch, in this process, which has done nothing else.
+
+    And those of its processor time, which other programs change less.
+    """
+    import pipetrain
+
+    pipetrain.set_cpu_devices(2)
+    import keras
+    import numpy as np
+
+    network, x, labels = NETWORKS[name](keras, np)
+    y = np.zeros(labels, "int32")
+    model = pipetrain.PipelineModel(network, stages=2, scheme="1f1b")
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(1e-3, momentum=0.9), loss)
+    ended: list[tuple[float, float]] = []
+
+    def note(batch: int, logs: Any) -> None:
+        ended.append((time.monotonic() - start_s, time.process_time() - start_cpu_s))
+
+    start_s, start_cpu_s = time.monotonic(), time.process_time()
+    callback = keras.callbacks.LambdaCallback(on_train_batch_end=note)
+    model.fit(x, y, batch_size=len(x), verbose=0, callbacks=[callback])
+    return ended[0]
+
+
+def _resnet50(keras: Any, np: Any) -> tuple[Any, Any, tuple[int, ...]]:
+    """On 16 images of 64 x 64."""
+    model = keras.applications.ResNet50(weights=None, input_shape=(64, 64, 3), classifier_activation=None)
+    return model, np.zeros((16, 64, 64, 3), "float32"), (16,)
+
+
+def _gpt2(keras: Any, np: Any) -> tuple[Any, Any, tuple[int, ...]]:
+    """12 layers of width 256, on 16 rows of 64 words."""
+    from models.gpt2 import gpt2
+
+    return gpt2((64,), 2000, depth=12, width=256), np.zeros((16, 64), "int32"), (16, 64)
+
+
+NETWORKS = {"resnet50": _resnet50, "gpt2": _gpt2}
+
+
+def first_minibatch(name: str, rounds: int) -> str:
+    """The seconds of ``fit_s`` in processes of their own."""
+    found = []
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory() as folder:
+            environment = {**os.environ, "XDG_CACHE_HOME": folder}
+            command = [sys.executable, __file__, "--one-fit", name]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=10 * LIMIT_S)
+        if done.returncode:
+            raise RuntimeError(done.stderr)
+        found.append(tuple(map(float, done.stdout.splitlines()[-1].split())))
+    seconds, busy_s = zip(*found, strict=True)
+    lasted = f"{median(seconds):.1f} s from fit to the end of the first minibatch"
+    return f"{name}: {lasted} ({min(seconds):.1f} - {max(seconds):.1f}), {median(busy_s):.1f} s of processor time"
+
+
 def report(found: dict[str, list[dict[str, float]]]) -> str:
     """The table: medians of every part, and of their sum with the lowest and the highest."""
     rows = []
@@ -169,6 +232,9 @@ def main() -> None:
     if sys.argv[1:2] == ["--one"]:
         print(json.dumps(begin(sys.argv[3:], float(sys.argv[2]))))
         return
+    if sys.argv[1:2] == ["--one-fit"]:
+        print(*fit_s(sys.argv[2]))
+        return
     parser = argparse.ArgumentParser(
         description=__doc__,
         epilog="Other options go to experiments/run.py.",
@@ -176,7 +242,11 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=3, help="(default: 3)")
     parser.add_argument("--imports", action="store_true", help="only the seconds that imports take")
+    parser.add_argument("--fit", choices=NETWORKS, help="only the seconds from fit to the first minibatch")
     options, arguments = parser.parse_known_args()
+    if options.fit:
+        print(first_minibatch(options.fit, options.rounds))
+        return
     print(imports(options.rounds) if options.imports else report(measure(arguments, options.rounds)))
 
 

@@ -152,7 +152,9 @@ def step_seconds(
         chosen = variant(label)
         pieces = (chosen.microbatches or 4) if chosen.splits else 1
         if pieces not in profiles:
-            profiles[pieces] = pipetrain.profile(model, settings.batch_size, verbose=False, microbatches=pieces)
+            profiles[pieces] = pipetrain.profile(
+                model, settings.batch_size, verbose=False, budget_s=None, microbatches=pieces
+            )
         found[label] = simulated_s(profiles[pieces], chosen, settings.stages, cluster, options.overhead_s)
     return found
 

@@ -18,7 +18,7 @@ import pipetrain
 from pipetrain.compute.cores import OWN_POOLS
 from pipetrain.compute.functions import kernels
 from pipetrain.compute.graph.blocks import Chain
-from pipetrain.compute.profiling import block_functions, profiler
+from pipetrain.compute.profiling import block_functions, compiled_seconds, profiler
 from pipetrain.frontend import placement
 from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import plan
@@ -233,16 +233,17 @@ def test_little_work_is_not_profiled_and_not_compiled(ops, monkeypatch):
 
 
 def measure_all(monkeypatch):
-    """Try XLA on the smallest model too."""
+    """Try XLA on the smallest model too, to the end."""
+    monkeypatch.setattr(compiled_seconds, "may_win", lambda *seconds: True)
     monkeypatch.setattr(profiler, "LITTLE_S", 0.0)
     monkeypatch.setattr(profiler, "is_little", lambda chain, batch_size: False)
 
 
 def test_a_profile_has_what_xla_compiles_if_there_is_enough_work(monkeypatch):
     model = with_numpy()
-    assert not pipetrain.profile(model, 4, verbose=False).is_compiled
+    assert not pipetrain.profile(model, 4, verbose=False, budget_s=None).is_compiled
     measure_all(monkeypatch)
-    measured = pipetrain.profile(model, 4, verbose=False)
+    measured = pipetrain.profile(model, 4, verbose=False, budget_s=None)
     with_xla = {block.name: block.compiled is not None for block in measured.blocks}
     not_xlas = next(layer.name for layer in model.layers if isinstance(layer, OfNumPy))
     assert [name for name, compiled in with_xla.items() if not compiled] == [not_xlas]
@@ -279,7 +280,7 @@ def test_a_failure_of_xla_ends_no_profile(monkeypatch):
 
     measure_all(monkeypatch)
     monkeypatch.setattr(block_functions, "by_xla", lambda concrete, *specs: kernels.Compiled(concrete, fails))
-    assert not pipetrain.profile(networks.mlp(), 20, verbose=False).is_compiled
+    assert not pipetrain.profile(networks.mlp(), 20, verbose=False, budget_s=None).is_compiled
 
 
 def test_an_internal_error_of_a_later_call_is_raised():
@@ -327,7 +328,7 @@ def test_no_stage_is_compiled_where_a_layer_does_not_support_it(jit_compile, ops
     pm = networks.pipeline(model, stages=2, scheme="spectrain", jit_compile=jit_compile)
     networks.fit(pm, np.ones((40, 3), "float32"), np.zeros(40, int))
     assert not ops
-    assert not pipetrain.profile(model, 20, verbose=False).is_compiled
+    assert not pipetrain.profile(model, 20, verbose=False, budget_s=None).is_compiled
 
 
 def test_a_resumed_run_takes_the_same_kernels(tmp_path, ops, capsys):

@@ -215,7 +215,7 @@ def wide_model(tuned):
 def test_the_plan_counts_frozen_weights_once():
     """All that old versions, slots and gradients add goes by the weights that are trained."""
     model = wide_model(True)
-    profile = pipetrain.profile(model, 2, verbose=False)
+    profile = pipetrain.profile(model, 2, verbose=False, budget_s=None)
     kernel = 64 * 64 * 4
     for block in profile.blocks[:8]:
         assert (block.weight_bytes, block.fixed_bytes) == (2 * 64 * 4, kernel + 64 * 4)
@@ -246,7 +246,7 @@ def test_equal_layers_of_which_one_is_tuned_have_different_costs():
     same = {cost_key(block) for block in attentions}
     adapt_attention(second)
     assert len(same) == 1 < len(same | {cost_key(block) for block in Chain(model).blocks[1:]})
-    _, plain, tuned = pipetrain.profile(model, 4, verbose=False).blocks
+    _, plain, tuned = pipetrain.profile(model, 4, verbose=False, budget_s=None).blocks
     assert (plain.weight_bytes, plain.fixed_bytes) == (4 * first.count_params(), 0)
     adapters = 4 * sum(np.prod(weight.shape) for weight in second.weights if weight.trainable)
     assert (tuned.weight_bytes, tuned.fixed_bytes) == (adapters, plain.weight_bytes)

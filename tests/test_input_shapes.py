@@ -293,7 +293,7 @@ def test_what_is_missing_or_does_not_fit_is_said(name, given, message):
     model = MODELS[name][0]()
     pm = pipetrain.PipelineModel(model, stages=2)
     asks = [
-        lambda: pipetrain.profile(model, 8, verbose=False, input_shapes=given),
+        lambda: pipetrain.profile(model, 8, verbose=False, budget_s=None, input_shapes=given),
         lambda: pm.partition(8, input_shapes=given),
         lambda: pm.explain(8, input_shapes=given),
     ]
@@ -309,7 +309,7 @@ def test_shapes_that_a_plan_is_for(profiled):
     cut = pm.partition(8, input_shapes=(20, 16, 3))
     assert "Recommended" in pm.explain(8)
     assert profiled == [[(20, 16, 3)]] * 3  # explain: also for one device, which computes whole minibatches
-    costs = pipetrain.profile(images(), 8, verbose=False, input_shapes=(32, 20, 3))
+    costs = pipetrain.profile(images(), 8, verbose=False, budget_s=None, input_shapes=(32, 20, 3))
     assert costs.blocks[0].output_bytes == 4 * 8 * 30 * 18 * 4
     networks.fit(pm, *arrays("images", 8))
     assert pm.partition() is cut
@@ -354,7 +354,7 @@ def test_a_fixed_batch_and_unknown_dimensions(layer):
     for each in (pm, plain):
         each.fit(sentences(), verbose=0)
     networks.assert_close(pm.get_weights(), plain.get_weights())
-    costs = pipetrain.profile(model, 128, verbose=False, input_shapes=(9,))
+    costs = pipetrain.profile(model, 128, verbose=False, budget_s=None, input_shapes=(9,))
     assert costs.blocks[0].output_bytes == 4 * 6 * 9 * 6
 
 
@@ -404,8 +404,8 @@ def test_a_sequential_model_is_asked_for_its_shape_too():
         ({"sound": (8, 8, 3)}, r"no such inputs: \['sound'\]"),
     ]:
         with pytest.raises(ValueError, match=match):
-            pipetrain.profile(model, 4, verbose=False, input_shapes=wrong)
-    assert pipetrain.profile(model, 4, verbose=False, input_shapes={"image": (8, 8, 3)}).blocks
+            pipetrain.profile(model, 4, verbose=False, budget_s=None, input_shapes=wrong)
+    assert pipetrain.profile(model, 4, verbose=False, budget_s=None, input_shapes={"image": (8, 8, 3)}).blocks
     with pytest.raises(ValueError, match=r"leaves open.*'image'"):
         pipetrain.PipelineModel(model, stages=2).explain(4)
 

@@ -17,6 +17,7 @@ import pipetrain
 from pipetrain.compute.graph.blocks import Chain
 from pipetrain.compute.profiling import (
     block_passes,
+    block_seconds,
     block_timing,
     loss_timing,
     profile_cache,
@@ -24,7 +25,7 @@ from pipetrain.compute.profiling import (
     progress,
     workspace,
 )
-from pipetrain.compute.profiling.progress import Progress
+from pipetrain.compute.profiling.kinds import Kinds
 from pipetrain.frontend import placement
 from pipetrain.plan.cluster import SHARED_MEMORY, Cluster, Level
 from pipetrain.plan.partition import partition
@@ -38,7 +39,7 @@ L = keras.layers
 def test_a_profile_measures_and_touches_nothing():
     model = keras.Sequential(networks.convolutional_layers())
     before = [variable.numpy().copy() for variable in model.variables]
-    measured = pipetrain.profile(model, batch_size=16, verbose=False)
+    measured = pipetrain.profile(model, batch_size=16, verbose=False, budget_s=None)
     networks.assert_equal([variable.numpy() for variable in model.variables], before)
     assert [block.name for block in measured.blocks] == [layer.name for layer in model.layers]
     convolution = measured.blocks[0]
@@ -92,10 +93,10 @@ class Sleeper(L.Layer):
 def test_the_profile_finds_the_sleepers(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(block_passes, "time", clock)
-    monkeypatch.setattr(profiler, "_others", lambda device: [])  # which would sleep meanwhile
+    monkeypatch.setattr(block_seconds, "others", lambda device: [])  # which would sleep meanwhile
     layers = [Sleeper(clock, *each) for each in [(), (0.02,), (), (0, 0.03), ()]]
     model = keras.Sequential([keras.Input((4,)), L.Dense(4), *layers, L.Dense(2)])
-    measured = pipetrain.profile(model, batch_size=8, verbose=False)
+    measured = pipetrain.profile(model, batch_size=8, verbose=False, budget_s=None)
     forward, backward = ([getattr(b, key) for b in measured.blocks] for key in ("forward_s", "backward_s"))
     assert np.argmax(forward) == 2
     assert np.argmax(backward) == 4
@@ -136,20 +137,20 @@ def test_a_profile_of_microbatches_is_measured_with_the_rows_of_one(microbatches
     """The largest has 7 of 20 rows; all together take 20/7 of its time, and weights are updated once."""
     measured = []
 
-    def time_blocks(blocks, device, others):
+    def time_blocks(blocks, *_):
         measured.append([spec.shape[0] for spec in blocks[0].inputs])
         return block_timing.Seconds(np.ones(len(blocks)), 2 * np.ones(len(blocks)), 6.0, 0.0)
 
-    monkeypatch.setattr(profiler, "time_blocks", time_blocks)
+    monkeypatch.setattr(block_seconds, "time_blocks", time_blocks)
     monkeypatch.setattr(profiler, "may_be_compiled", lambda *_: False)
     model, rows = networks.mlp(), 7 if microbatches == 3 else 20
-    got = pipetrain.profile(model, 20, verbose=False, microbatches=microbatches)
+    got = pipetrain.profile(model, 20, verbose=False, budget_s=None, microbatches=microbatches)
     assert measured == [[rows]]
     assert got.batch_size == 20
     assert got.blocks[0].forward_s == pytest.approx(20 / rows)
     assert got.blocks[0].backward_s == pytest.approx(2 * 20 / rows)
     assert sum(block.update_s for block in got.blocks) == pytest.approx(6.0)
-    whole = pipetrain.profile(model, 20, verbose=False)
+    whole = pipetrain.profile(model, 20, verbose=False, budget_s=None)
     assert [block.output_bytes for block in got.blocks] == [block.output_bytes for block in whole.blocks]
     assert [block.product_bytes for block in got.blocks] == [block.product_bytes for block in whole.blocks]
 
@@ -169,7 +170,7 @@ def test_pipelines_that_split_minibatches_are_planned_for_their_microbatches(mon
 
 def test_more_microbatches_than_rows_are_refused():
     with pytest.raises(ValueError, match=r"Received: microbatches=5, batch_size=4\. Try at most 4"):
-        pipetrain.profile(networks.mlp(), 4, verbose=False, microbatches=5)
+        pipetrain.profile(networks.mlp(), 4, verbose=False, budget_s=None, microbatches=5)
 
 
 @pytest.mark.parametrize("links", [True, False])
@@ -263,8 +264,10 @@ def test_a_backward_timed_on_a_worker_has_both_its_products():
     """Of weights and of inputs; the latter nothing reads there."""
     counting = Counted(8)
     model = keras.Sequential([keras.Input((8,)), L.Dense(8), counting, L.Dense(8)])
-    placed, _ = profiler._placed(Chain(model), 4, ((8,),), "/device:CPU:0", Progress("", 0), 4)
-    once = block_passes.remote_pass(placed, "/device:CPU:0")
+    kinds = Kinds(Chain(model), 4, ((8,),))
+    for kind in kinds.all:
+        kind.trace()
+    once = block_passes.remote_pass([kinds.placed(n) for n in range(3)], "/device:CPU:0")
     before = counting.count
     for _ in range(5):
         once()
@@ -275,13 +278,13 @@ def test_the_loss_of_large_outputs_is_measured():
     """By the last stage's device, and what a metric takes by the caller; of small outputs neither is."""
     x = keras.Input((16,), dtype="int32")
     scores = L.Dense(4000, name="scores")(L.Embedding(4000, 4, name="words")(x))
-    found = pipetrain.profile(keras.Model(x, scores), batch_size=8, verbose=False)
+    found = pipetrain.profile(keras.Model(x, scores), batch_size=8, verbose=False, budget_s=None)
     assert found.loss_s > 0
     assert found.metric_s > 0
     assert found.trained[-1].forward_s == found.blocks[-1].forward_s + found.loss_s
     assert found.total_s > sum(block.forward_s + block.backward_s for block in found.blocks)
     assert "(loss)" in str(found)
-    small = pipetrain.profile(networks.mlp(), batch_size=8, verbose=False)
+    small = pipetrain.profile(networks.mlp(), batch_size=8, verbose=False, budget_s=None)
     assert (small.loss_s, small.metric_s) == (0.0, 0.0)
     assert "(loss)" not in str(small)
 
@@ -329,7 +332,7 @@ def test_bytes_of_a_block_whose_first_dimension_is_not_the_batch():
     windows = keras.ops.reshape(x, (-1, 16, 4))
     inner = L.Dense(4, name="inner")(windows)
     model = keras.Model(x, L.Dense(2)(L.Flatten()(keras.ops.reshape(inner, (-1, 8, 8, 4)))))
-    profile = pipetrain.profile(model, batch_size=3, verbose=False)
+    profile = pipetrain.profile(model, batch_size=3, verbose=False, budget_s=None)
     sizes = {block.name: block.output_bytes for block in profile.blocks}
     assert sizes["inner"] == 3 * 8 * 8 * 4 * 4
 
@@ -339,7 +342,7 @@ def test_a_progress_bar_ends_where_xla_is_not_tried(monkeypatch, capsys):
     monkeypatch.setattr(profiler, "LITTLE_S", float("inf"))
     chain = Chain(networks.mlp())
     profiler.profile_chain(chain, 4, ((networks.FEATURES,),), "/device:CPU:0", verbose=True, with_xla=True)
-    steps = 4 * len(chain.blocks)
+    steps = 3 * len(chain.blocks)
     said = capsys.readouterr().out
     assert f"{steps}/{steps}" in said
     assert said.endswith("\n")
@@ -360,7 +363,7 @@ def test_which_weight_gradients_may_wait():
     x = keras.Input((5,), dtype="int32")
     y = L.LayerNormalization(name="n")(L.Dense(3, name="d")(L.Embedding(7, 4, name="e")(x)))
     y = L.LSTM(2, name="l")(L.Conv1D(2, 3, name="c")(y))
-    found = pipetrain.profile(keras.Model(x, y), 2, verbose=False)
+    found = pipetrain.profile(keras.Model(x, y), 2, verbose=False, budget_s=None)
     assert {block.name: block.late_bytes for block in found.blocks} == {
         "e": 0, "d": 4 * 3 * 4, "n": 0, "c": 3 * 3 * 2 * 4, "l": (2 + 2) * 4 * 2 * 4,
     }  # fmt: skip

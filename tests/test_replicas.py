@@ -160,7 +160,9 @@ def test_statistics_are_averaged_and_dropout_differs_between_replicas():
 @pytest.mark.slow  # 14 s; a smaller network's partition brings its replicas by default
 def test_vgg16_with_the_replicas_that_the_planner_gives_it():
     """Four devices: convolutions are slow and light, the dense layers fast and heavy (arXiv 1809.02839, section 3)."""
-    costs = pipetrain.profile(models.build("vgg16", (32, 32, 3), 10, width=4), batch_size=32, verbose=False)
+    costs = pipetrain.profile(
+        models.build("vgg16", (32, 32, 3), 10, width=4), batch_size=32, verbose=False, budget_s=None
+    )
     slow_link = Cluster((Level(Link(20e6, 1e-5)),))
     hybrid = pipetrain.partition(costs, 4, slow_link, replicate=True)
     assert hybrid.replicas[0] > 1
@@ -181,7 +183,7 @@ def test_vgg16_with_the_replicas_that_the_planner_gives_it():
 def test_a_partition_brings_its_replicas():
     keras.utils.set_random_seed(0)
     model = networks.mlp()
-    cut = plan(pipetrain.profile(model, 16, verbose=False), [4, 6], replicas=[2, 1])
+    cut = plan(pipetrain.profile(model, 16, verbose=False, budget_s=None), [4, 6], replicas=[2, 1])
     pm = pipetrain.PipelineModel(model, stages=cut, scheme="vanilla")
     assert pm.partition().replicas == (2, 1)
     placement = networks.pipeline(model, stages=cut)._strategy.placement
@@ -237,7 +239,7 @@ def test_replicas_that_make_no_sense_are_refused():
         pipetrain.PipelineModel(model, scheme="data-parallel", replicas=(2, 1))
     with pytest.raises(ValueError, match="one number from 1 up"):
         pipetrain.PipelineModel(model, stages=2, replicas=2)
-    profile = pipetrain.profile(model, 8, verbose=False)
+    profile = pipetrain.profile(model, 8, verbose=False, budget_s=None)
     with pytest.raises(ValueError, match="numbers from 1 up"):
         pipetrain.partition(profile, 4, replicas=(2, 0, 2))
     with pytest.raises(ValueError, match="given twice"):

@@ -185,7 +185,7 @@ def test_a_stage_gets_its_gradients_before_the_next_one_updates(monkeypatch):
 
 
 def test_a_profile_tells_them_and_a_simulation_makes_them_with_the_update():
-    measured = pipetrain.profile(wide(), ROWS, verbose=False)
+    measured = pipetrain.profile(wide(), ROWS, verbose=False, budget_s=None)
     found = {block.name: block.product_bytes for block in measured.blocks if block.product_bytes}
     assert found == {"first": 4 * 64 * WIDTH, "without_bias": 4 * WIDTH**2, "flat": 4 * WIDTH**2}
     assert Profile.from_json(measured.to_json()) == measured

@@ -27,6 +27,11 @@ def positive_number(text: str) -> float:
     return value
 
 
+def budget(text: str) -> float:
+    """Seconds above 0, or ``inf``."""
+    return float(text) if text == "inf" else positive_number(text)
+
+
 def share(text: str) -> float:
     """A finite number from 0 up."""
     return 0.0 if text == "0" else positive_number(text)

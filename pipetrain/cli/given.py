@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from pipetrain.cli.argument_types import (
     MICROBATCHES,
+    budget,
     count,
     horizon,
     input_shape,
@@ -20,6 +21,7 @@ from pipetrain.cli.argument_types import (
     slots,
 )
 from pipetrain.cli.quiet import start_tensorflow
+from pipetrain.compute.profiling.budget import BUDGET_S
 from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.memory import Training
 from pipetrain.plan.profile import Profile
@@ -101,8 +103,8 @@ def given(options: argparse.Namespace, names: Sequence[str], check: Callable[[st
     if table.AUTO in schemes:
         counts = [options.devices]
     pieces = min(max(counts, default=1), options.batch_size)
-    of_microbatches = profile(*about, pieces) if pieces > 1 else None
-    return Given(profile(*about), cluster, training, of_microbatches, schemes)
+    of_microbatches = profile(*about, pieces, options.budget) if pieces > 1 else None
+    return Given(profile(*about, budget_s=options.budget), cluster, training, of_microbatches, schemes)
 
 
 def add_common(command: argparse.ArgumentParser) -> None:
@@ -123,6 +125,14 @@ def add_common(command: argparse.ArgumentParser) -> None:
         metavar="[NAME=]N,N",
         help="where the model leaves dimensions open: an input's sizes without the batch, such as 64,64,3; given once "
         "for each input in order, or by name",
+    )
+    command.add_argument(
+        "--budget",
+        type=budget,
+        default=BUDGET_S,
+        metavar="SECONDS",
+        help="what each profile that is needed may take: the longest layers are measured first, the rest is estimated; "
+        "inf measures all (default: %(default)g)",
     )
     command.add_argument("--memory", type=size, metavar="SIZE", help="what a device holds, such as 16GiB")
     command.add_argument(

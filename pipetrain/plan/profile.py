@@ -48,7 +48,8 @@ class BlockProfile:
     takes where XLA compiles it, None where it cannot or was not tried. ``shared`` are the bytes of those of its weights
     that other blocks have too, by the weights' numbers. ``fixed_bytes`` are its variables that are not trained: frozen
     weights and state, of which a stage has one version and no slots. ``late_bytes`` are those of its weights whose
-    gradients may be made later than its inputs' gradients; None where that is not known.
+    gradients may be made later than its inputs' gradients; None where that is not known. ``estimated``: its seconds,
+    and what it keeps, were not measured for want of time, but estimated from blocks that were.
     """
 
     name: str
@@ -65,6 +66,7 @@ class BlockProfile:
     shared: tuple[tuple[int, int], ...] = ()
     fixed_bytes: int = 0
     late_bytes: int | None = None
+    estimated: bool = False
 
     @property
     def seconds(self) -> Seconds:
@@ -98,7 +100,8 @@ class Profile:
     the larger one where it was measured with XLA too. ``loss_s`` is what a loss takes beside the blocks, on
     the last one's device, and ``metric_s`` what a metric takes, in the caller's thread. The seconds are those of all
     ``microbatches`` of a minibatch together, with the rows of one at a time. ``network`` is what the blocks hand on and
-    which can be divided by their outputs, None where that is not known.
+    which can be divided by their outputs, None where that is not known. ``budget_s`` are the seconds that it was
+    allowed to take where something was left out to keep to them, None where nothing was.
 
     Raises ValueError for no blocks, or a batch size below 1.
     """
@@ -111,6 +114,7 @@ class Profile:
     metric_s: float = 0.0
     microbatches: int = 1
     network: GridNetwork | None = None
+    budget_s: float | None = None
 
     def __post_init__(self) -> None:
         if not self.blocks or not isinstance(self.batch_size, int) or self.batch_size < 1:
@@ -175,7 +179,8 @@ class Profile:
         try:
             data = json.loads(text)
             blocks = tuple(_block(**block) for block in data["blocks"])
-            beside = {name: data[name] for name in ("spread", "loss_s", "metric_s", "microbatches") if name in data}
+            names = "spread", "loss_s", "metric_s", "microbatches", "budget_s"
+            beside = {name: data[name] for name in names if name in data}
             network = GridNetwork.of(data["network"]) if data.get("network") else None
             return cls(data["model"], data["batch_size"], blocks, **beside, network=network)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -201,6 +206,11 @@ class Profile:
         if self.is_compiled:
             header = (*header, "with XLA: forward ms", "backward ms")
             rows = [(*row, *_compiled_ms(block)) for row, block in zip(rows, self.blocks, strict=True)]
+        if any(block.estimated for block in self.blocks):
+            header = (*header, "seconds")
+            rows = [
+                (*row, "estimated" if b.estimated else "measured") for row, b in zip(rows, self.blocks, strict=True)
+            ]
         for name, seconds in (("(loss)", self.loss_s), ("(metric)", self.metric_s)):
             if seconds:
                 rows.append((name, f"{seconds * 1e3:.2f}", *["-"] * (len(header) - 2)))
@@ -208,6 +218,8 @@ class Profile:
             f"{self.model}: {counted(len(self.blocks), 'block')}, batch {self.batch_size}, {self.total_s * 1e3:.1f} ms"
         )
         title += f" (within {self.spread:.0%})" if self.spread >= 0.005 else ""
+        estimated = sum(block.estimated for block in self.blocks)
+        title += f", {counted(estimated, 'block')} estimated" if estimated else ""
         lines = [title, text_table(header, rows)]
         return "\n".join([*lines, *([self.warning] if self.warning else [])])
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pipetrain.plan.profile import BlockProfile, Profile
 
@@ -15,6 +19,8 @@ PREDICTION_PASSES = 3  # W + s*v reads weights and velocity, and writes a copy
 # A cross-entropy reads the outputs for their largest and for the sum of exponentials, and reads and writes to make the
 # gradients and to multiply them by the loss's; a metric reads them for the largest.
 LOSS_PASSES, METRIC_PASSES = 6, 1
+# Seconds for an operation, a byte and a kernel, of a device as they are, and how near to those a fit stays.
+USUAL, NEARNESS = np.array([1 / 45e9, 1 / 8e9, 5e-6]), 0.03
 
 
 class Device(NamedTuple):
@@ -155,3 +161,73 @@ def roofline(model: str, batch_size: int, works: Sequence[Work], device: Device)
     loss_s, metric_s = (device.moving_s(passes * works[-1].output_bytes) for passes in (LOSS_PASSES, METRIC_PASSES))
     blocks = tuple(block_profile(work, device) for work in works)
     return Profile(model, batch_size, blocks, loss_s=loss_s, metric_s=metric_s)
+
+
+class Measured(NamedTuple):
+    """A block that was measured: what it is, what it has to do, and what it took forward and backward."""
+
+    label: str
+    work: Work
+    forward_s: float
+    backward_s: float
+
+
+class FittedRoofline:
+    """What blocks would take that were not measured, from those that were.
+
+    ``seconds = flops / F + bytes / B + kernels * L``, with an F, a B and an L of forwards and of backwards, none of
+    them negative, that fit the measured seconds best: least squares of the relative errors, and with a small weight of
+    how far each is from that of a usual device of the same speed, which decides where few blocks were measured. Blocks
+    of one label, such as all convolutions, take longer or shorter by the geometric mean of the errors of those that
+    were measured.
+
+    Args:
+        measured: at least one block.
+    """
+
+    def __init__(self, measured: Sequence[Measured]) -> None:
+        self._forward = _Fitted([(each.label, _features(each.work), each.forward_s) for each in measured])
+        self._backward = _Fitted([(each.label, _features(each.work), each.backward_s) for each in measured])
+
+    def seconds(self, label: str, work: Work) -> tuple[float, float]:
+        """Of the forward and of the backward."""
+        return self._forward.seconds(label, _features(work)), self._backward.seconds(label, _features(work))
+
+
+class _Fitted:
+    """Of one direction."""
+
+    def __init__(self, measured: Sequence[tuple[str, NDArray[np.float64], float]]) -> None:
+        usual_s = [float(features @ USUAL) for _, features, _ in measured]
+        taken = [(*each, usual) for each, usual in zip(measured, usual_s, strict=True) if min(each[2], usual) > 0]
+        slower = math.exp(sum(math.log(each_s / usual) for *_, each_s, usual in taken) / max(len(taken), 1))
+        near = np.diag(1 / (slower * USUAL)) * NEARNESS
+        rows = np.array([features / each_s for _, features, each_s, _ in taken]).reshape(-1, len(USUAL))
+        self._rates = _non_negative(np.vstack([rows, near]), np.array([1.0] * len(rows) + [NEARNESS] * len(near)))
+        errors: dict[str, list[float]] = {}
+        for label, features, each_s, _ in taken:
+            errors.setdefault(label, []).append(math.log(each_s / float(features @ self._rates)))
+        self._factors = {label: math.exp(sum(each) / len(each)) for label, each in errors.items()}
+
+    def seconds(self, label: str, features: NDArray[np.float64]) -> float:
+        return float(features @ self._rates) * self._factors.get(label, 1.0)
+
+
+def _features(work: Work) -> NDArray[np.float64]:
+    """Operations, bytes, and kernels."""
+    moved_bytes = work.moved_bytes + sum(each.times * each.moved_bytes for each in work.products)
+    return np.array([work.flops, moved_bytes, work.kernels + sum(each.times for each in work.products)], float)
+
+
+def _non_negative(parts: NDArray[np.float64], wanted: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The rates, none below 0, with which the columns' sum is nearest to what is wanted: the best of all subsets."""
+    best, least = np.zeros(parts.shape[1]), math.inf
+    scale = np.abs(parts).max(axis=0)
+    for chosen in itertools.chain(*(itertools.combinations(range(parts.shape[1]), n) for n in (1, 2, 3))):
+        columns = [*chosen]
+        rates = np.linalg.lstsq(parts[:, columns] / scale[columns], wanted, rcond=None)[0] / scale[columns]
+        error = float(((parts[:, columns] @ rates - wanted) ** 2).sum())
+        if (rates >= 0).all() and error < least:
+            best, least = np.zeros(parts.shape[1]), error
+            best[columns] = rates
+    return best

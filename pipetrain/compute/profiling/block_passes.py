@@ -54,11 +54,13 @@ class _Prepared(NamedTuple):
     update: Callable[[list[Any]], Any]
 
     @classmethod
-    def on(cls, device: str, blocks: Sequence[Placed]) -> _Prepared:
+    def on(cls, device: str, blocks: Sequence[Placed], updates: bool = True) -> _Prepared:
+        """For these blocks, with a step that does nothing unless it ``updates``."""
         made = {value for block in blocks for value in block.segment.writes}
         inputs = [pair for block in blocks for pair in zip(block.segment.reads, block.inputs, strict=True)]
         with tf.device(device):
-            copies = [keras.Variable(tf.zeros(each.shape, each.dtype)) for each in _variables(blocks)]
+            variables = _variables(blocks) if updates else []
+            copies = [keras.Variable(tf.zeros(each.shape, each.dtype)) for each in variables]
             return cls(
                 {value: sample(spec) for value, spec in inputs if value not in made},
                 [values(block.segment.trainable_variables) for block in blocks],
@@ -71,7 +73,7 @@ class _Prepared(NamedTuple):
 
 def untimed_pass(blocks: Sequence[Placed], device: str) -> Callable[[], None]:
     """A function that makes one pass in one call, so that Python's lock does not delay the thread that is timed."""
-    call, update = _joined(blocks, device)
+    call, update = _joined(blocks, device, updates=True)
 
     def once() -> None:
         with tf.device(device):
@@ -87,7 +89,7 @@ def joined_pass(blocks: Sequence[Placed], device: str) -> Callable[[], float]:
 
     Neighbouring blocks share kernels there, as in a stage.
     """
-    call, _ = _joined(blocks, device)
+    call, _ = _joined(blocks, device, updates=False)
 
     def once() -> float:
         with tf.device(device):
@@ -96,9 +98,11 @@ def joined_pass(blocks: Sequence[Placed], device: str) -> Callable[[], float]:
     return once
 
 
-def _joined(blocks: Sequence[Placed], device: str) -> tuple[Callable[[], Any], Callable[[list[Any]], Any]]:
+def _joined(
+    blocks: Sequence[Placed], device: str, updates: bool
+) -> tuple[Callable[[], Any], Callable[[list[Any]], Any]]:
     """All forwards and backwards as one call, which gives the weights' gradients first; and the update by these."""
-    given, weights, state, output_gradients, _, update = _Prepared.on(device, blocks)
+    given, weights, state, output_gradients, _, update = _Prepared.on(device, blocks, updates)
 
     def run() -> tuple[list[Any], list[Any]]:
         known = dict(given)
@@ -125,6 +129,22 @@ def _joined(blocks: Sequence[Placed], device: str) -> tuple[Callable[[], Any], C
         if not all(block.functions.compiled for block in blocks):
             return direct(tf.function(run, autograph=False).get_concrete_function()), update
         return by_xla(run).call, update
+
+
+def lone_pass(block: Placed, device: str) -> Callable[[], float]:
+    """A function that runs one block by itself, forward and backward, in seconds."""
+    given, (weights,), (state,), (output_gradients,), _, _ = _Prepared.on(device, [block], updates=False)
+    inputs = [given[value] for value in block.segment.reads]
+
+    def run() -> None:
+        _, residuals = block.functions.forward(weights, state, inputs)
+        block.functions.backward(weights, residuals, output_gradients)
+
+    def once() -> float:
+        with tf.device(device):
+            return seconds_of(run)
+
+    return once
 
 
 def local_pass(blocks: Sequence[Placed], device: str) -> Callable[[], TimedBlocks]:

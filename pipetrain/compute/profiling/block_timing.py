@@ -41,25 +41,38 @@ class Seconds(NamedTuple):
     error: float
 
 
-def time_blocks(blocks: Sequence[Placed], device: str, others: Sequence[str]) -> Seconds:
+def always() -> bool:
+    """There is time for another pass."""
+    return True
+
+
+def time_blocks(
+    blocks: Sequence[Placed],
+    device: str,
+    others: Sequence[str],
+    are_neighbours: bool = True,
+    has_time: Callable[[], bool] = always,
+) -> Seconds:
     """Run the blocks forward and backward, pass by pass, until the figures are steady or ``AT_MOST_S`` are over.
+
+    They end too, after one pass at least, where nothing ``has_time``.
 
     A block that is run repeatedly by itself would find its weights and buffers in the cache, and be a third too fast on
     a CPU. The other devices run the same blocks at the same time, because they are busy in training too: logical
     devices of one processor share its memory and TensorFlow's threads.
 
-    By turns with them, all blocks run in one call, where neighbours share kernels, as in a stage: each block gets its
-    part of what that takes.
+    If they ``are_neighbours``, all blocks run in one call by turns with them, where neighbours share kernels, as in a
+    stage: each block gets its part of what that takes.
     """
     with ExitStack() as company:
         for other in others:
             company.enter_context(busy(partial(untimed_pass, blocks, other), other))
         company.enter_context(pinned(device))  # last: a new thread would stay on this one's core
         once = (remote_pass if is_remote(device) else local_pass)(blocks, device)
-        joined = None if is_remote(device) else joined_pass(blocks, device)
+        joined = joined_pass(blocks, device) if are_neighbours and not is_remote(device) else None
         once()
         joined_s = [] if joined is None else [joined()]
-        taken, timing = until_steady(lambda: _both(once, joined, joined_s), lambda each: each.whole)
+        taken, timing = until_steady(lambda: _both(once, joined, joined_s), lambda each: each.whole, has_time)
     empty_s = _empty_call([call for each in taken for call in each.calls])
     forward, backward = (np.median(each, axis=0) for each in list(zip(*taken, strict=True))[:2])
     forward -= [empty_s(block.functions.forward_tensors) for block in blocks]
@@ -81,16 +94,19 @@ def _both(once: Callable[[], TimedBlocks], joined: Callable[[], float] | None, j
     return taken
 
 
-def until_steady(once: Callable[[], Taken], seconds_of: Callable[[Taken], float]) -> tuple[list[Taken], Timing]:
+def until_steady(
+    once: Callable[[], Taken], seconds_of: Callable[[Taken], float], has_time: Callable[[], bool] = always
+) -> tuple[list[Taken], Timing]:
     """What each pass took, of as many as it needs until their ``seconds_of`` are steady, and the summary of these."""
     taken: list[Taken] = []
     while True:
         taken.append(once())
         wholes = [seconds_of(each) for each in taken]
         timing = summary(wholes)
-        if len(taken) < PASSES or sum(wholes) < MEASURE_S:
-            continue
-        if timing.error_s <= STEADY * timing.median_s or sum(wholes) >= AT_MOST_S:
+        is_enough = len(taken) >= PASSES and sum(wholes) >= MEASURE_S
+        if is_enough and (timing.error_s <= STEADY * timing.median_s or sum(wholes) >= AT_MOST_S):
+            return taken, timing
+        if not has_time():
             return taken, timing
 
 

@@ -15,7 +15,7 @@ from pipetrain.compute.cores import finish, is_remote, pinned
 from pipetrain.compute.functions.kernels import direct
 from pipetrain.compute.functions.split import size_bytes
 from pipetrain.compute.profiling.block_passes import after_time, sample, seconds_of, time_of
-from pipetrain.compute.profiling.block_timing import busy, until_steady
+from pipetrain.compute.profiling.block_timing import always, busy, until_steady
 
 COUNTS_BYTES = 2**18  # of outputs; the loss of fewer takes less than a profile can tell
 
@@ -29,8 +29,12 @@ class LossSeconds(NamedTuple):
     metric_s: float
 
 
-def time_loss(outputs: Sequence[tf.TensorSpec], device: str, others: Sequence[str]) -> LossSeconds:
+def time_loss(
+    outputs: Sequence[tf.TensorSpec], device: str, others: Sequence[str], has_time: Callable[[], bool] = always
+) -> LossSeconds:
     """The seconds of a cross-entropy of the outputs and of their accuracy; zeros for small outputs.
+
+    They are computed several times, but for once where nothing ``has_time``.
 
     They stand for what is compiled later, as SGD does for the optimizer. The other devices do the same meanwhile.
     """
@@ -42,9 +46,12 @@ def time_loss(outputs: Sequence[tf.TensorSpec], device: str, others: Sequence[st
             company.enter_context(busy(partial(_untimed, scores, other), other))
         company.enter_context(pinned(device))
         parts = [_timed(scores, part, device) for part in (_loss, _accuracy)]
-        for once in parts:
-            once()
-        taken, _ = until_steady(lambda: LossSeconds(parts[0](), parts[1]()), lambda each: each.loss_s + each.metric_s)
+
+        def once() -> LossSeconds:
+            return LossSeconds(parts[0](), parts[1]())
+
+        once()
+        taken, _ = until_steady(once, lambda each: each.loss_s + each.metric_s, has_time)
     return LossSeconds(*np.median(taken, axis=0).tolist())
 
 

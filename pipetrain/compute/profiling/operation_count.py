@@ -35,6 +35,11 @@ def operation_counts(model: keras.Model, batch_size: int) -> list[Work]:
     return _works(Chain(model), batch_size)
 
 
+def estimated_counts(chain: Chain, rows: int) -> list[Work]:
+    """The same of a chain; of layers that are not as Keras' own of their kind are, bytes read and written alone."""
+    return _works(chain, rows, _counted_or_moved)
+
+
 def is_little(chain: Chain, batch_size: int) -> bool:
     """Whether one processor core has done a minibatch in 2 ms, by estimate; not where dimensions are open."""
     if any(None in symbol.shape[1:] for symbol in chain.specs(0)):
@@ -46,11 +51,15 @@ def is_little(chain: Chain, batch_size: int) -> bool:
     return roofline("", batch_size, works, ONE_CORE).total_s < LITTLE_S
 
 
-def _works(chain: Chain, batch_size: int) -> list[Work]:
+Count = Callable[[Call, int], "_Count"]
+
+
+def _works(chain: Chain, batch_size: int, count: Count | None = None) -> list[Work]:
     shared = shared_by_blocks([block.calls for block in chain.blocks])
+    sent = [sum(_bytes(symbol, batch_size) for symbol in chain.specs(n + 1)) for n in range(len(chain.blocks))]
     return [
-        _work(block, sum(_bytes(symbol, batch_size) for symbol in chain.specs(end)), batch_size, shared[end - 1])
-        for end, block in enumerate(chain.blocks, start=1)
+        _work(block, output_bytes, [(count or _counted)(call, batch_size) for call in block.calls], batch_size, weights)
+        for block, output_bytes, weights in zip(chain.blocks, sent, shared, strict=True)
     ]
 
 
@@ -64,8 +73,9 @@ class _Count:
     kept_bytes: int = 0
 
 
-def _work(block: Block, output_bytes: int, rows: int, shared: Sequence[tuple[int, Any]]) -> Work:
-    counts = [_counted(call, rows) for call in block.calls]
+def _work(
+    block: Block, output_bytes: int, counts: Sequence[_Count], rows: int, shared: Sequence[tuple[int, Any]]
+) -> Work:
     written = sum(
         _bytes(symbol, rows)
         for call in block.calls
@@ -91,10 +101,18 @@ def _counted(call: Call, rows: int) -> _Count:
     for kind, count in COUNTS.items():
         if isinstance(call.operation, kind):
             return count(call, rows)
-    if type(call.operation).__name__ in NOTHING:
-        return _Count()
-    read, written = _read(call, rows), _written(call, rows)
-    return _Count(moved_bytes=read + written, kernels=1)
+    return _Count() if type(call.operation).__name__ in NOTHING else _moved(call, rows)
+
+
+def _counted_or_moved(call: Call, rows: int) -> _Count:
+    try:
+        return _counted(call, rows)
+    except (AttributeError, TypeError, ValueError):
+        return _moved(call, rows)
+
+
+def _moved(call: Call, rows: int) -> _Count:
+    return _Count(moved_bytes=_read(call, rows) + _written(call, rows), kernels=1)
 
 
 def _dense(call: Call, rows: int) -> _Count:
