@@ -229,7 +229,11 @@ def assert_alike(train, settings=None, make=small, scheme="1f1b"):
 
 
 def _numbers(result):
-    return without_figures(result.history) if isinstance(result, keras.callbacks.History) else result
+    if isinstance(result, keras.callbacks.History):
+        result = result.history
+    if isinstance(result, tuple):
+        return tuple(map(_numbers, result))
+    return without_figures(result) if isinstance(result, dict) else result
 
 
 def without_figures(history):
