@@ -7,7 +7,10 @@ each stage costs, and how many samples per second the pipeline trains at most. 2
 BatchNormalization; validation uses the statistics that the stages have gathered.
 """
 
+import os
 from pathlib import Path
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA reports whatever takes it a second to compile
 
 import pipetrain
 from pipetrain.cli.quiet import start_tensorflow

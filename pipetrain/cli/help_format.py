@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import textwrap
+from itertools import groupby
 
 
 class Folded(argparse.RawDescriptionHelpFormatter):
@@ -15,7 +16,5 @@ class Folded(argparse.RawDescriptionHelpFormatter):
 
 
 def _folded(paragraph: str, width: int) -> str:
-    lines = paragraph.split("\n")
-    if any(line.startswith(" ") for line in lines):
-        return paragraph
-    return textwrap.fill(" ".join(lines), width)
+    parts = groupby(paragraph.split("\n"), key=lambda line: line.startswith(" "))
+    return "\n".join("\n".join(lines) if as_is else textwrap.fill(" ".join(lines), width) for as_is, lines in parts)
