@@ -113,6 +113,7 @@ class FitSession:
         """The end of ``fit``, whichever it is."""
         set_initial_epoch(self._owner, None)
         self.exits.close()
+        self._epoch_iterator = None  # whose threads would last as long as what refers to this
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -57,6 +57,7 @@ class Evaluator:
             raise
         finally:
             self._running = before
+            evaluation.end()
 
     @contextmanager
     def evaluating(
@@ -168,6 +169,10 @@ class Evaluation:
         """Stop at once."""
         if self._pipeline is not None:
             self._pipeline.abort(store=True)
+
+    def end(self) -> None:
+        """Let go of the data: what refers to this in a circle would keep their threads until garbage is collected."""
+        self._window = None
 
     def lose(self, error: Exception) -> None:
         """From another thread: a worker is lost."""

@@ -77,6 +77,10 @@ class PipelineFit:
             for minibatch, result in self._window.remaining():
                 self._logs(minibatch, result, counts=False)  # the optimizer has, since they are done
 
+    def end(self) -> None:
+        """Let go of the data: what refers to this in a circle would keep their threads until garbage is collected."""
+        self._window = None
+
     @property
     def in_flight(self) -> int:
         """How many minibatches are under way whose results no step has taken."""

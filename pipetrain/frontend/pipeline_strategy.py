@@ -110,6 +110,7 @@ class PipelineStrategy:
         check_backup(session.callbacks, self._scheme.name, self._kinds_beside)
         fit = PipelineFit(session, self._compilation, self._pipeline_for_data, self._updates, self._scheme.asynchronous)
         self._fit = fit
+        session.exits.callback(fit.end)
         self._set_fitted(0)
         session.figures = fit.figures
 
