@@ -32,9 +32,9 @@ def first_of_steady(trace: Trace, count: int) -> int:
 
 
 def pieces(trace: Trace) -> int:
-    """How many microbatches a minibatch has: as many backwards of one stage lead to an update."""
-    spans = trace.spans
-    made = spans.version[np.isin(spans.op, ENDING) & (spans.stage == 0) & (spans.replica == 0)]
+    """How many microbatches a minibatch has: the backwards of as many at one stage lead to an update."""
+    spans = trace.spans[np.isin(trace.spans.op, ENDING) & (trace.spans.stage == 0) & (trace.spans.replica == 0)]
+    made = np.unique(np.stack([spans.version, spans.microbatch]), axis=1)[0]  # a backward may be several spans
     return int(np.unique(made, return_counts=True)[1].max(initial=1))
 
 

@@ -380,6 +380,7 @@ def test_packs_of_a_plan_are_in_the_timeline_with_what_is_out_of_order(tmp_path)
     assert labels == [packs.LABELS["W"], packs.LABELS["R"], packs.LABELS["inverted"], "first used"]
     assert len(axes.patches) == len(trace.transfers) == 3 * 6
     assert timeline.draw(trace, tmp_path / "drawn.png", 1, 2).exists()
+    assert steady.pieces(trace) == 1  # though backwards wait in between, and so are several spans
     assert transfers.sent_bytes(trace) == {"F": 0, "B": 0, "R": 320, "W": 320}
 
 
