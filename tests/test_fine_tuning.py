@@ -19,7 +19,7 @@ from keras import layers as L
 import pipetrain
 from pipetrain.compute.functions.weight_binding import Newest
 from pipetrain.compute.graph.blocks import Chain
-from pipetrain.compute.profiling.profiler import cost_key
+from pipetrain.compute.profiling.kinds import cost_key
 
 RANK, WORDS, LENGTH, WIDTH = 2, 30, 6, 8
 

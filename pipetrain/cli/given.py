@@ -104,7 +104,7 @@ def given(options: argparse.Namespace, names: Sequence[str], check: Callable[[st
         counts = [options.devices]
     pieces = min(max(counts, default=1), options.batch_size)
     of_microbatches = profile(*about, pieces, options.budget) if pieces > 1 else None
-    return Given(profile(*about, budget_s=options.budget), cluster, training, of_microbatches, schemes)
+    return Given(profile(*about, 1, options.budget), cluster, training, of_microbatches, schemes)
 
 
 def add_common(command: argparse.ArgumentParser) -> None:
