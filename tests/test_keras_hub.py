@@ -267,3 +267,69 @@ def test_a_causal_language_model_of_strings_learns_and_generates():
     assert history["perplexity"][-1] < 4 < history["perplexity"][0]
     task.compile(sampler="greedy")
     assert task.generate("ab", max_length=8).startswith("aba")
+
+
+class Generating(keras.callbacks.Callback):
+    """After every epoch a look at the task, through the model that ``fit`` was called of."""
+
+    def __init__(self, start):
+        super().__init__()
+        self.start, self.seen = start, []
+
+    def on_epoch_end(self, epoch, logs=None):
+        tokens = self.model.generate(self.start, stop_token_ids=None)["token_ids"]
+        self.seen.append((type(self.model.backbone), np.asarray(tokens).tolist()))
+
+
+def language_rows():
+    """Tokens with the next ones as labels, and prompts."""
+    tokens = np.random.default_rng(0).integers(1, 50, (16, 10))
+    mask = np.ones((16, 10), bool)
+    start = {"token_ids": tokens[:2], "padding_mask": mask[:2] & (np.arange(10) < 4)}
+    return {"token_ids": tokens[:, :-1], "padding_mask": mask[:, :-1]}, tokens[:, 1:], start
+
+
+CUTS = ("transformer_layer_0",)
+COMPILED = {
+    "by itself": lambda trained: None,
+    "without arguments": lambda trained: trained.compile(jit_compile=False),
+    "auto": lambda trained: trained.compile("auto", "auto", jit_compile=False),
+    "with a sampler": lambda trained: trained.compile(keras.optimizers.SGD(0.1), sampler="greedy", jit_compile=False),
+}
+
+
+def of_task_and_of_pipeline(train):
+    """What training a task by itself gives, and what training it by a pipeline does."""
+    for wrap in (lambda task: task, lambda task: pipetrain.PipelineModel(task, 2, "1f1b", cuts=CUTS)):
+        keras.utils.set_random_seed(0)
+        yield train(wrap(language("GPT2", **{**ENCODER, "num_layers": 2})))
+
+
+@pytest.mark.parametrize("way", networks.by_default(COMPILED, "with a sampler"))
+def test_a_task_is_compiled_as_by_itself(way):
+    x, y, _ = language_rows()
+
+    def train(trained):
+        COMPILED[way](trained)
+        history = trained.fit(x, y, batch_size=8, shuffle=False, verbose=0).history
+        return history, {**trained.optimizer.get_config(), "name": None}, type(trained.sampler)
+
+    (history, *settings), (our_history, *our_settings) = of_task_and_of_pipeline(train)
+    assert settings == our_settings
+    assert list(history) == list(our_history)
+    for name, values in history.items():
+        np.testing.assert_allclose(our_history[name], values, rtol=1e-4)
+
+
+def test_a_task_generates_within_fit():
+    x, y, start = language_rows()
+
+    def train(trained):
+        callback = Generating(start)
+        trained.compile(keras.optimizers.SGD(0.1), sampler="greedy", jit_compile=False)
+        trained.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0, callbacks=[callback])
+        return callback.seen, trained.preprocessor
+
+    of_task, of_pipeline = of_task_and_of_pipeline(train)
+    assert of_pipeline == of_task
+    assert len(of_task[0]) == 2
