@@ -399,7 +399,9 @@ def test_a_model_with_compile_metrics_and_methods_of_its_own(scheme):
         results.append((history, look.seen, trained.evaluate(X, Y, verbose=0, return_dict=True)))
     (history, seen, found), (our_history, our_seen, our_found) = results
     assert history["largest"] == pytest.approx([2 * X.max()] * 2)
-    assert {name: pytest.approx(values, rel=1e-4) for name, values in history.items()} == our_history
+    assert {name: pytest.approx(values, rel=1e-4) for name, values in history.items()} == (
+        networks.without_figures(our_history)
+    )
     if scheme == "1f1b":
         np.testing.assert_allclose(our_seen, seen, rtol=1e-4, atol=1e-6)
     assert our_found == pytest.approx(found, rel=1e-4)
