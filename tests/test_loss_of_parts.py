@@ -259,3 +259,11 @@ def test_masks_that_weights_decide_on_are_refused():
     y = L.Dense(CLASSES)(L.Masking()(L.Dense(3, "relu", name="cut")(x)))
     with pytest.raises(ValueError, match=r"masked.*microbatches=1"):
         run(keras.Model(x, y), "mse", normal(ROWS, LENGTH, 2), normal(ROWS, LENGTH, CLASSES), **how("1f1b"))
+
+
+def test_labels_that_fit_the_outputs_of_a_part_alone_are_refused():
+    """Of 6 rows in 3 microbatches, each with as many rows as outputs: a label for every output, not for every row."""
+    x, y = normal(6, 4), normal(6)
+    for settings in ({}, how("1f1b")):
+        with pytest.raises(Exception, match="Received" if settings else None):
+            run(regressor(), "mse", x, y, **settings)

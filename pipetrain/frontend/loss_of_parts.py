@@ -58,11 +58,30 @@ class LossOfParts:
         """
         if self._parts > 1 and any(hinges(self._loss)):
             check_hinges(hinges(self._loss), keras.tree.flatten(y))
+        if self._parts > 1 and self._loss is not None and y is not None:
+            self._check_whole(y, undivided(sample_weight), outputs())
         if self._is_tried:
             return
         divided = self._divided.with_divisors if self._divided else None
         given = self._metrics.loss, divided, y, undivided(sample_weight), outputs()
         self._ways, self._is_tried = [found_way(self._ways, *given, named(self._loss))], True
+
+    def _check_whole(self, y: Any, sample_weight: Any, outputs: Sequence[tf.TensorSpec]) -> None:
+        """Raise ValueError for labels that fit a part's outputs alone, such as one for every class of as many rows."""
+        rows = next(iter(tf.nest.flatten(y))).shape[0]
+        whole = [tf.TensorSpec([rows, *each.shape[1:]], each.dtype) for each in outputs]
+        y, sample_weight = tf.nest.map_structure(
+            lambda each: None if each is None else tf.TensorSpec(each.shape, each.dtype), (y, sample_weight)
+        )
+        with keras.StatelessScope():
+            try:
+                tf.function(self._metrics.loss, autograph=False).get_concrete_function(y, whole, sample_weight)
+            except (TypeError, ValueError) as error:
+                labels, shapes = tf.nest.map_structure(lambda each: each if each is None else each.shape, (y, whole))
+                raise ValueError(
+                    f"The loss of a whole batch cannot be computed: {error} Received: y of shape {labels} for outputs "
+                    f"of shape {shapes}. Try labels of the shape that the loss takes."
+                ) from error
 
     def check_masks(self, masks: Sequence[Any]) -> None:
         """Raise ValueError if the loss cannot be put together where outputs have these masks."""
