@@ -280,13 +280,6 @@ def test_train_on_batch_says_what_is_missing(compiled):
         pm.train_on_batch(*networks.data(20))
 
 
-def test_sparse_inputs_are_refused():
-    x, y = networks.data(20)
-    data = tf.data.Dataset.from_tensors((tf.sparse.from_dense(x), y))
-    with pytest.raises(ValueError, match=r"must be dense.*SparseTensor"):
-        networks.pipeline().fit(data, verbose=0)
-
-
 def test_a_schedule_set_after_compile_is_refused():
     pm = networks.pipeline()
     pm.optimizer.learning_rate = keras.optimizers.schedules.ExponentialDecay(0.1, 5, 0.5)
