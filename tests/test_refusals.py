@@ -9,7 +9,6 @@ import keras
 import networks
 import numpy as np
 import pytest
-import tensorflow as tf
 from networks import fit, normal, one_layer
 
 import pipetrain
