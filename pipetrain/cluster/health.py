@@ -21,7 +21,10 @@ START_AGAIN = (
     "starting the worker again, and this program with PipelineCheckpoint among the callbacks, which goes on from the "
     "newest checkpoint; or pipetrain.connect once it answers again."
 )
-JOIN_AGAIN = "pipetrain.connect with the same workers, which joins them again, and then this call."
+JOIN_AGAIN = (
+    "pipetrain.connect with the same workers, which joins them again, and then this call; if workers were started "
+    "anew, compile before it, or this program again with PipelineCheckpoint among the callbacks."
+)
 _TASK = re.compile(rf"/job:{JOB}/replica:\d+/task:(\d+)")
 
 
