@@ -187,8 +187,8 @@ def of_plain_keras(moment, kind, stateful):
 
 
 EVERY = [*WAYS, *OF_PARTS]
-OFTEN = [("1f1b", MOMENTS[0], "reads"), ("1f1b", MOMENTS[0], "writes"), ("late", MOMENTS[1], "reads")]
-OFTEN += [(way, MOMENTS[1], "writes") for way in ("late", "parameter-server", "grid", "coded-reduce")]
+OFTEN = [("1f1b", MOMENTS[0], "reads"), ("1f1b", MOMENTS[0], "writes")]
+OFTEN += [(way, MOMENTS[1], "writes") for way in ("late", "grid", "coded-reduce")]
 
 
 @pytest.mark.parametrize(("way", "moment", "kind"), networks.combinations(EVERY, MOMENTS, list(KINDS), default=OFTEN))
