@@ -110,6 +110,7 @@ class Root(Weights):
                 f"scheme='coded-reduce', layers that assign while they run: {names}. Try LayerNormalization or "
                 "GroupNormalization instead, frozen layers, or scheme='all-reduce'."
             )
+        self._check_embeddings()
         whole = self.made.graph.as_graph_def()
         types = {node.op for node in chain(whole.node, *(each.node_def for each in whole.library.function))}
         if drawing := sorted(types & DRAWING):
@@ -119,6 +120,17 @@ class Root(Weights):
                 "be told. Try keras.random with a keras.random.SeedGenerator, as Dropout has."
             )
         return found
+
+    def _check_embeddings(self) -> None:
+        """Raise ValueError where the sum of a word's gradients does not serve in place of those of all its places."""
+        weights = self.segment.trainable_variables
+        rows = [weights[n].path for n, like in self.gradients_like.items() if isinstance(like, tf.IndexedSlices)]
+        if rows and not self._sums_rows:
+            raise ValueError(
+                "Workers send the sum of the gradients of each word, and this optimizer needs those of all places of "
+                f"the word, which it squares or clips one by one. Received: scheme='coded-reduce', embeddings {rows}, "
+                f"optimizer={self._told}. Try keras.optimizers.SGD without clipping, or scheme='all-reduce'."
+            )
 
     def state(self) -> list[tf.Tensor]:
         """Taken from the model."""

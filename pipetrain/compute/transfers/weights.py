@@ -93,7 +93,7 @@ class Weights(Stage):
         workers: int,
     ) -> None:
         self._given, self._scale_factor = parts, float(optimizer.loss_scale_factor or 1.0)
-        self._sums_rows = is_linear(optimizer)
+        self._sums_rows, self._told = is_linear(optimizer), type(optimizer).__name__
         super().__init__(segment, parts[0].device, optimizer, loss, division=Division(1, workers))
         self.shared = []  # all its parts are this stage's own
 
