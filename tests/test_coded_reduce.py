@@ -272,6 +272,18 @@ def test_layers_whose_gradients_another_worker_cannot_repeat_are_refused(make, p
         networks.fit(pm, DATA[0][:20], DATA[1][:20], batch_size=10)
 
 
+@pytest.mark.parametrize(
+    "optimizer", [keras.optimizers.Adam(0.01), keras.optimizers.RMSprop(0.01), keras.optimizers.SGD(0.1, clipvalue=0.1)]
+)
+def test_an_embedding_whose_words_are_not_to_be_summed_is_refused(optimizer):
+    """A word that comes several times in a minibatch has several gradients, which these square or clip one by one."""
+    pm = pipetrain.PipelineModel(words(), **tree(2))
+    pm.compile(optimizer, networks.crossentropy())
+    tokens = np.random.default_rng(0).integers(0, 20, (20, 6))
+    with pytest.raises(ValueError, match=r"sum of the gradients of each word.*embeddings.*all-reduce"):
+        networks.fit(pm, tokens, DATA[1][:20], batch_size=10)
+
+
 def test_frozen_normalization_trains():
     def frozen():
         keras.utils.set_random_seed(1)

@@ -150,6 +150,7 @@ class DataParallelStrategy:
         check_optimizer(owner.optimizer, DATA_PARALLEL, None, self.placement.stages)
         self._owner, self.optimizer = owner, owner.optimizer
         self._check_own()
+        self._mirroring.forget(self.model.variables)  # another optimizer's slots, and metrics
         self._loss = DeviceLoss(loss, self._devices, self._keeps_statistics())
         map_losses(owner, self._loss.changed)
 
@@ -167,7 +168,11 @@ class DataParallelStrategy:
         """A ``fit`` begins: every device gets the model's variables."""
         self.placement.learn(session.shapes)
         self._check_own()
-        self._mirror()
+        try:
+            self._mirror()
+        except BaseException:
+            self.abort(store=False)
+            raise
         self._session, self._fitted_from, self._newest_snapshot = session, self._updates(), 0
 
     def _mirror(self) -> None:
@@ -249,10 +254,12 @@ class DataParallelStrategy:
 
     def abort(self, store: bool) -> None:
         """The end of training by an exception, with the weights of now if ``store``."""
-        if store:
-            self.drain()
-        self._meanwhile.close()
-        self._session = None
+        try:
+            if store:
+                self.drain()
+        finally:
+            self._meanwhile.close()
+            self._session = None
 
     def lose(self, error: Exception) -> None:
         """No worker is of another process."""

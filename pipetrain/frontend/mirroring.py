@@ -73,6 +73,11 @@ class Mirroring:
             set_value(pair.variable, pair.own)
         self._present = ()
 
+    def forget(self, but: Iterable[keras.Variable]) -> None:
+        """Let the devices have no variables any more but these."""
+        kept = {id(each) for each in but}
+        self._known = {key: pair for key, pair in self._known.items() if key in kept}
+
     def agree(self) -> None:
         """Every device gets the first one's value of what layers have changed on each."""
         for pair in self._present:
