@@ -17,7 +17,6 @@ WAYS = {
     "single": {"scheme": "single"},
     "all-reduce": {"scheme": "all-reduce", "stages": 1, "order": "none"},
     "parameter-server": {"scheme": "parameter-server", "stages": 1, "order": "none"},
-    "grid": {"scheme": "grid", "stages": 2, "grid": (2, 1)},
 }
 
 
