@@ -1,11 +1,12 @@
 """What a cut loses when only the largest kinds of a network's blocks are measured, for all of keras.applications.
 
-Every kind of block of each network is timed, all kinds one after another, six times: the full profile. A budgeted one
-has the times of those kinds alone that have the most operations, and estimates the others by a roofline fitted to
-these. The loss of its cut is ``slowest stage, by the full profile's times / slowest stage of the best cut - 1``.
-"Again" is the loss of the cut of another full profile: three of the six passes against the other three. Results are
-appended to a file of JSON lines; networks that are in it are left out. It is processor time that is taken, on one
-device, so that other programs disturb little. Takes about half an hour on one idle core.
+Every kind of block of each network is timed, all kinds one after another, six to twenty times: the full profile. A
+budgeted one has the times of those kinds alone that have the most operations, and estimates the others by a roofline
+fitted to these. The loss of its cut is ``slowest stage, by the full profile's times / slowest stage of the best cut
+- 1``. "20 s" is the default budget: as many kinds as are traced within its part for tracing, by the processor time of
+each. "Again" is the loss of the cut of another full profile: every second pass against the others. Results are appended
+to a file of JSON lines; networks that are in it are left out. It is processor time that is taken, on one device, so
+that other programs disturb little. Takes about half an hour on one idle core.
 
 examples:
   python benchmarks/profiling_budget.py --output applications.jsonl
@@ -35,7 +36,7 @@ from pipetrain.plan.profile import BlockProfile, Profile
 from pipetrain.plan.roofline import FittedRoofline, Measured, Product, Work, block_profile
 from pipetrain.plan.text_table import text_table
 
-ROWS, DEVICE, STAGES, PASSES, LEAST_PASSES, PASSES_S = 16, "/device:CPU:0", 4, 6, 4, 10.0
+ROWS, DEVICE, STAGES, PASSES, LEAST_PASSES, PASSES_S = 16, "/device:CPU:0", 4, 20, 6, 10.0
 SIZES = (32, 64, 75, None)  # of images; the least that a network takes, or its own
 SHARES = (0.1, 0.25, 0.5, 0.75)  # of the kinds
 
@@ -124,13 +125,29 @@ def medians(found: dict[str, Any], first: int = 0, step: int = 1) -> list[tuple[
     ]
 
 
-def budgeted(found: dict[str, Any], share: float) -> list[tuple[float, float]]:
-    """The seconds of every kind where only this share of them was measured, those with the most operations."""
+def largest_first(found: dict[str, Any]) -> list[int]:
+    """The kinds in the order in which a budgeted profile measures them: by their counted operations."""
     from pipetrain.compute.profiling.operation_count import ONE_CORE
 
+    estimated = [
+        found["of"].count(n) * block_profile(work, ONE_CORE).seconds.total_s for n, work in enumerate(_works(found))
+    ]
+    return sorted(range(len(estimated)), key=lambda n: -estimated[n])
+
+
+def reached(found: dict[str, Any]) -> int:
+    """How many kinds the default budget has the time to trace, on a processor of its own."""
+    from pipetrain.compute.profiling.budget import BUDGET_S
+    from pipetrain.compute.profiling.profiler import TRACING
+
+    before_s = np.cumsum([0.0, *(found["kinds"][n]["trace_s"] for n in largest_first(found))])[:-1]
+    return int((before_s <= TRACING * BUDGET_S).sum())
+
+
+def budgeted(found: dict[str, Any], count: int) -> list[tuple[float, float]]:
+    """The seconds of every kind where only so many of them were measured, those with the most operations."""
     works, labels, seconds = _works(found), found["labels"], medians(found, 0, 2)
-    estimated = [found["of"].count(n) * block_profile(work, ONE_CORE).seconds.total_s for n, work in enumerate(works)]
-    chosen = sorted(range(len(works)), key=lambda n: -estimated[n])[: max(1, round(share * len(works)))]
+    chosen = largest_first(found)[:count]
     fitted = FittedRoofline([Measured(labels[n], works[n], *seconds[n]) for n in chosen])
     return [seconds[n] if n in chosen else fitted.seconds(labels[n], work) for n, work in enumerate(works)]
 
@@ -147,13 +164,16 @@ def report(path: Path) -> str:
     rows, losses = [], []
     for line in path.read_text().splitlines():
         found = json.loads(line)
-        each = [loss(found, budgeted(found, share)) for share in SHARES] + [loss(found, medians(found, 0, 2))]
+        kinds, within = len(found["kinds"]), reached(found)
+        shared = [loss(found, budgeted(found, max(1, round(share * kinds)))) for share in SHARES]
+        each = [*shared, loss(found, budgeted(found, within)), loss(found, medians(found, 0, 2))]
         losses.append(each)
-        counts = str(len(found["of"])), str(len(found["kinds"]))
+        counts = str(len(found["of"])), str(kinds), str(within)
         rows.append((found["model"], str(found["size"] or "own"), *counts, *(f"{value:.1%}" for value in each)))
     for name, of in (("median", np.median), ("largest", np.max)):
-        rows.append((name, "", "", "", *(f"{value:.1%}" for value in of(losses, axis=0))))
-    header = ("network", "images", "blocks", "kinds", *(f"{share:.0%} measured" for share in SHARES), "again")
+        rows.append((name, "", "", "", "", *(f"{value:.1%}" for value in of(losses, axis=0))))
+    shares = [f"{share:.0%}" for share in SHARES]
+    header = ("network", "images", "blocks", "kinds", "in 20 s", *shares, "20 s", "again")
     return text_table(header, rows)
 
 

@@ -132,7 +132,7 @@ def alone_s(network: Network) -> float:
 
     from pipetrain.run.channels import Destination, Sender
     from pipetrain.run.mailbox import Mailbox
-    from pipetrain.trace.trace import Span
+    from pipetrain.trace.records import Span
 
     values = [tf.zeros((network.batch_size, network.width))]
     spans: list[Span] = []

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from pipetrain.trace.trace import ENDING, Trace
+from pipetrain.trace.records import ENDING
+from pipetrain.trace.trace import Trace
 
 # Of all parts of a trace with as many microbatches, by their seconds, those between these shares of them: of a short
 # trace most of the parts may have an evaluation in them.

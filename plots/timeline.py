@@ -26,7 +26,8 @@ from pipetrain.cli.argument_types import count
 from pipetrain.cli.help_format import Folded
 from pipetrain.trace.idle import IdleSpan, pauses
 from pipetrain.trace.packs import messages
-from pipetrain.trace.trace import Span, Spans, Trace
+from pipetrain.trace.records import Span, Spans
+from pipetrain.trace.trace import Trace
 from plots import command, packs
 from plots.missing import said
 from plots.steady import first_of_steady, pieces

@@ -18,7 +18,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 from matplotlib.axes import Axes
 
-from pipetrain.trace.trace import ENDING, Trace
+from pipetrain.trace.records import ENDING
+from pipetrain.trace.trace import Trace
 from plots import command, runs
 from plots.style import bars_for, name_rows, save
 

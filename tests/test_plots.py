@@ -22,7 +22,8 @@ from pipetrain.schemes.transfers.workload import Message, Workload
 from pipetrain.simulation.data_parallel.setting import Setting
 from pipetrain.simulation.data_parallel.simulator import simulate_plan
 from pipetrain.simulation.simulator import simulate
-from pipetrain.trace.trace import Span, Trace, Transfer
+from pipetrain.trace.records import Span, Transfer
+from pipetrain.trace.trace import Trace
 from plots import (
     breakdown,
     command,

@@ -31,7 +31,8 @@ from pipetrain.simulation.comparison import compare
 from pipetrain.simulation.simulator import simulate
 from pipetrain.simulation.stations import Station, Work
 from pipetrain.trace.idle import idle, pauses
-from pipetrain.trace.trace import Span, Trace, Transfer
+from pipetrain.trace.records import Span, Transfer
+from pipetrain.trace.trace import Trace
 
 AT_ONCE = Cluster((Level(Link(math.inf)),))
 ASYNCHRONOUS = ["vanilla", "weight-stashing", "vertical-sync", "spectrain"]

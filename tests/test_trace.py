@@ -20,7 +20,8 @@ from pipetrain.compute.functions.stage_values import Inputs
 from pipetrain.compute.gc_pause import gc_paused
 from pipetrain.run import channels, control, pipeline
 from pipetrain.trace.idle import Idle, idle, pauses
-from pipetrain.trace.trace import ENDING, Span, Trace
+from pipetrain.trace.records import ENDING, Span
+from pipetrain.trace.trace import Trace
 
 ROWS, BATCH, WIDTH = 10 * 16, 16, 16
 

@@ -16,7 +16,7 @@ from pipetrain.run import pipeline
 from pipetrain.run.stage_work import StageWork
 from pipetrain.trace import recent
 from pipetrain.trace.recent import Recent
-from pipetrain.trace.trace import Span, Spans, Transfers
+from pipetrain.trace.records import Span, Spans, Transfers
 
 BATCH, STEPS = 8, 30
 

@@ -22,7 +22,7 @@ from pipetrain.run.shared_gradients import SharedGradients
 from pipetrain.run.transfers import size_bytes, transfer
 from pipetrain.schemes.splitting import rows_of
 from pipetrain.trace.recent import Recent
-from pipetrain.trace.trace import Transfer, Transfers, What
+from pipetrain.trace.records import Transfer, Transfers, What
 
 Rows = BoundaryTensors | list[tf.Tensor] | None
 Message = TypeVar("Message")

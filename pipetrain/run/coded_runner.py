@@ -23,7 +23,7 @@ from pipetrain.run.transfers import here
 from pipetrain.run.tree_exchange import Delivered, TreeExchange, TreeStep
 from pipetrain.run.tree_worker import Job, TreeWorker, received
 from pipetrain.schemes.coding.coded_reduce import ROOT, Tree
-from pipetrain.trace.trace import Span
+from pipetrain.trace.records import Span
 
 
 class CodedRunner(Stepwise):

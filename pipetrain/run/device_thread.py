@@ -16,7 +16,7 @@ from pipetrain.schemes.actions import Action, Op
 from pipetrain.schemes.schedules import fused, fusible, joined
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.trace.recent import Recent
-from pipetrain.trace.trace import Span, Spans
+from pipetrain.trace.records import Span, Spans
 
 
 class DeviceThread(StoppableThread):

@@ -27,7 +27,8 @@ from pipetrain.run.transfers import here
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.splitting import microbatch_rows, window
 from pipetrain.trace.recent import Recent
-from pipetrain.trace.trace import Spans, Trace, Transfers
+from pipetrain.trace.records import Spans, Transfers
+from pipetrain.trace.trace import Trace
 
 # Where data are read. Rows taken of them on the default device, a GPU, would wait for the stage there.
 HOST = "/device:CPU:0"

@@ -17,7 +17,7 @@ from pipetrain.run.mailbox import Mailbox
 from pipetrain.run.transfers import moved, size_bytes
 from pipetrain.schemes.splitting import shared_out
 from pipetrain.trace.recent import Recent
-from pipetrain.trace.trace import Transfer, Transfers
+from pipetrain.trace.records import Transfer, Transfers
 
 
 class Reduction:

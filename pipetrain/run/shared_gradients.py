@@ -14,7 +14,7 @@ from pipetrain.compute.functions.stage_values import Step
 from pipetrain.run.mailbox import Mailbox
 from pipetrain.run.transfers import moved, size_bytes
 from pipetrain.trace.recent import Recent
-from pipetrain.trace.trace import Transfer, Transfers
+from pipetrain.trace.records import Transfer, Transfers
 
 Gradients = list[Any]
 

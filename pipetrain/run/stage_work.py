@@ -28,7 +28,7 @@ from pipetrain.run.stage_updates import StageUpdates
 from pipetrain.run.stage_weights import StageWeights
 from pipetrain.schemes.actions import OPERATIONS, Action
 from pipetrain.schemes.scheme import Scheme
-from pipetrain.trace.trace import Transfers
+from pipetrain.trace.records import Transfers
 
 FROM_ABOVE = frozenset(op for op, operation in OPERATIONS.items() if "outputs" in operation.received)
 FROM_BELOW = frozenset(op for op, operation in OPERATIONS.items() if "input gradients" in operation.received)

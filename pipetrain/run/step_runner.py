@@ -21,7 +21,7 @@ from pipetrain.run.stepwise import Stepwise
 from pipetrain.run.transfers import here
 from pipetrain.run.worker_rows import WorkerRows
 from pipetrain.schemes.transfers.plan import Plan
-from pipetrain.trace.trace import Span, Transfer, What
+from pipetrain.trace.records import Span, Transfer, What
 
 # Weights on their way to a worker, gradients on their way to their sums, those that the next step's forward hides, and
 # weights that are returned in the step that updates them. Of a grid, activations on their way to the devices of a model

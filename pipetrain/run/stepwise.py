@@ -17,7 +17,8 @@ from pipetrain.run.lost_worker import LostWorker
 from pipetrain.run.pipeline import KEPT_SPANS, Activity
 from pipetrain.run.run_settings import RunSettings
 from pipetrain.trace.recent import Recent
-from pipetrain.trace.trace import Spans, Trace, Transfers
+from pipetrain.trace.records import Spans, Transfers
+from pipetrain.trace.trace import Trace
 
 
 class Stepwise:

@@ -21,7 +21,7 @@ from pipetrain.run.transfers import here
 from pipetrain.run.tree_exchange import Delivered, Over, TreeExchange, TreeStep
 from pipetrain.schemes.coding.coded_reduce import ROOT, Allocation, Part, Tree, allocated
 from pipetrain.trace.recent import Recent
-from pipetrain.trace.trace import Span, Spans, Transfer, Transfers
+from pipetrain.trace.records import Span, Spans, Transfer, Transfers
 
 KEPT_NUMBERS = 64  # of minibatches of different numbers of rows, whose parts' numbers are kept on a device
 

@@ -14,7 +14,8 @@ from pipetrain.schemes.coding.coded_reduce import ROOT, Tree, checked_tree
 from pipetrain.schemes.coding.codes import decoding
 from pipetrain.simulation.data_parallel.clock import Clock, Processors, varying
 from pipetrain.simulation.network import Network, Route
-from pipetrain.trace.trace import Span, Trace, Transfer, What
+from pipetrain.trace.records import Span, Transfer, What
+from pipetrain.trace.trace import Trace
 
 OVER = -2  # the step when none is
 

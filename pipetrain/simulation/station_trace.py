@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from pipetrain.simulation.journal import Record
 from pipetrain.simulation.stations import Reduction, Station, Wire
 from pipetrain.trace.columns import Names
-from pipetrain.trace.trace import Spans, Trace, Transfers
+from pipetrain.trace.records import Spans, Transfers
+from pipetrain.trace.trace import Trace
 
 
 def trace_of(stations: Sequence[Station], record: Record, ranks: int | None) -> Trace:

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from pipetrain.schemes.actions import OPERATIONS
 from pipetrain.trace.packs import messages
-from pipetrain.trace.trace import Seconds, Spans, Trace, Transfers
+from pipetrain.trace.records import Seconds, Spans, Transfers
+from pipetrain.trace.trace import Trace
 
 FORWARDS = [op for op, operation in OPERATIONS.items() if "outputs" in operation.received]
 BACKWARDS = [op for op, operation in OPERATIONS.items() if "input gradients" in operation.received]

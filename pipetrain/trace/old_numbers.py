@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from pipetrain.trace.trace import Spans, Transfers
+from pipetrain.trace.records import Spans, Transfers
 
 
 def numbered_through(spans: Spans, sent: Transfers) -> tuple[Spans, Transfers, tuple[int, ...]]:

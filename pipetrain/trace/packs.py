@@ -7,7 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipetrain.trace.trace import Trace, Transfers, What
+from pipetrain.trace.records import Transfers, What
+from pipetrain.trace.trace import Trace
 
 BETWEEN_REPLICAS = ("B", "F", "R", "W")  # in the order of the alphabet
 

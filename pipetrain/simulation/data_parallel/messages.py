@@ -9,7 +9,7 @@ from pipetrain.schemes.transfers.plan import Phase
 from pipetrain.simulation.data_parallel.clock import Clock, Device, Happens
 from pipetrain.simulation.data_parallel.setting import Setting
 from pipetrain.simulation.network import Network, Route
-from pipetrain.trace.trace import Transfer, What
+from pipetrain.trace.records import Transfer, What
 
 
 class Message:

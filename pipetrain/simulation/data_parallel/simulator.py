@@ -13,7 +13,8 @@ from pipetrain.simulation.data_parallel.messages import Message
 from pipetrain.simulation.data_parallel.setting import COUNTED, Setting
 from pipetrain.simulation.data_parallel.training import Training
 from pipetrain.trace.columns import Names
-from pipetrain.trace.trace import Spans, Trace, Transfers
+from pipetrain.trace.records import Spans, Transfers
+from pipetrain.trace.trace import Trace
 
 
 def simulate_plan(setting: Setting, plan: Plan, minibatches: int = 8, slowdown: float = 0.0, seed: int = 0) -> Trace:

@@ -10,7 +10,7 @@ from pipetrain.plan.grid_network import Use, uses
 from pipetrain.plan.profile import Profile
 from pipetrain.schemes.actions import Op
 from pipetrain.schemes.grid import Grid
-from pipetrain.trace.trace import What
+from pipetrain.trace.records import What
 
 
 @dataclass
