@@ -156,7 +156,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     description, _, epilog = __doc__.partition("\n\n")[2].partition("examples:")
     every = table.PIPELINES | table.TRANSFERRING | table.TREES | table.GRIDS
     about = {name: scheme.about for name, scheme in every.items()}
-    about[table.DATA_PARALLEL] = "synchronous, a copy of the model on every device (MirroredStrategy)"
+    about[table.DATA_PARALLEL] = "synchronous, a baseline: plain Keras under MirroredStrategy"
     about[table.AUTO] = "whichever way is predicted to be the fastest on as many devices as --stages says"
     names = *table.EVERY_NAME, table.AUTO
     longest = max(map(len, names))

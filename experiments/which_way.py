@@ -27,7 +27,7 @@ from experiments.options import positive  # noqa: E402
 from experiments.traffic import CLASSES, INPUTS  # noqa: E402
 from pipetrain.cli.help_format import Folded  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
-from pipetrain.plan.choice import Choice, Way  # noqa: E402
+from pipetrain.plan.choice import BASELINE, Choice, Way  # noqa: E402
 from pipetrain.plan.cluster import PCIE_3, Cluster, Level, Link  # noqa: E402
 from pipetrain.plan.profile import Profile  # noqa: E402
 from pipetrain.plan.roofline import TESLA_P40, roofline  # noqa: E402
@@ -87,7 +87,7 @@ def row(cell: Cell) -> tuple[str, ...]:
     def told(way: Way) -> str:
         return f"{way}, {one / way.step_s:.1f}x"
 
-    others = [way for way in cell.exact.ways if way.fits and way.kind != cell.exact.taken.kind]
+    others = [way for way in cell.exact.ways if way.fits and way.kind not in (cell.exact.taken.kind, BASELINE)]
     best = min(others, key=lambda way: way.step_s) if others else None
     where = cell.model, str(cell.devices), str(cell.gbit_per_s)
     return *where, told(cell.exact.taken), told(best) if best else "-", told(cell.predicted.taken)

@@ -48,10 +48,10 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
             ``spike-compensation``, ``2bw``, ``gpipe``, ``1f1b``, ``interleaved``, ``looped-bfs``, ``zb-h1``, ``zb-h2``,
             ``zb-v``, ``v-half``, ``v-min``, ``all-reduce``, ``parameter-server``, ``coded-reduce`` or ``grid``; the
             name of a file in ``.csv`` that has a synchronous schedule, see ``pipetrain.schemes.text_form``; or your own
-            ``pipetrain.schemes.Scheme``. ``data-parallel`` is a baseline: what plain Keras trains under
-            TensorFlow's MirroredStrategy on devices of this process; ``all-reduce`` does that too. ``auto``: the
-            fastest way on these devices, in a trial of those that are predicted to be near the fastest; chosen at the
-            first ``fit``, see ``choice``.
+            ``pipetrain.schemes.Scheme``, which ``FILE.py:NAME`` names too. ``data-parallel`` is a baseline: what plain
+            Keras trains under TensorFlow's MirroredStrategy on devices of this process; ``all-reduce`` does that too.
+            ``auto``: the fastest way on these devices, in a trial of those that are predicted to be near the fastest;
+            chosen at the first ``fit``, see ``choice``.
         cuts: instead of ``stages``, the name of the last layer of every stage but the final one, for schemes with
             several stages.
         devices: TensorFlow devices, such as ``("CPU:0", "CPU:1")``; by default those of the workers that the program

@@ -284,6 +284,13 @@ def test_a_lock_whose_file_was_just_removed_is_taken_of_the_new_one(monkeypatch,
     assert len(times) == 3
 
 
+def test_files_that_are_never_found_again_are_no_locks(monkeypatch, tmp_path):
+    """It does not try without end, as where a file system numbers its files anew each time."""
+    monkeypatch.setattr(os.path, "samestat", lambda *_: False)
+    with DirectoryLock(tmp_path, "directory") as unlocked:
+        assert unlocked == "the lock's file is another one each time"
+
+
 def test_another_user_s_lock_counts(monkeypatch, tmp_path):
     """Its file can be read, and not be written to; that of a program that was killed is taken."""
     opened = os.open

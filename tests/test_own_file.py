@@ -13,6 +13,8 @@ from pipetrain.schemes.schedules import gpipe
 from pipetrain.schemes.text_form import chosen, in_full
 
 TEXT = """
+from __future__ import annotations
+from dataclasses import dataclass
 from pipetrain.schemes import Read, Schedule, Scheme
 from pipetrain.schemes.policies import Flush
 from pipetrain.schemes.schedules import gpipe
@@ -29,11 +31,17 @@ class Late(Newest):
     def __init__(self, updates):
         self.updates = updates
 
+@dataclass(frozen=True)
+class Far(Newest):
+    updates: int = 2
+
 late = Late(1)
 order = Schedule(gpipe)
 whole = Scheme("whole", order, Flush(), splits=True)
 number = 3
 """
+WHOLE = "order", "whole"
+EVERY = " or ".join(f".*mine.py:{name}" for name in ("Newest", "Late", "Far", "late", *WHOLE[1:]))
 
 
 @pytest.fixture
@@ -45,7 +53,12 @@ def file(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "scheme", "asynchronous"),
-    [("Newest", "Newest", True), ("late", "late", True), ("order", "order", False), ("whole", "whole", False)],
+    [
+        ("Newest", "Newest", True),
+        ("Far", "Far", True),
+        ("late", "late", True),
+        *((each, each, False) for each in WHOLE),
+    ],
 )
 def test_what_a_file_may_have(file, name, scheme, asynchronous):
     found = chosen(f"{file}:{name}")
@@ -59,7 +72,7 @@ def test_what_a_file_may_have(file, name, scheme, asynchronous):
     ("name", "problem"),
     [
         (":Neewst", "no such name. .* Try .*mine.py:Newest"),
-        ("", "no such name. .* Try .*mine.py:Newest or .*mine.py:Late or .*mine.py:late or .*mine.py:whole"),
+        ("", f"no such name. .* Try {EVERY}"),
         (":Late", "takes arguments"),
         (":number", "is no scheme. Received: .* a int. Try a Scheme"),
     ],

@@ -11,7 +11,7 @@ import networks
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import pipetrain
@@ -283,6 +283,24 @@ def test_a_fitted_roofline_is_that_of_the_device(sizes, other, rates, slower):
     fitted = FittedRoofline([measured(size, np.array(rates)) for size in apart])
     wanted = measured(other, np.array(rates))
     assert fitted.seconds("a", wanted.work)[0] == pytest.approx(wanted.forward_s, rel=0.05)
+
+
+UNLIKELY = [  # the best fit is one in which bytes and kernels cost nothing
+    ((11341084, 24041, 19), 6.6e-4, 1.2e-5),
+    ((2612914, 8172441, 30), 5.6e-6, 8.9e-6),
+    ((1423310, 69136115, 24), 1.5e-6, 1.1e-3),
+    ((0, 127318, 1), 4.3e-5, 1e-6),
+]
+TAKEN = st.tuples(SIZES, st.floats(1e-6, 1e-2), st.floats(1e-6, 1e-2))
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=50, deadline=None)
+@given(st.lists(TAKEN, min_size=1, max_size=5), SIZES)
+@example(UNLIKELY, (0, 127318, 1))
+def test_whatever_was_measured_no_block_takes_no_time(taken, other):
+    """On a busy machine operations, bytes or kernels may seem to cost nothing."""
+    fitted = FittedRoofline([Measured(str(n), work(*size), *seconds) for n, (size, *seconds) in enumerate(taken)])
+    assert all(0 < each < math.inf for each in fitted.seconds("new", work(*other)))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
+ATTEMPTS = 100  # of which each finds the file of a program that has just ended
+
 
 class DirectoryLock:
     """Within it, no other program has a lock of this directory: neither here nor, where its file system can, on others.
@@ -35,8 +37,8 @@ class DirectoryLock:
 
     def __enter__(self) -> str:
         try:
-            while not self._taken():
-                pass
+            if not any(self._taken() for _ in range(ATTEMPTS)):
+                return "the lock's file is another one each time"
         except BlockingIOError:
             raise ValueError(
                 f"Another program writes there: {self._holder()}. Received: {self._argument}={str(self._directory)!r}. "

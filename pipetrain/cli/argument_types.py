@@ -116,8 +116,8 @@ def add_scheme(parser: argparse.ArgumentParser, names: Collection[str], about: s
     parser.add_argument(
         "--scheme",
         metavar="NAME",
-        help=f"{', '.join(names)}; or the name of a file in {SUFFIX} with a schedule{about}; or FILE.py:NAME, a "
-        "Scheme, a Schedule or a policy of your own",
+        help=f"{', '.join(names)}; or the name of a file in {SUFFIX} with a schedule; or FILE.py:NAME, a Scheme, a "
+        f"Schedule or a policy of your own{about}",
         **options,
     )
     parser.add_argument(

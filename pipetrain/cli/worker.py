@@ -66,7 +66,7 @@ def add(commands: Any) -> None:
         type=int,
         const=0,
         metavar="PID",
-        help="end with standard input, and with the process that started it (default: its parent)",
+        help="end when standard input does, or when the parent process does, whose number PID is",
     )
     option("--announce", type=int, help=argparse.SUPPRESS)  # of LocalWorkers: a file descriptor
     command.set_defaults(run=run)

@@ -21,6 +21,7 @@ PREDICTION_PASSES = 3  # W + s*v reads weights and velocity, and writes a copy
 LOSS_PASSES, METRIC_PASSES = 6, 1
 # Seconds for an operation, a byte and a kernel, of a device as they are, and how near to those a fit stays.
 USUAL, NEARNESS = np.array([1 / 45e9, 1 / 8e9, 5e-6]), 0.03
+LEAST = 1e-3  # of these; a block that has no other operations would otherwise take no time
 
 
 class Device(NamedTuple):
@@ -203,7 +204,8 @@ class _Fitted:
         slower = math.exp(sum(math.log(each_s / usual) for *_, each_s, usual in taken) / max(len(taken), 1))
         near = np.diag(1 / (slower * USUAL)) * NEARNESS
         rows = np.array([features / each_s for _, features, each_s, _ in taken]).reshape(-1, len(USUAL))
-        self._rates = _non_negative(np.vstack([rows, near]), np.array([1.0] * len(rows) + [NEARNESS] * len(near)))
+        found = _non_negative(np.vstack([rows, near]), np.array([1.0] * len(rows) + [NEARNESS] * len(near)))
+        self._rates = np.maximum(found, LEAST * slower * USUAL)
         errors: dict[str, list[float]] = {}
         for label, features, each_s, _ in taken:
             errors.setdefault(label, []).append(math.log(each_s / float(features @ self._rates)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import re
+import sys
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
@@ -72,12 +73,13 @@ def _scheme(found: Any, name: str, text: str) -> Scheme:
 @lru_cache(maxsize=32)
 def _module(path: Path, changed_ns: int) -> ModuleType:
     """What the file defines."""
-    about = importlib.util.spec_from_file_location(path.stem, path)
+    about = importlib.util.spec_from_file_location(f"{path.stem} of --scheme", path)
     assert about is not None and about.loader is not None  # of a file in .py
-    module = importlib.util.module_from_spec(about)
+    module = sys.modules[about.name] = importlib.util.module_from_spec(about)  # dataclasses look for it there
     try:
         about.loader.exec_module(module)
     except Exception as error:
+        del sys.modules[about.name]
         raise ValueError(
             f"The file cannot be executed: {type(error).__name__}: {error}. Received: {str(path)!r}. "
             f"Try python {path.name}."
