@@ -29,7 +29,6 @@ from pipetrain.trace.packs import messages
 from pipetrain.trace.records import Span, Spans
 from pipetrain.trace.trace import Trace
 from plots import command, packs
-from plots.missing import said
 from plots.steady import first_of_steady, pieces
 from plots.style import save
 
@@ -134,7 +133,9 @@ def _rows(trace: Trace) -> tuple[dict[tuple[int, int], int], list[str]]:
 def _chosen(spans: Spans, first: int, count: int) -> Spans:
     """The spans of these minibatches."""
     if not len(spans):
-        raise ValueError("There is nothing in the trace. Received: no spans. Try the trace of a fit that has ended.")
+        raise ValueError(
+            "There is nothing in the trace. Received: no spans. Try that of a fit that has ended, without trace=False."
+        )
     wanted = spans[(spans.microbatch >= first) & (spans.microbatch < first + count)]
     if not len(wanted):
         least, most = int(spans.microbatch.min()), int(spans.microbatch.max())
@@ -211,8 +212,9 @@ def _loaded(run: Path) -> Trace:
     try:
         return Trace.load(file)
     except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+        why = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
         raise ValueError(
-            f"There is no trace. Received: {str(file)!r} ({said(error)}). Try the folder of one scheme in an "
+            f"There is no trace. Received: {str(file)!r} ({why}). Try the folder of one scheme in an "
             "--output of experiments/run.py, or a file that Trace.save or --trace wrote."
         ) from error
 

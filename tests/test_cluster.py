@@ -129,6 +129,7 @@ def test_tf_configs_tasks_go_by_their_numbers():
         ({"count": 0}, "at least one worker.*count=0"),
         ({"count": True}, "at least one worker.*count=True"),
         ({"count": 2, "ports": [0]}, r"each with a port.*ports=\[0\]"),
+        ({"count": 2, "ports": 5}, r"each with a port.*ports=5"),
         ({"count": 1, "cpu_devices": 0}, "cpu_devices=0"),
         ({"count": 1, "cpu_devices": 5000}, "from 1 to 1024 devices.*cpu_devices=5000"),
         ({"count": 1, "ports": [70000]}, "to 65535.*Received: 70000"),

@@ -112,7 +112,7 @@ class LocalWorkers:
 
 
 def _check(count: Any, cpu_devices: Any, ports: Sequence[int] | None) -> None:
-    if not is_count(count) or (ports is not None and len(ports) != count):
+    if not is_count(count) or not (ports is None or (isinstance(ports, Sequence) and len(ports) == count)):
         raise ValueError(
             f"There is at least one worker, each with a port. Received: count={count!r}, ports={ports!r}. "
             "Try LocalWorkers(2)."
