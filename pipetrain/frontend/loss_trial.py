@@ -177,8 +177,8 @@ def _parted(way: Way, of: Loss, divided: Divided | None, draw: Draw) -> list[flo
 
 
 def _alike(whole: float, parts: Sequence[float]) -> bool:
-    if not np.isfinite(whole):
-        return not np.isfinite(sum(parts))
+    if not np.isfinite([whole, sum(parts)]).all():  # within infinity everything would be near
+        return not np.isfinite(whole) and not np.isfinite(sum(parts))
     return abs(whole - sum(parts)) <= TOLERANCE * (abs(whole) + sum(map(abs, parts))) + 1e-7
 
 
