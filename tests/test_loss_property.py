@@ -54,6 +54,7 @@ class Combined:
         model = keras.Model(tokens, keras.layers.Activation("softmax")(states))
         model.compile("sgd", loss)
         self.loss = compiled_loss(model)
+        vars(model)["inner"] = model  # as a PipelineModel has it, past Keras' search for layers
         metrics = TrackedMetrics(model, model.outputs, lambda each: each[0], tf.Variable(0), lambda: None)
         self.of_parts, self.of_part = LossOfParts(loss, 3, metrics, model), metrics.loss
 
