@@ -149,13 +149,6 @@ def test_loops_a_pipeline_does_not_have():
         pm.compile("sgd", "mse", steps_per_execution=4)
 
 
-def test_a_loss_that_microbatches_cannot_rebuild():
-    loss = networks.crossentropy(reduction="mean_with_sample_weight")
-    pm = pipetrain.PipelineModel(networks.mlp(), stages=2, scheme="gpipe", microbatches=2)
-    with refused("mean_with_sample_weight"):
-        pm.compile("sgd", loss)
-
-
 @pytest.mark.parametrize("replicas", [(2,), (2, 0), (1, 1.5), (1, 1, 1), (True, 1), ("2", 1), 2])
 def test_replicas_are_a_number_for_each_stage(replicas):
     with refused("2 stages.*replicas="):

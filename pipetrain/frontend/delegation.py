@@ -28,7 +28,7 @@ class DelegationMixin(StrategyModel):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         value = getattr(self.model, name)
         if name in OF_SEQUENTIAL:
-            raise _absent(self, name, OF_SEQUENTIAL[name])
+            raise _absent(self, name, *OF_SEQUENTIAL[name])
         return _drained(self, value) if inspect.ismethod(value) else value
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -83,10 +83,10 @@ def _delegated(name: str, lend: Lend) -> Any:
     return property(read, write if own.fset else None, doc=own.__doc__)
 
 
-def _refusing(name: str, why: str) -> Any:
+def _refusing(name: str, what: str, remedy: str) -> Any:
     @wraps(getattr(keras.Model, name))
     def call(self: DelegationMixin, *_: Any, **__: Any) -> Any:
-        raise _absent(self, name, why)
+        raise _absent(self, name, what, remedy)
 
     return call
 
@@ -100,10 +100,8 @@ def _drained(owner: DelegationMixin, method: Callable[..., Any]) -> Callable[...
     return call
 
 
-def _absent(owner: keras.Model, name: str, why: str) -> ValueError:
-    return ValueError(
-        f"A PipelineModel has no {name}, {why}. Received: {name} of {owner.name!r}. Try {name} of .model."
-    )
+def _absent(owner: keras.Model, name: str, what: str, remedy: str) -> ValueError:
+    return ValueError(f"A PipelineModel cannot be {what}. Received: {name} of {owner.name!r}. Try {remedy}.")
 
 
 @contextmanager
@@ -135,8 +133,8 @@ def _fill() -> None:
         for name in names:
             if hasattr(keras.Model, name):  # older versions of Keras lack some
                 setattr(DelegationMixin, name, _delegated(name, lend))
-    for name, why in ABSENT.items():
-        setattr(DelegationMixin, name, _refusing(name, why))
+    for name, (what, remedy) in ABSENT.items():
+        setattr(DelegationMixin, name, _refusing(name, what, remedy))
 
 
 _fill()

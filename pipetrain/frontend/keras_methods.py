@@ -29,12 +29,15 @@ KEPT = (
     *("jit_compile", "load_own_variables", "loss", "path", "quantization_mode", "quantized_build", "quantized_call"),
     *("run_eagerly", "save_own_variables", "stateless_compute_loss", "variable_dtype"),
 )
-# What it does not have, and why; the wrapped model's class may override them.
+# What cannot be done with it, and what to try; the wrapped model's class may override them.
 ABSENT = {
-    "get_config": "as it cannot be copied, pickled or described: save(path) writes a file for keras.models.load_model",
-    "quantize": "since its stages would go on with the weights before: quantize .model after training",
+    "get_config": ("copied, pickled or described", "save(path), which writes a file for keras.models.load_model"),
+    "quantize": (
+        "quantized, since its stages would go on with the weights before",
+        "quantize of .model after training",
+    ),
 }
-OF_SEQUENTIAL = dict.fromkeys(("add", "pop"), "since its layers are cut: change them before the model is wrapped")
+OF_SEQUENTIAL = dict.fromkeys(("add", "pop"), ("given other layers, since these are cut", "it before it is wrapped"))
 _LOSS = "the loss in compile"
 _METRICS = "metrics in compile, or compute_metrics"
 _CALLBACK = "a callback of fit"
