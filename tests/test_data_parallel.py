@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import keras
 import networks
 import numpy as np
@@ -163,13 +165,16 @@ ALIKE = {
     "one number, a mean": {"loss": lambda: one_number(ops.mean)},
     "one number, a sum": {"loss": lambda: one_number(ops.sum), "optimizer": lambda: keras.optimizers.SGD(0.002)},
     "a number for each row": {"loss": lambda: one_number(lambda each: each)},
+    "what is called": {"loss": lambda: partial(one_number(ops.mean)), "optimizer": lambda: "adam"},
     "a callback": {"callbacks": (Meddling,), "metrics": ["accuracy"]},
     "an optimizer's apply": {"optimizer": lambda: UnitLength(0.05)},
     "an optimizer's apply_gradients": {"optimizer": lambda: Halving(0.05)},
 }
 
 
-@pytest.mark.parametrize("name", networks.by_default(ALIKE, "its layers", "one number, a sum", "a callback"))
+@pytest.mark.parametrize(
+    "name", networks.by_default(ALIKE, "its layers", "one number, a sum", "what is called", "a callback")
+)
 def test_the_model_itself_is_trained_on_rows_that_do_not_divide(name):
     """Not a copy made of its config, which had neither statistics nor what a callback assigned; and by rows."""
     given = dict(ALIKE[name])

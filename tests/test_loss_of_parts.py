@@ -202,6 +202,12 @@ def hardest(y, outputs):
     return ops.max(ops.square(y - outputs))
 
 
+def below_zero(y, outputs):
+    """Of those outputs alone, by their number: probabilities have none."""
+    below = ops.cast(outputs < 0, "float32")
+    return ops.sum(ops.square(y - outputs) * below) / (ops.sum(below) + 1.0)
+
+
 class Centred(losses.Loss):
     """A number for each row, which depends on the others."""
 
@@ -214,9 +220,10 @@ class Whole(losses.Loss):
         return unlike_r2(y, outputs)
 
 
+OF_COLUMNS = losses.CosineSimilarity(axis=0)
 REFUSED = [
-    *(padded, ignoring, partial(padded), missing, unlike_r2, unlike_r2_of_one, balanced, root, hardest),
-    *(Centred(), Whole(), "dice"),
+    *(padded, ignoring, partial(padded), missing, unlike_r2, unlike_r2_of_one, balanced, root, hardest, below_zero),
+    *(Centred(), Whole(), "dice", OF_COLUMNS),
 ]
 
 
@@ -260,6 +267,20 @@ def test_hinge_losses_tell_labels_of_0_and_1_by_all_rows(loss):
     y[5] = -1
     with pytest.raises(ValueError, match=r"cannot be put together.*labels from -1 to 1.*microbatches=1"):
         run(regressor(), loss, x, y, **how("1f1b"))
+
+
+@pytest.mark.parametrize("settings", [how("1f1b"), {"scheme": "data-parallel", "devices": ("CPU:0", "CPU:1")}])
+def test_outputs_without_columns_have_one_loss_for_all_rows(settings):
+    """Keras takes the mean over the last dimension, which here are the rows, and then weighs or sums that."""
+
+    def built():
+        whole = regressor()
+        return keras.Model(whole.inputs, ops.sum(whole.output, -1))
+
+    x, y, total = normal(ROWS, 4), normal(ROWS), losses.MeanSquaredError(reduction="sum")
+    assert_alike(run(built(), total, x, y, **settings), run(built(), total, x, y))
+    with pytest.raises(ValueError, match=r"cannot be put together from its parts.*loss=mse"):
+        run(built(), "mse", x, y, np.linspace(0, 1, ROWS), **settings)
 
 
 def test_masks_that_weights_decide_on_are_refused():

@@ -378,6 +378,11 @@ def loss_of(identifier: Any, y: Any, outputs: Any) -> keras.losses.Loss:
     return get_loss(identifier, y, outputs)
 
 
+def axis_of(loss: Any) -> Any:
+    """The axis along which one of Keras' losses looks at entries, where it was given one; not all configs have it."""
+    return getattr(loss, "_fn_kwargs", {}).get("axis", -1)
+
+
 def has_metrics(model: keras.Model) -> bool:
     """Whether ``compile`` was given metrics beside the loss."""
     return model._compile_metrics is not None

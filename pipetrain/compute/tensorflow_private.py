@@ -127,7 +127,8 @@ class WatchedVariable(ResourceVariable):
 
     @property
     def _handle(self) -> Any:
-        vars(self)["told_of_use"](self)
+        if told := vars(self).get("told_of_use"):  # none if another thread has just ended the watch
+            told(self)
         return vars(self)["_handle"]
 
 

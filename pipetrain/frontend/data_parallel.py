@@ -151,7 +151,7 @@ class DataParallelStrategy:
         self._owner, self.optimizer = owner, owner.optimizer
         self._check_own()
         self._mirroring.forget(self.model.variables)  # another optimizer's slots, and metrics
-        self._loss = DeviceLoss(loss, self._devices, self._keeps_statistics())
+        self._loss = DeviceLoss(loss, self._devices, self.model.outputs, self._keeps_statistics())
         map_losses(owner, self._loss.changed)
 
     def _check_own(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -32,24 +32,25 @@ class DeviceLoss:
     Args:
         loss: as ``compile`` was given it.
         devices: how many there are.
+        outputs: the model's.
         keeps_statistics: whether some layer keeps statistics of its rows, and cannot do without rows.
 
     Raises ValueError for losses that cannot be put together from the devices'.
     """
 
-    def __init__(self, loss: Any, devices: int, keeps_statistics: bool) -> None:
+    def __init__(self, loss: Any, devices: int, outputs: Sequence[Any], keeps_statistics: bool) -> None:
         self._devices, self._keeps_statistics = devices, keeps_statistics
         self._loss = loss
         for each in keras.tree.flatten(loss) if devices > 1 else ():
             _check(each)
-        self._ways = ways(loss, devices)
+        self._ways = ways(loss, devices, outputs)
         if self._ways == ["divided"] and devices > 1:
             raise ValueError(
                 "What this loss is divided by, no device knows: the labels that are not ignored, the sum of the sample "
                 "weights, or the rows for some outputs and nothing for others. Received: scheme='data-parallel', "
                 f"loss={named(loss)}. Try scheme='all-reduce'."
             )
-        self._is_tried = devices == 1 or is_known(loss)
+        self._is_tried = devices == 1 or is_known(loss, outputs)
         self._tries = False
 
     def measure(self, compiled: Callable[..., Any], y: Any, sample_weight: Any, outputs: Any) -> None:
@@ -76,9 +77,10 @@ class DeviceLoss:
         """The loss to minimise in place of this one."""
         if self._devices == 1:
             return loss
+        loss = loss() if inspect.isclass(loss) else loss  # as Keras does
         if isinstance(loss, keras.losses.Loss):
             return _Changed(loss, self._as_mean)
-        if inspect.isfunction(loss):
+        if callable(loss):
 
             @functools.wraps(loss)
             def of_part(y_true: Any, y_pred: Any) -> Any:
@@ -109,7 +111,7 @@ class DeviceLoss:
         rows, one_number = tf.shape(keras.tree.flatten(y_pred)[0])[0], len(values.shape) == 0
         if one_number:
             values = tf.fill([rows], values)
-        if is_sum or (one_number and self._ways[0] == "sum"):
+        if self._ways[0] == "sum" if one_number else is_sum:
             entries = 1 if one_number else tf.size(values)
             parts = tf.math.divide_no_nan(tf.cast(entries * _of_all(rows), values.dtype), tf.cast(rows, values.dtype))
             values *= parts

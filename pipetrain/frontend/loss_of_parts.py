@@ -34,10 +34,11 @@ class LossOfParts:
 
     def __init__(self, loss: Any, parts: int, metrics: TrackedMetrics, model: keras.Model) -> None:
         self._loss, self._parts, self._metrics = loss, parts, metrics
-        self._is_tried = parts == 1 or is_known(loss)
-        self._masks = masks_from_inputs(model) if parts > 1 and is_known(loss) else None
+        known = is_known(loss, model.outputs)
+        self._is_tried = parts == 1 or known
+        self._masks = masks_from_inputs(model) if parts > 1 and known else None
         self._masked = are_masked(model) if self._masks else []
-        self._ways: list[Way] = ways(loss, parts, self._masks is not None)
+        self._ways: list[Way] = ways(loss, parts, model.outputs, self._masks is not None)
         self._divided = metrics.divide(loss) if self._ways == ["divided"] else None
         self.weigh: Weigh | None = self._weighed if self._divided else None
 

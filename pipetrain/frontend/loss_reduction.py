@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import keras
+
+from pipetrain.compute.keras_private import axis_of
 
 # A minibatch's loss is the mean of its parts', weighted by their rows; or their sum; or the sum of what they have of
 # it when each is told by what all of it is divided.
@@ -16,12 +19,12 @@ HINGES = ("Hinge", "SquaredHinge", "hinge", "squared_hinge")  # which take 0 for
 BY_LABELS = ("crossentropy", "ce")  # names by which Keras takes the one that fits the labels
 
 
-def ways(loss: Any, parts: int, are_masked: bool = False) -> list[Way]:
+def ways(loss: Any, parts: int, outputs: Sequence[Any], are_masked: bool = False) -> list[Way]:
     """How the loss of several parts of a minibatch may be put together: one way, or several of which a trial tells.
 
     What is not reduced is summed where gradients start from it, as in Keras. Raises ValueError for losses of which some
-    are reduced and others are not, where a minibatch has several parts. ``are_masked``: whether outputs have masks that
-    are known beforehand.
+    are reduced and others are not, where a minibatch has several parts. ``outputs`` are the model's; ``are_masked``:
+    whether they have masks that are known beforehand.
     """
     losses = [_resolved(each) for each in keras.tree.flatten(loss) if each is not None]
     reductions = {_reduction(each) for each in losses}
@@ -40,7 +43,7 @@ def ways(loss: Any, parts: int, are_masked: bool = False) -> list[Way]:
     divided = are_masked or any(ignored_class(each) is not None for each in losses)
     if parts > 1 and divided and reductions - {"none", "sum"}:
         found = ["divided"]
-    if parts > 1 and found != ["divided"] and not is_known(loss):
+    if parts > 1 and found != ["divided"] and not is_known(loss, outputs):
         others: list[Way] = ["mean", "sum"]
         found += [each for each in others if each not in found]
     return found
@@ -67,9 +70,13 @@ def ignored_class(loss: Any) -> int | None:
     return loss.ignore_class if isinstance(loss, keras.losses.SparseCategoricalCrossentropy) else None
 
 
-def is_known(loss: Any) -> bool:
-    """Whether all are losses of Keras' that look at one row at a time; of others only a trial tells."""
-    return all(each is None or _goes_by_rows(_resolved(each)) for each in keras.tree.flatten(loss))
+def is_known(loss: Any, outputs: Sequence[Any]) -> bool:
+    """Whether all are losses of Keras' that look at one row at a time; of others only a trial tells.
+
+    Of an output with a number for each row, and no more dimensions, they take the mean of all rows.
+    """
+    by_rows = all(each is None or _goes_by_rows(_resolved(each)) for each in keras.tree.flatten(loss))
+    return by_rows and all(len(each.shape) > 1 for each in outputs)
 
 
 def hinges(loss: Any) -> list[bool]:
@@ -79,7 +86,8 @@ def hinges(loss: Any) -> list[bool]:
 
 def _goes_by_rows(loss: Any) -> bool:
     name, own = _name(loss), type(loss) if isinstance(loss, keras.losses.Loss) else loss
-    return name not in WHOLE_BATCH and (loss in BY_LABELS or getattr(keras.losses, name, None) is own)
+    is_own = loss in BY_LABELS or getattr(keras.losses, name, None) is own
+    return is_own and name not in WHOLE_BATCH and axis_of(loss) == -1
 
 
 def _name(loss: Any) -> str:

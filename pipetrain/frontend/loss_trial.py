@@ -52,7 +52,8 @@ def found_way(
     """The first way by which the losses of unequal parts give that of the whole, whatever labels there are.
 
     They are tried on the first minibatch's labels and on odd ones: padded by other numbers of entries in each row, not
-    known, of one class, and with all numbers that the loss compares something with, each for outputs drawn at random.
+    known, of one class, and with all numbers that the loss compares something with, each for outputs drawn at random,
+    like probabilities, and once like logits.
 
     Args:
         ways: those that may be.
@@ -126,6 +127,7 @@ def _draws(base: Draw, compared: Iterable[float]) -> Iterator[Draw]:
     for value in dict.fromkeys([*SPECIAL, *ends, *compared]):
         yield _with(base, rng, partial(_replaced, value, rng))
     yield _with(base, rng, lambda each: tf.gather(each, _uneven(each, rng)))
+    yield base._replace(outputs=[_normal(each, rng) for each in base.outputs])  # logits
     yield _with(base, rng, lambda each: each if each.dtype.is_integer else _normal(each, rng))
 
 
