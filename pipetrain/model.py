@@ -288,8 +288,9 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
         jit_compile = arguments.get("jit_compile", "auto")
         check_jit_compile(jit_compile)
         self.compiled, self._compile_again = False, partial(self.compile_with, **arguments)  # where Keras does not look
-        strategy = self._strategy
-        optimizer = keras.optimizers.get(arguments.pop("optimizer", "rmsprop"))  # in no strategy's scope
+        strategy, optimizer = self._strategy, arguments.pop("optimizer", "rmsprop")
+        if optimizer is not None:
+            optimizer = keras.optimizers.get(optimizer)  # made in no strategy's scope
         with strategy.distribution.scope():
             optimizer, settings = strategy.keras_arguments(optimizer, arguments)
             super().compile(optimizer=optimizer, **settings)
