@@ -90,16 +90,16 @@ def _ordered(model: keras.Model, input_shapes: Any) -> list[tf.TensorShape]:
     if input_shapes is None:
         return [tf.TensorShape(None)] * len(model.inputs)
     shapes = _leaves(input_shapes)
-    if isinstance(shapes, dict):
-        structure = structure_of(model)
-        keys = list(structure if isinstance(structure, dict) else [symbol.name for symbol in model.inputs])
-        if unknown := [key for key in shapes if key not in keys]:
-            raise ValueError(
-                f"The model has no such inputs: {unknown}. Received: input_shapes={input_shapes!r}. "
-                f"Try input_shapes={_example(model)}."
-            )
-        shapes = {key: shapes.get(key, tf.TensorShape(None)) for key in keys}
-    return in_order(shapes, model)
+    if not isinstance(shapes, dict):
+        return list(keras.tree.flatten(shapes))
+    structure = structure_of(model)
+    keys = list(structure if isinstance(structure, dict) else [symbol.name for symbol in model.inputs])
+    if unknown := [key for key in shapes if key not in keys]:
+        raise ValueError(
+            f"The model has no such inputs: {unknown}. Received: input_shapes={input_shapes!r}. "
+            f"Try input_shapes={_example(model)}."
+        )
+    return in_order({key: shapes.get(key, tf.TensorShape(None)) for key in keys}, model)
 
 
 def _leaves(value: Any) -> Any:
