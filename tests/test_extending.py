@@ -33,7 +33,8 @@ PROFILE = Profile("chain", 12, BLOCKS)
 
 @pytest.mark.parametrize("name", ["own_policy.py", "own_schedule.py"])
 def test_each_takes_at_most_thirty_lines(name):
-    assert len((EXAMPLES / name).read_text(encoding="utf-8").splitlines()) <= 30
+    own, _, _ = (EXAMPLES / name).read_text(encoding="utf-8").partition("\nif __name__ ==")  # what follows prints it
+    assert len(own.splitlines()) <= 30
 
 
 class HalfWayCopy(reference.Copy):
