@@ -83,10 +83,12 @@ def test_optimizers_without_a_formula_train(kind, options):
         assert (before != after).any()
 
 
-def test_compile_makes_momentum_longer_and_says_so(capsys):
+def test_compile_makes_momentum_longer_and_fit_says_so(capsys):
     """``1.6 / (1 + 3/2)`` with four stages and two microbatches; the compiled optimizer stays as it is."""
     pm = trained()
     factor = 1.6 / 2.5
+    assert capsys.readouterr().out == ""
+    networks.fit(pm, *networks.data(32), batch_size=16, verbose=2)
     said = capsys.readouterr().out
     assert "SGD's momentum=0.9 becomes 0.936, and its learning rate is multiplied by 0.64." in said
     assert (pm.optimizer.momentum, pm.optimizer.weight_decay) == (0.9, 0.1)
@@ -113,7 +115,8 @@ def test_compile_makes_momentum_longer_and_says_so(capsys):
     ],
 )
 def test_what_is_made_longer(make, options, said, capsys):
-    networks.pipeline(optimizer=make(), **{"horizon": "target", "microbatches": 1, **options})
+    pm = networks.pipeline(optimizer=make(), **{"horizon": "target", "microbatches": 1, **options})
+    networks.fit(pm, *networks.data(32), batch_size=16, verbose=2)
     assert said in (out := capsys.readouterr().out)
     assert bool(said) == ("stretch_momentum" in out)
 
