@@ -191,6 +191,7 @@ if __name__ == "__main__":
     with tf.device(devices[0]):
         for _ in range(20):
             tf.print("x" * 10000, output_stream=sys.stdout)
+        float(tf.identity(1.0))  # a worker runs its operations in order: all is printed
     with open(sys.argv[1], "w") as file:
         json.dump({"worker": workers.processes[0].pid, "child": child}, file)
     os.kill(os.getpid(), 9)

@@ -110,7 +110,7 @@ def test_pytorch_s_own_schedules_are_read_validated_and_simulated(devices, micro
     + networks.combinations([8], [16], [*READ], default=[]),
 )
 def test_they_train_as_plain_keras(devices, microbatches, name, files):
-    """Every action of an epoch's four minibatches, of which the last is short, is executed by the device of its row."""
+    """Every action of two epochs of four minibatches, the last short, is executed by the device of its row."""
     file = files(devices, microbatches) / f"{name}.csv"
     read = scheme_of(file)
     stages, rows = stages_of(read), 65
@@ -120,6 +120,6 @@ def test_they_train_as_plain_keras(devices, microbatches, name, files):
     )
     assert_as(*plain_mlp(stages, rows), pm, trained(pm, networks.data(rows)))
     spans, place = pm.trace.spans, read.schedule.place
-    expected = {action for order in orders(read.schedule.order, devices, 4, microbatches) for action in order}
+    expected = {action for order in orders(read.schedule.order, devices, 8, microbatches) for action in order}
     assert {Action(*span[:3]) for span in spans} == expected
     assert all(int(span.device[-1]) == place(span.stage, devices) % LOGICAL_CPUS for span in spans)

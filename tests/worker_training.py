@@ -87,7 +87,7 @@ def trained(case: str, workers: int, devices: list[str]) -> tuple[list, dict]:
     if case.endswith("/resumed"):
         return resumed(pipeline, x, y)
     pm = pipeline()
-    said = dict(networks.fit(pm, x, y, batch_size=BATCH, epochs=2).history)
+    said = networks.without_figures(networks.fit(pm, x, y, batch_size=BATCH, epochs=2).history)
     said["evaluate"] = pm.evaluate(x, y, batch_size=40, verbose=0)
     said["predict"] = pm.predict(x, batch_size=40, verbose=0).tolist()
     return pm.get_weights(), said
@@ -115,7 +115,7 @@ def resumed(pipeline: Callable[[], pipetrain.PipelineModel], x: np.ndarray, y: n
                 history = networks.fit(pm, x, y, batch_size=BATCH, epochs=2, callbacks=used)
         assert used[0].resumed_at == 3 and kept
         saved = keras.models.load_model(f"{directory}/model.keras")
-    return [*pm.get_weights(), *saved.get_weights(), *kept], history.history
+    return [*pm.get_weights(), *saved.get_weights(), *kept], networks.without_figures(history.history)
 
 
 def difference(a: object, b: object) -> float:
