@@ -447,11 +447,11 @@ COMPUTE = [
         "A profile says what crosses a cut after each block.",
     ),
     Fault(
-        "grouped-convolutions",
+        "steps-of-a-recurrent-layer",
         "pipetrain/compute/profiling/operation_count.py",
-        "filters // layer.groups",
-        "filters",
-        "The operations of a convolution in groups are counted for each group's own channels.",
+        "each._replace(times=steps)]",
+        "each]",
+        "The operations of a recurrent layer are counted for each of its steps.",
     ),
 ]
 
@@ -551,11 +551,11 @@ FRONTEND = [
         "As many checkpoints are kept as were asked for.",
     ),
     Fault(
-        "rate-of-the-epoch",
+        "rate-of-what-is-resumed",
         "pipetrain/checkpoint/session.py",
-        'self._owner.optimizer.learning_rate = about["epoch_rate"]',
-        'self._owner.optimizer.learning_rate = about["begun_rate"]',
-        "Training that is resumed has the learning rate that callbacks had set.",
+        'about["begun_rate"] == self._begun_rate:',
+        'about["begun_rate"] != self._begun_rate:',
+        "Training that is resumed has the learning rate that callbacks had set, unless the user has set another.",
     ),
     Fault(
         "loss-weighed-by-rows",
