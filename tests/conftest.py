@@ -1,4 +1,4 @@
-"""Four logical CPU devices for every test, and networks and data to train on."""
+"""Six logical CPU devices for every test that trains; ``tests/unit`` runs without TensorFlow."""
 
 from __future__ import annotations
 
@@ -6,39 +6,42 @@ import gc
 import os
 import sys
 import threading
+from functools import cache
 from pathlib import Path
 
+import pytest
+
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+UNIT = Path(__file__).parent / "unit"
+GPU_MIB = 2048  # of each logical GPU
 
 # A tenth of all tests' time went into looking for garbage among the modules, which stay, and among graphs being traced.
 gc.set_threshold(50_000, 10, 10)
 
-import pytest  # noqa: E402
 
-import pipetrain  # noqa: E402
-from pipetrain.compute.profiling import block_timing  # noqa: E402
-
-pipetrain.set_cpu_devices(6)
-gc.freeze()
-
-GPU_MIB = 2048  # of each logical GPU
+def pytest_collectstart(collector):
+    if isinstance(collector, pytest.Module) and UNIT not in collector.path.parents:
+        start_tensorflow(collector.config.option.markexpr == "gpu")
 
 
-def pytest_configure(config):
-    """With ``-m gpu``, the first card is four logical devices; before TensorFlow starts, or never.
+@cache
+def start_tensorflow(on_gpus):
+    """Make the logical devices, before any test's module makes a tensor.
 
-    XLA then makes no kernels for GPUs that add in any order.
+    With ``-m gpu``, the first card is four logical devices, and XLA makes no kernels for it that add in any order.
     """
-    if config.option.markexpr != "gpu":
-        return
-    import tensorflow as tf
+    import pipetrain
+    from pipetrain.compute.profiling import block_timing  # noqa: F401
 
-    os.environ.setdefault("XLA_FLAGS", "--xla_gpu_deterministic_ops=true")
-    if cards := tf.config.list_physical_devices("GPU"):
-        parts = [tf.config.LogicalDeviceConfiguration(memory_limit=GPU_MIB)] * 4
-        tf.config.set_logical_device_configuration(cards[0], parts)
+    pipetrain.set_cpu_devices(6)
+    if on_gpus:
+        import tensorflow as tf
+
+        os.environ.setdefault("XLA_FLAGS", "--xla_gpu_deterministic_ops=true")
+        if cards := tf.config.list_physical_devices("GPU"):
+            parts = [tf.config.LogicalDeviceConfiguration(memory_limit=GPU_MIB)] * 4
+            tf.config.set_logical_device_configuration(cards[0], parts)
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +63,7 @@ def own_cache(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def rough_profiles(request, monkeypatch):
     """Few walks decide where a test's model is cut, on a machine that the tests keep busy; not where ``measures``."""
-    if request.node.get_closest_marker("measures") is None:
+    block_timing = sys.modules.get("pipetrain.compute.profiling.block_timing")
+    if block_timing and request.node.get_closest_marker("measures") is None:
         monkeypatch.setattr(block_timing, "MEASURE_S", 0.01)
         monkeypatch.setattr(block_timing, "AT_MOST_S", 0.1)

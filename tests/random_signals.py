@@ -21,7 +21,7 @@ if __name__ == "__main__":
 
 import keras  # noqa: E402
 import tensorflow as tf  # noqa: E402
-from test_interrupts import METHODS, assert_trains_as_undisturbed, assert_whole, pipeline, trained  # noqa: E402
+from interruption import METHODS, assert_trains_as_undisturbed, assert_whole, pipeline, trained  # noqa: E402
 
 TIMES = 30
 

@@ -12,16 +12,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import checkpointed
 import keras
 import networks
 import numpy as np
 import pytest
 import reference
 import tensorflow as tf
-import test_checkpoint
+from against_reference import ASYNCHRONOUS, BATCH, LATER, PREDICTED, compare, constantly, plain_keras
+from compiled_models import inputs, made
 from tensorflow.python.framework import config
-from test_compiled import inputs, made
-from test_semantics import ASYNCHRONOUS, BATCH, LATER, PREDICTED, compare, constantly, plain_keras
 
 import pipetrain
 from pipetrain.compute.profiling.profiler import profile
@@ -228,10 +228,10 @@ def test_evaluate_and_predict_equal_plain_keras(scheme, jit_compile):
 def test_stopped_and_resumed_is_bitwise_as_never_stopped(scheme, tmp_path):
     stages = {} if scheme == "data-parallel" else {"stages": 3}
     settings = {"scheme": scheme, "devices": DEVICES[: 2 if scheme == "data-parallel" else 3], **stages}
-    whole, _ = test_checkpoint.run(tmp_path / "whole", **settings)
-    _, stopped = test_checkpoint.run(tmp_path / "cut", stop_after=15, **settings)
+    whole, _ = checkpointed.run(tmp_path / "whole", **settings)
+    _, stopped = checkpointed.run(tmp_path / "cut", stop_after=15, **settings)
     assert stopped is None
-    again, _ = test_checkpoint.run(tmp_path / "cut", **settings)
+    again, _ = checkpointed.run(tmp_path / "cut", **settings)
     networks.assert_equal(again.get_weights(), whole.get_weights())
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 from hypothesis import strategies as st
 
-from pipetrain.compute.functions.split import size_bytes, specs
 from pipetrain.schemes.transfers.plan import Pack, Phase, Plan
 from pipetrain.schemes.transfers.workload import Layer, Message, Workload
 
@@ -27,7 +29,7 @@ def workloads(draw, most=8):
 
 def late_plan(model, late=4, window=1):
     """For an all-reduce: a pack for each variable, some in the next forward; one of them in chunks."""
-    sizes = list(map(size_bytes, specs(model.trainable_variables)))
+    sizes = [np.dtype(each.dtype).itemsize * math.prod(each.shape) for each in model.trainable_variables]
     packs = [Pack((n,), size) for n, size in enumerate(sizes)]
     chunks = [Pack((2,), sizes[2] // 2, k, 2) for k in range(2)]
     return Plan(Phase(), Phase(tuple(packs[: late - 1 : -1]), window), Phase((*packs[:2], *chunks, *packs[3:late])))

@@ -81,7 +81,26 @@ def given(options: argparse.Namespace, names: Sequence[str], check: Callable[[st
     for scheme in schemes:
         check(scheme)
     check_horizon(schemes, options.horizon)
-    cluster = Cluster.load(options.cluster) if options.cluster else None
+    of_file = Cluster.load(options.cluster) if options.cluster else None
+    measured, here = on_this_machine(options)
+    cluster = of_file or here
+    if options.memory is not None:
+        cluster = replace(cluster, memory_bytes=options.memory)
+    pipelines = [each for each in schemes if isinstance(each, Scheme) or each in table.PIPELINES]
+    trained = pipelines[0] if len(schemes) == len(pipelines) == 1 else "spectrain"
+    microbatches = options.microbatches or microbatches_of(trained) or MICROBATCHES
+    gathers = options.slots != 1  # SGD with momentum alone uses each gradient at once
+    training = Training(trained, options.slots, microbatches, options.recompute, options.horizon, gathers)
+    counts = [pieces_to_measure(training.under(each), options.devices) for each in pipelines]
+    if table.AUTO in schemes:
+        counts = [options.devices]
+    pieces = min(max(counts, default=1), options.batch_size)
+    of_microbatches = measured(pieces) if pieces > 1 else None
+    return Given(measured(1), cluster, training, of_microbatches, schemes)
+
+
+def on_this_machine(options: argparse.Namespace) -> tuple[Callable[[int], Profile], Cluster]:
+    """What profiles the model with minibatches in as many pieces as it is given, and how devices are joined here."""
     start_tensorflow(options.devices)
     import keras
 
@@ -89,22 +108,13 @@ def given(options: argparse.Namespace, names: Sequence[str], check: Callable[[st
     from pipetrain.frontend.device_choice import available, described
 
     device = available()[0]
-    cluster = cluster or described([device])
-    if options.memory is not None:
-        cluster = replace(cluster, memory_bytes=options.memory)
     model = keras.saving.load_model(options.model, compile=False)
-    pipelines = [each for each in schemes if isinstance(each, Scheme) or each in table.PIPELINES]
-    trained = pipelines[0] if len(schemes) == len(pipelines) == 1 else "spectrain"
-    microbatches = options.microbatches or microbatches_of(trained) or MICROBATCHES
-    gathers = options.slots != 1  # SGD with momentum alone uses each gradient at once
-    training = Training(trained, options.slots, microbatches, options.recompute, options.horizon, gathers)
-    about = model, options.batch_size, device, sys.stdout.isatty(), input_shapes(options.input_shape)
-    counts = [pieces_to_measure(training.under(each), options.devices) for each in pipelines]
-    if table.AUTO in schemes:
-        counts = [options.devices]
-    pieces = min(max(counts, default=1), options.batch_size)
-    of_microbatches = profile(*about, pieces, options.budget) if pieces > 1 else None
-    return Given(profile(*about, 1, options.budget), cluster, training, of_microbatches, schemes)
+    shapes = input_shapes(options.input_shape)
+
+    def measured(pieces: int) -> Profile:
+        return profile(model, options.batch_size, device, sys.stdout.isatty(), shapes, pieces, options.budget)
+
+    return measured, described([device])
 
 
 def add_common(command: argparse.ArgumentParser) -> None:

@@ -1,0 +1,54 @@
+"""Training that keeps checkpoints, stopped and resumed."""
+
+from __future__ import annotations
+
+import keras
+import networks
+
+from pipetrain.callbacks import PipelineCheckpoint
+
+BATCH, STEPS = 8, 10
+
+
+L = keras.layers
+
+
+class Stop(keras.callbacks.Callback):
+    """Ends training with an exception after so many steps."""
+
+    def __init__(self, after):
+        super().__init__()
+        self._left = after
+
+    def on_train_batch_end(self, batch, logs=None):
+        self._left -= 1
+        if self._left == 0:
+            raise InterruptedError
+
+
+def model():
+    layers = [L.Dense(8, "tanh"), L.Dropout(0.2, seed=1), L.BatchNormalization(), L.Dense(8, "tanh")]
+    return keras.Sequential([keras.Input((networks.FEATURES,)), *layers, L.Dense(networks.CLASSES)])
+
+
+def pipeline(optimizer=None, **settings):
+    keras.utils.set_random_seed(0)
+    cut = {} if "devices" in settings else {"stages": 3}
+    return networks.pipeline(model(), optimizer, **{**cut, **settings})
+
+
+def arrays():
+    x, y = networks.data(BATCH * STEPS)
+    return {"x": x, "y": y, "batch_size": BATCH}
+
+
+def run(directory, stop_after=None, data=arrays, callbacks=(), every_steps=4, **settings):
+    """Three epochs; the model and its History, which is None if it was stopped."""
+    pm = pipeline(**settings)
+    more = [Stop(stop_after)] if stop_after else []
+    saving = PipelineCheckpoint(directory, every_steps=every_steps)
+    try:
+        history = pm.fit(**data(), epochs=3, verbose=0, callbacks=[*callbacks, saving, *more]).history
+    except InterruptedError:
+        return pm, None
+    return pm, history

@@ -1,0 +1,87 @@
+"""Layers that assign to their own trained weights while they run, as SpectralNormalization does."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import keras
+import networks
+import numpy as np
+import parameters
+import pytest
+
+import pipetrain
+
+L = keras.layers
+ROWS = 12
+
+
+def normalized():
+    """Dense, convolutional and regularized layers whose kernels are divided by their largest singular value."""
+    keras.utils.set_random_seed(0)
+    x = inputs = keras.Input((6, 4))
+    x = L.SpectralNormalization(L.Dense(5), name="dense")(x)
+    x = L.SpectralNormalization(L.Conv1D(6, 3, activation="tanh"), power_iterations=2, name="conv")(x)
+    x = L.SpectralNormalization(L.Dense(5, "tanh", kernel_regularizer="l2"), name="regular")(L.Flatten()(x))
+    return keras.Model(inputs, L.Dense(3, name="last")(x))
+
+
+class Decaying(L.Dense):
+    """A layer that reads its kernel, and in training leaves half of it."""
+
+    def call(self, inputs, training=False):
+        outputs = super().call(inputs, training=training)
+        if training:
+            self.kernel.assign(self.kernel * 0.5)
+        return outputs + keras.ops.matmul(inputs, self.kernel)
+
+
+def decaying():
+    keras.utils.set_random_seed(0)
+    x = inputs = keras.Input((6, 4))
+    x = Decaying(5, name="dense")(L.Dense(4, "tanh")(x))
+    x = L.Conv1D(3, 3, activation="tanh", name="conv")(x)
+    return keras.Model(inputs, L.Dense(3, name="last")(L.Flatten(name="regular")(x)))
+
+
+MODELS = {"spectral": normalized, "decaying": decaying}
+
+
+def trained(model, jit_compile=False, **settings):
+    """The weights, the losses of two epochs and of an evaluation."""
+    fitted = pipetrain.PipelineModel(model, **settings) if settings else model
+    fitted.compile(keras.optimizers.Adam(0.01), "mse", jit_compile=jit_compile)
+    x, y = networks.normal(5 * ROWS, 6, 4), networks.normal(5 * ROWS, 3)
+    history = fitted.fit(x, y, batch_size=ROWS, shuffle=False, verbose=0, epochs=2).history
+    return [*model.get_weights(), np.array([*history["loss"], fitted.evaluate(x, y, batch_size=ROWS, verbose=0)])]
+
+
+@cache
+def of_plain_keras(name):
+    return trained(MODELS[name]())
+
+
+WAYS = [
+    {"scheme": "1f1b", "microbatches": 1, "cuts": ("dense", "conv")},
+    {"scheme": "gpipe", "microbatches": 1, "cuts": ("conv",), "recompute": True},
+    {"scheme": "1f1b", "microbatches": 1, "cuts": ("conv",), "replicas": (2, 1)},
+    {"scheme": "1f1b", "microbatches": 1, "cuts": ("dense",), "jit_compile": True},
+    {"scheme": "single"},
+    {"scheme": "data-parallel", "devices": ("CPU:0", "CPU:1")},
+]
+OFTEN = [("spectral", WAYS[0]), ("decaying", WAYS[1]), ("spectral", WAYS[2]), ("decaying", WAYS[5])]
+
+
+@pytest.mark.parametrize(("name", "settings"), parameters.combinations(list(MODELS), WAYS, default=OFTEN))
+def test_synchronous_schemes_train_as_plain_keras(name, settings):
+    networks.assert_close(trained(MODELS[name](), **settings), of_plain_keras(name))
+
+
+def test_each_microbatch_assigns():
+    """The kernel is halved once for each; with a learning rate of nothing nothing else changes it."""
+    model = decaying()
+    kernel = model.get_layer("dense").kernel.numpy()
+    pm = pipetrain.PipelineModel(model, scheme="1f1b", microbatches=4, cuts=("conv",))
+    pm.compile(keras.optimizers.SGD(0.0), "mse")
+    pm.fit(networks.normal(ROWS, 6, 4), networks.normal(ROWS, 3), batch_size=ROWS, verbose=0)
+    np.testing.assert_array_equal(model.get_layer("dense").kernel.numpy(), kernel / 16)

@@ -1,0 +1,54 @@
+"""What the documentation's build takes: it is strict, and shows docstrings."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import pydoc
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+ENTRY = re.compile(r"^    (\S[^:]*):", re.MULTILINE)  # of a docstring's part, the name that is described
+
+
+def described(node):
+    """The names that the docstring's part Args describes."""
+    text = ast.get_docstring(node) or ""
+    part = re.search(r"^Args:\n((?:    .*\n?|\n)*)", text, re.MULTILINE)
+    return ENTRY.findall(part[1]) if part else []
+
+
+def taken(node):
+    """The names that a function, or a class by its ``__init__`` or its fields, takes; None where it inherits them."""
+    if isinstance(node, ast.FunctionDef):
+        given = node.args
+        names = {each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)}
+        return names | {each.arg for each in (given.vararg, given.kwarg) if each}
+    made = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
+    fields = {each.target.id for each in node.body if isinstance(each, ast.AnnAssign)}
+    return taken(made[0]) if made else fields or None
+
+
+def shown():
+    """The files whose docstrings the reference shows."""
+    names = re.findall(r"^::: (\S+)", (ROOT / "docs" / "reference.md").read_text(encoding="utf-8"), re.MULTILINE)
+    return sorted({Path(inspect.getsourcefile(pydoc.locate(name))) for name in names})
+
+
+def test_every_argument_is_described_by_itself():
+    """One that is not in the signature is a warning of the build, which then fails."""
+    wrong = []
+    for path in shown():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and (names := described(node)):
+                known = taken(node)
+                wrong += [f"{path.name}: {node.name}: {name}" for name in names if known and name not in known]
+    assert not wrong
+
+
+def test_the_build_is_strict():
+    """With -q mkdocs counts no warnings."""
+    (line,) = [line for line in (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines() if "mkdocs" in line]
+    options = line.partition("#")[0].split()
+    assert "--strict" in options and not {"-q", "--quiet"} & {*options}

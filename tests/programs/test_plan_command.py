@@ -1,0 +1,31 @@
+"""``python -m pipetrain plan`` on a saved model."""
+
+from __future__ import annotations
+
+import re
+
+import keras
+import pytest
+
+from pipetrain.cli import main as command_line
+
+
+def test_plan_on_the_command_line(tmp_path, capsys):
+    layers = [keras.Input((16,)), *(keras.layers.Dense(64, activation="relu", name=f"d{n}") for n in range(4))]
+    keras.Sequential(layers, name="mlp").save(tmp_path / "m.keras")
+    common = ["plan", str(tmp_path / "m.keras"), "--batch-size", "16"]
+    assert command_line.main([*common, "--devices", "6"]) == 0
+    out = capsys.readouterr().out
+    assert all(word in out for word in ("way to train", "hybrid", "Recommended:"))  # a cut only if that is recommended
+    assert command_line.main([*common, "--devices", "6", "--memory", "20KiB"]) == 2
+    assert "No cut of 'mlp' fits" in capsys.readouterr().err
+    assert command_line.main([*common, "--devices", "6", "--scheme", "zb-h1"]) == 0
+    assert re.search(r"as set: zb-h1 .*Recommended of these: scheme='", capsys.readouterr().out, re.DOTALL)
+    assert command_line.main([*common, "--devices", "6", "--scheme", "auto", "--staleness", "predicted"]) == 0
+    out = capsys.readouterr().out
+    assert "Taken: scheme=" in out and "horizon target" in out and "Recommended" not in out
+    assert command_line.main(["plan", str(tmp_path / "none.keras"), "--devices", "6"]) == 2
+    assert "none.keras" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        command_line.main([*common, "--devices", "0"])
+    assert "'0' is not a number from 1 up" in capsys.readouterr().err
