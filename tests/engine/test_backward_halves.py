@@ -36,6 +36,7 @@ BY_DEFAULT = [
 CLIPPED = [("zb-h1", False), ("zb-v", True)]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("scheme", "devices", "microbatches"),
     parameters.combinations(
@@ -122,12 +123,14 @@ OPTIMIZERS = {
 GATHERED = [("zb-h1", "accumulation"), ("zb-v", "clipnorm")]  # shared weights have the norm of all gradients
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("scheme", "name"), parameters.combinations(["zb-h1", "zb-v"], [*MODELS]))
 def test_layers_of_all_kinds(scheme, name):
     make, data = MODELS[name]
     compare(make, scheme, 2, data(), microbatches=3)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("scheme", "name"), parameters.combinations(["zb-h1", "zb-v"], [*OPTIMIZERS], default=GATHERED)
 )
@@ -135,6 +138,7 @@ def test_optimizers_that_gather_gradients(scheme, name):
     compare(networks.mlp, scheme, 2, networks.data(110), optimizer=OPTIMIZERS[name], microbatches=4)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("make", parameters.by_default([recurrent, convolutional], convolutional))
 def test_stages_that_xla_compiles(make, recwarn):
     data = networks.data(50) if make is recurrent else rows_of((8, 8, 3))
@@ -142,6 +146,7 @@ def test_stages_that_xla_compiles(make, recwarn):
     assert not [each for each in recwarn if "XLA cannot" in str(each.message)]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("settings", [{"recompute": True}, {"replicas": (2, 1)}], ids=str)
 def test_recomputation_and_replicas(settings):
     devices = 3 if "replicas" in settings else 2
@@ -155,6 +160,7 @@ def test_recomputation_and_replicas(settings):
     networks.assert_close(pm.get_weights(), single.get_weights())
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("scheme", "clipped"), parameters.combinations([*SCHEDULED], [False, True], default=CLIPPED))
 def test_shared_weights(scheme, clipped):
     """Copies of a weight may be on one device, of which either stage may be done with a minibatch first."""
@@ -167,6 +173,7 @@ def test_shared_weights(scheme, clipped):
     compare(networks.tied_autoencoder, scheme, 2, data, optimizer=optimizer, microbatches=3)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", parameters.by_default([*SCHEDULED, "interleaved/3", "looped-bfs/3"], "zb-v"))
 def test_the_same_seed_gives_the_same_weights_whatever_the_timing(scheme, monkeypatch):
     pm, results = pipelined(networks.mlp(depth=8), scheme, 2, microbatches=4), []
@@ -182,6 +189,7 @@ def test_the_same_seed_gives_the_same_weights_whatever_the_timing(scheme, monkey
     networks.assert_equal(results[0][1], results[1][1])
 
 
+@pytest.mark.wide
 def test_a_schedule_of_a_file_trains(tmp_path, monkeypatch):
     file = tmp_path / "mine.csv"
     file.write_text(written(replay(orders(SCHEDULED["v-half"].schedule.order, 2, 1, 3))), encoding="utf-8")

@@ -100,6 +100,7 @@ def test_layers_whose_outputs_belong_together_are_not_divided(layer):
     assert wide_layers(Chain(keras.Model(x, layer(x))).blocks) == []
 
 
+@pytest.mark.wide
 def test_the_command_prints_the_table(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("pipetrain.cli.given.start_tensorflow", lambda devices: None)
     networks.small().save(tmp_path / "m.keras")

@@ -43,6 +43,7 @@ def cache_that_is_a_file(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("unusable", [no_home, home_that_is_not_there, relative_home, cache_that_is_a_file])
 def test_a_model_is_profiled_and_trained_without_a_cache(unusable, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
@@ -67,6 +68,7 @@ def test_a_relative_cache_home_is_ignored(given, monkeypatch, tmp_path):
     assert profile_cache.folder() == tmp_path / ".cache" / "pipetrain"
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("bad", [b"", b"\xff\xfe", b"[]", b"5", b'{"model": "a"}'])
 def test_a_cache_file_that_is_none_is_measured_anew(bad, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -111,6 +111,7 @@ def test_the_thresholds_do_what_they_are_named(plain_keras):
     assert max(np.abs(a - b).max() for a, b in zip(sometimes, always)) > 1e-3
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("model", "cuts", "optimizer", "settings"),
     [
@@ -155,6 +156,7 @@ def test_stages_that_update_at_different_times_are_refused(scheme):
         networks.pipeline(optimizer=OPTIMIZERS["momentum"](global_clipnorm=1.0), scheme=scheme)
 
 
+@pytest.mark.wide
 def test_an_exception_reaches_stages_that_wait_for_the_norm(monkeypatch):
     """The first stage is the last to finish a backward: all others wait for its norm by then."""
     settings = {"scheme": "1f1b", "microbatches": 2, "replicas": (2, 1, 1), "cuts": networks.cuts(6, 3)}
@@ -180,6 +182,7 @@ def test_an_exception_reaches_stages_that_wait_for_the_norm(monkeypatch):
     assert np.isfinite(pm.fit(*data, batch_size=16, verbose=0).history["loss"]).all()
 
 
+@pytest.mark.wide
 def test_delays_change_no_bit(monkeypatch):
     weights = []
     for delay_s in (0.0, 0.01):
@@ -195,6 +198,7 @@ def test_delays_change_no_bit(monkeypatch):
     networks.assert_equal(*weights)
 
 
+@pytest.mark.wide
 def test_clipped_gradients_take_the_fast_step_and_others_know_of_no_norm(monkeypatch):
     fast, made = [], []
     for owner, name, calls in ((Update, "_momentum_step", fast), (GradientExchange, "__init__", made)):

@@ -41,6 +41,7 @@ def ops(monkeypatch):
     return made
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", parameters.by_default([*ASYNCHRONOUS, *LATER], "spectrain"))
 def test_asynchronous_schemes_equal_the_reference(scheme, ops, recwarn):
     settings = reference.Settings(scheme, constantly(0.05))
@@ -49,6 +50,7 @@ def test_asynchronous_schemes_equal_the_reference(scheme, ops, recwarn):
     assert not [each for each in recwarn if "XLA" in str(each.message)]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("optimizer", parameters.by_default(["sgd", "adam"], "sgd"))
 @pytest.mark.parametrize("name", parameters.by_default(MODELS, "dropout and BatchNormalization"))
 def test_layers_train_as_in_keras_with_xla(name, optimizer):
@@ -102,6 +104,7 @@ def with_numpy():
     return layered(L.Embedding(20, 8), L.LSTM(6), OfNumPy(), L.Dense(8), shape=(7,), dtype="int32")
 
 
+@pytest.mark.wide
 def test_what_xla_cannot_compile_is_named_once_and_trains():
     model = with_numpy()
     pm = networks.pipeline(model, scheme="gpipe", cuts=[model.layers[0].name], microbatches=2, jit_compile=True)
@@ -125,6 +128,7 @@ def faster_with_xla(*stages):
     return model, plan(Profile(model.name, 20, tuple(blocks)), [2, 4, 6], training=Training("spectrain"))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("jit_compile", "compiled"), [("auto", [False, True, False]), (True, [True] * 3), (False, [False] * 3)]
 )
@@ -148,6 +152,7 @@ def test_other_kernels_asked_for_and_back():
     assert pm.partition(20) == cut
 
 
+@pytest.mark.wide
 def test_an_evaluation_before_training_runs_the_kernels_that_are_faster(ops, monkeypatch):
     """And those that are asked for, once they are."""
     model, cut = faster_with_xla(1)
@@ -165,6 +170,7 @@ def test_an_evaluation_before_training_runs_the_kernels_that_are_faster(ops, mon
         assert {each.about for each in ops} == {*about}
 
 
+@pytest.mark.wide
 def test_data_parallel_says_that_its_devices_run_without():
     with pytest.warns(UserWarning, match="XLA cannot compile a step of several devices"):
         pm = networks.pipeline(networks.mlp(), scheme="data-parallel", jit_compile=True)
@@ -202,6 +208,7 @@ def measure_all(monkeypatch):
     monkeypatch.setattr(profiler, "is_little", lambda chain, batch_size: False)
 
 
+@pytest.mark.wide
 def test_a_profile_has_what_xla_compiles_if_there_is_enough_work(monkeypatch):
     model = with_numpy()
     assert not pipetrain.profile(model, 4, verbose=False, budget_s=None).is_compiled
@@ -215,6 +222,7 @@ def test_a_profile_has_what_xla_compiles_if_there_is_enough_work(monkeypatch):
     assert measured.scaled(8).blocks[-1].compiled.forward_s == 2 * measured.blocks[-1].compiled.forward_s
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("patience_s", [0.0, 60.0])
 def test_one_line_a_stage_says_that_it_is_compiled_if_that_takes_long(patience_s, capsys, monkeypatch):
     monkeypatch.setattr(kernels, "PATIENCE_S", patience_s)
@@ -283,6 +291,7 @@ class Unsupported(L.Dense):
         self.supports_jit = False
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("jit_compile", [True, "auto"])
 @pytest.mark.filterwarnings("ignore:.*jit_compile")
 def test_no_stage_is_compiled_where_a_layer_does_not_support_it(jit_compile, ops, monkeypatch):
@@ -294,6 +303,7 @@ def test_no_stage_is_compiled_where_a_layer_does_not_support_it(jit_compile, ops
     assert not pipetrain.profile(model, 20, verbose=False, budget_s=None).is_compiled
 
 
+@pytest.mark.wide
 def test_a_resumed_run_takes_the_same_kernels(tmp_path, ops, capsys):
     """Their choice is kept with the checkpoint; a run that was never stopped has bitwise the same weights."""
     x, y = networks.data(120)

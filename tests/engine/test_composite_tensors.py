@@ -79,6 +79,7 @@ def trained(built, **settings):
     return built.get_weights()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", parameters.by_default(KINDS, declared, sparse, beside))
 def test_models_with_such_tensors_are_cut_around_them(kind):
     built = model(kind)

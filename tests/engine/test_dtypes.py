@@ -70,6 +70,7 @@ def trained(model, **settings):
     return model.get_weights()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("dtype", "cuts"),
     parameters.combinations(

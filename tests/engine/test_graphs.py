@@ -133,6 +133,7 @@ class Task(keras.Model):
         super().__init__(backbone.input, L.Dense(3, name="logits")(pooled), name="task")
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("settings", [{}, {"mask": {"ids": None, "mask": None}}, {"training": True}])
 def test_nested_models_are_opened_however_they_are_called(settings):
     task = Task(**settings)
@@ -146,6 +147,7 @@ def test_nested_models_are_opened_by_the_name_of_their_argument():
     assert len(Chain(keras.Model(x, inner(inputs=x))).blocks) == 2
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("weighted", "recompute"),
     [(False, False), pytest.param(True, True, marks=pytest.mark.slow)],  # 30 s; each by itself in other tests
@@ -202,6 +204,7 @@ def two_masks():
     return [keras.Input((6, 4)), L.Masking(name="one"), L.Dropout(0.0), L.Masking(2.0), L.SimpleRNN(4)]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("layers", [masking, masked_words, two_masks])
 def test_sequential_models_pass_masks_as_functional_ones_do(layers):
     def model(functional):
@@ -229,6 +232,7 @@ def test_sequential_models_pass_masks_as_functional_ones_do(layers):
     networks.assert_close(pm.get_weights(), plain.get_weights())
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "scheme",
     parameters.by_default(["vanilla", "weight-stashing", "vertical-sync", "spectrain", "1f1b"], "spectrain"),
@@ -248,6 +252,7 @@ def test_recomputation_changes_no_weight(scheme):
     networks.assert_equal(trained(True), trained(False))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("scheme", "policy"), parameters.combinations(["spectrain", "1f1b"], ["mixed_bfloat16", "bfloat16"])
 )
@@ -274,6 +279,7 @@ def test_float16_is_refused_by_name_in_asynchronous_schemes():
         pipetrain.PipelineModel(keras.Sequential([keras.Input((3,)), layer, L.Dense(2)]), stages=2)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", ["vanilla", "gpipe"])
 def test_embedding_rows_update_as_in_plain_keras(scheme):
     def model():
@@ -339,6 +345,7 @@ def test_every_keras_application(name):
     assert float(ran.stdout.split()[-1]) < 1e-4
 
 
+@pytest.mark.wide
 def test_a_keras_application():
     assert transparency.error_of_application("MobileNet", 3) < 1e-4  # of the smaller ones; the others are slow
 
@@ -369,6 +376,7 @@ class Quiet(L.Layer):
         return self.drop(self.normal(x))
 
 
+@pytest.mark.wide
 def test_training_reaches_layers_inside_layers():
     x, y, weights = normal(32, 4), normal(32, 2), []
     for pipeline in (False, True):
@@ -391,6 +399,7 @@ class Positions(L.Layer):
         return x + keras.ops.take(self.table, keras.ops.arange(x.shape[1]), axis=0)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "settings", [*parameters.rarely(({"microbatches": 4},)), {"microbatches": 2, "replicas": (3, 1)}]
 )

@@ -121,6 +121,7 @@ def small():
     return keras.Sequential([keras.Input((6,)), L.Dense(4, "tanh", name="cut"), L.Dense(2)])
 
 
+@pytest.mark.wide
 def test_sparse_inputs_of_a_dense_model_are_made_dense_as_keras_does():
     sparse = pytest.importorskip("scipy.sparse")
     dense, y = np.maximum(normal(16, 6), 0), normal(16, 2)

@@ -39,6 +39,7 @@ def halves_of(layer, with_mask=False):
     return halves, run, [each.value for each in variables], tf.constant(x)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("with_mask", [False, True])
 @pytest.mark.parametrize("name", LAYERS)
 def test_gradients_are_the_tape_s(name, with_mask):
@@ -67,6 +68,7 @@ def needed_for(tensors):
     return list(found.values())
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ["lstm", "gru", "simple", "both ways", "stacked"])
 def test_kernels_gradients_are_products_after_the_loop(name):
     halves, _, weights, _ = halves_of(LAYERS[name]())

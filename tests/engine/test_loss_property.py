@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -111,6 +112,7 @@ def dense(rng, rows, length):
     return rng.choice([0.0, 1.0, 0.5], (rows, length, CLASSES)).astype("float32")
 
 
+@pytest.mark.wide
 @settings(max_examples=25, deadline=None)
 @given(
     st.sampled_from(DENSE),
@@ -126,6 +128,7 @@ def test_losses_of_keras(kind, reduction, masked, data):
     assert_combined(getattr(losses, kind)(reduction=reduction), masked, data, refuses)
 
 
+@pytest.mark.wide
 @settings(max_examples=25, deadline=None)
 @given(
     st.sampled_from(SPARSE),

@@ -70,6 +70,7 @@ def test_too_late_explain_says_so(name, said, on):
     assert pipetrain.PipelineModel(model, stages=2).explain(8).endswith(line) == said
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("imports", "value"),
     [(["pipetrain", "keras"], "1"), pytest.param(["keras", "pipetrain"], None, marks=pytest.mark.slow)],

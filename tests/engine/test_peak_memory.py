@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "onednn",
     [pytest.param("0", id="TensorFlow's kernels"), pytest.param("1", id="oneDNN's kernels", marks=pytest.mark.slow)],

@@ -104,6 +104,7 @@ def test_too_few_microbatches_for_two_versions():
     assert networks.pipeline(scheme="2bw", cuts=networks.cuts(6, 6))._strategy.microbatches == 6
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("horizon", parameters.by_default(["local", "fitted"], "fitted"))
 def test_horizons_hold_with_replicas_and_recomputation(horizon):
     """Both at once, against neither."""

@@ -88,6 +88,7 @@ def strangers(source, inherited=frozenset()):
             yield node.lineno, ast.unparse(node)
 
 
+@pytest.mark.wide
 def test_private_names_of_others_are_in_the_adapters():
     sources = {path: path.read_text(encoding="utf-8") for path in SOURCES if path not in ADAPTERS}
     inherited = frozenset().union(*(own_names(ast.parse(source)) for source in sources.values()))
@@ -151,6 +152,7 @@ def overridden(kind):
     return sorted(names.intersection(*[frozenset().union(*map(private_names, bases))]))
 
 
+@pytest.mark.wide
 def test_no_class_takes_a_private_name_of_its_base_in_keras():
     # A method would be called, or an attribute changed, by Keras as if it were Keras' own.
     known = {keras_private.HookedModel, tensorflow_private.WatchedVariable}

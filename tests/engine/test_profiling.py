@@ -114,6 +114,7 @@ def test_the_same_model_is_always_cut_the_same_way():
     assert len(cuts) == 1
 
 
+@pytest.mark.wide
 def test_a_damaged_profile_cache_is_measured_anew(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first = pipetrain.PipelineModel(networks.mlp(), stages=3).partition(batch_size=16)
@@ -124,6 +125,7 @@ def test_a_damaged_profile_cache_is_measured_anew(monkeypatch, tmp_path):
     assert len(file.read_text()) > 100
 
 
+@pytest.mark.wide
 def test_the_profile_cache_tells_kernels_apart(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for setting in ("0", "1", "0"):
@@ -155,6 +157,7 @@ def test_a_profile_of_microbatches_is_measured_with_the_rows_of_one(microbatches
     assert [block.product_bytes for block in got.blocks] == [block.product_bytes for block in whole.blocks]
 
 
+@pytest.mark.wide
 def test_pipelines_that_split_minibatches_are_planned_for_their_microbatches(monkeypatch):
     asked = []
 
@@ -276,6 +279,7 @@ def test_a_backward_timed_on_a_worker_has_both_its_products():
     assert counting.count == before + 5
 
 
+@pytest.mark.wide
 def test_the_loss_of_large_outputs_is_measured():
     """By the last stage's device, and what a metric takes by the caller; of small outputs neither is."""
     x = keras.Input((16,), dtype="int32")
@@ -359,6 +363,7 @@ def test_workspaces_are_measured_on_gpus_as_the_process_uses_them(monkeypatch):
     assert workspace._config().gpu_options == used
 
 
+@pytest.mark.wide
 def test_which_weight_gradients_may_wait():
     """Products, those after a recurrent loop too, and filter gradients; not normalizations', lookups' and biases'."""
     L = keras.layers

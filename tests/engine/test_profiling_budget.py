@@ -138,6 +138,7 @@ def test_passes_end_with_the_time():
     assert len(taken) == 2
 
 
+@pytest.mark.wide
 @pytest.mark.measures
 @pytest.mark.parametrize("budget_s", [1e-3, None])
 def test_a_measured_profile_within_a_budget(budget_s):
@@ -158,6 +159,7 @@ def test_budgets_that_are_none_are_refused(budget_s, error):
         pipetrain.profile(networks.mlp(), 4, verbose=False, budget_s=budget_s)
 
 
+@pytest.mark.wide
 def test_the_bar_says_the_budget(monkeypatch, capsys):
     monkeypatch.setattr(progress, "PATIENCE_S", -1.0)
     pipetrain.profile(networks.mlp(), 4)
@@ -190,6 +192,7 @@ def test_a_kept_profile_serves_no_larger_budget(monkeypatch, tmp_path):
     assert len(list((tmp_path / "pipetrain").iterdir())) == 1
 
 
+@pytest.mark.wide
 def test_fit_and_explain_profile_within_the_default_budget(monkeypatch):
     asked = Mock(side_effect=profile_cache.profile_chain)
     monkeypatch.setattr(profile_cache, "profile_chain", asked)
@@ -198,6 +201,7 @@ def test_fit_and_explain_profile_within_the_default_budget(monkeypatch):
     assert {call.args[-1] for call in asked.call_args_list} == {20.0}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("given", "expected"), [([], 20.0), (["--budget", "3"], 3.0), (["--budget", "inf"], math.inf)])
 def test_the_command_line_takes_a_budget(given, expected, monkeypatch, tmp_path, capsys):
     path = tmp_path / "m.keras"

@@ -84,6 +84,7 @@ how = {
 }
 
 
+@pytest.mark.wide
 @seed(1973)
 @settings(max_examples=2, **how)
 @given(random_models.recipes())

@@ -110,6 +110,7 @@ def every_draw(x):
     return L.Add()([Drawing(draw)(x) for draw in DRAWS])
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("layer", parameters.by_default([every_draw, *map(Drawing, DRAWS)], every_draw))
 def test_the_backward_has_the_forwards_draws(layer):
     kept, again = (trained(layer, "1f1b", recompute) for recompute in (False, True))
@@ -122,6 +123,7 @@ def test_in_every_scheme(scheme):
     networks.assert_close(again, kept, 1e-6)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("recompute", [False, True])
 def test_what_a_layer_counts_is_counted_once(recompute):
     layer = Counting()

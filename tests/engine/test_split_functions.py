@@ -56,6 +56,7 @@ def attentive():
     return [keras.Input((6, 8)), L.LayerNormalization(), SelfAttention(), L.Dense(3, activation="gelu")]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("layers", "compiled"),
     [(networks.convolutional_layers, False), (recurrent, False), (recurrent, True), (attentive, False)],
@@ -120,6 +121,7 @@ def test_backward_takes_other_weights_than_forward():
 MIXED = [tf.float32, tf.int32, tf.bool, tf.float32, tf.int64]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("kinds", "packs"),
     [([], 0), ([tf.float32], 1), ([tf.int32], 0), (MIXED, 1), (16 * MIXED, 1), (17 * MIXED, 2), (40 * MIXED, 3)],
@@ -292,6 +294,7 @@ class Reversal(L.Layer):
         return turned(x)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("make", "scheme"), parameters.combinations([tf.constant, tf.Variable], ["1f1b", "spectrain"]))
 def test_a_custom_gradient_reads_what_is_no_weight_of_a_layer(make, scheme):
     """Cutting failed: AttributeError, Tensor.op is undefined when eager execution is enabled."""

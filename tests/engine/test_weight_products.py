@@ -81,6 +81,7 @@ def test_training_equals_the_unsplit_model(scheme, optimizer, settings):
     assert once(pm) == {"first", "without_bias", "flat"}
 
 
+@pytest.mark.wide
 def test_more_rows_are_decided_on_anew():
     """Of so many rows the factors are more bytes; the optimizer goes on."""
     model, (x, y) = wide(), images(128)
@@ -123,6 +124,7 @@ def test_an_unknown_number_of_rows_is_not_relied_on():
     assert not once(pm)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("settings", [{"scheme": "1f1b", "microbatches": 1}, {"scheme": "spectrain"}])
 def test_nothing_waits_where_nothing_is_summed(settings):
     pm = networks.pipeline(wide(), cuts=["first", "penalized"], **settings)

@@ -67,6 +67,7 @@ def alike(scheme, optimizer, **settings):
     assert_same(pm, plain)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("scheme", "make", "settings"),
     parameters.combinations(
@@ -180,6 +181,7 @@ def assert_layers(model, weights, state):
     networks.assert_close(weights, [expected[variable.path] for variable in model.variables])
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", parameters.by_default(["1f1b", "data-parallel"], "1f1b"))
 def test_averages_are_swapped_in_for_evaluations_and_files(scheme, tmp_path):
     def swapped(scheme):
@@ -210,6 +212,7 @@ class Stop(keras.callbacks.Callback):
             raise InterruptedError
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", parameters.by_default(["1f1b", "spectrain", "weight-stashing"], "spectrain"))
 def test_a_resumed_run_ends_with_the_same_weights(scheme, tmp_path):
     """Stopped between two updates."""
@@ -228,6 +231,7 @@ def test_a_resumed_run_ends_with_the_same_weights(scheme, tmp_path):
     networks.assert_equal(*([each.numpy() for each in pm.optimizer.variables] for pm in (again, whole)))
 
 
+@pytest.mark.wide
 def test_replicas_accumulate_and_average_alike():
     plain = networks.compiled("keras", optimizer=adamw(**BOTH))
     pm = pipetrain.PipelineModel(networks.small(), stages=2, replicas=(2, 1), scheme="1f1b", microbatches=2)

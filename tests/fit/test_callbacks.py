@@ -47,6 +47,7 @@ def loaded(path):
     return model.get_weights()
 
 
+@pytest.mark.wide
 def test_checkpoints_hold_the_weights_of_their_moment(tmp_path):
     def saved(model):
         folder = tmp_path / type(model).__name__
@@ -97,6 +98,7 @@ def resumed(scheme, folder):
     return begun, epochs, second.get_weights()
 
 
+@pytest.mark.wide
 def test_an_interrupted_fit_is_resumed(tmp_path):
     want, got = (resumed(scheme, tmp_path / scheme) for scheme in ("keras", "1f1b"))
     assert got[1] == want[1] == [1, 2]
@@ -104,6 +106,7 @@ def test_an_interrupted_fit_is_resumed(tmp_path):
     networks.assert_close(got[2], want[2])
 
 
+@pytest.mark.wide
 def test_an_interrupted_asynchronous_fit_is_resumed(tmp_path):
     begun, epochs, _ = resumed("spectrain", tmp_path / "backup")
     first = compiled("spectrain")
@@ -125,6 +128,7 @@ def test_early_stopping_restores_the_best_weights():
     assert_equal(restored, pm.get_weights())
 
 
+@pytest.mark.wide
 def test_early_stopping_of_an_asynchronous_pipeline():
     pm, first = compiled("spectrain"), compiled("spectrain")
     history = train(pm, stopping(), epochs=6, validation_data=(X, Y)).history
@@ -148,6 +152,7 @@ RATES = {  # callback, rate of each epoch's last minibatch
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", RATES)
 def test_callbacks_that_change_the_learning_rate(name):
     make, rates = RATES[name]
@@ -240,6 +245,7 @@ def test_tensorboard_of_an_asynchronous_pipeline(tmp_path):
         assert found[f"train/{weight.path}/histogram", 2][0, 0] == pytest.approx(np.min(weight))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", ["keras", "1f1b", "spectrain"])
 def test_terminate_on_nan(scheme):
     x, steps = X.copy(), []
@@ -316,6 +322,7 @@ def test_orbax_checkpoints(scheme, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} >= {"2"}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("scheme", "call"), parameters.combinations(["spectrain", "1f1b"], ["evaluate", "get_metrics_result"])
 )

@@ -114,6 +114,7 @@ WAYS = {
 OFTEN = "spectrain", "single"
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("way", parameters.by_default(WAYS, *OFTEN))
 def test_stopped_twice_and_resumed_is_bitwise_as_never_stopped(way, trained, tmp_path, capsys):
     """Stopped in the second epoch; then (once is enough) again before the next checkpoint."""
@@ -150,6 +151,7 @@ def test_every_kind_of_data_goes_on_where_it_was(data, tmp_path):
     networks.assert_equal(again.get_weights(), whole.get_weights())
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("stages", parameters.by_default([1, 5], 5))
 def test_another_number_of_stages_goes_on_and_says_so(stages, trained, tmp_path, capsys):
     """A synchronous scheme trains as the unsplit model does, however it is cut."""
@@ -162,6 +164,7 @@ def test_another_number_of_stages_goes_on_and_says_so(stages, trained, tmp_path,
     networks.assert_close(again.get_weights(), whole)
 
 
+@pytest.mark.wide
 def test_another_scheme_and_another_optimizer_go_on_and_say_so(trained, tmp_path, capsys):
     trained(tmp_path, stop_after=15)
     run(tmp_path, scheme="weight-stashing", optimizer=adam(), stop_after=1)
@@ -195,6 +198,7 @@ def test_a_finished_run_has_nothing_left_to_do_and_more_epochs_go_on(trained, tm
     assert longer.epoch == [3]
 
 
+@pytest.mark.wide
 def test_a_learning_rate_and_what_callbacks_remember_go_on(tmp_path):
     """ReduceLROnPlateau waits for a better epoch, EarlyStopping for the best, across the interruption."""
 
@@ -235,6 +239,7 @@ def test_another_learning_rate_is_taken(trained, tmp_path, capsys):
     assert "learning rate 0.00999" in capsys.readouterr().out
 
 
+@pytest.mark.wide
 def test_ended_by_early_stopping_is_ended_and_what_it_knows_stays(tmp_path):
     def callbacks():
         return [keras.callbacks.EarlyStopping(monitor="loss", min_delta=10.0, patience=1, restore_best_weights=True)]
@@ -288,6 +293,7 @@ SYNCHRONOUS = {"scheme": "1f1b", "microbatches": 2}
 STOPS = [(0, 2), (1, 4), (1, STEPS - 2), (0, STEPS - 1), (1, STEPS - 1), (0, None), (1, None)]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("data", parameters.by_default([arrays, unknown], unknown))
 @pytest.mark.parametrize("at", parameters.by_default(STOPS, (0, 2), (0, STEPS - 1)))
 def test_stopped_anywhere_a_synchronous_run_goes_on_as_never_stopped(at, data, trained, tmp_path):
@@ -306,6 +312,7 @@ def test_stopped_anywhere_a_synchronous_run_goes_on_as_never_stopped(at, data, t
 IN_FLIGHT = [("spectrain", (0, 2), arrays), ("spectrain", (1, STEPS - 2), unknown), ("spectrain", (1, None), unknown)]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("scheme", "at", "data"), parameters.combinations(["spectrain", "2bw"], STOPS, [arrays, unknown], default=IN_FLIGHT)
 )
@@ -317,6 +324,7 @@ def test_stopped_anywhere_what_is_in_flight_is_done(scheme, at, data, tmp_path):
     assert step == 0 or step == min(STEPS, at[1] + ahead)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("data", parameters.by_default([arrays, unknown], unknown))
 def test_data_parallelism_stopped_within_an_epoch_goes_on_within_it(data, trained, tmp_path):
     settings = {"scheme": "data-parallel", "devices": ("CPU:0", "CPU:1")}
@@ -325,6 +333,7 @@ def test_data_parallelism_stopped_within_an_epoch_goes_on_within_it(data, traine
     networks.assert_close(again.get_weights(), trained(data=data, every_steps=100, **settings)[0])
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("data", [arrays, unknown])
 def test_early_stopping_at_the_end_of_an_epoch_of_any_length(data, tmp_path):
     early = keras.callbacks.EarlyStopping("loss", mode="max", patience=1)
@@ -334,6 +343,7 @@ def test_early_stopping_at_the_end_of_an_epoch_of_any_length(data, tmp_path):
     assert run(tmp_path, data=data, callbacks=[keras.callbacks.EarlyStopping("loss", mode="max", patience=1)])[1] == {}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("data", parameters.by_default([arrays, unknown], unknown))
 def test_what_is_evaluated_after_a_stop_is_not_taken_for_the_epoch_s_metrics(data, trained, tmp_path):
     """A callback that evaluates when it begins takes nothing from the epoch that goes on either."""
@@ -365,6 +375,7 @@ class Looks(keras.callbacks.Callback):
         self.weights.append(self.model.get_weights())
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("scheme", "metrics"),
     parameters.combinations(["1f1b", "spectrain"], [None, ["accuracy"]], default=[("1f1b", None)]),
@@ -547,6 +558,7 @@ def test_other_models_are_refused_by_name(tmp_path):
         plain.fit(**arrays(), verbose=0, callbacks=[PipelineCheckpoint(tmp_path)])
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("number", "ends"),
     [(signal.SIGINT, KeyboardInterrupt), pytest.param(signal.SIGTERM, SystemExit, marks=pytest.mark.slow)],
@@ -615,11 +627,13 @@ def test_a_signal_is_obeyed_where_the_loss_is_not_finite(tmp_path, capsys):
     assert not Store(tmp_path, 3).paths()
 
 
+@pytest.mark.wide
 def test_an_exception_is_raised_though_a_signal_came_before(tmp_path):
     stopping = [keras.callbacks.LambdaCallback(on_train_batch_end=interrupt), Stop(1)]
     assert run(tmp_path, scheme="1f1b", callbacks=stopping)[1] is None
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("at", parameters.by_default([4, 19], 19))
 def test_a_signal_waits_for_what_is_in_flight(at, tmp_path):
     """Every minibatch that was read is trained on and counted, at the end of an epoch too."""
@@ -684,6 +698,7 @@ def never_stopped(tmp_path_factory):
     return saved(folder / "result.npz")
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("interrupted", parameters.by_default([False, True], False))
 def test_a_process_that_is_killed_while_it_writes_loses_nothing(interrupted, never_stopped, tmp_path):
     """In the midst of its third checkpoint; whoever goes on may be ended at once by a second signal."""

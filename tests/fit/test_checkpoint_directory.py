@@ -205,6 +205,7 @@ def test_checkpoints_of_two_runs_are_told_apart(tmp_path):
         Store(tmp_path / "a", 3).newest()
 
 
+@pytest.mark.wide
 def test_another_program_is_refused_and_named(tmp_path):
     """Also a second ``fit`` of this one; whoever comes later is not."""
 
@@ -324,6 +325,7 @@ class Spoil(keras.callbacks.Callback):
             self.model.optimizer.learning_rate = float("inf")
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("at", [3, STEPS - 1])
 def test_weights_that_are_not_finite_replace_no_checkpoint(at, tmp_path, capsys):
     """In the midst of training, and at its end."""
@@ -360,6 +362,7 @@ def test_weights_that_have_never_been_finite_are_kept(tmp_path, capsys):
     assert "finite" not in capsys.readouterr().out
 
 
+@pytest.mark.wide
 def test_a_checkpoint_that_is_not_finite_is_said(tmp_path, capsys):
     """Of an earlier version, which wrote such."""
     fit(tmp_path)

@@ -38,6 +38,7 @@ FIT = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("option", FIT)
 def test_options_of_fit(option):
     _, history = assert_alike(lambda model: train(model, **FIT[option]))
@@ -106,6 +107,7 @@ def trained_on(source, model):
     return history, getattr(data["x"], "epochs", 0)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("source", SOURCES)
 def test_sources_of_data(source):
     assert_alike(lambda model: trained_on(source, model))
@@ -140,6 +142,7 @@ def hits(y_true, y_pred):
     )
 
 
+@pytest.mark.wide
 def test_metrics_of_every_kind():
     def settings():
         metrics = ["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(2, name="two"), Largest(), hits]
@@ -159,6 +162,7 @@ def binary():
     return keras.Sequential([keras.Input((networks.FEATURES,)), L.Dense(8, "tanh"), L.Dense(1, "sigmoid")])
 
 
+@pytest.mark.wide
 def test_metrics_of_probabilities():
     def train_binary(model):
         return fit(model, X, (Y > 2).astype("float32")[:, None], epochs=2)
@@ -207,6 +211,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("form", parameters.by_default(LOSSES, "dict"))
 def test_losses_of_several_outputs(form):
     y, weights = TWO, {"one": WEIGHTS, "two": WEIGHTS[::-1].copy()}
@@ -229,6 +234,7 @@ OPTIMIZERS = {  # others in test_keras.py
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_options_of_optimizers(name):
     def rated(model):
@@ -255,6 +261,7 @@ def test_tensorflow_tunes_no_data_set_that_does_not_ask_for_it(wanted):
     assert given.options().autotune.enabled is (wanted or False)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", ["keras", "data-parallel", "1f1b", "spectrain"])
 def test_layers_frozen_before_compile_stay_as_they_were(scheme):
     model = compiled(scheme)
@@ -270,6 +277,7 @@ def test_layers_frozen_before_compile_stay_as_they_were(scheme):
 # one batch at a time
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("weights", [{"sample_weight": WEIGHTS[:20]}, {"class_weight": {0: 2.0, 1: 0.5, 4: 3.0}}])
 def test_training_on_a_batch(weights):
     def losses(model):
@@ -283,6 +291,7 @@ def test_training_on_a_batch(weights):
     assert last[0] < first[0]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", ["data-parallel", "1f1b"])
 def test_batches_that_are_only_looked_at(scheme):
     pm = fresh(scheme)
@@ -383,6 +392,7 @@ def plain_and_pipeline(make_optimizer, **settings):
     return plain, pm
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("by", parameters.by_default(["name", "variable"], "name"))
 def test_weights_excluded_from_decay_stay_excluded(by):
     def optimizer(model):

@@ -82,6 +82,7 @@ def test_training_takes_no_time_while_something_else_is_done():
     assert time.seconds == 12.0
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", parameters.by_default(["vanilla", "1f1b", "data-parallel"], "1f1b"))
 def test_evaluations_and_snapshots_within_fit_stop_its_time(scheme):
     """What a callback and the validation do is timed by no step."""
@@ -106,6 +107,7 @@ def test_evaluations_and_snapshots_within_fit_stop_its_time(scheme):
 FIGURES = {"samples_per_s", "bubble"}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", parameters.by_default(["spectrain", "1f1b"], "1f1b"))
 @pytest.mark.parametrize("verbose", [0, 1, 2])
 def test_figures_are_logs_of_every_epoch(scheme, verbose, capsys, tmp_path):
@@ -133,6 +135,7 @@ def test_figures_are_logs_of_every_epoch(scheme, verbose, capsys, tmp_path):
     assert [said.count(f"{figure}: ") for figure in sorted(FIGURES)] == [2 * (verbose > 0)] * 2
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("exact", [False, True])
 def test_no_bubble_is_known_of_devices_whose_calls_return_early(exact, monkeypatch):
     """As on GPUs: the time of a call says nothing of the work."""
@@ -144,6 +147,7 @@ def test_no_bubble_is_known_of_devices_whose_calls_return_early(exact, monkeypat
     assert ("bubble" in history) == exact
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", ["all-reduce", "grid"])
 def test_other_ways_of_training_tell_their_speed(scheme):
     """Their steps are one function each, of which nobody knows how busy the devices are."""
@@ -214,6 +218,7 @@ WAYS = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("columns", [80, 120, 200])
 def test_as_many_lines_are_left_as_by_plain_keras(way, columns, monkeypatch):

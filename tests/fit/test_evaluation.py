@@ -87,6 +87,7 @@ def test_losses_penalties_and_metrics_are_the_wrapped_model_s(name):
     networks.assert_equal(model.get_weights(), state)
 
 
+@pytest.mark.wide
 def test_several_inputs_and_outputs_by_name():
     keras.utils.set_random_seed(0)
     model = many_inputs_and_outputs()
@@ -105,6 +106,7 @@ def test_several_inputs_and_outputs_by_name():
         np.testing.assert_allclose(got[key], values, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("loss", ["sum_over_batch_size", "mean_with_sample_weight", "function"])
 def test_masked_outputs_and_reductions(loss):
     """Masks cross the cut and reach the loss and the metrics; no reduction is refused, for no loss is divided."""
@@ -143,6 +145,7 @@ def test_whatever_keras_predicts_from(kind, mlp):
     np.testing.assert_array_equal(pm.predict(data(), verbose=0), model.predict(data(), verbose=0))
 
 
+@pytest.mark.wide
 def test_a_cut_that_nothing_has_decided_is_not_decided_by_evaluating():
     x, y = networks.data(40)
     model, pm = pair(networks.mlp(3), networks.crossentropy(), stages=2)
@@ -182,6 +185,7 @@ def test_nothing_is_read_beyond_the_steps(mlp):
     assert len(read) == 12
 
 
+@pytest.mark.wide
 def test_validation_in_fit_is_of_the_epoch_s_weights():
     (x, y), (x_test, y_test) = networks.data(5 * BATCH), networks.data(37, seed=1)
     pm, plain, expected = networks.pipeline(), networks.mlp(seed=9), []
@@ -201,6 +205,7 @@ def test_validation_in_fit_is_of_the_epoch_s_weights():
     networks.assert_equal(pm.get_weights(), without.get_weights())  # it changes nothing about the training
 
 
+@pytest.mark.wide
 def test_callbacks_see_every_step_and_may_evaluate_predict_and_stop(mlp):
     model, pm = mlp
     x, y = networks.data(6 * BATCH)
@@ -235,6 +240,7 @@ def test_one_batch_at_a_time(mlp):
     np.testing.assert_array_equal(pm.predict_on_batch(x), model.predict_on_batch(x))
 
 
+@pytest.mark.wide
 def test_new_weights_count_and_old_ones_are_let_go(mlp):
     model, pm = mlp
     x, y = networks.data(40)
@@ -299,6 +305,7 @@ def test_a_fixed_batch_and_half_precision():
     np.testing.assert_array_equal(got, expected)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("stage", "replicas"), parameters.combinations([0, 2], [None, (2, 2, 2)]))
 def test_an_exception_in_a_stage_names_it_and_leaves_no_thread(stage, replicas, monkeypatch):
     x, y = networks.data(100)
@@ -325,6 +332,7 @@ def test_an_exception_in_a_stage_names_it_and_leaves_no_thread(stage, replicas, 
     assert_same(*both(model, pm, x, y))
 
 
+@pytest.mark.wide
 def test_an_interrupt_ends_the_threads(mlp):
     model, pm = mlp
     x, y = networks.data(100)

@@ -99,6 +99,7 @@ def assert_frozen_stay_and_others_train(model, after):
         assert np.array_equal(weight, new) == (id(weight) not in trains), weight.path
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("scheme", "optimizer", "recompute"),
     parameters.combinations(
@@ -115,6 +116,7 @@ def test_synchronous_schemes_train_as_plain_keras(scheme, optimizer, recompute):
     assert_frozen_stay_and_others_train(pm, pm.get_weights())
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", ["1f1b", "weight-stashing"])
 def test_adapters_inside_a_frozen_layer_are_reached_from_later_stages(scheme):
     """Such a layer lists no trained weights, and no other weight of its stage is trained."""
@@ -152,6 +154,7 @@ class LowRank(reference.State):
         return [kernel @ pair[1].T, pair[0].T @ kernel]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("scheme", "optimizer"),
     parameters.combinations(
@@ -179,6 +182,7 @@ def stages_of(pm):
     return [replicas[0] for replicas in pm._strategy._stages.replicas]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "scheme", parameters.by_default(["vanilla", "weight-stashing", "vertical-sync", "spectrain", "2bw"], "spectrain")
 )
@@ -213,6 +217,7 @@ def wide_model(tuned):
     return model
 
 
+@pytest.mark.wide
 def test_the_plan_counts_frozen_weights_once():
     """All that old versions, slots and gradients add goes by the weights that are trained."""
     model = wide_model(True)
@@ -235,6 +240,7 @@ def test_the_plan_counts_frozen_weights_once():
         assert abs(bytes_planned - planned["vanilla"]) <= 4 * trains  # at most four versions
 
 
+@pytest.mark.wide
 def test_equal_layers_of_which_one_is_tuned_have_different_costs():
     """Adapters inside a layer are not among the settings that Keras writes down."""
 
@@ -253,6 +259,7 @@ def test_equal_layers_of_which_one_is_tuned_have_different_costs():
     assert (tuned.weight_bytes, tuned.fixed_bytes) == (adapters, plain.weight_bytes)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", parameters.by_default(["1f1b", "spectrain", "single"], "1f1b"))
 def test_a_pipeline_that_has_trained_is_fine_tuned(scheme):
     """Frozen, adapted and compiled again, it goes on as plain Keras does."""

@@ -116,6 +116,7 @@ WAYS = [*DIVIDED, *((scheme, None) for scheme in SCHEMES if scheme not in ("gpip
 CHOSEN = [(("spectrain", None), "dictionary"), (("gpipe", 4), "images"), (("1f1b", 1), "list")]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("way", "name"), parameters.combinations(WAYS, list(MODELS), default=CHOSEN))
 def test_arrays_say_what_the_inputs_are_like(name, way, profiled):
     """Synchronous schemes train as plain Keras does, in one microbatch and in several."""
@@ -176,6 +177,7 @@ SOURCES = {
 READ = [("1f1b", "generator"), ("1f1b", "shuffled"), ("vanilla", "padded batches")]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("scheme", "source"), parameters.combinations(SCHEMES, list(SOURCES), default=READ))
 def test_the_first_minibatch_decides_where_the_data_do_not_tell(scheme, source, profiled):
     """Minibatches of different lengths, read once and in order: as plain Keras has them."""
@@ -191,6 +193,7 @@ def test_the_first_minibatch_decides_where_the_data_do_not_tell(scheme, source, 
         assert pm.partition().cuts and "Recommended" in pm.explain()  # of what it was trained on
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("make", parameters.by_default([text, loop], text))
 @pytest.mark.parametrize("scheme", parameters.by_default(["gpipe", "1f1b"], "gpipe"))
 def test_microbatches_of_different_lengths_train_as_plain_keras(scheme, make):
@@ -200,12 +203,14 @@ def test_microbatches_of_different_lengths_train_as_plain_keras(scheme, make):
     networks.assert_close(pm.get_weights(), plain.get_weights())
 
 
+@pytest.mark.wide
 def test_no_minibatch_is_read_twice():
     read = []
     compiled(text(), stages=2, scheme="1f1b").fit(sentences(read=read), verbose=0)
     assert read == list(range(len(LENGTHS)))
 
 
+@pytest.mark.wide
 def test_one_minibatch_at_a_time_and_another_compilation(profiled):
     pm, plain = compiled(text(), stages=2, scheme="1f1b"), compiled(text())
     for model in (pm, plain):
@@ -217,6 +222,7 @@ def test_one_minibatch_at_a_time_and_another_compilation(profiled):
     assert profiled == [[(11,)]]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("method", parameters.by_default(["evaluate", "predict", "test_on_batch"], "predict"))
 def test_without_training_the_first_minibatch_decides_too(method, profiled):
     """And training then decides anew."""
@@ -240,6 +246,7 @@ class Stop(keras.callbacks.Callback):
             raise InterruptedError
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("stages", parameters.by_default([2, 3], 3))
 @pytest.mark.parametrize("scheme", parameters.by_default(["1f1b", "vanilla"], "1f1b"))
 def test_training_goes_on_from_a_checkpoint(scheme, stages, tmp_path, capsys):
@@ -304,6 +311,7 @@ def test_what_is_missing_or_does_not_fit_is_said(name, given, message):
         assert "Received: " in str(refused.value) and "Try " in str(refused.value)
 
 
+@pytest.mark.wide
 def test_shapes_that_a_plan_is_for(profiled):
     """Also of a model that is trained on others afterwards; a larger image takes more."""
     pm = compiled(images(), stages=2, scheme="1f1b")
@@ -317,6 +325,7 @@ def test_shapes_that_a_plan_is_for(profiled):
     assert profiled == [[(20, 16, 3)]] * 3
 
 
+@pytest.mark.wide
 def test_the_cache_tells_shapes_apart(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for shape in ((20, 16, 3), (16, 20, 3), (20, 16, 3)):
@@ -340,6 +349,7 @@ def test_data_that_tell():
     assert shapes_of_model(line) is None
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "layer", parameters.by_default([L.GlobalAveragePooling1D, lambda: L.LSTM(4)], L.GlobalAveragePooling1D)
 )
@@ -373,6 +383,7 @@ def main(tmp_path, capsys):
     return main
 
 
+@pytest.mark.wide
 def test_shapes_on_the_command_line(main, capsys):
     assert main("images.keras", "20,16,3")[0] == 0
     assert main("images.keras", "image=20,16,3")[0] == 0

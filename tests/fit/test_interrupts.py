@@ -83,6 +83,7 @@ CHOSEN = [
 ]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("case", by_default(CASES, *CHOSEN), ids=lambda case: "-".join(map(str, case)))
 def test_interrupted_in_its_first_call_it_trains_as_if_it_had_not_been(case, undisturbed):
     scheme, method, moment = case
@@ -97,6 +98,7 @@ def test_interrupted_in_its_first_call_it_trains_as_if_it_had_not_been(case, und
     assert_trains_as_undisturbed(pm, weights, want)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", by_default(NAMES, "spectrain"))
 def test_interrupted_again_and_again_one_object_trains(scheme, undisturbed):
     """Each interrupt comes a little later, or earlier, than the one before."""
@@ -112,6 +114,7 @@ def test_interrupted_again_and_again_one_object_trains(scheme, undisturbed):
     assert_trains_as_undisturbed(pm, weights, want)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("moment", by_default(range(MOMENTS), 11))
 def test_interrupted_while_it_is_profiled(moment, undisturbed, tmp_path, monkeypatch):
     """What is measured decides on the cut, which is of no consequence to what a synchronous scheme comes to."""
@@ -131,6 +134,7 @@ def test_interrupted_while_it_is_profiled(moment, undisturbed, tmp_path, monkeyp
     networks.assert_close(got, want[1], 1e-6)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", by_default(["spectrain", "1f1b"], "spectrain"))
 def test_interrupted_while_its_threads_start_or_end(scheme, undisturbed, monkeypatch):
     """Between any two of the calls by which a pipeline starts, ends and hands the weights back."""
@@ -273,6 +277,7 @@ def test_an_interrupted_fit_counts_its_steps(scheme):
     assert int(model.optimizer.iterations) == 7
 
 
+@pytest.mark.wide
 def test_interrupted_while_metrics_get_their_values_no_other_model_is_held_up(monkeypatch):
     """Keras keeps the variables that are still to get values in one list for the whole process."""
     pm, given = pipeline("data-parallel"), []

@@ -25,6 +25,7 @@ def plain(optimizer, seed=0):
     return model
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", parameters.by_default(NAMES, "spectrain"))
 def test_every_scheme_learns(scheme):
     x, y = networks.data(640)
@@ -49,6 +50,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", parameters.by_default(OPTIMIZERS, "clipped", "adam"))
 def test_optimizers_equal_plain_keras(name):
     x, y = networks.data(10 * BATCH)
@@ -60,6 +62,7 @@ def test_optimizers_equal_plain_keras(name):
     assert int(pm.optimizer.iterations.numpy()) == 20
 
 
+@pytest.mark.wide
 def test_learning_rates_travel_with_the_minibatch():
     def warm(epoch, rate):
         return 0.01 * (epoch + 1)
@@ -73,6 +76,7 @@ def test_learning_rates_travel_with_the_minibatch():
     networks.assert_close(pm.get_weights(), single.get_weights())
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", parameters.by_default(SCHEMES, "spectrain"))
 def test_logs_are_those_of_their_own_minibatch(scheme):
     """With a learning rate of zero every loss is known beforehand, so the running means are too."""
@@ -157,6 +161,7 @@ def test_an_epoch_of_so_many_steps_leaves_the_next_one_its_data():
         networks.assert_equal(results[0], other)
 
 
+@pytest.mark.wide
 def test_sample_and_class_weights():
     x, y = networks.data(6 * BATCH)
     weights = np.linspace(0.1, 2, len(x)).astype("float32")
@@ -184,6 +189,7 @@ def test_a_summed_loss():
     networks.assert_close(*results)
 
 
+@pytest.mark.wide
 def test_state_and_regularizers_equal_the_unsplit_model():
     """BatchNorm, Dropout, weight penalties, constraints and frozen layers, one microbatch: exactly plain Keras."""
 
@@ -212,6 +218,7 @@ def test_state_and_regularizers_equal_the_unsplit_model():
     assert histories[1]["loss"] == pytest.approx(histories[0]["loss"], rel=1e-5)
 
 
+@pytest.mark.wide
 def test_embeddings_and_recurrence():
     def make():
         keras.utils.set_random_seed(2)
@@ -234,6 +241,7 @@ def test_embeddings_and_recurrence():
     networks.assert_close(pm.get_weights(), single.get_weights())
 
 
+@pytest.mark.wide
 def test_stages_may_share_a_device():
     x, y = networks.data(6 * BATCH)
     results = []
@@ -245,6 +253,7 @@ def test_stages_may_share_a_device():
     networks.assert_equal(results[0], results[2])
 
 
+@pytest.mark.wide
 def test_saved_models_need_no_pipetrain(tmp_path):
     x, y = networks.data(64)
     pm = networks.pipeline()
@@ -287,6 +296,7 @@ def test_train_on_batch_drains():
     networks.assert_close(pm.get_weights(), single.get_weights())
 
 
+@pytest.mark.wide
 def test_callbacks_that_save_and_restore(tmp_path):
     x, y = networks.data(320)
     pm = networks.pipeline()

@@ -125,6 +125,7 @@ def made(family):
     return FAMILIES[family]()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("family", parameters.by_default(FAMILIES, *CUT))
 def test_outputs_loss_and_gradients_equal_the_unsplit_model_s(family):
     model = made(family)
@@ -149,6 +150,7 @@ def trained(model, x, y):
     model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("family", parameters.by_default(FAMILIES, *TRAINED))
 def test_training_equals_plain_keras(family):
     plain, split, stale = (made(family) for _ in range(3))
@@ -176,6 +178,7 @@ def tuned(family):
     return model
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("family", parameters.by_default(["BERT", "GPT-2"], "BERT"))
 def test_a_frozen_backbone_with_adapters_trains_as_plain_keras(family):
     plain, split, stale = (tuned(family) for _ in range(3))
@@ -227,6 +230,7 @@ def classifier_of_text():
     return hub.BertTextClassifier(backbone=backbone, num_classes=2, preprocessor=preprocessor, dropout=0.0)
 
 
+@pytest.mark.wide
 def test_strings_train_as_the_task_itself_trains_on_them():
     keras.utils.set_random_seed(0)
     random = np.random.default_rng(0)
@@ -249,6 +253,7 @@ def test_strings_train_as_the_task_itself_trains_on_them():
     np.testing.assert_allclose(our_outputs, outputs, atol=1e-4)
 
 
+@pytest.mark.wide
 def test_a_causal_language_model_of_strings_learns_and_generates():
     """Labels and the weights of padding are the preprocessor's; perplexity is keras_hub's."""
     keras.utils.set_random_seed(0)
@@ -306,6 +311,7 @@ def of_task_and_of_pipeline(train):
         yield train(wrap(language("GPT2", **{**ENCODER, "num_layers": 2})))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("way", parameters.by_default(COMPILED, "with a sampler"))
 def test_a_task_is_compiled_as_by_itself(way):
     x, y, _ = language_rows()
@@ -322,6 +328,7 @@ def test_a_task_is_compiled_as_by_itself(way):
         np.testing.assert_allclose(our_history[name], values, rtol=1e-4)
 
 
+@pytest.mark.wide
 def test_a_task_generates_within_fit():
     x, y, start = language_rows()
 

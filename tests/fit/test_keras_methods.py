@@ -111,6 +111,7 @@ def test_what_is_set_in_place_of_a_method_is_refused():
         wrapped(model)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", ["1f1b", "all-reduce"])
 def test_whatever_else_keras_asks_of_a_model_a_pipeline_asks_too(scheme):
     names = [name for name in of_keras(keras.Model) if name not in REPLACED and name not in LOOP_METHODS]
@@ -126,6 +127,7 @@ def test_whatever_else_keras_asks_of_a_model_a_pipeline_asks_too(scheme):
     assert asked <= asked_of_ours | {"dtype_policy", "jit_compile", "run_eagerly"}  # which the PipelineModel has itself
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", ["1f1b", "all-reduce"])
 def test_whatever_keras_asks_of_a_layer_a_pipeline_asks_too(scheme):
     asked, asked_of_ours = set(), set()
@@ -138,6 +140,7 @@ def test_whatever_keras_asks_of_a_layer_a_pipeline_asks_too(scheme):
     assert {"call", "compute_mask", "metrics", "trainable"} <= asked <= asked_of_ours
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", ["1f1b", "all-reduce", "single"])
 def test_whatever_keras_asks_of_an_optimizer_a_pipeline_asks_too(scheme):
     left_out = overrides.WHOLE if scheme == "1f1b" else ()
@@ -182,6 +185,7 @@ WHOLE_WAYS = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("optimizer", "way"), parameters.combinations([Halved, UnitLength], list(WHOLE_WAYS)))
 def test_an_optimizer_that_looks_at_all_gradients_is_given_them_where_one_has_all_weights(optimizer, way):
     models = []
@@ -387,6 +391,7 @@ class Look(keras.callbacks.Callback):
         self.seen.append(self.model.first_bias().tolist())
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", ["1f1b", "spectrain"])
 def test_a_model_with_compile_metrics_and_methods_of_its_own(scheme):
     results = []

@@ -122,6 +122,7 @@ def test_what_labels_or_weights_divide_by_is_that_of_the_whole_minibatch(scheme,
     assert_alike(got, plain(name))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", by_default(["2bw", "spectrain"], "spectrain"))
 def test_so_it_is_where_pipelines_do_not_drain(scheme):
     """The same as a mean over rows of which each is weighted by what its minibatch has."""
@@ -134,6 +135,7 @@ def test_so_it_is_where_pipelines_do_not_drain(scheme):
     assert_alike(run(tagger(), ignoring, x, y, **how(scheme)), expected)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", by_default(SYNCHRONOUS, "1f1b"))
 def test_every_output_has_what_it_is_divided_by(scheme):
     """Mean, sum and what labels divide by side by side, weighted, the labels in another structure than the outputs."""
@@ -228,6 +230,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("loss", REFUSED)
 @pytest.mark.parametrize("scheme", by_default(["1f1b", "all-reduce"], "1f1b"))
 def test_what_is_no_mean_over_rows_is_refused_by_name(loss, scheme):
@@ -252,6 +255,7 @@ class ByRows(losses.Loss):
         return ops.square(y - outputs)
 
 
+@pytest.mark.wide
 def test_losses_of_ones_own_that_are_means_over_rows_train_as_in_plain_keras():
     x, y = normal(ROWS, 4), normal(ROWS, 2)
     y[::3] = np.nan
@@ -261,6 +265,7 @@ def test_losses_of_ones_own_that_are_means_over_rows_train_as_in_plain_keras():
     assert_alike(run(regressor(), own, x, y, weight, **how("1f1b")), run(regressor(), own, x, y, weight))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("loss", ["hinge", losses.SquaredHinge()])
 def test_hinge_losses_tell_labels_of_0_and_1_by_all_rows(loss):
     x, y = normal(ROWS, 4), (normal(ROWS, 2) > 0).astype("float32")
@@ -270,6 +275,7 @@ def test_hinge_losses_tell_labels_of_0_and_1_by_all_rows(loss):
         run(regressor(), loss, x, y, **how("1f1b"))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("settings", [how("1f1b"), {"scheme": "data-parallel", "devices": ("CPU:0", "CPU:1")}])
 def test_outputs_without_columns_have_one_loss_for_all_rows(settings):
     """Keras takes the mean over the last dimension, which here are the rows, and then weighs or sums that."""

@@ -164,6 +164,7 @@ def test_microbatches_replicas_and_several_stages_a_device(make, options, settin
     assert_as(got, want, rounding(want[0], make))
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("mixed")
 def test_keras_scales_the_loss_by_itself_and_anew_after_every_compile():
     models = [compiled(scaled(), settings=settings) for settings in (None, {"scheme": "1f1b", **ONE})]
@@ -178,6 +179,7 @@ def test_keras_scales_the_loss_by_itself_and_anew_after_every_compile():
     networks.assert_close(pm.get_weights(), plain.get_weights(), 1e-6)
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("mixed")
 def test_a_file_has_the_scale_and_trains_on(tmp_path):
     plain, pm = (trained(scaled(), settings=settings)[0] for settings in (None, {"scheme": "gpipe", **ONE}))
@@ -198,6 +200,7 @@ class Stop(keras.callbacks.Callback):
             raise InterruptedError
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("mixed")
 def test_what_is_resumed_equals_an_uninterrupted_run(tmp_path):
     """The checkpoint is of minibatch 3, after a step that was skipped."""
@@ -219,6 +222,7 @@ def test_what_is_resumed_equals_an_uninterrupted_run(tmp_path):
     networks.assert_equal(ours, theirs)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("factor", "options", "make", "settings"),
     [
@@ -243,6 +247,7 @@ def test_a_factor_changes_gradients_as_in_plain_keras(factor, options, make, set
     networks.assert_close(ours, theirs)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("make", parameters.by_default([networks.tied_autoencoder, penalized], penalized))
 @pytest.mark.parametrize("scheme", parameters.by_default(["vanilla", "weight-stashing", "spectrain"], "spectrain"))
 def test_a_power_of_two_changes_no_bit_of_an_asynchronous_scheme(scheme, make):

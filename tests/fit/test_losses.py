@@ -58,6 +58,7 @@ def unreduced(kind=keras.losses.MeanSquaredError, reduction="none"):
     return kind(reduction=reduction)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("scheme", "microbatches", "reduction"), parameters.combinations(SYNCHRONOUS, [1, 3], ["none", None])
 )
@@ -74,6 +75,7 @@ def test_nor_of_sequences(microbatches):
     assert_alike(run(sequences(), unreduced(), *data((4, OUT)), **settings), expected)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("microbatches", parameters.by_default([1, 3], 3))
 def test_nor_of_several_outputs_sample_weights_or_replicas(microbatches):
     settings = {"cuts": ("first",), "microbatches": microbatches}
@@ -86,6 +88,7 @@ def test_nor_of_several_outputs_sample_weights_or_replicas(microbatches):
     assert_alike(run(model(), unreduced(), x, y, sample_weight=weights, **settings, replicas=(1, 3)), expected)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", parameters.by_default([*NAMES], "2bw"))
 def test_in_every_scheme_their_gradients_are_those_of_the_sum(scheme):
     how = {"stages": 1} if scheme in ("single", "data-parallel") else {"cuts": ("first", "second")}
@@ -107,6 +110,7 @@ def test_mean_is_sum_over_batch_size(scheme):
     )
 
 
+@pytest.mark.wide
 def test_a_mean_beside_a_sum_trains_as_in_plain_keras():
     x, y = data()
     loss = ["mse", keras.losses.MeanSquaredError(reduction="sum")]
@@ -121,6 +125,7 @@ def test_a_loss_that_is_not_reduced_beside_a_mean_is_refused_where_the_batch_is_
         run(model(2), loss, x, [y, y], cuts=("first",), microbatches=2)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("axis", [None, (1,)])
 def test_a_loss_of_all_rows_at_once_is_refused_where_the_batch_is_divided(axis):
     x, y = data()
@@ -284,6 +289,7 @@ def test_no_loss_at_all_is_refused_before_training(scheme):
         networks.fit(pm, data()[0], None)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("reduce", ["sum", "mean", "max"])
 def test_a_loss_function_is_divided_as_it_reduces(reduce):
     """A sum was taken for a mean, so that gradients were too small by the number of microbatches."""

@@ -105,12 +105,14 @@ def trained(model, optimizer="momentum", **settings):
 plain_keras = cache(trained)  # once for all cuts
 
 
+@pytest.mark.wide
 @pytest.mark.filterwarnings("ignore:.*radient")
 @pytest.mark.parametrize(("model", "cuts"), CUTS)
 def test_the_cut_does_not_matter(model, cuts):
     networks.assert_close(trained(model, cuts=cuts, scheme="1f1b"), plain_keras(model))
 
 
+@pytest.mark.wide
 @pytest.mark.filterwarnings("ignore:.*radient")
 @pytest.mark.parametrize(
     ("optimizer", "scheme"),
@@ -122,6 +124,7 @@ def test_nor_do_optimizers_microbatches_and_replicas(optimizer, scheme):
     networks.assert_close(got, plain_keras(stopped, optimizer), 2e-5)
 
 
+@pytest.mark.wide
 @pytest.mark.filterwarnings("ignore:.*radient")
 @pytest.mark.parametrize("optimizer", parameters.by_default(["momentum", "decay", "rmsprop"], "decay"))
 @pytest.mark.parametrize("scheme", parameters.by_default(NAMES, "spectrain", "2bw"))
@@ -178,6 +181,7 @@ class Centering(L.Layer):
         return x - self.mean
 
 
+@pytest.mark.wide
 def test_no_gradient_flows_through_what_a_layer_assigns():
     x, y, weights = normal(32, 4), normal(32, 2), []
     for pipeline in (False, True):
@@ -190,6 +194,7 @@ def test_no_gradient_flows_through_what_a_layer_assigns():
     networks.assert_close(weights[1], weights[0], 1e-5)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "optimizer", parameters.by_default([keras.optimizers.SGD, keras.optimizers.AdamW], keras.optimizers.AdamW)
 )

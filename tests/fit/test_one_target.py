@@ -38,6 +38,7 @@ def trained(make=momentum, **options):
     return pm
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("options", "most"),
     [({}, 0), *parameters.rarely(({"microbatches": 5}, 0)), (TWO_VERSIONS, 1)],
@@ -57,6 +58,7 @@ def test_no_old_version_is_stored_between_actions(options, most, monkeypatch):
     assert max(kept) == most
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("options", parameters.by_default([{}, TWO_VERSIONS], {}))
 @pytest.mark.parametrize("make", parameters.by_default([momentum, lambda: optimizers.Lion(1e-3)], momentum))
 def test_the_same_weights_whatever_the_timing(make, options, monkeypatch):
@@ -65,6 +67,7 @@ def test_the_same_weights_whatever_the_timing(make, options, monkeypatch):
     networks.assert_equal(trained(make, **options).get_weights(), once)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "options",
     parameters.by_default(
@@ -86,6 +89,7 @@ def test_optimizers_without_a_formula_train(kind, options):
         assert (before != after).any()
 
 
+@pytest.mark.wide
 def test_compile_makes_momentum_longer_and_fit_says_so(capsys):
     """``1.6 / (1 + 3/2)`` with four stages and two microbatches; the compiled optimizer stays as it is."""
     pm = trained()
@@ -106,6 +110,7 @@ def test_compile_makes_momentum_longer_and_fit_says_so(capsys):
     ] == pytest.approx([0.01 * factor] * 4)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("make", "options", "said"),
     [
@@ -129,6 +134,7 @@ def test_what_has_no_momentum_that_is_known_is_refused_if_it_is_asked_for():
         networks.pipeline(optimizer=Signs(1e-3), horizon="target", microbatches=1, stretch_momentum=True)
 
 
+@pytest.mark.wide
 def test_another_optimizer_is_asked_anew():
     """Compiled without a momentum, and then with one."""
     pm = networks.pipeline(optimizer=optimizers.SGD(0.05), horizon="target", microbatches=1)

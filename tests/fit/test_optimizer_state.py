@@ -160,6 +160,7 @@ def restored(scheme, optimizer, way, folder):
     return before, taken, model.get_weights(), state(model)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("way", by_default(WAYS, by_keras_file))
 @pytest.mark.parametrize("scheme", by_default(SYNCHRONOUS, "1f1b"))
 def test_handed_on_training_goes_on_as_in_plain_keras(scheme, way, tmp_path):
@@ -172,6 +173,7 @@ def test_handed_on_training_goes_on_as_in_plain_keras(scheme, way, tmp_path):
     assert_same(got[0], got[1])
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", by_default(OPTIMIZERS, "nadam"))
 @pytest.mark.parametrize("scheme", by_default(SYNCHRONOUS, "1f1b"))
 @pytest.mark.parametrize("way", by_default([by_keras_file, by_wrapping], by_wrapping))
@@ -196,6 +198,7 @@ def test_the_optimizer_s_variables_are_those_at_work(scheme):
     assert [len(each) for each in (mine, pm.optimizer.momentums)] == [2 + len(names), len(names)]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("way", by_default([by_weights_file, by_own_variables, by_wrapping], by_weights_file))
 @pytest.mark.parametrize("scheme", by_default([name for name in NAMES if name not in SYNCHRONOUS], "spectrain"))
 def test_asynchronous_training_goes_on_bitwise(scheme, way, tmp_path):
@@ -227,6 +230,7 @@ def test_replicas_follow_what_is_set():
     networks.assert_close(pm.get_weights(), plain.get_weights())
 
 
+@pytest.mark.wide
 def test_data_parallelism_knows_the_optimizer_that_it_was_given_again():
     """It trains by a copy, whose slots go along where the original is compiled again."""
     plain, given = make("keras"), momentum()
@@ -258,6 +262,7 @@ def test_data_parallelism_gives_back_to_the_optimizer_of_compile_what_its_copy_g
 FROZEN = [("gpipe", "muon")]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("scheme", "name"), parameters.combinations(["gpipe", "single", "data-parallel"], list(OPTIMIZERS), default=FROZEN)
 )
@@ -276,6 +281,7 @@ def test_a_layer_that_is_frozen_for_a_while_finds_its_slots_again(scheme, name):
         assert_same(state(pm), state(plain), 1e-5)
 
 
+@pytest.mark.wide
 def test_one_optimizer_trains_a_model_in_several_ways_by_turns():
     """As a pipeline, by itself, as another pipeline: what each has gathered the next one goes on with."""
     plain, model = networks.small(), networks.small()
@@ -291,6 +297,7 @@ def test_one_optimizer_trains_a_model_in_several_ways_by_turns():
     assert int(optimizer.iterations) == 24
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", by_default(SYNCHRONOUS, "data-parallel"))
 def test_a_plainly_trained_model_is_taken_on_with_its_optimizer(scheme):
     plain, model = make("keras", OPTIMIZERS["adam"]), make("keras", OPTIMIZERS["adam"])
@@ -346,6 +353,7 @@ class Interruption(keras.callbacks.Callback):
             raise KeyboardInterrupt
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", by_default(NAMES, "1f1b"))
 @pytest.mark.parametrize("name", by_default(["momentum", "adam", "adagrad"], "momentum"))
 def test_backup_and_restore_goes_on_exactly_or_is_refused(scheme, name, tmp_path):
@@ -369,6 +377,7 @@ def test_backup_and_restore_goes_on_exactly_or_is_refused(scheme, name, tmp_path
     assert_same(state(second), state(whole))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", by_default(SYNCHRONOUS, "1f1b"))
 def test_the_best_model_of_a_checkpoint_trains_on(scheme, tmp_path):
     def resumed(scheme):
@@ -419,6 +428,7 @@ def test_an_optimizer_set_after_compile_is_refused(scheme):
         fit(pm, X, Y)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", ["spectrain", "1f1b"])
 def test_momentum_that_is_not_finite_is_forgotten(scheme):
     pm = make(scheme)
@@ -451,6 +461,7 @@ def test_copies_are_refused_by_name(way, tmp_path, monkeypatch):
         way(networks.fresh("1f1b"))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", by_default(["1f1b", "data-parallel"], "1f1b"))
 def test_saving_leaves_the_wrapped_model_as_it_was(scheme, tmp_path):
     """It may be compiled for something else."""
@@ -477,6 +488,7 @@ def test_an_optimizer_that_trained_another_model_is_refused():
         networks.pipeline(networks.mlp(), optimizer=plain.optimizer)
 
 
+@pytest.mark.wide
 def test_compiling_again_keeps_momentum_and_steps():
     schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 5, 0.5)
     plain, pm = (make(scheme, lambda: keras.optimizers.SGD(schedule, momentum=0.9)) for scheme in ("keras", "1f1b"))
@@ -498,6 +510,7 @@ def test_a_schedule_goes_by_the_count_of_steps_that_the_user_sets():
     networks.assert_close(pm.get_weights(), plain.get_weights())
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", ["keras", "1f1b", "spectrain"])
 def test_reading_weights_keeps_the_count_of_steps_that_the_user_set(scheme):
     """Reading the weights put back the pipeline's own count."""
@@ -511,6 +524,7 @@ def test_reading_weights_keeps_the_count_of_steps_that_the_user_set(scheme):
     assert int(model.optimizer.iterations) == 104
 
 
+@pytest.mark.wide
 def test_slots_stay_with_their_layers_whichever_are_frozen():
     """The optimizer's slots go with their layers, whichever are trained."""
     model = networks.mlp(depth=4)

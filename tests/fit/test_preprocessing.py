@@ -48,6 +48,7 @@ def data():
     return figures, words, figures.argmax(axis=1) % CLASSES, rng.uniform(0.5, 1.5, ROWS).astype("float32")
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("as_dataset", parameters.by_default([False, True], True))
 def test_words_train_as_the_figures_that_the_preprocessor_makes_of_them(as_dataset):
     figures, words, y, weights = data()
@@ -70,6 +71,7 @@ def test_words_train_as_the_figures_that_the_preprocessor_makes_of_them(as_datas
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", [np.asarray, list])
 def test_the_last_rows_are_split_off_as_in_keras(kind):
     figures, words, y, weights = data()

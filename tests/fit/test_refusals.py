@@ -280,6 +280,7 @@ def test_a_schedule_set_after_compile_is_refused():
         fit(pm, *networks.data(40))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", ["spectrain", "vanilla"])
 def test_a_layer_that_assigns_to_a_trained_weight_is_refused_in_asynchronous_schemes(scheme):
     """The normalized kernel was silently dropped."""
@@ -309,6 +310,7 @@ DISTURBING = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("scheme", "method"),
     parameters.combinations(

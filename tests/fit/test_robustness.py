@@ -24,6 +24,7 @@ from pipetrain.schemes.table import SCHEMES as SCHEME_TABLE
 ROWS, BATCH = 12 * 16, 16
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", parameters.by_default(SCHEME_TABLE, "spectrain", "1f1b"))
 def test_delays_change_no_bit(scheme, monkeypatch):
     x, y = networks.data(rows=ROWS)
@@ -67,6 +68,7 @@ class Breakable(keras.layers.Layer):
         return self._pass("F", inputs), lambda upstream: self._pass("B", upstream)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", parameters.by_default(SCHEME_TABLE, "single", "spectrain"))
 def test_an_exception_in_any_stage_reaches_the_caller(scheme):
     x, y = networks.data(rows=ROWS)
@@ -156,6 +158,7 @@ def test_a_broken_data_source_is_heard():
         networks.pipeline().fit(source(), steps_per_epoch=8, verbose=0)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "scheme", parameters.by_default(["spectrain", "1f1b", "single", "data-parallel"], "spectrain", "1f1b")
 )
@@ -203,6 +206,7 @@ def test_pipelines_that_overlap_leave_pythons_switch_interval_as_it_was(ended_fi
     assert sys.getswitchinterval() == pytest.approx(usual_s)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("ended_first", [0, 1])
 def test_models_trained_at_once_leave_pythons_switch_interval_as_it_was(ended_first):
     """The second begins when the first is under way; whichever ends first, the other keeps its short interval."""
@@ -238,6 +242,7 @@ def test_models_trained_at_once_leave_pythons_switch_interval_as_it_was(ended_fi
     assert sys.getswitchinterval() == pytest.approx(usual_s)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", ["spectrain", "1f1b"])
 def test_training_goes_on_after_a_loss_that_was_not_finite(scheme):
     x, y = networks.data(200)
@@ -269,6 +274,7 @@ def test_weights_are_all_of_one_step_when_handing_them_back_fails(monkeypatch):
     assert int(pm.optimizer.iterations) == 8
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", ["weight-stashing", "2bw", "gpipe"])
 def test_what_a_run_held_is_gone_when_it_ends(scheme, monkeypatch):
     """Old versions and activations are not left to Python's garbage collection, which may come much later."""

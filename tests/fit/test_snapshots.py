@@ -50,6 +50,7 @@ def test_snapshots_are_the_weights_of_their_step():
         Snapshots(0, keep)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", ["single", "data-parallel", "gpipe"])
 def test_snapshots_in_the_other_schemes(scheme):
     x, y = networks.data(6 * BATCH)

@@ -76,6 +76,7 @@ def of_plain_keras():
     return trained_with_resets(recurrent())
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "settings",
     [
@@ -93,6 +94,7 @@ def test_recurrent_states_go_on_as_in_plain_keras(settings):
     assert min(abs(state).max() for state in states(model)) > 0.01
 
 
+@pytest.mark.wide
 def test_asynchronous_stages_read_the_state_of_the_forward_before():
     """At a rate of zero all versions of the weights are equal, and so are the states with Keras'."""
     found = []
@@ -154,6 +156,7 @@ def test_one_layer_that_draws_from_the_global_seed_is_as_in_plain_keras(place, r
     networks.assert_equal(got[-1], expected[-1])
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", parameters.by_default(["spectrain", "gpipe"], "spectrain"))
 def test_stages_that_draw_from_the_global_seed_have_streams_of_their_own(scheme, tmp_path):
     """The same seed gives the same weights, with recomputation and in a run that was interrupted."""
@@ -177,6 +180,7 @@ def test_stages_draw_different_numbers():
     assert seeds[0][0] != seeds[1][0]
 
 
+@pytest.mark.wide
 def test_recurrent_states_and_their_place_survive_a_resumption(tmp_path):
     found = []
     for epochs, kept in ((2, None), (1, tmp_path), (2, tmp_path)):

@@ -16,6 +16,7 @@ def iterators() -> int:
     return sum(isinstance(each, OwnedIterator) for each in gc.get_objects())
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "settings",
     [

@@ -76,6 +76,7 @@ def causes(trace, stage, start_s, end_s):
     return found
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", ["spectrain", "1f1b"])
 def test_a_run_records_what_it_sends(scheme, tmp_path):
     pieces = 2 if scheme == "1f1b" else 1
@@ -110,6 +111,7 @@ def test_what_is_sent_is_measured_by_its_shape():
     assert wide.trace.transfers.size_bytes.tolist().count(5 * WIDTH * 4) == 2 * 2
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("cut", ["a", "b"])
 def test_and_by_the_number_of_words_to_a_row_and_of_rows_that_a_layer_makes_of_these(cut):
     words = keras.Input((None, 3))
@@ -247,6 +249,7 @@ WAYS = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", WAYS)
 def test_numbers_go_on_after_a_drain(scheme, tmp_path):
     """At the end of an epoch, and in the midst of one; what happens in between is neither one's wait."""

@@ -72,6 +72,7 @@ def made(way, **more):
     return pm
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("way", parameters.by_default(WAYS, "1f1b", "all-reduce", "coded-reduce"))
 def test_without_a_trace_nothing_is_recorded_and_training_is_the_same(way):
     x, y = networks.data(BATCH * 4)
@@ -107,6 +108,7 @@ class Count(keras.callbacks.Callback):
         self.most = max(self.most, sum(each._packed + len(each._new) for each in found))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("way", parameters.by_default(["1f1b", "gpipe, replicas", "coded-reduce"], "1f1b"))
 def test_a_fit_that_never_drains_records_no_more_than_so_many(way, monkeypatch):
     gc.collect()

@@ -151,6 +151,7 @@ OFTEN = [("1f1b", each) for each in (refrozen, frozen_without_compile, frozen_be
 OFTEN += [("all-reduce", adapted), ("1f1b", frozen_in_a_callback), ("single", unfrozen_without_compile)]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("way", "phases"), parameters.combinations(list(WAYS), PHASES, default=OFTEN))
 def test_equal_to_plain_keras(way, phases):
     results = []

@@ -192,6 +192,7 @@ OFTEN = [("1f1b", MOMENTS[0], "reads"), ("1f1b", MOMENTS[0], "writes")]
 OFTEN += [(way, MOMENTS[1], "writes") for way in ("late", "grid", "coded-reduce")]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("way", "moment", "kind"), parameters.combinations(EVERY, MOMENTS, list(KINDS), default=OFTEN))
 def test_callbacks_read_and_write_as_in_plain_keras(way, moment, kind):
     seen, results = trained(way, moment, kind, way in WAYS)
@@ -205,6 +206,7 @@ def test_callbacks_read_and_write_as_in_plain_keras(way, moment, kind):
     networks.assert_close(results, wanted, 2e-5)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("way", parameters.by_default([*WAYS, *OF_PARTS], "late"))
 def test_a_count_of_steps_that_a_callback_sets(way):
     """By which Adam corrects its averages; reading it is no reason for a drain."""
@@ -232,6 +234,7 @@ def untouched(model):
     return kinds == {type(keras.Variable(0.0).value)} and "call_function" not in vars(context.context())
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "scheme", parameters.by_default(["1f1b", "spectrain", "2bw", "all-reduce"], "1f1b", "spectrain")
 )

@@ -138,6 +138,7 @@ CASES = [*pairwise()]
 OFTEN = {case for m in range(len(LAYERS)) for case in CASES[m * len(OPTIMIZERS) + m % len(OPTIMIZERS) :][:1]}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("way", "layer", "optimizer", "clip"),
     [pytest.param(*case, marks=[] if case in OFTEN else [pytest.mark.slow]) for case in CASES],

@@ -224,6 +224,7 @@ def workers_of_a_killed_program(tmp_path_factory):
         os.kill(pids["child"], signal.SIGKILL)
 
 
+@pytest.mark.wide
 def test_a_worker_imports_nothing_from_the_current_folder_and_no_proxy_holds_it_up(workers_of_a_killed_program):
     assert workers_of_a_killed_program["status"] == -signal.SIGKILL  # having joined
 
@@ -241,6 +242,7 @@ def test_a_worker_ends_with_its_program_whoever_else_lives_on(workers_of_a_kille
     assert _runs(workers_of_a_killed_program["child"])
 
 
+@pytest.mark.wide
 def test_who_answers_but_never_joins_holds_connect_no_longer_than_told():
     """And the program ends, though TensorFlow waits."""
     script = """
@@ -330,6 +332,7 @@ def test_only_loopback_addresses_keep_others_out():
     assert not any(map(is_loopback, [*others, "[::]:2222"]))
 
 
+@pytest.mark.wide
 def test_workers_that_do_not_answer_are_told(in_use):
     """TensorFlow itself would wait for minutes, or end the process."""
     script = f"""

@@ -145,6 +145,7 @@ def test_fine_tune(start):
     assert after > 90
 
 
+@pytest.mark.wide
 def test_fine_tune_says_what_it_needs(start, tmp_path):
     """In one line, where keras_hub is not installed."""
     (tmp_path / "keras_hub.py").write_text("raise ImportError('hidden')")

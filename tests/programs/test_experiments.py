@@ -59,6 +59,7 @@ SOME = ("single", "spectrain", "gpipe")
 SEVERAL = pytest.mark.parametrize("several", parameters.by_default([SOME, NAMES], SOME), indirect=True, ids=len)
 
 
+@pytest.mark.wide
 @SEVERAL
 def test_several_schemes_train_and_say_so(several):
     schemes, output, done = several
@@ -80,6 +81,7 @@ def test_several_schemes_train_and_say_so(several):
     ]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("several", "scheme"),
     [
@@ -112,6 +114,7 @@ def test_every_run_leaves_its_files(several, scheme):
     assert accuracy == pytest.approx(rows[-1]["val_accuracy"], abs=1e-6)
 
 
+@pytest.mark.wide
 def test_train_loss_is_the_mean_since_the_last_row(main, tmp_path):
     """With a learning rate of zero and one batch per row, the mean over all rows is that over all steps."""
     assert main(["--output", str(tmp_path), *SMALL, "--learning-rate", "0", "--eval-every", "1", "--steps", "9"]) == 0
@@ -156,6 +159,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@pytest.mark.wide
 def test_a_run_that_was_stopped_goes_on_to_the_same_history(main, tmp_path, capsys):
     """Interrupted as by Ctrl-C; 1f1b, whose weights no drain changes."""
     checkpoints = ("--scheme", "1f1b", "--checkpoint-every", "10", *SMALL, "--steps", "60")
@@ -183,6 +187,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_history(main, tmp_path, caps
     assert "It has ended already." in capsys.readouterr().out
 
 
+@pytest.mark.wide
 def test_a_run_goes_on_under_another_scheme_in_other_stages(main, tmp_path, monkeypatch, capsys):
     def stop(recorder, step, model):
         raise KeyboardInterrupt
@@ -250,6 +255,7 @@ def test_options_of_another_scheme_are_refused(main, options, problem, tmp_path,
     assert problem in capsys.readouterr().err
 
 
+@pytest.mark.wide
 def test_a_run_remembers_its_servers(main, tmp_path, capsys):
     """Of several schemes those that have them."""
     schemes = ["--scheme", "single", "--scheme", "parameter-server"]
@@ -387,6 +393,7 @@ def test_figures_are_drawn(several, tmp_path):
         timeline.draw(trace, tmp_path / "timeline.png", first=1000)
 
 
+@pytest.mark.wide
 @SEVERAL
 def test_the_report_shows_every_scheme(several, tmp_path):
     from plots import memory, report, runs
@@ -509,6 +516,7 @@ class Newest:
 """
 
 
+@pytest.mark.wide
 def test_a_policy_of_a_file_trains_as_the_same_one_of_the_table(main, tmp_path, monkeypatch):
     """And goes on from a checkpoint, from another folder too."""
     (tmp_path / "mine.py").write_text(POLICY)
@@ -524,6 +532,7 @@ def test_a_policy_of_a_file_trains_as_the_same_one_of_the_table(main, tmp_path, 
     assert str(found["Newest"].way) == "Newest" and found["vanilla"].way == "vanilla"
 
 
+@pytest.mark.wide
 def test_what_auto_takes_is_recorded_with_the_reason(main, tmp_path, capsys):
     assert main(["--scheme", "auto", "--stages", "2", "--output", str(tmp_path), *SMALL]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("auto takes scheme=")]

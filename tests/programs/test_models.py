@@ -37,6 +37,7 @@ def empty(monkeypatch):
         monkeypatch.setattr(kind, "__call__", lambda self, shape, dtype=None: keras.ops.zeros(shape, dtype))
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("empty")
 @pytest.mark.parametrize(
     ("name", "shape", "classes", "parameters"),
@@ -81,6 +82,7 @@ def test_snn_has_the_published_size(depth, width):
     assert model.count_params() == 784 * width + width + (depth - 1) * (width * width + width) + width * 10 + 10
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", models.NAMES)
 def test_every_network_is_plain_keras(name, tmp_path):
     shape = (75, 75, 3) if networks.NETWORKS[name].reads == "images" else (20,)
@@ -121,6 +123,7 @@ def train(name, data, tmp_path, chosen, steps):
     return [(tmp_path / scheme / "history.jsonl").read_text() for scheme in chosen]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "name", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("vgg16", "transformer"))]
 )

@@ -24,6 +24,7 @@ def test_microbatches_of_what_is_not_split_are_not_said():
     assert str(Variant("single", microbatches=4)) == "single"
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("seeds", by_default([1, 2], 1))
 def test_accuracy_over_seconds(seeds, tmp_path, monkeypatch, capsys):
     """Synchronous schemes have the accuracy of `single`; the pipeline's seconds are fewer at next to no overhead."""

@@ -100,6 +100,7 @@ def test_a_file_that_is_changed_is_read_anew(file, monkeypatch):
     assert in_full("vanilla") is None
 
 
+@pytest.mark.wide
 def test_a_model_trains_by_a_file_as_by_the_table(file):
     x, y = networks.data(64)
     weights = []

@@ -10,6 +10,7 @@ import pytest
 from pipetrain.cli import main as command_line
 
 
+@pytest.mark.wide
 def test_plan_on_the_command_line(tmp_path, capsys):
     layers = [keras.Input((16,)), *(keras.layers.Dense(64, activation="relu", name=f"d{n}") for n in range(4))]
     keras.Sequential(layers, name="mlp").save(tmp_path / "m.keras")

@@ -14,6 +14,7 @@ import quiet_training
 FEW = ("spectrain", "1f1b", "all-reduce", "auto")
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "ways", [FEW, pytest.param([way for way in quiet_training.WAYS if way not in FEW], marks=pytest.mark.slow)], ids=len
 )
@@ -26,6 +27,7 @@ def test_nothing_is_printed_in_any_way_that_is_told_to_be_quiet(ways, tmp_path):
     assert done.stdout.splitlines() == [f"{way}: ''" for way in ways]
 
 
+@pytest.mark.wide
 def test_what_takes_long_is_said_otherwise(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("pipetrain.compute.profiling.progress.PATIENCE_S", 0.0)

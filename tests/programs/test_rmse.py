@@ -91,6 +91,7 @@ def main(monkeypatch):
 SMALL = ("--depth", "3", "--width", "8", "--stages", "2", "--batch-size", "32", "--learning-rate", "0.01")
 
 
+@pytest.mark.wide
 def test_a_run_measures_what_plain_keras_would(main, tmp_path, capsys):
     """On one device, where every version is that of Keras' own training on the same minibatches."""
     arguments = ("--scheme", "single", "--horizons", "4", "1", "2", "--steps", "12", "--output", str(tmp_path))

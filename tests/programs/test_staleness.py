@@ -125,6 +125,7 @@ def main(monkeypatch):
     return staleness.main
 
 
+@pytest.mark.wide
 def test_a_study_trains_what_is_left_and_draws(main, tmp_path, capsys, monkeypatch):
     arguments = [f"--{key.replace('_', '-')}={value}" for key, value in SMALL.items()]
     arguments += ["--output", str(tmp_path), "--seeds=1", "--jobs=1", "--learning-rate=0.02", "--stages=2"]

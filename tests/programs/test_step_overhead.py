@@ -149,6 +149,7 @@ def measured(scheme):
         return pm, *Work(patched).per_minibatch(pm)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", CALLS)
 def test_eager_operations_and_bytes_of_a_minibatch(scheme):
     pm, calls, moved, _ = measured(scheme)
@@ -180,6 +181,7 @@ def test_tensors_that_python_holds_of_a_minibatch(scheme):
     assert held[threading.current_thread().name] == expected.caller
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", WITH_WEIGHTS)
 def test_each_function_of_a_stage_is_traced_once(scheme, monkeypatch):
     traced: Counter = Counter()

@@ -114,6 +114,7 @@ def main(monkeypatch):
     return table1.main
 
 
+@pytest.mark.wide
 def test_what_has_ended_is_not_repeated(main, tmp_path, capsys):
     options = ("--model", "snn", *TINY, "--seeds", "1", "--output", str(tmp_path))
     assert main([*options, "--scheme", "spectrain"]) == 0

@@ -122,6 +122,7 @@ def lost(number: int, *arguments: str) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.wide
 def test_fit_says_which_worker_was_killed():
     found = lost(signal.SIGKILL)
     assert found["workers"] == [1]
@@ -191,6 +192,7 @@ def test_a_call_to_workers_is_left_if_one_is_lost(monkeypatch):
         lost.unless_lost(lambda: 3)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", ["vanilla", "all-reduce"])
 def test_a_loss_after_all_steps_is_of_no_concern_to_the_next_fit(scheme):
     pm, data = networks.pipeline(scheme=scheme, cuts=None, devices=("CPU:0", "CPU:1")), networks.data(40)
@@ -201,6 +203,7 @@ def test_a_loss_after_all_steps_is_of_no_concern_to_the_next_fit(scheme):
     assert any((mine != old).any() for mine, old in zip(pm.get_weights(), before, strict=True))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("settings", [{"scheme": "1f1b", "stages": 2, "microbatches": 1}, {"scheme": "all-reduce"}])
 def test_calls_of_another_thread_draw_what_this_one_would(monkeypatch, settings):
     """Keras keeps its global seed for each thread."""

@@ -66,6 +66,7 @@ def two_workers():
     return trained(2, "join", "spectrain", "gpipe/norm", "all-reduce/late")
 
 
+@pytest.mark.wide
 def test_two_workers_train_as_one_process_does(two_workers):
     assert_as_in_one_process({case: two_workers[case] for case in ("spectrain", "gpipe/norm", "all-reduce/late")})
 

@@ -321,6 +321,7 @@ def test_the_workspace_of_fewer_rows_by_hand():
         assert sum(stage.memory_bytes for stage in stages) == expected
 
 
+@pytest.mark.wide
 def test_a_thousand_blocks_over_64_devices_are_cut_well():
     """Timed in benchmarks; here that it ends and reaches what no plan can beat by much."""
     rng = np.random.default_rng(0)

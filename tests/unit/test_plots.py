@@ -267,6 +267,7 @@ def test_a_run_too_short_to_be_validated_has_no_curves(tmp_path):
     assert run.pictures(folder, summaries) == f"All figures on one page: python plots/report.py {folder}"
 
 
+@pytest.mark.wide
 def test_the_pictures_of_schedules_are_drawn(tmp_path, monkeypatch, capsys):
     from plots import schedules
 

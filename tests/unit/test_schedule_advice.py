@@ -182,6 +182,7 @@ def test_what_a_limit_excludes_is_said():
     )
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("activations", by_default([2, 3, 4, 6, 8, 40], 2, 6, 40))
 def test_the_limit_decides(activations):
     """A limit of so many activations of a whole device, for one of 32 microbatches, or of fewer larger ones."""
@@ -215,6 +216,7 @@ def test_only_another_schedule_fits():
         advise_all(small, DEVICES, replace(FAST, memory_bytes=1024), SET)
 
 
+@pytest.mark.wide
 def test_where_there_is_nothing_to_choose():
     assert try_schedules(chain(), 1, FAST, SET) is None
     assert try_schedules(chain(rows=3), 4, FAST, SET) is None  # fewer rows than devices
@@ -249,7 +251,7 @@ def uneven(blocks, rows=ROWS):
 
 @pytest.mark.parametrize(("blocks", "devices", "microbatches"), UNEVEN)
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"])
-@pytest.mark.parametrize("processors", [2, math.inf])
+@pytest.mark.parametrize("processors", [pytest.param(2, marks=pytest.mark.wide), math.inf])
 def test_the_ways_take_what_the_simulator_says(blocks, devices, microbatches, name, processors):
     """To 1e-6, over forty minibatches, each of which fills and drains the pipeline; on few processors too."""
     hosts = Cluster((Level(Link(1e8, 1e-5)),), processors=processors)
@@ -280,6 +282,7 @@ def test_nothing_fits_a_schedule_of_several_stages_a_device():
         advise_all(chain(), DEVICES, replace(FAST, memory_bytes=1024), Training("zb-v", microbatches=4))
 
 
+@pytest.mark.wide
 def test_the_ways_with_a_schedule_of_a_file(tmp_path):
     for name, stages in (("zb-h1", 4), ("zb-v", 8)):
         path = tmp_path / f"{name}.csv"

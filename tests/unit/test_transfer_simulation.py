@@ -318,6 +318,7 @@ def test_inversions_are_found():
 # The choice ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wide
 @given(workloads(), st.booleans())
 @settings(deadline=None)
 def test_the_choice_is_the_simplest_order_that_is_about_the_fastest(workload, serves):

@@ -121,6 +121,7 @@ def test_the_gap_holds_against_every_cut(blocks, devices, replicate):
     assert found.slowest_s <= min(every) * (1 + gap + 1e-9)
 
 
+@pytest.mark.wide
 def test_a_long_chain_is_compared_in_few_blocks_and_cut_in_all():
     random = np.random.default_rng(1)
     blocks = [
@@ -190,6 +191,7 @@ def trained(model, epochs=2, callbacks=None, compiles=True):
     return model.fit(*data(), batch_size=8, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks).history
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", parameters.by_default(WAYS, "all-reduce", "grid", "zb-h2", "hybrid"))
 def test_every_way_that_may_be_taken_trains_as_plain_keras(name, monkeypatch):
     plain, ours = network(), network()
@@ -211,6 +213,7 @@ def test_every_way_that_may_be_taken_trains_as_plain_keras(name, monkeypatch):
     networks.assert_close(ours.get_weights(), plain.get_weights())
 
 
+@pytest.mark.wide
 def test_only_stages_run_their_forward_again(monkeypatch):
     for name, again in (("all-reduce", False), ("zb-h2", True), ("single", True)):
         choice = Choice(8, [Way("pipeline", WAYS[name], 2, 1.0, 1)])
@@ -220,6 +223,7 @@ def test_only_stages_run_their_forward_again(monkeypatch):
         assert pm._strategy.placement.training.recompute == again
 
 
+@pytest.mark.wide
 def test_it_is_measured_and_chosen_at_the_first_fit_alone(monkeypatch):
     plain, ours = network(), network()
     trained(plain)
@@ -232,6 +236,7 @@ def test_it_is_measured_and_chosen_at_the_first_fit_alone(monkeypatch):
     trained(pm)
 
 
+@pytest.mark.wide
 def test_a_run_that_goes_on_keeps_its_way(tmp_path, monkeypatch, capsys):
     choice = Choice(8, [Way("pipeline", WAYS["zb-h2"], 2, 1.0, 1)])
     monkeypatch.setattr(AutoStrategy, "choice", lambda self, rows, shapes: choice)
@@ -290,6 +295,7 @@ def test_of_ways_that_were_tried_the_fastest_is_taken():
     assert untried.taken.kind == "data parallelism"  # what was not tried is not known to be faster
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("fastest", ["single", "all-reduce", "zb-h2"])
 def test_a_trial_leaves_nothing_in_the_model_and_the_fastest_way_trains(fastest, no_trials, monkeypatch):
     tried, own = [], WayTrial.turn_s
@@ -319,6 +325,7 @@ RATES = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", RATES)
 def test_optimizers_of_all_kinds_are_tried(name, no_trials, monkeypatch):
     monkeypatch.setattr(AutoStrategy, "choice", lambda self, rows, shapes: near_ways())
@@ -344,6 +351,7 @@ def test_random_numbers_go_on_as_without_a_trial():
     assert drawn() == before
 
 
+@pytest.mark.wide
 def test_a_trial_is_made_once_for_a_profile(no_trials, monkeypatch):
     """And anew where something else was predicted, or what was kept is damaged."""
     tried = []
@@ -366,6 +374,7 @@ def test_a_trial_is_made_once_for_a_profile(no_trials, monkeypatch):
     assert schemes((1.0, 1.0, 1.02)) == ("zb-h2", 9)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("together", "turns"), [(True, 2), (False, 0)])
 def test_first_trials_hold_and_are_not_kept_where_ways_cannot_train_side_by_side(together, turns):
     """The second of the finalists fails in its turn, at which turns end; or they would not fit."""
@@ -384,6 +393,7 @@ def test_first_trials_hold_and_are_not_kept_where_ways_cannot_train_side_by_side
     assert len(made) == 3 + turns and len([*seconds]) == (0 if together else 2)
 
 
+@pytest.mark.wide
 def test_a_way_that_the_model_refuses_is_not_taken(no_trials, monkeypatch):
     """Of a model that draws with a layer's own state, whose loss no trial must leave changed."""
     monkeypatch.setattr(AutoStrategy, "choice", lambda self, rows, shapes: near_ways((1.0, 1.0, 0.9)))
@@ -395,6 +405,7 @@ def test_a_way_that_the_model_refuses_is_not_taken(no_trials, monkeypatch):
     assert pm.scheme in ("single", "all-reduce") and "refused" in str(pm.choice)
 
 
+@pytest.mark.wide
 def test_an_interrupted_trial_leaves_the_model_as_it_was(no_trials, monkeypatch):
     monkeypatch.setattr(AutoStrategy, "choice", lambda self, rows, shapes: near_ways())
     pm = pipetrain.PipelineModel(network(), scheme="auto", devices=("CPU:0", "CPU:1"))

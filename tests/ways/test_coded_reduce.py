@@ -84,6 +84,7 @@ def releasing(late, after, *places):
     return keras.callbacks.LambdaCallback(on_train_batch_end=end)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("shape", "name"),
     parameters.combinations(
@@ -108,6 +109,7 @@ def convolutional():
     return keras.Sequential([each for each in networks.convolutional_layers() if not isinstance(each, others)])
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("make", "shape"),
     parameters.combinations((convolutional, words, branching), ((3, 1, 1), (4, 1, 1)), default=[(words, (3, 1, 1))]),
@@ -132,6 +134,7 @@ def test_losses_that_are_sums_or_of_every_row(reduction):
     np.testing.assert_allclose(history["loss"], expected["loss"], rtol=1e-5)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("shape", parameters.by_default(TREES, (3, 2, 1)))
 def test_a_minibatch_of_fewer_rows_than_workers_trains_with_them(shape):
     data = networks.data(41)  # whose last batch has one row
@@ -140,6 +143,7 @@ def test_a_minibatch_of_fewer_rows_than_workers_trains_with_them(shape):
     networks.assert_close(pm.get_weights(), single.get_weights())
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("shape", "gone"),
     parameters.combinations(
@@ -215,6 +219,7 @@ def test_more_stragglers_than_a_tree_bears_are_waited_for(monkeypatch):
     networks.assert_close(pm.get_weights(), single.get_weights())
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("shape", parameters.by_default([(4, 1, 1), (3, 1, 1)], (4, 1, 1)))
 def test_random_numbers_are_those_of_the_rows_whoever_draws_them(shape, monkeypatch):
     """Bitwise with repetition, where another's message is the same."""
@@ -273,6 +278,7 @@ def test_layers_whose_gradients_another_worker_cannot_repeat_are_refused(make, p
         networks.fit(pm, DATA[0][:20], DATA[1][:20], batch_size=10)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "optimizer", [keras.optimizers.Adam(0.01), keras.optimizers.RMSprop(0.01), keras.optimizers.SGD(0.1, clipvalue=0.1)]
 )
@@ -297,6 +303,7 @@ def test_frozen_normalization_trains():
     networks.assert_close(pm.get_weights(), single.get_weights())
 
 
+@pytest.mark.wide
 def test_evaluation_prediction_and_files_have_the_weights_of_all_steps(tmp_path):
     (single, _), (pm, _) = trained(networks.small()), trained(networks.small(), **tree(3))
     np.testing.assert_allclose(pm.evaluate(*DATA, verbose=0), single.evaluate(*DATA, verbose=0), rtol=1e-5, atol=1e-6)
@@ -308,6 +315,7 @@ def test_evaluation_prediction_and_files_have_the_weights_of_all_steps(tmp_path)
     networks.assert_close(pm.get_weights(), single.get_weights())
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("shape", parameters.by_default([(4, 1, 1), (3, 1, 1)], (4, 1, 1)))
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(shape, tmp_path):
     """Bitwise with repetition; snapshots on the way are those of plain Keras."""

@@ -27,6 +27,7 @@ def test_early_stopping_restores_the_best_weights():
     networks.assert_close(pm.get_weights(), min(kept, key=lambda pair: pair[0])[1])
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("width", "devices"),
     [(8, 3), pytest.param(16, 3, marks=pytest.mark.slow), pytest.param(8, 2, marks=pytest.mark.slow)],
@@ -57,6 +58,7 @@ def test_a_shuffled_data_set_is_read_from_its_beginning():
     np.testing.assert_allclose(losses["data-parallel"], losses["single"], rtol=1e-5)
 
 
+@pytest.mark.wide
 def test_data_parallel_equals_one_device():
     x, y = networks.data(160)
     pm = networks.pipeline(scheme="data-parallel", devices=("CPU:0", "CPU:1"))
@@ -67,6 +69,7 @@ def test_data_parallel_equals_one_device():
     networks.assert_close(pm.get_weights(), single.get_weights())
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("clips", [{"clipnorm": 0.1}, {"clipvalue": 0.01}, {"global_clipnorm": 0.1}])
 def test_the_gradients_of_the_whole_minibatch_are_clipped(clips):
     x, y = networks.data(80)
@@ -185,6 +188,7 @@ def test_the_model_itself_is_trained_on_rows_that_do_not_divide(name):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.wide
 def test_after_training_the_variables_are_by_themselves():
     model, optimizer = networks.small(), keras.optimizers.Adam(0.01)
     metric = keras.metrics.SparseCategoricalAccuracy()

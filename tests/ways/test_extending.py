@@ -98,6 +98,7 @@ def test_the_simulator_walks_the_same_order(microbatches):
     assert trace.bubble() == pytest.approx(1 - found.slowest_s / found.step_s, abs=0.15)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("microbatches", "recompute"),
     [(3, False), *parameters.rarely((1, False), (4, True))],
@@ -119,6 +120,7 @@ def test_a_schedule_of_two_stages_a_device_equals_the_unsplit_model(microbatches
     assert "4 stages" in str(pm.partition())
 
 
+@pytest.mark.wide
 def test_the_planner_cuts_for_a_schedule_of_two_stages_a_device():
     pm = networks.pipeline(cuts=None, stages=4, scheme=looped, devices=("CPU:0", "CPU:1"), microbatches=2)
     assert [stage.device for stage in pm.partition(20).stages] == [0, 1, 0, 1]
@@ -183,6 +185,7 @@ def test_what_a_schedule_of_two_stages_a_device_does_not_have_is_refused(setting
         pipetrain.PipelineModel(networks.mlp(), devices=("CPU:0", "CPU:1"), **settings)
 
 
+@pytest.mark.wide
 def test_devices_with_several_stages_clip_by_the_norm_of_all_gradients():
     settings = {"scheme": looped, "cuts": networks.cuts(6, 4), "devices": ("CPU:0", "CPU:1"), "microbatches": 2}
     single, pm = networks.mlp(), pipetrain.PipelineModel(networks.mlp(), **settings)
@@ -207,6 +210,7 @@ def one_late(microbatch, stage, stages, microbatches):
     return max(0, microbatch - 1)
 
 
+@pytest.mark.wide
 def test_an_asynchronous_order_that_goes_back_a_minibatch_later():
     """Every stage is one update behind, as in no scheme of the table: ``W[i+1] = W[i] - lr * grad(W[i-1])``."""
     schedule = Schedule(after_the_next, flushes=False, found=one_late)
@@ -236,6 +240,7 @@ def in_one(device, devices, groups):
             yield from (Action("FB", device, microbatch) for microbatch in group)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("order", [reversed_backwards, in_one])
 @pytest.mark.parametrize("rows", parameters.by_default([80, 81], 81))
 def test_synchronous_orders_equal_the_unsplit_model(order, rows):
@@ -264,6 +269,7 @@ class BackwardsAhead(policies.Vanilla):
         return Read(reader.minibatch, self.horizon)
 
 
+@pytest.mark.wide
 def test_a_backward_predicts_as_far_as_its_policy_says():
     trained = {}
     for horizon in (1, 3):

@@ -82,6 +82,7 @@ def test_weights_and_logs_are_those_of_plain_keras(kind, grid):
         np.testing.assert_allclose(history[key], values, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", parameters.by_default(OPTIMIZERS, "clipped"))
 def test_optimizers_update_parts_as_the_whole(name):
     single, _ = trained(dense(), name)
@@ -133,6 +134,7 @@ MODELS = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("kind", "grid"), parameters.combinations(tuple(MODELS), ((2, 1), (2, 2), (3, 1)), default=[("branching", (2, 1))])
 )
@@ -146,6 +148,7 @@ def test_models_train_as_replicas_of_one_stage_do(kind, grid):
     np.testing.assert_allclose(history["loss"], expected["loss"], rtol=1e-5)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("grid", parameters.by_default(((2, 2), (3, 1), (1, 3)), (2, 2)))
 def test_a_minibatch_of_fewer_rows_than_devices_trains_with_them(grid):
     data = networks.data(41)  # whose last batch has one row
@@ -165,6 +168,7 @@ def sent(model, data, grid, rows=20):
     return pm, tuple(int(transfers.size_bytes[transfers.op == op].sum()) for op in "FBR")
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("grid", parameters.by_default(GRIDS, (2, 2)))
 def test_bytes_are_those_of_equation_8(grid):
     """Of dense layers that are all divided; of the gradients of inputs each device gets the sums of its own part."""
@@ -198,6 +202,7 @@ def test_bytes_are_those_that_the_planner_counts(kind, grid):
         assert found == expected
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("grid", parameters.by_default((None, (2, 1)), (2, 1)))
 def test_evaluation_prediction_and_files_have_the_weights_of_all_steps(grid, tmp_path):
     (single, _), (pm, _) = trained(dense()), trained(dense(), scheme="grid", grid=grid)
@@ -210,6 +215,7 @@ def test_evaluation_prediction_and_files_have_the_weights_of_all_steps(grid, tmp
     networks.assert_close(pm.get_weights(), single.get_weights())
 
 
+@pytest.mark.wide
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path):
     """Bitwise, slots of divided weights included; snapshots on the way are those of plain Keras."""
     assert_goes_on(
@@ -217,11 +223,13 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path):
     )
 
 
+@pytest.mark.wide
 def test_an_interrupt_just_after_a_step_leaves_the_weights_of_that_step(monkeypatch):
     pm = pipetrain.PipelineModel(dense(), scheme="grid", grid=(2, 1), devices=names(2))
     assert_keeps_steps(pm, dense(), DATA, GridStep, "__call__", OPTIMIZERS["momentum"], monkeypatch)
 
 
+@pytest.mark.wide
 def test_every_operation_of_a_step_is_on_a_device_of_its_own():
     """Else it would run on the controller, from which workers on other hosts cannot fetch."""
     pm, _ = trained(convolutional(), data=EXACT["convolutional"][1], scheme="grid", grid=(2, 2))
@@ -232,6 +240,7 @@ def test_every_operation_of_a_step_is_on_a_device_of_its_own():
     assert len(results) <= 2 * len(steps)  # of the whole function, to this process
 
 
+@pytest.mark.wide
 def test_the_grid_divides_the_layers_that_it_names():
     single, _ = trained(networks.mlp())
     pm, _ = trained(networks.mlp(), scheme="grid", grid=Grid(2, 1, ("d1",)))
@@ -279,6 +288,7 @@ def test_optimizers_that_need_whole_weights_are_refused(optimizer, problem):
         pm.compile(optimizer, networks.crossentropy())
 
 
+@pytest.mark.wide
 def test_optimizers_that_need_whole_weights_train_where_none_is_divided():
     single, pm = dense(), pipetrain.PipelineModel(dense(), scheme="grid", grid=(1, 2))
     for model in (single, pm):

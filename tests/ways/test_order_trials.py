@@ -61,6 +61,7 @@ def trained(order, scheme):
     return pm, networks.without_figures(history), steps
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("scheme", "late_first"), [("all-reduce", False), ("all-reduce", True), ("parameter-server", False)]
 )
@@ -77,6 +78,7 @@ def test_a_trial_leaves_nothing_in_the_model_and_the_fastest_order_trains(scheme
     assert {span.microbatch for span in pm.trace.spans} == {*range(6)}
 
 
+@pytest.mark.wide
 def test_orders_are_tried_once_for_a_compilation(tried):
     pm = compiled("auto")
     for _ in range(2):
@@ -87,6 +89,7 @@ def test_orders_are_tried_once_for_a_compilation(tried):
     assert len(tried) == 3 + 3 - ("own" not in tried[3:])
 
 
+@pytest.mark.wide
 def test_orders_that_took_about_equally_long_are_tried_again_in_turns(tried, monkeypatch):
     """Those of the runner that is there first; the median of all trials tells which is taken."""
     names, seconds = [], iter([1.0, 1.05, 1.1, 1.3, 1.2, 1.0, 1.3, 1.0, 1.3])
@@ -102,6 +105,7 @@ def test_orders_that_took_about_equally_long_are_tried_again_in_turns(tried, mon
     assert pm._strategy.plan.name == "none"
 
 
+@pytest.mark.wide
 def test_functions_are_made_once_for_an_order_as_long_as_the_weights_are_the_same(tried, monkeypatch):
     made, kept = [], []
 
@@ -125,6 +129,7 @@ def test_functions_are_made_once_for_an_order_as_long_as_the_weights_are_the_sam
     assert pm._strategy._pipeline._known == {}
 
 
+@pytest.mark.wide
 def test_plans_of_one_runner_are_tried_again_after_another(tried, monkeypatch):
     """Those that update the same variables late share a runner; of ``own``, which is late, there is another."""
     made = []
@@ -142,6 +147,7 @@ def test_plans_of_one_runner_are_tried_again_after_another(tried, monkeypatch):
     assert pm._strategy.plan.name == "layer by layer"
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("late", "taken"), [(1.02, "none"), (1.08, "layer by layer")])
 def test_simulation_tells_which_of_two_that_took_about_equally_long_is_taken(late, taken, tried, monkeypatch):
     """Three trials give one 6% less; where the mean of them and of the simulation is within 3%, the first is taken."""
@@ -157,6 +163,7 @@ def test_simulation_tells_which_of_two_that_took_about_equally_long_is_taken(lat
     assert pm._strategy.plan.name == taken
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_an_interrupted_trial_leaves_the_model_as_it_was(error, tried, monkeypatch):
     """Whose optimizer has gathered something before."""

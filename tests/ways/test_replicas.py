@@ -94,6 +94,7 @@ def test_regularizers_and_sums_count_once(reduction):
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", parameters.by_default(["spectrain", "1f1b"], "spectrain"))
 def test_equal_seeds_give_equal_weights_whatever_the_timing(scheme, monkeypatch):
     keras.utils.set_random_seed(0)
@@ -112,6 +113,7 @@ def test_equal_seeds_give_equal_weights_whatever_the_timing(scheme, monkeypatch)
     networks.assert_equal(weights[0], weights[1])
 
 
+@pytest.mark.wide
 def test_replicas_of_a_stage_stay_bitwise_equal():
     x, y = networks.data(100)
     pm = networks.pipeline(cuts=networks.cuts(6, 3), replicas=(3, 2, 1))
@@ -121,6 +123,7 @@ def test_replicas_of_a_stage_stay_bitwise_equal():
             networks.assert_equal(other.weights(), first.weights())
 
 
+@pytest.mark.wide
 def test_an_exception_in_a_replica_names_it_and_leaves_no_thread(monkeypatch):
     x, y = networks.data(100)
     pm = networks.pipeline(cuts=networks.cuts(6, 3), replicas=(2, 2, 2))
@@ -223,6 +226,7 @@ def test_rows_are_shared_as_evenly_as_can_be(rows, replicas, expected):
     assert joined([None, None]) is None
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("settings", [{"replicas": (1, 2)}, {"microbatches": 2}])
 def test_a_loss_that_cannot_be_put_together_is_refused(settings):
     """A mean over what a mask leaves that weights decide on: replicas of the last stage once trained it wrongly."""
@@ -266,6 +270,7 @@ def test_replicas_share_the_summing_out_by_size():
     assert shared_out([100, 1, 100, 1, 50], 2) == [[0, 4], [2, 1, 3]]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_replicas_send_what_the_rule_says(replicas):
     """Of float32: each variable's gradient to the replica that sums it, and the sum from it to every other one."""
@@ -282,6 +287,7 @@ def test_replicas_send_what_the_rule_says(replicas):
     assert abs(sum(size for _, size in expected) - replicas * even.pop()) < replicas
 
 
+@pytest.mark.wide
 def test_replicas_on_one_device_take_their_own_rows():
     """TensorFlow lets two threads that slice at once have each other's bounds, if Python has them take turns often."""
     tensors, together = [tf.range(5) for _ in range(4)], threading.Barrier(2)
@@ -304,6 +310,7 @@ def test_replicas_on_one_device_take_their_own_rows():
         sys.setswitchinterval(before_s)
 
 
+@pytest.mark.wide
 def test_rows_of_what_is_posted_are_taken_where_data_are_read(monkeypatch):
     """Not on the caller's default device, which is the first stage's where there are GPUs."""
     taken, sliced = set(), channels._sliced

@@ -146,6 +146,7 @@ def assert_named(error, action):
     assert f"{place}{action.microbatch % MICROBATCHES} (action {action})" in error.__notes__[-1]
 
 
+@pytest.mark.wide
 @by_scheme
 @pytest.mark.parametrize("what", MARKS)
 def test_an_operation_that_fails_is_named_and_no_update_is_made_in_part(scheme, what):

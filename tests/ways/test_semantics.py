@@ -39,6 +39,7 @@ def test_asynchronous_schemes_equal_the_reference(scheme, stages):
     compare(reference.Settings(scheme, constantly(0.05)), stages, optimizers.SGD(0.05, momentum=0.9))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("name", "stages", "microbatches"),
     parameters.combinations([*TRAINED], (1, 2, 3, 4, 6), (1, 2, 3, 5), default=AT_ONE_TARGET),
@@ -59,6 +60,7 @@ def test_two_predicted_versions_equal_the_reference(name, stages, horizon):
     compare(settings, stages, optimizer(rate), microbatches=max(5, stages))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("microbatches", parameters.by_default([1, 3], 3))
 def test_one_target_without_a_longer_momentum(microbatches):
     """Predictions then reach less far."""
@@ -78,6 +80,7 @@ def test_longer_momenta_at_changing_rates(name):
     compare(settings, 4, optimizer(schedule))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", parameters.by_default(PREDICTED, "nesterov", "adamw"))
 def test_predictions_of_every_optimizer_at_changing_rates(name):
     """The rate changes between two steps of a fit: predictions go by that of the last step."""
@@ -88,6 +91,7 @@ def test_predictions_of_every_optimizer_at_changing_rates(name):
     compare(settings, 4, optimizer(schedule))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", parameters.by_default(["local", "fitted"], "fitted"))
 def test_horizons_with_adamw(scheme):
     settings = reference.Settings(scheme, constantly(2e-3), reference.Adam(decay=0.1))
@@ -105,12 +109,14 @@ def test_corrections_equal_the_reference(scheme):
     compare(settings, 4, optimizers.SGD(0.02, momentum=0.9), spike_compensation=True, rescale_steps=steps)
 
 
+@pytest.mark.wide
 def test_rescaled_rates_of_a_schedule_and_another_optimizer():
     schedule = keras.optimizers.schedules.PiecewiseConstantDecay([7, 35], [2e-3, 1e-3, 4e-3])
     settings = reference.Settings("spectrain", lambda t: float(schedule(t)), reference.Adam(), rescale_steps=40)
     compare(settings, 4, optimizers.Adam(schedule), rescale_steps=40)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("microbatches", parameters.by_default([5, 8], 5))
 def test_2bw_of_any_number_of_microbatches(microbatches):
     """Batches of 16 rows, and a short one in the midst, of fewer rows than microbatches."""
@@ -125,6 +131,7 @@ def test_2bw_of_any_number_of_microbatches(microbatches):
     networks.assert_close(model.get_weights(), [array for layer in state.layers for array in layer])
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("epochs", [3])
 def test_an_epoch_is_a_drain(epochs):
     x, y = networks.data(rows=10 * BATCH)

@@ -102,6 +102,7 @@ def test_asynchronous_schemes_equal_the_reference(scheme, stages):
     compare(settings, stages, optimizers.SGD(0.05, momentum=0.9))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("stages", "microbatches"),
     parameters.combinations((2, 3, 4, 6), (1, 2, 5), default=[(4, 5)]),
@@ -111,6 +112,7 @@ def test_one_target_equals_the_reference(stages, microbatches):
     compare(settings, stages, optimizers.SGD(0.05, momentum=0.9))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("stages", parameters.by_default([2, 3, 4, 6], 4))
 def test_two_predicted_versions_equal_the_reference(stages):
     settings = reference.Settings("2bw", lambda t: 0.05, horizon=1.5)
@@ -124,29 +126,34 @@ class OwnVanilla(Vanilla):
         return Read(reader.minibatch)
 
 
+@pytest.mark.wide
 def test_policies_that_know_nothing_of_shared_weights_read_the_newest_copies():
     own = Scheme("own", ASYNCHRONOUS_SCHEDULE, OwnVanilla())
     compare(reference.Settings("vanilla", lambda t: 0.05), 4, optimizers.SGD(0.05, momentum=0.9), scheme=own)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("jit_compile", [True])
 def test_compiled_stages_equal_the_reference(jit_compile):
     settings = reference.Settings("spectrain", lambda t: 0.05)
     compare(settings, 3, optimizers.SGD(0.05, momentum=0.9), jit_compile=jit_compile)
 
 
+@pytest.mark.wide
 def test_a_schedule_decay_and_adam():
     schedule = keras.optimizers.schedules.PiecewiseConstantDecay([7, 35], [2e-3, 1e-3, 4e-3])
     settings = reference.Settings("spectrain", lambda t: float(schedule(t)), reference.Adam(decay=0.1))
     compare(settings, 4, optimizers.AdamW(schedule, weight_decay=0.1))
 
 
+@pytest.mark.wide
 def test_corrections_for_staleness_are_those_of_the_first_stage():
     settings = reference.Settings("weight-stashing", lambda t: 0.02, reference.Sgd(), True, 40)
     optimizer = optimizers.SGD(0.02, momentum=0.9)
     compare(settings, 4, optimizer, spike_compensation=True, rescale_steps=40)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", parameters.by_default(["spectrain", "weight-stashing"], "weight-stashing"))
 def test_forwards_run_again_read_the_same_weights(scheme):
     compare(reference.Settings(scheme, lambda t: 0.05), 4, optimizers.SGD(0.05, momentum=0.9), recompute=True)
@@ -179,6 +186,7 @@ def test_synchronous_schemes_equal_plain_keras(scheme, stages, microbatches, cli
             assert_equal_copies(pm, SHARED[stages])
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", parameters.by_default(["spectrain", "1f1b"], "1f1b"))
 def test_replicas(scheme):
     """Two replicas of the first and of the last stage: the weights of one each, and equal copies."""
@@ -231,6 +239,7 @@ def test_rows_of_an_embedding_and_a_dense_gradient_are_one_sum(optimizer, settin
     networks.assert_close([pm.predict(x, verbose=0)], [plain.predict(x, verbose=0)])
 
 
+@pytest.mark.wide
 def test_a_stage_has_only_the_weights_that_it_reads():
     """Two matrices of one layer, each read in one of its calls, and a bias beside a kernel that another layer reads."""
     model = language_model(tied=False)
@@ -254,6 +263,7 @@ def siamese():
     return keras.Model([a, b], L.Dense(3)(L.Concatenate()([y, L.Flatten()(twice(words(b)))])))
 
 
+@pytest.mark.wide
 def test_layers_called_at_several_depths():
     rng = np.random.default_rng(0)
     x, y = [rng.integers(0, 9, (70, 3)) for _ in range(2)], rng.integers(0, 3, 70)
@@ -267,6 +277,7 @@ def test_layers_called_at_several_depths():
     assert_equal_copies(pm, 3)
 
 
+@pytest.mark.wide
 def test_the_same_weights_whatever_the_timing():
     x, y = data()
     runs = []

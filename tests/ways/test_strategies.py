@@ -41,6 +41,7 @@ def test_a_strategy_has_the_protocol_s_members_and_no_others(scheme):
     assert has - {"evaluator", "grid", "microbatches", "plan"} == asked  # what tests look at
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", parameters.by_default(SCHEMES, "vanilla", "all-reduce"))
 def test_a_session_lives_as_long_as_its_fit(scheme):
     pm, (x, y) = networks.pipeline(scheme=scheme), networks.data(60)
@@ -63,6 +64,7 @@ def test_a_session_lives_as_long_as_its_fit(scheme):
     assert pm.session is None
 
 
+@pytest.mark.wide
 @EACH
 def test_a_session_ends_with_the_exception_that_ends_its_fit(scheme):
     pm, (x, y) = networks.pipeline(scheme=scheme), networks.data(60)
@@ -78,6 +80,7 @@ def test_a_session_ends_with_the_exception_that_ends_its_fit(scheme):
     networks.fit(pm, x, y)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", parameters.by_default(SCHEMES, "vanilla", "all-reduce"))
 def test_prediction_is_not_disturbed_by_what_its_callbacks_do(scheme):
     """Prediction goes on with its own data when a callback of it evaluates, predicts, or trains another model."""

@@ -105,6 +105,7 @@ def test_pytorch_s_own_schedules_are_read_validated_and_simulated(devices, micro
         assert max(span.end_s for span in spans) == pytest.approx(found.makespan * 1e-3 / microbatches)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("devices", "microbatches", "name"),
     parameters.combinations([4], [8], [*READ], default=[(4, 8, "ScheduleDualPipeV")])

@@ -50,6 +50,7 @@ def trained(model, optimizer=None, data=DATA, fit=None, **settings):
     return model, networks.fit(model, *data, epochs=2, validation_data=data, **(fit or {})).history
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("scheme", "workers", "name"),
     parameters.combinations(
@@ -72,6 +73,7 @@ def test_weights_and_logs_are_those_of_the_whole_minibatch(scheme, workers, name
         np.testing.assert_allclose(history[key], values, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("workers", parameters.by_default((2, 3), 2))
 def test_gradients_whose_shapes_tensorflow_does_not_know_travel_in_packs(workers):
     """Those of the Transformer's attention."""
@@ -88,6 +90,7 @@ def test_gradients_whose_shapes_tensorflow_does_not_know_travel_in_packs(workers
     networks.assert_close(*weights)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("name", "summed"),
     [
@@ -117,6 +120,7 @@ def test_rows_of_a_word_are_summed_before_they_are_sent_unless_they_are_squared(
         assert (len(each) == len(set(each.tolist()))) == summed
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("metrics", [None, ["accuracy"]])
 def test_predictions_that_no_metric_reads_are_not_returned(metrics, monkeypatch):
     found, post = [], StepRunner.post
@@ -139,6 +143,7 @@ def test_predictions_that_no_metric_reads_are_not_returned(metrics, monkeypatch)
         np.testing.assert_allclose(logs[1][key], values, rtol=1e-5)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", parameters.by_default(OPTIMIZERS, "schedule"))
 def test_late_gradients_leave_the_weights_of_synchronous_training(name):
     """At an epoch's end they have been applied; a norm of all gradients lets none be late."""
@@ -151,6 +156,7 @@ def test_late_gradients_leave_the_weights_of_synchronous_training(name):
     assert bool(pm._strategy.plan.late.packs) == (name != "clipped")
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("scheme", "workers"), parameters.combinations(SCHEMES, (2, 3), default=[("all-reduce", 2)]))
 def test_every_order_leaves_bitwise_equal_weights(scheme, workers):
     """However transfers are packed, and whatever waits for the next forward."""
@@ -164,6 +170,7 @@ def test_every_order_leaves_bitwise_equal_weights(scheme, workers):
         networks.assert_equal(pm.get_weights(), found[0].get_weights())
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("servers", "workers", "name"),
     parameters.combinations((2, 3), (3,), tuple(OPTIMIZERS), default=[(2, 3, "adam"), (3, 3, "clipped")]),
@@ -191,6 +198,7 @@ def test_weights_on_several_servers_are_those_of_one(servers, workers, name):
     assert max(held) <= min(held) + max(sum(sizes[n] for n in layer) for layer in layers)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("name", "servers"), parameters.combinations(tuple(OPTIMIZERS), (1, 2), default=[("schedule", 2), ("clipped", 1)])
 )
@@ -260,6 +268,7 @@ MODELS = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("kind", "order"),
     parameters.combinations(
@@ -290,6 +299,7 @@ def test_a_minibatch_of_fewer_rows_than_workers_trains_with_them(scheme):
     networks.assert_close(pm.get_weights(), single.get_weights())
 
 
+@pytest.mark.wide
 def test_evaluation_prediction_and_files_have_the_weights_of_all_steps(tmp_path):
     settings = {"scheme": "all-reduce", "devices": names(2), "order": late_plan(networks.small())}
     (single, _), (pm, _) = trained(networks.small()), trained(networks.small(), **settings)
@@ -302,6 +312,7 @@ def test_evaluation_prediction_and_files_have_the_weights_of_all_steps(tmp_path)
     networks.assert_close(pm.get_weights(), single.get_weights())
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("scheme", "order"),
     [
@@ -408,6 +419,7 @@ def test_rows_are_sent_once_each_when_they_are_let_go(monkeypatch):
     assert not rows._ahead and given == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", parameters.by_default(SCHEMES, "all-reduce"))
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(scheme, tmp_path):
     """Bitwise; snapshots on the way are those of plain Keras, late gradients included."""
@@ -421,6 +433,7 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(scheme, tmp_path):
     assert_goes_on(make, networks.small(), DATA, tmp_path)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("scheme", "order"),
     [("all-reduce", late_plan(networks.small())), ("parameter-server", "none"), ("parameter-server", "push-pull")],
@@ -431,6 +444,7 @@ def test_an_interrupt_just_after_a_step_leaves_the_weights_of_that_step(scheme, 
     assert_keeps_steps(pm, networks.small(), DATA, Step, "__call__", OPTIMIZERS["momentum"], monkeypatch)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("scheme", "order"),
     [("parameter-server", "tic"), ("all-reduce", late_plan(networks.small())), ("all-reduce", "layerwise")],
