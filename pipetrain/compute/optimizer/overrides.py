@@ -1,6 +1,6 @@
 """What ``keras.Optimizer`` lets a class override, where every stage or device has a clone for its own weights.
 
-A Keras method is in one of these tables; ``tests/test_keras_methods.py`` goes through all that Keras has.
+A Keras method is in one of these tables; ``tests/fit/test_keras_methods.py`` goes through all that Keras has.
 """
 
 from __future__ import annotations
