@@ -12,6 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import inside
+
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -73,8 +75,8 @@ def nccl(kind):
         networks.fit(pm, *networks.data(200))
         weights.append([array.tolist() for array in pm.get_weights()])
         if scheme == "data-parallel":
-            summed_by = type(pm._strategy.distribution.extended._cross_device_ops).__name__
-            asked = pm._strategy.distribution.extended._communication_options.implementation.name
+            summed_by = type(inside.distribution(pm).extended._cross_device_ops).__name__
+            asked = inside.distribution(pm).extended._communication_options.implementation.name
     return {"summed by": summed_by, "asked for": asked, "weights": weights}
 
 

@@ -6,6 +6,7 @@ import random
 import time
 from functools import cache
 
+import inside
 import keras
 import numpy as np
 
@@ -165,7 +166,7 @@ def fresh(scheme):
 def begin_anew(pm, weights):
     """The first weights, and an optimizer that has gathered nothing."""
     pm.set_weights(weights)
-    with pm._strategy.distribution.scope():
+    with inside.distribution(pm).scope():
         for variable in pm.optimizer.variables:
             if not variable.path.endswith("learning_rate"):
                 variable.assign(np.zeros(variable.shape, variable.dtype))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
+import inside
 import keras
 import networks
 import numpy as np
@@ -164,7 +165,7 @@ def test_an_exception_reaches_stages_that_wait_for_the_norm(monkeypatch):
     data = networks.data(64)
     pm.fit(*data, batch_size=16, verbose=0)
     for method, k in (("backward", 0), ("squared_norm", 1), ("update", 2)):
-        broken, original, calls = pm._strategy._stages.replicas[k][0], getattr(Stage, method), []
+        broken, original, calls = inside.replicas(pm)[k][0], getattr(Stage, method), []
 
         def breaks(self, *args, broken=broken, original=original, calls=calls):
             calls += [self] * (self is broken)
@@ -192,7 +193,7 @@ def test_delays_change_no_bit(monkeypatch):
         pm.compile(OPTIMIZERS["momentum"](global_clipnorm=0.1), networks.crossentropy())
         pm.fit(*words(), batch_size=16, epochs=2, shuffle=False, verbose=0)
         weights.append(pm.get_weights())
-        for first, *others in pm._strategy._stages.replicas:
+        for first, *others in inside.replicas(pm):
             for other in others:
                 networks.assert_equal(other.weights(), first.weights())
     networks.assert_equal(*weights)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import inside
 import keras
 import networks
 import numpy as np
@@ -43,7 +44,7 @@ def images(rows=104):
 
 
 def stages_of(pm):
-    return [stage for replicas in pm._strategy._stages.replicas for stage in replicas]
+    return [stage for replicas in inside.replicas(pm) for stage in replicas]
 
 
 def once(pm):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 
+import inside
 import keras
 import networks
 import numpy as np
@@ -150,13 +151,13 @@ def test_a_cut_that_nothing_has_decided_is_not_decided_by_evaluating():
     x, y = networks.data(40)
     model, pm = pair(networks.mlp(3), networks.crossentropy(), stages=2)
     assert_same(*both(model, pm, x, y))
-    stages = pm._strategy.evaluator._stages
-    assert len(stages) == 2 and pm._strategy.placement.ends is None
+    stages = inside.evaluating_stages(pm)
+    assert len(stages) == 2 and inside.placement(pm).ends is None
     pm.predict(x, verbose=0)
-    assert pm._strategy.evaluator._stages is stages  # measured and traced once
+    assert inside.evaluating_stages(pm) is stages  # measured and traced once
     pm.fit(x, y, verbose=0)
     assert_same(*both(model, pm, x, y))
-    assert pm._strategy.evaluator._decision.ends == pm._strategy.placement.ends
+    assert inside.evaluator(pm)._decision.ends == inside.placement(pm).ends
     again = pipetrain.PipelineModel(model, stages=pm.partition())
     np.testing.assert_allclose(again.predict(x, verbose=0), model.predict(x, verbose=0), rtol=1e-5, atol=1e-6)
 
@@ -247,7 +248,7 @@ def test_new_weights_count_and_old_ones_are_let_go(mlp):
     both(model, pm, x, y)
 
     def forwards():
-        return [replica._forward for stage in pm._strategy.evaluator._stages for replica in stage]
+        return [replica._forward for stage in inside.evaluating_stages(pm) for replica in stage]
 
     traced = forwards()
     model.set_weights([weight * 1.5 for weight in model.get_weights()])
@@ -257,7 +258,7 @@ def test_new_weights_count_and_old_ones_are_let_go(mlp):
     model.compile("sgd", networks.crossentropy(reduction="sum"), metrics=["sparse_categorical_accuracy"])
     assert_same(*both(model, pm, x, y))
     assert forwards() != traced  # compiled again, as Keras' are: what is trainable may be other variables
-    replicas = [replica for stage in pm._strategy.evaluator._stages for replica in stage]
+    replicas = [replica for stage in inside.evaluating_stages(pm) for replica in stage]
     assert not any(replica.weights() for replica in replicas)
 
 
@@ -311,7 +312,7 @@ def test_an_exception_in_a_stage_names_it_and_leaves_no_thread(stage, replicas, 
     x, y = networks.data(100)
     model, pm = pair(networks.mlp(), networks.crossentropy(), cuts=networks.cuts(6, 3), replicas=replicas)
     assert_same(*both(model, pm, x, y))
-    broken, original = pm._strategy.evaluator._stages[stage][-1], Inference.forward
+    broken, original = inside.evaluating_stages(pm)[stage][-1], Inference.forward
     for call in (lambda: pm.evaluate(x, y, verbose=0), lambda: pm.predict(x, verbose=0)):
         count = []
 

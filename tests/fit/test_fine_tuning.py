@@ -9,6 +9,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import inside
 import keras
 import networks
 import numpy as np
@@ -179,7 +180,7 @@ def test_adapters_follow_the_schemes_rules(scheme, optimizer):
 
 
 def stages_of(pm):
-    return [replicas[0] for replicas in pm._strategy._stages.replicas]
+    return [replicas[0] for replicas in inside.replicas(pm)]
 
 
 @pytest.mark.wide

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inside
 import keras
 import networks
 import numpy as np
@@ -99,15 +100,15 @@ def test_compile_makes_momentum_longer_and_fit_says_so(capsys):
     said = capsys.readouterr().out
     assert "SGD's momentum=0.9 becomes 0.936, and its learning rate is multiplied by 0.64." in said
     assert (pm.optimizer.momentum, pm.optimizer.weight_decay) == (0.9, 0.1)
-    for (stage,) in pm._strategy._stages.replicas:
+    for (stage,) in inside.replicas(pm):
         assert stage._groups.own.optimizer.momentum == pytest.approx(1 - factor * 0.1)
         assert stage._groups.own.optimizer.weight_decay == pytest.approx(0.1 / factor)
         assert float(stage._groups.own.optimizer.learning_rate) == pytest.approx(0.05 * factor)
     pm.optimizer.learning_rate = 0.01
     networks.fit(pm, *networks.data(32), batch_size=16)
-    assert [
-        float(stage._groups.own.optimizer.learning_rate) for (stage,) in pm._strategy._stages.replicas
-    ] == pytest.approx([0.01 * factor] * 4)
+    assert [float(stage._groups.own.optimizer.learning_rate) for (stage,) in inside.replicas(pm)] == pytest.approx(
+        [0.01 * factor] * 4
+    )
 
 
 @pytest.mark.wide
@@ -141,5 +142,5 @@ def test_another_optimizer_is_asked_anew():
     for optimizer, longer in ((optimizers.SGD(0.05, momentum=0.5), True), (optimizers.Adagrad(0.05), False)):
         pm.compile(optimizer, loss=networks.crossentropy())
         networks.fit(pm, *networks.data(32), batch_size=16)
-        rates = [float(stage._groups.own.optimizer.learning_rate) for (stage,) in pm._strategy._stages.replicas]
+        rates = [float(stage._groups.own.optimizer.learning_rate) for (stage,) in inside.replicas(pm)]
         assert rates == pytest.approx([0.05 * (1.6 / 3 if longer else 1)] * 3)

@@ -6,6 +6,7 @@ import copy
 import pickle
 import re
 
+import inside
 import keras
 import networks
 import numpy as np
@@ -58,7 +59,7 @@ def state(model):
 
 def stages_state(pm):
     """The slots at work in the stages, by weight and kind."""
-    return {(slot.weight.path, slot.kind): slot.variable.numpy() for slot in pm._strategy._stages.slots()}
+    return {(slot.weight.path, slot.kind): slot.variable.numpy() for slot in inside.stages(pm).slots()}
 
 
 def assert_same(one, other, tolerance=0.0):

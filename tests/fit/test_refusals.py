@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 
+import inside
 import keras
 import networks
 import numpy as np
@@ -222,7 +223,7 @@ def test_numbers_of_numpy_are_numbers(tmp_path):
     """They come from arithmetic on shapes; a checkpoint, which is JSON, has them as Python's."""
     how = {"stages": 2, "replicas": (np.int64(2), np.int32(1)), "recompute": np.bool_(True)}
     pm = networks.pipeline(**how, scheme="gpipe", microbatches=np.int64(3))
-    assert pm._strategy.microbatches == 3 and pm._strategy.placement.replicas == (2, 1)
+    assert inside.microbatches(pm) == 3 and inside.placement(pm).replicas == (2, 1)
     pm = networks.pipeline(scheme="vanilla", spike_compensation=np.bool_(True), rescale_steps=np.int64(8))
     saving = PipelineCheckpoint(tmp_path, every_steps=np.int64(2), keep=np.int64(1))
     networks.fit(pm, *networks.data(80), callbacks=[saving, Snapshots(np.int64(2), lambda *_: None)])
@@ -248,7 +249,7 @@ def test_stages_and_devices_that_contradict_each_other_where_each_has_a_copy(sta
         pipetrain.PipelineModel(None, stages, "data-parallel", devices=devices)
     for how in ({"devices": devices}, {"stages": 2}, {"stages": 2, "devices": devices}):
         pm = pipetrain.PipelineModel(networks.small(), scheme="data-parallel", **how)
-        assert pm._strategy.distribution.num_replicas_in_sync == 2
+        assert inside.distribution(pm).num_replicas_in_sync == 2
 
 
 def test_cuts_of_the_unsplit_model():

@@ -7,6 +7,7 @@ import sys
 import threading
 import weakref
 
+import inside
 import keras
 import networks
 import numpy as np
@@ -81,13 +82,13 @@ def test_an_exception_in_any_stage_reaches_the_caller(scheme):
     pm.compile(keras.optimizers.SGD(0.05, momentum=0.9), networks.crossentropy())
     pm.fit(x, y, batch_size=BATCH, verbose=0)
     number = 5
-    minibatch, piece = divmod(number, pm._strategy.microbatches)
+    minibatch, piece = divmod(number, inside.microbatches(pm))
     for k, breakable in enumerate(breakables):
         for op, kind in (("F", "forward"), ("B", "backward")):
             breakable.arm(op, number)
             with pytest.raises(tf.errors.OpError, match="boom") as caught:
                 pm.fit(x, y, batch_size=BATCH, verbose=0)
-            which = f"{minibatch}, microbatch {piece}" if pm._strategy.microbatches > 1 else f"{minibatch}"
+            which = f"{minibatch}, microbatch {piece}" if inside.microbatches(pm) > 1 else f"{minibatch}"
             assert f"stage {k}, {kind} of minibatch {which} (action {k}{op}{number})" in caught.value.__notes__[-1]
         breakable.broken = None
     history = pm.fit(x, y, batch_size=BATCH, verbose=0).history
@@ -261,7 +262,7 @@ def test_weights_are_all_of_one_step_when_handing_them_back_fails(monkeypatch):
     before, original = pm.get_weights(), Stage.outcome
 
     def broken(self, others):
-        if self is pm._strategy._stages.replicas[-1][0]:
+        if self is inside.replicas(pm)[-1][0]:
             raise InterruptedError
         return original(self, others)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
+import inside
 import keras
 import networks
 import numpy as np
@@ -176,7 +177,7 @@ def test_stages_draw_different_numbers():
     model = noisy(0, 2)
     pm = compiled(model, cuts=("d1",), scheme="gpipe", microbatches=1)
     fit(pm, networks.normal(6, 4), networks.normal(6, 4))
-    seeds = [stage._state.values[-1].numpy() for stage in pm._strategy._stages.first]
+    seeds = [stage._state.values[-1].numpy() for stage in inside.stages(pm).first]
     assert seeds[0][0] != seeds[1][0]
 
 

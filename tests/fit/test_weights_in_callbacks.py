@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
+import inside
 import keras
 import networks
 import numpy as np
@@ -245,7 +246,7 @@ def test_a_fit_whose_callbacks_touch_nothing_never_drains_within_an_epoch(scheme
         on_train_batch_end=lambda batch, logs: steps.append((float(pm.optimizer.learning_rate), logs["loss"]))
     )
     networks.fit(pm, x, y, callbacks=[rates])
-    starts, runner = [], type(pm._strategy._pipeline)
+    starts, runner = [], type(inside.runner(pm))
     start = runner._start
     monkeypatch.setattr(runner, "_start", lambda self: starts.append(self) or start(self))
     networks.fit(pm, x, y, epochs=2, callbacks=[rates])

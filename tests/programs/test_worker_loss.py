@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import inside
 import keras
 import networks
 import numpy as np
@@ -159,7 +160,7 @@ def test_a_thread_whose_call_does_not_return_is_left_when_a_worker_is_lost(monke
     def tell():
         waiting.wait()
         for _ in range(20):  # as a watch does
-            pm._strategy.lose(error)
+            inside.strategy(pm).lose(error)
             time.sleep(0.05)
 
     teller = threading.Thread(target=tell)
@@ -198,7 +199,7 @@ def test_a_loss_after_all_steps_is_of_no_concern_to_the_next_fit(scheme):
     pm, data = networks.pipeline(scheme=scheme, cuts=None, devices=("CPU:0", "CPU:1")), networks.data(40)
     networks.fit(pm, *data)
     before = pm.get_weights()
-    pm._strategy.lose(WorkerLost("It is gone.", ["a:1"]))
+    inside.strategy(pm).lose(WorkerLost("It is gone.", ["a:1"]))
     networks.fit(pm, *data, epochs=1)
     assert any((mine != old).any() for mine, old in zip(pm.get_weights(), before, strict=True))
 

@@ -6,6 +6,7 @@ import itertools
 import random
 from dataclasses import replace
 
+import inside
 import keras
 import networks
 import numpy as np
@@ -220,7 +221,7 @@ def test_only_stages_run_their_forward_again(monkeypatch):
         monkeypatch.setattr(AutoStrategy, "choice", lambda self, rows, shapes, choice=choice: choice)
         pm = pipetrain.PipelineModel(network(), scheme="auto", devices=("CPU:0", "CPU:1"), recompute=True)
         trained(pm, epochs=1)
-        assert pm._strategy.placement.training.recompute == again
+        assert inside.placement(pm).training.recompute == again
 
 
 @pytest.mark.wide

@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from functools import partial
 
+import inside
 import keras
 import networks
 import numpy as np
@@ -182,7 +183,7 @@ def test_a_late_worker_leaves_out_steps_and_goes_on_with_the_newest_weights(monk
             late.release((0, 4))
         if batch == 4:
             late.release((1, 1))
-            while pm._strategy._pipeline._exchange.free([1], step_after(pm)) == []:
+            while inside.runner(pm)._exchange.free([1], step_after(pm)) == []:
                 waits.wait(1e-3)
 
     steps = [keras.callbacks.LambdaCallback(on_train_batch_begin=begin)]
@@ -197,7 +198,7 @@ def test_a_late_worker_leaves_out_steps_and_goes_on_with_the_newest_weights(monk
 
 def step_after(pm):
     """A step that nobody is at, for what the exchange is asked."""
-    return pm._strategy._pipeline._exchange._step._replace(number=-1)
+    return inside.runner(pm)._exchange._step._replace(number=-1)
 
 
 def test_more_stragglers_than_a_tree_bears_are_waited_for(monkeypatch):

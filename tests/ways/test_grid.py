@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inside
 import keras
 import networks
 import numpy as np
@@ -193,7 +194,7 @@ def test_bytes_are_those_that_the_planner_counts(kind, grid):
     """Uneven parts included."""
     make, (x, y) = EXACT[kind] if kind in EXACT else (MODELS[kind][0], (MODELS[kind][1], DATA[1]))
     pm, found = sent(make(), (x, y), grid, 23)
-    chain = pm._strategy.placement.chain
+    chain = inside.placement(pm).chain
     wide = wide_layers(chain.blocks)
     divided = [layer.name for layer in wide if layer.size >= grid[0]]
     expected = traffic(network_of(chain, wide), Grid(*grid), divided, 23)
@@ -233,7 +234,7 @@ def test_an_interrupt_just_after_a_step_leaves_the_weights_of_that_step(monkeypa
 def test_every_operation_of_a_step_is_on_a_device_of_its_own():
     """Else it would run on the controller, from which workers on other hosts cannot fetch."""
     pm, _ = trained(convolutional(), data=EXACT["convolutional"][1], scheme="grid", grid=(2, 2))
-    steps = pm._strategy._pipeline._step._functions.values()
+    steps = inside.runner(pm)._step._functions.values()
     free = [each for step in steps for each in step.graph.get_operations() if not each.device]
     assert {each.type for each in free} <= {"Placeholder", "ReadVariableOp", "Identity", "NoOp"}
     results = [each for each in free if each.type == "Identity"]
@@ -245,7 +246,7 @@ def test_the_grid_divides_the_layers_that_it_names():
     single, _ = trained(networks.mlp())
     pm, _ = trained(networks.mlp(), scheme="grid", grid=Grid(2, 1, ("d1",)))
     networks.assert_close(pm.get_weights(), single.get_weights())
-    assert [piece.wide and piece.wide.name for piece in pm._strategy._weights.pieces] == [None, "d1", None]
+    assert [piece.wide and piece.wide.name for piece in inside.weights(pm).pieces] == [None, "d1", None]
 
 
 @pytest.mark.parametrize(

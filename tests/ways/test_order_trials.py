@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inside
 import keras
 import networks
 import numpy as np
@@ -74,7 +75,7 @@ def test_a_trial_leaves_nothing_in_the_model_and_the_fastest_order_trains(scheme
     assert sorted(tried) == sorted(
         {"none", "layer by layer", "own"} if scheme == "all-reduce" else {"none", "layer by layer", "push-pull"}
     )
-    assert pm._strategy.plan.name == "none"
+    assert inside.plan(pm).name == "none"
     assert {span.microbatch for span in pm.trace.spans} == {*range(6)}
 
 
@@ -102,7 +103,7 @@ def test_orders_that_took_about_equally_long_are_tried_again_in_turns(tried, mon
     pm = compiled("auto")
     networks.fit(pm, *DATA, epochs=1)
     assert names == ["layer by layer", "none", "own", "own", "own", *["none", "layer by layer"] * 2]
-    assert pm._strategy.plan.name == "none"
+    assert inside.plan(pm).name == "none"
 
 
 @pytest.mark.wide
@@ -126,7 +127,7 @@ def test_functions_are_made_once_for_an_order_as_long_as_the_weights_are_the_sam
     networks.fit(pm, *DATA, epochs=1)
     assert made == ["push-pull", "layer by layer", "none"]
     assert kept == [0, 1, *[2] * 7]  # three trials of each
-    assert pm._strategy._pipeline._known == {}
+    assert inside.runner(pm)._known == {}
 
 
 @pytest.mark.wide
@@ -144,7 +145,7 @@ def test_plans_of_one_runner_are_tried_again_after_another(tried, monkeypatch):
     pm = compiled("auto")
     networks.fit(pm, *DATA, epochs=1)
     assert made == ["layer by layer", "own", "none"]  # the last one is there for both, and for training
-    assert pm._strategy.plan.name == "layer by layer"
+    assert inside.plan(pm).name == "layer by layer"
 
 
 @pytest.mark.wide
@@ -160,7 +161,7 @@ def test_simulation_tells_which_of_two_that_took_about_equally_long_is_taken(lat
     monkeypatch.setattr(transfer_strategy, "minibatch_s", lambda runner, _: 1.0 if runner.plan.name == "none" else 1.06)
     pm = compiled("auto")
     networks.fit(pm, *DATA, epochs=1)
-    assert pm._strategy.plan.name == taken
+    assert inside.plan(pm).name == taken
 
 
 @pytest.mark.wide
@@ -176,7 +177,7 @@ def twice(error):
     """A model trained in one order, and then once more in an open one, whose first trial the error ends, if any."""
     pm = compiled("none")
     networks.fit(pm, *DATA, epochs=1)
-    pm._strategy._order = "auto"
+    inside.strategy(pm)._order = "auto"
     pm.compile(pm.optimizer, networks.crossentropy(), metrics=["accuracy"])
     if error:
         before = states(pm)

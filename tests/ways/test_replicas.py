@@ -9,6 +9,7 @@ from concurrent import futures
 from fractions import Fraction
 from functools import cache
 
+import inside
 import keras
 import networks
 import numpy as np
@@ -118,7 +119,7 @@ def test_replicas_of_a_stage_stay_bitwise_equal():
     x, y = networks.data(100)
     pm = networks.pipeline(cuts=networks.cuts(6, 3), replicas=(3, 2, 1))
     pm.fit(x, y, batch_size=16, verbose=0)
-    for first, *others in pm._strategy._stages.replicas:
+    for first, *others in inside.replicas(pm):
         for other in others:
             networks.assert_equal(other.weights(), first.weights())
 
@@ -130,7 +131,7 @@ def test_an_exception_in_a_replica_names_it_and_leaves_no_thread(monkeypatch):
     pm.fit(x, y, batch_size=16, verbose=0)
     original = Stage.backward
     for stage, replica in ((0, 1), (1, 0), (2, 1)):
-        broken = pm._strategy._stages.replicas[stage][replica]
+        broken = inside.replicas(pm)[stage][replica]
 
         def backward(self, *args, broken=broken):
             if self is broken:
@@ -158,7 +159,7 @@ def test_statistics_are_averaged_and_dropout_differs_between_replicas():
     pm.fit(x, x, batch_size=4, verbose=0, shuffle=False)
     np.testing.assert_allclose(pm.model.get_layer("norm").moving_mean, [(1 + 12) / 2])
     np.testing.assert_allclose(pm.model.get_layer("norm").moving_variance, [(1 + 4) / 2])
-    seeds = [replica._state.values[-1].numpy() for replica in pm._strategy._stages.replicas[0]]
+    seeds = [replica._state.values[-1].numpy() for replica in inside.replicas(pm)[0]]
     assert seeds[0][0] != seeds[1][0]
 
 
@@ -192,7 +193,7 @@ def test_a_partition_brings_its_replicas():
     cut = plan(pipetrain.profile(model, 16, verbose=False, budget_s=None), [4, 6], replicas=[2, 1])
     pm = pipetrain.PipelineModel(model, stages=cut, scheme="vanilla")
     assert pm.partition().replicas == (2, 1)
-    placement = networks.pipeline(model, stages=cut)._strategy.placement
+    placement = inside.placement(networks.pipeline(model, stages=cut))
     stages = placement.build(16, keras.optimizers.SGD(), None, scheme("vanilla"))
     assert [len(replicas) for replicas in stages] == [2, 1]
 

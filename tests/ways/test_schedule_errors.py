@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from functools import cache
 
+import inside
 import keras
 import networks
 import numpy as np
@@ -120,7 +121,7 @@ def built(scheme):
 
 def schedule(pm):
     """What each device does: lists of actions, each executed in one call."""
-    scheme = pm._strategy._scheme
+    scheme = inside.strategy(pm)._scheme
     assert isinstance(scheme, Scheme)
     return [[*joined(iter(order), MICROBATCHES)] for order in orders(scheme.schedule.order, DEVICES, 3, MICROBATCHES)]
 
@@ -152,7 +153,7 @@ def assert_named(error, action):
 def test_an_operation_that_fails_is_named_and_no_update_is_made_in_part(scheme, what):
     """Every stage then has the weights before or after the minibatch's update, this stage those before."""
     pm, weights = built(scheme)
-    stages = len(pm._strategy._stages.replicas)
+    stages = len(inside.replicas(pm))
     for stage in range(stages):
         anew(pm, weights[0])
         with pytest.raises(tf.errors.InvalidArgumentError, match=r"indices\[?0?\]? = 9") as caught:
@@ -180,7 +181,7 @@ def test_a_loss_that_fails_is_the_last_stage_s_forward(scheme):
     y[NUMBER * ROWS // MICROBATCHES] = 99
     with pytest.raises(tf.errors.InvalidArgumentError, match="label value of 99") as caught:
         fit(pm, x, y)
-    assert_named(caught.value, failing(pm, len(pm._strategy._stages.replicas) - 1, "F"))
+    assert_named(caught.value, failing(pm, len(inside.replicas(pm)) - 1, "F"))
     assert no_thread_left()
     networks.assert_equal(pm.get_weights(), weights[MINIBATCH])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inside
 import keras
 import networks
 import numpy as np
@@ -51,7 +52,7 @@ def data(rows=28 * BATCH):
 def copies(pm):
     """Every copy of every trained weight, by the model's own."""
     found = {}
-    for replicas in pm._strategy._stages.replicas:
+    for replicas in inside.replicas(pm):
         for stage in replicas:
             for weight, copy in zip(stage.segment.trainable_variables, stage.variables):
                 found.setdefault(weight.path, []).append(copy.numpy())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inside
 import keras
 import networks
 import numpy as np
@@ -153,7 +154,7 @@ def test_late_gradients_leave_the_weights_of_synchronous_training(name):
     pm, history = trained(model, OPTIMIZERS[name](), scheme="all-reduce", devices=names(2), order=plan)
     networks.assert_close(pm.get_weights(), single.get_weights())
     np.testing.assert_allclose(history["val_loss"], expected["val_loss"], rtol=1e-5)
-    assert bool(pm._strategy.plan.late.packs) == (name != "clipped")
+    assert bool(inside.plan(pm).late.packs) == (name != "clipped")
 
 
 @pytest.mark.wide
@@ -186,7 +187,7 @@ def test_weights_on_several_servers_are_those_of_one(servers, workers, name):
     networks.assert_close(pm.get_weights(), single.get_weights())
     if name != "clipped":
         networks.assert_equal(pm.get_weights(), one.get_weights())
-    (weights,) = pm._strategy._weights
+    (weights,) = inside.weights(pm)
     held = [sum(4 * int(np.prod(each.shape)) for each in group.variables) for group in weights.groups]
     assert [group.device[-5:] for group in weights.groups] == [f"CPU:{n}" for n in range(servers)]
     number = {id(each): n for n, each in enumerate(model.trainable_variables)}
@@ -324,7 +325,7 @@ def test_evaluation_prediction_and_files_have_the_weights_of_all_steps(tmp_path)
 def test_every_operation_of_a_step_is_on_a_device_of_its_own(scheme, order):
     """Else it would run on the controller, from which workers on other hosts cannot fetch."""
     pm, _ = trained(networks.small(), scheme=scheme, devices=names(3), order=order)
-    steps = pm._strategy._pipeline._step._functions.values()
+    steps = inside.runner(pm)._step._functions.values()
     free = [each for step in steps for each in step.graph.get_operations() if not each.device]
     assert {each.type for each in free} <= {"Placeholder", "ReadVariableOp", "Identity", "NoOp"}
     results = [each for each in free if each.type == "Identity"]
@@ -458,7 +459,7 @@ def test_messages_arrive_in_the_order_of_the_plan(scheme, order):
     pm.compile("sgd", networks.crossentropy())
     pm.exact_trace = True
     networks.fit(pm, *DATA)
-    plan = pm._strategy.plan
+    plan = inside.plan(pm)
     if order == "tic":
         one_at_a_time = Plan(Phase(plan.pulls.packs, 1), Phase(plan.pushes.packs, 1))
         pm = pipetrain.PipelineModel(model, order=one_at_a_time, **settings)
@@ -491,7 +492,7 @@ def test_weights_are_returned_when_they_are_updated():
     pm.compile("sgd", networks.crossentropy())
     pm.exact_trace = True
     networks.fit(pm, *DATA)
-    sent, packs = pm.trace.transfers, pm._strategy.plan.returned.packs
+    sent, packs = pm.trace.transfers, inside.plan(pm).returned.packs
     assert len(sent) == 2 * 4 * len(packs)
     for step in range(4):
         weights, gradients = (sent[(sent.op == op) & (sent.microbatch == step)] for op in "WR")
@@ -500,7 +501,7 @@ def test_weights_are_returned_when_they_are_updated():
             assert sorted(zip(mine.pack, mine.size_bytes)) == [(n, pack.size_bytes) for n, pack in enumerate(packs)]
         left_s = dict(zip(gradients.pack, gradients.start_s))
         assert all(start_s >= left_s[n] for n, start_s in zip(weights.pack, weights.start_s))
-    step, (server,) = pm._strategy._pipeline._step, pm._strategy._weights
+    step, (server,) = inside.runner(pm)._step, inside.weights(pm)
     (graph,) = (
         function.graph for key, function in step._functions.items() if isinstance(key, tuple) and key[0] == (0, 1)
     )
@@ -536,7 +537,7 @@ def test_each_server_sends_the_weights_that_it_has():
     pm.compile("sgd", networks.crossentropy())
     pm.exact_trace = True
     networks.fit(pm, *DATA)
-    (weights,), steps, sent = pm._strategy._weights, 4, pm.trace.transfers
+    (weights,), steps, sent = inside.weights(pm), 4, pm.trace.transfers
     for server, group in enumerate(weights.groups):
         held = sum(4 * int(np.prod(each.shape)) for each in group.variables)
         assert sent.size_bytes[(sent.op == "W") & (sent.from_replica == server)].sum() == steps * held

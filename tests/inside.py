@@ -1,0 +1,56 @@
+"""What tests may know of the inside of a PipelineModel: what is placed where, what is held, what trains."""
+
+from __future__ import annotations
+
+
+def strategy(pm):
+    """What trains the model: of a pipeline, of transfers, of a grid, ..."""
+    return pm._strategy
+
+
+def runner(pm):
+    """What makes the steps of a fit."""
+    return pm._strategy._pipeline
+
+
+def placement(pm):
+    """Which layers are in which stage, on which devices."""
+    return pm._strategy.placement
+
+
+def microbatches(pm):
+    return pm._strategy.microbatches
+
+
+def replicas(pm):
+    """Of each stage, its replicas."""
+    return pm._strategy._stages.replicas
+
+
+def stages(pm):
+    """All stages that train: their first replicas, their optimizers' slots."""
+    return pm._strategy._stages
+
+
+def weights(pm):
+    """The copies of the weights that devices hold, where each has all layers."""
+    return pm._strategy._weights
+
+
+def plan(pm):
+    """Which variables are sent when."""
+    return pm._strategy.plan
+
+
+def evaluator(pm):
+    """What ``evaluate`` and ``predict`` run."""
+    return pm._strategy.evaluator
+
+
+def evaluating_stages(pm):
+    return pm._strategy.evaluator._stages
+
+
+def distribution(pm):
+    """The strategy of TensorFlow that the compiled optimizer was made under."""
+    return pm._strategy.distribution
