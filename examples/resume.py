@@ -12,10 +12,11 @@ import sys
 from pathlib import Path
 
 import pipetrain
-from pipetrain.callbacks import PipelineCheckpoint
 from pipetrain.cli.quiet import start_tensorflow
 
 start_tensorflow(2)  # quietly; without GPUs on so many logical CPU devices
+
+from pipetrain.callbacks import PipelineCheckpoint
 
 import keras
 import numpy as np
