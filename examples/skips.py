@@ -54,6 +54,7 @@ pm.fit(
     epochs=6,
     validation_data=(noisy_test, {"label": labels_test, "picture": clean_test}),
     callbacks=[stopping, slowing],
+    verbose=2,  # a line for each epoch: so many figures are wider than a terminal, where Keras' bar repeats itself
 )
 
 best = pm.evaluate(noisy_test, {"label": labels_test, "picture": clean_test}, verbose=0, return_dict=True)
