@@ -17,5 +17,5 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """``1 stage``, ``2 stages``, ``2 batches``."""
-    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
+    """``1 stage``, ``2 stages``, ``2 batches``, ``2 epochs``."""
+    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('tch') else 's'}"
