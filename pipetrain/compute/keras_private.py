@@ -284,13 +284,14 @@ def with_state_of_keras(call: Callable[[], Value]) -> Callable[[], Value]:
     mine = vars(GLOBAL_STATE_TRACKER)
 
     def called() -> Value:
-        own = vars(GLOBAL_STATE_TRACKER)
-        own.update(mine)
+        own, here = vars(GLOBAL_STATE_TRACKER), dict(mine)
+        own.clear()  # an earlier call may have left its seed
+        own.update(here)
         try:
             return call()
         finally:
-            if GLOBAL_SEED in own:  # it may be the first that needs one
-                mine.setdefault(GLOBAL_SEED, own[GLOBAL_SEED])
+            if own.get(GLOBAL_SEED) is not None:  # it may be the first that needs one, as after set_random_seed
+                mine[GLOBAL_SEED] = own[GLOBAL_SEED]
 
     return called
 

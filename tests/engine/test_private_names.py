@@ -8,6 +8,7 @@ import inspect
 import pkgutil
 import re
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import keras
@@ -181,3 +182,19 @@ def test_every_adapter_says_what_each_is_for(path):
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     assert functions
     assert all(ast.get_docstring(each) for each in functions)
+
+
+def test_a_call_in_another_thread_draws_and_leaves_the_seed_as_in_this_one():
+    """Also the first one after ``set_random_seed``, and in a thread in which something was drawn before."""
+
+    def draw():
+        return float(keras.random.normal((1,))[0])
+
+    keras.utils.set_random_seed(1)
+    expected = draw(), draw()
+    with ThreadPoolExecutor(1) as other:
+        other.submit(draw).result()
+        for _ in range(2):
+            keras.utils.set_random_seed(1)
+            drawn = other.submit(keras_private.with_state_of_keras(draw)).result()
+            assert (drawn, draw()) == expected
