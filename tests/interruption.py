@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import threading
 
@@ -20,6 +21,8 @@ X, Y = networks.data(50)  # two minibatches of 20, one of 10
 
 LABELS = np.eye(networks.CLASSES, dtype="float32")[Y]
 
+PACKAGES = (os.path.dirname(pipetrain.__file__), os.path.join(os.path.dirname(keras.__file__), "src"))
+
 
 METHODS = {
     "fit": lambda pm: fit(pm, X, LABELS, validation_data=(X, LABELS)),
@@ -27,6 +30,34 @@ METHODS = {
     "evaluate": lambda pm: pm.evaluate(X, LABELS, verbose=0),
     "predict": lambda pm: pm.predict(X, verbose=0),
 }
+
+
+class Interrupting:
+    """Raises KeyboardInterrupt in the main thread as a function of this package or of Keras is called.
+
+    Args:
+        at: in the call with this number; None to count them.
+    """
+
+    def __init__(self, at=None):
+        self.calls, self._at = 0, at
+
+    def __enter__(self):
+        sys.setprofile(self._seen)
+        return self
+
+    def __exit__(self, *_):
+        sys.setprofile(None)
+
+    def _seen(self, frame, event, argument):
+        if event != "call" or not frame.f_code.co_filename.startswith(PACKAGES):
+            return
+        # What the first would undo nobody else does; in the others, which may be closing, nobody would hear of it.
+        if frame.f_code.co_name in ("__exit__", "__del__", "<genexpr>"):
+            return
+        self.calls += 1
+        if self.calls == self._at:
+            raise KeyboardInterrupt
 
 
 def pipeline(scheme, **cut):

@@ -137,6 +137,7 @@ class State:
         self.layers, self.tied, self.updates = layers, dict(tied), 0
         self.slots, self.velocities, self.decays, self.sums = {}, {}, {}, {}
         self.gathered, self.averages = {}, {}
+        self.heard = []  # of every forward: its rows, the sum of their losses, and how many are classified rightly
 
     def key(self, layer, which):
         """The name of a layer's kernel (0) or bias (1): tied kernels have that of the other layer."""
@@ -180,6 +181,7 @@ def train(settings, state, ends, batches):
             for stage in stages:
                 activation, saved = forward(stage.read("F", m), activation, stage is stages[-1])
                 kept.append(saved)
+            state.heard.append(heard(activation, y[rows]))
             gradient = softmax(activation)
             gradient[np.arange(len(y[rows])), y[rows]] -= 1.0
             gradient /= len(y)
@@ -370,3 +372,15 @@ def backward(weights, saved, gradient, last_stage):
 def softmax(logits):
     shifted = np.exp(logits - logits.max(axis=1, keepdims=True))
     return shifted / shifted.sum(axis=1, keepdims=True)
+
+
+def heard(logits, labels):
+    """The rows, the sum of their losses, and how many are classified rightly."""
+    chosen = softmax(logits)[np.arange(len(labels)), labels]
+    return len(labels), -np.log(chosen).sum(), int((logits.argmax(axis=1) == labels).sum())
+
+
+def means(heard):
+    """The loss and the accuracy of all that was heard."""
+    rows, losses, right = np.sum(heard, axis=0)
+    return losses / rows, right / rows

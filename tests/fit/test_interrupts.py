@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import signal
 import subprocess
@@ -16,42 +15,11 @@ import keras
 import networks
 import numpy as np
 import pytest
-from interruption import LABELS, METHODS, X, assert_trains_as_undisturbed, assert_whole, pipeline, trained
+from interruption import LABELS, METHODS, Interrupting, X, assert_trains_as_undisturbed, assert_whole, pipeline, trained
 from networks import begin_anew, fit
 from parameters import by_default
 
-import pipetrain
 from pipetrain.schemes.table import NAMES
-
-PACKAGES = (os.path.dirname(pipetrain.__file__), os.path.join(os.path.dirname(keras.__file__), "src"))
-
-
-class Interrupting:
-    """Raises KeyboardInterrupt in the main thread as a function of this package or of Keras is called.
-
-    Args:
-        at: in the call with this number; None to count them.
-    """
-
-    def __init__(self, at=None):
-        self.calls, self._at = 0, at
-
-    def __enter__(self):
-        sys.setprofile(self._seen)
-        return self
-
-    def __exit__(self, *_):
-        sys.setprofile(None)
-
-    def _seen(self, frame, event, argument):
-        if event != "call" or not frame.f_code.co_filename.startswith(PACKAGES):
-            return
-        # What the first would undo nobody else does; in the others, which may be closing, nobody would hear of it.
-        if frame.f_code.co_name in ("__exit__", "__del__", "<genexpr>"):
-            return
-        self.calls += 1
-        if self.calls == self._at:
-            raise KeyboardInterrupt
 
 
 @pytest.fixture(scope="module")
