@@ -107,7 +107,7 @@ MOST = tuple(name for name in WAYS if name not in OTHER_CASES)
 
 
 def over(*names, default=None):
-    """A law over these ways, or all: the others than those of ``default`` only with ``-m wide``."""
+    """A law over these ways, or all: the others than those of ``default`` only with ``-m slow``."""
     chosen = names or tuple(WAYS)
     marks = [() if default is None or name in default else pytest.mark.slow for name in chosen]
     params = [pytest.param(name, marks=mark, id=name) for name, mark in zip(chosen, marks)]
