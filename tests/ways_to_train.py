@@ -16,6 +16,7 @@ import reference
 from transfer_plans import late_plan, returned_plan
 
 import pipetrain
+from pipetrain.schemes.grid import Grid
 from pipetrain.schemes.table import PIPELINES
 
 DEPTH, WIDTH, BATCH, ROWS = 4, 8, 8, 50  # whose last minibatch has fewer rows than microbatches or devices
@@ -90,12 +91,14 @@ WAYS = {
     "all-reduce, late": copies("all-reduce", order=late_plan(networks.mlp(DEPTH, WIDTH))),
     "parameter-server": copies("parameter-server", clips=True, order="push-pull"),
     "parameter-server, returned": copies("parameter-server", order=returned_plan(networks.mlp(DEPTH, WIDTH))),
-    "grid": copies("grid", 2, clips=True, grid=(2, 1)),
+    "grid": copies("grid", 2, clips=True, grid=Grid(2, 1, ("d1", "d2"))),
     "grid, rows": copies("grid", 4, grid=(2, 2)),
     "coded-reduce": copies("coded-reduce", 4, clips=True, children=4),
+    "coded-reduce, three": copies("coded-reduce", children=3),
     "data-parallel": copies("data-parallel", clips=True),
     "single": Way({"scheme": "single"}, clips=True),
 }
+TO_THE_BIT = tuple(name for name in WAYS if name != "coded-reduce, three")  # whose sums are as workers come
 AUTO = {"auto": copies("auto", 2)}
 EACH_MECHANISM = ("spectrain", "zb-v", "all-reduce", "grid", "coded-reduce", "single")
 WITH_LATE = (*EACH_MECHANISM, "all-reduce, late")  # gradients that are left to the next step
@@ -107,8 +110,8 @@ MOST = tuple(name for name in WAYS if name not in OTHER_CASES)
 
 
 def over(*names, default=None):
-    """A law over these ways, or all: the others than those of ``default`` only with ``-m slow``."""
-    chosen = names or tuple(WAYS)
+    """A law over these ways, or all that give the same bits twice; but for those of ``default`` with ``-m slow``."""
+    chosen = names or TO_THE_BIT
     marks = [() if default is None or name in default else pytest.mark.slow for name in chosen]
     params = [pytest.param(name, marks=mark, id=name) for name, mark in zip(chosen, marks)]
     return pytest.mark.parametrize("way", params)
@@ -123,13 +126,10 @@ def pipelines():
 
 
 def network(way):
-    """That of the reference; a synchronous one has a penalty, too."""
+    """That of the reference; a synchronous one has penalties, too."""
     keras.utils.set_random_seed(0)
-    penalties = [None, None if way.rule else keras.regularizers.L2(0.01), None]
-    layers = [
-        keras.layers.Dense(WIDTH, "tanh", kernel_regularizer=penalty, name=f"d{n}")
-        for n, penalty in enumerate(penalties)
-    ]
+    penalty = None if way.rule else keras.regularizers.L2(0.01)
+    layers = [keras.layers.Dense(WIDTH, "tanh", kernel_regularizer=penalty, name=f"d{n}") for n in range(DEPTH - 1)]
     return keras.Sequential([keras.Input((networks.FEATURES,)), *layers, keras.layers.Dense(networks.CLASSES)])
 
 

@@ -25,22 +25,6 @@ from pipetrain.schemes.table import SCHEMES as SCHEME_TABLE
 ROWS, BATCH = 12 * 16, 16
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("scheme", parameters.by_default(SCHEME_TABLE, "spectrain", "1f1b"))
-def test_delays_change_no_bit(scheme, monkeypatch):
-    x, y = networks.data(rows=ROWS)
-    pm, results = networks.pipeline(scheme=scheme), []
-    first = pm.get_weights()
-    for delay_s in (0.0, 0.01):
-        networks.delay(monkeypatch, delay_s, "forward", "backward", "update")
-        networks.begin_anew(pm, first)
-        keras.utils.set_random_seed(0)
-        history = pm.fit(x, y, batch_size=BATCH, epochs=2, verbose=0).history
-        results.append((pm.get_weights(), networks.without_figures(history)))
-    networks.assert_equal(results[0][0], results[1][0])
-    assert results[0][1] == results[1][1]
-
-
 class Breakable(keras.layers.Layer):
     """Gives its input; ``broken`` is the call, "F" or "B" and its number since it was armed, that fails."""
 
@@ -157,20 +141,6 @@ def test_a_broken_data_source_is_heard():
 
     with pytest.raises(Exception, match="the disk is gone"):
         networks.pipeline().fit(source(), steps_per_epoch=8, verbose=0)
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize(
-    "scheme", parameters.by_default(["spectrain", "1f1b", "single", "data-parallel"], "spectrain", "1f1b")
-)
-def test_nan_stops_and_names_the_step(scheme):
-    x, y = networks.data(rows=ROWS)
-    x[5 * BATCH : 6 * BATCH] = np.nan
-    pm = networks.pipeline(scheme=scheme)
-    before = pm.get_weights()
-    with pytest.raises(FloatingPointError, match="nan at step 6"):
-        pm.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
-    networks.assert_equal(before, pm.get_weights())
 
 
 def test_of_two_stages_that_fail_at_once_the_first_is_reported(monkeypatch):

@@ -32,24 +32,6 @@ def test_draining_within_a_snapshot_is_an_error_not_a_deadlock():
     fit(pm, x, y)
 
 
-def test_snapshots_are_the_weights_of_their_step():
-    x, y = networks.data(23 * BATCH)
-    kept = {}
-
-    def keep(step, model):
-        kept[step] = [weight.copy() for weight in model.get_weights()]
-
-    pm = networks.pipeline()
-    first = pm.get_weights()
-    pm.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[Snapshots(5, keep)])
-    assert sorted(kept) == [5, 10, 15, 20]
-    networks.begin_anew(pm, first)
-    pm.fit(x[: 5 * BATCH], y[: 5 * BATCH], batch_size=BATCH, shuffle=False, verbose=0)
-    networks.assert_equal(kept[5], pm.get_weights())  # a drain after five changes nothing about the first five
-    with pytest.raises(ValueError, match="every_steps=0"):
-        Snapshots(0, keep)
-
-
 @pytest.mark.wide
 @pytest.mark.parametrize("scheme", ["single", "data-parallel", "gpipe"])
 def test_snapshots_in_the_other_schemes(scheme):
