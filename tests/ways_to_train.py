@@ -154,6 +154,8 @@ def _standard(name):
 def anew(name):
     """The way's model, which is compiled once, with its first weights and an optimizer that has gathered nothing."""
     pm, weights = _standard(name)
+    if name == "spectrain, fitted":  # what it has fitted is no variable
+        compiled(pm, WAYS[name])
     networks.begin_anew(pm, weights)
     keras.utils.set_random_seed(0)
     return pm
