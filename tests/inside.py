@@ -10,47 +10,47 @@ def strategy(pm):
 
 def runner(pm):
     """What makes the steps of a fit."""
-    return pm._strategy._pipeline
+    return strategy(pm)._pipeline
 
 
 def placement(pm):
     """Which layers are in which stage, on which devices."""
-    return pm._strategy.placement
+    return strategy(pm).placement
 
 
 def microbatches(pm):
-    return pm._strategy.microbatches
+    return strategy(pm).microbatches
 
 
 def replicas(pm):
     """Of each stage, its replicas."""
-    return pm._strategy._stages.replicas
+    return stages(pm).replicas
 
 
 def stages(pm):
     """All stages that train: their first replicas, their optimizers' slots."""
-    return pm._strategy._stages
+    return strategy(pm)._stages
 
 
 def weights(pm):
     """The copies of the weights that devices hold, where each has all layers."""
-    return pm._strategy._weights
+    return strategy(pm)._weights
 
 
 def plan(pm):
     """Which variables are sent when."""
-    return pm._strategy.plan
+    return strategy(pm).plan
 
 
 def evaluator(pm):
     """What ``evaluate`` and ``predict`` run."""
-    return pm._strategy.evaluator
+    return strategy(pm).evaluator
 
 
 def evaluating_stages(pm):
-    return pm._strategy.evaluator._stages
+    return evaluator(pm)._stages
 
 
 def distribution(pm):
     """The strategy of TensorFlow that the compiled optimizer was made under."""
-    return pm._strategy.distribution
+    return strategy(pm).distribution

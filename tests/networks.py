@@ -202,6 +202,30 @@ def without_figures(history):
     return {name: values for name, values in history.items() if name not in epoch_metrics.NAMES}
 
 
+def assert_layer_trains_as_in_plain_keras(make):
+    """The layer that ``make()`` gives, in a stage of its own."""
+    x, y, weights = normal(32, 4), normal(32, 2), []
+    for pipeline in (False, True):
+        model = one_layer(make())
+        if pipeline:
+            model = pipetrain.PipelineModel(model, stages=3, scheme="1f1b", microbatches=1)
+        model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
+        fit(model, x, y, batch_size=8)
+        weights.append(model.get_weights())
+    assert_close(weights[1], weights[0], 1e-5)
+
+
+def assert_has_the_weights_of_all_steps(pm, single, data, directory):
+    """Evaluation, prediction, files and another step, of a trained model and of plain Keras trained alike."""
+    np.testing.assert_allclose(pm.evaluate(*data, verbose=0), single.evaluate(*data, verbose=0), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(pm.predict(data[0], verbose=0), single.predict(data[0], verbose=0), atol=1e-5)
+    pm.save(directory / "model.keras")
+    assert_equal(keras.models.load_model(directory / "model.keras").get_weights(), pm.get_weights())
+    pm.train_on_batch(*data)
+    single.train_on_batch(*data)
+    assert_close(pm.get_weights(), single.get_weights())
+
+
 def assert_close(actual, expected, tolerance=1e-5):
     for got, want in zip(actual, expected, strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=tolerance)

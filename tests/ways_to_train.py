@@ -39,6 +39,10 @@ class Way(NamedTuple):
     def is_pipeline(self):
         return self.scheme in PIPELINES
 
+    @property
+    def stages(self):
+        return len(self.options.get("cuts", ())) + 1
+
 
 class Outcome(NamedTuple):
     """Weights after training, what it said of every epoch, and an evaluation."""
@@ -99,7 +103,7 @@ WAYS = {
     "single": Way({"scheme": "single"}, clips=True),
 }
 TO_THE_BIT = tuple(name for name in WAYS if name != "coded-reduce, three")  # whose sums are as workers come
-AUTO = {"auto": copies("auto", 2)}
+WITH_AUTO = {**WAYS, "auto": copies("auto", 2)}
 EACH_MECHANISM = ("spectrain", "zb-v", "all-reduce", "grid", "coded-reduce", "single")
 WITH_LATE = (*EACH_MECHANISM, "all-reduce, late")  # gradients that are left to the next step
 OTHER_CASES = (  # of a mechanism that another way has too
@@ -115,10 +119,6 @@ def over(*names, default=None):
     marks = [() if default is None or name in default else pytest.mark.slow for name in chosen]
     params = [pytest.param(name, marks=mark, id=name) for name, mark in zip(chosen, marks)]
     return pytest.mark.parametrize("way", params)
-
-
-def stages(name):
-    return len(WAYS[name].options.get("cuts", ())) + 1
 
 
 def pipelines():
@@ -141,7 +141,7 @@ def compiled(model, way):
 
 def made(name):
     """A new PipelineModel of the way."""
-    way = {**WAYS, **AUTO}[name]
+    way = WITH_AUTO[name]
     return compiled(pipetrain.PipelineModel(network(way), **way.options), way)
 
 
@@ -180,7 +180,7 @@ def undisturbed(name):
 @cache
 def expected(name, rows=ROWS):
     """What the way is to come to in two epochs."""
-    way = {**WAYS, **AUTO}[name]
+    way = WITH_AUTO[name]
     return by_its_rule(way, rows) if way.rule else of_plain_keras(way.clips, rows)
 
 
@@ -191,14 +191,13 @@ def of_plain_keras(clips, rows):
 
 
 def by_its_rule(way, rows):
-    stages = len(way.options["cuts"]) + 1
-    settings, _ = reference.chosen(way.rule, stages, {})
+    settings, _ = reference.chosen(way.rule, way.stages, {})
     state = reference.State([tuple(layer.get_weights()) for layer in network(way).layers])
     batches = [(X[n : min(n + BATCH, rows)], Y[n : min(n + BATCH, rows)]) for n in range(0, rows, BATCH)]
     history = {"loss": [], "accuracy": []}
     for _ in range(2):
         state.heard = []
-        reference.train(settings, state, networks.ends(DEPTH, stages), batches)
+        reference.train(settings, state, networks.ends(DEPTH, way.stages), batches)
         for name, value in zip(("loss", "accuracy"), reference.means(state.heard)):
             history[name].append(value)
     weights = [array for layer in state.layers for array in layer]

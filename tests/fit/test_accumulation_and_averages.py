@@ -8,6 +8,7 @@ import numpy as np
 import parameters
 import pytest
 import reference
+from checkpointed import Stop
 from keras import optimizers
 
 import pipetrain
@@ -197,19 +198,6 @@ def test_averages_are_swapped_in_for_evaluations_and_files(scheme, tmp_path):
     for one, other in zip(ours, files, strict=True):
         networks.assert_close(one, other)
     assert_same(pm, plain)
-
-
-class Stop(keras.callbacks.Callback):
-    """Ends training with an exception after so many steps."""
-
-    def __init__(self, after):
-        super().__init__()
-        self._left = after
-
-    def on_train_batch_end(self, batch, logs=None):
-        self._left -= 1
-        if self._left == 0:
-            raise InterruptedError
 
 
 @pytest.mark.wide

@@ -10,7 +10,6 @@ import numpy as np
 import parameters
 import pytest
 import tensorflow as tf
-from networks import fit, normal, one_layer
 
 import pipetrain
 from pipetrain.schemes.table import NAMES
@@ -183,15 +182,7 @@ class Centering(L.Layer):
 
 @pytest.mark.wide
 def test_no_gradient_flows_through_what_a_layer_assigns():
-    x, y, weights = normal(32, 4), normal(32, 2), []
-    for pipeline in (False, True):
-        model = one_layer(Centering())
-        if pipeline:
-            model = pipetrain.PipelineModel(model, stages=3, scheme="1f1b", microbatches=1)
-        model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
-        fit(model, x, y, batch_size=8)
-        weights.append(model.get_weights())
-    networks.assert_close(weights[1], weights[0], 1e-5)
+    networks.assert_layer_trains_as_in_plain_keras(Centering)
 
 
 @pytest.mark.wide

@@ -75,7 +75,7 @@ def test_an_operation_that_fails_is_raised_and_training_goes_on_after_it(way):
     assert_whole(pm)
     notes = "\n".join(getattr(raised.value, "__notes__", []))
     if WAYS[way].is_pipeline:
-        assert f"stage {ways_to_train.stages(way) - 1}, forward of minibatch 3" in notes
+        assert f"stage {WAYS[way].stages - 1}, forward of minibatch 3" in notes
     if way == "coded-reduce":
         assert "step 3 of worker" in notes
     assert_bitwise(outcome(anew(way)), undisturbed(way))
@@ -84,7 +84,7 @@ def test_an_operation_that_fails_is_raised_and_training_goes_on_after_it(way):
 @over(*ways_to_train.pipelines(), default=EACH_MECHANISM)
 def test_what_any_stage_raises_names_stage_action_and_minibatch(way, monkeypatch):
     pm, finish = anew(way), StageWork._finish
-    for stage in range(ways_to_train.stages(way)):
+    for stage in range(WAYS[way].stages):
         failed = []
 
         def failing(self, stage=stage, failed=failed):

@@ -16,6 +16,7 @@ import networks
 import numpy as np
 import parameters
 import pytest
+from own_schemes import NEWEST
 
 import pipetrain
 from experiments import datasets, resuming, run, training
@@ -502,24 +503,10 @@ def test_impossible_learning_rates_are_refused(rate, capsys):
     assert "a finite number of at least 0 is needed" in capsys.readouterr().err
 
 
-POLICY = """
-from pipetrain.schemes import Read
-
-class Newest:
-    predicts = False
-
-    def forward(self, reader):
-        return Read(reader.newest())
-
-    def backward(self, reader):
-        return Read(reader.minibatch)
-"""
-
-
 @pytest.mark.wide
 def test_a_policy_of_a_file_trains_as_the_same_one_of_the_table(main, tmp_path, monkeypatch):
     """And goes on from a checkpoint, from another folder too."""
-    (tmp_path / "mine.py").write_text(POLICY)
+    (tmp_path / "mine.py").write_text(NEWEST)
     monkeypatch.chdir(tmp_path)
     both = ["--scheme", "mine.py:Newest", "--scheme", "vanilla", "--output", str(tmp_path / "runs"), *SMALL]
     assert main(both) == 0

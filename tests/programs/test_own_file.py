@@ -5,6 +5,7 @@ from __future__ import annotations
 import networks
 import numpy as np
 import pytest
+from own_schemes import NEWEST
 
 import pipetrain
 from pipetrain.cli.main import main
@@ -12,21 +13,14 @@ from pipetrain.schemes import Schedule, Scheme, table
 from pipetrain.schemes.schedules import gpipe
 from pipetrain.schemes.text_form import chosen, in_full
 
-TEXT = """
+TEXT = f"""
 from __future__ import annotations
 from dataclasses import dataclass
-from pipetrain.schemes import Read, Schedule, Scheme
+from pipetrain.schemes import Schedule, Scheme
 from pipetrain.schemes.policies import Flush
 from pipetrain.schemes.schedules import gpipe
 from pipetrain.schemes.table import ASYNCHRONOUS
-
-class Newest:
-    predicts = False
-    def forward(self, reader):
-        return Read(reader.newest())
-    def backward(self, reader):
-        return Read(reader.minibatch)
-
+{NEWEST}
 class Late(Newest):
     def __init__(self, updates):
         self.updates = updates

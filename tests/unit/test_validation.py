@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
+from own_schemes import in_one, reversed_backwards
 
 from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.memory import Training, demand
@@ -95,21 +96,6 @@ def unknown(device, devices, groups):
 
 def none(device, devices, groups):
     return None
-
-
-def reversed_backwards(device, devices, groups):
-    for group in groups:
-        yield from (Action("F", device, microbatch) for microbatch in group)
-        yield from (Action("B", device, microbatch) for microbatch in reversed(group))
-
-
-def in_one(device, devices, groups):
-    """The last device's forward and backward of a microbatch are one operation."""
-    for group in groups:
-        if device < devices - 1:
-            yield from gpipe(device, devices, [group])
-        else:
-            yield from (Action("FB", device, microbatch) for microbatch in group)
 
 
 @pytest.mark.parametrize(

@@ -307,13 +307,7 @@ def test_frozen_normalization_trains():
 @pytest.mark.wide
 def test_evaluation_prediction_and_files_have_the_weights_of_all_steps(tmp_path):
     (single, _), (pm, _) = trained(networks.small()), trained(networks.small(), **tree(3))
-    np.testing.assert_allclose(pm.evaluate(*DATA, verbose=0), single.evaluate(*DATA, verbose=0), rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(pm.predict(DATA[0], verbose=0), single.predict(DATA[0], verbose=0), atol=1e-5)
-    pm.save(tmp_path / "model.keras")
-    networks.assert_equal(keras.models.load_model(tmp_path / "model.keras").get_weights(), pm.get_weights())
-    pm.train_on_batch(*DATA)
-    single.train_on_batch(*DATA)
-    networks.assert_close(pm.get_weights(), single.get_weights())
+    networks.assert_has_the_weights_of_all_steps(pm, single, DATA, tmp_path)
 
 
 @pytest.mark.wide
