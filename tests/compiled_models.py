@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keras
+import networks
 import numpy as np
 
 L = keras.layers
@@ -33,7 +34,7 @@ MODELS = {
 
 
 def made(name):
-    keras.utils.set_random_seed(0)
+    networks.draw_from(0)
     return MODELS[name]()
 
 

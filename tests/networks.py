@@ -11,6 +11,7 @@ import keras
 import numpy as np
 
 import pipetrain
+from pipetrain.compute import keras_private
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.frontend import epoch_metrics
 from pipetrain.schemes.table import UNCUT
@@ -18,9 +19,18 @@ from pipetrain.schemes.table import UNCUT
 FEATURES, CLASSES = 12, 5
 
 
+def draw_from(seed):
+    """What Keras' layers and initializers draw from now on is by this seed; TensorFlow's own seed stays as it is.
+
+    ``keras.utils.set_random_seed`` sets that too, for which TensorFlow forgets all functions that it has prepared.
+    """
+    random.seed(seed)
+    keras_private.set_global_attribute(keras_private.GLOBAL_SEED, None)
+
+
 def mlp(depth=6, width=16, seed=0, name=None):
     """A tanh MLP: ``depth`` dense layers named d0, d1, ..."""
-    keras.utils.set_random_seed(seed)
+    draw_from(seed)
     layers = [keras.layers.Dense(width, activation="tanh", name=f"d{n}") for n in range(depth - 1)]
     layers = [keras.Input((FEATURES,)), *layers, keras.layers.Dense(CLASSES, name=f"d{depth - 1}")]
     return keras.Sequential(layers, name=name)
@@ -45,7 +55,7 @@ TIED = {3: 2, 4: 1, 5: 0}  # the layers of ``tied_autoencoder`` that have the tr
 
 def tied_autoencoder(seed=0):
     """Six layers d0 to d5, as an autoencoder has them: the last three have the transposed kernels of the first."""
-    keras.utils.set_random_seed(seed)
+    draw_from(seed)
     x = y = keras.Input((FEATURES,))
     encoder = [keras.layers.Dense(width, activation="tanh", name=f"d{n}") for n, width in enumerate((10, 8, 6))]
     for layer in encoder:
@@ -77,7 +87,7 @@ def convolutional_layers():
 
 def one_layer(layer, width=4):
     """The layer between two dense ones, of one seed."""
-    keras.utils.set_random_seed(0)
+    draw_from(0)
     x = keras.Input((width,))
     first, last = keras.layers.Dense(width, name="first"), keras.layers.Dense(2, name="last")
     return keras.Model(x, last(layer(first(x))))

@@ -1,4 +1,4 @@
-"""Which of a test's parameters run by default."""
+"""In which tier a test runs with which of its parameters: by default, with ``-m wide`` or with ``-m slow``."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ import itertools
 import pytest
 
 
-def by_default(names, *chosen):
-    """A test's parameters: those chosen run by default, the others only with ``-m slow``."""
-    return [name if name in chosen else pytest.param(name, marks=pytest.mark.slow) for name in names]
+def by_default(names, *chosen, wide=()):
+    """A test's parameters: those chosen run by default, those of ``wide`` in that tier, the others with ``-m slow``."""
+    return [pytest.param(name, marks=_marks(name in chosen, name in wide)) for name in names]
+
+
+def widely(*several):
+    """Tuples of a test's parameters that run only with ``-m wide``."""
+    return [pytest.param(*each, marks=pytest.mark.wide) for each in several]
 
 
 def rarely(*several):
@@ -17,21 +22,25 @@ def rarely(*several):
     return [pytest.param(*each, marks=pytest.mark.slow) for each in several]
 
 
-def combinations(*values, default=None, pairs=False):
+def combinations(*values, default=None, pairs=False, wide=()):
     """Every combination of these values as a test's parameters, of which few run by default.
 
     By default run those of ``default``; without it as many as it takes for every value to run once, or with ``pairs``
-    for every pair of values of two parameters.
+    for every pair of values of two parameters. Those of ``wide`` run in that tier, the others with ``-m slow``.
     """
     every = list(itertools.product(*(range(len(each)) for each in values)))
     combined = [tuple(each[n] for each, n in zip(values, numbers)) for numbers in every]
     if default is not None:
-        assert all(each in combined for each in default)
+        assert all(each in combined for each in (*default, *wide))
         chosen = {numbers for numbers, each in zip(every, combined) if each in default}
     else:
         chosen = _covering(every, 2 if pairs else 1)
-    marks = [() if numbers in chosen else pytest.mark.slow for numbers in every]
+    marks = [_marks(numbers in chosen, each in wide) for numbers, each in zip(every, combined)]
     return [pytest.param(*each, marks=mark) for each, mark in zip(combined, marks)]
+
+
+def _marks(by_default, widely):
+    return () if by_default else pytest.mark.wide if widely else pytest.mark.slow
 
 
 def _covering(every, size):

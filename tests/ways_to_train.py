@@ -11,6 +11,7 @@ from typing import NamedTuple
 import keras
 import networks
 import numpy as np
+import parameters
 import pytest
 import reference
 from transfer_plans import late_plan, returned_plan
@@ -106,19 +107,27 @@ TO_THE_BIT = tuple(name for name in WAYS if name != "coded-reduce, three")  # wh
 WITH_AUTO = {**WAYS, "auto": copies("auto", 2)}
 EACH_MECHANISM = ("spectrain", "zb-v", "all-reduce", "grid", "coded-reduce", "single")
 WITH_LATE = (*EACH_MECHANISM, "all-reduce, late")  # gradients that are left to the next step
-OTHER_CASES = (  # of a mechanism that another way has too
-    *("spike-compensation", "spectrain, four stages", "spectrain, local", "spectrain, replicas", "2bw"),
-    *("1f1b, recompute", "zb-h1", "zb-h2", "looped-bfs", "v-half", "v-min", "grid, rows", "parameter-server, returned"),
+OTHER_CASES = (  # of a mechanism that another way has too; and data-parallel, of which its own test trains more
+    *(
+        "spike-compensation",
+        "spectrain, four stages",
+        "spectrain, local",
+        "spectrain, recompute",
+        "spectrain, replicas",
+    ),
+    *("2bw", "1f1b, recompute", "zb-h1", "zb-h2", "interleaved", "looped-bfs", "v-half", "v-min", "grid, rows"),
+    *("parameter-server, returned", "coded-reduce, three", "data-parallel"),
 )
 MOST = tuple(name for name in WAYS if name not in OTHER_CASES)
 
 
-def over(*names, default=None):
-    """A law over these ways, or all that give the same bits twice; but for those of ``default`` with ``-m slow``."""
+def over(*names, default=None, wide=()):
+    """A law over these ways, or all that give the same bits twice.
+
+    Those of ``default`` run by default, those of ``wide`` in that tier, the others with ``-m slow``.
+    """
     chosen = names or TO_THE_BIT
-    marks = [() if default is None or name in default else pytest.mark.slow for name in chosen]
-    params = [pytest.param(name, marks=mark, id=name) for name, mark in zip(chosen, marks)]
-    return pytest.mark.parametrize("way", params)
+    return pytest.mark.parametrize("way", parameters.by_default(chosen, *(default or chosen), wide=wide))
 
 
 def pipelines():
@@ -127,7 +136,7 @@ def pipelines():
 
 def network(way):
     """That of the reference; a synchronous one has penalties, too."""
-    keras.utils.set_random_seed(0)
+    networks.draw_from(0)
     penalty = None if way.rule else keras.regularizers.L2(0.01)
     layers = [keras.layers.Dense(WIDTH, "tanh", kernel_regularizer=penalty, name=f"d{n}") for n in range(DEPTH - 1)]
     return keras.Sequential([keras.Input((networks.FEATURES,)), *layers, keras.layers.Dense(networks.CLASSES)])
@@ -157,7 +166,7 @@ def anew(name):
     if name == "spectrain, fitted":  # what it has fitted is no variable
         compiled(pm, WAYS[name])
     networks.begin_anew(pm, weights)
-    keras.utils.set_random_seed(0)
+    networks.draw_from(0)
     return pm
 
 

@@ -63,7 +63,7 @@ class FitSession:
 
     Attributes:
         callbacks: the user's.
-        rows: those of the first minibatch, if they are known before it is there.
+        rows: those of the first minibatch of an epoch, once they are known; resumed, those of the run before.
         shapes: those of its inputs, likewise.
         exact_trace: whether the trace is to have the times at which GPUs and workers had finished.
         is_traced: whether a trace is kept.
@@ -195,6 +195,7 @@ class FitSession:
                 f"The checkpoint is of an earlier epoch. Received: initial_epoch={self._first_epoch}, a checkpoint in "
                 f"epoch {position.epoch} (the first is 0). Try the initial_epoch that it was made with."
             )
+        self.rows = self.rows or about.get("batch_size")  # what is read first may be the last minibatch of an epoch
         missing = self._trainer.restore(arrays, Layout.of(about), about["updates"], about["fitted"])
         if self._begun_rate is not None and about["begun_rate"] == self._begun_rate:  # else the user has set another
             self._owner.optimizer.learning_rate = about["epoch_rate"]

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import keras
-from keras.src.backend.common.global_state import GLOBAL_STATE_TRACKER, get_global_attribute, set_global_attribute
+from keras.src.backend.common import global_state
+from keras.src.backend.common.global_state import get_global_attribute, set_global_attribute
 from keras.src.random.seed_generator import global_seed_generator
 from keras.src.trainers.compile_utils import CompileLoss, get_loss
 from keras.src.trainers.trainer import model_supports_jit
@@ -281,10 +282,10 @@ def global_seed(make: bool = True) -> Any:
 
 def with_state_of_keras(call: Callable[[], Value]) -> Callable[[], Value]:
     """A call for another thread: it has this one's global seed and policies, which Keras keeps for each thread."""
-    mine = vars(GLOBAL_STATE_TRACKER)
+    mine = vars(global_state.GLOBAL_STATE_TRACKER)  # of the module itself: clear_session makes another
 
     def called() -> Value:
-        own, here = vars(GLOBAL_STATE_TRACKER), dict(mine)
+        own, here = vars(global_state.GLOBAL_STATE_TRACKER), dict(mine)
         own.clear()  # an earlier call may have left its seed
         own.update(here)
         try:

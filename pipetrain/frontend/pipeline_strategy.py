@@ -213,8 +213,9 @@ class PipelineStrategy:
 
     def _pipeline_for_data(self) -> Pipeline:
         """The pipeline, when the first minibatch has been read: all that has waited for it is made."""
-        data = self._compilation.data
-        check_rows(data.rows, self.microbatches)
+        data, session = self._compilation.data, known(self._fit).session
+        session.rows = session.rows or data.rows
+        check_rows(session.rows, self.microbatches)
         self._compilation.measure_loss()
         is_new = self._pipeline is not None and self._pipeline.traced_for != data.targets
         self._compilation.check_trained(is_new)
@@ -222,7 +223,7 @@ class PipelineStrategy:
             self._pipeline = None  # a callback has changed it before the first minibatch
         if self._pipeline is None:
             self.placement.learn(data.shapes)
-            self._make_pipeline(data.rows)
+            self._make_pipeline(session.rows)
         pipeline = known(self._pipeline)
         if pipeline.trace_for(data.targets):
             self._compilation.check_traced(self._stages.first)

@@ -183,7 +183,7 @@ class TransferStrategy(PipelineStrategy):
         else:
             self._pipeline = None
             gc.collect()  # its functions, before there are others
-            self._make_pipeline(self._compilation.data.rows)
+            self._make_pipeline(known(self._fit).session.rows)
         self._set_fitted(fitted)
         return super()._pipeline_for_data()
 

@@ -257,6 +257,7 @@ def test_halves_between_which_weights_change_are_refused():
         pipetrain.PipelineModel(networks.mlp(), 2, own, devices=("CPU:0", "CPU:1"))
 
 
+@pytest.mark.wide
 def test_any_order_of_halves_trains():
     own = Scheme("gpipe in halves", Schedule(halved(gpipe)), Flush(), splits=True)
     single = networks.mlp()

@@ -84,9 +84,8 @@ def plain_keras():
 @pytest.mark.parametrize(
     ("scheme", "stages", "microbatches", "replicas", "optimizer", "clipnorm"),
     [
-        ("gpipe", 1, 2, (2,), "momentum", ALWAYS),
-        ("1f1b", 3, 2, (1, 3, 2), "momentum", SOMETIMES),
         ("vanilla", 1, None, None, "momentum", SOMETIMES),
+        *parameters.widely(("gpipe", 1, 2, (2,), "momentum", ALWAYS), ("1f1b", 3, 2, (1, 3, 2), "momentum", SOMETIMES)),
         *parameters.rarely(
             ("gpipe", 2, 3, (1, 2), "adam", SOMETIMES),
             ("gpipe", 3, 1, None, "momentum", SOMETIMES),
@@ -105,6 +104,7 @@ def test_weights_equal_those_of_plain_keras(plain_keras, scheme, stages, microba
     )
 
 
+@pytest.mark.wide
 def test_the_thresholds_do_what_they_are_named(plain_keras):
     never, sometimes, always = (plain_keras("momentum", each) for each in (NEVER, SOMETIMES, ALWAYS))
     networks.assert_close(never, plain_keras("momentum", None), 1e-6)
@@ -142,6 +142,7 @@ def test_the_rule_is_keras_own(factor):
         np.testing.assert_allclose(got[index], expected[index], rtol=1e-6)
 
 
+@pytest.mark.wide
 def test_gradients_of_zero_change_nothing():
     x, y = networks.data(32)
     pm = networks.pipeline(optimizer=OPTIMIZERS["momentum"](global_clipnorm=0.1), scheme="gpipe", cuts=("d2",))

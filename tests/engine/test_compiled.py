@@ -194,6 +194,7 @@ def test_a_block_that_xla_cannot_compile_keeps_its_stage_from_it():
     assert cut.stages[1].forward_s == 2.0
 
 
+@pytest.mark.wide
 def test_little_work_is_not_profiled_and_not_compiled(ops, monkeypatch):
     monkeypatch.setattr(placement, "cached_profile", None)
     pm = networks.pipeline(networks.mlp(), scheme="spectrain")
@@ -245,6 +246,7 @@ def test_xla_is_tried_where_each_device_has_a_thread(threads, enough, monkeypatc
     assert profiler.may_be_compiled(Chain(networks.mlp()), 20, device) == enough
 
 
+@pytest.mark.wide
 def test_a_failure_of_xla_ends_no_profile(monkeypatch):
     def fails(*arguments):
         raise tf.errors.InternalError(None, None, "no compiler")

@@ -128,6 +128,7 @@ def test_lookups_that_make_ragged_tensors_are_seen():
     assert ["words", "embedding", "read"] in names
 
 
+@pytest.mark.wide
 def test_predictions_are_those_of_plain_keras():
     built = model(beside)
     pm = pipetrain.PipelineModel(built, stages=3)

@@ -83,6 +83,7 @@ def test_types_that_have_gradients_cross_as_in_plain_keras(dtype, cuts):
     networks.assert_close(trained(casting(dtype), cuts=cuts, scheme="1f1b"), trained(casting(dtype)))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", parameters.by_default(PIPELINES, "spectrain"))
 def test_complex_numbers_train_as_their_parts_do_in_every_scheme(scheme):
     complex_numbers, parts = (
@@ -93,16 +94,19 @@ def test_complex_numbers_train_as_their_parts_do_in_every_scheme(scheme):
     assert np.abs(complex_numbers[0] - first).max() > 1e-3
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", parameters.by_default(["gpipe", "1f1b"], "1f1b"))
 def test_complex_numbers_train_as_in_plain_keras(scheme):
     networks.assert_close(trained(spectral(), cuts=("spectrum",), scheme=scheme), trained(spectral()))
 
 
+@pytest.mark.wide
 def test_complex_numbers_cross_to_and_from_replicas():
     got = trained(spectral(), cuts=("spectrum",), scheme="1f1b", replicas=(2, 3))
     networks.assert_close(got, trained(spectral()))
 
 
+@pytest.mark.wide
 def test_whole_numbers_cross_and_carry_no_gradient_as_in_plain_keras():
     def model():
         keras.utils.set_random_seed(0)

@@ -49,7 +49,10 @@ MODELS = [
 
 
 @pytest.mark.parametrize("counts", parameters.by_default([(1, 3), (2, 4)], (2, 4)))
-@pytest.mark.parametrize("make", MODELS)
+@pytest.mark.parametrize(
+    "make",
+    parameters.by_default(MODELS, nested, frozen_start, a_layer_of_two_calls, reused_activation, wide=MODELS),
+)
 def test_outputs_loss_gradients_and_state_equal_the_whole_model_s(make, counts):
     keras.utils.set_random_seed(0)
     model = make()
@@ -172,6 +175,7 @@ def test_dictionaries_masks_and_several_losses_train_as_in_plain_keras(weighted,
     np.testing.assert_allclose(list(pm.evaluate(x, y, verbose=0)), list(plain.evaluate(x, y, verbose=0)), rtol=1e-5)
 
 
+@pytest.mark.wide
 def test_a_mask_reaches_a_loss_and_a_metric_stages_later():
     def tagger():
         keras.utils.set_random_seed(0)
@@ -350,6 +354,7 @@ def test_a_keras_application():
     assert transparency.error_of_application("MobileNet", 3) < 1e-4  # of the smaller ones; the others are slow
 
 
+@pytest.mark.wide
 def test_dictionaries_of_inputs_go_by_keys_not_by_layers_names():
     a, b = keras.Input((2,), name="b"), keras.Input((2,), name="a")  # named after each other's key
     model = keras.Model({"a": a, "b": b}, L.Dense(1)(L.Concatenate()([a, 2 * b])))

@@ -60,6 +60,7 @@ def test_what_the_user_has_set_stays(value, on, monkeypatch):
     assert os.environ[onednn.VARIABLE] == value
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("name", "said"), [("fma", True), ("fma and vnni", False), ("old", False)])
 def test_too_late_explain_says_so(name, said, on):
     on(name, loaded=True)

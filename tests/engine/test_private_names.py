@@ -184,17 +184,25 @@ def test_every_adapter_says_what_each_is_for(path):
     assert all(ast.get_docstring(each) for each in functions)
 
 
-def test_a_call_in_another_thread_draws_and_leaves_the_seed_as_in_this_one():
-    """Also the first one after ``set_random_seed``, and in a thread in which something was drawn before."""
+@pytest.mark.parametrize("before", [lambda: None, keras.utils.clear_session])
+def test_a_call_in_another_thread_draws_and_leaves_the_seed_as_in_this_one(before):
+    """Also the first one after a seed or a session begins anew, and in a thread in which something was drawn before."""
 
     def draw():
         return float(keras.random.normal((1,))[0])
 
-    keras.utils.set_random_seed(1)
+    def begin_anew():
+        keras_private.set_global_attribute(
+            keras_private.GLOBAL_SEED, None
+        )  # set_random_seed of older versions does not
+        keras.utils.set_random_seed(1)
+
+    begin_anew()
     expected = draw(), draw()
     with ThreadPoolExecutor(1) as other:
         other.submit(draw).result()
         for _ in range(2):
-            keras.utils.set_random_seed(1)
+            before()
+            begin_anew()
             drawn = other.submit(keras_private.with_state_of_keras(draw)).result()
             assert (drawn, draw()) == expected

@@ -35,6 +35,7 @@ from pipetrain.simulation.simulator import simulate
 L = keras.layers
 
 
+@pytest.mark.wide
 @pytest.mark.measures
 def test_a_profile_measures_and_touches_nothing():
     model = keras.Sequential(networks.convolutional_layers())

@@ -117,6 +117,7 @@ def test_the_backward_has_the_forwards_draws(layer):
     networks.assert_close(again, kept, 1e-6)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", parameters.by_default(SCHEMES, "spectrain"))
 def test_in_every_scheme(scheme):
     kept, again = (trained(Drawing(of_a_generator), scheme, recompute) for recompute in (False, True))

@@ -57,6 +57,7 @@ def once(pm):
     }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("scheme", "optimizer", "settings"),
     [
@@ -133,6 +134,7 @@ def test_nothing_waits_where_nothing_is_summed(settings):
     assert not once(pm)
 
 
+@pytest.mark.wide
 def test_clipping_by_the_norm_of_all_gradients_makes_them_first():
     optimizer = keras.optimizers.SGD(0.02, global_clipnorm=0.1)
     pm = networks.pipeline(wide(), optimizer=optimizer, cuts=["first", "penalized"], scheme="1f1b", microbatches=4)
@@ -188,6 +190,7 @@ def test_a_stage_gets_its_gradients_before_the_next_one_updates(monkeypatch):
     assert arrived_s + slow_s / 2 < updated_s
 
 
+@pytest.mark.wide
 def test_a_profile_tells_them_and_a_simulation_makes_them_with_the_update():
     measured = pipetrain.profile(wide(), ROWS, verbose=False, budget_s=None)
     found = {block.name: block.product_bytes for block in measured.blocks if block.product_bytes}

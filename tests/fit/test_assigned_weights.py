@@ -72,6 +72,7 @@ WAYS = [
 OFTEN = [("spectral", WAYS[0]), ("decaying", WAYS[1]), ("spectral", WAYS[2]), ("decaying", WAYS[5])]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("name", "settings"), parameters.combinations(list(MODELS), WAYS, default=OFTEN))
 def test_synchronous_schemes_train_as_plain_keras(name, settings):
     networks.assert_close(trained(MODELS[name](), **settings), of_plain_keras(name))

@@ -58,6 +58,7 @@ def test_checkpoints_hold_the_weights_of_their_moment(tmp_path):
     assert sorted(files) == SAVED
 
 
+@pytest.mark.wide
 def test_checkpoints_of_an_asynchronous_pipeline(tmp_path):
     pm, kept = fresh("spectrain"), []
     keep = C.LambdaCallback(on_epoch_end=lambda epoch, logs: kept.append((logs["loss"], pm.get_weights())))
@@ -120,6 +121,7 @@ def stopping():
     return C.EarlyStopping("val_loss", mode="max", patience=2, restore_best_weights=True)
 
 
+@pytest.mark.wide
 def test_early_stopping_restores_the_best_weights():
     pm, history = assert_alike(lambda model: train(model, stopping(), epochs=6, validation_data=(X, Y)))
     assert len(history["loss"]) == 3
@@ -166,6 +168,7 @@ def test_callbacks_that_change_the_learning_rate(name):
     assert rate in (pytest.approx(rates[-1]), pytest.approx(rates[-1] / 2))
 
 
+@pytest.mark.wide
 def test_an_asynchronous_pipeline_takes_a_new_rate_between_epochs():
     make, rates = RATES["scheduler"]
     pm, apart = compiled("spectrain"), compiled("spectrain")
@@ -176,6 +179,7 @@ def test_an_asynchronous_pipeline_takes_a_new_rate_between_epochs():
     assert_equal(pm.get_weights(), apart.get_weights())
 
 
+@pytest.mark.wide
 def test_a_rate_is_read_with_its_minibatch_where_there_is_a_gpu(monkeypatch):
     """There a function that reads is called in another way; GPUs themselves are for ``test_gpu.py``."""
     found, make, direct = tf.config.list_logical_devices, RATES["own"][0], input_data.direct
@@ -194,6 +198,7 @@ def test_a_rate_is_read_with_its_minibatch_where_there_is_a_gpu(monkeypatch):
     assert calls[1] < calls[0]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", ["1f1b", "spectrain"])
 def test_csv_logs_are_the_history(scheme, tmp_path):
     path = tmp_path / "log.csv"
@@ -215,6 +220,7 @@ def summaries(folder):
     return found
 
 
+@pytest.mark.wide
 def test_tensorboard(tmp_path):
     pytest.importorskip("tensorboard")
 

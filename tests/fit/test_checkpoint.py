@@ -136,6 +136,7 @@ def test_stopped_twice_and_resumed_is_bitwise_as_never_stopped(way, trained, tmp
         np.testing.assert_allclose(rest[name], values[1:], rtol=1e-6)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "data",
     parameters.by_default([dataset, endless, generator, Batches], dataset),
@@ -173,6 +174,7 @@ def test_another_scheme_and_another_optimizer_go_on_and_say_so(trained, tmp_path
     assert "velocities from zero" in said
 
 
+@pytest.mark.wide
 def test_another_model_is_refused(trained, tmp_path):
     trained(tmp_path, stop_after=15)
     pm = networks.pipeline()
@@ -187,6 +189,7 @@ def test_checkpoints_of_another_run_are_not_overwritten(trained, tmp_path):
     assert len(list(tmp_path.iterdir())) == 3
 
 
+@pytest.mark.wide
 def test_a_finished_run_has_nothing_left_to_do_and_more_epochs_go_on(trained, tmp_path):
     whole, _ = trained(tmp_path)
     again, history = run(tmp_path)
@@ -217,6 +220,7 @@ def test_a_learning_rate_and_what_callbacks_remember_go_on(tmp_path):
     networks.assert_equal(again.get_weights(), whole.get_weights())  # the first epoch's
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("relative", parameters.by_default([True, False], True))
 def test_a_rate_scheduler_goes_on(relative, tmp_path):
     """A schedule that halves the last rate runs once an epoch, in the epoch that is resumed too."""
@@ -422,6 +426,7 @@ def test_data_of_unknown_length_may_stop_at_the_end_of_an_epoch(tmp_path):
     assert rest["loss"] == pytest.approx(history["loss"])  # the first is as it was, though nothing is left of it
 
 
+@pytest.mark.wide
 def test_snapshots_change_nothing(trained, tmp_path):
     """They may be looked at after a drain: training goes on with the newest weights."""
     seen, _ = run(tmp_path, callbacks=[Snapshots(3, lambda step, model: None)])
@@ -436,6 +441,7 @@ def test_checkpoints_after_a_damaged_one_are_kept(trained, tmp_path):
     assert [path.name for path in Store(tmp_path, 3).paths()][-1] == "step-00000029.npz"
 
 
+@pytest.mark.wide
 def test_a_list_of_keras_own_is_taken_again_and_again():
     pm = pipeline()
     listed = keras.callbacks.CallbackList([keras.callbacks.History()], model=pm, epochs=1, steps=STEPS)
@@ -534,6 +540,7 @@ def test_a_loss_that_is_not_finite_is_not_kept(tmp_path):
     assert Store(tmp_path, 3).newest()[0].about["updates"] == 4
 
 
+@pytest.mark.wide
 def test_weights_that_are_not_finite_are_not_kept_at_the_end_either(tmp_path):
     x, y = networks.data(BATCH * STEPS)
     pm = pipeline()
@@ -591,6 +598,7 @@ def interrupt(*_, **logs):
     os.kill(os.getpid(), signal.SIGINT)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("number", "ends"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
 def test_a_signal_is_obeyed_where_nothing_is_left_to_train(number, ends, trained, tmp_path, capsys):
     """No checkpoint was due then, and the signal was lost."""
@@ -607,6 +615,7 @@ def test_a_signal_is_obeyed_where_nothing_is_left_to_train(number, ends, trained
     assert int(again.optimizer.iterations) == 30 and history == {}
 
 
+@pytest.mark.wide
 def test_a_signal_after_the_last_checkpoint_is_obeyed(tmp_path, monkeypatch, capsys):
     """While the pipeline's threads end."""
     finish = PipelineStrategy.finish
@@ -616,6 +625,7 @@ def test_a_signal_after_the_last_checkpoint_is_obeyed(tmp_path, monkeypatch, cap
     assert f"Stopped by SIGINT after 30 steps: step 30 is in {tmp_path}" in capsys.readouterr().out
 
 
+@pytest.mark.wide
 def test_a_signal_is_obeyed_where_the_loss_is_not_finite(tmp_path, capsys):
     """Such weights are not saved."""
     x, y = networks.data(BATCH * STEPS)

@@ -240,6 +240,7 @@ def test_as_many_lines_are_left_as_by_plain_keras(way, columns, monkeypatch):
         assert sum(" - samples_per_s: " in line and " - bubble: " in line for line in ours) == 2
 
 
+@pytest.mark.wide
 def test_a_bar_of_the_user_s_own_is_the_only_one(monkeypatch):
     own = keras.callbacks.ProgbarLogger()
     with Terminal(200, monkeypatch) as terminal:

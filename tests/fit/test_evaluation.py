@@ -73,6 +73,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", parameters.by_default(SETTINGS, "replicas"))
 def test_losses_penalties_and_metrics_are_the_wrapped_model_s(name):
     """41 rows: the last batch has one of 5, or 17 of 24; some replicas then have none."""
@@ -175,6 +176,7 @@ def endless(read):
     return tf.data.Dataset.from_generator(source, output_signature=shapes).with_options(options)
 
 
+@pytest.mark.wide
 def test_nothing_is_read_beyond_the_steps(mlp):
     _, pm = mlp
     for call in (pm.evaluate, pm.predict):
@@ -273,6 +275,7 @@ class Noise(L.Layer):
         return x + keras.random.normal(keras.ops.shape(x), seed=self.seed)
 
 
+@pytest.mark.wide
 def test_seeds_move_on_as_in_plain_keras():
     results, x = [], np.zeros((24, 3), "float32")
     for make in (lambda model: model, lambda model: pipetrain.PipelineModel(model, cuts=("noise",))):

@@ -399,6 +399,7 @@ def test_shapes_on_the_command_line(main, capsys):
     assert "is no shape, such as 64,64,3" in capsys.readouterr().err
 
 
+@pytest.mark.wide
 def test_shapes_for_a_simulation(main):
     """Read as those of a plan are."""
     assert main("images.keras", "20,16,3", command="simulate")[0] == 0

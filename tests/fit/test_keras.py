@@ -176,6 +176,7 @@ def test_sample_and_class_weights():
     networks.assert_close(pm.get_weights(), single.get_weights())
 
 
+@pytest.mark.wide
 def test_a_summed_loss():
     x, y = networks.data(4 * BATCH)
     results = []

@@ -265,6 +265,7 @@ def test_signatures_are_those_of_keras(method):
         assert mine[name].default in (theirs[name].default, ...)
 
 
+@pytest.mark.wide
 def test_arguments_by_position_are_keras_own():
     plain, ours = network(), network()
     ours.set_weights(plain.get_weights())

@@ -110,10 +110,9 @@ def plain(name):
         [*WEIGHTED],
         default=[
             ("1f1b", "ignore_class"),
-            ("replicas", "both"),
             ("all-reduce", "ignore_class, weights"),
-            ("1f1b", "masked, ignore_class, weights"),
         ],
+        wide=[("replicas", "both"), ("1f1b", "masked, ignore_class, weights")],
     ),
 )
 def test_what_labels_or_weights_divide_by_is_that_of_the_whole_minibatch(scheme, name):

@@ -101,6 +101,7 @@ def rounding(plain, make):
     return LAYERS * np.finfo(np.float16).eps * moved
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("name", "options", "scale", "growth", "make", "settings"),
     [
@@ -140,6 +141,7 @@ SPLIT = [
 ]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("make", "options", "settings"),
     [

@@ -102,6 +102,7 @@ def test_in_every_scheme_their_gradients_are_those_of_the_sum(scheme):
     np.testing.assert_allclose(np.cumsum(got[0]) * rows / np.arange(1, 6), np.cumsum(expected[0]) / np.arange(1, 6))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", parameters.by_default(SYNCHRONOUS, "1f1b"))
 def test_mean_is_sum_over_batch_size(scheme):
     loss = unreduced(reduction="mean")
@@ -189,7 +190,8 @@ def variational():
     parameters.combinations(
         [autoencoder, variational],
         [("second",), ("first",), ("first", "second", "last")],
-        default=[(autoencoder, ("second",)), (variational, ("first", "second", "last"))],
+        default=[(autoencoder, ("second",))],
+        wide=[(variational, ("first", "second", "last"))],
     ),
 )
 def test_losses_that_layers_alone_add_train_as_in_plain_keras(built, cuts):
@@ -197,6 +199,7 @@ def test_losses_that_layers_alone_add_train_as_in_plain_keras(built, cuts):
     assert_alike(run(built(), None, x, None, cuts=cuts), run(built(), None, x, None))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", parameters.by_default(SYNCHRONOUS, "gpipe"))
 def test_and_in_microbatches(scheme):
     x, _ = data()
@@ -223,6 +226,7 @@ def penalized(first, second="sum"):
     return keras.Model(x, Adds(REDUCED[second], name="two")(y))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("scheme", "replicas", "first"),
     parameters.combinations(["gpipe", "1f1b"], [None, (2, 3)], ["sum", "each"], default=SUMS),
@@ -242,6 +246,7 @@ def test_and_where_a_minibatch_is_divided_for_evaluation():
     np.testing.assert_allclose(pm.evaluate(x, y, verbose=0), built.evaluate(x, y, verbose=0), rtol=1e-5)
 
 
+@pytest.mark.wide
 def test_a_layer_s_loss_that_is_neither_is_refused_where_the_batch_is_divided():
     x, y = data()
     with pytest.raises(ValueError, match=r"neither a mean nor a sum.*4 rows.*microbatches=1"):
@@ -249,6 +254,7 @@ def test_a_layer_s_loss_that_is_neither_is_refused_where_the_batch_is_divided():
     assert_alike(run(penalized("spread"), "mse", x, y, cuts=("one",)), run(penalized("spread"), "mse", x, y))
 
 
+@pytest.mark.wide
 def test_layers_that_draw_are_told_apart_from_those_whose_losses_are_neither():
     x, _ = data()
     losses, _ = run(variational(), None, x, None, cuts=("first",), microbatches=4)
@@ -264,6 +270,7 @@ def supervised(by_layer):
     return keras.Model([x, label], out if by_layer else L.Add()([y, 0.0 * label]))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", parameters.by_default([*NAMES], "spectrain"))
 def test_in_every_scheme_such_a_loss_is_as_good_as_a_compiled_one(scheme):
     how = {"stages": 1} if scheme in ("single", "data-parallel") else {"cuts": ("first", "second")}

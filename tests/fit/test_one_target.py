@@ -80,6 +80,7 @@ def test_recomputation_replicas_and_xla_train_the_same(scheme, options):
     networks.assert_close(trained(**scheme, **options).get_weights(), trained(**scheme).get_weights())
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", parameters.by_default([Signs, optimizers.Muon, optimizers.Adafactor], Signs))
 @pytest.mark.parametrize("options", parameters.by_default([{}, ROUND_TRIP], {}))
 def test_optimizers_without_a_formula_train(kind, options):

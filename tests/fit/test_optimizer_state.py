@@ -218,6 +218,7 @@ def test_asynchronous_training_goes_on_bitwise(scheme, way, tmp_path):
     assert_same(state(model), state(whole))
 
 
+@pytest.mark.wide
 def test_replicas_follow_what_is_set():
     pm = pipetrain.PipelineModel(networks.small(), stages=2, replicas=(2, 1), scheme="1f1b", microbatches=2)
     pm.compile(keras.optimizers.Nadam(0.01), networks.crossentropy())
@@ -334,6 +335,7 @@ class Counts(keras.callbacks.Callback):
             self._anew()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("batch", by_default([None, 1], 1))
 def test_a_count_of_steps_set_within_fit_counts(batch):
     want, got = make("keras", OPTIMIZERS["adam"]), make("1f1b", OPTIMIZERS["adam"])
@@ -501,6 +503,7 @@ def test_compiling_again_keeps_momentum_and_steps():
     assert int(pm.optimizer.iterations) == 10
 
 
+@pytest.mark.wide
 def test_a_schedule_goes_by_the_count_of_steps_that_the_user_sets():
     schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 5, 0.5)
     plain, pm = (make(scheme, lambda: keras.optimizers.SGD(schedule)) for scheme in ("keras", "1f1b"))

@@ -102,6 +102,7 @@ class Looks(keras.layers.Layer):
         return x + tf.gather(tf.ones([4]), 9 * tf.cast(tf.reduce_max(x) > 100, tf.int32))
 
 
+@pytest.mark.wide
 def test_an_operation_without_side_effects_fails_in_the_action_that_it_belongs_to():
     values = inputs = keras.Input((4,))
     for name in ("first", "second", "third", "fourth"):

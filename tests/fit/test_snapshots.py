@@ -25,6 +25,7 @@ def test_two_snapshots_callbacks_are_refused_and_none_stays_asked_for():
     fit(pm, x, y)
 
 
+@pytest.mark.wide
 def test_draining_within_a_snapshot_is_an_error_not_a_deadlock():
     pm, x, y = networks.pipeline(), *networks.data(200)
     with pytest.raises(RuntimeError, match=r"stages rest.*model that the function is given"):

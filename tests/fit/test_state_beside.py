@@ -108,6 +108,7 @@ def test_asynchronous_stages_read_the_state_of_the_forward_before():
     networks.assert_close(*found)
 
 
+@pytest.mark.wide
 def test_a_batch_of_other_rows_than_the_states_is_refused():
     model, (x, y) = simple(), data()
     pm = compiled(model, scheme="1f1b", microbatches=1, stages=2, cuts=(model.layers[1].name,))
@@ -141,6 +142,7 @@ def train_noisy(model, epochs=1, callbacks=(), **settings):
     return [*model.get_weights(), np.array(global_seed())]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("place", "recompute", "jit_compile"),
     [

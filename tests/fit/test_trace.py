@@ -149,6 +149,7 @@ def test_a_late_stage_is_imbalance(monkeypatch):
     assert waited["imbalance"] > 0 and waited["transfer"] == 0
 
 
+@pytest.mark.wide
 def test_a_late_transfer_is_transfer(monkeypatch):
     original = channels.transfer
 
@@ -168,6 +169,7 @@ def test_a_late_transfer_is_transfer(monkeypatch):
     assert all(each.transfer_s >= 9 * 2 * 0.02 for each in idle(trace).values())
 
 
+@pytest.mark.wide
 def test_what_an_evaluation_takes_between_two_epochs_is_no_imbalance():
     rest = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: time.sleep(0.4))
     trace = again(traced("vanilla", epochs=1), callbacks=[rest])

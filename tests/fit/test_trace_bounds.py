@@ -125,6 +125,7 @@ def test_a_fit_that_never_drains_records_no_more_than_so_many(way, monkeypatch):
     assert pm.trace.spans.microbatch.max() >= STEPS - 1
 
 
+@pytest.mark.wide
 def test_what_is_evaluated_is_not_recorded(monkeypatch):
     told = []
     transfers = StageWork.transfers

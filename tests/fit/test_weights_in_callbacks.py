@@ -254,6 +254,7 @@ def test_a_fit_whose_callbacks_touch_nothing_never_drains_within_an_epoch(scheme
     assert untouched(pm.model)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", parameters.by_default(["spectrain", "vanilla", "2bw"], "spectrain"))
 def test_without_flushes_an_assignment_is_as_set_weights_in_its_place(scheme):
     """What is in flight is applied before it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 
 def pytest_generate_tests(metafunc):
     from ways_to_train import WAYS  # makes tensors
@@ -13,3 +15,15 @@ def pytest_generate_tests(metafunc):
 
 def _names(given):
     return given.split(",") if isinstance(given, str) else given
+
+
+def pytest_collection_modifyitems(items):
+    """All laws of one way follow each other: what is compiled for it, the laws that a process tries share."""
+    places = [place for place, item in enumerate(items) if Path(__file__).parent in item.path.parents]
+    by_way = sorted((items[place] for place in places), key=_way)
+    for place, item in zip(places, by_way, strict=True):
+        items[place] = item
+
+
+def _way(item):
+    return str(item.callspec.params.get("way", "")) if hasattr(item, "callspec") else ""

@@ -229,6 +229,7 @@ def test_a_worker_imports_nothing_from_the_current_folder_and_no_proxy_holds_it_
     assert workers_of_a_killed_program["status"] == -signal.SIGKILL  # having joined
 
 
+@pytest.mark.wide
 def test_what_a_worker_prints_is_printed_by_the_program(workers_of_a_killed_program):
     """More than a pipe holds."""
     assert workers_of_a_killed_program["output"].count("x") == 200_000

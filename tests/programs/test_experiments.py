@@ -133,6 +133,7 @@ def test_the_default_run_learns(tmp_path):
     assert json.loads((tmp_path / "spectrain" / "summary.json").read_text())["max_val_accuracy"] >= 0.80
 
 
+@pytest.mark.wide
 def test_divergence_stops_with_its_step_and_keeps_what_there_is(main, tmp_path, capsys):
     assert main(["--output", str(tmp_path), *SMALL, "--learning-rate", "1e6"]) == 1
     assert "diverged at step" in capsys.readouterr().out
@@ -382,6 +383,7 @@ def test_help_teaches(capsys):
     assert named == ["docs/guide/hosts.md"] and (ROOT / named[0]).exists()
 
 
+@pytest.mark.wide
 @SEVERAL
 def test_figures_are_drawn(several, tmp_path):
     from plots import timeline

@@ -171,6 +171,7 @@ def test_eager_operations_and_bytes_of_a_minibatch(scheme):
     assert sum(pm.trace.transfers.size_bytes.tolist()) == (8 + 8 + 16) * 2 * (STAGES - 1) * CUT_BYTES
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", HELD)
 def test_tensors_that_python_holds_of_a_minibatch(scheme):
     *_, held = measured(scheme)

@@ -71,6 +71,7 @@ def test_two_workers_train_as_one_process_does(two_workers):
     assert_as_in_one_process({case: two_workers[case] for case in ("spectrain", "gpipe/norm", "all-reduce/late")})
 
 
+@pytest.mark.wide
 def test_local_workers_are_joined_measured_and_ended(two_workers):
     joined = two_workers["join"]
     names = [f"/job:worker/replica:0/task:{task}/device:CPU:0" for task in range(2)]

@@ -100,7 +100,7 @@ shared_weights = st.one_of(
     with_xla,
     shared_weights,
 )
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 def test_partition_equals_brute_force(
     blocks, devices, batch_size, cluster, replicate, training, tightness, compiled, shared
 ):
@@ -152,6 +152,7 @@ def test_more_stages_whose_minibatches_have_more_microbatches_fit_where_fewer_do
     assert slowest_s == found.slowest_s == min(each.slowest_s for each in plans if fullest(each) <= limit)
 
 
+@pytest.mark.wide
 @given(blocks, st.integers(1, 4))
 @settings(deadline=None, max_examples=100)
 def test_hosts_are_no_worse_than_side_by_side_and_more_devices_never_slower(blocks, devices):

@@ -203,6 +203,7 @@ def test_what_is_sent_is_counted_for_each_update(made):
     assert transfers.sent_bytes(run.trace()) == {"F": crossing, "B": crossing, "R": 0, "W": 0}
 
 
+@pytest.mark.wide
 def test_the_page_has_everything_and_needs_nothing(made):
     folders = [made / name for name in ("all", "rmse", "staleness", "traffic", "speedup", "table1")]
     output = report.write(folders, made / "report.html")
@@ -222,6 +223,7 @@ def test_the_page_has_everything_and_needs_nothing(made):
     assert text.count("<figcaption>") == len(page.images)
 
 
+@pytest.mark.wide
 def test_the_page_says_what_is_missing(tmp_path, capsys):
     folder = compared(tmp_path / "all", {"single": 100.0, "vanilla": 180.0, "gpipe": 90.0})
     for name in ("trace.json", "partition.json"):
@@ -278,6 +280,7 @@ def test_the_pictures_of_schedules_are_drawn(tmp_path, monkeypatch, capsys):
     assert drawn == {f"{name}.{kind}" for name in names for kind in ("png", "svg")}
 
 
+@pytest.mark.wide
 def test_what_a_timeline_cannot_show_is_refused_with_what_can_be(tmp_path, capsys):
     made = tmp_path / "trace.json"
     with_drains(9, ()).save(made)

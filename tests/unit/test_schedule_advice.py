@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parameters import by_default
+from parameters import by_default, widely
 
 from pipetrain.plan.capacity import NoPlan
 from pipetrain.plan.cluster import Cluster, Level, Link
@@ -201,6 +201,7 @@ def test_the_limit_decides(activations):
         assert (best.scheme == "zb-h1") == (activations >= 4)
 
 
+@pytest.mark.wide
 def test_only_another_schedule_fits():
     """A device holds three quarters of what its layers keep of a minibatch; with gpipe it would be all of it."""
     small, limit = chain(rows=4, weight_bytes=16), 3 * KEPT_BYTES * BLOCKS // DEVICES // 4 + 5 * 16 * BLOCKS
@@ -237,7 +238,7 @@ def test_schedules_of_more_stages_than_there_are_layers_are_left_out():
     assert advice.as_set is not None and advice.as_set.chunks == 2  # on one device
 
 
-UNEVEN = ((13, 4, 4), (13, 3, 1), (7, 2, 4), (24, 4, 16))  # blocks, devices, microbatches
+UNEVEN = ((13, 4, 4), *widely((13, 3, 1), (7, 2, 4), (24, 4, 16)))  # blocks, devices, microbatches
 
 
 def uneven(blocks, rows=ROWS):
@@ -277,6 +278,7 @@ def test_asynchronous_ways_take_what_their_slowest_stage_takes():
     assert way.step_s == way.slowest_s
 
 
+@pytest.mark.wide
 def test_nothing_fits_a_schedule_of_several_stages_a_device():
     with pytest.raises(NoPlan, match="No cut of 'chain' fits"):
         advise_all(chain(), DEVICES, replace(FAST, memory_bytes=1024), Training("zb-v", microbatches=4))

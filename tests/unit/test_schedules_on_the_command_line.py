@@ -37,6 +37,7 @@ def rows(out):
     return {first: others for first, *others in cells if others}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("scheme", "stages"), [("zb-h1", 4), ("zb-v", 8)])
 def test_a_file_is_planned_and_simulated_as_the_scheme_that_wrote_it(run, scheme, stages):
     assert run(f"schedule --scheme {scheme} --stages {stages} --microbatches 6 --csv mine.csv")[0] == 0

@@ -278,6 +278,7 @@ def test_a_comparison_counts_devices_of_several_stages_once():
         assert f"stage {stages[0]} and stage {stages[1]}: {share:.0%}" in rows["zb-v"]
 
 
+@pytest.mark.wide
 def test_many_stages_are_simulated_by_arrays():
     with mock.patch.object(simulator, "VectorizedSimulation", wraps=vectorized.VectorizedSimulation) as used:
         trace = simulate(equal(120), "vanilla", AT_ONCE, 120)

@@ -125,6 +125,7 @@ def test_other_models_train_as_plain_keras_does(make, shape):
     np.testing.assert_allclose(history["loss"], expected["loss"], rtol=1e-5)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 def test_losses_that_are_sums_or_of_every_row(reduction):
     loss = partial(keras.losses.SparseCategoricalCrossentropy, from_logits=True, reduction=reduction)
@@ -201,6 +202,7 @@ def step_after(pm):
     return inside.runner(pm)._exchange._step._replace(number=-1)
 
 
+@pytest.mark.wide
 def test_more_stragglers_than_a_tree_bears_are_waited_for(monkeypatch):
     late = Late(monkeypatch, (0, 1), (1, 1))
     single, _ = trained(networks.small())
@@ -292,6 +294,7 @@ def test_an_embedding_whose_words_are_not_to_be_summed_is_refused(optimizer):
         networks.fit(pm, tokens, DATA[1][:20], batch_size=10)
 
 
+@pytest.mark.wide
 def test_frozen_normalization_trains():
     def frozen():
         keras.utils.set_random_seed(1)
@@ -320,11 +323,13 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(shape, tmp_path):
     )
 
 
+@pytest.mark.wide
 def test_an_interrupt_just_after_a_step_leaves_the_weights_of_that_step(monkeypatch):
     pm = pipetrain.PipelineModel(networks.small(), **tree(3))
     assert_keeps_steps(pm, networks.small(), DATA, CodedFunctions, "update", OPTIMIZERS["momentum"], monkeypatch)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("worker", parameters.by_default([0, 5], 5))
 def test_what_a_worker_raises_ends_training_with_a_note_and_it_may_go_on(worker, monkeypatch):
     """Of a child of the root, and of a worker at the end of the tree."""

@@ -42,6 +42,7 @@ def test_one_model_after_another_trains_on_batches_that_do_not_divide(width, dev
     assert history["loss"][1] < history["loss"][0]
 
 
+@pytest.mark.wide
 def test_a_shuffled_data_set_is_read_from_its_beginning():
     """Its first batch was read before training, for its shapes: a data set that shuffles anew then began otherwise."""
     x, y = networks.data(96)
@@ -177,7 +178,8 @@ ALIKE = {
 
 
 @pytest.mark.parametrize(
-    "name", parameters.by_default(ALIKE, "its layers", "one number, a sum", "what is called", "a callback")
+    "name",
+    parameters.by_default(ALIKE, "its layers", wide=("one number, a sum", "what is called", "a callback")),
 )
 def test_the_model_itself_is_trained_on_rows_that_do_not_divide(name):
     """Not a copy made of its config, which had neither statistics nor what a callback assigned; and by rows."""

@@ -45,6 +45,7 @@ class HalfWayCopy(reference.Copy):
         return self.predicted(found, (i - found) // 2, 1.0) if op == "F" else self.predicted(i, 0, 1.0)
 
 
+@pytest.mark.wide
 def test_a_policy_trains_as_its_rule_says(monkeypatch):
     pm = networks.pipeline(scheme=half_way, cuts=networks.cuts(6, 4))
     layers = [layer.get_weights() for layer in pm.model.layers]

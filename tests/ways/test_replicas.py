@@ -51,6 +51,7 @@ def without_replicas(scheme, **settings):
 UNEVEN = [("spectrain", (1, 3, 2)), ("gpipe", (1, 3, 2))]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("scheme", "replicas"), parameters.combinations(SCHEMES, [(2, 1, 1), (1, 3, 2)], default=UNEVEN)
 )
@@ -80,7 +81,9 @@ def test_masks_dictionaries_embeddings_and_several_losses():
     networks.assert_close(weights[1], weights[0])
 
 
-@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum"])
+@pytest.mark.parametrize(
+    "reduction", parameters.by_default(["sum_over_batch_size", "sum"], "sum", wide=["sum_over_batch_size"])
+)
 def test_regularizers_and_sums_count_once(reduction):
     x, y, weights, losses = *networks.data(50), [], []
     for replicas in (None, (3, 2)):
@@ -198,6 +201,7 @@ def test_a_partition_brings_its_replicas():
     assert [len(replicas) for replicas in stages] == [2, 1]
 
 
+@pytest.mark.wide
 def test_traces_have_a_row_per_replica(tmp_path):
     x, y = networks.data(100)
     pm = networks.pipeline(cuts=networks.cuts(6, 3), replicas=(2, 1, 1))

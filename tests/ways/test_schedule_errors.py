@@ -173,6 +173,7 @@ def test_an_operation_that_fails_is_named_and_no_update_is_made_in_part(scheme, 
     networks.assert_equal(pm.get_weights(), weights[3])
 
 
+@pytest.mark.wide
 @by_scheme
 def test_a_loss_that_fails_is_the_last_stage_s_forward(scheme):
     pm, weights = built(scheme)
@@ -186,6 +187,7 @@ def test_a_loss_that_fails_is_the_last_stage_s_forward(scheme):
     networks.assert_equal(pm.get_weights(), weights[MINIBATCH])
 
 
+@pytest.mark.wide
 @by_scheme
 def test_data_that_fail_and_an_interrupt_leave_whole_updates(scheme):
     pm, weights = built(scheme)
@@ -214,6 +216,7 @@ def test_data_that_fail_and_an_interrupt_leave_whole_updates(scheme):
     networks.assert_equal(pm.get_weights(), weights[2])
 
 
+@pytest.mark.wide
 @by_scheme
 def test_nan_stops_and_names_the_step(scheme):
     pm, weights = built(scheme)

@@ -95,7 +95,8 @@ def compare(settings, stages, optimizer, **options):
     parameters.combinations(
         ASYNCHRONOUS,
         (2, 3, 4, 6),
-        default=[("vertical-sync", 4), ("2bw", 4), ("spectrain", 6)],
+        default=[("spectrain", 6)],
+        wide=[("vertical-sync", 4), ("2bw", 4)],
     ),
 )
 def test_asynchronous_schemes_equal_the_reference(scheme, stages):
@@ -160,9 +161,13 @@ def test_forwards_run_again_read_the_same_weights(scheme):
     compare(reference.Settings(scheme, lambda t: 0.05), 4, optimizers.SGD(0.05, momentum=0.9), recompute=True)
 
 
-SYNCHRONOUS = [("1f1b", 2, 4, None), ("1f1b", 4, 1, 0.1), (BREADTH_FIRST, 6, 4, None)]
+SYNCHRONOUS = [
+    ("1f1b", 2, 4, None),
+    *parameters.widely(("1f1b", 4, 1, 0.1), (BREADTH_FIRST, 6, 4, None)),
+]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("scheme", "stages", "microbatches", "clipnorm"),
     [
@@ -217,6 +222,7 @@ PIPELINE = {"scheme": "1f1b", "stages": 4, "microbatches": 2}
 COPIES = {"scheme": "data-parallel", "devices": ("CPU:0", "CPU:1")}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("optimizer", "settings"),
     [

@@ -97,6 +97,7 @@ def test_prediction_is_not_disturbed_by_what_its_callbacks_do(scheme):
     networks.assert_equal([pm.predict(x, batch_size=20, verbose=0, callbacks=[disturbing])], [want])
 
 
+@pytest.mark.wide
 def test_exact_times_are_those_of_the_fit_that_begins_with_them():
     pm, (x, y) = networks.pipeline(scheme="vanilla"), networks.data(40)
     seen = []

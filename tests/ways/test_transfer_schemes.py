@@ -215,6 +215,7 @@ def test_returned_weights_leave_those_of_the_whole_minibatch(name, servers):
         np.testing.assert_allclose(history["val_loss"], expected["val_loss"], rtol=1e-5)
 
 
+@pytest.mark.wide
 def test_workers_get_weights_that_were_set_before_they_train_on():
     weights = []
     for settings in ({}, {"scheme": "parameter-server", "devices": names(2), "order": "push-pull"}):
@@ -228,6 +229,7 @@ def test_workers_get_weights_that_were_set_before_they_train_on():
     networks.assert_close(*weights)
 
 
+@pytest.mark.wide
 def test_a_worker_without_rows_gets_the_weights_of_the_next_step():
     """Of minibatches of four rows, one, and four."""
     parts = [slice(0, 4), slice(4, 5), slice(5, 9)]
@@ -291,6 +293,7 @@ def test_models_train_as_replicas_of_one_stage_do(kind, order):
     np.testing.assert_allclose(history["loss"], expected["loss"], rtol=1e-5)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", parameters.by_default(SCHEMES, "all-reduce"))
 def test_a_minibatch_of_fewer_rows_than_workers_trains_with_them(scheme):
     x, y = networks.data(41)  # whose last batch has one row
@@ -479,6 +482,7 @@ def test_messages_arrive_in_the_order_of_the_plan(scheme, order):
         assert trace.transfers.size_bytes.sum() == 2 * (4 * sum(sizes) - late)
 
 
+@pytest.mark.wide
 def test_weights_are_returned_when_they_are_updated():
     """Each layer's, after its gradients have arrived, in each step, and without waiting for any other update."""
     model = networks.small()

@@ -44,6 +44,7 @@ ELEMENTWISE = [
 REGULARIZERS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)  # sums over elements
 Divided = tuple[int, tuple[int, ...], int]  # the axis of the outputs, those of the weights, and their size
 INITIALIZERS = ("kernel_initializer", "bias_initializer")
+CONSTRAINTS = ("kernel_constraint", "bias_constraint")
 
 
 class WideLayer(NamedTuple):
@@ -63,7 +64,10 @@ class WideLayer(NamedTuple):
     def narrowed(self, channels: int) -> keras.Layer:
         """Such a layer with so many channels, not built. Its first weights do not matter, and are not drawn."""
         layer = self.call.operation
-        config = layer.get_config() | dict.fromkeys(INITIALIZERS, "zeros")
+        config = layer.get_config() | dict.fromkeys(INITIALIZERS, "zeros") | dict.fromkeys(CONSTRAINTS)
+        for name in ("kernel", "bias"):  # Keras asks the weights, which may have another than the layer by now
+            weight = getattr(layer, name)
+            config[f"{name}_regularizer"] = None if weight is None else weight.regularizer
         if isinstance(layer, keras.layers.EinsumDense):
             shape = list(config["output_shape"])
             shape[self.axis - 1] = channels
