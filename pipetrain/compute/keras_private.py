@@ -268,6 +268,17 @@ def distributed_spec(epoch_iterator: Any) -> Any:
     return epoch_iterator._distributed_dataset.element_spec
 
 
+def fewest_rows(epoch_iterator: Any) -> int | None:
+    """The rows of the smallest minibatch of the arrays that Keras' loop reads; None where that is not known.
+
+    With a number of steps, which may end an epoch before its last minibatch, nothing is known.
+    """
+    adapter = epoch_iterator.data_adapter
+    if epoch_iterator.steps_per_epoch is not None or not adapter.has_partial_batch:
+        return None
+    return adapter.partial_batch_size
+
+
 def flat_layers(model: keras.Model) -> list[Any]:
     """Every layer of a model, those of nested models included, in a fixed order."""
     return list(model._flatten_layers())

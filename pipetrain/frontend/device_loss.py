@@ -15,10 +15,11 @@ from pipetrain.frontend.checks.loss import check_masks
 from pipetrain.frontend.loss_of_parts import named
 from pipetrain.frontend.loss_reduction import divides, is_known, ways
 from pipetrain.frontend.loss_trial import FEWEST_ROWS, found_way
+from pipetrain.plan.text_table import counted
 
-AT_LEAST = (
+TOO_FEW = (
     "data-parallel: a minibatch has fewer rows than there are devices, and a layer keeps statistics of its rows. "
-    "Try data whose last minibatch is larger, or scheme='all-reduce'."
+    "{}Try data whose last minibatch is larger, or scheme='all-reduce'."
 )
 
 
@@ -73,6 +74,13 @@ class DeviceLoss:
             self._tries = False
         self._is_tried = True
 
+    def check_rows(self, fewest: int | None) -> None:
+        """Raise ValueError if a device would be left without rows that it needs. None: nobody knows the fewest."""
+        if self._keeps_statistics and fewest is not None and fewest < self._devices > 1:
+            raise ValueError(
+                TOO_FEW.format(f"Received: a minibatch of {counted(fewest, 'row')}, {self._devices} devices. ")
+            )
+
     def changed(self, loss: Any) -> Any:
         """The loss to minimise in place of this one."""
         if self._devices == 1:
@@ -100,7 +108,7 @@ class DeviceLoss:
         rows = tf.shape(next(each for each in keras.tree.flatten(x) if each is not None))[0]
         factor = self._devices * tf.cast(rows, "float32") / tf.cast(_of_all(rows), "float32")
         if self._keeps_statistics:
-            with tf.control_dependencies([tf.debugging.assert_positive(rows, AT_LEAST)]):
+            with tf.control_dependencies([tf.debugging.assert_positive(rows, TOO_FEW.format(""))]):
                 factor = tf.identity(factor)
         return _with_gradient(loss, factor)
 

@@ -243,7 +243,7 @@ def normalizing():
         (overriding, None, TypeError, "overrides train_step"),
         (remembering, None, ValueError, "stateful recurrent layer.*all-reduce"),
         (summing, None, ValueError, "sum over rows.*all-reduce"),
-        (normalizing, None, tf.errors.InvalidArgumentError, "fewer rows than there are devices"),
+        (normalizing, None, ValueError, "fewer rows than there are devices.*a minibatch of 1 row, 2 devices"),
         (own, {"ignore_class": 0}, ValueError, "divided by, no device knows.*all-reduce"),
         (own, {"reduction": None}, ValueError, "not reduced.*all-reduce"),
     ],
@@ -251,3 +251,13 @@ def normalizing():
 def test_what_devices_would_train_otherwise_is_refused_by_name(make, loss, error, match):
     with pytest.raises(error, match=match):
         trained(TWO, make=make, loss=loss and networks.crossentropy(**loss))
+
+
+def test_too_few_rows_of_a_data_set_are_refused_when_they_come():
+    """Not one weight is NaN; with a number of steps the rows that do not fit are never read."""
+    pm = networks.pipeline(normalizing(), **TWO)
+    fit(pm, pictures(), classes(), batch_size=16, steps_per_epoch=ROWS // 16)
+    rows = tf.data.Dataset.from_tensor_slices((pictures(), classes()))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="fewer rows than there are devices"):
+        pm.fit(rows.batch(16), verbose=0)
+    assert all(np.isfinite(each).all() for each in pm.get_weights())
