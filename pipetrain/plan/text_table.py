@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
+
+TERMINAL = 80  # columns
+GAP = "  "
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns padded to their widest cell: the first aligned left, the others right."""
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    """Columns padded to their widest cell: the first aligned left, the others right.
 
-    def line(cells: Sequence[str]) -> str:
-        first, *others = (cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
-        return "  ".join((first.strip().ljust(widths[0]), *others)).rstrip()
+    Where a terminal is too narrow for that, columns' names take several lines, as few as make the table fit.
+    """
+    cells = [max((len(row[n]) for row in rows), default=0) for n in range(len(header))]
+    tallest = max(len(name.split()) for name in header)
+    for height in range(1, tallest + 1):
+        widths = [max(width, _narrowest(name, height)) for name, width in zip(header, cells, strict=True)]
+        if len(GAP.join("-" * width for width in widths)) <= TERMINAL:
+            break
 
-    return "\n".join((line(header), "  ".join("-" * width for width in widths), *(line(row) for row in rows)))
+    def line(row: Sequence[str]) -> str:
+        first, *others = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        return GAP.join((first.strip().ljust(widths[0]), *others)).rstrip()
+
+    names = [textwrap.wrap(name, width) for name, width in zip(header, widths, strict=True)]
+    above = max(map(len, names))
+    beside = zip(*([""] * (above - len(each)) + each for each in names), strict=True)
+    return "\n".join((*map(line, beside), GAP.join("-" * width for width in widths), *map(line, rows)))
+
+
+def _narrowest(name: str, height: int) -> int:
+    """The least columns in which a name takes at most so many lines, words being whole."""
+    longest = max(map(len, name.split()), default=1)
+    return next(width for width in range(longest, len(name) + 2) if len(textwrap.wrap(name, width)) <= height)
 
 
 def counted(number: int, noun: str) -> str:
