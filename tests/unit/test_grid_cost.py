@@ -172,3 +172,15 @@ def test_every_row_and_every_channel_is_one_device_s(outputs, rows):
     assert sorted(n for rank in range(outputs) for n in grid.batch_group(rank)) == list(range(grid.devices))
     assert [n for each in grid.channels(17) for n in each] == list(range(17))
     assert sum(grid.counts(23)) == 23
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_all_devices_together_compute_every_row_and_every_output_once(grid):
+    network, rows = GridNetwork.chain((16, 25, 12, 7)), 67
+    blocks = [BlockProfile(each.name, 1.0, 2.0, 8, 8) for each in network.layers]
+    slow = Profile("made up", rows, tuple(blocks), network=network)
+    spans = simulate_grid(slow, math.prod(grid), CLUSTER, grid, minibatches=2).spans
+    for op, block_s in (("F", 1), ("B", 2)):
+        mine = spans.op == op
+        computed_s = (spans.end_s[mine] - spans.start_s[mine]).sum()
+        assert computed_s == pytest.approx(2 * len(blocks) * block_s)
