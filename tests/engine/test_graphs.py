@@ -51,7 +51,7 @@ MODELS = [
 @pytest.mark.parametrize("counts", parameters.by_default([(1, 3), (2, 4)], (2, 4)))
 @pytest.mark.parametrize(
     "make",
-    parameters.by_default(MODELS, nested, frozen_start, a_layer_of_two_calls, reused_activation, wide=MODELS),
+    parameters.by_default(MODELS, nested, frozen_start, wide=MODELS),
 )
 def test_outputs_loss_gradients_and_state_equal_the_whole_model_s(make, counts):
     keras.utils.set_random_seed(0)

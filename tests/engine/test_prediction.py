@@ -33,6 +33,7 @@ STEADY = {
     "rmsprop centered": lambda: optimizers.RMSprop(0.01, centered=True, epsilon=1e-2),
     "rmsprop decay": lambda: optimizers.RMSprop(0.01, weight_decay=0.5),
 }
+WITHOUT_DECAY = [name for name in STEADY if "decay" not in name]
 OTHERS = ("Nadam", "Lion", "Adagrad", "Adamax", "Ftrl", "Adafactor", "Lamb", "Muon")  # without a formula
 GRADIENTS = [np.float32([[0.3, -0.2], [0.1, 0.7]]), np.float32([-0.4, 0.5])]
 
@@ -52,7 +53,7 @@ def values(variables):
     return [keras.ops.convert_to_numpy(variable).copy() for variable in variables]
 
 
-@pytest.mark.parametrize("name", STEADY)
+@pytest.mark.parametrize("name", parameters.by_default(STEADY, *WITHOUT_DECAY, "nesterov decay", wide=STEADY))
 def test_a_constant_gradient_at_steady_momentum_is_predicted(name):
     variables, _, update, step = stepper(STEADY[name](), UpdateRule(predicts=True))
     for _ in range(400):

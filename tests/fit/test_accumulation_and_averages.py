@@ -103,7 +103,6 @@ def embedding():
     return keras.Model(x, keras.layers.Dense(networks.CLASSES, name="last")(y))
 
 
-@pytest.mark.wide
 @pytest.mark.filterwarnings("ignore:.*radient")
 def test_rows_of_embeddings_and_weights_without_a_gradient():
     alike("1f1b", lambda: momentum(**BOTH), make=embedding)
@@ -129,7 +128,6 @@ def rates(name):
     return keras.optimizers.schedules.PiecewiseConstantDecay([4, 13], [scale * each for each in (0.05, 0.025, 0.1)])
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize(
     ("scheme", "name", "kind"),
     parameters.combinations(

@@ -182,6 +182,7 @@ def test_another_model_is_refused(trained, tmp_path):
         pm.fit(**arrays(), verbose=0, callbacks=[PipelineCheckpoint(tmp_path)])
 
 
+@pytest.mark.wide
 def test_checkpoints_of_another_run_are_not_overwritten(trained, tmp_path):
     trained(tmp_path, stop_after=15)
     with pytest.raises(ValueError, match=r"checkpoints of another run.*resume=False"):
@@ -433,6 +434,7 @@ def test_snapshots_change_nothing(trained, tmp_path):
     networks.assert_equal(seen.get_weights(), trained()[0])
 
 
+@pytest.mark.wide
 def test_checkpoints_after_a_damaged_one_are_kept(trained, tmp_path):
     trained(tmp_path)
     newest = Store(tmp_path, 3).paths()[-1]

@@ -141,12 +141,11 @@ SPLIT = [
 ]
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize(
     ("make", "options", "settings"),
     [
         (penalized, {}, SPLIT[0]),
-        (networks.tied_autoencoder, {"global_clipnorm": 0.3}, SPLIT[3]),
+        *parameters.widely((networks.tied_autoencoder, {"global_clipnorm": 0.3}, SPLIT[3])),
         *parameters.rarely(
             (networks.mlp, {"global_clipnorm": 0.3}, SPLIT[1]),
             (networks.tied_autoencoder, {"global_clipnorm": 0.3}, SPLIT[2]),

@@ -214,7 +214,7 @@ REDUCED = {
 }
 
 
-SUMS = [("gpipe", None, "each"), ("1f1b", (2, 3), "sum")]
+SUMS, MORE_SUMS = [("gpipe", None, "each")], [("1f1b", (2, 3), "sum")]
 
 
 def penalized(first, second="sum"):
@@ -226,10 +226,9 @@ def penalized(first, second="sum"):
     return keras.Model(x, Adds(REDUCED[second], name="two")(y))
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize(
     ("scheme", "replicas", "first"),
-    parameters.combinations(["gpipe", "1f1b"], [None, (2, 3)], ["sum", "each"], default=SUMS),
+    parameters.combinations(["gpipe", "1f1b"], [None, (2, 3)], ["sum", "each"], default=SUMS, wide=MORE_SUMS),
 )
 def test_losses_of_layers_that_are_sums_over_rows_stay_sums(scheme, replicas, first):
     x, y = data()

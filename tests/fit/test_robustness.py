@@ -79,7 +79,7 @@ def test_an_exception_in_any_stage_reaches_the_caller(scheme):
     assert np.isfinite(history["loss"][-1])
 
 
-@pytest.mark.parametrize("scheme", ["1f1b", "single"])
+@pytest.mark.parametrize("scheme", parameters.by_default(["1f1b", "single"], "single", wide=["1f1b"]))
 def test_data_that_fail_take_no_earlier_minibatch_along(scheme):
     x, y = networks.data(rows=BATCH)
 
