@@ -109,10 +109,10 @@ def plain(name):
         SYNCHRONOUS,
         [*WEIGHTED],
         default=[
-            ("1f1b", "masked, ignore_class, weights"),
+            ("replicas", "both"),
             ("all-reduce", "ignore_class, weights"),
         ],
-        wide=[("replicas", "both"), ("1f1b", "ignore_class")],
+        wide=[("1f1b", "ignore_class"), ("1f1b", "masked, ignore_class, weights")],
     ),
 )
 def test_what_labels_or_weights_divide_by_is_that_of_the_whole_minibatch(scheme, name):

@@ -100,7 +100,7 @@ shared_weights = st.one_of(
     with_xla,
     shared_weights,
 )
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 def test_partition_equals_brute_force(
     blocks, devices, batch_size, cluster, replicate, training, tightness, compiled, shared
 ):

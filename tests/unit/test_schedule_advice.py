@@ -57,6 +57,7 @@ def of_each(advice):
     return {(trial.scheme, trial.chunks): trial for trial in advice.trials}
 
 
+@pytest.mark.wide
 def test_rates_and_memory_are_those_of_the_orders():
     """Equal stages: a minibatch takes as many units as the order, and the device holds as many activations."""
     advice = tried()
@@ -85,6 +86,7 @@ def test_the_microbatches_are_the_fewest_of_the_fastest():
         assert trial.microbatches == ROUNDS[best] * DEVICES
 
 
+@pytest.mark.wide
 def test_microbatches_that_take_time_are_fewer():
     """Eight microbatches take twice as long as the minibatch whole: then 4 are as good as it gets."""
     pieces = chain(microbatches=8, times=2.0)
@@ -238,6 +240,7 @@ def test_schedules_of_more_stages_than_there_are_layers_are_left_out():
     assert advice.as_set is not None and advice.as_set.chunks == 2  # on one device
 
 
+FIVE = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 UNEVEN = ((13, 4, 4), *widely((13, 3, 1), (7, 2, 4), (24, 4, 16)))  # blocks, devices, microbatches
 
 
@@ -251,7 +254,7 @@ def uneven(blocks, rows=ROWS):
 
 
 @pytest.mark.parametrize(("blocks", "devices", "microbatches"), UNEVEN)
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"])
+@pytest.mark.parametrize("name", by_default(FIVE, "1f1b", "zb-v", wide=FIVE))
 @pytest.mark.parametrize("processors", [pytest.param(2, marks=pytest.mark.wide), math.inf])
 def test_the_ways_take_what_the_simulator_says(blocks, devices, microbatches, name, processors):
     """To 1e-6, over forty minibatches, each of which fills and drains the pipeline; on few processors too."""

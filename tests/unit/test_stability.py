@@ -68,6 +68,7 @@ def test_a_simulation_is_stable_below_and_not_above(policy, options, microbatche
     assert diverges(scheme(*options), 6, microbatches, 1.03 * step)
 
 
+@pytest.mark.wide
 def test_the_command_line(tmp_path, capsys):
     assert stability.main(["--stages", "8", "--stages", "2", "--output", str(tmp_path)]) == 0
     said = capsys.readouterr().out
