@@ -39,8 +39,8 @@ def combinations(*values, default=None, pairs=False, wide=()):
     return [pytest.param(*each, marks=mark) for each, mark in zip(combined, marks)]
 
 
-def _marks(by_default, widely):
-    return () if by_default else pytest.mark.wide if widely else pytest.mark.slow
+def _marks(is_default, is_wide):
+    return () if is_default else pytest.mark.wide if is_wide else pytest.mark.slow
 
 
 def _covering(every, size):

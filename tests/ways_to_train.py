@@ -107,7 +107,7 @@ TO_THE_BIT = tuple(name for name in WAYS if name != "coded-reduce, three")  # wh
 WITH_AUTO = {**WAYS, "auto": copies("auto", 2)}
 EACH_MECHANISM = ("spectrain", "zb-v", "all-reduce", "grid", "coded-reduce", "single")
 WITH_LATE = (*EACH_MECHANISM, "all-reduce, late")  # gradients that are left to the next step
-OTHER_CASES = (  # of a mechanism that another way has too; and data-parallel, of which its own test trains more
+OTHER_CASES = (  # of a mechanism that another way has too; and data-parallel, whose own tests cover more
     *(
         "spike-compensation",
         "spectrain, four stages",

@@ -63,8 +63,9 @@ class FitSession:
 
     Attributes:
         callbacks: the user's.
-        rows: those of the first minibatch of an epoch, once they are known; resumed, those of the run before.
-        shapes: those of its inputs, likewise.
+        rows: those of an epoch's first minibatch, as soon as they are known.
+        rows_before: those that the checkpoint names, in a run that is resumed; None if it names none.
+        shapes: those of the first minibatch's inputs, if they are known before it is there.
         exact_trace: whether the trace is to have the times at which GPUs and workers had finished.
         is_traced: whether a trace is kept.
         drains_after: ``drains_after(n)`` says after which updates nothing may be in flight: see ``Window``.
@@ -94,7 +95,7 @@ class FitSession:
     ) -> None:
         self._owner, self._trainer = owner, trainer
         self.callbacks, self._first_epoch = callbacks, first_epoch
-        self.rows, self.shapes = rows, shapes
+        self.rows, self.rows_before, self.shapes = rows, None, shapes
         self.exact_trace, self.is_traced = exact_trace, is_traced
         self.drains_after: Callable[[int], bool] = never
         self.at_end: Callable[[], None] | None = None
@@ -195,7 +196,7 @@ class FitSession:
                 f"The checkpoint is of an earlier epoch. Received: initial_epoch={self._first_epoch}, a checkpoint in "
                 f"epoch {position.epoch} (the first is 0). Try the initial_epoch that it was made with."
             )
-        self.rows = self.rows or about.get("batch_size")  # what is read first may be the last minibatch of an epoch
+        self.rows_before = about.get("batch_size")
         missing = self._trainer.restore(arrays, Layout.of(about), about["updates"], about["fitted"])
         if self._begun_rate is not None and about["begun_rate"] == self._begun_rate:  # else the user has set another
             self._owner.optimizer.learning_rate = about["epoch_rate"]

@@ -14,6 +14,7 @@ from keras.src.backend.common import global_state
 from keras.src.backend.common.global_state import get_global_attribute, set_global_attribute
 from keras.src.random.seed_generator import global_seed_generator
 from keras.src.trainers.compile_utils import CompileLoss, get_loss
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.trainer import model_supports_jit
 
 Value = TypeVar("Value")
@@ -268,15 +269,17 @@ def distributed_spec(epoch_iterator: Any) -> Any:
     return epoch_iterator._distributed_dataset.element_spec
 
 
-def fewest_rows(epoch_iterator: Any) -> int | None:
-    """The rows of the smallest minibatch of the arrays that Keras' loop reads; None where that is not known.
+def rows_of_minibatches(epoch_iterator: Any) -> list[int]:
+    """The numbers of rows that minibatches have where Keras' loop reads arrays; empty for other data.
 
-    With a number of steps, which may end an epoch before its last minibatch, nothing is known.
+    With a number of steps, which may end an epoch before its last minibatch, that one is left out.
     """
     adapter = epoch_iterator.data_adapter
-    if epoch_iterator.steps_per_epoch is not None or not adapter.has_partial_batch:
-        return None
-    return adapter.partial_batch_size
+    if not isinstance(adapter, ArrayDataAdapter):
+        return []
+    whole = [adapter.batch_size] if epoch_iterator.num_batches != 1 or not adapter.has_partial_batch else []
+    is_cut_short = epoch_iterator.steps_per_epoch is not None or not adapter.has_partial_batch
+    return whole if is_cut_short else [*whole, adapter.partial_batch_size]
 
 
 def flat_layers(model: keras.Model) -> list[Any]:

@@ -22,10 +22,10 @@ from pipetrain.compute.keras_private import (
     count_of,
     distributed,
     distributed_spec,
-    fewest_rows,
     flat_layers,
     is_own,
     map_losses,
+    rows_of_minibatches,
     weights_of,
     weights_of_layer,
 )
@@ -86,7 +86,8 @@ class DataParallelStrategy:
         """Keras' own, of a batch like those that will be read; and what kind the loss is."""
         if epoch_iterator is not None:
             batch = self._batch_like(epoch_iterator)
-            known(self._loss).check_rows(fewest_rows(epoch_iterator))
+            if self._session is not None and not self._session.is_evaluating:  # where statistics are only read
+                known(self._loss).check_rows(rows_of_minibatches(epoch_iterator))
         own(None, batch)
         compiled = compiled_loss(known(self._owner))
         self._check_added()

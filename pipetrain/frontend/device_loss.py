@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
@@ -17,10 +18,8 @@ from pipetrain.frontend.loss_reduction import divides, is_known, ways
 from pipetrain.frontend.loss_trial import FEWEST_ROWS, found_way
 from pipetrain.plan.text_table import counted
 
-TOO_FEW = (
-    "data-parallel: a minibatch has fewer rows than there are devices, and a layer keeps statistics of its rows. "
-    "{}Try data whose last minibatch is larger, or scheme='all-reduce'."
-)
+TOO_FEW = "data-parallel: a minibatch leaves a device without rows, and a layer keeps statistics of its rows."
+LARGER = "Try data whose last minibatch is larger, or scheme='all-reduce'."
 
 
 class DeviceLoss:
@@ -74,12 +73,15 @@ class DeviceLoss:
             self._tries = False
         self._is_tried = True
 
-    def check_rows(self, fewest: int | None) -> None:
-        """Raise ValueError if a device would be left without rows that it needs. None: nobody knows the fewest."""
-        if self._keeps_statistics and fewest is not None and fewest < self._devices > 1:
-            raise ValueError(
-                TOO_FEW.format(f"Received: a minibatch of {counted(fewest, 'row')}, {self._devices} devices. ")
-            )
+    def check_rows(self, minibatches: Iterable[int]) -> None:
+        """Raise ValueError if one of minibatches with so many rows leaves a device without rows that it needs.
+
+        Each device has ``ceil(rows / devices)`` rows, as long as there are some.
+        """
+        for rows in minibatches if self._keeps_statistics else ():
+            if (self._devices - 1) * math.ceil(rows / self._devices) >= rows and self._devices > 1:
+                received = f"Received: a minibatch of {counted(rows, 'row')}, {self._devices} devices."
+                raise ValueError(f"{TOO_FEW} {received} {LARGER}")
 
     def changed(self, loss: Any) -> Any:
         """The loss to minimise in place of this one."""
@@ -108,7 +110,7 @@ class DeviceLoss:
         rows = tf.shape(next(each for each in keras.tree.flatten(x) if each is not None))[0]
         factor = self._devices * tf.cast(rows, "float32") / tf.cast(_of_all(rows), "float32")
         if self._keeps_statistics:
-            with tf.control_dependencies([tf.debugging.assert_positive(rows, TOO_FEW.format(""))]):
+            with tf.control_dependencies([tf.debugging.assert_positive(rows, f"{TOO_FEW} {LARGER}")]):
                 factor = tf.identity(factor)
         return _with_gradient(loss, factor)
 

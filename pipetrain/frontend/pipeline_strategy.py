@@ -214,7 +214,8 @@ class PipelineStrategy:
     def _pipeline_for_data(self) -> Pipeline:
         """The pipeline, when the first minibatch has been read: all that has waited for it is made."""
         data, session = self._compilation.data, known(self._fit).session
-        session.rows = session.rows or data.rows
+        # What a resumed run reads first may be the last minibatch of an epoch, which may have fewer rows.
+        session.rows = session.rows or max(data.rows, session.rows_before or 0)
         check_rows(session.rows, self.microbatches)
         self._compilation.measure_loss()
         is_new = self._pipeline is not None and self._pipeline.traced_for != data.targets

@@ -243,7 +243,7 @@ def normalizing():
         (overriding, None, TypeError, "overrides train_step"),
         (remembering, None, ValueError, "stateful recurrent layer.*all-reduce"),
         (summing, None, ValueError, "sum over rows.*all-reduce"),
-        (normalizing, None, ValueError, "fewer rows than there are devices.*a minibatch of 1 row, 2 devices"),
+        (normalizing, None, ValueError, "leaves a device without rows.*a minibatch of 1 row, 2 devices"),
         (own, {"ignore_class": 0}, ValueError, "divided by, no device knows.*all-reduce"),
         (own, {"reduction": None}, ValueError, "not reduced.*all-reduce"),
     ],
@@ -253,11 +253,45 @@ def test_what_devices_would_train_otherwise_is_refused_by_name(make, loss, error
         trained(TWO, make=make, loss=loss and networks.crossentropy(**loss))
 
 
+@pytest.mark.parametrize(("rows", "batch_size", "devices"), [(4, 8, 3), (12, 4, 3), (9, 8, 2), (3, 1, 2)])
+def test_rows_that_leave_a_device_without_are_refused_before_training(rows, batch_size, devices):
+    """TensorFlow gives each device ceil(rows / devices) of them, as long as there are some."""
+    pm = networks.pipeline(normalizing(), scheme="data-parallel", devices=tuple(f"CPU:{n}" for n in range(devices)))
+    first = pm.get_weights()
+    with pytest.raises(ValueError, match="leaves a device without rows.*Received: a minibatch of . row"):
+        fit(pm, pictures()[:rows], classes()[:rows], batch_size=batch_size)
+    networks.assert_equal(pm.get_weights(), first)
+
+
+def test_few_rows_are_evaluated_and_other_data_are_read():
+    """No statistics are gathered in an evaluation; generators and PyDatasets do not tell their rows."""
+    pm, x, y = networks.pipeline(normalizing(), **TWO), pictures(), classes()
+    history = fit(pm, x[:32], y[:32], batch_size=16, validation_data=(x[:17], y[:17])).history
+    assert np.isfinite(history["val_loss"]).all()
+    assert np.isfinite(pm.evaluate(x[:17], y[:17], batch_size=16, verbose=0)).all()
+    pm.fit(((x[n : n + 16], y[n : n + 16]) for n in (0, 16)), verbose=0)
+    pm.fit(OfArrays(x[:32], y[:32]), verbose=0)
+
+
+class OfArrays(keras.utils.PyDataset):
+    """Minibatches of sixteen rows."""
+
+    def __init__(self, x, y):
+        super().__init__()
+        self.x, self.y = x, y
+
+    def __len__(self):
+        return len(self.x) // 16
+
+    def __getitem__(self, n):
+        return self.x[16 * n : 16 * (n + 1)], self.y[16 * n : 16 * (n + 1)]
+
+
 def test_too_few_rows_of_a_data_set_are_refused_when_they_come():
     """Not one weight is NaN; with a number of steps the rows that do not fit are never read."""
     pm = networks.pipeline(normalizing(), **TWO)
     fit(pm, pictures(), classes(), batch_size=16, steps_per_epoch=ROWS // 16)
     rows = tf.data.Dataset.from_tensor_slices((pictures(), classes()))
-    with pytest.raises(tf.errors.InvalidArgumentError, match="fewer rows than there are devices"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="leaves a device without rows"):
         pm.fit(rows.batch(16), verbose=0)
     assert all(np.isfinite(each).all() for each in pm.get_weights())

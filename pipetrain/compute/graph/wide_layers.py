@@ -62,10 +62,19 @@ class WideLayer(NamedTuple):
     size: int
 
     def narrowed(self, channels: int) -> keras.Layer:
-        """Such a layer with so many channels, not built. Its first weights do not matter, and are not drawn."""
+        """Such a layer with so many channels, not built. Its first weights do not matter, and are not drawn.
+
+        Raises ValueError if the layer was changed since so that it cannot be divided any more.
+        """
         layer = self.call.operation
+        if not _is_plain(self.call):
+            raise ValueError(
+                "A layer was changed after the PipelineModel was made, so that its outputs cannot be divided any more. "
+                f"Received: {self.name!r} with another regularizer, constraint or activation. Try changing it before."
+            )
         config = layer.get_config() | dict.fromkeys(INITIALIZERS, "zeros") | dict.fromkeys(CONSTRAINTS)
-        for name in ("kernel", "bias"):  # Keras asks the weights, which may have another than the layer by now
+        # Keras asks the weights, not their layer, which may have been given others later; constraints they have none.
+        for name in ("kernel", "bias"):
             weight = getattr(layer, name)
             config[f"{name}_regularizer"] = None if weight is None else weight.regularizer
         if isinstance(layer, keras.layers.EinsumDense):
