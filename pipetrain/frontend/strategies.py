@@ -142,11 +142,9 @@ def _auto(model: keras.Model, options: Options) -> Strategy:
 
 
 def _data_parallel(model: keras.Model, options: Options) -> Strategy:
-    _, stages, cuts, devices, replicas, *_ = options
-    check_model(model)
-    on = resolve(devices)
-    placement = Placement(model, stages, cuts, on, replicas, training=lambda stages: Training("single"))
-    return DataParallelStrategy(model, placement)
+    on = resolve(options.devices)
+    workers = checked_workers(options.stages, len(on), DATA_PARALLEL)
+    return DataParallelStrategy(model, _on_each(model, on[:workers]))
 
 
 def _pipeline(model: keras.Model, options: Options) -> Strategy:
