@@ -235,6 +235,7 @@ def test_what_a_worker_prints_is_printed_by_the_program(workers_of_a_killed_prog
     assert workers_of_a_killed_program["output"].count("x") == 200_000
 
 
+@pytest.mark.wide
 def test_a_worker_ends_with_its_program_whoever_else_lives_on(workers_of_a_killed_program):
     until_s = time.monotonic() + 20
     while _runs(workers_of_a_killed_program["worker"]) and time.monotonic() < until_s:

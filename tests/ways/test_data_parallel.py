@@ -254,7 +254,9 @@ def test_what_devices_would_train_otherwise_is_refused_by_name(make, loss, error
         trained(TWO, make=make, loss=loss and networks.crossentropy(**loss))
 
 
-@pytest.mark.parametrize(("rows", "batch_size", "devices"), [(4, 8, 3), (12, 4, 3), (9, 8, 2), (3, 1, 2)])
+@pytest.mark.parametrize(
+    ("rows", "batch_size", "devices"), [(4, 8, 3), *parameters.widely((12, 4, 3), (9, 8, 2), (3, 1, 2))]
+)
 def test_rows_that_leave_a_device_without_are_refused_before_training(rows, batch_size, devices):
     """TensorFlow gives each device ceil(rows / devices) of them, as long as there are some."""
     pm = networks.pipeline(normalizing(), scheme="data-parallel", devices=tuple(f"CPU:{n}" for n in range(devices)))
@@ -265,6 +267,7 @@ def test_rows_that_leave_a_device_without_are_refused_before_training(rows, batc
     networks.assert_equal(pm.get_weights(), first)
 
 
+@pytest.mark.wide
 def test_few_rows_are_evaluated_and_other_data_are_read():
     """No statistics are gathered in an evaluation; generators and PyDatasets do not tell their rows."""
     pm, x, y = networks.pipeline(normalizing(), **TWO), pictures(), classes()
