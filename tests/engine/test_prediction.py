@@ -53,7 +53,9 @@ def values(variables):
     return [keras.ops.convert_to_numpy(variable).copy() for variable in variables]
 
 
-@pytest.mark.parametrize("name", parameters.by_default(STEADY, *WITHOUT_DECAY, "nesterov decay", wide=STEADY))
+@pytest.mark.parametrize(
+    "name", parameters.by_default(STEADY, *WITHOUT_DECAY, "plain decay", "nesterov decay", wide=STEADY)
+)
 def test_a_constant_gradient_at_steady_momentum_is_predicted(name):
     variables, _, update, step = stepper(STEADY[name](), UpdateRule(predicts=True))
     for _ in range(400):
