@@ -576,7 +576,8 @@ def test_simulate_on_the_command_line(tmp_path, capsys, monkeypatch):
     ]
     assert command_line.main([*common, "--output", str(tmp_path / "all.json")]) == 0
     out = capsys.readouterr().out
-    assert all(word in out for word in ("single", "data-parallel", "spectrain", "against", "Recommended"))
+    assert all(word in out for word in ("single", "data-parallel", "spectrain", "Recommended"))
+    assert out.split().count("against") == 1 and out.split().count("single") >= 2
     assert {path.name for path in tmp_path.glob("all*")} == {f"all-{n}.json" for n in out.split() if n in NAMES}
     one = ["--scheme", "gpipe", "--speed", "4", "--slowdown", "0.1", "--reduction", "server"]
     assert command_line.main([*common, *one, "--output", str(tmp_path / "one.json")]) == 0
