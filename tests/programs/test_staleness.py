@@ -96,7 +96,8 @@ def test_rows_by_hand():
         Row("spectrain", 2, 0.02, accuracies=(0.7, 0.8, 0.9), runs=3, diverged=0, losses=(0.5, 0.5, 0.5)),
     ]
     above, names, _, *lines = staleness.report([*rows, Row("single", 1, 0.02, (), 1, 1)]).split("\n")
-    assert above.split()[-2:] == ["validation", "validation"] and names.split()[-2:] == ["accuracy", "loss"]
+    assert above.split() == ["learning", "validation", "validation"]
+    assert names.split() == ["policy", "stages", "rate", "accuracy", "loss"]
     assert lines[0].endswith("2 of 3 diverged")
     assert lines[1].split()[:6] == ["spectrain", "2", "0.02", "0.800", "±", "0.248"]  # 4.303 * 0.1 / sqrt(3)
     assert lines[2].split() == ["single", "1", "0.02", "-", "1", "of", "1", "diverged"]
