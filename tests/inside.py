@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pipetrain.run.program_runner import ProgramRunner
+
 
 def strategy(pm):
     """What trains the model: of a pipeline, of transfers, of a grid, ..."""
@@ -11,6 +13,18 @@ def strategy(pm):
 def runner(pm):
     """What makes the steps of a fit."""
     return strategy(pm)._pipeline
+
+
+def forget_functions(pm):
+    """The functions of whole minibatches are traced anew, with whatever a test has replaced."""
+    functions = getattr(runner(pm), "_functions", None)
+    if isinstance(functions, dict):
+        functions.clear()
+
+
+def is_program(pm):
+    """Whether a minibatch is one function over all devices."""
+    return isinstance(runner(pm), ProgramRunner)
 
 
 def placement(pm):

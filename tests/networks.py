@@ -9,6 +9,7 @@ from functools import cache
 import inside
 import keras
 import numpy as np
+import tensorflow as tf
 
 import pipetrain
 from pipetrain.compute import keras_private
@@ -247,13 +248,21 @@ def assert_equal(actual, expected):
 
 
 def delay(monkeypatch, longest_s, *methods):
-    """Every stage waits before each of these, a time of its own, the same in every run."""
+    """Every stage waits before each of these, a time of its own, the same in every run; in traced functions, too."""
     pause = random.Random(7)
     for name in methods:
         original = getattr(Stage, name)
 
         def late(self, *args, original=original):
-            time.sleep(pause.uniform(0, longest_s))
-            return original(self, *args)
+            return after(pause.uniform(0, longest_s), lambda: original(self, *args))
 
         monkeypatch.setattr(Stage, name, late)
+
+
+def after(seconds, call):
+    """The call, so many seconds later; in a function that is traced, whenever that runs."""
+    if not tf.inside_function():
+        time.sleep(seconds)
+        return call()
+    with tf.control_dependencies([tf.numpy_function(lambda: time.sleep(seconds) or np.float32(0), [], tf.float32)]):
+        return call()

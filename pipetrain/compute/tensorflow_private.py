@@ -12,11 +12,47 @@ from contextlib import contextmanager
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.core.framework.attr_value_pb2 import AttrValue
 from tensorflow.python.distribute.values import DistributedVariable
 from tensorflow.python.eager import context
 from tensorflow.python.framework.config import is_op_determinism_enabled
 from tensorflow.python.ops.control_flow_ops import XLAControlFlowContext
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
+
+# What ``tf.function(experimental_attributes=...)`` takes, which is public; the names in it are not. A function that is
+# called stays a call, and one that is traced orders no operations by itself, but as its control dependencies say.
+NOT_INLINED = {"_noinline": True}
+UNORDERED = {"_disable_acd": True}
+
+
+def note_captured_shapes(graph: Any) -> None:
+    """Let a function that is being traced say which shapes the variables have that it captures.
+
+    TensorFlow knows them only where a function is called from Python. Called within another one, it would be optimized
+    as if weights could have any shape.
+    """
+    for outer, inner in graph.captures:
+        data = getattr(outer, "_handle_data", None)
+        if inner.dtype == tf.resource and data is not None and data.is_set:
+            (known,) = data.shape_and_type
+            types = AttrValue.ListValue(type=[known.dtype])
+            inner.op._set_attr("_handle_dtypes", AttrValue(list=types))
+            inner.op._set_attr("_handle_shapes", AttrValue(list=AttrValue.ListValue(shape=[known.shape])))
+
+
+def call_of(concrete: Any) -> Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]]:
+    """A concrete function's call, from flat arguments to flat results.
+
+    The public call checks every argument and its structure, which takes as long as tens of small operations, and its
+    errors do not tell the names of operations that are called.
+    """
+    name, captured, count = concrete.inference_fn.name, list(concrete.captured_inputs), len(concrete.outputs)
+
+    def call(tensors: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
+        made: Sequence[tf.Tensor] = context.context().call_function(name, [*tensors, *captured], count)
+        return made
+
+    return call
 
 
 def number_of(operation: tf.Operation) -> int:

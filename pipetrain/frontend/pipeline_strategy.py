@@ -33,6 +33,7 @@ from pipetrain.frontend.placement import Placement
 from pipetrain.frontend.snapshots import handed_out
 from pipetrain.frontend.strategy import StepFunction
 from pipetrain.run.pipeline import Pipeline
+from pipetrain.run.program_runner import ProgramRunner, is_one_function
 from pipetrain.run.run_settings import RunSettings
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.trace.trace import Trace
@@ -145,9 +146,23 @@ class PipelineStrategy:
         """Every stage's replicas, for minibatches of so many rows if that is known."""
         return self.placement.build(rows, self.optimizer, self._compilation.metrics.loss, self._scheme)
 
-    def _runner(self) -> Pipeline:
+    def _runner(self) -> Any:
         """What runs the stages."""
         return Pipeline(self._stages.replicas, self._scheme, self.microbatches, self._run_settings)
+
+    def _of_traced(self, runner: Any) -> Any:
+        """What runs the stages when they have been traced: one function a minibatch where that serves."""
+        if type(runner) in (Pipeline, ProgramRunner):
+            given = self._stages.replicas, self._scheme, self.microbatches, self._run_settings
+            kind = ProgramRunner if is_one_function(self._scheme, self._stages.replicas) else Pipeline
+            if type(runner) is not kind:
+                traced, runner = runner, kind(*given)
+                runner.traced_for, runner.output_masks, runner.made = (
+                    traced.traced_for,
+                    traced.output_masks,
+                    traced.made,
+                )
+        return runner
 
     def _run_settings(self) -> RunSettings:
         """Asked when the pipeline's threads start."""
@@ -229,6 +244,7 @@ class PipelineStrategy:
         if pipeline.trace_for(data.targets):
             self._compilation.check_traced(self._stages.first)
             self._stages.traced()
+            self._pipeline = pipeline = self._of_traced(pipeline)
         self._compilation.traced()
         self._compilation.check_masks(pipeline.output_masks)
         return pipeline

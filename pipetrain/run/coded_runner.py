@@ -54,7 +54,7 @@ class CodedRunner(Stepwise):
         returns_outputs: bool = True,
     ) -> None:
         self._returns_outputs = returns_outputs
-        super().__init__(root, devices, settings, rate)
+        super().__init__(devices, settings, rate)
         self._root, self._tree, self._devices = root, tree, list(devices)
         self._functions: CodedFunctions | None = None
         self.stragglers = [0] * tree.workers
@@ -63,6 +63,9 @@ class CodedRunner(Stepwise):
         self._weights: Messages = []
         self._seeds: list[tf.Tensor] = []
         self._state: list[tf.Tensor] = []
+
+    def _gradients_traced(self, targets: Any) -> Sequence[Any]:
+        return self._root.trace([None] * len(self._root.segment.inputs), targets)
 
     def _retraced(self) -> None:
         self._functions = None

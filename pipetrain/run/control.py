@@ -66,7 +66,7 @@ class Control:
         with self._failing:  # several may fail at once
             if self.error is None:
                 if place is not None:
-                    _add_note(error, place)
+                    add_note(error, place)
                 self.error = error
         self.close()
 
@@ -92,7 +92,8 @@ class Control:
             raise
 
 
-def _add_note(error: BaseException, note: str) -> None:
+def add_note(error: BaseException, note: str) -> None:
+    """Add a line to what people see of an error."""
     if sys.version_info >= (3, 11):
         error.add_note(note)
     else:  # what add_note does, for tracebacks that know of notes

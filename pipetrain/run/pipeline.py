@@ -15,6 +15,7 @@ import tensorflow as tf
 from pipetrain.compute.cores import is_prompt
 from pipetrain.compute.functions.inference import Replica
 from pipetrain.compute.functions.stage_values import BoundaryTensors
+from pipetrain.compute.functions.tracing import trace_stages
 from pipetrain.compute.optimizer.loss_scaling import LossScale
 from pipetrain.run.channels import take
 from pipetrain.run.collector import Result, Snapshot
@@ -128,20 +129,12 @@ class Pipeline:
     def trace_for(self, targets: Any) -> bool:
         """Trace every stage, the last one for labels and sample weights of these specs; whether that was to be done.
 
-        This is done once for each structure. Stages on whose outputs the loss does not depend are traced again with
-        this knowledge.
+        This is done once for each structure.
         """
         if targets == self.traced_for:
             return False
         self.drain()
-        masks: list[list[Any]] = [[None] * len(self._stages[0][0].segment.inputs)]
-        for stage in self._stages:
-            last = stage is self._stages[-1]
-            masks.append([replica.trace(masks[-1], targets if last else None) for replica in stage][-1])
-        for above, given, below in list(zip(self._stages, masks, self._stages[1:], strict=False))[::-1]:
-            for replica in above if below[0].unreached else ():
-                replica.trace(given, None, below[0].unreached)
-        self.output_masks = masks[-1]
+        self.output_masks = trace_stages(self._stages, targets)
         self.traced_for = targets
         return True
 

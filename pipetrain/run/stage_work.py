@@ -245,7 +245,7 @@ class StageWork:
         output_gradients = [mine.loss_share * scale] if returned is None else returned
         step = self.updates.begun_with(microbatch, not isinstance(given, Operands), count)
         total = self.updates.taken()
-        result = self._trained.backward(weights, given, output_gradients, mine.share, total, step, scale)
+        result = self._trained.backward(weights, given, output_gradients, mine.share * scale, total, step, scale)
         self.updates.gather(result.gradients)
         return result
 
@@ -255,7 +255,7 @@ class StageWork:
         """The first half of the stage's backward; what the second half needs is kept."""
         mine, scale = self.identity.with_own_share(microbatch), self.updates.loss_scale.scale
         gradients = [mine.loss_share * scale] if returned is None else returned
-        result, operands = self._trained.input_gradients(weights, given, gradients, mine.share, scale)
+        result, operands = self._trained.input_gradients(weights, given, gradients, mine.share * scale, scale)
         self._in_flight[microbatch.number] = microbatch.passed(None), operands
         return result
 

@@ -57,7 +57,7 @@ class StepRunner(Stepwise):
         settings: Callable[[], RunSettings],
         rate: Callable[[], float | None],
     ) -> None:
-        super().__init__(weights[0], [worker.device for worker in workers], settings, rate)
+        super().__init__([worker.device for worker in workers], settings, rate)
         self._weights, self._workers = list(weights), list(workers)
         self._rows, self.sends_ahead, rows.lost = rows, rows.sends_ahead, self._lost
         self._shares: dict[
@@ -85,6 +85,11 @@ class StepRunner(Stepwise):
         self._spans.clear()
         self._transfers.clear()
         self._starts.clear()
+
+    def _gradients_traced(self, targets: Any) -> Sequence[Any]:
+        first = self._weights[0]
+        masks: Sequence[Any] = first.trace([None] * len(first.segment.inputs), targets)
+        return masks
 
     def _retraced(self) -> None:
         self._step = None

@@ -11,7 +11,6 @@ from typing import Any
 import tensorflow as tf
 
 from pipetrain.compute.optimizer.loss_scaling import LossScale
-from pipetrain.compute.transfers.weights import Weights
 from pipetrain.run.collector import Result, Snapshot
 from pipetrain.run.lost_worker import LostWorker
 from pipetrain.run.pipeline import KEPT_SPANS, Activity
@@ -27,7 +26,6 @@ class Stepwise:
     Between the first ``post`` and the next ``drain`` the weights live on the devices.
 
     Args:
-        weights: those that are traced, and written back.
         workers: the devices that compute.
         settings: called whenever the weights are taken from the model.
         rate: gives the learning rate of a step that begins, None where the optimizers know it.
@@ -40,12 +38,11 @@ class Stepwise:
 
     def __init__(
         self,
-        weights: Weights,
         workers: Sequence[str],
         settings: Callable[[], RunSettings],
         rate: Callable[[], float | None],
     ) -> None:
-        self._first, self._ranks, self._settings, self._rate = weights, len(workers), settings, rate
+        self._ranks, self._settings, self._rate = len(workers), settings, rate
         self._run: RunSettings | None = None  # of the steps since the weights were taken from the model
         self._steps_done = 0  # of these
         self.traced_for: Any = ()
@@ -83,10 +80,14 @@ class Stepwise:
         if targets == self.traced_for:
             return False
         self.drain()
-        self.output_masks = self._first.trace([None] * len(self._first.segment.inputs), targets)
+        self.output_masks = self._gradients_traced(targets)
         self._retraced()
         self.traced_for = targets
         return True
+
+    def _gradients_traced(self, targets: Any) -> Sequence[Any]:
+        """Trace the gradients for such targets; gives the specs of the outputs' masks."""
+        raise NotImplementedError
 
     def _retraced(self) -> None:
         """There are new functions for the gradients."""

@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-Op = Literal["F", "B", "I", "W", "FB", "FI"]
-Value = Literal["outputs", "activations", "input gradients", "weight operands", "weight gradients"]
+Op = Literal["F", "B", "I", "W", "FB", "FI", "U"]
+Value = Literal["outputs", "activations", "input gradients", "weight operands", "weight gradients", "weights"]
 
 
 class Need(NamedTuple):
@@ -96,7 +96,10 @@ OPERATIONS: dict[str, Operation] = {
         forward=1.0,
         early=1.0,
     ),
+    # of programs alone: a minibatch's gradients summed with those of other replicas and stages, and the next version
+    "U": Operation("update", (Need("weight gradients"),), ("weights",)),
 }
+ORDERED = tuple(op for op in OPERATIONS if op != "U")  # what an order of a schedule is made of
 SENT: dict[Value, int] = {need.value: -need.stage for each in OPERATIONS.values() for need in each.needs if need.stage}
 HELD = frozenset(value for each in OPERATIONS.values() for value in each.frees)  # in memory until it is freed
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
-from pipetrain.schemes.actions import OPERATIONS, Action, completes
+from pipetrain.schemes.actions import ORDERED, Action, completes
 from pipetrain.schemes.dry_run import Feed, ScheduleError, check_complete, replay
 from pipetrain.schemes.policies import Read
 from pipetrain.schemes.schedules import groups_of
@@ -71,7 +71,7 @@ def _dry_run(scheme: Scheme, stages: int, minibatches: int, microbatches: int) -
         for action in _listed(schedule.order(device, devices, asked(device)), device):
             _check_action(action, device, mine)
             orders[device].append(action)
-            if len(orders[device]) > len(OPERATIONS) * len(mine) * minibatches * microbatches:
+            if len(orders[device]) > len(ORDERED) * len(mine) * minibatches * microbatches:
                 raise ScheduleError(f"The order of device {device} does not end when there are no more minibatches.")
         if len(mine) != schedule.chunks:
             raise ScheduleError(f"Device {device} has the stages {mine}, not {schedule.chunks} of them.")
@@ -90,9 +90,9 @@ def _listed(order: Any, device: int) -> Iterator[Any]:
 
 
 def _check_action(action: Any, device: int, mine: list[int]) -> None:
-    if not isinstance(action, Action) or action.op not in OPERATIONS:
+    if not isinstance(action, Action) or action.op not in ORDERED:
         raise ScheduleError(
-            f"{action!r} stands in the order of device {device}, which is no Action of {', '.join(OPERATIONS)}."
+            f"{action!r} stands in the order of device {device}, which is no Action of {', '.join(ORDERED)}."
         )
     if action.stage not in mine:
         raise ScheduleError(f"{action} stands in the order of device {device}, which has the stages {mine}.")

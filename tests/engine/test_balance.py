@@ -108,5 +108,5 @@ def test_the_command_prints_the_table(tmp_path, capsys, monkeypatch):
     given = ["plan", str(tmp_path / "m.keras"), "--devices", "2", "--cluster", str(tmp_path / "cluster.json")]
     for extra in ([], ["--no-overlap"], ["--as-printed"]):
         assert command_line.main([*given, "--batch-size", "8", "--balance", *extra]) in (None, 0)
-        words = capsys.readouterr().out.split()
-        assert {"layer", "FLOP/B", "least", "most", "devices", "even", "better"} <= set(words)  # names of columns may be broken over lines
+        words = {*capsys.readouterr().out.split()}  # names of columns may be broken over lines
+        assert {"layer", "FLOP/B", "least", "most", "devices", "even", "better"} <= words

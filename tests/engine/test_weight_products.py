@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import inside
 import keras
 import networks
@@ -179,8 +177,7 @@ def test_a_stage_gets_its_gradients_before_the_next_one_updates(monkeypatch):
     update, slow_s = Stage.update, 0.3
 
     def slow(self, *arguments):
-        time.sleep(slow_s)
-        return update(self, *arguments)
+        return networks.after(slow_s, lambda: update(self, *arguments))
 
     monkeypatch.setattr(Stage, "update", slow)
     pm = networks.pipeline(networks.mlp(), stages=2, scheme="1f1b", microbatches=2)

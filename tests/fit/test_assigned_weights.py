@@ -9,8 +9,10 @@ import networks
 import numpy as np
 import parameters
 import pytest
+import tensorflow as tf
 
 import pipetrain
+from pipetrain.run.program_runner import ProgramRunner
 
 L = keras.layers
 ROWS = 12
@@ -39,7 +41,7 @@ class Decaying(L.Dense):
 def decaying():
     keras.utils.set_random_seed(0)
     x = inputs = keras.Input((6, 4))
-    x = Decaying(5, name="dense")(L.Dense(4, "tanh")(x))
+    x = Decaying(5, name="dense")(L.Dense(4, "tanh", name="before")(x))
     x = L.Conv1D(3, 3, activation="tanh", name="conv")(x)
     return keras.Model(inputs, L.Dense(3, name="last")(L.Flatten(name="regular")(x)))
 
@@ -86,3 +88,39 @@ def test_each_microbatch_assigns():
     pm.compile(keras.optimizers.SGD(0.0), "mse")
     pm.fit(networks.normal(ROWS, 6, 4), networks.normal(ROWS, 3), batch_size=ROWS, verbose=0)
     np.testing.assert_array_equal(model.get_layer("dense").kernel.numpy(), kernel / 16)
+
+
+class Counting(L.Layer):
+    """Adds 1 to its weight in each forward."""
+
+    def build(self, shape):
+        self.count = self.add_weight((), "zeros", name="count")
+
+    def call(self, x):
+        self.count.assign(self.count + 1)
+        return x + 0 * self.count
+
+
+class Bounded(L.Layer):
+    """Fails for great numbers."""
+
+    def call(self, x):
+        return x + tf.gather(tf.zeros([4]), 9 * tf.cast(tf.reduce_max(x) > 100, tf.int32))
+
+
+def test_actions_that_are_made_again_to_find_what_has_failed_change_nothing(monkeypatch):
+    """Where TensorFlow does not tell it."""
+    inputs = keras.Input((4,))
+    x = Counting(name="counting")(L.Dense(4, kernel_initializer="ones")(inputs))
+    model = keras.Model(inputs, Bounded()(L.Dense(4, kernel_initializer="ones")(x)))
+    pm = pipetrain.PipelineModel(model, cuts=("counting",), scheme="1f1b", microbatches=2)
+    pm.compile(keras.optimizers.SGD(0.0), "mse")
+    data = np.full((24, 4), 0.01, "float32")
+    networks.fit(pm, data, data, batch_size=8)
+    assert float(model.get_layer("counting").count) == 6
+    data[12:] = 1000
+    monkeypatch.setattr(ProgramRunner, "_name", lambda *given: False)
+    with pytest.raises(tf.errors.InvalidArgumentError) as caught:
+        networks.fit(pm, data, data, batch_size=8)
+    assert "stage 1, forward of minibatch 1, microbatch 1 (action 1F3)" in caught.value.__notes__[-1]
+    assert float(model.get_layer("counting").count) == 10

@@ -18,6 +18,7 @@ from networks import fit
 
 import pipetrain
 from pipetrain.compute.functions.stage import Stage
+from pipetrain.compute.program.stage_trace import StageTrace
 from pipetrain.run import control, stage_work, switch_interval
 from pipetrain.run.run_settings import RunSettings
 from pipetrain.schemes.table import SCHEMES as SCHEME_TABLE
@@ -153,7 +154,7 @@ def test_of_two_stages_that_fail_at_once_the_first_is_reported(monkeypatch):
         noting.set()
         second_came.wait(0.2)  # which it cannot while this one has not ended
 
-    monkeypatch.setattr(control, "_add_note", add_note)
+    monkeypatch.setattr(control, "add_note", add_note)
     first = threading.Thread(target=shared.fail, args=(KeyError("first"), "here"))
     first.start()
     noting.wait()
@@ -249,14 +250,18 @@ def test_weights_are_all_of_one_step_when_handing_them_back_fails(monkeypatch):
 @pytest.mark.wide
 @pytest.mark.parametrize("scheme", ["weight-stashing", "2bw", "gpipe"])
 def test_what_a_run_held_is_gone_when_it_ends(scheme, monkeypatch):
-    """Old versions and activations are not left to Python's garbage collection, which may come much later."""
-    made, init = [], stage_work.StageWork.__init__
+    """Old versions and activations are not left to Python's garbage collection, which may come much later.
 
-    def noted(self, *given):
-        made.append(weakref.ref(self))
-        init(self, *given)
+    Nor is what was traced of them, where a minibatch is one function.
+    """
+    made = []
+    for kind in (stage_work.StageWork, StageTrace):
 
-    monkeypatch.setattr(stage_work.StageWork, "__init__", noted)
+        def noted(self, *given, init=kind.__init__):
+            made.append(weakref.ref(self))
+            init(self, *given)
+
+        monkeypatch.setattr(kind, "__init__", noted)
     pm, (x, y) = networks.pipeline(scheme=scheme), networks.data(100)
     gc.disable()
     try:

@@ -316,8 +316,8 @@ COMPUTE = [
     Fault(
         "summed-penalty",
         "pipetrain/compute/functions/penalties.py",
-        "else (share * scale, scale)",
-        "else (share * scale, share * scale)",
+        "else (scaled_share, scale)",
+        "else (scaled_share, scaled_share)",
         "A layer's own loss that is a sum over rows counts fully for each part of a minibatch.",
     ),
     Fault(

@@ -142,10 +142,11 @@ def pipeline(scheme):
 
 @cache
 def measured(scheme):
-    """A trained pipeline and its work on a minibatch, once for all tests."""
+    """A trained pipeline of threads and its work on a minibatch, once for all tests."""
     pm = pipeline(scheme)
-    train(pm, 8)  # traces
     with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("pipetrain.frontend.pipeline_strategy.is_one_function", lambda *given: False)
+        train(pm, 8)  # traces
         return pm, *Work(patched).per_minibatch(pm)
 
 

@@ -12,6 +12,7 @@ import reference
 from keras import layers as L
 from keras import optimizers
 
+import pipetrain
 from pipetrain.compute.graph.blocks import Chain
 from pipetrain.schemes.actions import Action
 from pipetrain.schemes.policies import Flush, Read, Vanilla
@@ -293,3 +294,20 @@ def test_the_same_weights_whatever_the_timing():
         fit(pm, x, y)
         runs.append(pm.get_weights())
     networks.assert_equal(*runs)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_an_interrupt_counts_the_steps_of_stages_that_have_only_shared_weights(microbatches):
+    inputs, shared = keras.Input((4,)), L.Dense(4)
+    model = keras.Model(inputs, shared(L.Activation("tanh", name="between")(shared(inputs))))
+    pm = pipetrain.PipelineModel(model, cuts=("between",), scheme="1f1b", microbatches=microbatches)
+    pm.compile(optimizers.SGD(1e-3), "mse")
+
+    def stop(batch, logs):
+        if batch == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        x = networks.normal(64, 4)
+        networks.fit(pm, x, x, batch_size=8, callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=stop)])
+    assert int(pm.optimizer.iterations) == 4

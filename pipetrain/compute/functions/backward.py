@@ -155,9 +155,13 @@ class Backward:
 
     def had_run(self) -> bool:
         """Whether a call that failed had finished its forward."""
-        done = int(self._ran.numpy())
-        had_run, self._begun = done == self._begun, done
-        return had_run
+        before = self._begun - 1
+        self._begun = self.runs()
+        return self._begun > before
+
+    def runs(self) -> int:
+        """How many forwards calls have finished so far, all told."""
+        return int(self._ran.numpy())
 
     def _traced(self, parts: Parts, microbatches: int) -> Any:
         """The call; an update with a total has the factors of so many microbatches there."""

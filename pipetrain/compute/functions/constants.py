@@ -8,17 +8,28 @@ import tensorflow as tf
 
 
 class Constants:
-    """Makes tensors of numbers, on the device whose scope it is called in, and keeps them for later calls."""
+    """Makes tensors of numbers on a device, and keeps them for later calls.
 
-    def __init__(self) -> None:
+    Args:
+        device: a TensorFlow device name.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = device
         self._made: dict[Any, tf.Tensor] = {}
 
     def __call__(self, value: Any, dtype: tf.DType) -> tf.Tensor:
-        """The number, or numbers, as a tensor of this type; a tensor is returned as it is."""
+        """The number, or numbers, as a tensor of this type; a tensor of this type is returned as it is.
+
+        While a function is traced the tensor is still a kept one, which the function captures.
+        """
         if isinstance(value, tf.Tensor):
-            return value
+            return value if value.dtype == dtype else tf.cast(value, dtype)
+        if isinstance(value, tuple) and any(isinstance(each, tf.Tensor) for each in value):
+            return tf.stack([tf.cast(each, dtype) for each in value])
         if (value, dtype) not in self._made:
-            self._made[value, dtype] = tf.constant(value, dtype)
+            with tf.init_scope(), tf.device(self._device):
+                self._made[value, dtype] = tf.constant(value, dtype)
         return self._made[value, dtype]
 
     def clear(self) -> None:

@@ -6,14 +6,18 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from pipetrain.compute.functions.flattening import packer, unpacker
+from pipetrain.compute.functions.graph_rewrite import operations
 from pipetrain.compute.functions.packed import PACKED, SEPARATE, Packing
 from pipetrain.compute.gc_pause import gc_paused
+from pipetrain.compute.tensorflow_private import NOT_INLINED, UNORDERED, note_captured_shapes
 
+PYTHON = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
 PATIENCE_S = 2.0  # of compiling, before a line says so
 UNCOMPILABLE = (
     tf.errors.InvalidArgumentError,
@@ -51,7 +55,7 @@ class Kernels:
         """The function, traced for arguments of these specs, as an op that runs on the caller's thread."""
         with gc_paused():
             if not self.compiled:
-                return direct(_traced(function, *specs))
+                return _as_call(function, *specs)
             compiled = by_xla(function, *specs).call
         plain: list[Callable[..., Any]] = []
         first = iter([(self._said_if_slow, COMPILING)])
@@ -65,7 +69,7 @@ class Kernels:
                     return compiled(*arguments)
             except failures as error:  # while compiling: nothing has been changed yet
                 with gc_paused():
-                    made = direct(_traced(function, *specs))
+                    made = _as_call(function, *specs)
                 results = made(*arguments)  # which raises again where it was no fault of XLA's
                 plain.append(made)
                 self._warn(error)
@@ -112,27 +116,87 @@ def by_xla(function: Callable[..., Any], *specs: Any) -> Compiled:
     """The function, traced for arguments of these specs; XLA compiles it in its first call, which may fail."""
     inner = _traced(function, *specs, jit_compile=True)
     # XLA compiles what another function calls, not what is called by itself.
-    return Compiled(inner, direct(_traced(lambda *arguments: inner(*arguments), *specs)))
+    return Compiled(inner, _as_call(lambda *arguments: inner(*arguments), *specs))
 
 
 def _traced(function: Callable[..., Any], *specs: Any, **settings: Any) -> Any:
     return tf.function(function, autograph=False, **settings).get_concrete_function(*specs)
 
 
+def _as_call(function: Callable[..., Any], *specs: Any) -> Callable[..., Any]:
+    """The function as a single op."""
+    return direct(_traced(function, *specs))
+
+
 def direct(concrete: Any) -> Callable[..., Any]:
-    """The same function as a single op, run on the caller's thread.
+    """The same function as a single op, run on the caller's thread; in a function that is being traced, a call.
 
     A concrete function's own call checks every argument against its spec and hands the work to another thread, which
     costs as much as a small stage. The functions called here have been traced for exactly these arguments.
     """
-    captured = concrete.captured_inputs
+    captured, within = concrete.captured_inputs, list[Any]()  # what is called within other functions
     types = [tensor.dtype.as_datatype_enum for tensor in concrete.outputs]  # what TensorFlow would look up in each call
     unpack, pack = unpacker(concrete.structured_input_signature[0]), packer(concrete.structured_outputs)
 
     def call(*arguments: Any) -> Any:
         tensors: list[Any] = []
         unpack(arguments, tensors)
+        if tf.inside_function():
+            within[:] = within or [_staying_call(concrete)]
+            return pack(iter(_called(within[0], tensors)))
         tensors += captured
         return pack(iter(tf.raw_ops.StatefulPartitionedCall(args=tensors, Tout=types, f=concrete)))
 
     return call
+
+
+def calls_python(concrete: Any) -> bool:
+    """Whether a function, or one that it calls, calls Python.
+
+    An error in a function that stays a call TensorFlow may take for a consequence of another device's, which has
+    stopped because of it; and one in Python need not come a second time.
+    """
+    graph = concrete.graph.as_graph_def()
+    nodes = chain(graph.node, *(each.node_def for each in graph.library.function))
+    return any(node.op in PYTHON for node in nodes)
+
+
+def _staying_call(concrete: Any) -> Any:
+    """The function, of flat arguments, as one that TensorFlow does not inline where it is called.
+
+    What calls many functions is then small, and prepared in a fraction of the time. TensorFlow optimizes each of them
+    by itself, and as much as it would if Python called it: it is to know the shapes of variables, but none of
+    arguments, by which it would add in another order, and round otherwise.
+    """
+    inputs = concrete.inputs[: len(concrete.inputs) - len(concrete.captured_inputs)]
+
+    def flat(*tensors: tf.Tensor) -> list[tf.Tensor]:
+        for tensor, like in zip(tensors, inputs, strict=True):
+            tensor.set_shape(like.shape)
+        graph = tf.compat.v1.get_default_graph()
+        captured = [graph.capture(each) for each in concrete.captured_inputs]
+        made = tf.nest.flatten(operations(concrete, [*tensors, *captured]), expand_composites=True)
+        note_captured_shapes(graph)
+        return [each for each in made if each is not None]
+
+    # The copied operations are ordered already; without outputs it is TensorFlow's order that keeps them.
+    attributes = NOT_INLINED | (UNORDERED if concrete.outputs else {})
+    open_specs = [tf.TensorSpec(None, each.dtype) for each in inputs]
+    return _traced(flat, *open_specs, experimental_attributes=attributes)
+
+
+def _called(concrete: Any, tensors: list[Any]) -> list[tf.Tensor]:
+    """A call of the function as an operation of the graph that is being traced."""
+    types = [each.dtype for each in concrete.outputs]
+    executor = "" if _has_functions(concrete) else "SINGLE_THREADED_EXECUTOR"  # which has no control flow
+    arguments = [*tensors, *concrete.captured_inputs]
+    made = tf.raw_ops.StatefulPartitionedCall(args=arguments, Tout=types, f=concrete, executor_type=executor)
+    outputs = made if types else []
+    for tensor, like in zip(outputs, concrete.outputs, strict=True):
+        tensor.set_shape(like.shape)
+    return list(outputs)
+
+
+def _has_functions(concrete: Any) -> bool:
+    """Whether operations of a function have functions, such as loops and branches."""
+    return any(each.HasField("func") for node in concrete.graph.as_graph_def().node for each in node.attr.values())

@@ -36,14 +36,17 @@ def total_penalty(penalties: Sequence[tf.Tensor], summed: Sequence[bool] = ()) -
     return tf.stack([tf.add_n([tf.zeros([]), *means]), tf.add_n(over_rows)])
 
 
-def as_mean(penalty: tf.Tensor, share: float) -> tf.Tensor:
+def as_mean(penalty: tf.Tensor, share: Any) -> tf.Tensor:
     """``total_penalty`` of a part of a minibatch as one number, weighted by its ``share`` of the rows."""
     return penalty if penalty.shape.rank == 0 else penalty[0] + penalty[1] / share
 
 
-def penalty_gradient(spec: tf.TensorSpec, share: float, scale: float) -> Any:
-    """The output gradient of a ``total_penalty`` of this form, in a loss that is multiplied by the ``scale``."""
-    return share * scale if spec.shape.rank == 0 else (share * scale, scale)
+def penalty_gradient(spec: tf.TensorSpec, scaled_share: Any, scale: Any) -> Any:
+    """The output gradient of a ``total_penalty`` of this form, in a loss that is multiplied by the ``scale``.
+
+    ``scaled_share`` is the share of the rows times the scale.
+    """
+    return scaled_share if spec.shape.rank == 0 else (scaled_share, scale)
 
 
 def summed_over_rows(segment: Segment, masks: Sequence[Any], training: bool) -> list[bool]:

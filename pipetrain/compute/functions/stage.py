@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -13,7 +14,7 @@ from pipetrain.compute.cores import is_prompt, is_remote
 from pipetrain.compute.functions.backward import Backward, Parts, Results, added
 from pipetrain.compute.functions.complete_gradients import CompleteGradients
 from pipetrain.compute.functions.constants import Constants
-from pipetrain.compute.functions.kernels import Kernels
+from pipetrain.compute.functions.kernels import Kernels, calls_python
 from pipetrain.compute.functions.penalties import penalty_gradient
 from pipetrain.compute.functions.repeat import repeatable
 from pipetrain.compute.functions.stage_function import LossFunction, StageFunction
@@ -32,6 +33,7 @@ from pipetrain.compute.functions.weight_binding import BoundFunction, Newest, Of
 from pipetrain.compute.functions.weight_group import Shared
 from pipetrain.compute.functions.weight_groups import WeightGroups
 from pipetrain.compute.graph.segment import Segment
+from pipetrain.compute.keras_private import count_of
 from pipetrain.compute.optimizer.adoption import Part
 from pipetrain.compute.optimizer.loss_scaling import is_dynamic, stepping
 from pipetrain.compute.optimizer.slots import Slot
@@ -82,7 +84,7 @@ class Stage:
         shared: Sequence[Shared] = (),
     ) -> None:
         self.segment, self.device, self.recompute, self._loss = segment, device, recompute, loss
-        self._kernels, self._constants = Kernels(compiled, segment.about), Constants()
+        self._kernels, self._constants = Kernels(compiled, segment.about), Constants(device)
         self._state = State(segment, True, division)
         self._groups = self._grouped(shared, stepping(optimizer), rule)
         self.variables, self.shared = self._groups.variables, self._groups.shared
@@ -130,6 +132,21 @@ class Stage:
         with tf.device(self.device):
             self._groups.load(iterations)
             self._state.load(replica)
+
+    def hold_state(self) -> bool:
+        """Let variables have the state, for functions of whole minibatches; whether these are new ones."""
+        with tf.device(self.device):
+            return self._state.hold()
+
+    def read_state(self) -> None:
+        """The state is that of the variables; in a function that is traced, that of its beginning."""
+        with tf.device(self.device):
+            self._state.read()
+
+    def written_state(self) -> list[tf.Operation]:
+        """At the end of a function that is traced, let the variables have the state; gives what does that."""
+        with tf.device(self.device):
+            return self._state.written()
 
     def store(self, values: Sequence[tf.Tensor]) -> None:
         """Write weights and state, as ``outcome`` or ``snapshot`` gave them, into the model."""
@@ -207,23 +224,23 @@ class Stage:
         weights: Weights,
         given: SavedForBackward | Inputs | Operands,
         gradients: Sequence[Any],
-        share: float,
+        scaled_share: Any,
         total: list[Any] | None = None,
         step: Step | None = None,
-        scale: float = 1.0,
+        scale: Any = 1.0,
     ) -> BackwardResult:
         """Gradients of the weights and of the differentiable inputs, with these weights and what the forward kept.
 
         Given a forward's inputs, the forward is run in the same call, with the same weights, which it must leave as
         they are (see ``changed``); given what ``input_gradients`` has left, only the weights' gradients are made, with
         the same weights. ``gradients`` are those of the outputs that want one (of the loss, for the last stage),
-        ``share`` that of the penalty in a loss that is multiplied by the ``scale``. Those of the weights are added to a
-        ``total``, if there is one; with a ``step`` those of the stage's own weights are used for an update in the same
-        call.
+        ``scaled_share`` that of the penalty in a loss that is multiplied by the ``scale``. Those of the weights are
+        added to a ``total``, if there is one; with a ``step`` those of the stage's own weights are used for an update
+        in the same call.
         """
         runs, late = isinstance(given, Inputs), len(given.packed) if isinstance(given, Operands) else 0
         parts, numbers = Parts(runs, total is not None, step is not None, late), None
-        output_gradients = self._output_gradients(gradients, share, scale)
+        output_gradients = self._output_gradients(gradients, scaled_share, scale)
         if step is not None:
             self._groups.own.set_rate(step.learning_rate)
             numbers = self._step.numbers_of(step)
@@ -241,14 +258,14 @@ class Stage:
         weights: Weights,
         given: SavedForBackward | Inputs,
         gradients: Sequence[Any],
-        share: float,
-        scale: float = 1.0,
+        scaled_share: Any,
+        scale: Any = 1.0,
     ) -> tuple[BackwardResult, Operands]:
         """The gradients of the differentiable inputs, and what ``backward`` makes those of the weights from later.
 
         The arguments are those of ``backward``.
         """
-        output_gradients = self._output_gradients(gradients, share, scale)
+        output_gradients = self._output_gradients(gradients, scaled_share, scale)
         taken, fixed = self._taken(weights, given)
         results = self._backward.input_gradients(isinstance(given, Inputs), weights, taken, fixed, output_gradients)
         return self._result(results._replace(gradients=[]), updated=False), Operands([results.gradients])
@@ -269,12 +286,58 @@ class Stage:
         forward = Forward(output, loss, penalty, None)
         return BackwardResult(results.gradients, results.by_input, updated, forward, _time_s(results.ran_at_s))
 
-    def _output_gradients(self, gradients: Sequence[Any], share: float, scale: float) -> list[tf.Tensor]:
+    def _output_gradients(self, gradients: Sequence[Any], scaled_share: Any, scale: Any) -> list[tf.Tensor]:
         """The gradients of all that is differentiated: as they are given, and those of the penalty."""
         starts = self._halves.outputs
         given, penalties = zip(gradients, starts, strict=False), starts[len(gradients) :]
         made = [self._constants(each, spec.dtype) for each, spec in given]
-        return [*made, *(self._constants(penalty_gradient(spec, share, scale), spec.dtype) for spec in penalties)]
+        return [
+            *made,
+            *(self._constants(penalty_gradient(spec, scaled_share, scale), spec.dtype) for spec in penalties),
+        ]
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether XLA compiles its functions."""
+        return self._kernels.compiled
+
+    @property
+    def calls_python(self) -> bool:
+        """Whether its layers call Python while they run, as ``trace`` found."""
+        return calls_python(self._halves.forward) or calls_python(self._halves.backward)
+
+    @property
+    def loss_dtype(self) -> tf.DType:
+        """The type of the last stage's loss, as ``trace`` found."""
+        return self._halves.outputs[0].dtype
+
+    def counts(self) -> list[int]:
+        """Of the optimizers that update any weights, how many steps each has made."""
+        return [int(count_of(group.optimizer).numpy()) for group in self._groups.all if group.variables]
+
+    @contextmanager
+    def as_before(self) -> Iterator[None]:
+        """In the end weights and optimizers have the values that they had, whatever was done."""
+        kept = [*self.variables, *(each for group in self._groups.all for each in group.optimizer.variables)]
+        before = [tf.identity(variable.value) for variable in kept]
+        try:
+            yield
+        finally:
+            for variable, value in zip(kept, before, strict=True):
+                variable.assign(value)
+
+    def set_rate(self, learning_rate: float | None) -> bool:
+        """The learning rate of the next step, None leaves a schedule unchanged; whether it is another one."""
+        return any([group.set_rate(learning_rate) for group in self._groups.all])
+
+    def updated(self) -> None:
+        """A function that is more than one of the stage's calls has made a step."""
+        for group in self._groups.all:
+            group.updated()
+
+    def forwards_run(self) -> int:
+        """How many calls that are a forward and a backward have done the forward so far."""
+        return self._backward.runs()
 
     def had_run(self) -> bool | None:
         """Whether a ``backward`` that raised, given a forward's inputs, had done the forward.
@@ -326,6 +389,8 @@ class Stage:
         self._complete.update(gradients, step, squared_norms)
 
 
-def _time_s(of_day_s: tf.Tensor | None) -> float | None:
-    """A time of day converted to the clock of ``time.perf_counter``."""
-    return None if of_day_s is None else time.perf_counter() - (time.time() - float(of_day_s))
+def _time_s(of_day_s: tf.Tensor | None) -> Any:
+    """A time of day converted to the clock of ``time.perf_counter``; as it is while a function is traced."""
+    if of_day_s is None or tf.is_symbolic_tensor(of_day_s):
+        return of_day_s
+    return time.perf_counter() - (time.time() - float(of_day_s))

@@ -74,12 +74,12 @@ class BackwardResult(NamedTuple):
     """The results of a backward: gradients of the weights, and of inputs.
 
     Where the call has ``updated`` the stage's own weights, only the gradients of those that it shares are left. For a
-    forward in the same call also its results, and the time when it was finished (``time.perf_counter``), if
-    known.
+    forward in the same call also its results, and the time when it was finished (``time.perf_counter``; in a
+    function that is traced the time of day, as a tensor), if known.
     """
 
     gradients: list[Any]
     by_input: list[tf.Tensor]
     updated: bool = False
     forward: Forward | None = None
-    forward_end_s: float | None = None
+    forward_end_s: Any = None

@@ -47,6 +47,8 @@ class State:
         self._memories: dict[int, list[tf.Tensor]] = {}  # by number of the variable, the part of each microbatch
         self._turns: list[int] = []  # the microbatches of which this replica has rows
         self._turn = 0
+        self._held: list[tf.Variable] = []
+        self._first: list[tf.Tensor] = []  # what was read of these last
 
     @property
     def is_divided(self) -> bool:
@@ -133,6 +135,49 @@ class State:
     def release(self) -> None:
         """Hold no tensors any more."""
         self.values, self._memories = [], {}
+
+    def hold(self) -> bool:
+        """Let variables have the values, on the device of this scope, for functions; whether these are new ones."""
+        flat = self._flat()
+        shapes = [[None, *each.shape[1:]] if is_part else each.shape for is_part, each in flat]
+        are_new = [(each.shape, each.dtype) for each in self._held] != [
+            (tf.TensorShape(shape), each.dtype) for shape, (_, each) in zip(shapes, flat, strict=True)
+        ]
+        if are_new:
+            self._held = [
+                tf.Variable(each, trainable=False, shape=shape) for shape, (_, each) in zip(shapes, flat, strict=True)
+            ]
+        else:
+            for variable, (_, each) in zip(self._held, flat, strict=True):
+                variable.assign(each, read_value=False)
+        return are_new
+
+    def read(self) -> None:
+        """The values are those of the variables; in a function that is traced, those of its beginning."""
+        self._first = [variable.read_value() for variable in self._held]
+        given = iter(self._first)
+        self.values = [
+            [next(given) for _ in self._memories[n]] if n in self._memories else next(given)
+            for n in range(len(self.variables))
+        ]
+        self._memories, self._turn = {n: self.values[n] for n in self._memories}, 0
+        self._show()
+
+    def written(self) -> list[tf.Operation]:
+        """Let the variables have the values of the end of the function that is traced; gives what does that."""
+        return [
+            variable.assign(each, read_value=False)
+            for variable, before, (_, each) in zip(self._held, self._first, self._flat(), strict=True)
+            if each is not before
+        ]
+
+    def _flat(self) -> list[tuple[bool, tf.Tensor]]:
+        """Every value, and whether it is one microbatch's part."""
+        found: list[tuple[bool, tf.Tensor]] = []
+        for n, value in enumerate(self.values):
+            parts = self._memories.get(n)
+            found += [(False, value)] if parts is None else [(True, part) for part in parts]
+        return found
 
 
 def state_of(variable: keras.Variable, replica: int, before: int = 0) -> tf.Tensor:

@@ -119,7 +119,14 @@ class WeightGroup:
         stay bitwise equal.
         """
         self.set_rate(step.learning_rate)
-        self._apply(gradients, _constant(float(step.staleness), tf.float32) if self.rule.corrects else None)
+        staleness = _constant(float(step.staleness), tf.float32) if self.rule.corrects else None
+        if tf.inside_function():  # a call that stays one waits for all that is before it
+            specs = [_spec(each, of) for each, of in zip(gradients, self.variables, strict=True)]
+            Kernels().op(self.update.apply, specs, None if staleness is None else tf.TensorSpec([]))(
+                gradients, staleness
+            )
+        else:
+            self._apply(gradients, staleness)
         self.updated()
 
     def set_rate(self, learning_rate: float | None) -> bool:
@@ -138,6 +145,12 @@ class WeightGroup:
 
 def _constant(value: float, dtype: tf.DType) -> tf.Tensor:
     return tf.constant(value, dtype)
+
+
+def _spec(gradient: Any, variable: keras.Variable) -> Any:
+    if isinstance(gradient, tf.Tensor):
+        return tf.TensorSpec(variable.shape, gradient.dtype)
+    return None if gradient is None else tf.type_spec_from_value(gradient)
 
 
 def _like(variable: keras.Variable, value: tf.Tensor) -> keras.Variable:

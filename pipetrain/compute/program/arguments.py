@@ -1,0 +1,178 @@
+"""What a program's function is given: a minibatch, of which replicas have parts, and numbers of the parts' rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from pipetrain.compute.cores import is_prompt, is_remote
+from pipetrain.compute.functions.stage import Stage
+from pipetrain.compute.program.numbers import Numbers
+from pipetrain.compute.program.stage_trace import Share
+from pipetrain.schemes.parts import Parts, Piece
+
+FIRST, LAST = 0, -1  # the ends of a pipeline: inputs go in at the first stage, labels and sample weights at the last
+
+
+class Settings(NamedTuple):
+    """What a function is traced for, beside its program.
+
+    ``parts`` are those of a minibatch for which it is traced: it serves all of the same form. ``scale``: by which the
+    loss is multiplied, None if that is an argument and steps with gradients that are not finite are skipped. ``host``:
+    this process's device, to which results come. ``is_timed``: whether actions are. ``updates``: whether the state that
+    it leaves is kept, and updates may be in the calls of backwards.
+    """
+
+    parts: Parts
+    loss_is_mean: bool
+    scale: float | None
+    host: str
+    is_timed: bool
+    updates: bool = True
+
+
+class Arguments:
+    """The function's arguments beside the minibatch: ``numbers``, arrays that depend on the number of its rows.
+
+    Args:
+        stages: the replicas of every stage.
+        settings: of the function.
+    """
+
+    def __init__(self, stages: Sequence[Sequence[Stage]], settings: Settings) -> None:
+        self._stages, self._settings, self._parts = stages, settings, settings.parts
+        self._replicas = [len(stage) for stage in stages]
+        self.numbers: list[Numbers] = []
+        self._places: dict[Any, int] = {}  # of the arrays, by what they are of
+        self._given: Sequence[tf.Tensor] = ()
+        count, is_one = self._parts.microbatches, self._parts.microbatches == 1 and max(self._replicas) == 1
+        for end in (FIRST, LAST):
+            if count > 1 or self._replicas[end] > 1:
+                present = self._present(end)
+                of = _rows(present, self._replicas[end])
+                self._add(("rows", end), Numbers(self._entrance(end), tf.int64, len(present), of))
+        for k, replicas in enumerate(stages):
+            for r, replica in enumerate(replicas if not is_one else ()):
+                of = _shares(r, len(replicas), settings.loss_is_mean)
+                self._add(("shares", k, r), Numbers(replica.device, tf.float64, 5 * count, of))
+        for source, sink in [(k + d, k + 1 - d) for k in range(len(stages) - 1) for d in (0, 1)]:
+            for r, replica in enumerate(stages[source]):
+                if pieces := self._cut(source, sink, r):
+                    of = _cuts(pieces, self._replicas[source], self._replicas[sink])
+                    self._add(("cuts", source, sink, r), Numbers(replica.device, tf.int32, 3 * len(pieces), of))
+        if settings.scale is None:
+            for device in dict.fromkeys(replica.device for replicas in stages for replica in replicas):
+                self._add(("scale", device), Numbers(device, tf.float64, 1, lambda parts, scale: [scale]))
+
+    def _add(self, place: Any, numbers: Numbers) -> None:
+        self._places[place] = len(self.numbers)
+        self.numbers.append(numbers)
+
+    def give(self, numbers: Sequence[tf.Tensor]) -> None:
+        """The arrays, as tensors of the function that is traced."""
+        self._given = numbers
+
+    def _present(self, end: int) -> list[tuple[int, int]]:
+        """Of an end of the pipeline the microbatches and replicas that have anything."""
+        replicas = self._replicas[end]
+        every = [(m, r) for m in range(self._parts.microbatches) for r in range(replicas)]
+        return [(m, r) for m, r in every if self._parts.has(m, r, replicas)]
+
+    def _entrance(self, end: int) -> str:
+        """Where a minibatch is divided: where it is used, or in this process for several replicas and for GPUs."""
+        device = self._stages[end][0].device
+        is_here = is_remote(device) or (self._replicas[end] == 1 and is_prompt(device))
+        return device if is_here else self._settings.host
+
+    def divided(self, data: Any, end: int) -> dict[tuple[int, int], Any]:
+        """The rows of data that go in at an end, by microbatch and replica."""
+        if ("rows", end) not in self._places:
+            return {(0, 0): data}
+        keys, rows = self._present(end), self._given[self._places["rows", end]]
+        flat = tf.nest.flatten(data)
+        with tf.device(self._entrance(end)):
+            parts = [[None] * len(keys) if each is None else tf.split(each, rows, num=len(keys)) for each in flat]
+        columns: Any = zip(*parts, strict=True) if parts else [()] * len(keys)
+        return {key: tf.nest.pack_sequence_as(data, list(part)) for key, part in zip(keys, columns, strict=True)}
+
+    def scale(self, device: str) -> Any:
+        """The loss scale, on a device."""
+        known = self._settings.scale
+        return self._given[self._places["scale", device]][0] if known is None else known
+
+    def shares(self, stage: int, replica: int) -> list[Share]:
+        """What a replica's rows of each microbatch are; in the scope of its device."""
+        of, count = self._stages[stage][replica], self._parts.microbatches
+        scale = self.scale(of.device)
+        if ("shares", stage, replica) not in self._places:
+            return [Share(start=scale, scaled=scale)] * count
+        given = self._given[self._places["shares", stage, replica]]
+        values = tf.unstack(tf.cast(given, tf.float32))
+        shares = [Share(*values[m::count]) for m in range(count)]
+        if stage == len(self._stages) - 1 and of.loss_dtype != tf.float32:  # in which its gradients begin
+            starts = tf.unstack(tf.cast(given, of.loss_dtype))[3 * count : 4 * count]
+            shares = [each._replace(start=start) for each, start in zip(shares, starts, strict=True)]
+        return shares
+
+    def cut(self, tensor: Any, source: int, sink: int, piece: Piece, microbatch: int) -> Any:
+        """A piece of the rows that a replica of one stage has for one of another; in the scope of the first's device.
+
+        Raises ValueError for a tensor that has no rows.
+        """
+        if tensor is None:
+            return None
+        if not tensor.shape.rank:
+            raise ValueError(
+                "What crosses from or to a replicated stage must have the batch first. Received: a tensor of shape "
+                f"{tuple(tensor.shape)}. Try a cut somewhere else, or replicas=1 there."
+            )
+        number = self._cut(source, sink, piece.sender).index((microbatch, piece.sender, piece.receiver))
+        numbers = self._given[self._places["cuts", source, sink, piece.sender]]
+        start, stop, of = tf.unstack(numbers[3 * number : 3 * number + 3])
+        rows = tf.shape(tensor)[0]
+        told = "What crosses from or to a replicated stage must have the batch first. Try a cut somewhere else."
+        with tf.control_dependencies([tf.debugging.assert_equal(rows % of, 0, told)]):
+            per_row = rows // of
+        return tensor[start * per_row : stop * per_row]
+
+    def _cut(self, source: int, sink: int, replica: int) -> list[tuple[int, int, int]]:
+        """What a replica cuts for another stage of what it has: microbatch, and the sending and receiving replica."""
+        return [
+            (m, each.sender, each.receiver)
+            for m in range(self._parts.microbatches)
+            for each in self._parts.pieces(m, self._replicas[source], self._replicas[sink])
+            if each.sender == replica and not each.is_whole
+        ]
+
+
+Of = Callable[[Parts, float], list[Any]]
+
+
+def _rows(present: Sequence[tuple[int, int]], replicas: int) -> Of:
+    return lambda parts, scale: [len(parts.replica(m, r, replicas)) for m, r in present]
+
+
+def _shares(replica: int, replicas: int, loss_is_mean: bool) -> Of:
+    """What ``Share`` has, of all microbatches one after another."""
+
+    def of(parts: Parts, scale: float) -> list[Any]:
+        fractions = [parts.fraction(m, replica, replicas) for m in range(parts.microbatches)]
+        shares = [parts.share(m) * (each if replicas > 1 else 1.0) for m, each in enumerate(fractions)]
+        of_loss = shares if loss_is_mean else [1.0] * len(shares)
+        return [*shares, *of_loss, *fractions, *(each * scale for each in (*of_loss, *shares))]
+
+    return of
+
+
+def _cuts(wanted: Sequence[tuple[int, int, int]], senders: int, receivers: int) -> Of:
+    def of(parts: Parts, scale: float) -> list[Any]:
+        found: list[Any] = []
+        for m, *ends in wanted:
+            pieces = parts.pieces(m, senders, receivers)
+            (piece,) = [each for each in pieces if [each.sender, each.receiver] == ends]
+            found += [piece.start, piece.stop, piece.of]
+        return found
+
+    return of

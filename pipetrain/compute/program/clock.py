@@ -1,0 +1,103 @@
+"""Times of day at which actions begin and end, noted on the devices while a program's function runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from pipetrain.schemes.actions import Action
+from pipetrain.trace.records import What
+
+
+class Timed(NamedTuple):
+    """An action of one replica of a stage; its begin and end are at these places of the times."""
+
+    action: Action
+    device: str
+    replica: int
+    begin: int
+    end: int
+
+
+class Crossing(NamedTuple):
+    """What one replica of a stage sent another of a microbatch, from one of the times to another.
+
+    ``size_bytes`` is that of the part that depends on no rows and ``row_bytes`` that of each row, of which the piece's
+    number is known when the function is called.
+    """
+
+    op: What
+    microbatch: int
+    ends: tuple[int, int, int, int]  # the sending stage and replica, and the receiving ones
+    begin: int
+    end: int
+    size_bytes: int
+    row_bytes: int = 0
+
+
+class Clock:
+    """Collects times while a function is traced; they are one of its results.
+
+    Args:
+        host: this process's device, to which they come.
+
+    ``actions`` and ``crossings`` say what the times are of.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._by_device: dict[str, list[tuple[int, tf.Tensor]]] = {}
+        self._count = 0
+        self.actions: list[Timed] = []
+        self.crossings: list[Crossing] = []
+
+    def now(self, after: Sequence[tf.Operation], device: str) -> tf.Tensor:
+        """The time of day on a device when these operations are done."""
+        with tf.device(_processor(device)), tf.control_dependencies(None), tf.control_dependencies(list(after)):
+            return tf.timestamp()
+
+    def add(self, time: tf.Tensor, device: str) -> int:
+        """Take a device's time into the result; gives its place there."""
+        self._by_device.setdefault(_processor(device), []).append((self._count, time))
+        self._count += 1
+        return self._count - 1
+
+    def ends(self, number: int, time: tf.Tensor, device: str) -> None:
+        """The action with this number, and those whose time is the same, end only then."""
+        place, end = self.add(time, device), self.actions[number].end
+        self.actions = [each._replace(end=place) if each.end == end else each for each in self.actions]
+
+    def times(self) -> tf.Tensor:
+        """All times, in the order of their places."""
+        stacked: list[tf.Tensor] = []
+        places: list[int] = []
+        for device, found in self._by_device.items():  # one tensor comes from each device
+            with tf.device(device):
+                stacked.append(tf.stack([time for _, time in found]))
+            places += [place for place, _ in found]
+        with tf.device(self._host):
+            joined = tf.concat([tf.identity(each) for each in stacked], 0)
+            return tf.gather(joined, sorted(range(len(places)), key=lambda n: places[n]))
+
+
+def sizes_of(values: Any) -> tuple[int, int]:
+    """Bytes of tensors that a graph knows: of those without rows, and of a row of the others; 0 for what is open."""
+    fixed = per_row = 0
+    for each in tf.nest.flatten(values, expand_composites=True):
+        if each is None:
+            continue
+        shape = each.shape
+        if shape.rank and shape[0] is None:
+            per_row += (shape[1:].num_elements() or 0) * each.dtype.size
+        else:
+            fixed += (shape.num_elements() or 0) * each.dtype.size
+    return fixed, per_row
+
+
+def _processor(device: str) -> str:
+    """The device, or the first CPU device of the same process: others have no clock."""
+    spec = tf.DeviceSpec.from_string(device)
+    is_processor = spec.device_type == "CPU"
+    return device if is_processor else str(spec.replace(device_type="CPU", device_index=0).to_string())

@@ -1,0 +1,55 @@
+"""Numbers that depend on how many rows a minibatch has: arguments of a program's function, one tensor for each use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from pipetrain.schemes.parts import Parts
+
+KEPT = 8  # numbers of rows whose tensors are kept: most data have two
+
+
+class Numbers(NamedTuple):
+    """One array of numbers on a device: its type and size, and what it is for a minibatch's parts and loss scale."""
+
+    device: str
+    dtype: tf.DType
+    size: int
+    of: Callable[[Parts, float], list[Any]]
+
+    @property
+    def spec(self) -> tf.TensorSpec:
+        """Of the argument."""
+        return tf.TensorSpec([self.size], self.dtype)
+
+
+class NumberArguments:
+    """The arrays that a function is given, made for each number of rows and kept on their devices.
+
+    Args:
+        numbers: the arrays.
+        microbatches: of a minibatch.
+    """
+
+    def __init__(self, numbers: list[Numbers], microbatches: int) -> None:
+        self._numbers, self._microbatches = numbers, microbatches
+        self._made: dict[tuple[int, float], list[tf.Tensor]] = {}
+
+    def __call__(self, rows: int, scale: float) -> list[tf.Tensor]:
+        """For minibatches of so many rows, whose loss is multiplied by the scale."""
+        key = rows, scale
+        if key not in self._made:
+            if len(self._made) >= KEPT:
+                self._made.clear()
+            parts = Parts(rows, self._microbatches)
+            self._made[key] = [_array(each, parts, scale) for each in self._numbers]
+        return self._made[key]
+
+
+def _array(numbers: Numbers, parts: Parts, scale: float) -> tf.Tensor:
+    with tf.device(numbers.device):
+        return tf.constant(np.array(numbers.of(parts, scale), numbers.dtype.as_numpy_dtype))

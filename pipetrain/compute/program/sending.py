@@ -1,0 +1,112 @@
+"""What stages send each other while a program is traced: activations down, their gradients up, rows to each replica."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from pipetrain.compute.cores import is_prompt
+from pipetrain.compute.program.arguments import Arguments
+from pipetrain.compute.program.clock import Clock, Crossing, sizes_of
+from pipetrain.compute.program.stage_trace import Place, Sent
+from pipetrain.schemes.parts import Parts, Piece
+from pipetrain.trace.records import What
+
+
+class Sending:
+    """Values of stages, by who has made them, and as they come to who takes them.
+
+    Nothing but its value orders what is sent: it leaves as soon as it is there.
+
+    Args:
+        devices: of the replicas of every stage.
+        parts: of the minibatch.
+        arguments: of the function.
+        clock: notes when things arrive, if that is wanted.
+    """
+
+    def __init__(
+        self, devices: Sequence[Sequence[str]], parts: Parts, arguments: Arguments, clock: Clock | None
+    ) -> None:
+        self._devices, self._parts, self._arguments, self._clock = devices, parts, arguments, clock
+        self._replicas = [len(each) for each in devices]
+        self._made: dict[tuple[What, int, int, int], Any] = {}
+        self._ends: dict[tuple[What, int, int, int], int] = {}  # places of the times when these were made
+
+    def make(self, op: What, place: Place, microbatch: int, values: Any) -> None:
+        """A replica of a stage has made what goes down (F) or up (B), None if it has no rows."""
+        self._made[op, place.stage, place.replica, microbatch] = values
+
+    def made_at(self, op: What, place: Place, microbatch: int, time: int) -> None:
+        """The place of the time when it had made it."""
+        self._ends[op, place.stage, place.replica, microbatch] = time
+
+    def is_made(self, op: What, stage: int, microbatch: int) -> bool:
+        """Whether all replicas of a stage have made it."""
+        return all((op, stage, r, microbatch) in self._made for r in range(self._replicas[stage]))
+
+    def from_above(self, place: Place, microbatch: int) -> Sent:
+        """What a replica gets of the stage before, on its device as soon as it can be there."""
+        source, device = place.stage - 1, self._device(place)
+        made = [self._made["F", source, r, microbatch] for r in range(self._replicas[source])]
+        values = self._received("F", source, place, microbatch, lambda sent: sent.values)
+        penalties = [_moved(each.penalty, device) for each in made if each.penalty is not None]
+        with tf.device(device):
+            penalty = (penalties[0] if len(made) == 1 else tf.add_n(penalties)) if penalties else None
+        return Sent(values, penalty)
+
+    def from_below(self, place: Place, microbatch: int) -> list[tf.Tensor] | None:
+        """The gradients that a replica gets of the stage after it."""
+        gradients: list[tf.Tensor] | None = self._received("B", place.stage + 1, place, microbatch, lambda sent: sent)
+        return gradients
+
+    def _device(self, place: Place) -> str:
+        return self._devices[place.stage][place.replica]
+
+    def _received(self, op: What, source: int, place: Place, microbatch: int, values_of: Callable[[Any], Any]) -> Any:
+        found = []
+        for piece in self._parts.pieces(microbatch, self._replicas[source], self._replicas[place.stage]):
+            values = values_of(self._made[op, source, piece.sender, microbatch])
+            if piece.receiver == place.replica and values is not None:
+                found.append(self._sent(op, values, source, place, piece, microbatch))
+        return _joined(found, self._device(place))
+
+    def _sent(self, op: What, values: Any, source: int, place: Place, piece: Piece, microbatch: int) -> Any:
+        """One replica's piece, on the device of who takes it."""
+        from_device, device = self._devices[source][piece.sender], self._device(place)
+        if not piece.is_whole:
+            with tf.device(from_device):
+                values = tf.nest.map_structure(
+                    lambda each: self._arguments.cut(each, source, place.stage, piece, microbatch), values
+                )
+        there = _moved(values, device)
+        begin = self._ends.get((op, source, piece.sender, microbatch))
+        if self._clock is not None and begin is not None:
+            end = begin
+            if not (is_prompt(from_device) and is_prompt(device)):  # between processors of a process nothing is copied
+                arrived = [each.op for each in tf.nest.flatten(there) if each is not None]
+                end = self._clock.add(self._clock.now(arrived, device), device)
+            fixed, per_row = sizes_of(values)
+            ends = source, piece.sender, place.stage, piece.receiver
+            self._clock.crossings.append(Crossing(op, microbatch, ends, begin, end, fixed, per_row))
+        return there
+
+
+def _moved(values: Any, device: str) -> Any:
+    """The values on another device, as soon as they can be there."""
+    with tf.device(device), tf.control_dependencies(None):
+        return tf.nest.map_structure(lambda each: each if _is_on(each, device) else tf.identity(each), values)
+
+
+def _is_on(tensor: Any, device: str) -> bool:
+    return tensor is None or tensor.device == device
+
+
+def _joined(parts: Sequence[Any], device: str) -> Any:
+    """The rows of all parts one after another; None if there are none."""
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    with tf.device(device):
+        return tf.nest.map_structure(lambda *rows: None if rows[0] is None else tf.concat(rows, 0), *parts)

@@ -1,0 +1,222 @@
+"""A minibatch's gradients while a program is traced: summed over replicas and stages, judged, and used by updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any
+
+import tensorflow as tf
+
+from pipetrain.compute.functions.backward import over_stages
+from pipetrain.compute.functions.stage import Stage
+from pipetrain.compute.functions.stage_values import Step
+from pipetrain.compute.functions.weight_group import WeightGroup
+from pipetrain.compute.program.clock import Clock, Crossing
+from pipetrain.compute.program.stage_trace import StageTrace
+from pipetrain.schemes.splitting import reduction_bytes, shared_out
+
+Gradients = list[Any]
+
+
+class Sums:
+    """What the updates of all stages need of each other.
+
+    Replicas sum their gradients, each about an r-th of them, in the order of the replicas, so that all have bitwise
+    equal sums. Gradients of weights that several stages have are added from the last of these to the first, which
+    completes them for all. Where the norm of all gradients counts, or whether they are finite, every stage learns it of
+    every other, in the order of the stages.
+
+    Args:
+        traces: the replicas of every stage.
+        scales: whether steps with gradients that are not finite are skipped.
+        clock: notes when sums are there, if that is wanted.
+    """
+
+    def __init__(self, traces: Sequence[Sequence[StageTrace]], scales: bool, clock: Clock | None) -> None:
+        self._traces, self._scales, self._clock = traces, scales, clock
+        self._has_norm = bool(traces[0][0].stage.global_clipnorm)
+        self._depend = scales or self._has_norm
+        self._holders = [[group.holders for group in stage[0].stage.shared] for stage in traces]
+        self._complete: dict[int, list[Gradients]] = {}
+        self._of_replicas: dict[int, list[Gradients]] = {}
+        self._judged: tuple[list[Any], list[Any]] | None = None
+
+    def needed(self, stage: int) -> list[int]:
+        """The stages whose gradients the update of a stage needs."""
+        if self._depend:
+            return [*range(len(self._traces))]
+        return sorted({stage, *chain.from_iterable(self._holders[stage])})
+
+    def update(self, trace: StageTrace, microbatch: int, ended: int | None = None) -> list[tf.Operation]:
+        """Update the weights of a replica; gives what is to be waited for beside all stateful operations.
+
+        A branch whose result nothing waits for is not taken. ``ended`` is the place of the time when the replica had
+        all of its own gradients.
+        """
+        stage, replica = trace.place.stage, trace.place.replica
+        gradients, step = self._completed(stage)[replica], trace.step(microbatch)
+        if self._clock is not None and ended is not None:
+            self._note(trace, gradients, microbatch, ended)
+        squares, finite = self._judgement(trace)
+
+        def apply() -> None:
+            if not trace.has_updated:
+                trace.stage.update(gradients, step, squares)
+            for group in trace.stage.shared:
+                completed = self._handed_down(group, step, squares)
+                group.apply([_on(each, trace.device) for each in completed], step)
+
+        trace.gathered = None
+        if finite is None:
+            apply()
+            return []
+        return [tf.cond(finite, _done(apply, finite), lambda: tf.identity(finite)).op]
+
+    def _note(self, trace: StageTrace, gradients: Gradients, microbatch: int, ended: int) -> None:
+        """Note the sums of which a replica has had a part, from its gradients being there to the sums."""
+        stage, _, replica, replicas = trace.place
+        clock, shared = self._clock, trace.stage.shared
+        assert clock is not None
+        if replicas == 1 and not shared:
+            return
+        present = [each for each in tf.nest.flatten(gradients, expand_composites=True) if each is not None]
+        there = clock.add(clock.now([each.op for each in present], trace.device), trace.device)
+        if replicas > 1:
+            sizes, owned = self._sizes_bytes(stage)
+            size = reduction_bytes(sum(sizes), sum(sizes[n] for n in owned[replica]), replicas)
+            clock.crossings.append(Crossing("R", microbatch, (stage, replica, stage, replica), ended, there, size))
+        for group in shared if replica == 0 else ():
+            size = sum(each.shape.num_elements() * each.dtype.size for each in map(_spec, group.variables))
+            above = [each for each in group.holders if each < stage][-1:]
+            others = above or [each for each in group.holders if each > stage]
+            for other in others:
+                for r in range(len(self._traces[other])):
+                    clock.crossings.append(Crossing("S", microbatch, (stage, 0, other, r), ended, there, size))
+
+    def _sizes_bytes(self, stage: int) -> tuple[list[int], list[list[int]]]:
+        """Of a stage's weights the bytes, and which of its replicas sums which of their gradients."""
+        specs, count = [*map(_spec, self._traces[stage][0].stage.variables)], len(self._traces[stage])
+        sizes = [each.shape.num_elements() * each.dtype.size for each in specs]
+        return sizes, shared_out([each.shape.num_elements() for each in specs], count)
+
+    def _completed(self, stage: int) -> list[Gradients]:
+        """A stage's gradients at each of its replicas, those of shared weights summed over the later stages.
+
+        They are None where an earlier stage completes them.
+        """
+        if stage in self._complete:
+            return self._complete[stage]
+        everyone = [list(each) for each in self._reduced(stage)]
+        for trace, mine in zip(self._traces[stage], everyone, strict=True):
+            for group in trace.stage.shared:
+                total = self._over_stages(group.holders, stage, trace)
+                for n, each in zip(group.numbers, total, strict=True):
+                    mine[n] = each if stage == group.holders[0] else None
+        self._complete[stage] = everyone
+        return everyone
+
+    def _over_stages(self, holders: Sequence[int], stage: int, trace: StageTrace) -> Gradients:
+        """The gradients of shared weights summed over this stage and the later ones, on this replica's device."""
+        (group,) = [each for each in trace.stage.shared if each.holders == tuple(holders)]
+        reduced = self._reduced(stage)[trace.place.replica]
+        mine = [reduced[n] for n in group.numbers]
+        later = [each for each in holders if each > stage]
+        if not later:
+            return mine
+        below = self._over_stages(holders, later[0], self._traces[later[0]][0])
+        moved = [_on(each, trace.device) for each in below]
+        with tf.device(trace.device):
+            return [over_stages(a, b) for a, b in zip(moved, mine, strict=True)]
+
+    def _handed_down(self, group: WeightGroup, step: Step, squares: Any) -> Gradients:
+        """The complete gradients of shared weights, from the first stage that has them."""
+        first = self._traces[group.holders[0]][0]
+        (its,) = [each for each in first.stage.shared if each.holders == group.holders]
+        complete = self._completed(group.holders[0])[0]
+        with tf.device(first.device):
+            mine = [complete[n] for n in its.numbers]
+            return first.stage.prepared(mine, step, None if squares is None else _on(squares, first.device))
+
+    def _reduced(self, stage: int) -> list[Gradients]:
+        """The gradients of a stage, summed over its replicas, at each of these."""
+        if stage not in self._of_replicas:
+            traces = self._traces[stage]
+            if len(traces) == 1:
+                self._of_replicas[stage] = [traces[0].gathered or []]
+            else:
+                self._of_replicas[stage] = _over_replicas(traces)
+        return self._of_replicas[stage]
+
+    # What all stages learn of each other
+
+    def _judgement(self, trace: StageTrace) -> tuple[Any, Any]:
+        """The squared norms of all stages' gradients, and whether all are finite, on a device; None if not asked."""
+        if not self._depend:
+            return None, None
+        norms, finite = self._summaries()
+        with tf.device(trace.device):
+            squares = tf.stack([_on(each, trace.device) for each in norms]) if norms else None
+            all_finite = tf.reduce_all(tf.stack([_on(each, trace.device) for each in finite])) if finite else None
+        return squares, all_finite
+
+    def _summaries(self) -> tuple[list[Any], list[Any]]:
+        """Of every stage the squared norm, and whether its gradients are finite, of its first replica."""
+        if self._judged is None:
+            norms, finite = [], []
+            for stage, (first, *_) in enumerate(self._traces):
+                gradients = self._completed(stage)[0]
+                with tf.device(first.device):
+                    if self._scales:
+                        finite.append(first.stage.all_finite(gradients))
+                    if self._has_norm:
+                        norms.append(first.stage.squared_norm(gradients, Step(None, 0, first.scale)))
+            self._judged = norms, finite
+        return self._judged
+
+    def all_finite(self, host: str) -> tf.Tensor | None:
+        """Whether all gradients are, on this process's device; None if nobody asks."""
+        if not self._scales:
+            return None
+        _, finite = self._summaries()
+        return tf.reduce_all(tf.stack([_on(each, host) for each in finite]))
+
+
+def _spec(variable: Any) -> tf.TensorSpec:
+    return tf.TensorSpec(variable.shape, variable.dtype)
+
+
+def _over_replicas(traces: Sequence[StageTrace]) -> list[Gradients]:
+    """Each replica sums about an r-th of the weights' gradients, and sends the sums to the others."""
+    stage: Stage = traces[0].stage
+    owned = shared_out([variable.shape.num_elements() for variable in stage.variables], len(traces))
+    sums: dict[int, Any] = {}
+    for owner, mine in zip(traces, owned, strict=True):
+        total: list[Any] | None = None
+        for trace in traces:
+            if trace.gathered is not None:
+                share = [_on(trace.gathered[n], owner.device) for n in mine]
+                with tf.device(owner.device):
+                    total = owner.stage.accumulate(total, share, mine)
+        sums.update(zip(mine, total or [], strict=True))
+    return [[_on(sums[n], trace.device) for n in range(len(sums))] for trace in traces]
+
+
+def _on(gradient: Any, device: str) -> Any:
+    """A gradient on a device; None stays None."""
+    with tf.device(device):
+        return tf.nest.map_structure(
+            lambda each: None if each is None else tf.identity(each), gradient, expand_composites=True
+        )
+
+
+def _done(call: Callable[[], None], given: tf.Tensor) -> Callable[[], tf.Tensor]:
+    """A branch that makes the call, and gives what is given when that is done."""
+
+    def branch() -> tf.Tensor:
+        call()
+        made = [each for each in tf.compat.v1.get_default_graph().get_operations() if each.op_def.is_stateful]
+        with tf.control_dependencies(made):
+            return tf.identity(given)
+
+    return branch

@@ -1,0 +1,290 @@
+"""The walk through a program that traces its function: each action a call on its device, after the one before it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from pipetrain.compute.functions.stage import Stage
+from pipetrain.compute.functions.stage_values import BoundaryTensors
+from pipetrain.compute.program.arguments import FIRST, LAST, Arguments, Settings
+from pipetrain.compute.program.clock import Clock, Timed
+from pipetrain.compute.program.result import ProgramResult, joined_loss, joined_predictions
+from pipetrain.compute.program.sending import Sending
+from pipetrain.compute.program.stage_trace import Place, Sent, StageTrace
+from pipetrain.compute.program.sums import Sums
+from pipetrain.schemes.actions import OPERATIONS, Action
+from pipetrain.schemes.programs import Call, Program
+from pipetrain.schemes.scheme import Scheme
+from pipetrain.trace.records import What
+
+FROM_ABOVE = frozenset(op for op, operation in OPERATIONS.items() if "outputs" in operation.received)
+FROM_BELOW = frozenset(op for op, operation in OPERATIONS.items() if "input gradients" in operation.received)
+SENDS_UP = frozenset(op for op, operation in OPERATIONS.items() if "input gradients" in operation.makes)
+BOTH = frozenset({"FB", "FI"})
+Failed = Callable[[Exception, Place, Call], None]
+
+
+class Named(NamedTuple):
+    """A call by the name under which TensorFlow knows it.
+
+    ``number``: which of its replica's calls of forward and backward together it is, None if it is none.
+    """
+
+    place: Place
+    actions: Call
+    number: int | None
+
+
+class _Unit:
+    """What one schedule's device has of one replica: its stages, its calls, and the last operations traced of it."""
+
+    def __init__(self, calls: Sequence[Call], stages: dict[int, StageTrace]) -> None:
+        self.calls, self.stages = list(calls), stages
+        self.at = 0
+        self.last: list[tf.Operation] = []
+        self.timed: int | None = None  # the number of its last action whose times are noted
+
+    @property
+    def call(self) -> Call | None:
+        """The next one."""
+        return self.calls[self.at] if self.at < len(self.calls) else None
+
+    @property
+    def trace(self) -> StageTrace:
+        """The stage whose call is next."""
+        return self.stages[self.calls[self.at][0].stage]
+
+    @property
+    def before_update(self) -> Call:
+        """The action that has completed the gradients of the stage whose update is next: people know it by that."""
+        stage = self.calls[self.at][0].stage
+        *_, call = (each for each in self.calls[: self.at] if each[0].stage == stage and each[-1].updates)
+        return (call[-1]._replace(op="B" if call[-1].op == "FB" else call[-1].op),)
+
+    @property
+    def is_before_update(self) -> bool:
+        """Whether the update of the stage whose call is next follows it."""
+        (action, *_), follows = self.calls[self.at], self.calls[self.at + 1 : self.at + 2]
+        return bool(follows) and follows[0][0].op == "U" and follows[0][0].stage == action.stage
+
+
+class Walk:
+    """One walk: devices in turns, each as far as what it needs of others has been traced.
+
+    Every call waits for the call before it on its device and for its inputs, and nothing else orders operations.
+
+    Args:
+        stages: the replicas of every stage.
+        scheme: which weights are read, and where stages are.
+        program: what devices do.
+        arguments: of the function.
+        settings: of the function.
+        failed: told of an error in tracing a call.
+
+    ``calls`` are all of them by their names, ``clock`` says what the times of a result are of.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Sequence[Stage]],
+        scheme: Scheme,
+        program: Program,
+        arguments: Arguments,
+        settings: Settings,
+        failed: Failed,
+    ) -> None:
+        self._stages, self._scheme, self._program = stages, scheme, program
+        self._arguments, self._settings, self._failed = arguments, settings, failed
+        self._count = settings.parts.microbatches
+        self.calls: dict[str, Named] = {}
+        self.clock: Clock | None = None
+
+    def _placed(self) -> list[list[tuple[int, int]]]:
+        """What each unit has: the stages, and which replica of them."""
+        schedule, count = self._scheme.schedule, len(self._stages)
+        on = [schedule.stages_on(device, count) for device in range(len(self._program.calls))]
+        return [[(k, r) for k in mine] for mine in on for r in range(len(self._stages[mine[0]]))]
+
+    def body(self, x: list[tf.Tensor], targets: Any, numbers: list[tf.Tensor]) -> ProgramResult:
+        """The program's operations."""
+        self._arguments.give(numbers)
+        self.calls, self.clock = {}, Clock(self._settings.host) if self._settings.is_timed else None
+        self._backwards, self._runs = Counter[Place](), Counter[Place]()
+        self._x, self._targets = self._arguments.divided(x, FIRST), self._arguments.divided(targets, LAST)
+        devices = [[replica.device for replica in stage] for stage in self._stages]
+        self._sending = Sending(devices, self._settings.parts, self._arguments, self.clock)
+        self._traces = [
+            [self._begun(k, r, replica) for r, replica in enumerate(stage)] for k, stage in enumerate(self._stages)
+        ]
+        self._sums = Sums(self._traces, self._settings.scale is None, self.clock)
+        units = self._units()
+        while any(unit.call for unit in units):
+            before = sum(unit.at for unit in units)
+            for number, unit in enumerate(units):
+                self._go_on(unit, number)
+            if before == sum(unit.at for unit in units):
+                raise RuntimeError(f"No device can go on. Received: {[str(unit.call) for unit in units]}.")
+        return self._result(units)
+
+    def _begun(self, k: int, r: int, replica: Stage) -> StageTrace:
+        """A replica at the beginning, when its state is that of its variables."""
+        replica.read_state()
+        place = Place(k, len(self._stages), r, len(self._stages[k]))
+        with tf.device(replica.device):
+            shares, scale = self._arguments.shares(k, r), self._arguments.scale(replica.device)
+        return StageTrace(place, replica, self._scheme, self._count, shares, scale)
+
+    def _units(self) -> list[_Unit]:
+        placed = self._placed()
+        devices = [device for device, _ in enumerate(self._program.calls) for _ in range(self._replicas_on(device))]
+        return [
+            _Unit(self._program.calls[device], {k: self._traces[k][r] for k, r in mine})
+            for device, mine in zip(devices, placed, strict=True)
+        ]
+
+    def _replicas_on(self, device: int) -> int:
+        return len(self._stages[self._scheme.schedule.stages_on(device, len(self._stages))[0]])
+
+    def _go_on(self, unit: _Unit, number: int) -> None:
+        """Trace a device's calls, as long as they are ready."""
+        while (call := unit.call) is not None and self._is_ready(call[0]):
+            name = f"action_{number}_{unit.at}"
+            told = unit.before_update if call[0].op == "U" else call
+            self.calls[name] = Named(unit.trace.place, told, self._number(call, unit.trace.place))
+            try:
+                self._perform(unit, call, name)
+            except Exception as error:
+                self._failed(error, unit.trace.place, told)
+                raise
+            unit.at += 1
+
+    def _is_ready(self, action: Action) -> bool:
+        op, stage, microbatch = action
+        if op == "U":
+            return all(self._has_gradients(each) for each in self._sums.needed(stage))
+        if op in FROM_ABOVE and stage > 0:
+            return self._sending.is_made("F", stage - 1, microbatch)
+        if op in FROM_BELOW and stage < len(self._stages) - 1:
+            return self._sending.is_made("B", stage + 1, microbatch)
+        return True
+
+    def _has_gradients(self, stage: int) -> bool:
+        """Whether all replicas of a stage have all weight gradients of the minibatch."""
+        return all(self._backwards[each.place] == self._count for each in self._traces[stage])
+
+    def _received(self, call: Call, place: Place) -> Any:
+        """What a call takes of the stage before or after, on its device as soon as it is there."""
+        op, stage, microbatch = call[0]
+        if op in FROM_ABOVE:
+            if stage > 0:
+                return self._sending.from_above(place, microbatch)
+            x = self._x.get((microbatch, place.replica))
+            return Sent(None if x is None else BoundaryTensors(x, [None] * len(x)), None)
+        return self._sending.from_below(place, microbatch) if op in FROM_BELOW and not place.is_last else None
+
+    def _perform(self, unit: _Unit, call: Call, name: str) -> None:
+        """Trace a call after the one before it on its device; what it leaves is there for others."""
+        trace, is_update = unit.trace, call[0].op == "U"
+        received = self._received(call, trace.place)
+        graph = tf.compat.v1.get_default_graph()
+        with tf.device(trace.device), tf.name_scope(name):
+            begun = None
+            if self.clock:
+                inputs = [each.op for each in tf.nest.flatten(received) if each is not None]
+                begun = self.clock.now([*unit.last, *inputs], trace.device)
+            awaited = unit.last if begun is None else [begun.op]
+            before, middle, branches = len(graph.get_operations()), None, list[tf.Operation]()
+            with tf.control_dependencies(awaited):
+                if not is_update:
+                    middle = self._made_by(call, trace, received, self._updates_within(unit, call))
+                else:
+                    ended = self.clock.actions[unit.timed].end if self.clock and unit.timed is not None else None
+                    branches = self._sums.update(trace, call[0].microbatch, ended)
+            made = [each for each in graph.get_operations()[before:] if each.op_def.is_stateful]
+            unit.last = [*made, *branches] or awaited
+            if self.clock and begun is not None:
+                end = self.clock.now(unit.last, trace.device)
+                unit.last = [end.op]
+                self._note(unit, call, begun, middle, end)
+
+    def _number(self, call: Call, place: Place) -> int | None:
+        if call[0].op not in BOTH:
+            return None
+        self._runs[place] += 1
+        return self._runs[place] - 1
+
+    def _updates_within(self, unit: _Unit, call: Call) -> bool:
+        """Whether the call updates the stage's own weights, too: nobody waits for anything else of it first.
+
+        Other replicas and stages need the gradients, and in a synchronous scheme the stage above, which is idle, its
+        own. With one microbatch it is not sent them first: the gradients of all weights would be in memory at once.
+        """
+        place = unit.trace.place
+        is_awaited = call[0].op in SENDS_UP and place.stage > 0 and self._count > 1
+        is_alone = place.replicas == 1 and not self._program.together
+        wanted = self._settings.updates and unit.is_before_update and is_alone and not is_awaited
+        return wanted and bool(unit.trace.stage.variables)
+
+    def _made_by(self, call: Call, trace: StageTrace, received: Any, updates: bool) -> Any:
+        """Trace a call that is no update; gives the time when a forward in it was finished, if that is known."""
+        (op, _, microbatch), place, middle = call[0], trace.place, None
+        targets = self._targets.get((microbatch, place.replica)) if place.is_last else None
+        returned: Any = None
+        if op == "F":
+            self._sending.make("F", place, microbatch, trace.forward(microbatch, received, targets))
+        elif op == "B":
+            returned = trace.backward(microbatch, received, updates)
+        elif op == "I":
+            returned = trace.input_gradients(microbatch, received)
+        elif op == "W":
+            trace.weight_gradients([each.microbatch for each in call], updates)
+        else:
+            returned, middle = trace.forward_backward(microbatch, received, targets, op == "FI", updates)
+        if op in SENDS_UP:
+            self._sending.make("B", place, microbatch, returned)
+        self._backwards[place] += len(call) * ("weight gradients" in OPERATIONS[op].makes)
+        return middle
+
+    def _note(self, unit: _Unit, call: Call, begun: tf.Tensor, middle: Any, end: tf.Tensor) -> None:
+        """Remember where the times of a call's actions are; several W share theirs, an update ends the one before."""
+        clock, trace, action = self.clock, unit.trace, call[0]
+        assert clock is not None
+        device, replica = trace.device, trace.place.replica
+        if action.op == "U":
+            if unit.timed is not None:
+                clock.ends(unit.timed, end, device)
+            return
+        first, last = clock.add(begun, device), clock.add(end, device)
+        if action.op in BOTH:
+            between = last if middle is None else clock.add(middle, device)
+            clock.actions.append(Timed(action._replace(op="F"), device, replica, first, between))
+            clock.actions.append(
+                Timed(action._replace(op="B" if action.op == "FB" else "I"), device, replica, between, last)
+            )
+        else:
+            clock.actions += [Timed(each, device, replica, first, last) for each in call]
+        unit.timed = len(clock.actions) - 1
+        way: What = "B" if action.op in SENDS_UP else "F"
+        self._sending.made_at(way, trace.place, action.microbatch, last)
+
+    def _result(self, units: Sequence[_Unit]) -> ProgramResult:
+        """What the function gives when all of it is done."""
+        for trace in chain.from_iterable(self._traces if self._settings.updates else ()):
+            unit = next(each for each in units if trace in each.stages.values())
+            with tf.device(trace.device), tf.control_dependencies(unit.last):
+                unit.last = [*unit.last, *trace.stage.written_state()]
+        traces, host = self._traces[-1], self._settings.host
+        done = [trace.outputs[m] for m in range(self._count) for trace in traces if m in trace.outputs]
+        with tf.device(traces[0].device):  # so that one message has all of them
+            loss, predictions = joined_loss(done), joined_predictions([each.predictions for each in done])
+        with tf.device(host):
+            finite, times = self._sums.all_finite(host), self.clock.times() if self.clock else None
+            with tf.control_dependencies([*chain.from_iterable(unit.last for unit in units)]):
+                loss = tf.identity(loss)
+            predictions = tf.nest.map_structure(lambda each: each if each is None else tf.identity(each), predictions)
+        return ProgramResult(loss, predictions, finite, times)

@@ -1,0 +1,244 @@
+"""Runs a pipeline whose minibatches are one function each, behind the interface of a ``Pipeline``."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import tensorflow as tf
+
+from pipetrain.compute.cores import is_prompt
+from pipetrain.compute.functions.stage import Stage
+from pipetrain.compute.functions.tracing import trace_stages
+from pipetrain.compute.gc_pause import gc_paused
+from pipetrain.compute.optimizer.loss_scaling import LossScale
+from pipetrain.compute.program.arguments import Settings
+from pipetrain.compute.program.function import ProgramFunction, traced, walked
+from pipetrain.compute.program.stage_trace import Place
+from pipetrain.compute.tensorflow_private import is_deterministic
+from pipetrain.run import pipeline
+from pipetrain.run.collector import Result
+from pipetrain.run.control import add_note
+from pipetrain.run.pipeline import HOST, Activity
+from pipetrain.run.program_times import ProgramTimes
+from pipetrain.run.run_settings import RunSettings
+from pipetrain.run.stepwise import Stepwise
+from pipetrain.schemes.actions import Action, Op
+from pipetrain.schemes.parts import Parts
+from pipetrain.schemes.policies import Flush
+from pipetrain.schemes.programs import of_minibatch
+from pipetrain.schemes.scheme import Scheme
+from pipetrain.trace.trace import Trace
+
+ACTION = re.compile(r"action_\d+_\d+")  # as TensorFlow names in its errors what has failed
+
+
+class ProgramRunner(Stepwise):
+    """A pipeline that drains after every minibatch, which is one call of a function over all devices.
+
+    Args:
+        stages: the replicas of every stage in order.
+        scheme: order of actions and choice of weights.
+        microbatches: how many a minibatch is split into.
+        settings: called whenever the weights are taken from the model.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Sequence[Stage]],
+        scheme: Scheme,
+        microbatches: int,
+        settings: Callable[[], RunSettings] = RunSettings,
+    ) -> None:
+        self._stages, self._scheme, self._microbatches = [list(replicas) for replicas in stages], scheme, microbatches
+        self._every = [replica for stage in stages for replica in stage]
+        super().__init__([each.device for each in self._every], settings, lambda: None)
+        self._replicas = tuple(map(len, self._stages))
+        self._chunks = scheme.schedule.chunks
+        self._functions: dict[Any, tuple[ProgramFunction, ProgramTimes]] = {}
+        self._scale = LossScale()
+        self._ran: dict[Place, int] = {}  # forwards that calls of forward and backward have done so far
+        self._forms: dict[int, Any] = {}  # of minibatches, by their rows
+        self._timed = deque[tuple[ProgramTimes, int, int, Any]]()  # of the newest steps, until somebody reads the trace
+        self._busy_s = 0.0
+
+    def activity(self) -> Activity:
+        """The devices' activity since the runner was made."""
+        ranks = len(self._every) // self._chunks
+        return Activity(self._busy_s, ranks, self.made + self._steps_done > 0)
+
+    @property
+    def trace(self) -> Trace:
+        """What happened so far."""
+        while self._timed:
+            times, minibatch, rows, at_s = self._timed.popleft()
+            self._spans.extend(times.spans(minibatch, at_s))
+            self._transfers.extend(times.transfers(minibatch, rows, at_s))
+        ranks = None if self._chunks == 1 else self._scheme.schedule.devices(len(self._stages))
+        starts = [first * self._microbatches for first in self._starts]
+        return Trace.of(self._spans.columns(), self._transfers.columns(), ranks, starts)
+
+    def _gradients_traced(self, targets: Any) -> Sequence[Any]:
+        return trace_stages(self._stages, targets)
+
+    def _retraced(self) -> None:
+        self._functions.clear()
+
+    def post(self, x: list[tf.Tensor], y: Any, sample_weight: Any, learning_rate: float | None) -> None:
+        """Make the minibatch's step."""
+        settings = self._run or self._start()
+        self._lost.unless_lost(lambda: self._make(x, (y, sample_weight), settings, learning_rate))
+
+    def _make(self, x: list[tf.Tensor], targets: Any, settings: RunSettings, rate: float | None) -> None:
+        rows = int(x[0].shape[0])
+        function, times = self._function_for(rows, settings)
+        for each in self._every:
+            each.set_rate(rate)
+        given = x, targets, rows, self._scale.scale
+        try:
+            result = function(*given)
+        except tf.errors.OpError as error:
+            if self._name(error, function) and not isinstance(error, tf.errors.CancelledError):
+                raise
+            raise self._cause(error, given, settings) from None
+        if result.finite is not None:
+            self._scale = self._scale.after(bool(result.finite))
+        self._note(times, result.times, rows, settings.is_traced)
+        for place, count in function.runs.items():
+            self._ran[place] = self._ran.get(place, 0) + count
+        for each in self._every:
+            each.updated()
+        self._stepped(Result(result.loss, result.predictions))
+
+    def _function_for(self, rows: int, settings: RunSettings) -> tuple[ProgramFunction, ProgramTimes]:
+        """The function for minibatches of so many rows, which is traced for the first of the same form."""
+        if rows not in self._forms:
+            self._forms[rows] = Parts(rows, self._microbatches).form(self._replicas)
+        scale = None if self._scale.is_dynamic else self._scale.scale
+        key = self._forms[rows], settings.loss_is_mean, scale, settings.exact_times
+        if key not in self._functions:
+            function = self._traced(rows, settings)
+            self._functions[key] = function, ProgramTimes(function.clock, self._microbatches, self._replicas)
+        return self._functions[key]
+
+    def _traced(self, rows: int, settings: RunSettings) -> ProgramFunction:
+        scale = None if self._scale.is_dynamic else self._scale.scale
+        parts = Parts(rows, self._microbatches)
+        given = Settings(parts, settings.loss_is_mean, scale, HOST, is_timed=True)
+        with gc_paused():
+            return traced(self._stages, self._scheme, self._program(settings), self.traced_for, given, self._failed)
+
+    def _failed(self, error: Exception, place: Place, actions: Sequence[Action]) -> None:
+        """An action could not be traced."""
+        add_note(error, self._told(place, actions[-1]))
+
+    def _program(self, settings: RunSettings, apart: bool = False) -> Any:
+        depends = self._scale.is_dynamic or bool(self._every[0].global_clipnorm)
+        shares = self._chunks > 1 and any(each.shared for each in self._every)
+        # A forward that changes weights is followed by a backward that reads them changed.
+        apart = apart or settings.exact_times or any(each.changed for each in self._stages[-1])
+        return of_minibatch(self._scheme.schedule, len(self._stages), self._microbatches, depends or shares, apart)
+
+    def _cause(self, error: tf.errors.OpError, given: Any, settings: RunSettings) -> tf.errors.OpError:
+        """What has failed, where TensorFlow tells only what was stopped because of it, or not where it was.
+
+        It shows when the minibatch's actions are made again one by one, of which nothing remains.
+        """
+        scale = None if self._scale.is_dynamic else self._scale.scale
+        parts = Parts(given[2], self._microbatches)
+        trial = Settings(parts, settings.loss_is_mean, scale, HOST, is_timed=False, updates=False)
+        program = self._program(settings, apart=True)
+        with ExitStack() as kept:
+            for each in self._every:
+                kept.enter_context(each.as_before())
+            try:
+                walked(self._stages, self._scheme, program, given, trial, self._failed)
+            except Exception as cause:
+                return cause if isinstance(cause, tf.errors.OpError) else error
+        return error
+
+    def _name(self, error: tf.errors.OpError, function: ProgramFunction) -> bool:
+        """Add to an error which action of which stage has failed, if that is known; whether it is."""
+        found = ACTION.findall(error.message or str(error))
+        name = next((each for each in reversed(found) if each in function.calls), None)
+        if name is None:
+            return False
+        place, actions, number = function.calls[name]
+        if number is not None:
+            actions = (self._half(actions[0], place, number),)
+        if not isinstance(error, tf.errors.CancelledError):
+            add_note(error, self._told(place, actions[-1]))
+        return True
+
+    def _told(self, place: Place, action: Action) -> str:
+        """Which action of the present minibatch has failed, for people."""
+        action = action._replace(microbatch=self._steps_done * self._microbatches + action.microbatch)
+        which = f"minibatch {self._steps_done}"
+        if self._microbatches > 1:
+            which += f", microbatch {action.microbatch % self._microbatches}"
+        return f"Raised in {place}, {action.operation.about} of {which} (action {action})."
+
+    def _half(self, action: Action, place: Place, number: int) -> Action:
+        """Which half of a forward and backward has failed, that was this one of its stage's in the step."""
+        before = self._ran.get(place, 0)
+        self._ran[place] = now = self._stages[place.stage][place.replica].forwards_run()
+        backward: Op = "B" if action.op == "FB" else "I"
+        return action._replace(op=backward if now - before > number else "F")
+
+    def _note(self, times: ProgramTimes, result: Any, rows: int, keeps: bool) -> None:
+        """Note when the actions of the step that is just over began and ended."""
+        at_s = result.numpy() + (time.perf_counter() - time.time())
+        self._busy_s += times.busy_s(at_s)
+        if keeps:
+            self._timed.append((times, self.made + self._steps_done, rows, at_s))
+            if len(self._timed) * len(times) > pipeline.KEPT_SPANS:
+                self._timed.popleft()
+
+    # Between the model and the devices
+
+    def _load(self, settings: RunSettings) -> None:
+        for stage in self._stages:
+            for number, replica in enumerate(stage):
+                replica.load(settings.updates, number)
+        if any([each.hold_state() for each in self._every]):  # each of them, whatever the first one says
+            self._functions.clear()
+        self._scale = settings.loss_scale
+        last, count = self._stages[-1], len(self._stages)
+        places = [Place(count - 1, count, r, len(last)) for r in range(len(last))]
+        self._ran = {place: each.forwards_run() for place, each in zip(places, last, strict=True)}
+
+    def _count(self, settings: RunSettings) -> None:
+        counts = [count - settings.updates for each in self._every for count in each.counts()]
+        if not self._scale.is_dynamic:
+            self._steps_done = min(counts, default=self._steps_done)
+        elif min(counts, default=0) > self._scale.stepped:  # of steps that were skipped nothing tells
+            self._scale, self._steps_done = self._scale.after(True), self._steps_done + 1
+
+    def _over(self) -> None:
+        super()._over()
+        self.loss_scale = self._scale
+
+    def _outcome(self) -> list[Any]:
+        for each in self._every:
+            each.read_state()
+        return [stage.outcome(others) for stage, *others in self._stages]
+
+    def _store(self, values: Sequence[Any]) -> None:
+        for (stage, *_), mine in zip(self._stages, values, strict=True):
+            stage.store(mine)
+
+
+def is_one_function(scheme: Scheme, stages: Sequence[Sequence[Stage]]) -> bool:
+    """Whether a minibatch is to be one function, when the stages have been traced.
+
+    Nothing of it may be left for the next one but weights and state, and all devices are processors of this process.
+    No layer may call Python: of an error there, which need not come a second time, TensorFlow may tell only that other
+    devices have stopped because of it. Nor does XLA compile a stage: where it cannot, that shows in the first call.
+    """
+    alone = scheme.schedule.flushes and isinstance(scheme.policy, Flush) and not scheme.fits and not is_deterministic()
+    every = [replica for replicas in stages for replica in replicas]
+    return alone and all(is_prompt(each.device) and not each.is_compiled and not each.calls_python for each in every)

@@ -1,0 +1,71 @@
+"""The times that a program's function gives, as spans of actions and transfers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from pipetrain.compute.program.clock import Clock
+from pipetrain.schemes.parts import Parts
+from pipetrain.trace.records import Span, Spans, Transfer, Transfers
+
+
+class ProgramTimes:
+    """What the times of a function are of; several W in one call have an equal part of its time each.
+
+    Args:
+        clock: of the function; None if it has none.
+        microbatches: of a minibatch.
+        replicas: of each stage.
+    """
+
+    def __init__(self, clock: Clock | None, microbatches: int, replicas: tuple[int, ...]) -> None:
+        timed = clock.actions if clock else []
+        self._crossings, self._microbatches, self._replicas = clock.crossings if clock else [], microbatches, replicas
+        self._begins, self._ends = (np.array([each[n] for each in timed], int) for n in (-2, -1))
+        calls = [(each.begin, each.end) for each in timed]
+        of = np.array([calls.count(each) for each in calls])
+        number = np.array([calls[:n].count(each) for n, each in enumerate(calls)])
+        self._from, self._to = number / of, (number + 1) / of
+        self._spans = Spans.of(
+            Span(each.action.op, each.action.stage, each.action.microbatch, each.device, 0.0, 0.0, 0, each.replica)
+            for each in timed
+        )
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    def busy_s(self, at_s: Any) -> float:
+        """Seconds of all devices in actions."""
+        begins_s, ends_s = self._seconds(at_s)
+        return float((ends_s - begins_s).sum())
+
+    def _seconds(self, at_s: Any) -> tuple[Any, Any]:
+        """When each action began and ended, from the function's times."""
+        begins_s, ends_s = at_s[self._begins], at_s[self._ends]
+        took_s = np.maximum(ends_s - begins_s, 0.0)  # the clock may be set anew
+        return begins_s + took_s * self._from, begins_s + took_s * self._to
+
+    def spans(self, minibatch: int, at_s: Any) -> Spans:
+        """The actions of this minibatch, in the order of their begins."""
+        begins_s, ends_s = self._seconds(at_s)
+        microbatch, version = minibatch * self._microbatches + self._spans.microbatch, self._spans.version + minibatch
+        made = replace(self._spans, microbatch=microbatch, version=version, start_s=begins_s, end_s=ends_s)
+        return made[np.argsort(begins_s, kind="stable")]
+
+    def transfers(self, minibatch: int, rows: int, at_s: Any) -> Transfers:
+        """What was sent of this minibatch, which has so many rows, in the order in which it was begun."""
+        first, parts = minibatch * self._microbatches, Parts(rows, self._microbatches)
+        found = []
+        for each in self._crossings:
+            size, (stage, sender, other, receiver) = each.size_bytes, each.ends
+            if each.row_bytes:
+                pieces = parts.pieces(each.microbatch, self._replicas[stage], self._replicas[other])
+                size += each.row_bytes * sum(
+                    piece.stop - piece.start for piece in pieces if (piece.sender, piece.receiver) == (sender, receiver)
+                )
+            begin_s, end_s = float(at_s[each.begin]), max(float(at_s[each.begin]), float(at_s[each.end]))
+            found.append(Transfer(each.op, first + each.microbatch, *each.ends, size, begin_s, end_s))
+        return Transfers.of(sorted(found, key=lambda sent: sent.start_s))
