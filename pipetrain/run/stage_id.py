@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
+from pipetrain.compute.program.stage_trace import Place
 from pipetrain.run.messages import Microbatch
 from pipetrain.schemes.splitting import rows_of
 
 
-class StageId(NamedTuple):
-    """One replica of one stage, and of how many; of every microbatch it has some of the rows."""
-
-    stage: int
-    stages: int
-    replica: int
-    replicas: int
-
-    def __str__(self) -> str:
-        return f"stage {self.stage}" + (f", replica {self.replica}" if self.replicas > 1 else "")
+class StageId(Place):
+    """A place of a pipeline, and what it has of each microbatch."""
 
     def rows(self, microbatch: Microbatch) -> range:
         """Its rows of the microbatch."""

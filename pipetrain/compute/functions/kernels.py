@@ -55,7 +55,7 @@ class Kernels:
         """The function, traced for arguments of these specs, as an op that runs on the caller's thread."""
         with gc_paused():
             if not self.compiled:
-                return _as_call(function, *specs)
+                return direct(_traced(function, *specs))
             compiled = by_xla(function, *specs).call
         plain: list[Callable[..., Any]] = []
         first = iter([(self._said_if_slow, COMPILING)])
@@ -69,7 +69,7 @@ class Kernels:
                     return compiled(*arguments)
             except failures as error:  # while compiling: nothing has been changed yet
                 with gc_paused():
-                    made = _as_call(function, *specs)
+                    made = direct(_traced(function, *specs))
                 results = made(*arguments)  # which raises again where it was no fault of XLA's
                 plain.append(made)
                 self._warn(error)
@@ -116,16 +116,11 @@ def by_xla(function: Callable[..., Any], *specs: Any) -> Compiled:
     """The function, traced for arguments of these specs; XLA compiles it in its first call, which may fail."""
     inner = _traced(function, *specs, jit_compile=True)
     # XLA compiles what another function calls, not what is called by itself.
-    return Compiled(inner, _as_call(lambda *arguments: inner(*arguments), *specs))
+    return Compiled(inner, direct(_traced(lambda *arguments: inner(*arguments), *specs)))
 
 
 def _traced(function: Callable[..., Any], *specs: Any, **settings: Any) -> Any:
     return tf.function(function, autograph=False, **settings).get_concrete_function(*specs)
-
-
-def _as_call(function: Callable[..., Any], *specs: Any) -> Callable[..., Any]:
-    """The function as a single op."""
-    return direct(_traced(function, *specs))
 
 
 def direct(concrete: Any) -> Callable[..., Any]:
@@ -142,8 +137,8 @@ def direct(concrete: Any) -> Callable[..., Any]:
         tensors: list[Any] = []
         unpack(arguments, tensors)
         if tf.inside_function():
-            within[:] = within or [_staying_call(concrete)]
-            return pack(iter(_called(within[0], tensors)))
+            within[:] = within or [_as_operation(_staying_call(concrete))]
+            return pack(iter(within[0](tensors)))
         tensors += captured
         return pack(iter(tf.raw_ops.StatefulPartitionedCall(args=tensors, Tout=types, f=concrete)))
 
@@ -185,16 +180,20 @@ def _staying_call(concrete: Any) -> Any:
     return _traced(flat, *open_specs, experimental_attributes=attributes)
 
 
-def _called(concrete: Any, tensors: list[Any]) -> list[tf.Tensor]:
-    """A call of the function as an operation of the graph that is being traced."""
-    types = [each.dtype for each in concrete.outputs]
+def _as_operation(concrete: Any) -> Callable[[list[Any]], list[tf.Tensor]]:
+    """Makes calls of the function, as operations of the graph that is being traced."""
+    types, captured = [each.dtype for each in concrete.outputs], concrete.captured_inputs
     executor = "" if _has_functions(concrete) else "SINGLE_THREADED_EXECUTOR"  # which has no control flow
-    arguments = [*tensors, *concrete.captured_inputs]
-    made = tf.raw_ops.StatefulPartitionedCall(args=arguments, Tout=types, f=concrete, executor_type=executor)
-    outputs = made if types else []
-    for tensor, like in zip(outputs, concrete.outputs, strict=True):
-        tensor.set_shape(like.shape)
-    return list(outputs)
+
+    def call(tensors: list[Any]) -> list[tf.Tensor]:
+        arguments = [*tensors, *captured]
+        made = tf.raw_ops.StatefulPartitionedCall(args=arguments, Tout=types, f=concrete, executor_type=executor)
+        outputs = list(made) if types else []
+        for tensor, like in zip(outputs, concrete.outputs, strict=True):
+            tensor.set_shape(like.shape)
+        return outputs
+
+    return call
 
 
 def _has_functions(concrete: Any) -> bool:
