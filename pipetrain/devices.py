@@ -27,7 +27,8 @@ def set_cpu_devices(count: int) -> None:
     try:
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
         tf.config.threading.set_intra_op_parallelism_threads(max(1, len(cores()) // count))
-        tf.config.threading.set_inter_op_parallelism_threads(count)
+        # Of each device's own pool. More threads than there are cores look for work that is not there, and take time.
+        tf.config.threading.set_inter_op_parallelism_threads(max(2, len(cores()) // count))
         give_own_pools()
     except RuntimeError as error:
         raise RuntimeError(

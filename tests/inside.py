@@ -22,8 +22,13 @@ def forget_functions(pm):
         functions.clear()
 
 
+def by_threads(patch):
+    """From now on no function has all devices: each has a thread."""
+    patch.setattr("pipetrain.frontend.pipeline_strategy.is_one_function", lambda *given: False)
+
+
 def is_program(pm):
-    """Whether a minibatch is one function over all devices."""
+    """Whether minibatches are calls of functions over all devices."""
     return isinstance(runner(pm), ProgramRunner)
 
 

@@ -32,6 +32,7 @@ from pipetrain.frontend.pipeline_fit import PipelineFit
 from pipetrain.frontend.placement import Placement
 from pipetrain.frontend.snapshots import handed_out
 from pipetrain.frontend.strategy import StepFunction
+from pipetrain.run.course_runner import CourseRunner
 from pipetrain.run.pipeline import Pipeline
 from pipetrain.run.program_runner import ProgramRunner, is_one_function
 from pipetrain.run.run_settings import RunSettings
@@ -152,9 +153,10 @@ class PipelineStrategy:
 
     def _of_traced(self, runner: Any) -> Any:
         """What runs the stages when they have been traced: one function a minibatch where that serves."""
-        if type(runner) in (Pipeline, ProgramRunner):
+        if type(runner) in (Pipeline, ProgramRunner, CourseRunner):
             given = self._stages.replicas, self._scheme, self.microbatches, self._run_settings
-            kind = ProgramRunner if is_one_function(self._scheme, self._stages.replicas) else Pipeline
+            by_functions = CourseRunner if self._scheme.asynchronous else ProgramRunner
+            kind: Any = by_functions if is_one_function(self._scheme, self._stages.replicas) else Pipeline
             if type(runner) is not kind:
                 traced, runner = runner, kind(*given)
                 runner.traced_for, runner.output_masks, runner.made = (
@@ -162,6 +164,8 @@ class PipelineStrategy:
                     traced.output_masks,
                     traced.made,
                 )
+        if isinstance(runner, CourseRunner):
+            runner.minibatches = self.placement.minibatches_at_once(known(known(self._fit).session.rows))
         return runner
 
     def _run_settings(self) -> RunSettings:

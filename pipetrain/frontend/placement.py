@@ -19,7 +19,7 @@ from pipetrain.compute.graph.input_shapes import Shapes, checked_shapes, shapes_
 from pipetrain.compute.graph.segment import Segment
 from pipetrain.compute.graph.sharing import sharing
 from pipetrain.compute.onednn import left_out
-from pipetrain.compute.profiling.operation_count import is_little
+from pipetrain.compute.profiling.operation_count import estimated_s, is_little
 from pipetrain.compute.profiling.profile_cache import cached_profile
 from pipetrain.frontend.attributes import known
 from pipetrain.frontend.device_choice import assign, described
@@ -39,6 +39,8 @@ from pipetrain.simulation.minibatch import acting, timed
 from pipetrain.simulation.schedule_trials import pieces_to_measure
 
 Compiling = TypeVar("Compiling", Stage, Inference)
+
+CALL_S, MOST_AT_ONCE = 0.03, 8  # of functions that have several minibatches: seconds, and how many
 
 
 class Decision(NamedTuple):
@@ -364,6 +366,14 @@ class Placement:
     def replica_devices(self) -> list[str]:
         """The device of every replica, in order."""
         return list(self._devices)
+
+    def minibatches_at_once(self, batch_size: int) -> int:
+        """How many minibatches a call of a function has: as many as take a call's time, by estimate.
+
+        What is measured would be another number each time, and learning rates take effect by it.
+        """
+        minibatch_s = estimated_s(self.chain, batch_size) / self.stages
+        return max(1, min(MOST_AT_ONCE, int(CALL_S / minibatch_s)))
 
     def profile(self, batch_size: int, parts: int) -> Profile:
         """The model's blocks for such a minibatch in so many parts, measured with the rows of one if need be."""

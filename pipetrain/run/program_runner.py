@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -17,8 +17,9 @@ from pipetrain.compute.functions.tracing import trace_stages
 from pipetrain.compute.gc_pause import gc_paused
 from pipetrain.compute.optimizer.loss_scaling import LossScale
 from pipetrain.compute.program.arguments import Settings
-from pipetrain.compute.program.function import ProgramFunction, traced, walked
+from pipetrain.compute.program.function import Given, ProgramFunction, traced, walked
 from pipetrain.compute.program.stage_trace import Place
+from pipetrain.compute.program.walk import Failed
 from pipetrain.compute.tensorflow_private import is_deterministic
 from pipetrain.run import pipeline
 from pipetrain.run.collector import Result
@@ -30,7 +31,7 @@ from pipetrain.run.stepwise import Stepwise
 from pipetrain.schemes.actions import Action, Op
 from pipetrain.schemes.parts import Parts
 from pipetrain.schemes.policies import Flush
-from pipetrain.schemes.programs import of_minibatch
+from pipetrain.schemes.programs import Program, of_minibatch
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.trace.trace import Trace
 
@@ -63,7 +64,9 @@ class ProgramRunner(Stepwise):
         self._scale = LossScale()
         self._ran: dict[Place, int] = {}  # forwards that calls of forward and backward have done so far
         self._forms: dict[int, Any] = {}  # of minibatches, by their rows
-        self._timed = deque[tuple[ProgramTimes, int, int, Any]]()  # of the newest steps, until somebody reads the trace
+        self._timed = deque[
+            tuple[ProgramTimes, int, Mapping[int, int], Any]
+        ]()  # of the newest steps, until somebody reads the trace
         self._busy_s = 0.0
 
     def activity(self) -> Activity:
@@ -98,21 +101,27 @@ class ProgramRunner(Stepwise):
         function, times = self._function_for(rows, settings)
         for each in self._every:
             each.set_rate(rate)
-        given = x, targets, rows, self._scale.scale
+        given = Given([x], [targets], {0: rows}, self._scale.scale)
         try:
-            result = function(*given)
+            result = function(given)
         except tf.errors.OpError as error:
-            if self._name(error, function) and not isinstance(error, tf.errors.CancelledError):
+            step = self._steps_done
+            if self._name(error, function, step) and not isinstance(error, tf.errors.CancelledError):
                 raise
-            raise self._cause(error, given, settings) from None
+            trial = self._settings_of(given.rows, settings)._replace(is_timed=False, updates=False)
+            raise self._cause(error, given, self._program(settings, apart=True), trial, step) from None
         if result.finite is not None:
             self._scale = self._scale.after(bool(result.finite))
-        self._note(times, result.times, rows, settings.is_traced)
-        for place, count in function.runs.items():
-            self._ran[place] = self._ran.get(place, 0) + count
+        self._note(times, result.times, self.made + self._steps_done, given.rows, settings.is_traced)
+        self._count_runs(function)
         for each in self._every:
             each.updated()
-        self._stepped(Result(result.loss, result.predictions))
+        (made,) = result.minibatches
+        self._stepped(Result(made.loss, made.predictions))
+
+    def _count_runs(self, function: ProgramFunction) -> None:
+        for place, count in function.runs.items():
+            self._ran[place] = self._ran.get(place, 0) + count
 
     def _function_for(self, rows: int, settings: RunSettings) -> tuple[ProgramFunction, ProgramTimes]:
         """The function for minibatches of so many rows, which is traced for the first of the same form."""
@@ -126,15 +135,23 @@ class ProgramRunner(Stepwise):
         return self._functions[key]
 
     def _traced(self, rows: int, settings: RunSettings) -> ProgramFunction:
-        scale = None if self._scale.is_dynamic else self._scale.scale
-        parts = Parts(rows, self._microbatches)
-        given = Settings(parts, settings.loss_is_mean, scale, HOST, is_timed=True)
+        given, failed = self._settings_of({0: rows}, settings), self._failed_in(self._steps_done)
         with gc_paused():
-            return traced(self._stages, self._scheme, self._program(settings), self.traced_for, given, self._failed)
+            return traced(self._stages, self._scheme, self._program(settings), self.traced_for, given, failed)
 
-    def _failed(self, error: Exception, place: Place, actions: Sequence[Action]) -> None:
-        """An action could not be traced."""
-        add_note(error, self._told(place, actions[-1]))
+    def _settings_of(self, rows: Mapping[int, int], settings: RunSettings) -> Settings:
+        """Of a function that works on minibatches of so many rows."""
+        scale = None if self._scale.is_dynamic else self._scale.scale
+        parts = {number: Parts(each, self._microbatches) for number, each in rows.items()}
+        return Settings(parts, settings.loss_is_mean, scale, HOST, is_timed=True)
+
+    def _failed_in(self, base: int) -> Failed:
+        """Told of an action that could not be traced; the program's minibatch 0 has this number."""
+
+        def failed(error: Exception, place: Place, actions: Sequence[Action]) -> None:
+            add_note(error, self._told(place, actions[-1], base))
+
+        return failed
 
     def _program(self, settings: RunSettings, apart: bool = False) -> Any:
         depends = self._scale.is_dynamic or bool(self._every[0].global_clipnorm)
@@ -143,26 +160,33 @@ class ProgramRunner(Stepwise):
         apart = apart or settings.exact_times or any(each.changed for each in self._stages[-1])
         return of_minibatch(self._scheme.schedule, len(self._stages), self._microbatches, depends or shares, apart)
 
-    def _cause(self, error: tf.errors.OpError, given: Any, settings: RunSettings) -> tf.errors.OpError:
+    def _cause(
+        self,
+        error: tf.errors.OpError,
+        given: Given,
+        program: Program,
+        trial: Settings,
+        base: int,
+        held_specs: Any = None,
+    ) -> tf.errors.OpError:
         """What has failed, where TensorFlow tells only what was stopped because of it, or not where it was.
 
-        It shows when the minibatch's actions are made again one by one, of which nothing remains.
+        It shows when the program's actions are made again one by one, of which nothing remains.
         """
-        scale = None if self._scale.is_dynamic else self._scale.scale
-        parts = Parts(given[2], self._microbatches)
-        trial = Settings(parts, settings.loss_is_mean, scale, HOST, is_timed=False, updates=False)
-        program = self._program(settings, apart=True)
         with ExitStack() as kept:
             for each in self._every:
                 kept.enter_context(each.as_before())
             try:
-                walked(self._stages, self._scheme, program, given, trial, self._failed)
+                walked(self._stages, self._scheme, program, given, trial, self._failed_in(base), held_specs)
             except Exception as cause:
                 return cause if isinstance(cause, tf.errors.OpError) else error
         return error
 
-    def _name(self, error: tf.errors.OpError, function: ProgramFunction) -> bool:
-        """Add to an error which action of which stage has failed, if that is known; whether it is."""
+    def _name(self, error: tf.errors.OpError, function: ProgramFunction, base: int) -> bool:
+        """Add to an error which action of which stage has failed, if that is known; whether it is.
+
+        The program's minibatch 0 has the number ``base``.
+        """
         found = ACTION.findall(error.message or str(error))
         name = next((each for each in reversed(found) if each in function.calls), None)
         if name is None:
@@ -171,15 +195,14 @@ class ProgramRunner(Stepwise):
         if number is not None:
             actions = (self._half(actions[0], place, number),)
         if not isinstance(error, tf.errors.CancelledError):
-            add_note(error, self._told(place, actions[-1]))
+            add_note(error, self._told(place, actions[-1], base))
         return True
 
-    def _told(self, place: Place, action: Action) -> str:
-        """Which action of the present minibatch has failed, for people."""
-        action = action._replace(microbatch=self._steps_done * self._microbatches + action.microbatch)
-        which = f"minibatch {self._steps_done}"
-        if self._microbatches > 1:
-            which += f", microbatch {action.microbatch % self._microbatches}"
+    def _told(self, place: Place, action: Action, base: int) -> str:
+        """Which action has failed, for people; the program's minibatch 0 has this number."""
+        action = action._replace(microbatch=base * self._microbatches + action.microbatch)
+        minibatch, number = divmod(action.microbatch, self._microbatches)
+        which = f"minibatch {minibatch}" + (f", microbatch {number}" if self._microbatches > 1 else "")
         return f"Raised in {place}, {action.operation.about} of {which} (action {action})."
 
     def _half(self, action: Action, place: Place, number: int) -> Action:
@@ -189,12 +212,12 @@ class ProgramRunner(Stepwise):
         backward: Op = "B" if action.op == "FB" else "I"
         return action._replace(op=backward if now - before > number else "F")
 
-    def _note(self, times: ProgramTimes, result: Any, rows: int, keeps: bool) -> None:
-        """Note when the actions of the step that is just over began and ended."""
+    def _note(self, times: ProgramTimes, result: Any, minibatch: int, rows: Mapping[int, int], keeps: bool) -> None:
+        """Note when the actions of a call that is just over began and ended; its minibatch 0 has this number."""
         at_s = result.numpy() + (time.perf_counter() - time.time())
         self._busy_s += times.busy_s(at_s)
         if keeps:
-            self._timed.append((times, self.made + self._steps_done, rows, at_s))
+            self._timed.append((times, minibatch, rows, at_s))
             if len(self._timed) * len(times) > pipeline.KEPT_SPANS:
                 self._timed.popleft()
 
@@ -233,12 +256,13 @@ class ProgramRunner(Stepwise):
 
 
 def is_one_function(scheme: Scheme, stages: Sequence[Sequence[Stage]]) -> bool:
-    """Whether a minibatch is to be one function, when the stages have been traced.
+    """Whether minibatches are to be calls of functions over all devices, when the stages have been traced.
 
-    Nothing of it may be left for the next one but weights and state, and all devices are processors of this process.
-    No layer may call Python: of an error there, which need not come a second time, TensorFlow may tell only that other
-    devices have stopped because of it. Nor does XLA compile a stage: where it cannot, that shows in the first call.
+    All devices are processors of this process. No layer may call Python: of an error there, which need not come a
+    second time, TensorFlow may tell only that other devices have stopped because of it. Nor does XLA compile a stage:
+    where it cannot, that shows in the first call.
     """
-    alone = scheme.schedule.flushes and isinstance(scheme.policy, Flush) and not scheme.fits and not is_deterministic()
+    known = scheme.schedule.chunks == 1 if scheme.asynchronous else isinstance(scheme.policy, Flush)
+    alone = known and not scheme.fits and not is_deterministic()
     every = [replica for replicas in stages for replica in replicas]
     return alone and all(is_prompt(each.device) and not each.is_compiled and not each.calls_python for each in every)

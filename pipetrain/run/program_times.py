@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +31,16 @@ class ProgramTimes:
         number = np.array([calls[:n].count(each) for n, each in enumerate(calls)])
         self._from, self._to = number / of, (number + 1) / of
         self._spans = Spans.of(
-            Span(each.action.op, each.action.stage, each.action.microbatch, each.device, 0.0, 0.0, 0, each.replica)
+            Span(
+                each.action.op,
+                each.action.stage,
+                each.action.microbatch,
+                each.device,
+                0.0,
+                0.0,
+                each.version,
+                each.replica,
+            )
             for each in timed
         )
 
@@ -49,20 +59,21 @@ class ProgramTimes:
         return begins_s + took_s * self._from, begins_s + took_s * self._to
 
     def spans(self, minibatch: int, at_s: Any) -> Spans:
-        """The actions of this minibatch, in the order of their begins."""
+        """The actions, in the order of their begins; the program's minibatch 0 has this number."""
         begins_s, ends_s = self._seconds(at_s)
         microbatch, version = minibatch * self._microbatches + self._spans.microbatch, self._spans.version + minibatch
         made = replace(self._spans, microbatch=microbatch, version=version, start_s=begins_s, end_s=ends_s)
         return made[np.argsort(begins_s, kind="stable")]
 
-    def transfers(self, minibatch: int, rows: int, at_s: Any) -> Transfers:
-        """What was sent of this minibatch, which has so many rows, in the order in which it was begun."""
-        first, parts = minibatch * self._microbatches, Parts(rows, self._microbatches)
-        found = []
+    def transfers(self, minibatch: int, rows: Mapping[int, int], at_s: Any) -> Transfers:
+        """What was sent, in the order in which it was begun, of minibatches with so many rows."""
+        first, found = minibatch * self._microbatches, []
         for each in self._crossings:
             size, (stage, sender, other, receiver) = each.size_bytes, each.ends
             if each.row_bytes:
-                pieces = parts.pieces(each.microbatch, self._replicas[stage], self._replicas[other])
+                which, number = divmod(each.microbatch, self._microbatches)
+                parts = Parts(rows[which], self._microbatches)
+                pieces = parts.pieces(number, self._replicas[stage], self._replicas[other])
                 size += each.row_bytes * sum(
                     piece.stop - piece.start for piece in pieces if (piece.sender, piece.receiver) == (sender, receiver)
                 )

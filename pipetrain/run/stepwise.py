@@ -11,9 +11,10 @@ from typing import Any
 import tensorflow as tf
 
 from pipetrain.compute.optimizer.loss_scaling import LossScale
+from pipetrain.run import pipeline
 from pipetrain.run.collector import Result, Snapshot
 from pipetrain.run.lost_worker import LostWorker
-from pipetrain.run.pipeline import KEPT_SPANS, Activity
+from pipetrain.run.pipeline import Activity
 from pipetrain.run.run_settings import RunSettings
 from pipetrain.trace.recent import Recent
 from pipetrain.trace.records import Spans, Transfers
@@ -51,8 +52,8 @@ class Stepwise:
         self.made, self.loss_scale = 0, LossScale()
         self.output_masks: Sequence[Any] = ()
         self.snapshots: deque[Snapshot] = deque()
-        self._spans, self._transfers = Recent(Spans, KEPT_SPANS), Recent(Transfers, KEPT_SPANS)
-        self._starts: deque[int] = deque(maxlen=KEPT_SPANS)  # the first step of each run
+        self._spans, self._transfers = Recent(Spans, pipeline.KEPT_SPANS), Recent(Transfers, pipeline.KEPT_SPANS)
+        self._starts: deque[int] = deque(maxlen=pipeline.KEPT_SPANS)  # the first step of each run
 
     @property
     def is_drained(self) -> bool:
@@ -162,6 +163,7 @@ class Stepwise:
             if store:
                 self._store(self._lost.unless_lost(self._outcome))
         except Exception:  # which would come again: the model stays as it was; after an interrupt this is repeated
+            self._steps_done = 0
             self._over()
             raise
         self._over()

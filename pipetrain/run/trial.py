@@ -39,13 +39,14 @@ class Clock:
         return (timed >= TIMED and taken_s >= TIMED_S) or taken_s >= MOST_S
 
     @property
-    def median_s(self) -> float:
-        """Seconds from one minibatch to the next."""
-        return float(np.median(np.diff(self._ends_s[self._warm - 1 :])))
+    def minibatch_s(self) -> float:
+        """Seconds from one minibatch to the next, fitted to all of them: several may come at once."""
+        ends_s = self._ends_s[self._warm - 1 :]
+        return float(np.polyfit(range(len(ends_s)), ends_s, 1)[0])
 
 
 def minibatch_s(pipeline: Pipeline, minibatch: Minibatch) -> float:
-    """Median seconds from one result to the next while the pipeline trains on this minibatch again and again.
+    """Seconds from one result to the next while the pipeline trains on this minibatch again and again.
 
     The pipeline is drained before. It makes real updates, which in the end it drops: the model keeps its weights and
     state, but what optimizers have gathered is that of the trial. Raises what a stage raises.
@@ -60,4 +61,4 @@ def minibatch_s(pipeline: Pipeline, minibatch: Minibatch) -> float:
             clock.tick()
     finally:
         pipeline.abort(store=False)
-    return clock.median_s
+    return clock.minibatch_s

@@ -7,12 +7,13 @@ follow each other. Sends need no place of their own: a value leaves its device w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from pipetrain.schemes.actions import Action, completes
-from pipetrain.schemes.schedules import Schedule, fused, fusible, groups_of, joined
+from pipetrain.schemes.actions import Action
+from pipetrain.schemes.schedules import Order, Schedule, fused, fusible, groups_of, joined
 
 Call = tuple[Action, ...]  # one action, or several W of one stage, which are one call
 
@@ -30,6 +31,10 @@ class Program(NamedTuple):
     def actions(self, device: int) -> list[Action]:
         """All actions of a device."""
         return [action for call in self.calls[device] for action in call]
+
+    def all_actions(self) -> list[Action]:
+        """Those of all devices."""
+        return [action for device in range(len(self.calls)) for action in self.actions(device)]
 
 
 @lru_cache(maxsize=64)
@@ -49,31 +54,47 @@ def of_minibatch(
     devices = schedule.devices(stages)
     calls = []
     for device in range(devices):
-        made = [*_calls(schedule, device, devices, stages - 1, microbatches, apart)]
+        last = stages - 1 if schedule.place(stages - 1, devices) == device and not apart else None
         at_once = len(schedule.stages_on(device, stages)) if together else 1
-        calls.append(tuple(_with_updates(made, microbatches, at_once)))
+        actions = schedule.order(device, devices, groups_of(1, microbatches))
+        calls.append(tuple(calls_of(actions, schedule.order, device, devices, last, microbatches, at_once)))
     return Program(tuple(calls), together)
 
 
-def _calls(
-    schedule: Schedule, device: int, devices: int, last: int, microbatches: int, apart: bool
-) -> Iterator[list[Action]]:
-    order = schedule.order
-    actions = iter(order(device, devices, groups_of(1, microbatches)))
-    has_last = schedule.place(last, devices) == device
-    if has_last and not apart and fusible(order, device, devices, last, microbatches):
+def calls_of(
+    actions: Iterator[Action],
+    order: Order,
+    device: int,
+    devices: int,
+    last: int | None,
+    microbatches: int,
+    at_once: int = 1,
+    made: Counter[tuple[int, int]] | None = None,
+) -> Iterator[Call]:
+    """A device's actions as calls, and after them the updates: ``at_once`` stages', when these have their gradients.
+
+    Args:
+        actions: of the device, in order.
+        order: of which they are.
+        device: its number.
+        devices: how many there are.
+        last: the last stage, if the device has it and may make its F and B one call.
+        microbatches: of a minibatch.
+        at_once: how many stages update together.
+        made: the gradients of each stage and minibatch that wait for their update, before these actions and after.
+    """
+    if last is not None and fusible(order, device, devices, last, microbatches):
         actions = fused(actions, last)
-    return joined(actions, microbatches)
-
-
-def _with_updates(calls: Sequence[list[Action]], microbatches: int, at_once: int) -> Iterator[Call]:
-    """The calls, and after them the updates: ``at_once`` stages', when all of these have their gradients."""
-    flat = [action for call in calls for action in call]
-    ends = iter(completes(flat, microbatches))
+    made = Counter[tuple[int, int]]() if made is None else made
     waiting: list[Action] = []
-    for call in calls:
+    for call in joined(actions, microbatches, made.copy()):
         yield tuple(call)
-        waiting += [action._replace(op="U") for action in call if next(ends)]
+        for action in call:
+            place = action.stage, action.microbatch // microbatches
+            made[place] += action.updates
+            if action.updates and made[place] == microbatches:
+                del made[place]
+                waiting.append(action._replace(op="U"))
         if len(waiting) == at_once:
             for action in sorted(waiting, key=lambda each: each.stage):
                 yield (action,)

@@ -127,13 +127,16 @@ def fused(actions: Iterator[Action], last: int) -> Iterator[Action]:
                 yield following
 
 
-def joined(actions: Iterator[Action], microbatches: int) -> Iterator[list[Action]]:
+def joined(
+    actions: Iterator[Action], microbatches: int, made: Counter[tuple[int, int]] | None = None
+) -> Iterator[list[Action]]:
     """The same order, each action in a list of its own, but the W of one stage that follow each other in one list.
 
     Nothing has to arrive between them, and one call makes the products of all their rows. The action after a W is asked
-    for before that W is given, unless it completes its minibatch.
+    for before that W is given, unless it completes its minibatch. ``made`` are the weight gradients of each stage and
+    minibatch before these actions, whole backwards' too.
     """
-    made: Counter[tuple[int, int]] = Counter()  # weight gradients of a stage and minibatch, whole backwards' too
+    made = made or Counter()
     run: list[Action] = []
     for action in actions:
         if run and (action.op != "W" or action.stage != run[0].stage):

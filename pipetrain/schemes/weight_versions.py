@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipetrain.schemes.policies import Read
 from pipetrain.schemes.scheme import Scheme
+
+
+class HeldVersions(NamedTuple):
+    """What ``WeightVersions`` knows between two actions, counted from some minibatch on: so it is the same again.
+
+    ``kept`` are the old weights, by version and horizon; the others are the newest version, and the next microbatches.
+    """
+
+    version: int
+    next_forward: int
+    next_backward: int
+    kept: dict[tuple[int, float], Any]
 
 
 class WeightVersions:
@@ -60,6 +72,25 @@ class WeightVersions:
         self._kept: dict[Read, Any] = {}
         self._next_forward = self._next_backward = 0
         self.version = 0
+
+    def held(self, since: int) -> HeldVersions:
+        """What is known now, counted from this minibatch on."""
+        kept = {(read.version - since, read.horizon): weights for read, weights in self._kept.items()}
+        first = since * self._microbatches
+        return HeldVersions(self.version - since, self._next_forward - first, self._next_backward - first, kept)
+
+    def resume(self, held: HeldVersions, since: int) -> None:
+        """Go on from there, counted from this minibatch on."""
+        first = since * self._microbatches
+        self.version = held.version + since
+        self._next_forward, self._next_backward = held.next_forward + first, held.next_backward + first
+        self._kept = {Read(version + since, horizon): weights for (version, horizon), weights in held.kept.items()}
+
+    def reads(self, microbatch: int) -> tuple[Read, Read]:
+        """What F(microbatch) and B(microbatch) read, versions counted from their minibatch on."""
+        forward, backward, *_ = self._reads(microbatch)
+        since = microbatch // self._microbatches
+        return Read(forward.version - since, forward.horizon), Read(backward.version - since, backward.horizon)
 
     def forward(self, microbatch: int) -> Any:
         """The weights of F(microbatch)."""

@@ -161,7 +161,7 @@ def test_stages_that_update_at_different_times_are_refused(scheme):
 @pytest.mark.wide
 def test_an_exception_reaches_stages_that_wait_for_the_norm(monkeypatch):
     """The first stage is the last to finish a backward: all others wait for its norm by then."""
-    monkeypatch.setattr("pipetrain.frontend.pipeline_strategy.is_one_function", lambda *given: False)
+    inside.by_threads(monkeypatch)
     settings = {"scheme": "1f1b", "microbatches": 2, "replicas": (2, 1, 1), "cuts": networks.cuts(6, 3)}
     pm = networks.pipeline(optimizer=OPTIMIZERS["momentum"](global_clipnorm=0.1), **settings)
     data = networks.data(64)
@@ -203,7 +203,7 @@ def test_delays_change_no_bit(monkeypatch):
 
 @pytest.mark.wide
 def test_clipped_gradients_take_the_fast_step_and_others_know_of_no_norm(monkeypatch):
-    monkeypatch.setattr("pipetrain.frontend.pipeline_strategy.is_one_function", lambda *given: False)
+    inside.by_threads(monkeypatch)
     fast, made = [], []
     for owner, name, calls in ((Update, "_momentum_step", fast), (GradientExchange, "__init__", made)):
         original = getattr(owner, name)

@@ -344,6 +344,16 @@ def test_bytes_of_a_block_whose_first_dimension_is_not_the_batch():
     assert sizes["inner"] == 3 * 8 * 8 * 4 * 4
 
 
+def test_the_bytes_of_a_block_are_those_of_all_values_that_cross_the_cut_after_it():
+    x = keras.Input((6,))
+    first = L.Dense(5, name="first")(x)
+    second = L.Dense(3, name="second")(first)
+    model = keras.Model(x, L.Dense(2, name="last")(L.Concatenate(name="joined")([first, second])))
+    profile = pipetrain.profile(model, batch_size=4, verbose=False, budget_s=0.01)
+    sizes = {block.name: block.output_bytes for block in profile.blocks}
+    assert sizes == {"first": 4 * 4 * 5, "second": 4 * 4 * (5 + 3), "joined": 4 * 4 * 8, "last": 4 * 4 * 2}
+
+
 def test_a_progress_bar_ends_where_xla_is_not_tried(monkeypatch, capsys):
     monkeypatch.setattr(progress, "PATIENCE_S", -1.0)
     monkeypatch.setattr(profiler, "LITTLE_S", float("inf"))

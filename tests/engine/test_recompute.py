@@ -124,6 +124,16 @@ def test_in_every_scheme(scheme):
     networks.assert_close(again, kept, 1e-6)
 
 
+def test_a_forward_that_runs_again_has_the_weights_of_the_first_time():
+    """While its backward reads newer ones."""
+    results = []
+    for recompute in (False, True):
+        pm = networks.pipeline(networks.mlp(2), cuts=("d0",), scheme="vanilla", recompute=recompute)
+        networks.fit(pm, *networks.data(80))
+        results.append(pm.get_weights())
+    networks.assert_close(*results, 1e-6)
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize("recompute", [False, True])
 def test_what_a_layer_counts_is_counted_once(recompute):

@@ -90,6 +90,16 @@ def test_each_microbatch_assigns():
     np.testing.assert_array_equal(model.get_layer("dense").kernel.numpy(), kernel / 16)
 
 
+def test_a_weight_that_is_read_after_it_is_assigned_gets_the_gradient_of_both_reads():
+    """The second one reads half of it, but its gradient is not halved: the kernel is, and then 2 are subtracted."""
+    inputs = keras.Input((1,))
+    model = keras.Model(inputs, Decaying(1, kernel_initializer="ones", name="dense")(inputs))
+    pm = pipetrain.PipelineModel(model, scheme="1f1b", microbatches=1, stages=1)
+    pm.compile(keras.optimizers.SGD(0.125), lambda y, predicted: predicted)
+    pm.fit(np.ones((4, 1), "float32"), np.zeros((4, 1), "float32"), batch_size=4, verbose=0)
+    assert model.get_layer("dense").kernel.numpy() == 0.5 - 0.125 * 2
+
+
 class Counting(L.Layer):
     """Adds 1 to its weight in each forward."""
 

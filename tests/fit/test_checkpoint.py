@@ -152,6 +152,22 @@ def test_every_kind_of_data_goes_on_where_it_was(data, tmp_path):
     networks.assert_equal(again.get_weights(), whole.get_weights())
 
 
+def test_an_epoch_that_is_passed_over_leaves_the_next_one_its_own_order(tmp_path):
+    """Of a data set that is shuffled anew in every epoch."""
+
+    def weights_after(epochs, folder):
+        pm = networks.fresh("single")
+        data = tf.data.Dataset.from_tensor_slices(networks.data(32)).shuffle(32, seed=1).batch(8)
+        saving = PipelineCheckpoint(tmp_path / folder, every_steps=4)
+        pm.fit(data, epochs=epochs, shuffle=False, verbose=0, callbacks=[saving])
+        return pm.get_weights()
+
+    whole = weights_after(2, "whole")
+    once = weights_after(1, "stopped")
+    networks.assert_equal(weights_after(2, "stopped"), whole)
+    assert (once[0] != whole[0]).any()
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize("stages", parameters.by_default([1, 5], 5))
 def test_another_number_of_stages_goes_on_and_says_so(stages, trained, tmp_path, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pydoc
 import random
 import signal
 import subprocess
@@ -209,22 +210,27 @@ def alarms_interrupt():
     signal.signal(signal.SIGALRM, before)
 
 
-def test_a_second_interrupt_while_threads_are_joined_leaves_a_model_that_trains(monkeypatch):
+@pytest.mark.parametrize(
+    "kind, method",
+    [("pipetrain.run.device_thread.DeviceThread", "join"), ("concurrent.futures.ThreadPoolExecutor", "shutdown")],
+)
+def test_a_second_interrupt_while_threads_end_leaves_a_model_that_trains(kind, method, monkeypatch):
     pm, x, y = networks.pipeline(), *networks.data(200)
-    from pipetrain.run.device_thread import DeviceThread
+    if method == "join":
+        inside.by_threads(monkeypatch)
 
     def interrupt(batch, logs):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt, match="second"):
-        joins = iter([KeyboardInterrupt("second")])
+        errors, original = iter([KeyboardInterrupt("second")]), getattr(pydoc.locate(kind), method)
 
-        def join(self, *args):
-            for error in joins:
+        def ended(self, *args, **settings):
+            for error in errors:
                 raise error
-            return super(DeviceThread, self).join(*args)
+            return original(self, *args, **settings)
 
-        patch.setattr(DeviceThread, "join", join)
+        patch.setattr(f"{kind}.{method}", ended)
         fit(pm, x, y, callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=interrupt)])
     assert np.isfinite(pm.get_weights()[0]).all()
     fit(pm, x, y)

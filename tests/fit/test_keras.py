@@ -109,7 +109,7 @@ def test_an_epoch_s_metrics_are_of_all_its_minibatches():
     )
     trained = {span.microbatch for span in pm.trace.spans if span.op == "B"}
     assert len(losses) == 10
-    assert trained == set(range(10 + inside.runner(pm).window - 1))  # what was in flight was finished
+    assert trained == set(range(min(20, 10 + inside.runner(pm).window - 1)))  # what was in flight was finished
     assert np.isfinite(history.history["loss"][0])
 
 

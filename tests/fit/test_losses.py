@@ -237,6 +237,15 @@ def test_losses_of_layers_that_are_sums_over_rows_stay_sums(scheme, replicas, fi
     assert_alike(got, run(penalized(first), "mse", x, y))
 
 
+def test_beside_a_compiled_loss_that_is_a_sum_penalties_count_once_a_minibatch():
+    def trained(**settings):
+        networks.draw_from(0)
+        built = keras.Sequential([keras.Input((networks.FEATURES,)), L.Dense(OUT, kernel_regularizer="l2")])
+        return run(built, unreduced(reduction="sum"), *(each[:40] for each in data()), **settings)
+
+    assert_alike(trained(stages=1, microbatches=2), trained())
+
+
 def test_and_where_a_minibatch_is_divided_for_evaluation():
     built, (x, y) = penalized("sum", "each"), data()
     pm = pipetrain.PipelineModel(built, cuts=("one",), replicas=(2, 2), scheme="1f1b", microbatches=1)

@@ -10,6 +10,7 @@ import parameters
 import pytest
 from keras import optimizers
 
+from pipetrain.compute.optimizer.momenta import stretched_settings
 from pipetrain.run.stage_work import StageWork
 
 ROWS = 12 * 16
@@ -134,6 +135,14 @@ def test_what_is_made_longer(make, options, said, capsys):
 def test_what_has_no_momentum_that_is_known_is_refused_if_it_is_asked_for():
     with pytest.raises(ValueError, match=r"no momentum that is known.*optimizer=Signs, stretch_momentum=True.*'auto'"):
         networks.pipeline(optimizer=Signs(1e-3), horizon="target", microbatches=1, stretch_momentum=True)
+
+
+def test_decoupled_weight_decay_stays_what_it_is_where_the_learning_rate_is_multiplied():
+    """Keras multiplies one by the other."""
+    optimizer = optimizers.SGD(0.05, momentum=0.9, weight_decay=0.25)
+    settings, factor = stretched_settings(optimizer, 0.5)
+    assert (settings, factor) == ({"momentum": 0.95, "weight_decay": 0.5}, 0.5)
+    assert factor * settings["weight_decay"] == optimizer.weight_decay
 
 
 @pytest.mark.wide

@@ -232,6 +232,18 @@ def test_replicas_follow_what_is_set():
     networks.assert_close(pm.get_weights(), plain.get_weights())
 
 
+def test_every_replica_goes_on_with_the_momentum_that_is_set():
+    pm = pipetrain.PipelineModel(networks.mlp(2), stages=1, replicas=(2,), scheme="gpipe", microbatches=1)
+    plain = networks.mlp(2)
+    for model in (pm, plain):
+        model.compile(momentum(), networks.crossentropy())
+        for _ in range(2):
+            fit(model, X[:40], Y[:40])
+            for variable in model.optimizer.momentums:
+                variable.assign(variable + 0.01)
+    networks.assert_close(pm.get_weights(), plain.get_weights())
+
+
 @pytest.mark.wide
 def test_data_parallelism_knows_the_optimizer_that_it_was_given_again():
     """It trains by a copy, whose slots go along where the original is compiled again."""

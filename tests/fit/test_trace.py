@@ -7,6 +7,7 @@ import json
 import threading
 import time
 
+import inside
 import keras
 import networks
 import numpy as np
@@ -18,7 +19,6 @@ import pipetrain
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.functions.stage_values import Inputs
 from pipetrain.compute.gc_pause import gc_paused
-from pipetrain.frontend import pipeline_strategy
 from pipetrain.run import channels, control, pipeline
 from pipetrain.trace.idle import Idle, idle, pauses
 from pipetrain.trace.records import ENDING, Span
@@ -136,6 +136,7 @@ def test_a_late_stage_is_imbalance(monkeypatch):
             time.sleep(0.02)
         return original(self, weights, given, *others)
 
+    inside.by_threads(monkeypatch)
     pm = traced("vanilla", epochs=1)
     monkeypatch.setattr(Stage, "backward", late)
     trace = again(pm)
@@ -160,7 +161,7 @@ def test_a_late_transfer_is_transfer(monkeypatch):
         return original(tensor, device)
 
     # By threads, which copy what they send; in one function nothing is copied between processors of a process.
-    monkeypatch.setattr(pipeline_strategy, "is_one_function", lambda *given: False)
+    inside.by_threads(monkeypatch)
     pm = traced("gpipe", microbatches=1, epochs=1)
     monkeypatch.setattr(channels, "transfer", late)
     trace = again(pm)
@@ -212,6 +213,7 @@ def test_a_run_that_fails_has_a_trace(monkeypatch):
 def test_devices_are_waited_for_if_the_trace_shall_be_exact(monkeypatch):
     waited = []
     monkeypatch.setattr(control, "finish", waited.append)
+    inside.by_threads(monkeypatch)
     pm = traced("vanilla", epochs=1)
     assert not pm.exact_trace
     assert not waited

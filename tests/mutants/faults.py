@@ -501,15 +501,15 @@ RUN = [
     Fault(
         "sum-over-stages",
         "pipetrain/compute/program/sums.py",
-        "return [over_stages(a, b) for a, b in zip(moved, mine, strict=True)]",
-        "return [a for a, b in zip(moved, mine, strict=True)]",
+        "return [over_stages(a, b) for a, b in zip(here, mine, strict=True)]",
+        "return [a for a, b in zip(here, mine, strict=True)]",
         "The gradients of shared weights are the sums over all stages that have them.",
     ),
     Fault(
         "norm-of-all-stages",
         "pipetrain/compute/program/sums.py",
-        "tf.stack([_on(each, trace.device) for each in norms])",
-        "tf.stack([_on(each, trace.device) for each in norms[:1]])",
+        "tf.stack([moved(each, trace.device) for each in norms])",
+        "tf.stack([moved(each, trace.device) for each in norms[:1]])",
         "Gradients are clipped by the norm of all stages' together.",
     ),
     Fault(

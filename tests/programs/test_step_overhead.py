@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import inside
 import networks
 import pytest
 import tensorflow as tf
@@ -145,7 +146,7 @@ def measured(scheme):
     """A trained pipeline of threads and its work on a minibatch, once for all tests."""
     pm = pipeline(scheme)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("pipetrain.frontend.pipeline_strategy.is_one_function", lambda *given: False)
+        inside.by_threads(patched)
         train(pm, 8)  # traces
         return pm, *Work(patched).per_minibatch(pm)
 

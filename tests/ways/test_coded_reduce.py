@@ -136,6 +136,18 @@ def test_losses_that_are_sums_or_of_every_row(reduction):
     np.testing.assert_allclose(history["loss"], expected["loss"], rtol=1e-5)
 
 
+def test_a_loss_that_is_a_sum_counts_fully_for_every_part():
+    x, y = networks.data(20)
+    results = []
+    for options in ({}, tree(3)):
+        model = networks.mlp(2)
+        model = pipetrain.PipelineModel(model, **options) if options else model
+        model.compile(keras.optimizers.SGD(0.01), networks.crossentropy(reduction="sum"))
+        losses = networks.fit(model, x, y, batch_size=10).history["loss"]
+        results.append([*model.get_weights(), np.array(losses)])
+    networks.assert_close(results[1], results[0])
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize("shape", parameters.by_default(TREES, (3, 2, 1)))
 def test_a_minibatch_of_fewer_rows_than_workers_trains_with_them(shape):

@@ -318,7 +318,7 @@ def test_replicas_on_one_device_take_their_own_rows():
 @pytest.mark.wide
 def test_rows_of_what_is_posted_are_taken_where_data_are_read(monkeypatch):
     """Not on the caller's default device, which is the first stage's where there are GPUs."""
-    monkeypatch.setattr("pipetrain.frontend.pipeline_strategy.is_one_function", lambda *given: False)
+    inside.by_threads(monkeypatch)
     taken, sliced = set(), channels._sliced
 
     def noted(tensor, start, stop):

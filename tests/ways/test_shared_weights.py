@@ -193,6 +193,19 @@ def test_synchronous_schemes_equal_plain_keras(scheme, stages, microbatches, cli
             assert_equal_copies(pm, SHARED[stages])
 
 
+def test_a_weight_of_two_stages_is_trained_by_the_gradients_of_both_and_by_one_penalty():
+    x, results = networks.normal(24, 4), []
+    for parts in (None, {"scheme": "1f1b", "cuts": ("between",), "microbatches": 1}):
+        networks.draw_from(0)
+        inputs, shared = keras.Input((4,)), L.Dense(4, kernel_regularizer="l2", bias_regularizer="l2", name="shared")
+        model = keras.Model(inputs, shared(L.Activation("tanh", name="between")(shared(inputs))))
+        trained = pipetrain.PipelineModel(model, **parts) if parts else model
+        trained.compile(optimizers.SGD(0.05), "mse")
+        losses = networks.fit(trained, x, x, batch_size=8).history["loss"]
+        results.append([*model.get_weights(), np.array(losses)])
+    networks.assert_close(*results)
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize("scheme", parameters.by_default(["spectrain", "1f1b"], "1f1b"))
 def test_replicas(scheme):

@@ -326,6 +326,20 @@ class Stage:
             for variable, value in zip(kept, before, strict=True):
                 variable.assign(value)
 
+    @property
+    def turn(self) -> int:
+        """Which microbatch's state is next, see ``State``."""
+        return self._state.turn
+
+    @turn.setter
+    def turn(self, turn: int) -> None:
+        self._state.turn = turn
+
+    def assign_rate(self, learning_rate: tf.Tensor, shared: int | None = None) -> None:
+        """In a function that is traced, the learning rate of the next step of the own, or of some shared, weights."""
+        group = self._groups.own if shared is None else self._groups.shared[shared]
+        group.assign_rate(learning_rate)
+
     def set_rate(self, learning_rate: float | None) -> bool:
         """The learning rate of the next step, None leaves a schedule unchanged; whether it is another one."""
         return any([group.set_rate(learning_rate) for group in self._groups.all])

@@ -55,6 +55,16 @@ class State:
         """Whether a minibatch comes in several parts."""
         return self._division.parts > 1
 
+    @property
+    def turn(self) -> int:
+        """Which of the microbatches that this replica has rows of is next."""
+        return self._turn
+
+    @turn.setter
+    def turn(self, turn: int) -> None:
+        self._turn = turn
+        self._show()
+
     def complete(self) -> bool:
         """Add what a trace has found to be assigned too; whether there was anything, so that a trace is to have it."""
         known, self.variables = len(self.variables), self._segment.state(self._training)

@@ -137,6 +137,11 @@ class WeightGroup:
         self._learning_rate = learning_rate
         return True
 
+    def assign_rate(self, learning_rate: tf.Tensor) -> None:
+        """In a function that is traced, the learning rate of the next step."""
+        self.optimizer._learning_rate.assign(learning_rate)
+        self._learning_rate = None  # what it is now, only the variable knows
+
     def updated(self) -> None:
         """A step was made."""
         if self.update.fit:

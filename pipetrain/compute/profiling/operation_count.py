@@ -51,6 +51,11 @@ def is_little(chain: Chain, batch_size: int) -> bool:
     return roofline("", batch_size, works, ONE_CORE).total_s < LITTLE_S
 
 
+def estimated_s(chain: Chain, rows: int) -> float:
+    """What one processor core takes for a minibatch, by estimate: the same on every machine."""
+    return roofline("", rows, estimated_counts(chain, rows), ONE_CORE).total_s
+
+
 Count = Callable[[Call, int], "_Count"]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -12,6 +12,7 @@ from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.program.numbers import Numbers
 from pipetrain.compute.program.stage_trace import Share
 from pipetrain.schemes.parts import Parts, Piece
+from pipetrain.schemes.programs import Program
 
 FIRST, LAST = 0, -1  # the ends of a pipeline: inputs go in at the first stage, labels and sample weights at the last
 
@@ -19,52 +20,85 @@ FIRST, LAST = 0, -1  # the ends of a pipeline: inputs go in at the first stage, 
 class Settings(NamedTuple):
     """What a function is traced for, beside its program.
 
-    ``parts`` are those of a minibatch for which it is traced: it serves all of the same form. ``scale``: by which the
-    loss is multiplied, None if that is an argument and steps with gradients that are not finite are skipped. ``host``:
-    this process's device, to which results come. ``is_timed``: whether actions are. ``updates``: whether the state that
-    it leaves is kept, and updates may be in the calls of backwards.
+    ``parts`` are those of the minibatches that it works on, by their numbers: it serves all of the same form.
+    ``scale``: by which the loss is multiplied, None if that is an argument and steps with gradients that are not finite
+    are skipped. ``host``: this process's device, to which results come. ``is_timed``: whether actions are. ``updates``:
+    whether the state that it leaves is kept, and updates may be in the calls of backwards.
+
+    Of a slice of a course, ``base`` is the number of the minibatch that is 0 in the program, since the pipeline was
+    empty. ``results`` are the minibatches whose results it gives, ``snapshots`` those after whose updates weights are
+    kept. ``drains``: whether the pipeline is empty in the end; ``has_rates``: whether learning rates are arguments.
     """
 
-    parts: Parts
+    parts: Mapping[int, Parts]
     loss_is_mean: bool
     scale: float | None
     host: str
     is_timed: bool
     updates: bool = True
+    base: int = 0
+    results: range = range(1)
+    snapshots: frozenset[int] = frozenset()
+    drains: bool = True
+    has_rates: bool = False
+
+    @property
+    def microbatches(self) -> int:
+        """Of a minibatch."""
+        return next(iter(self.parts.values())).microbatches
+
+    def part(self, microbatch: int) -> tuple[Parts, int]:
+        """The parts of a microbatch's minibatch, and its number among these."""
+        minibatch, number = divmod(microbatch, self.microbatches)
+        return self.parts[minibatch], number
 
 
 class Arguments:
-    """The function's arguments beside the minibatch: ``numbers``, arrays that depend on the number of its rows.
+    """The function's arguments beside minibatches: ``numbers``, arrays that depend on the numbers of their rows.
 
     Args:
         stages: the replicas of every stage.
         settings: of the function.
+        program: whose actions say what is needed.
+
+    ``entering`` are for each end of the pipeline the minibatches of which something goes in.
     """
 
-    def __init__(self, stages: Sequence[Sequence[Stage]], settings: Settings) -> None:
-        self._stages, self._settings, self._parts = stages, settings, settings.parts
+    def __init__(self, stages: Sequence[Sequence[Stage]], settings: Settings, program: Program) -> None:
+        self._stages, self._settings = stages, settings
         self._replicas = [len(stage) for stage in stages]
         self.numbers: list[Numbers] = []
         self._places: dict[Any, int] = {}  # of the arrays, by what they are of
         self._given: Sequence[tf.Tensor] = ()
-        count, is_one = self._parts.microbatches, self._parts.microbatches == 1 and max(self._replicas) == 1
-        for end in (FIRST, LAST):
-            if count > 1 or self._replicas[end] > 1:
-                present = self._present(end)
+        self._shared: dict[Any, list[Share]] = {}
+        count, actions = settings.microbatches, program.all_actions()
+        forwards = [each for each in actions if "outputs" in each.operation.makes]
+        at = {FIRST: 0, LAST: len(stages) - 1}
+        self.entering = {
+            end: sorted({each.microbatch // count for each in forwards if each.stage == stage})
+            for end, stage in at.items()
+        }
+        self._is_one = count == 1 and max(self._replicas) == 1
+        for end, minibatches in self.entering.items() if not self._is_one else ():
+            for i in minibatches if count > 1 or self._replicas[end] > 1 else ():
+                present = self._present(end, i)
                 of = _rows(present, self._replicas[end])
-                self._add(("rows", end), Numbers(self._entrance(end), tf.int64, len(present), of))
-        for k, replicas in enumerate(stages):
-            for r, replica in enumerate(replicas if not is_one else ()):
-                of = _shares(r, len(replicas), settings.loss_is_mean)
-                self._add(("shares", k, r), Numbers(replica.device, tf.float64, 5 * count, of))
+                self._add(("rows", end, i), Numbers(i, self._entrance(end), tf.int64, len(present), of))
+        for k, i in sorted({(each.stage, each.microbatch // count) for each in actions}) if not self._is_one else ():
+            for r, replica in enumerate(stages[k]):
+                of = _shares(r, len(stages[k]), settings.loss_is_mean)
+                self._add(("shares", k, r, i), Numbers(i, replica.device, tf.float64, 5 * count, of))
         for source, sink in [(k + d, k + 1 - d) for k in range(len(stages) - 1) for d in (0, 1)]:
-            for r, replica in enumerate(stages[source]):
-                if pieces := self._cut(source, sink, r):
-                    of = _cuts(pieces, self._replicas[source], self._replicas[sink])
-                    self._add(("cuts", source, sink, r), Numbers(replica.device, tf.int32, 3 * len(pieces), of))
+            for i in settings.parts if not self._is_one else ():
+                for r, replica in enumerate(stages[source]):
+                    if pieces := self._cut(source, sink, r, i):
+                        of = _cuts(pieces, self._replicas[source], self._replicas[sink])
+                        numbers = Numbers(i, replica.device, tf.int32, 3 * len(pieces), of)
+                        self._add(("cuts", source, sink, r, i), numbers)
         if settings.scale is None:
+            first = min(settings.parts)
             for device in dict.fromkeys(replica.device for replicas in stages for replica in replicas):
-                self._add(("scale", device), Numbers(device, tf.float64, 1, lambda parts, scale: [scale]))
+                self._add(("scale", device), Numbers(first, device, tf.float64, 1, lambda parts, scale: [scale]))
 
     def _add(self, place: Any, numbers: Numbers) -> None:
         self._places[place] = len(self.numbers)
@@ -72,13 +106,13 @@ class Arguments:
 
     def give(self, numbers: Sequence[tf.Tensor]) -> None:
         """The arrays, as tensors of the function that is traced."""
-        self._given = numbers
+        self._given, self._shared = numbers, {}
 
-    def _present(self, end: int) -> list[tuple[int, int]]:
-        """Of an end of the pipeline the microbatches and replicas that have anything."""
-        replicas = self._replicas[end]
-        every = [(m, r) for m in range(self._parts.microbatches) for r in range(replicas)]
-        return [(m, r) for m, r in every if self._parts.has(m, r, replicas)]
+    def _present(self, end: int, minibatch: int) -> list[tuple[int, int]]:
+        """Of an end of the pipeline a minibatch's microbatches and replicas that have anything."""
+        replicas, parts = self._replicas[end], self._settings.parts[minibatch]
+        every = [(m, r) for m in range(parts.microbatches) for r in range(replicas)]
+        return [(m, r) for m, r in every if parts.has(m, r, replicas)]
 
     def _entrance(self, end: int) -> str:
         """Where a minibatch is divided: where it is used, or in this process for several replicas and for GPUs."""
@@ -86,11 +120,19 @@ class Arguments:
         is_here = is_remote(device) or (self._replicas[end] == 1 and is_prompt(device))
         return device if is_here else self._settings.host
 
-    def divided(self, data: Any, end: int) -> dict[tuple[int, int], Any]:
-        """The rows of data that go in at an end, by microbatch and replica."""
-        if ("rows", end) not in self._places:
+    def divided(self, minibatches: Sequence[Any], end: int) -> dict[tuple[int, int], Any]:
+        """The rows of the data that go in at an end, by microbatch and replica."""
+        found = {}
+        for i, data in zip(self.entering[end], minibatches, strict=True):
+            for (m, r), part in self._parts_of(data, end, i).items():
+                found[i * self._settings.microbatches + m, r] = part
+        return found
+
+    def _parts_of(self, data: Any, end: int, minibatch: int) -> dict[tuple[int, int], Any]:
+        """A minibatch's parts, by its microbatches and replicas."""
+        if ("rows", end, minibatch) not in self._places:
             return {(0, 0): data}
-        keys, rows = self._present(end), self._given[self._places["rows", end]]
+        keys, rows = self._present(end, minibatch), self._given[self._places["rows", end, minibatch]]
         flat = tf.nest.flatten(data)
         with tf.device(self._entrance(end)):
             parts = [[None] * len(keys) if each is None else tf.split(each, rows, num=len(keys)) for each in flat]
@@ -102,13 +144,21 @@ class Arguments:
         known = self._settings.scale
         return self._given[self._places["scale", device]][0] if known is None else known
 
-    def shares(self, stage: int, replica: int) -> list[Share]:
-        """What a replica's rows of each microbatch are; in the scope of its device."""
-        of, count = self._stages[stage][replica], self._parts.microbatches
+    def share(self, stage: int, replica: int, microbatch: int) -> Share:
+        """What a replica's rows of a microbatch are; in the scope of its device."""
+        minibatch, number = divmod(microbatch, self._settings.microbatches)
+        place = stage, replica, minibatch
+        if place not in self._shared:
+            with tf.control_dependencies(None):  # which others use, too
+                self._shared[place] = self._shares(*place)
+        return self._shared[place][number]
+
+    def _shares(self, stage: int, replica: int, minibatch: int) -> list[Share]:
+        of, count = self._stages[stage][replica], self._settings.microbatches
         scale = self.scale(of.device)
-        if ("shares", stage, replica) not in self._places:
+        if ("shares", stage, replica, minibatch) not in self._places:
             return [Share(start=scale, scaled=scale)] * count
-        given = self._given[self._places["shares", stage, replica]]
+        given = self._given[self._places["shares", stage, replica, minibatch]]
         values = tf.unstack(tf.cast(given, tf.float32))
         shares = [Share(*values[m::count]) for m in range(count)]
         if stage == len(self._stages) - 1 and of.loss_dtype != tf.float32:  # in which its gradients begin
@@ -128,8 +178,9 @@ class Arguments:
                 "What crosses from or to a replicated stage must have the batch first. Received: a tensor of shape "
                 f"{tuple(tensor.shape)}. Try a cut somewhere else, or replicas=1 there."
             )
-        number = self._cut(source, sink, piece.sender).index((microbatch, piece.sender, piece.receiver))
-        numbers = self._given[self._places["cuts", source, sink, piece.sender]]
+        minibatch, m = divmod(microbatch, self._settings.microbatches)
+        number = self._cut(source, sink, piece.sender, minibatch).index((m, piece.sender, piece.receiver))
+        numbers = self._given[self._places["cuts", source, sink, piece.sender, minibatch]]
         start, stop, of = tf.unstack(numbers[3 * number : 3 * number + 3])
         rows = tf.shape(tensor)[0]
         told = "What crosses from or to a replicated stage must have the batch first. Try a cut somewhere else."
@@ -137,12 +188,13 @@ class Arguments:
             per_row = rows // of
         return tensor[start * per_row : stop * per_row]
 
-    def _cut(self, source: int, sink: int, replica: int) -> list[tuple[int, int, int]]:
+    def _cut(self, source: int, sink: int, replica: int, minibatch: int) -> list[tuple[int, int, int]]:
         """What a replica cuts for another stage of what it has: microbatch, and the sending and receiving replica."""
+        parts = self._settings.parts[minibatch]
         return [
             (m, each.sender, each.receiver)
-            for m in range(self._parts.microbatches)
-            for each in self._parts.pieces(m, self._replicas[source], self._replicas[sink])
+            for m in range(parts.microbatches)
+            for each in parts.pieces(m, self._replicas[source], self._replicas[sink])
             if each.sender == replica and not each.is_whole
         ]
 

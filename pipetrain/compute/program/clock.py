@@ -12,11 +12,15 @@ from pipetrain.trace.records import What
 
 
 class Timed(NamedTuple):
-    """An action of one replica of a stage; its begin and end are at these places of the times."""
+    """An action of one replica of a stage, when this had such a version; its begin and end are at places of the times.
+
+    Minibatches and versions are counted from the program's minibatch 0.
+    """
 
     action: Action
     device: str
     replica: int
+    version: int
     begin: int
     end: int
 

@@ -7,15 +7,15 @@ made. Stages' functions stay calls in it, each on its stage's device.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from pipetrain.compute.functions.flattening import packer, unpacker
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.functions.weight_binding import any_rows
-from pipetrain.compute.program.arguments import Arguments, Settings
+from pipetrain.compute.program.arguments import FIRST, LAST, Arguments, Settings
 from pipetrain.compute.program.numbers import NumberArguments
 from pipetrain.compute.program.result import ProgramResult
 from pipetrain.compute.program.walk import Failed, Walk
@@ -24,24 +24,43 @@ from pipetrain.schemes.programs import Program
 from pipetrain.schemes.scheme import Scheme
 
 
-class ProgramFunction:
-    """A traced program: call it with a minibatch.
+class Given(NamedTuple):
+    """What a program's function is called with.
 
-    ``calls`` are its calls by their names, ``runs`` how many of each replica's are a forward and a backward together,
-    and ``clock`` says what the times in its results are of.
+    ``x`` and ``targets`` are those of the minibatches of which something goes in at the first stage and at the last
+    one, ``rows`` of all that it works on by their numbers, ``rates`` their learning rates if these are arguments, and
+    ``held`` what the function before has left. The loss is multiplied by the ``scale``.
     """
 
-    def __init__(self, concrete: Any, numbers: NumberArguments, walk: Walk) -> None:
+    x: Sequence[Sequence[tf.Tensor]]
+    targets: Sequence[Any]
+    rows: Mapping[int, int]
+    scale: float = 1.0
+    rates: tf.Tensor | None = None
+    held: Sequence[tf.Tensor] = ()
+
+
+class ProgramFunction:
+    """A traced program: call it with minibatches.
+
+    ``calls`` are its calls by their names, ``runs`` how many of each replica's are a forward and a backward together,
+    ``clock`` says what the times in its results are of, ``entering`` which minibatches' inputs and targets it takes,
+    and ``held_specs`` what it leaves for the next one.
+    """
+
+    def __init__(self, concrete: Any, numbers: NumberArguments, walk: Walk, arguments: Arguments) -> None:
         self._concrete, self._numbers = concrete, numbers  # TensorFlow forgets a function that nobody holds
         self._unpack, self._pack = unpacker(concrete.structured_input_signature[0]), packer(concrete.structured_outputs)
         self._call = call_of(concrete)
-        self.calls, self.clock = walk.calls, walk.clock
+        self.calls, self.clock, self.held_specs = walk.calls, walk.clock, walk.held_specs
+        self.entering = arguments.entering[FIRST], arguments.entering[LAST]
         self.runs = Counter(each.place for each in self.calls.values() if each.number is not None)
 
-    def __call__(self, x: Sequence[tf.Tensor], targets: Any, rows: int, scale: float) -> ProgramResult:
-        """Make the step of a minibatch of so many rows, whose loss is multiplied by the scale."""
+    def __call__(self, given: Given) -> ProgramResult:
+        """Work on these minibatches."""
         flat: list[tf.Tensor] = []
-        self._unpack((x, targets, self._numbers(rows, scale)), flat)
+        numbers = self._numbers(given.rows, given.scale)
+        self._unpack((given.x, given.targets, numbers, given.rates, given.held), flat)
         result: ProgramResult = self._pack(iter(self._call(flat)))
         return result
 
@@ -50,15 +69,16 @@ def walked(
     stages: Sequence[Sequence[Stage]],
     scheme: Scheme,
     program: Program,
-    given: tuple[Sequence[tf.Tensor], Any, int, float],
+    given: Given,
     settings: Settings,
     failed: Failed,
+    held_specs: Any = None,
 ) -> None:
     """Make a program's calls one after another, for what a function is given; no state of layers is kept."""
-    arguments = Arguments(stages, settings)
-    x, targets, rows, scale = given
-    numbers = NumberArguments(arguments.numbers, settings.parts.microbatches)(rows, scale)
-    Walk(stages, scheme, program, arguments, settings, failed).body(list(x), targets, numbers)
+    arguments = Arguments(stages, settings, program)
+    numbers = NumberArguments(arguments.numbers, settings.microbatches)(given.rows, given.scale)
+    walk = Walk(stages, scheme, program, arguments, settings, failed)
+    walk.body([list(each) for each in given.x], given.targets, numbers, given.rates, _held(held_specs, given.held))
 
 
 def traced(
@@ -68,15 +88,37 @@ def traced(
     targets: Any,
     settings: Settings,
     failed: Failed,
+    held_specs: Any = None,
 ) -> ProgramFunction:
-    """Trace the program of a minibatch, for labels and sample weights of these specs.
+    """Trace a program, for labels and sample weights of these specs.
 
     The stages have been traced and their state is held, see ``Stage.hold_state``. ``failed`` is told of an error in
-    tracing an action.
+    tracing an action. ``held_specs`` are those of what the function before has left.
     """
-    arguments = Arguments(stages, settings)
+    arguments = Arguments(stages, settings, program)
     walk = Walk(stages, scheme, program, arguments, settings, failed)
-    function = tf.function(walk.body, autograph=False, experimental_attributes=UNORDERED)
-    given = any_rows(stages[0][0].segment.inputs), targets, [each.spec for each in arguments.numbers]
-    concrete = function.get_concrete_function(*given)
-    return ProgramFunction(concrete, NumberArguments(arguments.numbers, settings.parts.microbatches), walk)
+
+    def body(x: Any, targets: Any, numbers: Any, rates: Any, held: list[tf.Tensor]) -> ProgramResult:
+        return walk.body(x, targets, numbers, rates, _held(held_specs, held))
+
+    function = tf.function(body, autograph=False, experimental_attributes=UNORDERED)
+    inputs = any_rows(stages[0][0].segment.inputs)
+    leaves = tf.nest.flatten(held_specs, expand_composites=True)
+    concrete = function.get_concrete_function(
+        [inputs for _ in arguments.entering[FIRST]],
+        [targets for _ in arguments.entering[LAST]],
+        [each.spec for each in arguments.numbers],
+        tf.TensorSpec([len(settings.parts)]) if settings.has_rates else None,
+        [each for each in leaves if isinstance(each, tf.TensorSpec)],
+    )
+    return ProgramFunction(concrete, NumberArguments(arguments.numbers, settings.microbatches), walk, arguments)
+
+
+def _held(specs: Any, tensors: Sequence[tf.Tensor]) -> Any:
+    """What the function before has left, as it was."""
+    if specs is None:
+        return None
+    given = iter(tensors)
+    leaves = tf.nest.flatten(specs, expand_composites=True)
+    flat = [next(given) if isinstance(each, tf.TensorSpec) else each for each in leaves]
+    return tf.nest.pack_sequence_as(specs, flat, expand_composites=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,12 +10,16 @@ import tensorflow as tf
 
 from pipetrain.schemes.parts import Parts
 
-KEPT = 8  # numbers of rows whose tensors are kept: most data have two
+KEPT = 8  # calls whose tensors are kept, by their minibatches' rows: most data have two numbers of them
 
 
 class Numbers(NamedTuple):
-    """One array of numbers on a device: its type and size, and what it is for a minibatch's parts and loss scale."""
+    """One array of numbers on a device: its type and size, and what it is for a minibatch's parts and loss scale.
 
+    ``minibatch`` is the number of that minibatch.
+    """
+
+    minibatch: int
     device: str
     dtype: tf.DType
     size: int
@@ -37,16 +41,18 @@ class NumberArguments:
 
     def __init__(self, numbers: list[Numbers], microbatches: int) -> None:
         self._numbers, self._microbatches = numbers, microbatches
-        self._made: dict[tuple[int, float], list[tf.Tensor]] = {}
+        self._made: dict[Any, list[tf.Tensor]] = {}
 
-    def __call__(self, rows: int, scale: float) -> list[tf.Tensor]:
-        """For minibatches of so many rows, whose loss is multiplied by the scale."""
-        key = rows, scale
+    def __call__(self, rows: Mapping[int, int], scale: float) -> list[tf.Tensor]:
+        """For minibatches of so many rows, by their numbers, whose loss is multiplied by the scale."""
+        if not self._numbers:
+            return []
+        key = tuple(rows.values()), scale
         if key not in self._made:
             if len(self._made) >= KEPT:
                 self._made.clear()
-            parts = Parts(rows, self._microbatches)
-            self._made[key] = [_array(each, parts, scale) for each in self._numbers]
+            parts = {number: Parts(each, self._microbatches) for number, each in rows.items()}
+            self._made[key] = [_array(each, parts[each.minibatch], scale) for each in self._numbers]
         return self._made[key]
 
 

@@ -11,17 +11,25 @@ from pipetrain.compute.functions.stage_values import BoundaryTensors
 from pipetrain.compute.program.stage_trace import Output
 
 
-class ProgramResult(NamedTuple):
-    """A minibatch's loss, a number or one for every row, and the model's outputs, on this process's device.
-
-    ``finite`` says whether all gradients were, where steps with others are skipped. ``times`` are times of day, see
-    ``Clock``.
-    """
+class MinibatchResult(NamedTuple):
+    """A minibatch's loss, a number or one for every row, and the model's outputs, on this process's device."""
 
     loss: tf.Tensor
     predictions: BoundaryTensors
+
+
+class ProgramResult(NamedTuple):
+    """What comes of some minibatches, and what the next function of a course goes on with.
+
+    ``finite`` says whether all gradients were, where steps with others are skipped. ``times`` are times of day, see
+    ``Clock``. ``snapshots`` are weights and state, by minibatch and stage.
+    """
+
+    minibatches: list[MinibatchResult]
     finite: tf.Tensor | None
     times: tf.Tensor | None
+    snapshots: list[Any]
+    held: list[tf.Tensor]
 
 
 def joined_loss(outputs: Sequence[Output]) -> tf.Tensor:

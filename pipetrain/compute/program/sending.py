@@ -8,10 +8,10 @@ from typing import Any
 import tensorflow as tf
 
 from pipetrain.compute.cores import is_prompt
-from pipetrain.compute.program.arguments import Arguments
+from pipetrain.compute.program.arguments import Arguments, Settings
 from pipetrain.compute.program.clock import Clock, Crossing, sizes_of
 from pipetrain.compute.program.stage_trace import Place, Sent
-from pipetrain.schemes.parts import Parts, Piece
+from pipetrain.schemes.parts import Piece
 from pipetrain.trace.records import What
 
 
@@ -22,17 +22,18 @@ class Sending:
 
     Args:
         devices: of the replicas of every stage.
-        parts: of the minibatch.
+        settings: of the function.
         arguments: of the function.
         clock: notes when things arrive, if that is wanted.
     """
 
     def __init__(
-        self, devices: Sequence[Sequence[str]], parts: Parts, arguments: Arguments, clock: Clock | None
+        self, devices: Sequence[Sequence[str]], settings: Settings, arguments: Arguments, clock: Clock | None
     ) -> None:
-        self._devices, self._parts, self._arguments, self._clock = devices, parts, arguments, clock
+        self._devices, self._settings, self._arguments, self._clock = devices, settings, arguments, clock
         self._replicas = [len(each) for each in devices]
         self._made: dict[tuple[What, int, int, int], Any] = {}
+        self._taken = set[tuple[What, int, int]]()
         self._ends: dict[tuple[What, int, int, int], int] = {}  # places of the times when these were made
 
     def make(self, op: What, place: Place, microbatch: int, values: Any) -> None:
@@ -67,11 +68,16 @@ class Sending:
 
     def _received(self, op: What, source: int, place: Place, microbatch: int, values_of: Callable[[Any], Any]) -> Any:
         found = []
-        for piece in self._parts.pieces(microbatch, self._replicas[source], self._replicas[place.stage]):
+        self._taken.add((op, source, microbatch))
+        for piece in self._pieces(microbatch, source, place.stage):
             values = values_of(self._made[op, source, piece.sender, microbatch])
             if piece.receiver == place.replica and values is not None:
                 found.append(self._sent(op, values, source, place, piece, microbatch))
         return _joined(found, self._device(place))
+
+    def _pieces(self, microbatch: int, source: int, sink: int) -> list[Piece]:
+        parts, number = self._settings.part(microbatch)
+        return parts.pieces(number, self._replicas[source], self._replicas[sink])
 
     def _sent(self, op: What, values: Any, source: int, place: Place, piece: Piece, microbatch: int) -> Any:
         """One replica's piece, on the device of who takes it."""
@@ -82,16 +88,41 @@ class Sending:
                     lambda each: self._arguments.cut(each, source, place.stage, piece, microbatch), values
                 )
         there = _moved(values, device)
-        begin = self._ends.get((op, source, piece.sender, microbatch))
-        if self._clock is not None and begin is not None:
-            end = begin
-            if not (is_prompt(from_device) and is_prompt(device)):  # between processors of a process nothing is copied
-                arrived = [each.op for each in tf.nest.flatten(there) if each is not None]
-                end = self._clock.add(self._clock.now(arrived, device), device)
-            fixed, per_row = sizes_of(values)
-            ends = source, piece.sender, place.stage, piece.receiver
-            self._clock.crossings.append(Crossing(op, microbatch, ends, begin, end, fixed, per_row))
+        self._note(op, values, there, (source, piece.sender, place.stage, piece.receiver), microbatch)
         return there
+
+    def _note(self, op: What, values: Any, there: Any, ends: tuple[int, int, int, int], microbatch: int) -> None:
+        """Note when a piece that was made in this function left and came."""
+        source, sender, sink, receiver = ends
+        from_device, device = self._devices[source][sender], self._devices[sink][receiver]
+        begin = self._ends.get((op, source, sender, microbatch))
+        if self._clock is None or begin is None:
+            return
+        end = begin
+        if not (is_prompt(from_device) and is_prompt(device)):  # between processors of a process nothing is copied
+            arrived = [each.op for each in tf.nest.flatten(there) if each is not None]
+            end = self._clock.add(self._clock.now(arrived, device), device)
+        self._clock.crossings.append(Crossing(op, microbatch, ends, begin, end, *sizes_of(values)))
+
+    def held(self) -> dict[tuple[What, int, int, int], Any]:
+        """What was made and not yet taken; it is noted as sent."""
+        ends = {("F", len(self._devices) - 1), ("B", 0)}
+        left = {
+            (op, stage, r, m): values
+            for (op, stage, r, m), values in self._made.items()
+            if (op, stage, m) not in self._taken and (op, stage) not in ends
+        }
+        for (op, stage, r, m), values in left.items():
+            sink = stage + 1 if op == "F" else stage - 1
+            sent = values.values if op == "F" else values
+            for piece in self._pieces(m, stage, sink) if sent is not None else ():
+                if piece.sender == r:
+                    self._note(op, sent, sent, (stage, r, sink, piece.receiver), m)
+        return left
+
+    def resume(self, held: dict[tuple[What, int, int, int], Any]) -> None:
+        """What an earlier function has left."""
+        self._made.update(held)
 
 
 def _moved(values: Any, device: str) -> Any:

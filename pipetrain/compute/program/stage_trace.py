@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import tensorflow as tf
@@ -20,7 +20,7 @@ from pipetrain.compute.functions.stage_values import (
 )
 from pipetrain.compute.functions.weight_binding import Newest, OfGroups
 from pipetrain.schemes.scheme import Scheme
-from pipetrain.schemes.weight_versions import WeightVersions
+from pipetrain.schemes.weight_versions import HeldVersions, WeightVersions
 
 
 class Place(NamedTuple):
@@ -70,6 +70,21 @@ class Output(NamedTuple):
     share: Share
 
 
+class HeldStage(NamedTuple):
+    """What a replica of a stage has between two functions of a course, minibatches counted from the next one's first.
+
+    ``saved`` is what its forwards have left for backwards, ``gathered`` the gradients of a minibatch that is under way,
+    ``versions`` what it holds of its own weights and of each group of shared ones; ``turn``: which microbatch's state
+    is next, see ``State``.
+    """
+
+    saved: dict[int, Any]
+    gathered: Any
+    versions: list[HeldVersions]
+    outputs: dict[int, Output]
+    turn: int
+
+
 class StageTrace:
     """Makes the operations of the stage's actions, in the order of its device's program.
 
@@ -80,35 +95,81 @@ class StageTrace:
         stage: its functions.
         scheme: which weights are read.
         microbatches: of a minibatch.
-        shares: of each microbatch.
+        share: gives that of each microbatch.
         scale: by which the loss is multiplied.
+        base: the number of minibatch 0, since the pipeline was empty.
+        rate: gives the learning rate of a minibatch, None if it is in the optimizer's variable.
 
     ``gathered`` are the sums of the weights' gradients so far, None before the first of them.
     """
 
     def __init__(
-        self, place: Place, stage: Stage, scheme: Scheme, microbatches: int, shares: Sequence[Share], scale: Any
+        self,
+        place: Place,
+        stage: Stage,
+        scheme: Scheme,
+        microbatches: int,
+        share: Callable[[int], Share],
+        scale: Any,
+        base: int,
+        rate: Callable[[int], Any],
     ) -> None:
         self.place, self.stage, self.device = place, stage, stage.device
-        self._microbatches, self._shares, self.scale = microbatches, shares, scale
+        self._microbatches, self._share, self.scale, self.base, self._rate = microbatches, share, scale, base, rate
+        self._first = base * microbatches  # the number of microbatch 0
         at = scheme, place.stage, place.stages, microbatches
         self._own = WeightVersions(*at, Newest, lambda ahead: stage.weights(Newest(ahead)))
-        self._shared = [WeightVersions(*at, Newest, _keep(group), min(group.holders)) for group in stage.shared]
+        self.shared = [WeightVersions(*at, Newest, _keep(group), min(group.holders)) for group in stage.shared]
         self._saved: dict[int, SavedForBackward | Operands | None] = {}
         self._penalties: dict[int, tf.Tensor | None] = {}
         self.gathered: list[Any] | None = None
         self.has_updated = False  # the stage's own weights, in the call of the last backward
         self.outputs: dict[int, Output] = {}
 
+    @property
+    def version(self) -> int:
+        """That of the stage's own weights, which is 0 when minibatch 0 is next."""
+        return self._own.version - self.base
+
+    def held(self, since: int) -> HeldStage:
+        """What the next function goes on with, minibatches counted from this one on."""
+        by = since * self._microbatches
+        versions = [each.held(self.base + since) for each in (self._own, *self.shared)]
+        saved = {m - by: kept for m, kept in self._saved.items()}
+        outputs = {m - by: output for m, output in self.outputs.items() if m >= by}
+        return HeldStage(saved, self.gathered, versions, outputs, self.stage.turn)
+
+    def resume(self, held: HeldStage) -> None:
+        """Go on with what an earlier function has left."""
+        self._saved, self.gathered, self.outputs = dict(held.saved), held.gathered, dict(held.outputs)
+        for versions, each in zip((self._own, *self.shared), held.versions, strict=True):
+            versions.resume(each, self.base)
+        self.stage.turn = held.turn
+
+    def begin_update(self, microbatch: int, versions: WeightVersions | None = None) -> list[tf.Operation]:
+        """Before an update by this microbatch's minibatch: its rate, and old versions that are still read."""
+        graph = tf.compat.v1.get_default_graph() if tf.inside_function() else None
+        before = len(graph.get_operations()) if graph else 0
+        if (rate := self._rate(microbatch // self._microbatches)) is not None:
+            self.stage.assign_rate(rate, None if versions is None else self.shared.index(versions))
+        (versions or self._own).before_update()
+        return [each for each in graph.get_operations()[before:] if each.op_def.is_stateful] if graph else []
+
     def _weights(self, microbatch: int, backward: bool = False) -> Any:
         read = WeightVersions.backward if backward else WeightVersions.forward
-        if not self._shared:
-            return read(self._own, microbatch)
-        return OfGroups(tuple(read(each, microbatch) for each in (self._own, *self._shared)))
+        number = self._first + microbatch
+        if not self.shared:
+            return read(self._own, number)
+        return OfGroups(tuple(read(each, number) for each in (self._own, *self.shared)))
+
+    def found(self, group: int, microbatch: int, backward: bool) -> int:
+        """How many updates of a group of shared weights an action finds, 0 being the version of minibatch 0."""
+        return self.shared[group].found(self._first + microbatch, backward) - self.base
 
     def _lasts(self, microbatch: int) -> bool:
         """Whether the backward reads the same weights as the forward."""
-        return not self.stage.changed and all(each.lasts(microbatch) for each in (self._own, *self._shared))
+        number = self._first + microbatch
+        return not self.stage.changed and all(each.lasts(number) for each in (self._own, *self.shared))
 
     def forward(self, microbatch: int, given: Sent, targets: Any = None) -> Sent:
         """F; gives what goes down."""
@@ -124,7 +185,7 @@ class StageTrace:
 
     def _passed(self, microbatch: int, given: Sent, result: Forward | None) -> Sent:
         """What goes down after a forward; the last stage's results are kept."""
-        penalty, share = given.penalty, self._shares[microbatch]
+        penalty, share = given.penalty, self._share(microbatch)
         if result is not None and result.penalty is not None:
             own = as_mean(result.penalty, share.of_minibatch)
             penalty = own if penalty is None else penalty + own
@@ -195,25 +256,28 @@ class StageTrace:
         returned: list[tf.Tensor] | None,
         updates: bool,
     ) -> BackwardResult:
-        share, step = self._shares[microbatch], self.step(microbatch) if updates else None
+        share, step, begun = self._share(microbatch), None, list[tf.Operation]()
+        if updates:
+            step, begun = self.step(microbatch), self.begin_update(microbatch)
         gradients = [share.start] if returned is None else returned
         total, self.gathered = self.gathered, None
-        result = self.stage.backward(weights, given, gradients, share.scaled, total, step, self.scale)
+        with tf.control_dependencies(begun):
+            result = self.stage.backward(weights, given, gradients, share.scaled, total, step, self.scale)
         self.gathered, self.has_updated = result.gradients, result.updated
         return result
 
     def _first_half(
         self, microbatch: int, weights: Any, given: SavedForBackward | Inputs, returned: list[tf.Tensor] | None
     ) -> BackwardResult:
-        share = self._shares[microbatch]
+        share = self._share(microbatch)
         gradients = [share.start] if returned is None else returned
         result, operands = self.stage.input_gradients(weights, given, gradients, share.scaled, self.scale)
         self._saved[microbatch] = operands
         return result
 
-    def step(self, microbatch: int) -> Step:
+    def step(self, microbatch: int, versions: WeightVersions | None = None) -> Step:
         """The inputs of the update by this microbatch's minibatch; the rate is in the optimizer's variable."""
-        return Step(None, self._own.staleness(microbatch), self.scale)
+        return Step(None, (versions or self._own).staleness(self._first + microbatch), self.scale)
 
 
 def _keep(group: Any) -> Any:

@@ -39,14 +39,22 @@ class Sums:
         self._depend = scales or self._has_norm
         self._holders = [[group.holders for group in stage[0].stage.shared] for stage in traces]
         self._complete: dict[int, list[Gradients]] = {}
-        self._of_replicas: dict[int, list[Gradients]] = {}
+        self._of_replicas: dict[int, list[Gradients]] = {}  # of the minibatch under way
         self._judged: tuple[list[Any], list[Any]] | None = None
 
     def needed(self, stage: int) -> list[int]:
-        """The stages whose gradients the update of a stage needs."""
+        """The stages whose gradients of the same minibatch the update of a stage needs."""
         if self._depend:
             return [*range(len(self._traces))]
         return sorted({stage, *chain.from_iterable(self._holders[stage])})
+
+    def is_ready(self, stage: int, microbatch: int) -> bool:
+        """Whether nothing else is needed for an update."""
+        return True
+
+    def has_work(self, trace: StageTrace) -> bool:
+        """Whether an update is anything beside what the call of the last backward has done."""
+        return not trace.has_updated or bool(trace.stage.shared)
 
     def update(self, trace: StageTrace, microbatch: int, ended: int | None = None) -> list[tf.Operation]:
         """Update the weights of a replica; gives what is to be waited for beside all stateful operations.
@@ -62,10 +70,11 @@ class Sums:
 
         def apply() -> None:
             if not trace.has_updated:
-                trace.stage.update(gradients, step, squares)
+                with tf.control_dependencies(trace.begin_update(microbatch)):
+                    trace.stage.update(gradients, step, squares)
             for group in trace.stage.shared:
                 completed = self._handed_down(group, step, squares)
-                group.apply([_on(each, trace.device) for each in completed], step)
+                group.apply([moved(each, trace.device) for each in completed], step)
 
         trace.gathered = None
         if finite is None:
@@ -125,9 +134,9 @@ class Sums:
         if not later:
             return mine
         below = self._over_stages(holders, later[0], self._traces[later[0]][0])
-        moved = [_on(each, trace.device) for each in below]
+        here = [moved(each, trace.device) for each in below]
         with tf.device(trace.device):
-            return [over_stages(a, b) for a, b in zip(moved, mine, strict=True)]
+            return [over_stages(a, b) for a, b in zip(here, mine, strict=True)]
 
     def _handed_down(self, group: WeightGroup, step: Step, squares: Any) -> Gradients:
         """The complete gradients of shared weights, from the first stage that has them."""
@@ -136,7 +145,7 @@ class Sums:
         complete = self._completed(group.holders[0])[0]
         with tf.device(first.device):
             mine = [complete[n] for n in its.numbers]
-            return first.stage.prepared(mine, step, None if squares is None else _on(squares, first.device))
+            return first.stage.prepared(mine, step, None if squares is None else moved(squares, first.device))
 
     def _reduced(self, stage: int) -> list[Gradients]:
         """The gradients of a stage, summed over its replicas, at each of these."""
@@ -145,7 +154,7 @@ class Sums:
             if len(traces) == 1:
                 self._of_replicas[stage] = [traces[0].gathered or []]
             else:
-                self._of_replicas[stage] = _over_replicas(traces)
+                self._of_replicas[stage] = over_replicas(traces)
         return self._of_replicas[stage]
 
     # What all stages learn of each other
@@ -156,8 +165,8 @@ class Sums:
             return None, None
         norms, finite = self._summaries()
         with tf.device(trace.device):
-            squares = tf.stack([_on(each, trace.device) for each in norms]) if norms else None
-            all_finite = tf.reduce_all(tf.stack([_on(each, trace.device) for each in finite])) if finite else None
+            squares = tf.stack([moved(each, trace.device) for each in norms]) if norms else None
+            all_finite = tf.reduce_all(tf.stack([moved(each, trace.device) for each in finite])) if finite else None
         return squares, all_finite
 
     def _summaries(self) -> tuple[list[Any], list[Any]]:
@@ -179,14 +188,14 @@ class Sums:
         if not self._scales:
             return None
         _, finite = self._summaries()
-        return tf.reduce_all(tf.stack([_on(each, host) for each in finite]))
+        return tf.reduce_all(tf.stack([moved(each, host) for each in finite]))
 
 
 def _spec(variable: Any) -> tf.TensorSpec:
     return tf.TensorSpec(variable.shape, variable.dtype)
 
 
-def _over_replicas(traces: Sequence[StageTrace]) -> list[Gradients]:
+def over_replicas(traces: Sequence[StageTrace]) -> list[Gradients]:
     """Each replica sums about an r-th of the weights' gradients, and sends the sums to the others."""
     stage: Stage = traces[0].stage
     owned = shared_out([variable.shape.num_elements() for variable in stage.variables], len(traces))
@@ -195,14 +204,14 @@ def _over_replicas(traces: Sequence[StageTrace]) -> list[Gradients]:
         total: list[Any] | None = None
         for trace in traces:
             if trace.gathered is not None:
-                share = [_on(trace.gathered[n], owner.device) for n in mine]
+                share = [moved(trace.gathered[n], owner.device) for n in mine]
                 with tf.device(owner.device):
                     total = owner.stage.accumulate(total, share, mine)
         sums.update(zip(mine, total or [], strict=True))
-    return [[_on(sums[n], trace.device) for n in range(len(sums))] for trace in traces]
+    return [[moved(sums[n], trace.device) for n in range(len(sums))] for trace in traces]
 
 
-def _on(gradient: Any, device: str) -> Any:
+def moved(gradient: Any, device: str) -> Any:
     """A gradient on a device; None stays None."""
     with tf.device(device):
         return tf.nest.map_structure(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import chain
+from functools import partial
+from itertools import chain, islice, takewhile
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -13,9 +14,10 @@ from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.functions.stage_values import BoundaryTensors
 from pipetrain.compute.program.arguments import FIRST, LAST, Arguments, Settings
 from pipetrain.compute.program.clock import Clock, Timed
-from pipetrain.compute.program.result import ProgramResult, joined_loss, joined_predictions
+from pipetrain.compute.program.late_sums import LateSums
+from pipetrain.compute.program.result import MinibatchResult, ProgramResult, joined_loss, joined_predictions
 from pipetrain.compute.program.sending import Sending
-from pipetrain.compute.program.stage_trace import Place, Sent, StageTrace
+from pipetrain.compute.program.stage_trace import HeldStage, Place, Sent, StageTrace
 from pipetrain.compute.program.sums import Sums
 from pipetrain.schemes.actions import OPERATIONS, Action
 from pipetrain.schemes.programs import Call, Program
@@ -38,6 +40,14 @@ class Named(NamedTuple):
     place: Place
     actions: Call
     number: int | None
+
+
+class Held(NamedTuple):
+    """What one function of a course leaves for the next one, minibatches counted from the next one's first."""
+
+    sent: dict[tuple[What, int, int, int], Any]
+    stages: list[HeldStage]
+    sums: Any
 
 
 class _Unit:
@@ -66,6 +76,11 @@ class _Unit:
         *_, call = (each for each in self.calls[: self.at] if each[0].stage == stage and each[-1].updates)
         return (call[-1]._replace(op="B" if call[-1].op == "FB" else call[-1].op),)
 
+    def updates(self) -> list[tuple[Place, int]]:
+        """The next calls, as far as they are updates: of which stage, and by which microbatch's minibatch."""
+        following = takewhile(lambda call: call[0].op == "U", islice(self.calls, self.at, None))
+        return [(self.stages[action.stage].place, action.microbatch) for (action,) in following]
+
     @property
     def is_before_update(self) -> bool:
         """Whether the update of the stage whose call is next follows it."""
@@ -86,7 +101,8 @@ class Walk:
         settings: of the function.
         failed: told of an error in tracing a call.
 
-    ``calls`` are all of them by their names, ``clock`` says what the times of a result are of.
+    ``calls`` are all of them by their names, ``clock`` says what the times of a result are of, and ``held_specs`` are
+    those of what is left for the next function of a course.
     """
 
     def __init__(
@@ -100,9 +116,10 @@ class Walk:
     ) -> None:
         self._stages, self._scheme, self._program = stages, scheme, program
         self._arguments, self._settings, self._failed = arguments, settings, failed
-        self._count = settings.parts.microbatches
+        self._count, self._is_late = settings.microbatches, scheme.asynchronous
         self.calls: dict[str, Named] = {}
         self.clock: Clock | None = None
+        self.held_specs: Any = None
 
     def _placed(self) -> list[list[tuple[int, int]]]:
         """What each unit has: the stages, and which replica of them."""
@@ -110,18 +127,32 @@ class Walk:
         on = [schedule.stages_on(device, count) for device in range(len(self._program.calls))]
         return [[(k, r) for k in mine] for mine in on for r in range(len(self._stages[mine[0]]))]
 
-    def body(self, x: list[tf.Tensor], targets: Any, numbers: list[tf.Tensor]) -> ProgramResult:
-        """The program's operations."""
+    def body(
+        self,
+        x: Sequence[list[tf.Tensor]],
+        targets: Sequence[Any],
+        numbers: list[tf.Tensor],
+        rates: tf.Tensor | None = None,
+        held: Held | None = None,
+    ) -> ProgramResult:
+        """The program's operations, for the inputs and the targets of those minibatches of which something goes in."""
         self._arguments.give(numbers)
         self.calls, self.clock = {}, Clock(self._settings.host) if self._settings.is_timed else None
-        self._backwards, self._runs = Counter[Place](), Counter[Place]()
+        self._complete, self._runs = set[tuple[Place, int]](), Counter[Place]()
+        self._rates = None if rates is None else dict(zip(self._settings.parts, tf.unstack(rates), strict=True))
+        self._snapshots: dict[tuple[int, int], list[Any]] = {}
         self._x, self._targets = self._arguments.divided(x, FIRST), self._arguments.divided(targets, LAST)
         devices = [[replica.device for replica in stage] for stage in self._stages]
-        self._sending = Sending(devices, self._settings.parts, self._arguments, self.clock)
+        self._sending = Sending(devices, self._settings, self._arguments, self.clock)
         self._traces = [
             [self._begun(k, r, replica) for r, replica in enumerate(stage)] for k, stage in enumerate(self._stages)
         ]
-        self._sums = Sums(self._traces, self._settings.scale is None, self.clock)
+        if self._is_late:
+            self._sums: Sums = LateSums(self._traces, self._count, self.clock)
+        else:
+            self._sums = Sums(self._traces, self._settings.scale is None, self.clock)
+        if held is not None:
+            self._resume(held)
         units = self._units()
         while any(unit.call for unit in units):
             before = sum(unit.at for unit in units)
@@ -136,8 +167,28 @@ class Walk:
         replica.read_state()
         place = Place(k, len(self._stages), r, len(self._stages[k]))
         with tf.device(replica.device):
-            shares, scale = self._arguments.shares(k, r), self._arguments.scale(replica.device)
-        return StageTrace(place, replica, self._scheme, self._count, shares, scale)
+            scale = self._arguments.scale(replica.device)
+        share = partial(self._arguments.share, k, r)
+        return StageTrace(place, replica, self._scheme, self._count, share, scale, self._settings.base, self._rate)
+
+    def _rate(self, minibatch: int) -> Any:
+        return None if self._rates is None else self._rates[minibatch]
+
+    def _resume(self, held: Held) -> None:
+        """Go on with what the function before has left."""
+        self._sending.resume(held.sent)
+        for mine, each in zip(chain.from_iterable(self._traces), held.stages, strict=True):
+            mine.resume(each)
+        if isinstance(self._sums, LateSums):
+            self._sums.resume(held.sums)
+
+    def _left(self) -> Held:
+        """What the next function goes on with, minibatches counted from the first one whose result it gives."""
+        since, late = self._settings.results.stop, self._sums
+        by = since * self._count
+        sent = {(op, stage, r, m - by): values for (op, stage, r, m), values in self._sending.held().items()}
+        assert isinstance(late, LateSums)
+        return Held(sent, [each.held(since) for each in chain.from_iterable(self._traces)], late.held(since))
 
     def _units(self) -> list[_Unit]:
         placed = self._placed()
@@ -152,7 +203,10 @@ class Walk:
 
     def _go_on(self, unit: _Unit, number: int) -> None:
         """Trace a device's calls, as long as they are ready."""
-        while (call := unit.call) is not None and self._is_ready(call[0]):
+        while (call := unit.call) is not None:
+            self._complete |= {(each, m // self._count) for each, m in unit.updates()}
+            if not self._is_ready(call[0]):
+                return
             name = f"action_{number}_{unit.at}"
             told = unit.before_update if call[0].op == "U" else call
             self.calls[name] = Named(unit.trace.place, told, self._number(call, unit.trace.place))
@@ -166,16 +220,18 @@ class Walk:
     def _is_ready(self, action: Action) -> bool:
         op, stage, microbatch = action
         if op == "U":
-            return all(self._has_gradients(each) for each in self._sums.needed(stage))
+            needed = self._sums.needed(stage)
+            return self._are_complete(needed, microbatch) and self._sums.is_ready(stage, microbatch)
         if op in FROM_ABOVE and stage > 0:
             return self._sending.is_made("F", stage - 1, microbatch)
         if op in FROM_BELOW and stage < len(self._stages) - 1:
             return self._sending.is_made("B", stage + 1, microbatch)
         return True
 
-    def _has_gradients(self, stage: int) -> bool:
-        """Whether all replicas of a stage have all weight gradients of the minibatch."""
-        return all(self._backwards[each.place] == self._count for each in self._traces[stage])
+    def _are_complete(self, stages: Sequence[int], microbatch: int) -> bool:
+        """Whether all replicas of stages have all weight gradients of the minibatch, of which this is the last one."""
+        minibatch = microbatch // self._count
+        return all((each.place, minibatch) in self._complete for stage in stages for each in self._traces[stage])
 
     def _received(self, call: Call, place: Place) -> Any:
         """What a call takes of the stage before or after, on its device as soon as it is there."""
@@ -189,28 +245,64 @@ class Walk:
 
     def _perform(self, unit: _Unit, call: Call, name: str) -> None:
         """Trace a call after the one before it on its device; what it leaves is there for others."""
-        trace, is_update = unit.trace, call[0].op == "U"
+        trace, is_update, version = unit.trace, call[0].op == "U", unit.trace.version
         received = self._received(call, trace.place)
         graph = tf.compat.v1.get_default_graph()
         with tf.device(trace.device), tf.name_scope(name):
             begun = None
-            if self.clock:
+            has_work = not is_update or self._sums.has_work(trace) or self._is_kept(call[0])
+            if self.clock and has_work:
                 inputs = [each.op for each in tf.nest.flatten(received) if each is not None]
                 begun = self.clock.now([*unit.last, *inputs], trace.device)
             awaited = unit.last if begun is None else [begun.op]
             before, middle, branches = len(graph.get_operations()), None, list[tf.Operation]()
+            if self._is_late and not is_update:
+                awaited = self._caught_up(trace, call, awaited)
             with tf.control_dependencies(awaited):
                 if not is_update:
                     middle = self._made_by(call, trace, received, self._updates_within(unit, call))
                 else:
                     ended = self.clock.actions[unit.timed].end if self.clock and unit.timed is not None else None
                     branches = self._sums.update(trace, call[0].microbatch, ended)
-            made = [each for each in graph.get_operations()[before:] if each.op_def.is_stateful]
+            made = _stateful(graph, before)
             unit.last = [*made, *branches] or awaited
+            if is_update and self._is_kept(call[0]):
+                self._keep(unit, call[0].microbatch // self._count, graph)
             if self.clock and begun is not None:
                 end = self.clock.now(unit.last, trace.device)
                 unit.last = [end.op]
-                self._note(unit, call, begun, middle, end)
+                self._note(unit, call, version, (begun, middle, end))
+
+    def _caught_up(self, trace: StageTrace, call: Call, awaited: list[tf.Operation]) -> list[tf.Operation]:
+        """Let the stage's copies of shared weights be what the call finds."""
+        sums, (op, _, microbatch) = self._sums, call[-1]
+        assert isinstance(sums, LateSums)
+        for group, shared in enumerate(trace.stage.shared):
+            ways = [way == "backward" for way in OPERATIONS[op].reads]
+            versions = [trace.found(group, microbatch, way) for way in ways]
+            if shared.holders[0] != trace.place.stage and versions:
+                awaited = self._after(awaited, partial(sums.catch_up, trace, group, max(versions)))
+        return awaited
+
+    def _after(self, awaited: list[tf.Operation], call: Callable[[], None]) -> list[tf.Operation]:
+        """What is to be waited for after a call that waits for these operations."""
+        graph = tf.compat.v1.get_default_graph()
+        before = len(graph.get_operations())
+        with tf.control_dependencies(awaited):
+            call()
+        return _stateful(graph, before) or awaited
+
+    def _is_kept(self, action: Action) -> bool:
+        """Whether weights are kept after an update."""
+        return action.microbatch // self._count in self._settings.snapshots
+
+    def _keep(self, unit: _Unit, minibatch: int, graph: Any) -> None:
+        """Keep the weights and the state of a stage after an update."""
+        trace, before = unit.trace, len(graph.get_operations())
+        if trace.place.replica == 0:
+            with tf.control_dependencies(unit.last):
+                self._snapshots[minibatch, trace.place.stage] = trace.stage.snapshot()
+            unit.last = _stateful(graph, before) or unit.last
 
     def _number(self, call: Call, place: Place) -> int | None:
         if call[0].op not in BOTH:
@@ -225,7 +317,7 @@ class Walk:
         own. With one microbatch it is not sent them first: the gradients of all weights would be in memory at once.
         """
         place = unit.trace.place
-        is_awaited = call[0].op in SENDS_UP and place.stage > 0 and self._count > 1
+        is_awaited = call[0].op in SENDS_UP and place.stage > 0 and self._count > 1 and not self._is_late
         is_alone = place.replicas == 1 and not self._program.together
         wanted = self._settings.updates and unit.is_before_update and is_alone and not is_awaited
         return wanted and bool(unit.trace.stage.variables)
@@ -247,11 +339,14 @@ class Walk:
             returned, middle = trace.forward_backward(microbatch, received, targets, op == "FI", updates)
         if op in SENDS_UP:
             self._sending.make("B", place, microbatch, returned)
-        self._backwards[place] += len(call) * ("weight gradients" in OPERATIONS[op].makes)
         return middle
 
-    def _note(self, unit: _Unit, call: Call, begun: tf.Tensor, middle: Any, end: tf.Tensor) -> None:
-        """Remember where the times of a call's actions are; several W share theirs, an update ends the one before."""
+    def _note(self, unit: _Unit, call: Call, version: int, times: tuple[Any, Any, Any]) -> None:
+        """Remember where the times of a call's actions are; several W share theirs, an update ends the one before.
+
+        ``times`` are those of its begin, of its middle, if that is known, and of its end.
+        """
+        begun, middle, end = times
         clock, trace, action = self.clock, unit.trace, call[0]
         assert clock is not None
         device, replica = trace.device, trace.place.replica
@@ -262,29 +357,73 @@ class Walk:
         first, last = clock.add(begun, device), clock.add(end, device)
         if action.op in BOTH:
             between = last if middle is None else clock.add(middle, device)
-            clock.actions.append(Timed(action._replace(op="F"), device, replica, first, between))
-            clock.actions.append(
-                Timed(action._replace(op="B" if action.op == "FB" else "I"), device, replica, between, last)
-            )
+            second = action._replace(op="B" if action.op == "FB" else "I")
+            clock.actions.append(Timed(action._replace(op="F"), device, replica, version, first, between))
+            clock.actions.append(Timed(second, device, replica, version, between, last))
         else:
-            clock.actions += [Timed(each, device, replica, first, last) for each in call]
+            clock.actions += [Timed(each, device, replica, version, first, last) for each in call]
         unit.timed = len(clock.actions) - 1
         way: What = "B" if action.op in SENDS_UP else "F"
         self._sending.made_at(way, trace.place, action.microbatch, last)
 
     def _result(self, units: Sequence[_Unit]) -> ProgramResult:
         """What the function gives when all of it is done."""
-        for trace in chain.from_iterable(self._traces if self._settings.updates else ()):
-            unit = next(each for each in units if trace in each.stages.values())
+        every = [*chain.from_iterable(self._traces)]
+        owner = {trace.place: unit for unit in units for trace in unit.stages.values()}
+        if self._is_late and self._settings.drains:
+            for trace in every:
+                self._catch_up_all(trace, owner[trace.place])
+        for trace in every if self._settings.updates else ():
+            unit = owner[trace.place]
             with tf.device(trace.device), tf.control_dependencies(unit.last):
                 unit.last = [*unit.last, *trace.stage.written_state()]
-        traces, host = self._traces[-1], self._settings.host
-        done = [trace.outputs[m] for m in range(self._count) for trace in traces if m in trace.outputs]
-        with tf.device(traces[0].device):  # so that one message has all of them
-            loss, predictions = joined_loss(done), joined_predictions([each.predictions for each in done])
+        host = self._settings.host
+        with tf.device(host):  # one operation for all that the results wait for, since devices tell each other of each
+            after = [tf.group(*chain.from_iterable(unit.last for unit in units))] if tf.inside_function() else []
+        minibatches = [self._result_of(minibatch, after) for minibatch in self._settings.results]
         with tf.device(host):
             finite, times = self._sums.all_finite(host), self.clock.times() if self.clock else None
-            with tf.control_dependencies([*chain.from_iterable(unit.last for unit in units)]):
+            if not minibatches and after:  # somebody has to wait for what has no results
+                with tf.control_dependencies(after):
+                    times = tf.identity(times if times is not None else tf.zeros([0], tf.float64))
+        snapshots = [self._snapshots[each] for each in sorted(self._snapshots)]
+        flat: list[tf.Tensor] = []
+        if not self._settings.drains:
+            held = self._left()
+            leaves = tf.nest.flatten(held, expand_composites=True)
+            flat = [each for each in leaves if isinstance(each, tf.Tensor)]
+            self.held_specs = tf.nest.map_structure(_spec_of, held)
+        return ProgramResult(minibatches, finite, times, snapshots, flat)
+
+    def _catch_up_all(self, trace: StageTrace, unit: _Unit) -> None:
+        """In the end all copies of shared weights are equal."""
+        sums = self._sums
+        assert isinstance(sums, LateSums)
+        with tf.device(trace.device):
+            for group, shared in enumerate(trace.stage.shared):
+                if shared.holders[0] != trace.place.stage:
+                    unit.last = self._after(unit.last, partial(sums.catch_up, trace, group, trace.version))
+
+    def _result_of(self, minibatch: int, after: Sequence[tf.Operation]) -> MinibatchResult:
+        traces, first = self._traces[-1], minibatch * self._count
+        numbers = range(first, first + self._count)
+        done = [trace.outputs[m] for m in numbers for trace in traces if m in trace.outputs]
+        with tf.device(traces[0].device):  # so that one message has all of them
+            loss, predictions = joined_loss(done), joined_predictions([each.predictions for each in done])
+        with tf.device(self._settings.host):
+            with tf.control_dependencies(list(after)):
                 loss = tf.identity(loss)
             predictions = tf.nest.map_structure(lambda each: each if each is None else tf.identity(each), predictions)
-        return ProgramResult(loss, predictions, finite, times)
+        return MinibatchResult(loss, predictions)
+
+
+def _stateful(graph: Any, before: int) -> list[tf.Operation]:
+    """The operations after the first so many that have an effect."""
+    return [each for each in graph.get_operations()[before:] if each.op_def.is_stateful]
+
+
+def _spec_of(value: Any) -> Any:
+    """The spec of a tensor, or anything else as it is."""
+    if isinstance(value, tf.Tensor):
+        return tf.TensorSpec(value.shape, value.dtype)
+    return tf.type_spec_from_value(value) if tf.is_tensor(value) else value

@@ -1,0 +1,317 @@
+"""Runs a pipeline that does not flush by functions over all devices, each a slice of its course."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from pipetrain.compute.functions.stage import Stage
+from pipetrain.compute.gc_pause import gc_paused
+from pipetrain.compute.program.arguments import Settings
+from pipetrain.compute.program.function import Given, ProgramFunction, traced
+from pipetrain.compute.program.result import ProgramResult
+from pipetrain.run.collector import Result, Snapshot
+from pipetrain.run.pipeline import HOST
+from pipetrain.run.program_runner import ProgramRunner
+from pipetrain.run.program_times import ProgramTimes
+from pipetrain.run.run_settings import RunSettings
+from pipetrain.schemes import policies
+from pipetrain.schemes.course import Course
+from pipetrain.schemes.programs import Program
+from pipetrain.schemes.scheme import Scheme
+from pipetrain.schemes.weight_versions import WeightVersions
+
+QUEUED = 2  # calls that are begun before the results of the first one are taken: one is made, the next one waits
+KEPT_RATES = 16
+
+
+class Posted(NamedTuple):
+    """A minibatch: its data, until they have gone in, its rows, and its learning rate."""
+
+    x: list[tf.Tensor] | None
+    targets: Any
+    rows: int
+    rate: float | None
+
+
+class Slice(NamedTuple):
+    """One call: the number of its program's minibatch 0 and of how many minibatches it gives results."""
+
+    base: int
+    results: int
+    program: Program
+    function: ProgramFunction
+    times: ProgramTimes
+    given: Given
+    settings: Settings
+    held_specs: Any
+
+
+class CourseRunner(ProgramRunner):
+    """A pipeline that never flushes, in calls of functions that follow each other.
+
+    What is in flight when a call ends is what the next one begins with: tensors that stay where they are. A thread
+    makes the calls, so that devices work on while the caller takes results and posts the next minibatches.
+
+    Args:
+        stages: the replicas of every stage in order.
+        scheme: order of actions and choice of weights.
+        microbatches: how many a minibatch is split into.
+        settings: called whenever the weights are taken from the model.
+
+    ``minibatches`` is how many a call has.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Sequence[Stage]],
+        scheme: Scheme,
+        microbatches: int,
+        settings: Callable[[], RunSettings] = RunSettings,
+    ) -> None:
+        super().__init__(stages, scheme, microbatches, settings)
+        count = len(self._stages)
+        self._versions = [WeightVersions(scheme, k, count, microbatches, _nothing, _nothing) for k in range(count)]
+        # Built-in policies read the same weights of every minibatch once a pipeline has long been full.
+        self._settles = type(scheme.policy).__module__ == policies.__name__
+        self._specs: dict[str, Any] = {}  # what functions leave for the next one, each kind once
+        self._rates: dict[tuple[float, ...], tf.Tensor] = {}
+        self.minibatches = 1  # of a call
+        self._begin()
+
+    def _begin(self) -> None:
+        """Nothing is in flight."""
+        self._course: Course | None = None
+        self._posted: dict[int, Posted] = {}
+        self._count_posted = 0
+        self._calls = deque[tuple[Slice, Future[ProgramResult]]]()
+        self._caller: ThreadPoolExecutor | None = None
+        self._is_broken = False
+        self._held: Sequence[tf.Tensor] = ()  # what the last call has left
+        self._held_specs: Any = None  # of what the last call will leave that was begun
+        self._parts_of_snapshots: dict[int, dict[int, list[Any]]] = {}
+
+    @property
+    def window(self) -> int:  # type: ignore[override]
+        """How many minibatches may be posted ahead of the results taken: for a call that is made, and the next one."""
+        return QUEUED * self.minibatches + math.ceil(len(self._stages) / self._microbatches) + 1
+
+    def post(self, x: list[tf.Tensor], y: Any, sample_weight: Any, learning_rate: float | None) -> None:
+        """Send a minibatch on its way."""
+        settings = self._run or self._start()
+        if self._course is None:
+            apart = settings.exact_times or any(each.changed for each in self._stages[-1])
+            self._course = Course(self._scheme.schedule, len(self._stages), self._microbatches, apart)
+            self._caller = ThreadPoolExecutor(1, "pipetrain calls")
+        self._posted[self._count_posted] = Posted(x, (y, sample_weight), int(x[0].shape[0]), learning_rate)
+        self._count_posted += 1
+        self._go_on(settings)
+
+    def _go_on(self, settings: RunSettings) -> None:
+        """Begin calls for which all minibatches have come."""
+        course = self._course
+        assert course is not None
+        while len(self._calls) < QUEUED:
+            until = course.results + self.minibatches
+            if course.needs(until) > self._count_posted:
+                return
+            base = course.results
+            self._call(base, course.slice(until, self._count_posted), settings, drains=False)
+
+    def result(self) -> Result:
+        """The next minibatch's loss and predictions, in order; waits for them. Raises what a stage raised."""
+        while not self._results:
+            settings, course = self._run, self._course
+            assert settings is not None and course is not None  # as long as a minibatch has no result
+            if not self._calls:
+                base = course.results
+                self._call(base, course.slice(self._count_posted, self._count_posted), settings, drains=False)
+            self._take(settings)
+            self._go_on(settings)
+        return self._results.popleft()
+
+    def _rest(self) -> None:
+        """Let everything in flight finish."""
+        settings, course = self._run, self._course
+        if settings is None or course is None:
+            return
+        while self._calls:
+            self._take(settings)
+        base, program = course.results, course.rest(self._count_posted)
+        if program.all_actions():
+            self._call(base, program, settings, drains=True)
+            self._take(settings)
+        self._steps_done = self._count_posted
+        self._stop()
+
+    def _stop(self) -> None:
+        """No call is begun any more, and the one that is made has ended."""
+        if self._caller is not None:
+            self._caller.shutdown(wait=True, cancel_futures=True)
+            for each, made in self._calls:
+                if not made.cancelled() and made.exception() is None:
+                    self._note_versions(each)
+        self._begin()
+
+    # One call
+
+    def _call(self, base: int, program: Program, settings: RunSettings, drains: bool) -> None:
+        """Begin a call, whose program's minibatch 0 has this number."""
+        course, caller = self._course, self._caller
+        assert course is not None and caller is not None
+        results = course.results - base
+        numbers = {action.microbatch // self._microbatches for action in program.all_actions()}
+        reach = len(self._stages) if any(each.shared for each in self._every) else 0  # shared weights come later
+        first = max(-base, min(numbers, default=0) - reach)
+        mine = {i: self._posted[base + i] for i in range(first, max(numbers, default=0) + 1)}
+        rows = {i: each.rows for i, each in mine.items()}
+        has_rates = all(each.rate is not None for each in mine.values())
+        of_call = self._settings_of(rows, settings)._replace(
+            base=base,
+            results=range(results),
+            snapshots=self._wanted_snapshots(base, program, settings),
+            drains=drains,
+            has_rates=has_rates,
+        )
+        function, times = self._function_of(program, of_call, settings)
+        entering, leaving = function.entering
+        given = Given(
+            [mine[i].x or [] for i in entering],
+            [mine[i].targets for i in leaving],
+            rows,
+            self._scale.scale,
+            self._rates_of([each.rate or 0.0 for each in mine.values()]) if has_rates else None,
+        )
+        made = Slice(base, results, program, function, times, given, of_call, self._held_specs)
+        self._held_specs = self._known(function.held_specs)
+        self._calls.append((made, caller.submit(self._made, function, given)))
+        for i in range(base, base + results):
+            self._posted[i] = self._posted[i]._replace(x=None, targets=None)
+        self._posted.pop(base - 4 * len(self._stages) - 4 * self.minibatches, None)
+
+    def _made(self, function: ProgramFunction, given: Given) -> ProgramResult:
+        """Make a call, in the thread that makes all of them."""
+        if self._is_broken:
+            raise RuntimeError("A call is not made after one that has failed.")
+        try:
+            result = function(given._replace(held=self._held))
+        except BaseException:
+            self._is_broken = True
+            raise
+        self._held = result.held
+        return result
+
+    def _take(self, settings: RunSettings) -> None:
+        """Wait for the next call that was begun, and take what comes of it."""
+        each, made = self._calls[0]
+        try:
+            result = made.result()
+        except tf.errors.OpError as error:
+            self._calls.clear()
+            if self._name(error, each.function, each.base) and not isinstance(error, tf.errors.CancelledError):
+                raise
+            trial = each.settings._replace(is_timed=False, updates=False)
+            given = each.given._replace(held=self._held)
+            raise self._cause(error, given, each.program, trial, each.base, each.held_specs) from None
+        self._calls.popleft()
+        self._results.extend(Result(done.loss, done.predictions) for done in result.minibatches)
+        self._note(each.times, result.times, self.made + each.base, each.given.rows, settings.is_traced)
+        self._count_runs(each.function)
+        self._note_versions(each)
+        self._collect(each, result.snapshots, settings)
+
+    def _note_versions(self, each: Slice) -> None:
+        """How many updates all stages have made when a call has ended."""
+        held = each.function.held_specs
+        if held is not None:
+            base = each.base + each.results
+            self._steps_done = base + min(stage.versions[0].version for stage in held.stages)
+
+    def _rates_of(self, rates: list[float]) -> tf.Tensor:
+        key = tuple(rates)
+        if key not in self._rates:
+            if len(self._rates) >= KEPT_RATES:
+                self._rates.clear()
+            with tf.device(HOST):
+                self._rates[key] = tf.constant(rates, tf.float32)
+        return self._rates[key]
+
+    def _known(self, specs: Any) -> Any:
+        """The first of equal specs: functions are known by what they begin with."""
+        return self._specs.setdefault(repr(specs), specs)
+
+    def _function_of(
+        self, program: Program, of_call: Settings, settings: RunSettings
+    ) -> tuple[ProgramFunction, ProgramTimes]:
+        """The function of a slice, which is traced for the first of the same form."""
+        forms = []
+        for parts in of_call.parts.values():
+            if parts.rows not in self._forms:
+                self._forms[parts.rows] = parts.form(self._replicas)
+            forms.append(self._forms[parts.rows])
+        same = of_call._replace(parts=tuple(forms), base=0)  # type: ignore[arg-type]
+        key = program, same, id(self._held_specs), self._reads(of_call), settings.exact_times
+        if key not in self._functions:
+            with gc_paused():
+                failed = self._failed_in(of_call.base)
+                given = self._stages, self._scheme, program, self.traced_for, of_call, failed, self._held_specs
+                function = traced(*given)
+            self._functions[key] = function, ProgramTimes(function.clock, self._microbatches, self._replicas)
+        return self._functions[key]
+
+    def _reads(self, of_call: Settings) -> Any:
+        """What is read of all minibatches that matter to a function: another one is made where it is other versions."""
+        count, base = len(self._stages), of_call.base
+        if self._settles and base + min(of_call.parts) >= 4 * count:
+            return None
+        first = base + min(of_call.parts)
+        numbers = range(first * self._microbatches, (base + max(of_call.parts) + 2 * count + 1) * self._microbatches)
+        return tuple(versions.reads(m) for versions in self._versions for m in numbers)
+
+    def _wanted_snapshots(self, base: int, program: Program, settings: RunSettings) -> frozenset[int]:
+        """The minibatches after whose updates weights are kept."""
+        every = settings.snapshot_every
+        if not every:
+            return frozenset()
+        updates = {each.microbatch // self._microbatches for each in program.all_actions() if each.op == "U"}
+        return frozenset(i for i in updates if (settings.steps + base + i + 1) % every == 0)
+
+    def _collect(self, each: Slice, values: Sequence[Any], settings: RunSettings) -> None:
+        """Join the weights that stages have kept after the same update."""
+        wanted = each.settings.snapshots
+        made = sorted(
+            {
+                (action.microbatch // self._microbatches, action.stage)
+                for action in (each.program.all_actions() if wanted else ())
+                if action.op == "U" and action.microbatch // self._microbatches in wanted
+            }
+        )
+        for (minibatch, stage), mine in zip(made, values, strict=True):
+            version = each.base + minibatch + 1
+            parts = self._parts_of_snapshots.setdefault(version, {})
+            parts[stage] = mine
+            if len(parts) == len(self._stages):
+                del self._parts_of_snapshots[version]
+                self.snapshots.append(Snapshot(settings.steps + version, [parts[k] for k in range(len(parts))]))
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Write a snapshot into the model's own variables."""
+        self._store(snapshot.stages)
+
+    # Between the model and the devices
+
+    def _retraced(self) -> None:
+        super()._retraced()
+        self._specs.clear()
+
+    def _count(self, settings: RunSettings) -> None:
+        """What calls have made is known."""
+
+
+def _nothing(horizon: float) -> None:
+    """Weights that nobody asks for."""
