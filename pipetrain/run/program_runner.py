@@ -83,7 +83,9 @@ class ProgramRunner(Stepwise):
             self._transfers.extend(times.transfers(minibatch, rows, at_s))
         ranks = None if self._chunks == 1 else self._scheme.schedule.devices(len(self._stages))
         starts = [first * self._microbatches for first in self._starts]
-        return Trace.of(self._spans.columns(), self._transfers.columns(), ranks, starts)
+        spans, sent = self._spans.columns(), self._transfers.columns()
+        since_s = spans.start_s[0] if len(spans) else 0.0
+        return Trace.of(spans, sent[sent.start_s >= since_s], ranks, starts)
 
     def _gradients_traced(self, targets: Any) -> Sequence[Any]:
         return trace_stages(self._stages, targets)
