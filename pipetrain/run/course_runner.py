@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -178,8 +178,9 @@ class CourseRunner(ProgramRunner):
             drains=drains,
             has_rates=has_rates,
         )
-        function, times = self._function_of(program, of_call, settings)
-        entering, leaving = function.entering
+        count, last = self._microbatches, len(self._stages) - 1
+        forwards = [each for each in program.all_actions() if "outputs" in each.operation.makes]
+        entering, leaving = (sorted({m // count for _, k, m in forwards if k == stage}) for stage in (0, last))
         given = Given(
             [mine[i].x or [] for i in entering],
             [mine[i].targets for i in leaving],
@@ -187,6 +188,7 @@ class CourseRunner(ProgramRunner):
             self._scale.scale,
             self._rates_of([each.rate or 0.0 for each in mine.values()]) if has_rates else None,
         )
+        function, times = self._function_of(given, program, of_call, settings)
         made = Slice(base, results, program, function, times, given, of_call, self._held_specs)
         self._held_specs = self._known(function.held_specs)
         self._calls.append((made, caller.submit(self._made, function, given)))
@@ -215,9 +217,8 @@ class CourseRunner(ProgramRunner):
             self._calls.clear()
             if self._name(error, each.function, each.base) and not isinstance(error, tf.errors.CancelledError):
                 raise
-            trial = each.settings._replace(is_timed=False, updates=False)
             given = each.given._replace(held=self._held)
-            raise self._cause(error, given, each.program, trial, each.base, each.held_specs) from None
+            raise self._cause(error, given, each.program, each.settings, each.base, each.held_specs) from None
         self._calls.popleft()
         self._results.extend(Result(done.loss, done.predictions) for done in result.minibatches)
         self._note(each.times, result.times, self.made + each.base, each.given.rows, settings.is_traced)
@@ -246,7 +247,7 @@ class CourseRunner(ProgramRunner):
         return self._specs.setdefault(repr(specs), specs)
 
     def _function_of(
-        self, program: Program, of_call: Settings, settings: RunSettings
+        self, given: Given, program: Program, of_call: Settings, settings: RunSettings
     ) -> tuple[ProgramFunction, ProgramTimes]:
         """The function of a slice, which is traced for the first of the same form."""
         forms = []
@@ -257,10 +258,13 @@ class CourseRunner(ProgramRunner):
         same = of_call._replace(parts=tuple(forms), base=0)  # type: ignore[arg-type]
         key = program, same, id(self._held_specs), self._reads(of_call), settings.exact_times
         if key not in self._functions:
+            if self._has_compiled:
+                wait([made for _, made in self._calls])  # which leave what the function begins with
+            if not self._is_broken:
+                self._rehearse(given._replace(held=self._held), program, of_call, of_call.base, self._held_specs)
             with gc_paused():
-                failed = self._failed_in(of_call.base)
-                given = self._stages, self._scheme, program, self.traced_for, of_call, failed, self._held_specs
-                function = traced(*given)
+                of_program = self._stages, self._scheme, program, self.traced_for, of_call
+                function = traced(*of_program, self._failed_in(of_call.base), self._held_specs)
             self._functions[key] = function, ProgramTimes(function.clock, self._microbatches, self._replicas)
         return self._functions[key]
 

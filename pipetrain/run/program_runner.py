@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import tensorflow as tf
@@ -100,18 +100,18 @@ class ProgramRunner(Stepwise):
 
     def _make(self, x: list[tf.Tensor], targets: Any, settings: RunSettings, rate: float | None) -> None:
         rows = int(x[0].shape[0])
-        function, times = self._function_for(rows, settings)
+        given = Given([x], [targets], {0: rows}, self._scale.scale)
         for each in self._every:
             each.set_rate(rate)
-        given = Given([x], [targets], {0: rows}, self._scale.scale)
+        function, times = self._function_for(given, settings)
         try:
             result = function(given)
         except tf.errors.OpError as error:
             step = self._steps_done
             if self._name(error, function, step) and not isinstance(error, tf.errors.CancelledError):
                 raise
-            trial = self._settings_of(given.rows, settings)._replace(is_timed=False, updates=False)
-            raise self._cause(error, given, self._program(settings, apart=True), trial, step) from None
+            trial = self._settings_of(given.rows, settings)
+            raise self._cause(error, given, self._program(settings), trial, step) from None
         if result.finite is not None:
             self._scale = self._scale.after(bool(result.finite))
         self._note(times, result.times, self.made + self._steps_done, given.rows, settings.is_traced)
@@ -125,21 +125,53 @@ class ProgramRunner(Stepwise):
         for place, count in function.runs.items():
             self._ran[place] = self._ran.get(place, 0) + count
 
-    def _function_for(self, rows: int, settings: RunSettings) -> tuple[ProgramFunction, ProgramTimes]:
-        """The function for minibatches of so many rows, which is traced for the first of the same form."""
+    def _function_for(self, given: Given, settings: RunSettings) -> tuple[ProgramFunction, ProgramTimes]:
+        """The function for such a minibatch, which is traced for the first of the same form."""
+        rows = given.rows[0]
         if rows not in self._forms:
             self._forms[rows] = Parts(rows, self._microbatches).form(self._replicas)
         scale = None if self._scale.is_dynamic else self._scale.scale
         key = self._forms[rows], settings.loss_is_mean, scale, settings.exact_times
         if key not in self._functions:
-            function = self._traced(rows, settings)
+            function = self._traced(given, settings)
             self._functions[key] = function, ProgramTimes(function.clock, self._microbatches, self._replicas)
         return self._functions[key]
 
-    def _traced(self, rows: int, settings: RunSettings) -> ProgramFunction:
-        given, failed = self._settings_of({0: rows}, settings), self._failed_in(self._steps_done)
+    def _traced(self, given: Given, settings: RunSettings) -> ProgramFunction:
+        of_call, step, program = self._settings_of(given.rows, settings), self._steps_done, self._program(settings)
+        self._rehearse(given, program, of_call, step)
         with gc_paused():
-            return traced(self._stages, self._scheme, self._program(settings), self.traced_for, given, failed)
+            of_program = self._stages, self._scheme, program
+            return traced(*of_program, self.traced_for, of_call, self._failed_in(step))
+
+    def _rehearse(self, given: Given, program: Program, of_call: Settings, base: int, held_specs: Any = None) -> None:
+        """Let XLA compile the stages, or find that it cannot, before a function has them: there it could not give way.
+
+        Nothing remains of the actions, which are made one by one.
+        """
+        if self._has_compiled:
+            trial = of_call._replace(is_timed=False, keeps_state=False)
+            with self._as_before():
+                walked(self._stages, self._scheme, program, given, trial, self._failed_in(base), held_specs)
+            self._count_forwards()
+
+    @property
+    def _has_compiled(self) -> bool:
+        return any(each.is_compiled for each in self._every)
+
+    @contextmanager
+    def _as_before(self) -> Iterator[None]:
+        """In the end weights and optimizers have the values that they had, whatever was done."""
+        with ExitStack() as kept:
+            for each in self._every:
+                kept.enter_context(each.as_before())
+            yield
+
+    def _count_forwards(self) -> None:
+        """Learn how many forwards calls of the last stage have done that are a forward and a backward."""
+        last, count = self._stages[-1], len(self._stages)
+        places = [Place(count - 1, count, r, len(last)) for r in range(len(last))]
+        self._ran = {place: each.forwards_run() for place, each in zip(places, last, strict=True)}
 
     def _settings_of(self, rows: Mapping[int, int], settings: RunSettings) -> Settings:
         """Of a function that works on minibatches of so many rows."""
@@ -155,11 +187,11 @@ class ProgramRunner(Stepwise):
 
         return failed
 
-    def _program(self, settings: RunSettings, apart: bool = False) -> Any:
+    def _program(self, settings: RunSettings) -> Program:
         depends = self._scale.is_dynamic or bool(self._every[0].global_clipnorm)
         shares = self._chunks > 1 and any(each.shared for each in self._every)
         # A forward that changes weights is followed by a backward that reads them changed.
-        apart = apart or settings.exact_times or any(each.changed for each in self._stages[-1])
+        apart = settings.exact_times or any(each.changed for each in self._stages[-1])
         return of_minibatch(self._scheme.schedule, len(self._stages), self._microbatches, depends or shares, apart)
 
     def _cause(
@@ -175,13 +207,12 @@ class ProgramRunner(Stepwise):
 
         It shows when the program's actions are made again one by one, of which nothing remains.
         """
-        with ExitStack() as kept:
-            for each in self._every:
-                kept.enter_context(each.as_before())
-            try:
-                walked(self._stages, self._scheme, program, given, trial, self._failed_in(base), held_specs)
-            except Exception as cause:
-                return cause if isinstance(cause, tf.errors.OpError) else error
+        trial = trial._replace(is_timed=False, updates=False, keeps_state=False)
+        try:
+            with self._as_before():
+                walked(self._stages, self._scheme, program.apart(), given, trial, self._failed_in(base), held_specs)
+        except Exception as cause:
+            return cause if isinstance(cause, tf.errors.OpError) else error
         return error
 
     def _name(self, error: tf.errors.OpError, function: ProgramFunction, base: int) -> bool:
@@ -232,9 +263,7 @@ class ProgramRunner(Stepwise):
         if any([each.hold_state() for each in self._every]):  # each of them, whatever the first one says
             self._functions.clear()
         self._scale = settings.loss_scale
-        last, count = self._stages[-1], len(self._stages)
-        places = [Place(count - 1, count, r, len(last)) for r in range(len(last))]
-        self._ran = {place: each.forwards_run() for place, each in zip(places, last, strict=True)}
+        self._count_forwards()
 
     def _count(self, settings: RunSettings) -> None:
         counts = [count - settings.updates for each in self._every for count in each.counts()]
@@ -261,10 +290,9 @@ def is_one_function(scheme: Scheme, stages: Sequence[Sequence[Stage]]) -> bool:
     """Whether minibatches are to be calls of functions over all devices, when the stages have been traced.
 
     All devices are processors of this process. No layer may call Python: of an error there, which need not come a
-    second time, TensorFlow may tell only that other devices have stopped because of it. Nor does XLA compile a stage:
-    where it cannot, that shows in the first call.
+    second time, TensorFlow may tell only that other devices have stopped because of it.
     """
     known = scheme.schedule.chunks == 1 if scheme.asynchronous else isinstance(scheme.policy, Flush)
     alone = known and not scheme.fits and not is_deterministic()
     every = [replica for replicas in stages for replica in replicas]
-    return alone and all(is_prompt(each.device) and not each.is_compiled and not each.calls_python for each in every)
+    return alone and all(is_prompt(each.device) and not each.calls_python for each in every)

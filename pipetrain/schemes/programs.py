@@ -32,9 +32,21 @@ class Program(NamedTuple):
         """All actions of a device."""
         return [action for call in self.calls[device] for action in call]
 
+    def apart(self) -> Program:
+        """The same with F and B, or I, as calls of their own."""
+        calls = tuple(tuple(part for call in mine for part in _apart(call)) for mine in self.calls)
+        return self._replace(calls=calls)
+
     def all_actions(self) -> list[Action]:
         """Those of all devices."""
         return [action for device in range(len(self.calls)) for action in self.actions(device)]
+
+
+def _apart(call: Call) -> tuple[Call, ...]:
+    first = call[0]
+    if first.op not in ("FB", "FI"):
+        return (call,)
+    return (first._replace(op="F"),), (first._replace(op="B" if first.op == "FB" else "I"),)
 
 
 @lru_cache(maxsize=64)

@@ -219,7 +219,7 @@ def test_what_has_no_batch_cannot_cross_from_a_replicated_stage():
     model = keras.Model(x, L.Dense(2)(L.Lambda(lambda x: tf.transpose(x), output_shape=(3,))(wide)))
     pm = pipetrain.PipelineModel(model, cuts=("turn",), scheme="vanilla", replicas=(1, 2))
     pm.compile("sgd", "mse")
-    with pytest.raises(ValueError, match=r"must have the batch first.*Received: a tensor of shape \(3, 4\)"):
+    with pytest.raises(ValueError, match=r"must have the batch first.*Received: a tensor of shape \(3, None\)"):
         pm.fit(np.ones((8, 3)), np.ones((8, 2)), batch_size=4, verbose=0)
 
 

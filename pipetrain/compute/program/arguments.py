@@ -23,7 +23,7 @@ class Settings(NamedTuple):
     ``parts`` are those of the minibatches that it works on, by their numbers: it serves all of the same form.
     ``scale``: by which the loss is multiplied, None if that is an argument and steps with gradients that are not finite
     are skipped. ``host``: this process's device, to which results come. ``is_timed``: whether actions are. ``updates``:
-    whether the state that it leaves is kept, and updates may be in the calls of backwards.
+    whether updates may be in the calls of backwards. ``keeps_state``: whether the state of layers is kept in the end.
 
     Of a slice of a course, ``base`` is the number of the minibatch that is 0 in the program, since the pipeline was
     empty. ``results`` are the minibatches whose results it gives, ``snapshots`` those after whose updates weights are
@@ -36,6 +36,7 @@ class Settings(NamedTuple):
     host: str
     is_timed: bool
     updates: bool = True
+    keeps_state: bool = True
     base: int = 0
     results: range = range(1)
     snapshots: frozenset[int] = frozenset()
@@ -173,7 +174,7 @@ class Arguments:
         """
         if tensor is None:
             return None
-        if not tensor.shape.rank:
+        if not tensor.shape.rank or (tensor.shape[0] or 0) % piece.of:
             raise ValueError(
                 "What crosses from or to a replicated stage must have the batch first. Received: a tensor of shape "
                 f"{tuple(tensor.shape)}. Try a cut somewhere else, or replicas=1 there."

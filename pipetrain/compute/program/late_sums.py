@@ -105,8 +105,10 @@ class LateSums(Sums):
             if stage == group.holders[0]:
                 self._complete_by(trace, number, mine, microbatch)
         if not trace.has_updated:
+            # Only a pipeline of one stage clips by the norm of all gradients.
+            squares = tf.stack([trace.stage.squared_norm(gradients, step)]) if self._has_norm else None
             with tf.control_dependencies(trace.begin_update(microbatch)):
-                trace.stage.update(gradients, step)
+                trace.stage.update(gradients, step, squares)
         trace.has_updated = False
         self._updated[stage] += 1
         if self._updated[stage] == replicas:

@@ -318,7 +318,8 @@ class Walk:
         """
         place = unit.trace.place
         is_awaited = call[0].op in SENDS_UP and place.stage > 0 and self._count > 1 and not self._is_late
-        is_alone = place.replicas == 1 and not self._program.together
+        depends = self._program.together or bool(unit.trace.stage.global_clipnorm)
+        is_alone = place.replicas == 1 and not depends
         wanted = self._settings.updates and unit.is_before_update and is_alone and not is_awaited
         return wanted and bool(unit.trace.stage.variables)
 
@@ -373,7 +374,7 @@ class Walk:
         if self._is_late and self._settings.drains:
             for trace in every:
                 self._catch_up_all(trace, owner[trace.place])
-        for trace in every if self._settings.updates else ():
+        for trace in every if self._settings.keeps_state else ():
             unit = owner[trace.place]
             with tf.device(trace.device), tf.control_dependencies(unit.last):
                 unit.last = [*unit.last, *trace.stage.written_state()]
