@@ -155,8 +155,7 @@ class PipelineStrategy:
         """What runs the stages when they have been traced: one function a minibatch where that serves."""
         if type(runner) in (Pipeline, ProgramRunner, CourseRunner):
             given = self._stages.replicas, self._scheme, self.microbatches, self._run_settings
-            by_functions = CourseRunner if self._scheme.asynchronous else ProgramRunner
-            kind: Any = by_functions if is_one_function(self._scheme, self._stages.replicas) else Pipeline
+            kind, at_once = self._kind_of_runner(), self._minibatches_at_once()
             if type(runner) is not kind:
                 traced, runner = runner, kind(*given)
                 runner.traced_for, runner.output_masks, runner.made = (
@@ -164,9 +163,24 @@ class PipelineStrategy:
                     traced.output_masks,
                     traced.made,
                 )
-        if isinstance(runner, CourseRunner):
-            runner.minibatches = self.placement.minibatches_at_once(known(known(self._fit).session.rows))
+            if isinstance(runner, CourseRunner):
+                runner.minibatches = at_once
         return runner
+
+    def _kind_of_runner(self) -> Any:
+        """What is to run the stages.
+
+        An asynchronous pipeline has several functions, for each of which TensorFlow prepares all of the stages' own:
+        that is worth it where minibatches are small.
+        """
+        if not is_one_function(self._scheme, self._stages.replicas):
+            return Pipeline
+        if not self._scheme.asynchronous:
+            return ProgramRunner
+        return CourseRunner if self._minibatches_at_once() > 1 else Pipeline
+
+    def _minibatches_at_once(self) -> int:
+        return self.placement.minibatches_at_once(known(known(self._fit).session.rows))
 
     def _run_settings(self) -> RunSettings:
         """Asked when the pipeline's threads start."""

@@ -27,7 +27,7 @@ from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.weight_versions import WeightVersions
 
 QUEUED = 2  # calls that are begun before the results of the first one are taken: one is made, the next one waits
-KEPT_RATES = 16
+KEPT_RATES, KEPT_FUNCTIONS = 16, 64
 
 
 class Posted(NamedTuple):
@@ -118,6 +118,9 @@ class CourseRunner(ProgramRunner):
         assert course is not None
         while len(self._calls) < QUEUED:
             until = course.results + self.minibatches
+            if not course.results:  # the pipeline fills, in one function instead of several that are used once
+                while until < self.minibatches + len(self._stages) and course.needs(until + 1) <= self.window:
+                    until += 1
             if course.needs(until) > self._count_posted:
                 return
             base = course.results
@@ -265,6 +268,8 @@ class CourseRunner(ProgramRunner):
             with gc_paused():
                 of_program = self._stages, self._scheme, program, self.traced_for, of_call
                 function = traced(*of_program, self._failed_in(of_call.base), self._held_specs)
+            if len(self._functions) >= KEPT_FUNCTIONS:
+                del self._functions[next(iter(self._functions))]
             self._functions[key] = function, ProgramTimes(function.clock, self._microbatches, self._replicas)
         return self._functions[key]
 

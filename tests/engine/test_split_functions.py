@@ -266,6 +266,7 @@ class Inner(L.Layer):
         return self._call(x, tf.convert_to_tensor(self.w))
 
 
+@pytest.mark.wide
 def test_backward_reads_its_own_weights_within_a_layer_s_tf_function():
     """They were taken from forward, so that vanilla trained as weight stashing does."""
     x, y, weights = normal(80, 4), normal(80, 2), []

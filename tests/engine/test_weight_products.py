@@ -117,6 +117,7 @@ def test_rows_of_one_example_count():
     assert once(pm) == {"flat"}
 
 
+@pytest.mark.wide
 def test_an_unknown_number_of_rows_is_not_relied_on():
     pm = networks.pipeline(wide(), cuts=["first", "penalized"], scheme="1f1b", microbatches=4)
     pairs = iter([images(ROWS)] * 2)
@@ -172,6 +173,7 @@ def test_products_of_rows_are_summed_by_joining_them():
     assert none is None
 
 
+@pytest.mark.wide
 def test_a_stage_gets_its_gradients_before_the_next_one_updates(monkeypatch):
     """Which it would otherwise wait for, idle."""
     update, slow_s = Stage.update, 0.3

@@ -240,6 +240,7 @@ def test_tensorboard(tmp_path):
     assert {step for tag, step in found if tag == "train/batch_loss"} == {2, 4, 6, 8}
 
 
+@pytest.mark.wide
 def test_tensorboard_of_an_asynchronous_pipeline(tmp_path):
     pytest.importorskip("tensorboard")
     pm = fresh("spectrain")

@@ -485,6 +485,7 @@ def test_only_the_newest_are_kept_and_nothing_half_written(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:08}.npz" for step in (24, 28, 30)]
 
 
+@pytest.mark.wide
 def test_a_damaged_checkpoint_is_passed_over_and_said_so(trained, tmp_path, capsys):
     whole, _ = trained(tmp_path)
     newest, before = Store(tmp_path, 3).paths()[::-1][:2]
@@ -497,6 +498,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_said_so(trained, tmp_path, caps
     networks.assert_equal(again.get_weights(), whole)
 
 
+@pytest.mark.wide
 def test_no_whole_checkpoint_is_an_error(tmp_path):
     run(tmp_path, stop_after=5)
     for path in Store(tmp_path, 3).paths():
@@ -528,6 +530,7 @@ def test_flipped_bits_are_found(tmp_path):
     assert found > 250
 
 
+@pytest.mark.wide
 def test_a_full_disk_is_said_and_training_goes_on(trained, tmp_path, capsys):
     """Files beyond 3 kB cannot be written for a while: as on a full disk, the file is cut short."""
 

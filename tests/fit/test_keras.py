@@ -311,6 +311,7 @@ def test_callbacks_that_save_and_restore(tmp_path):
     assert len(list(tmp_path.glob("*.keras"))) > 1
 
 
+@pytest.mark.wide
 def test_terminate_on_nan_is_left_to_its_work():
     x, y = networks.data(192)
     x[5 * BATCH : 6 * BATCH] = np.nan

@@ -11,6 +11,7 @@ from pipetrain.callbacks import Snapshots
 BATCH = 16
 
 
+@pytest.mark.wide
 def test_two_snapshots_callbacks_are_refused_and_none_stays_asked_for():
     pm, x, y = networks.pipeline(), *networks.data(100)
     with pytest.raises(ValueError, match="Only one Snapshots"):

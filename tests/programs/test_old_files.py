@@ -39,6 +39,7 @@ def model():
     )
 
 
+@pytest.mark.wide
 def test_a_checkpoint_goes_on_to_the_weights_that_0_1_0_had(tmp_path):
     shutil.copytree(FILES / "checkpoints", tmp_path / "checkpoints")
     x = np.random.default_rng(0).normal(size=(96, 6)).astype("float32")

@@ -82,7 +82,7 @@ def test_masks_dictionaries_embeddings_and_several_losses():
 
 
 @pytest.mark.parametrize(
-    "reduction", parameters.by_default(["sum_over_batch_size", "sum"], "sum", wide=["sum_over_batch_size"])
+    "reduction", parameters.by_default(["sum_over_batch_size", "sum"], wide=["sum_over_batch_size", "sum"])
 )
 def test_regularizers_and_sums_count_once(reduction):
     x, y, weights, losses = *networks.data(50), [], []

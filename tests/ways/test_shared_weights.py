@@ -96,8 +96,8 @@ def compare(settings, stages, optimizer, **options):
     parameters.combinations(
         ASYNCHRONOUS,
         (2, 3, 4, 6),
-        default=[("spectrain", 6)],
-        wide=[("vertical-sync", 4), ("2bw", 4)],
+        default=[("spectrain", 3)],
+        wide=[("vertical-sync", 4), ("2bw", 4), ("spectrain", 6)],
     ),
 )
 def test_asynchronous_schemes_equal_the_reference(scheme, stages):

@@ -71,6 +71,7 @@ class WeightGroup:
             read = tf.function(list, autograph=False).get_concrete_function(specs(self.variables))
             self._read = BoundFunction(read, [self], _constant, Kernels())
         self._apply = tf.function(self.update.apply, autograph=False, reduce_retracing=True)
+        self._staying: dict[str, Callable[..., Any]] = {}  # by what gradients are like
         self._learning_rate: float | None = None
 
     @property
@@ -121,10 +122,11 @@ class WeightGroup:
         self.set_rate(step.learning_rate)
         staleness = _constant(float(step.staleness), tf.float32) if self.rule.corrects else None
         if tf.inside_function():  # a call that stays one waits for all that is before it
-            specs = [_spec(each, of) for each, of in zip(gradients, self.variables, strict=True)]
-            Kernels().op(self.update.apply, specs, None if staleness is None else tf.TensorSpec([]))(
-                gradients, staleness
-            )
+            like = [_spec(each, of) for each, of in zip(gradients, self.variables, strict=True)]
+            if str(like) not in self._staying:
+                given = like, None if staleness is None else tf.TensorSpec([])
+                self._staying[str(like)] = Kernels().op(self.update.apply, *given)
+            self._staying[str(like)](gradients, staleness)
         else:
             self._apply(gradients, staleness)
         self.updated()

@@ -115,7 +115,8 @@ class Sending:
         for (op, stage, r, m), values in left.items():
             sink = stage + 1 if op == "F" else stage - 1
             sent = values.values if op == "F" else values
-            for piece in self._pieces(m, stage, sink) if sent is not None else ():
+            is_new = sent is not None and (op, stage, r, m) in self._ends
+            for piece in self._pieces(m, stage, sink) if is_new else ():
                 if piece.sender == r:
                     self._note(op, sent, sent, (stage, r, sink, piece.receiver), m)
         return left

@@ -1,0 +1,100 @@
+"""An asynchronous pipeline in calls of functions: what is in flight goes from call to call, however these are cut."""
+
+from __future__ import annotations
+
+import inside
+import keras
+import networks
+import numpy as np
+import pytest
+
+from pipetrain.frontend.pipeline_strategy import PipelineStrategy
+from pipetrain.frontend.placement import Placement
+from pipetrain.run.course_runner import CourseRunner
+from pipetrain.schemes.actions import Action
+from pipetrain.schemes.policies import Vanilla, WeightStashing
+from pipetrain.schemes.schedules import Schedule
+from pipetrain.schemes.scheme import Scheme
+
+BATCH = 8
+ROWS = 13 * BATCH + 3
+
+
+def by_twos(device, devices, groups):
+    """Every other minibatch's forwards come first, then the backwards of both."""
+    waiting = []
+    for number, group in enumerate(groups):
+        for microbatch in group:
+            yield Action("F", device, microbatch)
+            waiting.append(microbatch)
+        while number % 2 and waiting:
+            yield Action("B", device, waiting.pop(0))
+    while waiting:
+        yield Action("B", device, waiting.pop(0))
+
+
+def twice(microbatch, stage, stages, microbatches):
+    return microbatch // microbatches // 2 * 2
+
+
+OWN = Scheme("by twos", Schedule(by_twos, flushes=False, found=twice), Vanilla())
+
+
+def in_calls_of(count, patch):
+    """A call has so many minibatches, whatever they take."""
+    patch.setattr(Placement, "minibatches_at_once", lambda self, batch_size: count)
+    patch.setattr(PipelineStrategy, "_kind_of_runner", lambda self: CourseRunner)
+
+
+def trained(make, settings, jit_compile=False):
+    """The weights after two epochs and the losses of these; minibatches are in flight between the two."""
+    keras.utils.set_random_seed(3)
+    model = make()
+    pm = networks.pipeline(model, keras.optimizers.SGD(0.05, momentum=0.9), jit_compile=jit_compile, **settings)
+    x, y = networks.data(ROWS)
+    y = x.argmax(axis=1).astype("int32") if make is networks.tied_autoencoder else y
+    history = pm.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history
+    return [*pm.get_weights(), np.array(history["loss"])], pm
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"scheme": "spectrain", "make": networks.tied_autoencoder, "count": 1},
+        {"scheme": OWN, "count": 1},
+        pytest.param({"scheme": "weight-stashing", "count": 1}, marks=pytest.mark.wide),
+        pytest.param({"scheme": "2bw", "replicas": (1, 2, 1, 1), "count": 2}, marks=pytest.mark.wide),
+        pytest.param({"scheme": "spectrain", "make": networks.tied_autoencoder, "count": 3}, marks=pytest.mark.wide),
+        pytest.param({"scheme": "vertical-sync", "count": 3, "jit_compile": True}, marks=pytest.mark.wide),
+        pytest.param(
+            {"scheme": "vanilla", "microbatches": None, "recompute": True, "count": 2}, marks=pytest.mark.wide
+        ),
+        pytest.param({"scheme": OWN._replace(policy=WeightStashing()), "count": 3}, marks=pytest.mark.wide),
+    ],
+    ids=lambda given: f"{given['scheme']}-{given['count']}",
+)
+def test_the_weights_are_those_of_threads(settings, monkeypatch):
+    given = dict(settings)
+    make, count = given.pop("make", lambda: networks.mlp(6)), given.pop("count")
+    jit_compile = given.pop("jit_compile", False)
+    given = {"cuts": networks.cuts(6, 4), **{name: each for name, each in given.items() if each is not None}}
+    with monkeypatch.context() as patch:
+        inside.by_threads(patch)
+        wanted, _ = trained(make, given, jit_compile)
+    in_calls_of(count, monkeypatch)
+    found, pm = trained(make, given, jit_compile)
+    assert inside.is_program(pm)
+    for mine, other in zip(found, wanted, strict=True):
+        assert (mine == other).all()
+    spans = pm.trace.spans
+    assert sorted({int(each) for each in spans.microbatch}) == [*range(len({*spans.microbatch.tolist()}))]
+
+
+def test_calls_have_as_many_minibatches_as_take_a_call_s_time():
+    def at_once(units, rows):
+        model = keras.Sequential([keras.Input((units,)), *[keras.layers.Dense(units) for _ in range(8)]])
+        return Placement.minibatches_at_once(inside.placement(networks.pipeline(model, stages=2)), rows)
+
+    assert at_once(8, 8) == 8
+    assert 1 < at_once(512, 128) < 8
+    assert at_once(1024, 128) == 1
