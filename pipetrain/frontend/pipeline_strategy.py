@@ -155,7 +155,7 @@ class PipelineStrategy:
         """What runs the stages when they have been traced: one function a minibatch where that serves."""
         if type(runner) in (Pipeline, ProgramRunner, CourseRunner):
             given = self._stages.replicas, self._scheme, self.microbatches, self._run_settings
-            kind, at_once = self._kind_of_runner(), self._minibatches_at_once()
+            kind = self._kind_of_runner()
             if type(runner) is not kind:
                 traced, runner = runner, kind(*given)
                 runner.traced_for, runner.output_masks, runner.made = (
@@ -164,7 +164,7 @@ class PipelineStrategy:
                     traced.made,
                 )
             if isinstance(runner, CourseRunner):
-                runner.minibatches = at_once
+                runner.minibatches = self._minibatches_at_once()
         return runner
 
     def _kind_of_runner(self) -> Any:

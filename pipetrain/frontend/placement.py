@@ -372,8 +372,11 @@ class Placement:
 
         What is measured would be another number each time, and learning rates take effect by it.
         """
-        minibatch_s = estimated_s(self.chain, batch_size) / self.stages
-        return max(1, min(MOST_AT_ONCE, int(CALL_S / minibatch_s)))
+        try:
+            minibatch_s = estimated_s(self.chain, batch_size) / self.stages
+        except (AttributeError, TypeError, ValueError):  # nothing is known of such layers
+            return 1
+        return max(1, min(MOST_AT_ONCE, int(CALL_S / max(minibatch_s, CALL_S / MOST_AT_ONCE))))
 
     def profile(self, batch_size: int, parts: int) -> Profile:
         """The model's blocks for such a minibatch in so many parts, measured with the rows of one if need be."""

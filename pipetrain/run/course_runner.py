@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -23,6 +24,7 @@ from pipetrain.run.run_settings import RunSettings
 from pipetrain.schemes import policies
 from pipetrain.schemes.course import Course
 from pipetrain.schemes.programs import Program
+from pipetrain.schemes.schedules import asynchronous
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.weight_versions import WeightVersions
 
@@ -76,12 +78,18 @@ class CourseRunner(ProgramRunner):
     ) -> None:
         super().__init__(stages, scheme, microbatches, settings)
         count = len(self._stages)
-        self._versions = [WeightVersions(scheme, k, count, microbatches, _nothing, _nothing) for k in range(count)]
-        # Built-in policies read the same weights of every minibatch once a pipeline has long been full.
-        self._settles = type(scheme.policy).__module__ == policies.__name__
+        self._versions = [
+            WeightVersions(scheme, k, count, microbatches, _nothing, _nothing, first)
+            for k, (stage, *_) in enumerate(self._stages)
+            for first in (None, *(min(group.holders) for group in stage.shared))
+        ]
+        # Built-in policies read the same weights of every minibatch once such a pipeline has long been full.
+        is_known = type(scheme.policy).__module__ == policies.__name__
+        self._settles = is_known and scheme.schedule.order is asynchronous
         self._specs: dict[str, Any] = {}  # what functions leave for the next one, each kind once
         self._rates: dict[tuple[float, ...], tf.Tensor] = {}
         self.minibatches = 1  # of a call
+        self._is_resting = False
         self._begin()
 
     def _begin(self) -> None:
@@ -91,7 +99,8 @@ class CourseRunner(ProgramRunner):
         self._count_posted = 0
         self._calls = deque[tuple[Slice, Future[ProgramResult]]]()
         self._caller: ThreadPoolExecutor | None = None
-        self._is_broken = False
+        self._is_broken, self._is_stopping = False, False
+        self._error: Exception | None = None  # of a call, named
         self._held: Sequence[tf.Tensor] = ()  # what the last call has left
         self._held_specs: Any = None  # of what the last call will leave that was begun
         self._parts_of_snapshots: dict[int, dict[int, list[Any]]] = {}
@@ -103,6 +112,7 @@ class CourseRunner(ProgramRunner):
 
     def post(self, x: list[tf.Tensor], y: Any, sample_weight: Any, learning_rate: float | None) -> None:
         """Send a minibatch on its way."""
+        self._check()
         settings = self._run or self._start()
         if self._course is None:
             apart = settings.exact_times or any(each.changed for each in self._stages[-1])
@@ -111,6 +121,33 @@ class CourseRunner(ProgramRunner):
         self._posted[self._count_posted] = Posted(x, (y, sample_weight), int(x[0].shape[0]), learning_rate)
         self._count_posted += 1
         self._go_on(settings)
+
+    def drain(self) -> None:
+        """Let everything in flight finish, and write the weights back. Raises what a stage raised."""
+        if self._is_stopping and self._run is not None:  # an interrupt cut an abort short
+            self.abort(store=True)
+            return
+        if self._is_resting and self._run is not None:
+            raise RuntimeError(
+                "The stages rest while a snapshot is looked at. Received: a call that needs the pipeline to drain. "
+                "Try the model that the function is given."
+            )
+        super().drain()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """During the context no call is made; what is in flight stays in flight."""
+        wait([made for _, made in self._calls])
+        self._is_resting = True
+        try:
+            yield
+        finally:
+            self._is_resting = False
+
+    def _check(self) -> None:
+        """Raise what a call has raised."""
+        if self._error is not None:
+            raise self._error
 
     def _go_on(self, settings: RunSettings) -> None:
         """Begin calls for which all minibatches have come."""
@@ -129,6 +166,7 @@ class CourseRunner(ProgramRunner):
     def result(self) -> Result:
         """The next minibatch's loss and predictions, in order; waits for them. Raises what a stage raised."""
         while not self._results:
+            self._check()
             settings, course = self._run, self._course
             assert settings is not None and course is not None  # as long as a minibatch has no result
             if not self._calls:
@@ -140,6 +178,7 @@ class CourseRunner(ProgramRunner):
 
     def _rest(self) -> None:
         """Let everything in flight finish."""
+        self._check()
         settings, course = self._run, self._course
         if settings is None or course is None:
             return
@@ -154,6 +193,7 @@ class CourseRunner(ProgramRunner):
 
     def _stop(self) -> None:
         """No call is begun any more, and the one that is made has ended."""
+        self._is_stopping = True
         if self._caller is not None:
             self._caller.shutdown(wait=True, cancel_futures=True)
             for each, made in self._calls:
@@ -197,7 +237,8 @@ class CourseRunner(ProgramRunner):
         self._calls.append((made, caller.submit(self._made, function, given)))
         for i in range(base, base + results):
             self._posted[i] = self._posted[i]._replace(x=None, targets=None)
-        self._posted.pop(base - 4 * len(self._stages) - 4 * self.minibatches, None)
+        while next(iter(self._posted)) < base - 4 * (len(self._stages) + self.minibatches):
+            del self._posted[next(iter(self._posted))]
 
     def _made(self, function: ProgramFunction, given: Given) -> ProgramResult:
         """Make a call, in the thread that makes all of them."""
@@ -216,15 +257,18 @@ class CourseRunner(ProgramRunner):
         each, made = self._calls[0]
         try:
             result = made.result()
-        except tf.errors.OpError as error:
-            self._calls.clear()
+        except Exception as error:
+            self._error = error  # who asks later is told the same
+            if not isinstance(error, tf.errors.OpError):
+                raise
             if self._name(error, each.function, each.base) and not isinstance(error, tf.errors.CancelledError):
                 raise
             given = each.given._replace(held=self._held)
-            raise self._cause(error, given, each.program, each.settings, each.base, each.held_specs) from None
+            self._error = self._cause(error, given, each.program, each.settings, each.base, each.held_specs)
+            raise self._error from None
         self._calls.popleft()
         self._results.extend(Result(done.loss, done.predictions) for done in result.minibatches)
-        self._note(each.times, result.times, self.made + each.base, each.given.rows, settings.is_traced)
+        self._note(each.times, result, self.made + each.base, each.given.rows, settings.is_traced)
         self._count_runs(each.function)
         self._note_versions(each)
         self._collect(each, result.snapshots, settings)
@@ -265,6 +309,7 @@ class CourseRunner(ProgramRunner):
                 wait([made for _, made in self._calls])  # which leave what the function begins with
             if not self._is_broken:
                 self._rehearse(given._replace(held=self._held), program, of_call, of_call.base, self._held_specs)
+                self._leave_out_calls()
             with gc_paused():
                 of_program = self._stages, self._scheme, program, self.traced_for, of_call
                 function = traced(*of_program, self._failed_in(of_call.base), self._held_specs)
@@ -272,6 +317,12 @@ class CourseRunner(ProgramRunner):
                 del self._functions[next(iter(self._functions))]
             self._functions[key] = function, ProgramTimes(function.clock, self._microbatches, self._replicas)
         return self._functions[key]
+
+    def _leave_out_calls(self) -> None:
+        """Forwards that were counted of calls whose results are not taken are counted again when they are."""
+        for each, _ in self._calls if self._has_compiled else ():
+            for place, count in each.function.runs.items():
+                self._ran[place] = self._ran.get(place, 0) - count
 
     def _reads(self, of_call: Settings) -> Any:
         """What is read of all minibatches that matter to a function: another one is made where it is other versions."""
@@ -317,9 +368,6 @@ class CourseRunner(ProgramRunner):
     def _retraced(self) -> None:
         super()._retraced()
         self._specs.clear()
-
-    def _count(self, settings: RunSettings) -> None:
-        """What calls have made is known."""
 
 
 def _nothing(horizon: float) -> None:

@@ -18,6 +18,7 @@ from pipetrain.compute.gc_pause import gc_paused
 from pipetrain.compute.optimizer.loss_scaling import LossScale
 from pipetrain.compute.program.arguments import Settings
 from pipetrain.compute.program.function import Given, ProgramFunction, traced, walked
+from pipetrain.compute.program.result import ProgramResult
 from pipetrain.compute.program.stage_trace import Place
 from pipetrain.compute.program.walk import Failed
 from pipetrain.compute.tensorflow_private import is_deterministic
@@ -64,9 +65,8 @@ class ProgramRunner(Stepwise):
         self._scale = LossScale()
         self._ran: dict[Place, int] = {}  # forwards that calls of forward and backward have done so far
         self._forms: dict[int, Any] = {}  # of minibatches, by their rows
-        self._timed = deque[
-            tuple[ProgramTimes, int, Mapping[int, int], Any]
-        ]()  # of the newest steps, until somebody reads the trace
+        # Of the newest steps, until somebody reads the trace.
+        self._timed = deque[tuple[ProgramTimes, int, Mapping[int, int], Any, Any]]()
         self._busy_s = 0.0
 
     def activity(self) -> Activity:
@@ -78,9 +78,9 @@ class ProgramRunner(Stepwise):
     def trace(self) -> Trace:
         """What happened so far."""
         while self._timed:
-            times, minibatch, rows, at_s = self._timed.popleft()
+            times, minibatch, rows, at_s, sizes = self._timed.popleft()
             self._spans.extend(times.spans(minibatch, at_s))
-            self._transfers.extend(times.transfers(minibatch, rows, at_s))
+            self._transfers.extend(times.transfers(minibatch, rows, at_s, sizes))
         ranks = None if self._chunks == 1 else self._scheme.schedule.devices(len(self._stages))
         starts = [first * self._microbatches for first in self._starts]
         spans, sent = self._spans.columns(), self._transfers.columns()
@@ -114,7 +114,7 @@ class ProgramRunner(Stepwise):
             raise self._cause(error, given, self._program(settings), trial, step) from None
         if result.finite is not None:
             self._scale = self._scale.after(bool(result.finite))
-        self._note(times, result.times, self.made + self._steps_done, given.rows, settings.is_traced)
+        self._note(times, result, self.made + self._steps_done, given.rows, settings.is_traced)
         self._count_runs(function)
         for each in self._every:
             each.updated()
@@ -245,12 +245,16 @@ class ProgramRunner(Stepwise):
         backward: Op = "B" if action.op == "FB" else "I"
         return action._replace(op=backward if now - before > number else "F")
 
-    def _note(self, times: ProgramTimes, result: Any, minibatch: int, rows: Mapping[int, int], keeps: bool) -> None:
+    def _note(
+        self, times: ProgramTimes, result: ProgramResult, minibatch: int, rows: Mapping[int, int], keeps: bool
+    ) -> None:
         """Note when the actions of a call that is just over began and ended; its minibatch 0 has this number."""
-        at_s = result.numpy() + (time.perf_counter() - time.time())
+        assert result.times is not None
+        at_s = result.times.numpy() + (time.perf_counter() - time.time())
         self._busy_s += times.busy_s(at_s)
         if keeps:
-            self._timed.append((times, minibatch, rows, at_s))
+            sizes = None if result.sizes is None else result.sizes.numpy()
+            self._timed.append((times, minibatch, rows, at_s, sizes))
             if len(self._timed) * len(times) > pipeline.KEPT_SPANS:
                 self._timed.popleft()
 

@@ -65,12 +65,14 @@ class ProgramTimes:
         made = replace(self._spans, microbatch=microbatch, version=version, start_s=begins_s, end_s=ends_s)
         return made[np.argsort(begins_s, kind="stable")]
 
-    def transfers(self, minibatch: int, rows: Mapping[int, int], at_s: Any) -> Transfers:
-        """What was sent, in the order in which it was begun, of minibatches with so many rows."""
+    def transfers(self, minibatch: int, rows: Mapping[int, int], at_s: Any, sizes: Any = None) -> Transfers:
+        """What was sent, in the order in which it was begun, of minibatches with so many rows; sizes as noted."""
         first, found = minibatch * self._microbatches, []
         for each in self._crossings:
             size, (stage, sender, other, receiver) = each.size_bytes, each.ends
-            if each.row_bytes:
+            if each.noted is not None:
+                size = int(sizes[each.noted])
+            elif each.row_bytes:
                 which, number = divmod(each.microbatch, self._microbatches)
                 parts = Parts(rows[which], self._microbatches)
                 pieces = parts.pieces(number, self._replicas[stage], self._replicas[other])

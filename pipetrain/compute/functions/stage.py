@@ -312,8 +312,9 @@ class Stage:
         return self._halves.outputs[0].dtype
 
     def counts(self) -> list[int]:
-        """Of the optimizers that update any weights, how many steps each has made."""
-        return [int(count_of(group.optimizer).numpy()) for group in self._groups.all if group.variables]
+        """Of the optimizers that update weights which no earlier stage has, how many steps each has made."""
+        mine = [group for group in self._groups.all if group.variables and group.is_first]
+        return [int(count_of(group.optimizer).numpy()) for group in mine]
 
     @contextmanager
     def as_before(self) -> Iterator[None]:

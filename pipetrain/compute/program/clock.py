@@ -29,7 +29,7 @@ class Crossing(NamedTuple):
     """What one replica of a stage sent another of a microbatch, from one of the times to another.
 
     ``size_bytes`` is that of the part that depends on no rows and ``row_bytes`` that of each row, of which the piece's
-    number is known when the function is called.
+    number is known when the function is called; or the size is this one of the sizes that are noted.
     """
 
     op: What
@@ -39,6 +39,7 @@ class Crossing(NamedTuple):
     end: int
     size_bytes: int
     row_bytes: int = 0
+    noted: int | None = None
 
 
 class Clock:
@@ -46,12 +47,14 @@ class Clock:
 
     Args:
         host: this process's device, to which they come.
+        measures: whether shapes do not tell how large things are.
 
     ``actions`` and ``crossings`` say what the times are of.
     """
 
-    def __init__(self, host: str) -> None:
-        self._host = host
+    def __init__(self, host: str, measures: bool = False) -> None:
+        self._host, self._measures = host, measures
+        self._sizes: list[tf.Tensor] = []
         self._by_device: dict[str, list[tuple[int, tf.Tensor]]] = {}
         self._count = 0
         self.actions: list[Timed] = []
@@ -67,6 +70,22 @@ class Clock:
         self._by_device.setdefault(_processor(device), []).append((self._count, time))
         self._count += 1
         return self._count - 1
+
+    def cross(self, crossing: Crossing, values: Any, device: str) -> None:
+        """Note that these values of a device were sent; the crossing has everything but their size."""
+        fixed, per_row = sizes_of(values)
+        crossing = crossing._replace(size_bytes=fixed, row_bytes=per_row)
+        if self._measures:
+            present = [each for each in tf.nest.flatten(values, expand_composites=True) if each is not None]
+            with tf.device(_processor(device)):
+                self._sizes.append(tf.add_n([tf.size(each, tf.int64) * each.dtype.size for each in present]))
+            crossing = crossing._replace(noted=len(self._sizes) - 1)
+        self.crossings.append(crossing)
+
+    def sizes(self) -> tf.Tensor | None:
+        """All sizes that are noted."""
+        with tf.device(self._host):
+            return tf.stack(self._sizes) if self._sizes else None
 
     def ends(self, number: int, time: tf.Tensor, device: str) -> None:
         """The action with this number, and those whose time is the same, end only then."""

@@ -22,12 +22,13 @@ class ProgramResult(NamedTuple):
     """What comes of some minibatches, and what the next function of a course goes on with.
 
     ``finite`` says whether all gradients were, where steps with others are skipped. ``times`` are times of day, see
-    ``Clock``. ``snapshots`` are weights and state, by minibatch and stage.
+    ``Clock``, which notes ``sizes``, too. ``snapshots`` are weights and state, by minibatch and stage.
     """
 
     minibatches: list[MinibatchResult]
     finite: tf.Tensor | None
     times: tf.Tensor | None
+    sizes: tf.Tensor | None
     snapshots: list[Any]
     held: list[tf.Tensor]
 

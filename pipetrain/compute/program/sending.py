@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from pipetrain.compute.cores import is_prompt
 from pipetrain.compute.program.arguments import Arguments, Settings
-from pipetrain.compute.program.clock import Clock, Crossing, sizes_of
+from pipetrain.compute.program.clock import Clock, Crossing
 from pipetrain.compute.program.stage_trace import Place, Sent
 from pipetrain.schemes.parts import Piece
 from pipetrain.trace.records import What
@@ -102,7 +102,7 @@ class Sending:
         if not (is_prompt(from_device) and is_prompt(device)):  # between processors of a process nothing is copied
             arrived = [each.op for each in tf.nest.flatten(there) if each is not None]
             end = self._clock.add(self._clock.now(arrived, device), device)
-        self._clock.crossings.append(Crossing(op, microbatch, ends, begin, end, *sizes_of(values)))
+        self._clock.cross(Crossing(op, microbatch, ends, begin, end, 0), values, from_device)
 
     def held(self) -> dict[tuple[What, int, int, int], Any]:
         """What was made and not yet taken; it is noted as sent."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import tensorflow as tf
@@ -98,7 +98,7 @@ class StageTrace:
         share: gives that of each microbatch.
         scale: by which the loss is multiplied.
         base: the number of minibatch 0, since the pipeline was empty.
-        rate: gives the learning rate of a minibatch, None if it is in the optimizer's variable.
+        rates: the learning rates of minibatches; none where they are in the optimizer's variable.
 
     ``gathered`` are the sums of the weights' gradients so far, None before the first of them.
     """
@@ -112,10 +112,10 @@ class StageTrace:
         share: Callable[[int], Share],
         scale: Any,
         base: int,
-        rate: Callable[[int], Any],
+        rates: Mapping[int, Any],
     ) -> None:
         self.place, self.stage, self.device = place, stage, stage.device
-        self._microbatches, self._share, self.scale, self.base, self._rate = microbatches, share, scale, base, rate
+        self._microbatches, self._share, self.scale, self.base, self._rates = microbatches, share, scale, base, rates
         self._first = base * microbatches  # the number of microbatch 0
         at = scheme, place.stage, place.stages, microbatches
         self._own = WeightVersions(*at, Newest, lambda ahead: stage.weights(Newest(ahead)))
@@ -150,7 +150,7 @@ class StageTrace:
         """Before an update by this microbatch's minibatch: its rate, and old versions that are still read."""
         graph = tf.compat.v1.get_default_graph() if tf.inside_function() else None
         before = len(graph.get_operations()) if graph else 0
-        if (rate := self._rate(microbatch // self._microbatches)) is not None:
+        if (rate := self._rates.get(microbatch // self._microbatches)) is not None:
             self.stage.assign_rate(rate, None if versions is None else self.shared.index(versions))
         (versions or self._own).before_update()
         return [each for each in graph.get_operations()[before:] if each.op_def.is_stateful] if graph else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice, takewhile
 from typing import Any, NamedTuple
@@ -137,15 +137,17 @@ class Walk:
     ) -> ProgramResult:
         """The program's operations, for the inputs and the targets of those minibatches of which something goes in."""
         self._arguments.give(numbers)
-        self.calls, self.clock = {}, Clock(self._settings.host) if self._settings.is_timed else None
+        is_open = any(None in each.shape[1:] for each in tf.nest.flatten(self._stages[0][0].segment.inputs))
+        self.calls, self.clock = {}, Clock(self._settings.host, is_open) if self._settings.is_timed else None
         self._complete, self._runs = set[tuple[Place, int]](), Counter[Place]()
-        self._rates = None if rates is None else dict(zip(self._settings.parts, tf.unstack(rates), strict=True))
+        known = {} if rates is None else dict(zip(self._settings.parts, tf.unstack(rates), strict=True))
         self._snapshots: dict[tuple[int, int], list[Any]] = {}
         self._x, self._targets = self._arguments.divided(x, FIRST), self._arguments.divided(targets, LAST)
         devices = [[replica.device for replica in stage] for stage in self._stages]
         self._sending = Sending(devices, self._settings, self._arguments, self.clock)
         self._traces = [
-            [self._begun(k, r, replica) for r, replica in enumerate(stage)] for k, stage in enumerate(self._stages)
+            [self._begun(k, r, replica, known) for r, replica in enumerate(stage)]
+            for k, stage in enumerate(self._stages)
         ]
         if self._is_late:
             self._sums: Sums = LateSums(self._traces, self._count, self.clock)
@@ -162,17 +164,14 @@ class Walk:
                 raise RuntimeError(f"No device can go on. Received: {[str(unit.call) for unit in units]}.")
         return self._result(units)
 
-    def _begun(self, k: int, r: int, replica: Stage) -> StageTrace:
+    def _begun(self, k: int, r: int, replica: Stage, rates: Mapping[int, Any]) -> StageTrace:
         """A replica at the beginning, when its state is that of its variables."""
         replica.read_state()
         place = Place(k, len(self._stages), r, len(self._stages[k]))
         with tf.device(replica.device):
             scale = self._arguments.scale(replica.device)
         share = partial(self._arguments.share, k, r)
-        return StageTrace(place, replica, self._scheme, self._count, share, scale, self._settings.base, self._rate)
-
-    def _rate(self, minibatch: int) -> Any:
-        return None if self._rates is None else self._rates[minibatch]
+        return StageTrace(place, replica, self._scheme, self._count, share, scale, self._settings.base, rates)
 
     def _resume(self, held: Held) -> None:
         """Go on with what the function before has left."""
@@ -378,6 +377,12 @@ class Walk:
             unit = owner[trace.place]
             with tf.device(trace.device), tf.control_dependencies(unit.last):
                 unit.last = [*unit.last, *trace.stage.written_state()]
+        flat: list[tf.Tensor] = []
+        if not self._settings.drains:
+            held = self._left()
+            leaves = tf.nest.flatten(held, expand_composites=True)
+            flat = [each for each in leaves if isinstance(each, tf.Tensor)]
+            self.held_specs = tf.nest.map_structure(_spec_of, held)
         host = self._settings.host
         with tf.device(host):  # one operation for all that the results wait for, since devices tell each other of each
             after = [tf.group(*chain.from_iterable(unit.last for unit in units))] if tf.inside_function() else []
@@ -387,14 +392,9 @@ class Walk:
             if not minibatches and after:  # somebody has to wait for what has no results
                 with tf.control_dependencies(after):
                     times = tf.identity(times if times is not None else tf.zeros([0], tf.float64))
+        sizes = self.clock.sizes() if self.clock else None
         snapshots = [self._snapshots[each] for each in sorted(self._snapshots)]
-        flat: list[tf.Tensor] = []
-        if not self._settings.drains:
-            held = self._left()
-            leaves = tf.nest.flatten(held, expand_composites=True)
-            flat = [each for each in leaves if isinstance(each, tf.Tensor)]
-            self.held_specs = tf.nest.map_structure(_spec_of, held)
-        return ProgramResult(minibatches, finite, times, snapshots, flat)
+        return ProgramResult(minibatches, finite, times, sizes, snapshots, flat)
 
     def _catch_up_all(self, trace: StageTrace, unit: _Unit) -> None:
         """In the end all copies of shared weights are equal."""
