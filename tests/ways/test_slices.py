@@ -7,7 +7,9 @@ import keras
 import networks
 import numpy as np
 import pytest
+import tensorflow as tf
 
+import pipetrain
 from pipetrain.frontend.pipeline_strategy import PipelineStrategy
 from pipetrain.frontend.placement import Placement
 from pipetrain.run.course_runner import CourseRunner
@@ -98,3 +100,52 @@ def test_calls_have_as_many_minibatches_as_take_a_call_s_time():
     assert at_once(8, 8) == 8
     assert 1 < at_once(256, 128) < 8
     assert at_once(1024, 128) == 1
+
+
+def test_what_a_callback_has_been_told_ends_the_fit(monkeypatch):
+    """A drain within a callback raises what a stage has raised, and so does the fit that goes on."""
+    in_calls_of(2, monkeypatch)
+    pm, seen = networks.pipeline(networks.mlp(4), cuts=networks.cuts(4, 2), scheme="vanilla"), []
+    x, y = networks.data(20 * BATCH)
+    y[12 * BATCH] = 99
+
+    def look(batch, logs):
+        if batch == 8:
+            with pytest.raises(tf.errors.InvalidArgumentError, match="99") as raised:
+                pm.get_weights()
+            seen.append(raised.value)
+
+    looking = keras.callbacks.LambdaCallback(on_train_batch_end=look)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="99") as raised:
+        pm.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[looking])
+    assert raised.value is seen[0]
+    assert "stage 1, forward of minibatch 12" in "\n".join(raised.value.__notes__)
+
+
+def test_an_interrupt_counts_what_all_stages_have_updated(monkeypatch):
+    in_calls_of(2, monkeypatch)
+    pm = networks.pipeline(networks.mlp(4), cuts=networks.cuts(4, 2), scheme="vanilla")
+
+    def interrupt(batch, logs):
+        if batch == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupting = keras.callbacks.LambdaCallback(on_train_batch_end=interrupt)
+        pm.fit(*networks.data(ROWS), batch_size=BATCH, shuffle=False, verbose=0, callbacks=[interrupting])
+    made = [count for (stage,) in inside.replicas(pm) for count in stage.counts()]
+    assert int(pm.optimizer.iterations) == min(made) >= 6
+
+
+def test_no_stage_goes_on_while_a_snapshot_is_looked_at(monkeypatch):
+    in_calls_of(2, monkeypatch)
+    pm, seen = networks.pipeline(networks.mlp(4), cuts=networks.cuts(4, 2), scheme="vanilla"), []
+
+    def look(step, model):
+        with pytest.raises(RuntimeError, match="rest while a snapshot is looked at"):
+            pm.get_weights()
+        seen.append(step)
+
+    snapshots = pipetrain.callbacks.Snapshots(3, look)
+    pm.fit(*networks.data(ROWS), batch_size=BATCH, shuffle=False, verbose=0, callbacks=[snapshots])
+    assert seen == [3, 6, 9, 12]
