@@ -104,6 +104,8 @@ class CourseRunner(ProgramRunner):
         self._held: Sequence[tf.Tensor] = ()  # what the last call has left
         self._held_specs: Any = None  # of what the last call will leave that was begun
         self._parts_of_snapshots: dict[int, dict[int, list[Any]]] = {}
+        self._kept = deque[tuple[int, Snapshot]]()  # complete ones, and after how many updates
+        self._results_taken = 0
 
     @property
     def window(self) -> int:  # type: ignore[override]
@@ -174,7 +176,14 @@ class CourseRunner(ProgramRunner):
                 self._call(base, course.slice(self._count_posted, self._count_posted), settings, drains=False)
             self._take(settings)
             self._go_on(settings)
+        self._results_taken += 1
+        self._hand_out(self._results_taken)
         return self._results.popleft()
+
+    def _hand_out(self, updates: int) -> None:
+        """Let the weights be seen that were kept after so many updates: not before the step's own result."""
+        while self._kept and self._kept[0][0] <= updates:
+            self.snapshots.append(self._kept.popleft()[1])
 
     def _rest(self) -> None:
         """Let everything in flight finish."""
@@ -189,6 +198,7 @@ class CourseRunner(ProgramRunner):
             self._call(base, program, settings, drains=True)
             self._take(settings)
         self._steps_done = self._count_posted
+        self._hand_out(self._count_posted)
         self._stop()
 
     def _stop(self) -> None:
@@ -357,7 +367,8 @@ class CourseRunner(ProgramRunner):
             parts[stage] = mine
             if len(parts) == len(self._stages):
                 del self._parts_of_snapshots[version]
-                self.snapshots.append(Snapshot(settings.steps + version, [parts[k] for k in range(len(parts))]))
+                kept = Snapshot(settings.steps + version, [parts[k] for k in range(len(parts))])
+                self._kept.append((version, kept))
 
     def restore(self, snapshot: Snapshot) -> None:
         """Write a snapshot into the model's own variables."""
