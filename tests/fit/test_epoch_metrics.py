@@ -13,6 +13,7 @@ import termios
 import threading
 import time
 
+import inside
 import keras
 import networks
 import parameters
@@ -140,6 +141,7 @@ def test_figures_are_logs_of_every_epoch(scheme, verbose, capsys, tmp_path):
 def test_no_bubble_is_known_of_devices_whose_calls_return_early(exact, monkeypatch):
     """As on GPUs: the time of a call says nothing of the work."""
     monkeypatch.setattr(pipeline, "is_prompt", lambda device: False)
+    inside.by_threads(monkeypatch)
     pm = networks.pipeline(scheme="vanilla")
     pm.exact_trace = exact
     history = pm.fit(*networks.data(), batch_size=16, verbose=0).history

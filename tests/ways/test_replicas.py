@@ -129,6 +129,7 @@ def test_replicas_of_a_stage_stay_bitwise_equal():
 
 @pytest.mark.wide
 def test_an_exception_in_a_replica_names_it_and_leaves_no_thread(monkeypatch):
+    inside.by_threads(monkeypatch)
     x, y = networks.data(100)
     pm = networks.pipeline(cuts=networks.cuts(6, 3), replicas=(2, 2, 2))
     pm.fit(x, y, batch_size=16, verbose=0)
