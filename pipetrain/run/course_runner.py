@@ -17,7 +17,7 @@ from pipetrain.compute.program.arguments import Settings
 from pipetrain.compute.program.function import Given, ProgramFunction, traced
 from pipetrain.compute.program.result import ProgramResult
 from pipetrain.run.collector import Result, Snapshot
-from pipetrain.run.pipeline import HOST
+from pipetrain.run.pipeline import HOST, RESTING
 from pipetrain.run.program_runner import ProgramRunner
 from pipetrain.run.program_times import ProgramTimes
 from pipetrain.run.run_settings import RunSettings
@@ -130,10 +130,7 @@ class CourseRunner(ProgramRunner):
             self.abort(store=True)
             return
         if self._is_resting and self._run is not None:
-            raise RuntimeError(
-                "The stages rest while a snapshot is looked at. Received: a call that needs the pipeline to drain. "
-                "Try the model that the function is given."
-            )
+            raise RuntimeError(RESTING)
         super().drain()
 
     @contextmanager
@@ -231,12 +228,9 @@ class CourseRunner(ProgramRunner):
             drains=drains,
             has_rates=has_rates,
         )
-        count, last = self._microbatches, len(self._stages) - 1
-        forwards = [each for each in program.all_actions() if "outputs" in each.operation.makes]
-        entering, leaving = (sorted({m // count for _, k, m in forwards if k == stage}) for stage in (0, last))
         given = Given(
-            [mine[i].x or [] for i in entering],
-            [mine[i].targets for i in leaving],
+            [mine[i].x or [] for i in program.entering(0, self._microbatches)],
+            [mine[i].targets for i in program.entering(len(self._stages) - 1, self._microbatches)],
             rows,
             self._scale.scale,
             self._rates_of([each.rate or 0.0 for each in mine.values()]) if has_rates else None,
@@ -307,12 +301,8 @@ class CourseRunner(ProgramRunner):
         self, given: Given, program: Program, of_call: Settings, settings: RunSettings
     ) -> tuple[ProgramFunction, ProgramTimes]:
         """The function of a slice, which is traced for the first of the same form."""
-        forms = []
-        for parts in of_call.parts.values():
-            if parts.rows not in self._forms:
-                self._forms[parts.rows] = parts.form(self._replicas)
-            forms.append(self._forms[parts.rows])
-        same = of_call._replace(parts=tuple(forms), base=0)  # type: ignore[arg-type]
+        forms = tuple(self._form_of(parts.rows) for parts in of_call.parts.values())
+        same = of_call._replace(parts=forms, base=0)  # type: ignore[arg-type]
         key = program, same, id(self._held_specs), self._reads(of_call), settings.exact_times
         if key not in self._functions:
             if self._has_compiled:
@@ -353,15 +343,7 @@ class CourseRunner(ProgramRunner):
 
     def _collect(self, each: Slice, values: Sequence[Any], settings: RunSettings) -> None:
         """Join the weights that stages have kept after the same update."""
-        wanted = each.settings.snapshots
-        made = sorted(
-            {
-                (action.microbatch // self._microbatches, action.stage)
-                for action in (each.program.all_actions() if wanted else ())
-                if action.op == "U" and action.microbatch // self._microbatches in wanted
-            }
-        )
-        for (minibatch, stage), mine in zip(made, values, strict=True):
+        for (minibatch, stage), mine in zip(each.function.kept, values, strict=True):
             version = each.base + minibatch + 1
             parts = self._parts_of_snapshots.setdefault(version, {})
             parts[stage] = mine

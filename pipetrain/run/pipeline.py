@@ -35,6 +35,11 @@ from pipetrain.trace.trace import Trace
 HOST = "/device:CPU:0"
 KEPT_SPANS = 100_000  # the newest spans, of 44 bytes, and transfers, of 60, that are kept: no run is too long
 
+RESTING = (
+    "The stages rest while a snapshot is looked at. Received: a call that needs the pipeline to drain. "
+    "Try the model that the function is given."
+)
+
 
 class Activity(NamedTuple):
     """Seconds of all devices' threads in actions, and the number of threads.
@@ -182,10 +187,7 @@ class Pipeline:
             self.abort(store=True)
             return
         if not running.control.running.is_set():
-            raise RuntimeError(
-                "The stages rest while a snapshot is looked at. Received: a call that needs the pipeline to drain. "
-                "Try the model that the function is given."
-            )
+            raise RuntimeError(RESTING)
         running.control.guarded(running.entrance.close)
         for thread in running.threads:
             thread.ended(self._lost.gives_up)

@@ -121,17 +121,20 @@ class ProgramRunner(Stepwise):
         (made,) = result.minibatches
         self._stepped(Result(made.loss, made.predictions))
 
+    def _form_of(self, rows: int) -> Any:
+        """What minibatches of so many rows have in common with others that the same function serves."""
+        if rows not in self._forms:
+            self._forms[rows] = Parts(rows, self._microbatches).form(self._replicas)
+        return self._forms[rows]
+
     def _count_runs(self, function: ProgramFunction) -> None:
         for place, count in function.runs.items():
             self._ran[place] = self._ran.get(place, 0) + count
 
     def _function_for(self, given: Given, settings: RunSettings) -> tuple[ProgramFunction, ProgramTimes]:
         """The function for such a minibatch, which is traced for the first of the same form."""
-        rows = given.rows[0]
-        if rows not in self._forms:
-            self._forms[rows] = Parts(rows, self._microbatches).form(self._replicas)
         scale = None if self._scale.is_dynamic else self._scale.scale
-        key = self._forms[rows], settings.loss_is_mean, scale, settings.exact_times
+        key = self._form_of(given.rows[0]), settings.loss_is_mean, scale, settings.exact_times
         if key not in self._functions:
             function = self._traced(given, settings)
             self._functions[key] = function, ProgramTimes(function.clock, self._microbatches, self._replicas)

@@ -105,7 +105,6 @@ class Course:
         self._schedule, self._stages, self._microbatches, self._apart = schedule, stages, microbatches, apart
         count = schedule.devices(stages)
         self._devices = [_Device(schedule, device, count, microbatches) for device in range(count)]
-        self._last = self._devices[schedule.place(stages - 1, count)]
         self._made: dict[tuple[str, int, int], int] = {}  # when values are there that are still needed
         self._ends: dict[int, int] = {}  # when the last stage will have done with a minibatch
         self._left: dict[int, int] = {}  # actions of a minibatch that the last stage has not planned yet

@@ -37,6 +37,11 @@ class Program(NamedTuple):
         calls = tuple(tuple(part for call in mine for part in _apart(call)) for mine in self.calls)
         return self._replace(calls=calls)
 
+    def entering(self, stage: int, microbatches: int) -> list[int]:
+        """The minibatches of so many microbatches of which any go forward at a stage."""
+        forwards = (each for each in self.all_actions() if "outputs" in each.operation.makes)
+        return sorted({each.microbatch // microbatches for each in forwards if each.stage == stage})
+
     def all_actions(self) -> list[Action]:
         """Those of all devices."""
         return [action for device in range(len(self.calls)) for action in self.actions(device)]

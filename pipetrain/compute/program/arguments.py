@@ -73,12 +73,7 @@ class Arguments:
         self._given: Sequence[tf.Tensor] = ()
         self._shared: dict[Any, list[Share]] = {}
         count, actions = settings.microbatches, program.all_actions()
-        forwards = [each for each in actions if "outputs" in each.operation.makes]
-        at = {FIRST: 0, LAST: len(stages) - 1}
-        self.entering = {
-            end: sorted({each.microbatch // count for each in forwards if each.stage == stage})
-            for end, stage in at.items()
-        }
+        self.entering = {FIRST: program.entering(0, count), LAST: program.entering(len(stages) - 1, count)}
         self._is_one = count == 1 and max(self._replicas) == 1
         for end, minibatches in self.entering.items() if not self._is_one else ():
             for i in minibatches if count > 1 or self._replicas[end] > 1 else ():

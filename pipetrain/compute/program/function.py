@@ -44,16 +44,16 @@ class ProgramFunction:
     """A traced program: call it with minibatches.
 
     ``calls`` are its calls by their names, ``runs`` how many of each replica's are a forward and a backward together,
-    ``clock`` says what the times in its results are of, ``entering`` which minibatches' inputs and targets it takes,
-    and ``held_specs`` what it leaves for the next one.
+    ``clock`` says what the times in its results are of, ``kept`` of which minibatch and stage its snapshots are, and
+    ``held_specs`` what it leaves for the next one.
     """
 
-    def __init__(self, concrete: Any, numbers: NumberArguments, walk: Walk, arguments: Arguments) -> None:
+    def __init__(self, concrete: Any, numbers: NumberArguments, walk: Walk) -> None:
         self._concrete, self._numbers = concrete, numbers  # TensorFlow forgets a function that nobody holds
         self._unpack, self._pack = unpacker(concrete.structured_input_signature[0]), packer(concrete.structured_outputs)
         self._call = call_of(concrete)
         self.calls, self.clock, self.held_specs = walk.calls, walk.clock, walk.held_specs
-        self.entering = arguments.entering[FIRST], arguments.entering[LAST]
+        self.kept = walk.kept
         self.runs = Counter(each.place for each in self.calls.values() if each.number is not None)
 
     def __call__(self, given: Given) -> ProgramResult:
@@ -111,7 +111,7 @@ def traced(
         tf.TensorSpec([len(settings.parts)]) if settings.has_rates else None,
         [each for each in leaves if isinstance(each, tf.TensorSpec)],
     )
-    return ProgramFunction(concrete, NumberArguments(arguments.numbers, settings.microbatches), walk, arguments)
+    return ProgramFunction(concrete, NumberArguments(arguments.numbers, settings.microbatches), walk)
 
 
 def _held(specs: Any, tensors: Sequence[tf.Tensor]) -> Any:

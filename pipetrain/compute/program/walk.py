@@ -101,8 +101,8 @@ class Walk:
         settings: of the function.
         failed: told of an error in tracing a call.
 
-    ``calls`` are all of them by their names, ``clock`` says what the times of a result are of, and ``held_specs`` are
-    those of what is left for the next function of a course.
+    ``calls`` are all of them by their names, ``clock`` says what the times of a result are of, ``held_specs`` are
+    those of what is left for the next function of a course, and ``kept`` says of which minibatch and stage weights are.
     """
 
     def __init__(
@@ -120,6 +120,7 @@ class Walk:
         self.calls: dict[str, Named] = {}
         self.clock: Clock | None = None
         self.held_specs: Any = None
+        self.kept: list[tuple[int, int]] = []
 
     def _placed(self) -> list[list[tuple[int, int]]]:
         """What each unit has: the stages, and which replica of them."""
@@ -393,7 +394,8 @@ class Walk:
                 with tf.control_dependencies(after):
                     times = tf.identity(times if times is not None else tf.zeros([0], tf.float64))
         sizes = self.clock.sizes() if self.clock else None
-        snapshots = [self._snapshots[each] for each in sorted(self._snapshots)]
+        self.kept = sorted(self._snapshots)
+        snapshots = [self._snapshots[each] for each in self.kept]
         return ProgramResult(minibatches, finite, times, sizes, snapshots, flat)
 
     def _catch_up_all(self, trace: StageTrace, unit: _Unit) -> None:
