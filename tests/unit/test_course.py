@@ -5,26 +5,13 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from orders import by_twos
 
-from pipetrain.schemes.actions import Action
 from pipetrain.schemes.course import Course
 from pipetrain.schemes.dry_run import replay
 from pipetrain.schemes.schedules import Schedule, asynchronous, groups_of, unflushed
 
 SCHEDULE = Schedule(asynchronous, flushes=False, found=unflushed)
-
-
-def by_halves(device, devices, groups):
-    """An order of one's own: every other minibatch's forwards come first."""
-    waiting = []
-    for number, group in enumerate(groups):
-        for microbatch in group:
-            yield Action("F", device, microbatch)
-            waiting.append(microbatch)
-        while number % 2 and waiting:
-            yield Action("B", device, waiting.pop(0))
-    while waiting:
-        yield Action("B", device, waiting.pop(0))
 
 
 def numbered(program, base, microbatches):
@@ -49,7 +36,7 @@ def with_updates(order, microbatches):
 
 
 @given(
-    st.sampled_from([asynchronous, by_halves]),
+    st.sampled_from([asynchronous, by_twos]),
     st.integers(1, 5),
     st.integers(1, 3),
     st.lists(st.tuples(st.integers(1, 4), st.booleans()), max_size=25),

@@ -8,31 +8,18 @@ import networks
 import numpy as np
 import pytest
 import tensorflow as tf
+from orders import by_twos
 
 import pipetrain
 from pipetrain.frontend.pipeline_strategy import PipelineStrategy
 from pipetrain.frontend.placement import Placement
 from pipetrain.run.course_runner import CourseRunner
-from pipetrain.schemes.actions import Action
 from pipetrain.schemes.policies import Vanilla, WeightStashing
 from pipetrain.schemes.schedules import Schedule
 from pipetrain.schemes.scheme import Scheme
 
 BATCH = 8
 ROWS = 13 * BATCH + 3
-
-
-def by_twos(device, devices, groups):
-    """Every other minibatch's forwards come first, then the backwards of both."""
-    waiting = []
-    for number, group in enumerate(groups):
-        for microbatch in group:
-            yield Action("F", device, microbatch)
-            waiting.append(microbatch)
-        while number % 2 and waiting:
-            yield Action("B", device, waiting.pop(0))
-    while waiting:
-        yield Action("B", device, waiting.pop(0))
 
 
 def twice(microbatch, stage, stages, microbatches):
