@@ -45,6 +45,12 @@ class StrategyModel(HookedModel):
         """The session of the ``fit`` that Keras' loop is in, unless what it does is an evaluation within."""
         return None if self.session is None or self.session.is_evaluating else self.session
 
+    def end_interrupted(self) -> None:
+        """Forget the call that was interrupted while it let go of what it had set here."""
+        for name in ("session", "data_reader", "_watch"):
+            if vars(self).get(name) is not None:
+                setattr(self, name, None)
+
     @contextmanager
     def _watched(self) -> Iterator[HealthMonitor]:
         """Meanwhile workers that are lost are noticed; within itself it is the one that there is."""

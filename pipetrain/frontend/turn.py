@@ -68,7 +68,10 @@ class Call:
 
 
 def taking_turns(kind: Class) -> Class:
-    """A class of models whose methods in ``IN_TURN`` are called in turn; its objects have a ``turn``."""
+    """A class of models whose methods in ``IN_TURN`` are called in turn; its objects have a ``turn``.
+
+    Before one that is not called by another, they ``end_interrupted`` calls.
+    """
     for name in IN_TURN:
         if hasattr(kind, name):
             setattr(kind, name, _in_turn(name, getattr(kind, name)))
@@ -79,6 +82,8 @@ def _in_turn(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def called(self: Any, *args: Any, **settings: Any) -> Any:
         with Call(self.turn, name):
+            if len(self.turn.methods) == 1:
+                self.end_interrupted()
             return method(self, *args, **settings)
 
     return called

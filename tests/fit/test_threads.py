@@ -127,6 +127,15 @@ def test_a_thread_that_has_ended_holds_nobody_up():
     assert np.isfinite(pm.predict(X, verbose=0)).all()
 
 
+def test_a_fit_that_was_interrupted_while_it_ended_holds_nobody_up():
+    pm = networks.compiled("1f1b")
+    pm.session = pm._watch = pm.data_reader = object()  # as an interrupt may have left them
+    assert np.isfinite(pm.predict(X, verbose=0)).all()
+    pm.session = pm._watch = object()
+    networks.fit(pm, X, Y)
+    assert pm.session is None
+
+
 def test_training_in_a_thread_of_its_own():
     """Callbacks run in it, and there the model's variables may be used."""
     pm, seen = networks.compiled("1f1b"), []

@@ -145,6 +145,7 @@ def test_calls_after_the_end_of_a_worker_are_not_waited_for(method, scheme, idle
 @pytest.mark.wide
 def test_a_thread_whose_call_does_not_return_is_left_when_a_worker_is_lost(monkeypatch):
     monkeypatch.setattr(lost_worker, "LOST_S", 2.0)  # in which the other threads end
+    inside.by_threads(monkeypatch)
     waiting, back = threading.Event(), threading.Event()
     perform = StageWork.perform
 

@@ -27,6 +27,7 @@ PASSES = 4  # a figure is the median of at least so many passes
 MEASURE_S = 0.2  # and of as many as this takes,
 STEADY = 0.02  # and of more until the standard error of the whole is this part of it,
 AT_MOST_S = 2.0  # or this many seconds are over
+LEAST_S = 1e-9  # of a block that takes no longer than an empty call: a step is to take some time
 
 Floats = NDArray[np.float64]
 Taken = TypeVar("Taken")
@@ -78,7 +79,7 @@ def time_blocks(
     forward -= [empty_s(block.functions.forward_tensors) for block in blocks]
     backward -= [empty_s(block.functions.backward_tensors) for block in blocks]
     update_s = float(np.median([each.update for each in taken])) - empty_s(1)
-    forward, backward = np.maximum(forward, 0.0), np.maximum(backward, 0.0)
+    forward, backward = np.maximum(forward, LEAST_S), np.maximum(backward, LEAST_S)
     together_s = float(np.median(joined_s[1:])) - empty_s(2) if joined_s else 0.0
     if together_s > 0 and forward.sum() + backward.sum() > 0:
         part = together_s / (forward.sum() + backward.sum())

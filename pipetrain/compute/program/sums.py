@@ -80,16 +80,17 @@ class Sums:
         if finite is None:
             apply()
             return []
-        return [tf.cond(finite, _done(apply, finite), lambda: tf.identity(finite)).op]
+        taken = tf.cond(finite, _done(apply, finite), lambda: tf.identity(finite))
+        return [taken.op] if tf.inside_function() else []
 
     def _note(self, trace: StageTrace, gradients: Gradients, microbatch: int, ended: int) -> None:
         """Note the sums of which a replica has had a part, from its gradients being there to the sums."""
         stage, _, replica, replicas = trace.place
         clock, shared = self._clock, trace.stage.shared
         assert clock is not None
-        if replicas == 1 and not shared:
-            return
         present = [each for each in tf.nest.flatten(gradients, expand_composites=True) if each is not None]
+        if not present or (replicas == 1 and not shared):
+            return
         there = clock.add(clock.now([each.op for each in present], trace.device), trace.device)
         if replicas > 1:
             sizes, owned = self._sizes_bytes(stage)

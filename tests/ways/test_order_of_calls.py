@@ -1,0 +1,96 @@
+"""In a program's function every call on a device waits for the call before it there, whatever else orders them."""
+
+from __future__ import annotations
+
+import re
+
+import inside
+import keras
+import networks
+import pytest
+import tensorflow as tf
+import ways_to_train
+
+import pipetrain
+from pipetrain.compute.program.function import ProgramFunction
+
+L = keras.layers
+PIPELINES = [name for name, way in ways_to_train.WAYS.items() if way.is_pipeline]
+BY_DEFAULT = ("spectrain", "1f1b, replicas")
+BY_THREADS = ("spectrain, fitted", "single")
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Those of all functions of programs that are traced."""
+    found, made = [], ProgramFunction.__init__
+
+    def init(self, concrete, *others):
+        made(self, concrete, *others)
+        found.append(concrete.graph)
+
+    monkeypatch.setattr(ProgramFunction, "__init__", init)
+    return found
+
+
+def earlier(operations):
+    """All operations for which these wait."""
+    found, waiting = set(), list(operations)
+    while waiting:
+        each = waiting.pop()
+        for before in (*each.control_inputs, *(tensor.op for tensor in each.inputs)):
+            if before not in found:
+                found.add(before)
+                waiting.append(before)
+    return found
+
+
+def assert_in_order(graph):
+    units = {}
+    for each in graph.get_operations():
+        if (name := re.match(r"action_(\d+)_(\d+)/", each.name)) and each.op_def.is_stateful:
+            if each.type not in ("Timestamp", "Placeholder"):
+                units.setdefault(int(name[1]), {}).setdefault(int(name[2]), []).append(each)
+    assert units
+    for calls in units.values():
+        numbers = sorted(calls)
+        for before, after in zip(numbers, numbers[1:]):
+            for each in calls[after]:
+                assert {*calls[before]} <= earlier([each]), f"{each.name} does not wait for action {before}"
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        name if name in BY_DEFAULT else pytest.param(name, marks=pytest.mark.wide)
+        for name in PIPELINES
+        if name not in BY_THREADS
+    ],
+)
+def test_every_call_waits_for_the_one_before_it(way, graphs):
+    pm = ways_to_train.anew(way)
+    inside.forget_functions(pm)
+    ways_to_train.fit(pm)
+    assert graphs
+    for graph in graphs:
+        assert_in_order(graph)
+
+
+class Stopped(L.Layer):
+    def call(self, x):
+        return tf.stop_gradient(x)
+
+
+@pytest.mark.parametrize("scheme", ["vanilla", pytest.param("1f1b", marks=pytest.mark.wide)])
+def test_shared_weights_without_a_gradient_in_their_last_stage(scheme, graphs):
+    x = keras.Input((networks.FEATURES,))
+    twice = L.Dense(networks.FEATURES)
+    y = L.Activation("linear", name="first")(twice(x))
+    z = Stopped()(twice(L.Activation("tanh", name="second")(y)))
+    model = keras.Model(x, L.Dense(networks.CLASSES)(L.Add()([y, z])))
+    pm = pipetrain.PipelineModel(model, scheme=scheme, cuts=("first", "second"))
+    pm.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    networks.fit(pm, *networks.data(60))
+    assert graphs
+    for graph in graphs:
+        assert_in_order(graph)
