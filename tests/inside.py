@@ -24,7 +24,7 @@ def forget_functions(pm):
 
 def by_threads(patch):
     """From now on no function has all devices: each has a thread."""
-    patch.setattr("pipetrain.frontend.pipeline_strategy.is_one_function", lambda *given: False)
+    patch.setattr("pipetrain.frontend.pipeline_strategy.is_one_function", lambda *given, **settings: False)
 
 
 def is_program(pm):

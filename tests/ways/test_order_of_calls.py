@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 
 import inside
 import keras
@@ -48,13 +49,13 @@ def earlier(operations):
 def assert_in_order(graph):
     units = {}
     for each in graph.get_operations():
-        if (name := re.match(r"action_(\d+)_(\d+)/", each.name)) and each.op_def.is_stateful:
-            if each.type not in ("Timestamp", "Placeholder"):
-                units.setdefault(int(name[1]), {}).setdefault(int(name[2]), []).append(each)
+        has_effect = each.op_def.is_stateful and each.type not in ("Timestamp", "Placeholder")
+        if has_effect and (name := re.match(r"action_(\d+)_(\d+)/", each.name)):
+            units.setdefault(int(name[1]), {}).setdefault(int(name[2]), []).append(each)
     assert units
     for calls in units.values():
         numbers = sorted(calls)
-        for before, after in zip(numbers, numbers[1:]):
+        for before, after in pairwise(numbers):
             for each in calls[after]:
                 assert {*calls[before]} <= earlier([each]), f"{each.name} does not wait for action {before}"
 
