@@ -12,11 +12,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import inside
-
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import inside
 import keras
 import networks
 import numpy as np
