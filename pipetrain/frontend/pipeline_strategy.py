@@ -11,7 +11,6 @@ import tensorflow as tf
 
 from pipetrain.checkpoint.arrays import Arrays, assign, assign_scale, collected, scale_arrays
 from pipetrain.checkpoint.session import FitSession, Layout
-from pipetrain.compute.cores import is_prompt
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.gc_pause import gc_paused
 from pipetrain.compute.graph.beside import beside
@@ -172,15 +171,13 @@ class PipelineStrategy:
         """What is to run the stages.
 
         An asynchronous pipeline has several functions, for each of which TensorFlow prepares all of the stages' own:
-        on processors that is worth it where minibatches are small.
+        that is worth it where minibatches are small.
         """
-        exact_times = known(self._fit).session.exact_trace
-        if not is_one_function(self._scheme, self._stages.replicas, exact_times):
+        if not is_one_function(self._scheme, self._stages.replicas):
             return Pipeline
         if not self._scheme.asynchronous:
             return ProgramRunner
-        on_processors = all(is_prompt(device) for device in self.placement.replica_devices)
-        return CourseRunner if not on_processors or self._minibatches_at_once() > 1 else Pipeline
+        return CourseRunner if self._minibatches_at_once() > 1 else Pipeline
 
     def _minibatches_at_once(self) -> int:
         return self.placement.minibatches_at_once(known(known(self._fit).session.rows))

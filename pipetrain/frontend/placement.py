@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, TypeVar
 import keras
 
 from pipetrain.cluster.connection import place
-from pipetrain.compute.cores import is_prompt
 from pipetrain.compute.functions.inference import Inference
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.functions.stage_function import LossFunction
@@ -42,7 +41,6 @@ from pipetrain.simulation.schedule_trials import pieces_to_measure
 Compiling = TypeVar("Compiling", Stage, Inference)
 
 CALL_S, MOST_AT_ONCE = 0.03, 8  # of functions that have several minibatches: seconds, and how many
-BY_GPU = 100  # how many times as fast as by the processor for which that is estimated
 
 
 class Decision(NamedTuple):
@@ -375,8 +373,7 @@ class Placement:
         What is measured would be another number each time, and learning rates take effect by it.
         """
         try:
-            faster = 1 if all(is_prompt(device) for device in self._devices) else BY_GPU
-            minibatch_s = estimated_s(self.chain, batch_size) / self.stages / faster
+            minibatch_s = estimated_s(self.chain, batch_size) / self.stages
         except (AttributeError, TypeError, ValueError):  # nothing is known of such layers
             return 1
         return max(1, min(MOST_AT_ONCE, int(CALL_S / max(minibatch_s, CALL_S / MOST_AT_ONCE))))

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipetrain.compute.cores import is_prompt, is_remote
+from pipetrain.compute.cores import is_prompt
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.functions.tracing import trace_stages
 from pipetrain.compute.gc_pause import gc_paused
@@ -68,13 +68,11 @@ class ProgramRunner(Stepwise):
         # Of the newest steps, until somebody reads the trace.
         self._timed = deque[tuple[ProgramTimes, int, Mapping[int, int], Any, Any]]()
         self._busy_s = 0.0
-        self._is_prompt = all(is_prompt(each.device) for each in self._every)
-        self._knows_seconds = self._is_prompt
 
     def activity(self) -> Activity:
         """The devices' activity since the runner was made."""
         ranks = len(self._every) // self._chunks
-        return Activity(self._busy_s if self._knows_seconds else None, ranks, self.made + self._steps_done > 0)
+        return Activity(self._busy_s, ranks, self.made + self._steps_done > 0)
 
     @property
     def trace(self) -> Trace:
@@ -182,8 +180,7 @@ class ProgramRunner(Stepwise):
         """Of a function that works on minibatches of so many rows."""
         scale = None if self._scale.is_dynamic else self._scale.scale
         parts = {number: Parts(each, self._microbatches) for number, each in rows.items()}
-        # Every time of a GPU's action is waited for.
-        return Settings(parts, settings.loss_is_mean, scale, HOST, self._is_prompt or settings.exact_times)
+        return Settings(parts, settings.loss_is_mean, scale, HOST, is_timed=True)
 
     def _failed_in(self, base: int) -> Failed:
         """Told of an action that could not be traced; the program's minibatch 0 has this number."""
@@ -255,8 +252,7 @@ class ProgramRunner(Stepwise):
         self, times: ProgramTimes, result: ProgramResult, minibatch: int, rows: Mapping[int, int], keeps: bool
     ) -> None:
         """Note when the actions of a call that is just over began and ended; its minibatch 0 has this number."""
-        if result.times is None:
-            return
+        assert result.times is not None
         at_s = result.times.numpy() + (time.perf_counter() - time.time())
         self._busy_s += times.busy_s(at_s)
         if keeps:
@@ -273,7 +269,7 @@ class ProgramRunner(Stepwise):
                 replica.load(settings.updates, number)
         if any([each.hold_state() for each in self._every]):  # each of them, whatever the first one says
             self._functions.clear()
-        self._scale, self._knows_seconds = settings.loss_scale, self._is_prompt or settings.exact_times
+        self._scale = settings.loss_scale
         self._count_forwards()
 
     def _count(self, settings: RunSettings) -> None:
@@ -297,15 +293,13 @@ class ProgramRunner(Stepwise):
             stage.store(mine)
 
 
-def is_one_function(scheme: Scheme, stages: Sequence[Sequence[Stage]], exact_times: bool = False) -> bool:
+def is_one_function(scheme: Scheme, stages: Sequence[Sequence[Stage]]) -> bool:
     """Whether minibatches are to be calls of functions over all devices, when the stages have been traced.
 
-    All devices are of this process. No layer may call Python: of an error there, which need not come a second time,
-    TensorFlow may tell only that other devices have stopped because of it. Nor may operations have to be deterministic
-    where they are timed: TensorFlow then refuses a clock.
+    All devices are processors of this process. No layer may call Python: of an error there, which need not come a
+    second time, TensorFlow may tell only that other devices have stopped because of it.
     """
     known = scheme.schedule.chunks == 1 if scheme.asynchronous else isinstance(scheme.policy, Flush)
+    alone = known and not scheme.fits and not is_deterministic()
     every = [replica for replicas in stages for replica in replicas]
-    is_timed = exact_times or all(is_prompt(each.device) for each in every)
-    alone = known and not scheme.fits and not (is_timed and is_deterministic())
-    return alone and not any(is_remote(each.device) or each.calls_python for each in every)
+    return alone and all(is_prompt(each.device) and not each.calls_python for each in every)

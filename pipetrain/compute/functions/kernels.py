@@ -183,7 +183,7 @@ def _staying_call(concrete: Any) -> Any:
 def _as_operation(concrete: Any) -> Callable[[list[Any]], list[tf.Tensor]]:
     """Makes calls of the function, as operations of the graph that is being traced."""
     types, captured = [each.dtype for each in concrete.outputs], concrete.captured_inputs
-    executor = "SINGLE_THREADED_EXECUTOR" if _is_plain(concrete) else ""
+    executor = "" if _has_functions(concrete) else "SINGLE_THREADED_EXECUTOR"  # which has no control flow
 
     def call(tensors: list[Any]) -> list[tf.Tensor]:
         arguments = [*tensors, *captured]
@@ -196,11 +196,6 @@ def _as_operation(concrete: Any) -> Callable[[list[Any]], list[tf.Tensor]]:
     return call
 
 
-def _is_plain(concrete: Any) -> bool:
-    """Whether one thread can run a function: without control flow, and all of it on processors.
-
-    What a GPU's function does on the host, it would wait for.
-    """
-    nodes = concrete.graph.as_graph_def().node
-    has_functions = any(each.HasField("func") for node in nodes for each in node.attr.values())
-    return not has_functions and not any("GPU" in node.device for node in nodes)
+def _has_functions(concrete: Any) -> bool:
+    """Whether operations of a function have functions, such as loops and branches."""
+    return any(each.HasField("func") for node in concrete.graph.as_graph_def().node for each in node.attr.values())

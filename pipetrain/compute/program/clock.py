@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from pipetrain.compute.cores import is_prompt, is_remote
 from pipetrain.schemes.actions import Action
 from pipetrain.trace.records import What
 
@@ -62,10 +61,7 @@ class Clock:
         self.crossings: list[Crossing] = []
 
     def now(self, after: Sequence[tf.Operation], device: str) -> tf.Tensor:
-        """The time of day on a device when these operations are done, and what it was given before."""
-        if not is_prompt(device) and not is_remote(device):  # a copy comes when the GPU is done with what is before it
-            with tf.device(device), tf.control_dependencies(None), tf.control_dependencies(list(after)):
-                after = [tf.zeros([1]).op]
+        """The time of day on a device when these operations are done."""
         with tf.device(_processor(device)), tf.control_dependencies(None), tf.control_dependencies(list(after)):
             return tf.timestamp()
 

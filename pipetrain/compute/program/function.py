@@ -48,9 +48,8 @@ class ProgramFunction:
     ``held_specs`` what it leaves for the next one.
     """
 
-    def __init__(self, concrete: Any, numbers: NumberArguments, walk: Walk, host: str) -> None:
+    def __init__(self, concrete: Any, numbers: NumberArguments, walk: Walk) -> None:
         self._concrete, self._numbers = concrete, numbers  # TensorFlow forgets a function that nobody holds
-        self._host = host
         self._unpack, self._pack = unpacker(concrete.structured_input_signature[0]), packer(concrete.structured_outputs)
         self._call = call_of(concrete)
         self.calls, self.clock, self.held_specs = walk.calls, walk.clock, walk.held_specs
@@ -62,9 +61,7 @@ class ProgramFunction:
         flat: list[tf.Tensor] = []
         numbers = self._numbers(given.rows, given.scale)
         self._unpack((given.x, given.targets, numbers, given.rates, given.held), flat)
-        with tf.device(self._host):
-            made = self._call(flat)
-        result: ProgramResult = self._pack(iter(made))
+        result: ProgramResult = self._pack(iter(self._call(flat)))
         return result
 
 
@@ -102,8 +99,7 @@ def traced(
     walk = Walk(stages, scheme, program, arguments, settings, failed)
 
     def body(x: Any, targets: Any, numbers: Any, rates: Any, held: list[tf.Tensor]) -> ProgramResult:
-        with tf.device(settings.host):  # else what is of no stage is on the first GPU
-            return walk.body(x, targets, numbers, rates, _held(held_specs, held))
+        return walk.body(x, targets, numbers, rates, _held(held_specs, held))
 
     function = tf.function(body, autograph=False, experimental_attributes=UNORDERED)
     inputs = any_rows(stages[0][0].segment.inputs)
@@ -115,7 +111,7 @@ def traced(
         tf.TensorSpec([len(settings.parts)]) if settings.has_rates else None,
         [each for each in leaves if isinstance(each, tf.TensorSpec)],
     )
-    return ProgramFunction(concrete, NumberArguments(arguments.numbers, settings.microbatches), walk, settings.host)
+    return ProgramFunction(concrete, NumberArguments(arguments.numbers, settings.microbatches), walk)
 
 
 def _held(specs: Any, tensors: Sequence[tf.Tensor]) -> Any:

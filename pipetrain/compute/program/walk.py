@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from pipetrain.compute.cores import is_prompt, is_remote
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.functions.stage_values import BoundaryTensors
 from pipetrain.compute.program.arguments import FIRST, LAST, Arguments, Settings
@@ -142,8 +141,7 @@ class Walk:
         is_open = any(None in each.shape[1:] for each in tf.nest.flatten(self._stages[0][0].segment.inputs))
         self.calls, self.clock = {}, Clock(self._settings.host, is_open) if self._settings.is_timed else None
         self._complete, self._runs = set[tuple[Place, int]](), Counter[Place]()
-        with tf.device(self._settings.host):
-            known = {} if rates is None else dict(zip(self._settings.parts, tf.unstack(rates), strict=True))
+        known = {} if rates is None else dict(zip(self._settings.parts, tf.unstack(rates), strict=True))
         self._snapshots: dict[tuple[int, int], list[Any]] = {}
         self._x, self._targets = self._arguments.divided(x, FIRST), self._arguments.divided(targets, LAST)
         devices = [[replica.device for replica in stage] for stage in self._stages]
@@ -386,11 +384,10 @@ class Walk:
             leaves = tf.nest.flatten(held, expand_composites=True)
             flat = [each for each in leaves if isinstance(each, tf.Tensor)]
             self.held_specs = tf.nest.map_structure(_spec_of, held)
-        host, last = self._settings.host, self._traces[-1][0].device
-        home = host if is_prompt(last) or is_remote(last) else last  # nobody waits for a GPU's results to be copied
-        with tf.device(home):  # one operation for all that the results wait for, since devices tell each other of each
+        host = self._settings.host
+        with tf.device(host):  # one operation for all that the results wait for, since devices tell each other of each
             after = [tf.group(*chain.from_iterable(unit.last for unit in units))] if tf.inside_function() else []
-        minibatches = [self._result_of(minibatch, after, home) for minibatch in self._settings.results]
+        minibatches = [self._result_of(minibatch, after) for minibatch in self._settings.results]
         with tf.device(host):
             finite, times = self._sums.all_finite(host), self.clock.times() if self.clock else None
             if not minibatches and after:  # somebody has to wait for what has no results
@@ -410,14 +407,13 @@ class Walk:
                 if shared.holders[0] != trace.place.stage:
                     unit.last = self._after(unit.last, partial(sums.catch_up, trace, group, trace.version))
 
-    def _result_of(self, minibatch: int, after: Sequence[tf.Operation], home: str) -> MinibatchResult:
-        """What comes of a minibatch, on this device."""
+    def _result_of(self, minibatch: int, after: Sequence[tf.Operation]) -> MinibatchResult:
         traces, first = self._traces[-1], minibatch * self._count
         numbers = range(first, first + self._count)
         done = [trace.outputs[m] for m in numbers for trace in traces if m in trace.outputs]
         with tf.device(traces[0].device):  # so that one message has all of them
             loss, predictions = joined_loss(done), joined_predictions([each.predictions for each in done])
-        with tf.device(home):
+        with tf.device(self._settings.host):
             with tf.control_dependencies(list(after)):
                 loss = tf.identity(loss)
             predictions = tf.nest.map_structure(lambda each: each if each is None else tf.identity(each), predictions)
