@@ -30,6 +30,14 @@ class ProgramTimes:
         of = np.array([calls.count(each) for each in calls])
         number = np.array([calls[:n].count(each) for n, each in enumerate(calls)])
         self._from, self._to = number / of, (number + 1) / of
+        takers = {
+            ("F" if each.action.op == "F" else "B", each.action.stage, each.replica, each.action.microbatch): n
+            for n, each in enumerate(timed)
+            if each.action.op in ("F", "B", "I")
+        }
+        arrived = [(takers.get((each.op, *each.ends[2:], each.microbatch)), each.end) for each in self._crossings]
+        pairs = [(taker, place) for taker, place in arrived if taker is not None]
+        self._takers, self._arrived = (np.array([each[n] for each in pairs], int) for n in (0, 1))
         self._spans = Spans.of(
             Span(
                 each.action.op,
@@ -56,7 +64,10 @@ class ProgramTimes:
         """When each action began and ended, from the function's times."""
         begins_s, ends_s = at_s[self._begins], at_s[self._ends]
         took_s = np.maximum(ends_s - begins_s, 0.0)  # the clock may be set anew
-        return begins_s + took_s * self._from, begins_s + took_s * self._to
+        starts_s, ends_s = begins_s + took_s * self._from, begins_s + took_s * self._to
+        # What is taken may be there a moment before its sender has looked at the clock.
+        np.maximum.at(starts_s, self._takers, at_s[self._arrived])
+        return np.minimum(starts_s, ends_s), ends_s
 
     def spans(self, minibatch: int, at_s: Any) -> Spans:
         """The actions, in the order of their begins; the program's minibatch 0 has this number."""
