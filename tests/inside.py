@@ -27,6 +27,11 @@ def by_threads(patch):
     patch.setattr("pipetrain.frontend.pipeline_strategy.is_one_function", lambda *given, **settings: False)
 
 
+def forwards_by_threads(patch):
+    """From now on evaluations are by threads, too."""
+    patch.setattr("pipetrain.frontend.evaluation.is_one_call", lambda stages: False)
+
+
 def is_program(pm):
     """Whether minibatches are calls of functions over all devices."""
     return isinstance(runner(pm), ProgramRunner)

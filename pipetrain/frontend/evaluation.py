@@ -11,12 +11,14 @@ import keras
 import tensorflow as tf
 
 from pipetrain.compute.functions.inference import Inference
+from pipetrain.compute.functions.tracing import trace_stages
 from pipetrain.compute.graph.input_shapes import Shapes
 from pipetrain.frontend.attributes import Meanwhile
 from pipetrain.frontend.input_data import DEFAULT_ROWS, InputData, InputsAlone, untuned
 from pipetrain.frontend.metrics import StepMetrics
 from pipetrain.frontend.placement import Decision, Placement
 from pipetrain.run.collector import Result
+from pipetrain.run.forward_runner import ForwardRunner, is_one_call
 from pipetrain.run.pipeline import Pipeline
 from pipetrain.run.run_settings import RunSettings
 from pipetrain.run.window import Minibatch, Window
@@ -38,7 +40,8 @@ class Evaluator:
         self._placement, self._model = placement, model
         self.data, self.inputs = InputData(model), InputsAlone(model)
         self._stages: list[list[Inference]] = []
-        self._decision: Decision | None = None  # of these stages
+        self._functions: dict[Any, Any] = {}  # of whole minibatches, for these stages
+        self._decision: Decision | None = None  # of them
         self._variables: list[tuple[int, bool]] = []  # of the model then, by ``id``, and whether they are penalized
         self._specs: list[Any] = []  # of the data that were evaluated since
         self._measured: dict[bool | str, Decision] = {}  # by what was asked of the kernels
@@ -89,7 +92,7 @@ class Evaluator:
 
     def forget(self) -> None:
         """The next evaluation traces the stages anew."""
-        self._stages, self._decision = [], None
+        self._stages, self._functions, self._decision = [], {}, None
 
     def lose(self, error: Exception) -> None:
         """From another thread: a worker is lost. Whoever waits for an evaluation is given the error."""
@@ -107,11 +110,14 @@ class Evaluator:
         is_traced = data is not self.data or data.spec in self._specs  # outputs alone have no penalties
         is_known = variables == self._variables or (ids == before and is_traced)
         if decision != self._decision or not is_known:
-            self._stages, self._specs = self._placement.inferences(decision), []
+            self._stages, self._specs, self._functions = self._placement.inferences(decision), [], {}
             self._decision, self._variables = decision, variables
         if data is self.data and data.spec not in self._specs:
             self._specs.append(data.spec)
-        pipeline = Pipeline(self._stages, INFERENCE, 1, lambda: RunSettings(is_traced=False))
+        trace_stages(self._stages, None)
+        pipeline: Any = Pipeline(self._stages, INFERENCE, 1, lambda: RunSettings(is_traced=False))
+        if is_one_call(self._stages):
+            pipeline = ForwardRunner(self._stages, self._functions)
         pipeline.trace_for(None)
         return pipeline
 

@@ -312,6 +312,7 @@ def test_a_fixed_batch_and_half_precision():
 @pytest.mark.wide
 @pytest.mark.parametrize(("stage", "replicas"), parameters.combinations([0, 2], [None, (2, 2, 2)]))
 def test_an_exception_in_a_stage_names_it_and_leaves_no_thread(stage, replicas, monkeypatch):
+    inside.forwards_by_threads(monkeypatch)
     x, y = networks.data(100)
     model, pm = pair(networks.mlp(), networks.crossentropy(), cuts=networks.cuts(6, 3), replicas=replicas)
     assert_same(*both(model, pm, x, y))
@@ -334,6 +335,39 @@ def test_an_exception_in_a_stage_names_it_and_leaves_no_thread(stage, replicas, 
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("pipetrain")]
         assert not broken.weights()
     assert_same(*both(model, pm, x, y))
+
+
+class Positive(L.Layer):
+    def call(self, x):
+        with tf.control_dependencies([tf.debugging.assert_greater(x[:, 0], -50.0, message="too cold")]):
+            return tf.identity(x)
+
+
+@pytest.mark.parametrize("at", ["first", pytest.param("second", marks=pytest.mark.wide)])
+def test_an_operation_that_fails_is_named_with_its_minibatch(at):
+    layers = {name: [Positive()] if name == at else [] for name in ("first", "second")}
+    parts = [*layers["first"], L.Dense(3, kernel_initializer="identity", name="a"), *layers["second"], L.Dense(2)]
+    pm = pipetrain.PipelineModel(keras.Sequential([keras.Input((3,)), *parts]), cuts=("a",))
+    x = np.zeros((40, 3), "float32")
+    want = pm.predict(x, batch_size=8, verbose=0)
+    x[21] = -100.0
+    for _ in range(2):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="too cold") as caught:
+            pm.predict(x, batch_size=8, verbose=0)
+        stage = ("first", "second").index(at)
+        assert f"stage {stage}, forward of minibatch 2 (action {stage}F2)" in "\n".join(caught.value.__notes__)
+    np.testing.assert_array_equal(pm.predict(0 * x, batch_size=8, verbose=0), want)
+
+
+def test_weights_are_read_where_they_are(mlp):
+    """What is assigned between two evaluations counts, and nothing holds a copy."""
+    model, pm = mlp
+    x, _ = networks.data(24)
+    for _ in range(2):
+        np.testing.assert_allclose(pm.predict(x, verbose=0), model.predict(x, verbose=0), rtol=1e-5)
+        replicas = [replica for stage in inside.evaluating_stages(pm) for replica in stage]
+        assert not any(replica.weights() for replica in replicas)
+        model.layers[-1].bias.assign_add(np.arange(networks.CLASSES, dtype="float32"))
 
 
 @pytest.mark.wide

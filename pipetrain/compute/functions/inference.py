@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from pipetrain.compute.functions.kernels import Kernels
+from pipetrain.compute.functions.kernels import Kernels, calls_python
 from pipetrain.compute.functions.penalties import summed_over_rows, total_penalty
 from pipetrain.compute.functions.split import specs
 from pipetrain.compute.functions.stage import Stage
@@ -23,8 +23,9 @@ from pipetrain.compute.keras_private import mask_of
 class Inference:
     """A run of blocks on one device, forwards only; the weights are on the device between ``load`` and ``outcome``.
 
-    The state that a layer assigns in inference mode (the seed of a layer that samples) is kept from minibatch to
-    minibatch, and written into the model at the end, as in plain Keras.
+    A function of whole minibatches reads the model's own weights instead, after ``load_state``. The state that a layer
+    assigns in inference mode (the seed of a layer that samples) is kept from minibatch to minibatch, and written into
+    the model at the end, as in plain Keras.
 
     Args:
         segment: the blocks.
@@ -36,7 +37,9 @@ class Inference:
     recompute = False
     unreached: Sequence[int] = ()  # there are no gradients
     shared: Sequence[WeightGroup] = ()  # nor updates
+    changed: Sequence[int] = ()
     global_clipnorm: float | None = None
+    loss_dtype = tf.float32
 
     def __init__(self, segment: Segment, device: str, division: Division = Division(), compiled: bool = False) -> None:  # noqa: B008
         self.segment, self.device, self._division = segment, device, division
@@ -63,7 +66,7 @@ class Inference:
                 concrete = self._traced(inputs, list(masks))
             output = concrete.structured_outputs[0]
             self._masks = [mask if mask is None else tf.TensorSpec(mask.shape, mask.dtype) for mask in output.masks]
-            self._forward = self._kernels.of(concrete)
+            self._forward, self.calls_python = self._kernels.of(concrete), calls_python(concrete)
             self._traced_for = list(masks)  # at last: an interrupt may have come before
         return self._masks
 
@@ -82,8 +85,41 @@ class Inference:
         """Take weights and state from the model; nothing else may write them until the work ends."""
         with tf.device(self.device):
             self._weights = [tf.identity(variable.value) for variable in self._trained]
+        self.load_state(replica)
+
+    def load_state(self, replica: int) -> None:
+        """Take the state alone."""
+        with tf.device(self.device):
             self._state.load(replica)
-            self._no_loss = tf.zeros([])
+
+    def hold_state(self) -> bool:
+        """Let variables have the state, for functions of whole minibatches; whether these are new ones."""
+        with tf.device(self.device):
+            return self._state.hold()
+
+    def read_state(self) -> None:
+        """The state is that of the variables, and the weights are the model's own."""
+        self._weights = []
+        for variable in self._trained:
+            with tf.device(variable.value.device):  # where they are
+                self._weights.append(variable.value.read_value())
+        with tf.device(self.device):
+            self._state.read()
+
+    def written_state(self) -> list[tf.Operation]:
+        """At the end of a function that is traced, let the variables have the state; gives what does that."""
+        with tf.device(self.device):
+            return self._state.written()
+
+    @property
+    def assigns(self) -> bool:
+        """Whether a minibatch leaves state to the next one."""
+        return bool(self._assigned)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether XLA compiles it."""
+        return self._kernels.compiled
 
     def weights(self, wanted: Weights = Newest()) -> list[tf.Tensor]:  # noqa: B008 - a tuple, never changed
         """The weights on this device."""
@@ -93,7 +129,7 @@ class Inference:
         """Run the blocks with the weights on this device; the loss is zero, and computed by the caller."""
         output, penalty, assigned = self._forward(self._weights, self._state.values, *values)
         self._state.assign(self._assigned, assigned)
-        return Forward(output, self._no_loss, penalty, None)
+        return Forward(output, tf.zeros([]), penalty, None)
 
     def outcome(self, others: Sequence[Inference]) -> list[tf.Tensor]:
         """End the work: the state that was assigned; the replicas release all tensors."""

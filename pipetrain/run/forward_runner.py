@@ -1,0 +1,130 @@
+"""Runs minibatches forward through all stages, each by one call of a function over all devices."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from typing import Any, NamedTuple, cast
+
+import tensorflow as tf
+
+from pipetrain.compute.cores import is_prompt
+from pipetrain.compute.functions.inference import Inference
+from pipetrain.compute.program.arguments import Settings
+from pipetrain.compute.program.function import Given, ProgramFunction
+from pipetrain.compute.program.result import ProgramResult
+from pipetrain.run.collector import Result
+from pipetrain.run.program_runner import ProgramRunner
+from pipetrain.run.run_settings import RunSettings
+from pipetrain.schemes.table import INFERENCE
+
+
+class Begun(NamedTuple):
+    """A minibatch whose call has begun."""
+
+    made: Future[ProgramResult]
+    function: ProgramFunction
+    given: Given
+
+
+class ForwardRunner(ProgramRunner):
+    """Minibatches go forward, as many calls at once as there are devices: each is then at another stage.
+
+    Where a minibatch leaves state to the next one, calls are made one after another.
+
+    Args:
+        stages: the replicas of every stage in order.
+        functions: those that have been traced for these stages, to which others are added.
+    """
+
+    def __init__(self, stages: Sequence[Sequence[Inference]], functions: dict[Any, Any]) -> None:
+        super().__init__(cast(Any, stages), INFERENCE, 1, lambda: RunSettings(is_traced=False))
+        self._inferences = [replica for replicas in stages for replica in replicas]
+        self._functions = functions
+        self._calls = deque[Begun]()
+        self._taken = 0  # results
+        self._caller: ThreadPoolExecutor | None = None
+
+    @property
+    def window(self) -> int:  # type: ignore[override]
+        """How many minibatches may be posted ahead of the results taken."""
+        return len(self._inferences) + 1
+
+    def post(self, x: list[tf.Tensor], y: Any, sample_weight: Any, learning_rate: float | None) -> None:
+        """Send a minibatch on its way; labels stay behind."""
+        settings = self._run or self._start()
+        if self._caller is None:
+            at_once = 1 if any(each.assigns for each in self._inferences) else len(self._inferences)
+            self._caller = ThreadPoolExecutor(at_once, "pipetrain calls")
+        given = Given([x], [None], {0: int(x[0].shape[0])})
+        function, _ = self._function_for(given, settings)
+        self._calls.append(Begun(self._caller.submit(function, given), function, given))
+
+    def result(self) -> Result:
+        """The next minibatch's penalty and predictions, in order; waits for them. Raises what a stage raised."""
+        self._check(self._calls[0], self._taken)
+        ((made,), *_) = self._calls.popleft().made.result()
+        self._taken += 1
+        return Result(made.loss, made.predictions)
+
+    def _check(self, call: Begun, number: int) -> None:
+        """Wait for the call of the minibatch with this number. Raises what it raised, with a note on the stage."""
+        error = call.made.exception()
+        if error is None:
+            return
+        if not isinstance(error, tf.errors.OpError):
+            raise error
+        if self._name(error, call.function, number) and not isinstance(error, tf.errors.CancelledError):
+            raise error
+        settings = RunSettings()
+        trial = self._settings_of(call.given.rows, settings)
+        raise self._cause(error, call.given, self._program(settings), trial, number) from None
+
+    def _settings_of(self, rows: Any, settings: RunSettings) -> Settings:
+        return super()._settings_of(rows, settings)._replace(is_timed=False)
+
+    def _retraced(self) -> None:
+        """The stages' functions are those for which ``functions`` were traced."""
+
+    @contextmanager
+    def _as_before(self) -> Iterator[None]:
+        """A forward changes nothing but state, which is not kept."""
+        yield
+
+    def _count_forwards(self) -> None:
+        """No call is more than a forward."""
+
+    # Between the model and the devices
+
+    def _load(self, settings: RunSettings) -> None:
+        for stage in self._stages:
+            for number, replica in enumerate(stage):
+                cast(Any, replica).load_state(number)
+        if any([each.hold_state() for each in self._inferences]):  # each of them, whatever the first one says
+            self._functions.clear()
+
+    def _count(self, settings: RunSettings) -> None:
+        """Nothing is updated."""
+
+    def _rest(self) -> None:
+        """Let all calls end; their results wait to be taken."""
+        wait([each.made for each in self._calls])
+        for n, each in enumerate(self._calls):
+            self._check(each, self._taken + n)
+        self._end_calls()
+
+    def _stop(self) -> None:
+        self._end_calls()
+        self._calls.clear()
+
+    def _end_calls(self) -> None:
+        if self._caller is not None:
+            self._caller.shutdown(wait=True, cancel_futures=True)
+            self._caller = None
+
+
+def is_one_call(stages: Sequence[Sequence[Inference]]) -> bool:
+    """Whether minibatches are to be calls, when the stages have been traced: see ``is_one_function``."""
+    return all(is_prompt(each.device) and not each.calls_python for replicas in stages for each in replicas)
