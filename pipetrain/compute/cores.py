@@ -32,9 +32,14 @@ def is_remote(device: str) -> bool:
     return device.startswith("/job:") and not device.startswith("/job:localhost/")
 
 
+def is_processor(device: str) -> bool:
+    """Whether a device, by its full name, is a processor, of this process or another."""
+    return "CPU" in device
+
+
 def is_prompt(device: str) -> bool:
     """Whether calls on a device are finished when they return, as they are on a CPU of this process."""
-    return "CPU" in device and not is_remote(device)
+    return is_processor(device) and not is_remote(device)
 
 
 def finish(device: str) -> None:

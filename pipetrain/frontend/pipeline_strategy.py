@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from pipetrain.checkpoint.arrays import Arrays, assign, assign_scale, collected, scale_arrays
 from pipetrain.checkpoint.session import FitSession, Layout
+from pipetrain.compute.cores import is_remote
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.gc_pause import gc_paused
 from pipetrain.compute.graph.beside import beside
@@ -171,13 +172,14 @@ class PipelineStrategy:
         """What is to run the stages.
 
         An asynchronous pipeline has several functions, for each of which TensorFlow prepares all of the stages' own:
-        that is worth it where minibatches are small.
+        that is worth it on workers, and where minibatches are small.
         """
         if not is_one_function(self._scheme, self._stages.replicas):
             return Pipeline
         if not self._scheme.asynchronous:
             return ProgramRunner
-        return CourseRunner if self._minibatches_at_once() > 1 else Pipeline
+        on_workers = any(map(is_remote, self.placement.replica_devices))
+        return CourseRunner if on_workers or self._minibatches_at_once() > 1 else Pipeline
 
     def _minibatches_at_once(self) -> int:
         return self.placement.minibatches_at_once(known(known(self._fit).session.rows))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from pipetrain.compute.gc_pause import gc_paused
 from pipetrain.compute.program.arguments import Settings
 from pipetrain.compute.program.function import Given, ProgramFunction, traced
 from pipetrain.compute.program.result import ProgramResult
+from pipetrain.run.caller import Caller
 from pipetrain.run.collector import Result, Snapshot
 from pipetrain.run.pipeline import HOST, RESTING
 from pipetrain.run.program_runner import ProgramRunner
@@ -98,7 +99,7 @@ class CourseRunner(ProgramRunner):
         self._posted: dict[int, Posted] = {}
         self._count_posted = 0
         self._calls = deque[tuple[Slice, Future[ProgramResult]]]()
-        self._caller: ThreadPoolExecutor | None = None
+        self._caller: Caller | None = None
         self._is_broken, self._is_stopping = False, False
         self._error: Exception | None = None  # of a call, named
         self._held: Sequence[tf.Tensor] = ()  # what the last call has left
@@ -119,7 +120,8 @@ class CourseRunner(ProgramRunner):
         if self._course is None:
             apart = settings.exact_times or any(each.changed for each in self._stages[-1])
             self._course = Course(self._scheme.schedule, len(self._stages), self._microbatches, apart)
-            self._caller = ThreadPoolExecutor(1, "pipetrain calls")
+            self._caller = Caller(self._lost)
+            self._caller.start()
         self._posted[self._count_posted] = Posted(x, (y, sample_weight), int(x[0].shape[0]), learning_rate)
         self._count_posted += 1
         self._go_on(settings)
@@ -136,12 +138,21 @@ class CourseRunner(ProgramRunner):
     @contextmanager
     def paused(self) -> Iterator[None]:
         """During the context no call is made; what is in flight stays in flight."""
-        wait([made for _, made in self._calls])
+        self._settle()
         self._is_resting = True
         try:
             yield
         finally:
             self._is_resting = False
+
+    def _settle(self) -> None:
+        """Wait until all calls that were begun have ended, whatever they came to."""
+        for _, made in self._calls:
+            self._wait(made)
+
+    def _wait(self, made: Future[ProgramResult]) -> None:
+        assert self._caller is not None  # as long as there are calls
+        self._caller.wait(made)
 
     def _check(self) -> None:
         """Raise what a call has raised."""
@@ -202,9 +213,9 @@ class CourseRunner(ProgramRunner):
         """No call is begun any more, and the one that is made has ended."""
         self._is_stopping = True
         if self._caller is not None:
-            self._caller.shutdown(wait=True, cancel_futures=True)
+            self._caller.end()
             for each, made in self._calls:
-                if not made.cancelled() and made.exception() is None:
+                if made.done() and not made.cancelled() and made.exception() is None:
                     self._note_versions(each)
         self._begin()
 
@@ -259,6 +270,7 @@ class CourseRunner(ProgramRunner):
     def _take(self, settings: RunSettings) -> None:
         """Wait for the next call that was begun, and take what comes of it."""
         each, made = self._calls[0]
+        self._wait(made)
         try:
             result = made.result()
         except Exception as error:
@@ -306,9 +318,10 @@ class CourseRunner(ProgramRunner):
         key = program, same, id(self._held_specs), self._reads(of_call), settings.exact_times
         if key not in self._functions:
             if self._has_compiled:
-                wait([made for _, made in self._calls])  # which leave what the function begins with
+                self._settle()  # they leave what the function begins with
             if not self._is_broken:
-                self._rehearse(given._replace(held=self._held), program, of_call, of_call.base, self._held_specs)
+                first, specs = given._replace(held=self._held), self._held_specs
+                self._lost.unless_lost(lambda: self._rehearse(first, program, of_call, of_call.base, specs))
                 self._leave_out_calls()
             with gc_paused():
                 of_program = self._stages, self._scheme, program, self.traced_for, of_call

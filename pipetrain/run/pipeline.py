@@ -33,6 +33,7 @@ from pipetrain.trace.trace import Trace
 
 # Where data are read. Rows taken of them on the default device, a GPU, would wait for the stage there.
 HOST = "/device:CPU:0"
+LOCAL_HOST = f"/job:localhost/replica:0/task:0{HOST}"  # its name among those of workers
 KEPT_SPANS = 100_000  # the newest spans, of 44 bytes, and transfers, of 60, that are kept: no run is too long
 
 RESTING = (

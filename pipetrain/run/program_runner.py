@@ -11,12 +11,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipetrain.compute.cores import is_prompt
+from pipetrain.compute.cores import is_processor, is_remote
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.functions.tracing import trace_stages
 from pipetrain.compute.gc_pause import gc_paused
 from pipetrain.compute.optimizer.loss_scaling import LossScale
 from pipetrain.compute.program.arguments import Settings
+from pipetrain.compute.program.clock import ahead_s
 from pipetrain.compute.program.function import Given, ProgramFunction, traced, walked
 from pipetrain.compute.program.result import ProgramResult
 from pipetrain.compute.program.stage_trace import Place
@@ -25,7 +26,7 @@ from pipetrain.compute.tensorflow_private import is_deterministic
 from pipetrain.run import pipeline
 from pipetrain.run.collector import Result
 from pipetrain.run.control import add_note
-from pipetrain.run.pipeline import HOST, Activity
+from pipetrain.run.pipeline import HOST, LOCAL_HOST, Activity
 from pipetrain.run.program_times import ProgramTimes
 from pipetrain.run.run_settings import RunSettings
 from pipetrain.run.stepwise import Stepwise
@@ -68,6 +69,9 @@ class ProgramRunner(Stepwise):
         # Of the newest steps, until somebody reads the trace.
         self._timed = deque[tuple[ProgramTimes, int, Mapping[int, int], Any, Any]]()
         self._busy_s = 0.0
+        is_alone = not any(is_remote(each.device) for each in self._every)
+        self._host = HOST if is_alone else LOCAL_HOST  # workers' devices have the short name, too
+        self._ahead_s: dict[str, float] = {}  # by how much clocks of other processes are ahead
 
     def activity(self) -> Activity:
         """The devices' activity since the runner was made."""
@@ -180,7 +184,7 @@ class ProgramRunner(Stepwise):
         """Of a function that works on minibatches of so many rows."""
         scale = None if self._scale.is_dynamic else self._scale.scale
         parts = {number: Parts(each, self._microbatches) for number, each in rows.items()}
-        return Settings(parts, settings.loss_is_mean, scale, HOST, is_timed=True)
+        return Settings(parts, settings.loss_is_mean, scale, self._host, is_timed=True)
 
     def _failed_in(self, base: int) -> Failed:
         """Told of an action that could not be traced; the program's minibatch 0 has this number."""
@@ -254,6 +258,8 @@ class ProgramRunner(Stepwise):
         """Note when the actions of a call that is just over began and ended; its minibatch 0 has this number."""
         assert result.times is not None
         at_s = result.times.numpy() + (time.perf_counter() - time.time())
+        for device, ahead in self._ahead_s.items():
+            at_s[times.places.get(device, [])] -= ahead
         self._busy_s += times.busy_s(at_s)
         if keeps:
             sizes = None if result.sizes is None else result.sizes.numpy()
@@ -270,6 +276,8 @@ class ProgramRunner(Stepwise):
         if any([each.hold_state() for each in self._every]):  # each of them, whatever the first one says
             self._functions.clear()
         self._scale = settings.loss_scale
+        remote = {each.device for each in self._every if is_remote(each.device)}
+        self._ahead_s = {device: ahead for device in remote if (ahead := ahead_s(device))}
         self._count_forwards()
 
     def _count(self, settings: RunSettings) -> None:
@@ -296,10 +304,10 @@ class ProgramRunner(Stepwise):
 def is_one_function(scheme: Scheme, stages: Sequence[Sequence[Stage]]) -> bool:
     """Whether minibatches are to be calls of functions over all devices, when the stages have been traced.
 
-    All devices are processors of this process. No layer may call Python: of an error there, which need not come a
-    second time, TensorFlow may tell only that other devices have stopped because of it.
+    All devices are processors, of this process or of workers. No layer may call Python: of an error there, which need
+    not come a second time, TensorFlow may tell only that other devices have stopped because of it.
     """
     known = scheme.schedule.chunks == 1 if scheme.asynchronous else isinstance(scheme.policy, Flush)
     alone = known and not scheme.fits and not is_deterministic()
     every = [replica for replicas in stages for replica in replicas]
-    return alone and all(is_prompt(each.device) and not each.calls_python for each in every)
+    return alone and all(is_processor(each.device) and not each.calls_python for each in every)

@@ -23,6 +23,7 @@ class ProgramTimes:
     """
 
     def __init__(self, clock: Clock | None, microbatches: int, replicas: tuple[int, ...]) -> None:
+        self.places = clock.places() if clock else {}  # of the times that are by each device's clock
         timed = clock.actions if clock else []
         self._crossings, self._microbatches, self._replicas = clock.crossings if clock else [], microbatches, replicas
         self._begins, self._ends = (np.array([each[n] for each in timed], int) for n in (-2, -1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -9,6 +10,8 @@ import tensorflow as tf
 
 from pipetrain.schemes.actions import Action
 from pipetrain.trace.records import What
+
+READINGS = 5  # of another process's clock
 
 
 class Timed(NamedTuple):
@@ -92,6 +95,10 @@ class Clock:
         place, end = self.add(time, device), self.actions[number].end
         self.actions = [each._replace(end=place) if each.end == end else each for each in self.actions]
 
+    def places(self) -> dict[str, list[int]]:
+        """Which of the times are by the clock of each device."""
+        return {device: [place for place, _ in found] for device, found in self._by_device.items()}
+
     def times(self) -> tf.Tensor:
         """All times, in the order of their places."""
         stacked: list[tf.Tensor] = []
@@ -103,6 +110,22 @@ class Clock:
         with tf.device(self._host):
             joined = tf.concat([tf.identity(each) for each in stacked], 0)
             return tf.gather(joined, sorted(range(len(places)), key=lambda n: places[n]))
+
+
+def ahead_s(device: str) -> float:
+    """How far the clock of a device's process is ahead of this one's, 0 where that is too little to be told.
+
+    The clock is read between two looks at the own one; what counts is the reading that took the shortest.
+    """
+    shortest_s, found_s = float("inf"), 0.0
+    for _ in range(READINGS):
+        before_s = time.time()
+        with tf.device(device):
+            there_s = float(tf.timestamp())
+        after_s = time.time()
+        if after_s - before_s < shortest_s:
+            shortest_s, found_s = after_s - before_s, there_s - (before_s + after_s) / 2
+    return found_s if abs(found_s) > shortest_s / 2 else 0.0
 
 
 def sizes_of(values: Any) -> tuple[int, int]:

@@ -99,7 +99,8 @@ def traced(
     walk = Walk(stages, scheme, program, arguments, settings, failed)
 
     def body(x: Any, targets: Any, numbers: Any, rates: Any, held: list[tf.Tensor]) -> ProgramResult:
-        return walk.body(x, targets, numbers, rates, _held(held_specs, held))
+        with tf.device(settings.host):  # where what belongs to no stage is
+            return walk.body(x, targets, numbers, rates, _held(held_specs, held))
 
     function = tf.function(body, autograph=False, experimental_attributes=UNORDERED)
     inputs = any_rows(stages[0][0].segment.inputs)
