@@ -14,7 +14,9 @@ from pipetrain.cli.help_format import Folded
 from pipetrain.plan.text_table import counted
 from pipetrain.schemes import table
 from pipetrain.schemes.actions import Action
+from pipetrain.schemes.course import calls_of_functions
 from pipetrain.schemes.dry_run import Step, grid, replay
+from pipetrain.schemes.programs import Call, Program
 from pipetrain.schemes.schedules import orders
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.text_form import check_held, microbatches_of, stages_of, written
@@ -27,11 +29,16 @@ F is a forward, B a backward, I and W its halves: the gradients of a stage's inp
 grid stands what the schedule is worth where F, I and W take one unit of time each, B two, and transfers none. Of an
 asynchronous scheme, which never drains between minibatches, several are printed, and its bubble is that of the steady
 state. A schedule that cannot run is refused, with its first action that cannot.
+
+With --calls a row has what its device does in each call of a TensorFlow function, which | separates: FB is a forward
+and a backward in one, W1+W2 are made together, and U0 is the update by minibatch 0's gradients (U3 with 4 microbatches,
+the last of them).
 """
 EXAMPLES = """examples:
   python -m pipetrain schedule --scheme spectrain --stages 4
   python -m pipetrain schedule --scheme zb-h1 --stages 4 --microbatches 8
   python -m pipetrain schedule --scheme zb-v --stages 8 --microbatches 16 --csv zb-v.csv
+  python -m pipetrain schedule --scheme vanilla --stages 3 --calls 2
   python -m pipetrain schedule --scheme mine.csv --limit 8
 
 A file has what --csv writes: the cells of the grid, in CSV. PyTorch's compute-only files are such files.
@@ -63,6 +70,8 @@ def add(commands: Any) -> None:
         help="to print (default: 1; of asynchronous schemes stages + 2, divided by the microbatches)",
     )
     option("--limit", type=count, metavar="N", help="microbatches whose activations of a stage a device holds at most")
+    calls = "print what devices do in each call of a function, of an asynchronous scheme for N minibatches (default: 1)"
+    option("--calls", type=count, nargs="?", const=1, metavar="N", help=calls)
     option("--csv", type=Path, metavar="FILE", help="write the schedule of a minibatch, if it is synchronous")
     command.set_defaults(run=run)
 
@@ -86,11 +95,28 @@ def run(options: argparse.Namespace) -> None:
         check_held(made, options.limit)
     place = f"{counted(stages, 'stage')} on {counted(len(made), 'device')}"
     print(f"{chosen}: {place}, {_counted(chosen, minibatches, microbatches)}")
-    print(_folded(replay(made, stages=stages)))
+    if options.calls:
+        programs = calls_of_functions(chosen.schedule, stages, microbatches, minibatches, options.calls)
+        print(_by_device(programs, is_several=chosen.schedule.chunks > 1))
+    else:
+        print(_folded(replay(made, stages=stages)))
     print(_worth(chosen, stages, minibatches, microbatches))
     if options.csv:
         of_one = _orders(chosen, stages, 1, microbatches)
         options.csv.write_text(written(replay(of_one, stages=stages)), encoding="utf-8")
+
+
+def _by_device(programs: Sequence[Program], is_several: bool) -> str:
+    """A line for every device: what it does in each call."""
+
+    def cell(call: Call) -> str:
+        names = [str(action) for action in call]
+        return "+".join(names if is_several else [name.lstrip("0123456789") for name in names])
+
+    rows = [[" ".join(map(cell, program.calls[n])) for program in programs] for n in range(len(programs[0].calls))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (" | ".join(f"{each:<{width}}" for each, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(f"{device}: {line}" for device, line in enumerate(lines))
 
 
 def _orders(chosen: Scheme, stages: int, minibatches: int, microbatches: int) -> list[list[Action]]:

@@ -240,7 +240,7 @@ class ProgramRunner(Stepwise):
 
     def _told(self, place: Place, action: Action, base: int) -> str:
         """Which action has failed, for people; the program's minibatch 0 has this number."""
-        action = action._replace(microbatch=base * self._microbatches + action.microbatch)
+        action = action.later(base * self._microbatches)
         minibatch, number = divmod(action.microbatch, self._microbatches)
         which = f"minibatch {minibatch}" + (f", microbatch {number}" if self._microbatches > 1 else "")
         return f"Raised in {place}, {action.operation.about} of {which} (action {action})."

@@ -117,6 +117,10 @@ class Action(NamedTuple):
     def __str__(self) -> str:
         return f"{self.stage}{self.op}{self.microbatch}"
 
+    def later(self, microbatches: int) -> Action:
+        """The same of a microbatch so many later."""
+        return self._replace(microbatch=self.microbatch + microbatches)
+
     @property
     def operation(self) -> Operation:
         """Its row in the table."""

@@ -16,7 +16,7 @@ from itertools import count, islice, takewhile
 from typing import Any, NamedTuple
 
 from pipetrain.schemes.actions import Action
-from pipetrain.schemes.programs import Program, calls_of
+from pipetrain.schemes.programs import Program, calls_of, of_minibatch
 from pipetrain.schemes.schedules import Schedule, asynchronous
 from pipetrain.schemes.unit_times import UNITS
 
@@ -69,7 +69,7 @@ class _Device:
         """What is planned is of so many minibatches later."""
         by = minibatches * self._microbatches
         self.planned = deque(
-            each._replace(action=_shifted(each.action, by), asked=each.asked + minibatches) for each in self.planned
+            each._replace(action=each.action.later(by), asked=each.asked + minibatches) for each in self.planned
         )
 
     def rest(self, minibatches: int) -> list[Action]:
@@ -163,7 +163,7 @@ class Course:
             return
         by, now = -self.results * self._microbatches, max(device.free for device in self._devices)
         planned = [
-            [(_shifted(each.action, by), each.begin - now, each.end - now) for each in device.planned]
+            [(each.action.later(by), each.begin - now, each.end - now) for each in device.planned]
             for device in self._devices
         ]
         made = {(value, stage, m + by): when - now for (value, stage, m), when in self._made.items()}
@@ -195,7 +195,7 @@ class Course:
             given = self._schedule.order, device, devices, last, self._microbatches
             made = calls_of(iter(mine), *given, made=self._counts[device])
             by = -begun * self._microbatches
-            calls.append(tuple(tuple(_shifted(action, by) for action in call) for call in made))
+            calls.append(tuple(tuple(action.later(by) for action in call) for call in made))
         return Program(tuple(calls))
 
     def _can(self, action: Action) -> bool:
@@ -265,5 +265,24 @@ class Course:
             self._ends.pop(minibatch - 1024, None)
 
 
-def _shifted(action: Action, microbatches: int) -> Action:
-    return action._replace(microbatch=action.microbatch + microbatches)
+def calls_of_functions(
+    schedule: Schedule, stages: int, microbatches: int, minibatches: int, at_once: int = 1
+) -> list[Program]:
+    """What devices do in each call for so many minibatches of an empty pipeline, microbatches counted from the first.
+
+    Args:
+        schedule: any; one that flushes has a call for each minibatch.
+        stages: N.
+        microbatches: M, of a minibatch.
+        minibatches: how many there are.
+        at_once: how many of them a call has, where the schedule does not flush. The pipeline drains in the last call.
+    """
+    if schedule.flushes:
+        program = of_minibatch(schedule, stages, microbatches)
+        return [program.later(number * microbatches) for number in range(minibatches)]
+    course, programs = Course(schedule, stages, microbatches), []
+    while (until := course.results + at_once) <= minibatches and course.needs(until) <= minibatches:
+        begun = course.results
+        programs.append(course.slice(until, minibatches).later(begun * microbatches))
+    begun = course.results
+    return [*programs, course.rest(minibatches).later(begun * microbatches)]

@@ -42,6 +42,11 @@ class Program(NamedTuple):
         forwards = (each for each in self.all_actions() if "outputs" in each.operation.makes)
         return sorted({each.microbatch // microbatches for each in forwards if each.stage == stage})
 
+    def later(self, microbatches: int) -> Program:
+        """The same for microbatches so much later."""
+        calls = (tuple(tuple(each.later(microbatches) for each in call) for call in mine) for mine in self.calls)
+        return self._replace(calls=tuple(calls))
+
     def all_actions(self) -> list[Action]:
         """Those of all devices."""
         return [action for device in range(len(self.calls)) for action in self.actions(device)]

@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from orders import by_twos
 
-from pipetrain.schemes.course import Course
+from pipetrain.schemes import table
+from pipetrain.schemes.course import Course, calls_of_functions
 from pipetrain.schemes.dry_run import replay
-from pipetrain.schemes.schedules import Schedule, asynchronous, groups_of, unflushed
+from pipetrain.schemes.schedules import Schedule, asynchronous, groups_of, orders, unflushed
 
 SCHEDULE = Schedule(asynchronous, flushes=False, found=unflushed)
 
@@ -102,3 +103,23 @@ def test_slices_repeat_themselves():
     base = course.results
     after = course.slice(base + 3, course.needs(base + 3))
     assert [str(action) for action in after.actions(3)] == ["3FB0", "3U0", "3FB1", "3U1", "3FB2", "3U2"]
+
+
+@given(
+    st.sampled_from(["vanilla", "2bw", "1f1b", "zb-h1", "zb-v"]),
+    st.integers(1, 3),
+    st.integers(1, 9),
+    st.integers(1, 4),
+)
+@settings(max_examples=25, deadline=None)
+def test_calls_joined_are_the_order(name, microbatches, minibatches, at_once):
+    """With updates, each after the last gradients of its minibatch, and no more minibatches a call than asked for."""
+    schedule, stages = table.scheme(name).schedule, 4
+    devices = schedule.devices(stages)
+    programs = calls_of_functions(schedule, stages, microbatches, minibatches, at_once)
+    for device, order in enumerate(orders(schedule.order, devices, minibatches, microbatches)):
+        made = [action for program in programs for action in program.apart().actions(device)]
+        assert [each for each in made if each.op != "U"] == order
+        assert len(made) - len(order) == minibatches * len(schedule.stages_on(device, stages))
+    if schedule.flushes:
+        assert len(programs) == minibatches

@@ -55,6 +55,14 @@ def test_a_file_is_planned_and_simulated_as_the_scheme_that_wrote_it(run, scheme
     assert status == 0 and {"mine.csv", "1f1b"} <= {*rows(simulated)}
 
 
+def test_calls_of_functions(run):
+    status, out = run("schedule --scheme vanilla --stages 2 --minibatches 3 --calls 2")
+    assert status == 0
+    assert "0: F0 F1 B0 U0 F2 | B1 U1 B2 U2" in out and "1: FB0 U0 FB1 U1  | FB2 U2" in out
+    status, out = run("schedule --scheme zb-v --stages 4 --microbatches 2 --calls")
+    assert status == 0 and " | " not in out and "3FI0" in out and "0U1" in out
+
+
 def test_stages_on_a_device(run):
     status, out = run("plan m.keras --devices 4 --batch-size 64 --scheme interleaved --chunks 3")
     assert status == 0 and rows(out)["as set: interleaved-3"][0] == "3"
