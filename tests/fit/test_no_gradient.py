@@ -202,3 +202,21 @@ def test_shared_weights_without_a_gradient_are_predicted_as_they_stay(optimizer)
         trained.append({weight.path: weight.numpy() for weight in model.weights})
     for path, wanted in trained[1].items():
         np.testing.assert_allclose(trained[0][path], wanted, atol=1e-6, err_msg=path)
+
+
+@pytest.mark.parametrize("scheme", ["vanilla", "1f1b"])
+def test_a_frozen_beginning_of_open_length(scheme):
+    """Nothing is sent back, and of what is sent the sizes are seen when it is."""
+    weights = []
+    for stages in (1, 2):
+        keras.utils.set_random_seed(0)
+        x = keras.Input((None,), dtype="int32")
+        y = L.GlobalAveragePooling1D()(L.Embedding(9, 4, trainable=False, name="words")(x))
+        model = keras.Model(x, L.Dense(networks.CLASSES)(y))
+        settings = {"cuts": ("words",), "scheme": scheme} if stages > 1 else {"stages": 1, "scheme": "single"}
+        pm = pipetrain.PipelineModel(model, **settings)
+        pm.compile("sgd", networks.crossentropy())
+        networks.fit(pm, np.arange(160).reshape(40, 4) % 9, np.arange(40) % networks.CLASSES)
+        weights.append(pm.get_weights())
+        assert not any(each.size_bytes for each in pm.trace.transfers if each.op == "B")
+    networks.assert_close(*weights)

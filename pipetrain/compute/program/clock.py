@@ -78,8 +78,8 @@ class Clock:
         """Note that these values of a device were sent; the crossing has everything but their size."""
         fixed, per_row = sizes_of(values)
         crossing = crossing._replace(size_bytes=fixed, row_bytes=per_row)
-        if self._measures:
-            present = [each for each in tf.nest.flatten(values, expand_composites=True) if each is not None]
+        present = [each for each in tf.nest.flatten(values, expand_composites=True) if each is not None]
+        if self._measures and present:
             with tf.device(_processor(device)):
                 self._sizes.append(tf.add_n([tf.size(each, tf.int64) * each.dtype.size for each in present]))
             crossing = crossing._replace(noted=len(self._sizes) - 1)
