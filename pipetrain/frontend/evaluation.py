@@ -99,8 +99,8 @@ class Evaluator:
         for evaluation in self._running:
             evaluation.lose(error)
 
-    def pipeline(self, data: InputData) -> Pipeline:
-        """A pipeline that only runs forwards, for minibatches of these data, of which the first has been read.
+    def pipeline(self, data: InputData) -> Any:
+        """What only runs forwards, for minibatches of these data, of which the first has been read.
 
         Penalties are of the weights that were trained when Keras would have traced an evaluation of such data.
         """
@@ -115,11 +115,12 @@ class Evaluator:
         if data is self.data and data.spec not in self._specs:
             self._specs.append(data.spec)
         trace_stages(self._stages, None)
-        pipeline: Any = Pipeline(self._stages, INFERENCE, 1, lambda: RunSettings(is_traced=False))
         if is_one_call(self._stages):
-            pipeline = ForwardRunner(self._stages, self._functions)
-        pipeline.trace_for(None)
-        return pipeline
+            runner: Any = ForwardRunner(self._stages, self._functions)
+        else:
+            runner = Pipeline(self._stages, INFERENCE, 1, lambda: RunSettings(is_traced=False))
+        runner.trace_for(None)
+        return runner
 
     def _of_profile(self, shapes: Shapes) -> Decision:
         asked = self._placement.asked_kernels

@@ -185,7 +185,7 @@ class PipelineStrategy:
         return self.placement.minibatches_at_once(known(known(self._fit).session.rows))
 
     def _run_settings(self) -> RunSettings:
-        """Asked when the pipeline's threads start."""
+        """Asked when the weights are taken from the model."""
         self._stages.adopt_from(self._compilation.optimizer)
         session = known(self._fit).session
         return RunSettings(

@@ -50,6 +50,8 @@ class StrategyModel(HookedModel):
         for name in ("session", "data_reader", "_watch"):
             if vars(self).get(name) is not None:
                 setattr(self, name, None)
+        if not self.is_verbose:
+            self.is_verbose = True
 
     @contextmanager
     def _watched(self) -> Iterator[HealthMonitor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -46,10 +46,8 @@ class Caller(StoppableThread):
 
     def wait(self, made: Future[Any]) -> None:
         """Wait until a call has ended. Raises which worker is lost, if the call does not return for that reason."""
-        while not made.done():
-            with suppress(TimeoutError):
-                made.exception(ASK_S)
-            if not made.done() and self._lost.error is not None and self._lost.gives_up():
+        while wait([made], ASK_S).not_done:
+            if self._lost.error is not None and self._lost.gives_up():
                 raise self._lost.error
 
     def end(self) -> None:

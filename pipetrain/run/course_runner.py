@@ -279,8 +279,11 @@ class CourseRunner(ProgramRunner):
                 raise
             if self._name(error, each.function, each.base) and not isinstance(error, tf.errors.CancelledError):
                 raise
+            if self._lost.error is not None or isinstance(error, tf.errors.UnavailableError):
+                raise  # no other cause, and actions are not made again on a worker that is lost
             given = each.given._replace(held=self._held)
-            self._error = self._cause(error, given, each.program, each.settings, each.base, each.held_specs)
+            of_call = error, given, each.program, each.settings, each.base, each.held_specs
+            self._error = self._lost.unless_lost(lambda: self._cause(*of_call))
             raise self._error from None
         self._calls.popleft()
         self._results.extend(Result(done.loss, done.predictions) for done in result.minibatches)

@@ -62,6 +62,10 @@ class ForwardRunner(ProgramRunner):
         function, _ = self._function_for(given, settings)
         self._calls.append(Begun(self._caller.submit(function, given), function, given))
 
+    @property
+    def _next(self) -> int:
+        return self._taken + len(self._calls)
+
     def result(self) -> Result:
         """The next minibatch's penalty and predictions, in order; waits for them. Raises what a stage raised."""
         self._check(self._calls[0], self._taken)
@@ -126,5 +130,10 @@ class ForwardRunner(ProgramRunner):
 
 
 def is_one_call(stages: Sequence[Sequence[Inference]]) -> bool:
-    """Whether minibatches are to be calls, when the stages have been traced: see ``is_one_function``."""
-    return all(is_prompt(each.device) and not each.calls_python for replicas in stages for each in replicas)
+    """Whether minibatches are to be calls, when the stages have been traced.
+
+    The devices are processors of this process, where the model's own weights are, too: workers and GPUs are given them
+    once for all minibatches. No layer calls Python, see ``is_one_function``.
+    """
+    every = [replica for replicas in stages for replica in replicas]
+    return all(is_prompt(each.device) and each.is_near and not each.calls_python for each in every)

@@ -45,8 +45,8 @@ RESTING = (
 class Activity(NamedTuple):
     """Seconds of all devices' threads in actions, and the number of threads.
 
-    The seconds are not known for stages on GPUs and on other processes' devices, whose calls return before the work is
-    done.
+    The seconds are not known for stages on GPUs and, where threads call them, on other processes' devices: such calls
+    return before the work is done.
     ``updated``: whether every stage has made an update by now.
     """
 

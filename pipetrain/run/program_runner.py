@@ -111,9 +111,11 @@ class ProgramRunner(Stepwise):
         try:
             result = function(given)
         except tf.errors.OpError as error:
-            step = self._steps_done
+            step = self._next
             if self._name(error, function, step) and not isinstance(error, tf.errors.CancelledError):
                 raise
+            if self._lost.error is not None or isinstance(error, tf.errors.UnavailableError):
+                raise  # no other cause, and actions are not made again on a worker that is lost
             trial = self._settings_of(given.rows, settings)
             raise self._cause(error, given, self._program(settings), trial, step) from None
         if result.finite is not None:
@@ -124,6 +126,11 @@ class ProgramRunner(Stepwise):
             each.updated()
         (made,) = result.minibatches
         self._stepped(Result(made.loss, made.predictions))
+
+    @property
+    def _next(self) -> int:
+        """The number of the minibatch that is posted next, since the weights were taken from the model."""
+        return self._steps_done
 
     def _form_of(self, rows: int) -> Any:
         """What minibatches of so many rows have in common with others that the same function serves."""
@@ -145,7 +152,7 @@ class ProgramRunner(Stepwise):
         return self._functions[key]
 
     def _traced(self, given: Given, settings: RunSettings) -> ProgramFunction:
-        of_call, step, program = self._settings_of(given.rows, settings), self._steps_done, self._program(settings)
+        of_call, step, program = self._settings_of(given.rows, settings), self._next, self._program(settings)
         self._rehearse(given, program, of_call, step)
         with gc_paused():
             of_program = self._stages, self._scheme, program

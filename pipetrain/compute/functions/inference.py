@@ -8,12 +8,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from pipetrain.compute.cores import is_prompt
 from pipetrain.compute.functions.kernels import Kernels, calls_python
 from pipetrain.compute.functions.penalties import summed_over_rows, total_penalty
 from pipetrain.compute.functions.split import specs
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.functions.stage_values import BoundaryTensors, Forward
-from pipetrain.compute.functions.state import Division, State
+from pipetrain.compute.functions.state import Division, State, read_where_it_is
 from pipetrain.compute.functions.weight_binding import Newest, Weights, any_rows
 from pipetrain.compute.functions.weight_group import WeightGroup
 from pipetrain.compute.graph.segment import Segment, assigned_to
@@ -94,15 +95,13 @@ class Inference:
 
     def hold_state(self) -> bool:
         """Let variables have the state, for functions of whole minibatches; whether these are new ones."""
+        staying = [n for n in range(len(self._state.variables)) if n not in self._assigned]
         with tf.device(self.device):
-            return self._state.hold()
+            return self._state.hold(staying)
 
     def read_state(self) -> None:
-        """The state is that of the variables, and the weights are the model's own."""
-        self._weights = []
-        for variable in self._trained:
-            with tf.device(variable.value.device):  # where they are
-                self._weights.append(variable.value.read_value())
+        """The state that layers assign is that of the variables; weights, frozen ones too, are the model's own."""
+        self._weights = [read_where_it_is(variable) for variable in self._trained]
         with tf.device(self.device):
             self._state.read()
 
@@ -110,6 +109,11 @@ class Inference:
         """At the end of a function that is traced, let the variables have the state; gives what does that."""
         with tf.device(self.device):
             return self._state.written()
+
+    @property
+    def is_near(self) -> bool:
+        """Whether the model's weights are on a processor of this process."""
+        return all(is_prompt(variable.value.device) for variable in self._trained)
 
     @property
     def assigns(self) -> bool:

@@ -49,6 +49,7 @@ class State:
         self._turn = 0
         self._held: list[tf.Variable] = []
         self._first: list[tf.Tensor] = []  # what was read of these last
+        self._staying: set[int] = set()  # what is read of the model's variables instead
 
     @property
     def is_divided(self) -> bool:
@@ -146,8 +147,12 @@ class State:
         """Hold no tensors any more."""
         self.values, self._memories = [], {}
 
-    def hold(self) -> bool:
-        """Let variables have the values, on the device of this scope, for functions; whether these are new ones."""
+    def hold(self, staying: Sequence[int] = ()) -> bool:
+        """Let variables have the values, on the device of this scope, for functions; whether these are new ones.
+
+        Of what is ``staying``, by numbers, functions read the model's own; but seeds are not those of the model.
+        """
+        self._staying = {n for n in staying if n not in self._memories and not is_seed(self.variables[n])}
         flat = self._flat()
         shapes = [[None, *each.shape[1:]] if is_part else each.shape for is_part, each in flat]
         are_new = [(each.shape, each.dtype) for each in self._held] != [
@@ -166,10 +171,13 @@ class State:
         """The values are those of the variables; in a function that is traced, those of its beginning."""
         self._first = [variable.read_value() for variable in self._held]
         given = iter(self._first)
-        self.values = [
-            [next(given) for _ in self._memories[n]] if n in self._memories else next(given)
-            for n in range(len(self.variables))
-        ]
+
+        def value(n: int) -> Any:
+            if n in self._staying:
+                return read_where_it_is(self.variables[n])
+            return [next(given) for _ in self._memories[n]] if n in self._memories else next(given)
+
+        self.values = [value(n) for n in range(len(self.variables))]
         self._memories, self._turn = {n: self.values[n] for n in self._memories}, 0
         self._show()
 
@@ -182,12 +190,20 @@ class State:
         ]
 
     def _flat(self) -> list[tuple[bool, tf.Tensor]]:
-        """Every value, and whether it is one microbatch's part."""
+        """Every value that is held, and whether it is one microbatch's part."""
         found: list[tuple[bool, tf.Tensor]] = []
         for n, value in enumerate(self.values):
+            if n in self._staying:
+                continue
             parts = self._memories.get(n)
             found += [(False, value)] if parts is None else [(True, part) for part in parts]
         return found
+
+
+def read_where_it_is(variable: keras.Variable) -> tf.Tensor:
+    """The value of one of the model's variables, read on its own device."""
+    with tf.device(variable.value.device):
+        return variable.value.read_value()
 
 
 def state_of(variable: keras.Variable, replica: int, before: int = 0) -> tf.Tensor:

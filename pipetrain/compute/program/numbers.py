@@ -48,12 +48,13 @@ class NumberArguments:
         if not self._numbers:
             return []
         key = tuple(rows.values()), scale
-        if key not in self._made:
+        made = self._made.get(key)
+        if made is None:  # several threads may make them
             if len(self._made) >= KEPT:
                 self._made.clear()
             parts = {number: Parts(each, self._microbatches) for number, each in rows.items()}
-            self._made[key] = [_array(each, parts[each.minibatch], scale) for each in self._numbers]
-        return self._made[key]
+            self._made[key] = made = [_array(each, parts[each.minibatch], scale) for each in self._numbers]
+        return made
 
 
 def _array(numbers: Numbers, parts: Parts, scale: float) -> tf.Tensor:
