@@ -90,6 +90,7 @@ def assert_whole(pm):
     assert not any(type(each.value).__name__.startswith("Watched") for each in pm.variables)
     assert all(np.isfinite(weight).all() for weight in pm.get_weights())
     assert pm.turn.thread is None and not pm.turn.methods
+    assert keras.src.backend.common.global_state.get_global_attribute("current_call_ctx") is None
 
 
 def assert_trains_as_undisturbed(pm, weights, want):

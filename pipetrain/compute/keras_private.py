@@ -31,6 +31,7 @@ COMPILED = ("compiled", "optimizer", "loss", "_compile_config", "_compile_loss",
 GLOBAL_SEED = "global_seed_generator"  # the name under which Keras keeps its generator; only newer versions export it
 OF_FIT = "_use_cached_eval_dataset"  # an argument of ``evaluate``, which Keras' ``fit`` alone gives
 LISTS = ("_variables", "_trainable_variables")  # an optimizer's lists that are no slots
+CALL = "current_call_ctx"  # of the outermost layer that is being called
 SCOPES = ("stateless_scope", "autocast_scope")  # in which variables have other values, or other types
 HUB, HUB_LOOP = "keras_hub.", "keras_hub.src.utils.pipeline_model"  # whose loops the frontend's ``preprocessing`` meets
 # What Keras' loop sets in a model while it compiles, trains, evaluates and predicts.
@@ -322,6 +323,14 @@ def outside_scopes() -> Iterator[None]:
     finally:
         for name, scope in before.items():
             set_global_attribute(name, scope)
+
+
+def end_calls_of_layers() -> None:
+    """No layer is being called any more, though an interrupt cut the call short before Keras could say so.
+
+    Layers would keep the losses of all later calls, and all of them train or infer as that one did.
+    """
+    set_global_attribute(CALL, None)
 
 
 def held_by(variable: Any) -> Any:

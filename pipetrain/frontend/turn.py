@@ -8,10 +8,13 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar
 
+from pipetrain.compute.keras_private import end_calls_of_layers
+
 Class = TypeVar("Class", bound=type)
 
 PATIENCE_S = 600.0  # with calls of other threads that end by themselves
 TRAINING = ("fit", "train_on_batch")
+IN_LOOP = (*TRAINING, "evaluate", "predict", "test_on_batch", "predict_on_batch")  # never called by a layer
 IN_TURN = (
     *TRAINING,
     *("compile", "evaluate", "explain", "export", "get_state_tree", "get_weights", "load_weights", "partition"),
@@ -82,8 +85,14 @@ def _in_turn(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def called(self: Any, *args: Any, **settings: Any) -> Any:
         with Call(self.turn, name):
-            if len(self.turn.methods) == 1:
+            is_outermost = len(self.turn.methods) == 1
+            if is_outermost:
                 self.end_interrupted()
-            return method(self, *args, **settings)
+            try:
+                return method(self, *args, **settings)
+            except BaseException:
+                if is_outermost and name in IN_LOOP:
+                    end_calls_of_layers()
+                raise
 
     return called

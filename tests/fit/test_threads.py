@@ -136,6 +136,20 @@ def test_a_fit_that_was_interrupted_while_it_ended_holds_nobody_up():
     assert pm.session is None
 
 
+def test_a_layer_whose_call_was_interrupted_is_not_called_any_more(monkeypatch):
+    pm, made = networks.compiled("1f1b"), keras.layers.Layer._get_call_context
+
+    def interrupted(self):
+        made(self)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(keras.layers.Layer, "_get_call_context", interrupted)
+        patch.setattr(type(pm), "settle", lambda self, *given: self.model.layers[0](np.zeros((1, networks.FEATURES))))
+        networks.fit(pm, X, Y)
+    assert keras.src.backend.common.global_state.get_global_attribute("current_call_ctx") is None
+
+
 def test_training_in_a_thread_of_its_own():
     """Callbacks run in it, and there the model's variables may be used."""
     pm, seen = networks.compiled("1f1b"), []
