@@ -286,6 +286,7 @@ def test_every_moment_of_a_lambda_callback():
     assert len(calls) == 2 + 2 * (2 + 2 * 4)
 
 
+@pytest.mark.wide
 def test_every_moment_of_an_asynchronous_pipeline():
     steps = []
     train(

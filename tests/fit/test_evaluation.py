@@ -389,7 +389,7 @@ def test_an_interrupt_ends_the_threads(mlp):
     assert_same(*both(model, pm, x, y))
 
 
-@pytest.mark.parametrize("replicas", [None, (2, 1, 2)])
+@pytest.mark.parametrize("replicas", [None, pytest.param((2, 1, 2), marks=pytest.mark.wide)])
 def test_a_batch_without_rows(replicas):
     """It has no microbatch to wait for: once the end of everything."""
     model, pm = pair(networks.mlp(), networks.crossentropy(), cuts=networks.cuts(6, 3), replicas=replicas)

@@ -283,6 +283,7 @@ def test_a_pipeline_that_has_trained_is_fine_tuned(scheme):
         networks.assert_close(results[1], results[0])
 
 
+@pytest.mark.wide
 def test_data_parallelism_trains_adapters_that_come_after_it():
     """It trains the model itself, whatever it has by then."""
     results = []

@@ -141,6 +141,7 @@ def test_interrupted_while_its_threads_start_or_end(scheme, undisturbed, monkeyp
         assert_trains_as_undisturbed(pm, weights, want)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", by_default(["1f1b", "spectrain", "2bw"], "spectrain"))
 def test_a_snapshot_that_somebody_holds_takes_no_weights_back(scheme):
     """The weights are those of all steps done, also when it is let go of after an interrupt."""
@@ -183,6 +184,7 @@ def test_signals_at_random_moments_of_first_steps(scheme):
     assert interrupted >= 20
 
 
+@pytest.mark.wide
 def test_an_optimizer_interrupted_while_it_is_built_has_each_slot_once(monkeypatch):
     """Under data parallelism Keras builds it, in an evaluation too."""
     pm, made = pipeline("data-parallel"), []
@@ -212,7 +214,10 @@ def alarms_interrupt():
 
 @pytest.mark.parametrize(
     "kind, method",
-    [("pipetrain.run.device_thread.DeviceThread", "ended"), ("pipetrain.run.caller.Caller", "ended")],
+    [
+        pytest.param("pipetrain.run.device_thread.DeviceThread", "ended", marks=pytest.mark.wide),
+        ("pipetrain.run.caller.Caller", "ended"),
+    ],
 )
 def test_a_second_interrupt_while_threads_end_leaves_a_model_that_trains(kind, method, monkeypatch):
     pm, x, y = networks.pipeline(), *networks.data(200)

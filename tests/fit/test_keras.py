@@ -95,6 +95,7 @@ def test_logs_are_those_of_their_own_minibatch(scheme):
         assert got == pytest.approx(want, rel=1e-5)
 
 
+@pytest.mark.wide
 def test_an_epoch_s_metrics_are_of_all_its_minibatches():
     x, y = networks.data(20 * BATCH)
     losses = []

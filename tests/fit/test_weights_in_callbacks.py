@@ -292,6 +292,7 @@ def test_what_raises_in_a_callback_that_read_weights_leaves_them_whole():
     assert untouched(pm.model)
 
 
+@pytest.mark.wide
 def test_a_model_in_half_precision_reads_whole_weights_within_a_call():
     """The call in which a drain happens casts what it reads; what comes back from the stages is not cast."""
     results = []

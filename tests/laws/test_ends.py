@@ -33,7 +33,7 @@ from pipetrain.compute.program.stage_trace import StageTrace
 from pipetrain.run.stage_work import StageWork
 
 
-@over(default=("spectrain", "grid"), wide=WITH_LATE)
+@over(default=("spectrain",), wide=WITH_LATE)
 def test_stopped_in_the_midst_and_resumed_is_bitwise_as_never_stopped(way, tmp_path):
     """In another object, which knows of the first one only what is in the checkpoint.
 
@@ -53,7 +53,7 @@ def test_stopped_in_the_midst_and_resumed_is_bitwise_as_never_stopped(way, tmp_p
     networks.assert_equal(weights, whole)
 
 
-@over(default=("spectrain", "grid"), wide=EACH_MECHANISM)
+@over(default=("spectrain",), wide=EACH_MECHANISM)
 def test_interrupted_at_any_moment_and_trained_again_is_as_undisturbed(way):
     want, pm = undisturbed(way), anew(way)
     with Interrupting() as counting:
@@ -69,7 +69,7 @@ def test_interrupted_at_any_moment_and_trained_again_is_as_undisturbed(way):
     assert_bitwise(outcome(anew(way)), want)
 
 
-@over(default=EACH_MECHANISM, wide=("data-parallel",))
+@over(default=("spectrain", "all-reduce"), wide=(*EACH_MECHANISM, "data-parallel"))
 def test_an_operation_that_fails_is_raised_and_training_goes_on_after_it(way):
     labels = Y.copy()
     labels[3 * BATCH + 2] = 99
@@ -139,7 +139,7 @@ def failing_at(stage):
     return failing
 
 
-@over(default=("spectrain", "all-reduce"), wide=EACH_MECHANISM)
+@over(default=("spectrain",), wide=EACH_MECHANISM)
 def test_a_loss_that_is_not_a_number_ends_training_and_leaves_the_weights_of_before(way):
     x = X.copy()
     x[3 * BATCH + 2] = np.nan

@@ -39,7 +39,7 @@ def test_what_is_chosen_by_itself_trains_as_plain_keras(way):
     assert_came_to(ways_to_train.undisturbed(way), expected(way))
 
 
-@over(default=("zb-v", "all-reduce"), wide=EACH_MECHANISM)
+@over(default=("all-reduce",), wide=EACH_MECHANISM)
 def test_a_minibatch_of_one_row_is_trained_on(way):
     """Fewer rows than there are microbatches, replicas, or devices with rows of their own."""
     assert_came_to(outcome(anew(way), rows=BATCH * 2 + 1), expected(way, BATCH * 2 + 1))
@@ -57,7 +57,7 @@ def test_the_same_seed_gives_the_same_bits(way):
     assert (first.weights[0] != ways_to_train.undisturbed(way).weights[0]).any()
 
 
-@over(*ways_to_train.pipelines(), default=EACH_MECHANISM)
+@over(*ways_to_train.pipelines(), default=("spectrain",), wide=EACH_MECHANISM)
 def test_delays_change_no_bit(way, monkeypatch):
     want = ways_to_train.undisturbed(way)
     pm = anew(way)
@@ -68,7 +68,7 @@ def test_delays_change_no_bit(way, monkeypatch):
     inside.forget_functions(pm)
 
 
-@over(default=("spectrain", "grid"), wide=EACH_MECHANISM)
+@over(default=("spectrain",), wide=EACH_MECHANISM)
 def test_evaluation_prediction_and_files_are_those_of_the_unsplit_model_with_the_same_weights(way, tmp_path):
     pm, single = anew(way), ways_to_train.compiled(ways_to_train.network(WAYS[way]), WAYS[way])
     fit(pm)

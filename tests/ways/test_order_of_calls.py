@@ -17,7 +17,7 @@ from pipetrain.compute.program.function import ProgramFunction
 
 L = keras.layers
 PIPELINES = [name for name, way in ways_to_train.WAYS.items() if way.is_pipeline]
-BY_DEFAULT = ("spectrain", "1f1b, replicas")
+BY_DEFAULT = ("spectrain",)
 BY_THREADS = ("spectrain, fitted", "single")
 
 

@@ -191,6 +191,7 @@ def test_vgg16_with_the_replicas_that_the_planner_gives_it():
     networks.assert_close(trained[0], trained[1], 1e-4)
 
 
+@pytest.mark.wide
 def test_a_partition_brings_its_replicas():
     keras.utils.set_random_seed(0)
     model = networks.mlp()

@@ -11,8 +11,8 @@ import reference
 from against_reference import ASYNCHRONOUS, BATCH, LATER, PREDICTED, compare, constantly, minibatches, plain_keras
 from keras import optimizers
 
-OFTEN = [("vertical-sync", 3), ("spectrain", 1), ("spectrain", 4)]
-WIDE = [("vanilla", 2), ("weight-stashing", 4), ("vertical-sync", 6)]
+OFTEN = [("spectrain", 4)]
+WIDE = [("vertical-sync", 3), ("spectrain", 1), ("vanilla", 2), ("weight-stashing", 4), ("vertical-sync", 6)]
 HALVED = keras.optimizers.schedules.PiecewiseConstantDecay([7, 35], [0.05, 0.025, 0.1])
 
 
