@@ -85,9 +85,10 @@ def test_an_operation_that_fails_is_raised_and_training_goes_on_after_it(way):
     assert_bitwise(outcome(anew(way)), undisturbed(way))
 
 
-@over(*ways_to_train.pipelines(), default=EACH_MECHANISM)
+@over(*ways_to_train.pipelines(), default=("spectrain, fitted",))
 def test_what_any_stage_raises_names_stage_action_and_minibatch(way, monkeypatch):
     pm, finish = anew(way), StageWork._finish
+    fit(pm)
     if inside.is_program(pm):
         pytest.skip("see test_an_action_that_cannot_be_traced_is_named, and ways/test_schedule_errors.py")
     for stage in range(WAYS[way].stages):
