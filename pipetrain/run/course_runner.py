@@ -277,13 +277,9 @@ class CourseRunner(ProgramRunner):
             self._error = error  # who asks later is told the same
             if not isinstance(error, tf.errors.OpError):
                 raise
-            if self._name(error, each.function, each.base) and not isinstance(error, tf.errors.CancelledError):
-                raise
-            if self._lost.error is not None or isinstance(error, tf.errors.UnavailableError):
-                raise  # no other cause, and actions are not made again on a worker that is lost
             given = each.given._replace(held=self._held)
-            of_call = error, given, each.program, each.settings, each.base, each.held_specs
-            self._error = self._lost.unless_lost(lambda: self._cause(*of_call))
+            of_call = each.function, given, each.program, each.settings, each.base, each.held_specs
+            self._error = self._explained(error, *of_call)
             raise self._error from None
         self._calls.popleft()
         self._results.extend(Result(done.loss, done.predictions) for done in result.minibatches)

@@ -80,11 +80,10 @@ class ForwardRunner(ProgramRunner):
             return
         if not isinstance(error, tf.errors.OpError):
             raise error
-        if self._name(error, call.function, number) and not isinstance(error, tf.errors.CancelledError):
-            raise error
         settings = RunSettings()
         trial = self._settings_of(call.given.rows, settings)
-        raise self._cause(error, call.given, self._program(settings), trial, number) from None
+        of_call = call.function, call.given, self._program(settings), trial, number
+        raise self._explained(error, *of_call) from None
 
     def _settings_of(self, rows: Any, settings: RunSettings) -> Settings:
         return super()._settings_of(rows, settings)._replace(is_timed=False)

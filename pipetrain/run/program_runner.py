@@ -111,13 +111,8 @@ class ProgramRunner(Stepwise):
         try:
             result = function(given)
         except tf.errors.OpError as error:
-            step = self._next
-            if self._name(error, function, step) and not isinstance(error, tf.errors.CancelledError):
-                raise
-            if self._lost.error is not None or isinstance(error, tf.errors.UnavailableError):
-                raise  # no other cause, and actions are not made again on a worker that is lost
             trial = self._settings_of(given.rows, settings)
-            raise self._cause(error, given, self._program(settings), trial, step) from None
+            raise self._explained(error, function, given, self._program(settings), trial, self._next) from None
         if result.finite is not None:
             self._scale = self._scale.after(bool(result.finite))
         self._note(times, result, self.made + self._steps_done, given.rows, settings.is_traced)
@@ -207,6 +202,23 @@ class ProgramRunner(Stepwise):
         # A forward that changes weights is followed by a backward that reads them changed.
         apart = settings.exact_times or any(each.changed for each in self._stages[-1])
         return of_minibatch(self._scheme.schedule, len(self._stages), self._microbatches, depends or shares, apart)
+
+    def _explained(
+        self,
+        error: tf.errors.OpError,
+        function: ProgramFunction,
+        given: Given,
+        program: Program,
+        trial: Settings,
+        base: int,
+        held_specs: Any = None,
+    ) -> tf.errors.OpError:
+        """The error of a call with a note on what has failed, or the one that is behind it."""
+        if self._name(error, function, base) and not isinstance(error, tf.errors.CancelledError):
+            return error
+        if self._lost.error is not None or isinstance(error, tf.errors.UnavailableError):
+            return error  # no other cause, and actions are not made again on a worker that is lost
+        return self._lost.unless_lost(lambda: self._cause(error, given, program, trial, base, held_specs))
 
     def _cause(
         self,

@@ -75,14 +75,14 @@ def fit(pm, x, y):
 
 def compare(settings, stages, optimizer, **options):
     """Two fits, a drain between them, against the reference."""
-    x, y = data()
+    x, y = data(24 * BATCH)
     model = networks.tied_autoencoder()
     state = reference.State(networks.tied_layers(model), networks.TIED)
     settings, options = reference.chosen(settings, stages, options)
     pm = networks.pipeline(model, optimizer, cuts=networks.cuts(6, stages), **options)
-    for rows in (24 * BATCH, 24 * BATCH):
-        fit(pm, x[:rows], y[:rows])
-        batches = [(x[n : n + BATCH], y[n : n + BATCH]) for n in range(0, rows, BATCH)]
+    for _ in range(2):
+        fit(pm, x, y)
+        batches = [(x[n : n + BATCH], y[n : n + BATCH]) for n in range(0, len(x), BATCH)]
         reference.train(settings, state, networks.ends(6, stages), batches)
         for (kernel, bias), (wanted, wanted_bias) in zip(networks.tied_layers(model), state.layers, strict=True):
             networks.assert_close([bias], [wanted_bias])

@@ -141,8 +141,7 @@ class Walk:
         is_open = any(None in each.shape[1:] for each in tf.nest.flatten(self._stages[0][0].segment.inputs))
         self.calls, self.clock = {}, Clock(self._settings.host, is_open) if self._settings.is_timed else None
         self._complete, self._runs = set[tuple[Place, int]](), Counter[Place]()
-        with tf.device(self._settings.host):
-            known = {} if rates is None else dict(zip(self._settings.parts, tf.unstack(rates), strict=True))
+        known = {} if rates is None else dict(zip(self._settings.parts, tf.unstack(rates), strict=True))
         self._snapshots: dict[tuple[int, int], list[Any]] = {}
         self._x, self._targets = self._arguments.divided(x, FIRST), self._arguments.divided(targets, LAST)
         devices = [[replica.device for replica in stage] for stage in self._stages]
