@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 
+import inside
 import keras
 import networks
 import numpy as np
@@ -130,6 +131,7 @@ def test_what_is_evaluated_is_not_recorded(monkeypatch):
     told = []
     transfers = StageWork.transfers
     monkeypatch.setattr(StageWork, "transfers", lambda self: told.append(transfers(self)) or told[-1])
+    inside.forwards_by_threads(monkeypatch)
     pm = made("1f1b")
     x, y = networks.data(BATCH * 2)
     pm.evaluate(x, y, BATCH, verbose=0)

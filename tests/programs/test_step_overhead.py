@@ -200,6 +200,7 @@ def test_each_function_of_a_stage_is_traced_once(scheme, monkeypatch):
 
     monkeypatch.setattr(func_graph, "func_graph_from_py_func", counted)
     inside.by_threads(monkeypatch)
+    inside.forwards_by_threads(monkeypatch)
     pm = pipeline(scheme)
     train(pm, 8)
     expected = {name: STAGES * count for name, count in STAGE_TRACES.items()}
