@@ -40,19 +40,34 @@ def note_captured_shapes(graph: Any) -> None:
             inner.op._set_attr("_handle_shapes", AttrValue(list=AttrValue.ListValue(shape=[known.shape])))
 
 
-def call_of(concrete: Any) -> Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]]:
+def call_of(concrete: Any, is_optimized: bool = True) -> Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]]:
     """A concrete function's call, from flat arguments to flat results.
 
     The public call checks every argument and its structure, which takes as long as tens of small operations, and its
-    errors do not tell the names of operations that are called.
+    errors do not tell the names of operations that are called. Without ``is_optimized`` TensorFlow optimizes only the
+    functions that stay calls in it, each by itself.
     """
     name, captured, count = concrete.inference_fn.name, list(concrete.captured_inputs), len(concrete.outputs)
+    here = context.context()
+    options = None if is_optimized else _not_optimized(here)
 
     def call(tensors: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
-        made: Sequence[tf.Tensor] = context.context().call_function(name, [*tensors, *captured], count)
+        own = here.function_call_options
+        here.function_call_options = options or own  # of this thread alone
+        try:
+            made: Sequence[tf.Tensor] = here.call_function(name, [*tensors, *captured], count)
+        finally:
+            here.function_call_options = own
         return made
 
     return call
+
+
+def _not_optimized(here: Any) -> Any:
+    """How a function is called that TensorFlow is not to optimize; publicly that is one setting for all functions."""
+    config = here.config
+    config.graph_options.rewrite_options.disable_meta_optimizer = True
+    return context.FunctionCallOptions(config_proto=config)
 
 
 def number_of(operation: tf.Operation) -> int:

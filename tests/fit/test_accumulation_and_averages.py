@@ -134,9 +134,8 @@ def rates(name):
         ["vanilla", "weight-stashing", "vertical-sync", "spectrain", "local", "2bw"],
         list(REFERENCES),
         list(KINDS),
-        default=[
-            ("spectrain", "adamw", "both"),
-        ],
+        default=[],
+        wide=[("spectrain", "adamw", "both")],
     ),
 )
 def test_asynchronous_schemes_equal_the_reference(scheme, name, kind):

@@ -300,6 +300,7 @@ def test_every_moment_of_an_asynchronous_pipeline():
     assert steps == [step for batch in range(4) for step in (batch, (batch, ["accuracy", "loss"]))]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scheme", ["1f1b", "spectrain"])
 def test_remote_monitor(scheme, monkeypatch):
     sent = []

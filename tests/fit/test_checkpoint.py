@@ -253,6 +253,7 @@ def test_a_rate_scheduler_goes_on(relative, tmp_path):
     networks.assert_equal(again.get_weights(), whole.get_weights())
 
 
+@pytest.mark.wide
 def test_another_learning_rate_is_taken(trained, tmp_path, capsys):
     trained(tmp_path, stop_after=15)
     slower, _ = run(tmp_path, optimizer=keras.optimizers.SGD(0.01, momentum=0.9))

@@ -243,6 +243,7 @@ def test_options_of_optimizers(name):
     assert_alike(rated, lambda: {"optimizer": OPTIMIZERS[name]()})
 
 
+@pytest.mark.wide
 def test_options_of_optimizers_that_are_predicted():
     rate = SCHEDULES.ExponentialDecay(0.1, 4, 0.9)
     optimizer = SGD(rate, momentum=0.9, weight_decay=0.01, clipnorm=1.0)

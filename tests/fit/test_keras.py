@@ -114,7 +114,7 @@ def test_an_epoch_s_metrics_are_of_all_its_minibatches():
     assert np.isfinite(history.history["loss"][0])
 
 
-@pytest.mark.parametrize("steps", [None, 5])
+@pytest.mark.parametrize("steps", [pytest.param(None, marks=pytest.mark.wide), 5])
 def test_generators_and_datasets(steps):
     x, y = networks.data(8 * BATCH)
 

@@ -108,11 +108,12 @@ def plain(name):
     combinations(
         SYNCHRONOUS,
         [*WEIGHTED],
-        default=[
-            ("replicas", "both"),
+        default=[("replicas", "both")],
+        wide=[
             ("all-reduce", "ignore_class, weights"),
+            ("1f1b", "ignore_class"),
+            ("1f1b", "masked, ignore_class, weights"),
         ],
-        wide=[("1f1b", "ignore_class"), ("1f1b", "masked, ignore_class, weights")],
     ),
 )
 def test_what_labels_or_weights_divide_by_is_that_of_the_whole_minibatch(scheme, name):

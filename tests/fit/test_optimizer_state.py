@@ -232,6 +232,7 @@ def test_replicas_follow_what_is_set():
     networks.assert_close(pm.get_weights(), plain.get_weights())
 
 
+@pytest.mark.wide
 def test_every_replica_goes_on_with_the_momentum_that_is_set():
     pm = pipetrain.PipelineModel(networks.mlp(2), stages=1, replicas=(2,), scheme="gpipe", microbatches=1)
     plain = networks.mlp(2)

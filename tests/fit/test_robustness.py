@@ -117,6 +117,7 @@ def test_an_operation_without_side_effects_fails_in_the_action_that_it_belongs_t
     assert "stage 1, forward of minibatch 2 (action 1F2)" in "\n".join(caught.value.__notes__)
 
 
+@pytest.mark.wide
 def test_an_interrupt_ends_the_threads_and_keeps_the_weights():
     x, y = networks.data(rows=ROWS)
     pm = networks.pipeline()

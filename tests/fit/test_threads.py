@@ -52,7 +52,7 @@ def trained(pm, weights, callbacks=()):
     return pm.get_weights()
 
 
-@pytest.mark.parametrize("scheme", parameters.by_default(SCHEMES, "spectrain", "all-reduce"))
+@pytest.mark.parametrize("scheme", parameters.by_default(SCHEMES, "spectrain", wide=("all-reduce",)))
 def test_while_one_thread_trains_calls_from_others_are_refused(scheme, tmp_path):
     """A callback that waits for the other thread does not wait for ever, and training is not disturbed."""
     pm = networks.compiled(scheme) if scheme != "coded-reduce" else coded()

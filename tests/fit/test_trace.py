@@ -186,6 +186,7 @@ def test_what_an_evaluation_takes_between_two_epochs_is_no_imbalance():
     assert [(each.stage, each.cause) for each in between] == [(0, "fill"), (1, "fill")]
 
 
+@pytest.mark.wide
 def test_the_newest_are_kept(monkeypatch):
     monkeypatch.setattr(pipeline, "KEPT_SPANS", 30)
     trace = traced("vanilla").trace
@@ -288,6 +289,7 @@ def test_numbers_go_on_after_a_drain(scheme, tmp_path, monkeypatch):
     assert Trace.load(tmp_path / "trace.json").starts == trace.starts
 
 
+@pytest.mark.wide
 def test_numbers_of_old_files_are_made_to_go_on(tmp_path):
     """In which microbatches and versions began anew after a drain, and nothing said when."""
     pm = traced("vanilla")

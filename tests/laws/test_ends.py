@@ -85,7 +85,7 @@ def test_an_operation_that_fails_is_raised_and_training_goes_on_after_it(way):
     assert_bitwise(outcome(anew(way)), undisturbed(way))
 
 
-@over(*ways_to_train.pipelines(), default=("spectrain, fitted",))
+@over(*ways_to_train.pipelines(), default=("1f1b",), wide=("spectrain, fitted",))
 def test_what_any_stage_raises_names_stage_action_and_minibatch(way, monkeypatch):
     pm, finish = anew(way), StageWork._finish
     fit(pm)
@@ -110,7 +110,7 @@ def test_what_any_stage_raises_names_stage_action_and_minibatch(way, monkeypatch
     assert_bitwise(outcome(anew(way)), undisturbed(way))
 
 
-@over(*ways_to_train.pipelines(), default=("zb-v",))
+@over(*ways_to_train.pipelines(), default=("1f1b",), wide=("zb-v",))
 def test_an_action_that_cannot_be_traced_is_named(way, monkeypatch):
     """Where a minibatch is one function, for the first minibatch of its form."""
     pm = anew(way)

@@ -49,7 +49,7 @@ def trained(make, settings, jit_compile=False):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"scheme": "spectrain", "make": networks.tied_autoencoder, "count": 2},
+        pytest.param({"scheme": "spectrain", "make": networks.tied_autoencoder, "count": 2}, marks=pytest.mark.wide),
         pytest.param({"scheme": "spectrain", "make": networks.tied_autoencoder, "count": 1}, marks=pytest.mark.wide),
         pytest.param({"scheme": OWN, "count": 1}, marks=pytest.mark.wide),
         pytest.param({"scheme": "weight-stashing", "count": 1}, marks=pytest.mark.wide),

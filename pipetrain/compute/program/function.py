@@ -48,10 +48,12 @@ class ProgramFunction:
     ``held_specs`` what it leaves for the next one.
     """
 
-    def __init__(self, concrete: Any, numbers: NumberArguments, walk: Walk) -> None:
+    def __init__(self, concrete: Any, numbers: NumberArguments, walk: Walk, is_slice: bool) -> None:
         self._concrete, self._numbers = concrete, numbers  # TensorFlow forgets a function that nobody holds
         self._unpack, self._pack = unpacker(concrete.structured_input_signature[0]), packer(concrete.structured_outputs)
-        self._call = call_of(concrete)
+        # A course has several functions, which call the same stages' functions. What there is to optimize beside those
+        # is little; but TensorFlow would optimize them again in every function, which takes a third of its first call.
+        self._call = call_of(concrete, is_optimized=not is_slice)
         self.calls, self.clock, self.held_specs = walk.calls, walk.clock, walk.held_specs
         self.kept = walk.kept
         self.runs = Counter(each.place for each in self.calls.values() if each.number is not None)
@@ -112,7 +114,8 @@ def traced(
         tf.TensorSpec([len(settings.parts)]) if settings.has_rates else None,
         [each for each in leaves if isinstance(each, tf.TensorSpec)],
     )
-    return ProgramFunction(concrete, NumberArguments(arguments.numbers, settings.microbatches), walk)
+    numbers = NumberArguments(arguments.numbers, settings.microbatches)
+    return ProgramFunction(concrete, numbers, walk, is_slice=held_specs is not None or walk.held_specs is not None)
 
 
 def _held(specs: Any, tensors: Sequence[tf.Tensor]) -> Any:
