@@ -26,8 +26,8 @@ def graphs(monkeypatch):
     """Those of all functions of programs that are traced."""
     found, made = [], ProgramFunction.__init__
 
-    def init(self, concrete, *others):
-        made(self, concrete, *others)
+    def init(self, concrete, *others, **settings):
+        made(self, concrete, *others, **settings)
         found.append(concrete.graph)
 
     monkeypatch.setattr(ProgramFunction, "__init__", init)
