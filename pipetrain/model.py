@@ -272,6 +272,11 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
         minibatch with a gradient that is not finite, in any stage, makes no step. With ``loss_scale_factor`` every
         scheme scales it by this number.
 
+        ``steps_per_execution=n`` lets a call of an asynchronous pipeline's function have n minibatches, 32 at most.
+        Weights do not depend on it, and callbacks see every minibatch; a learning rate that they set takes effect
+        after at most ``2 * n + stages + 1`` minibatches, those read ahead. By default n is 1 to 8, chosen from
+        how much the model computes. For ``"data-parallel"`` it is as in plain Keras.
+
         ``jit_compile=True`` lets XLA compile every stage's functions, with a warning where it cannot; ``False`` does
         not. With ``"auto"``, the default, each stage has the kernels that a profile says are faster for it.
         """

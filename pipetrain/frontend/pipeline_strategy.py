@@ -24,7 +24,7 @@ from pipetrain.compute.optimizer.update import kinds_beside
 from pipetrain.compute.variable_watch import VariableWatch
 from pipetrain.frontend.attributes import known
 from pipetrain.frontend.checks.data import check_rows
-from pipetrain.frontend.checks.loop import check_backup
+from pipetrain.frontend.checks.loop import check_backup, checked_steps
 from pipetrain.frontend.compilation import Compilation, trained_in
 from pipetrain.frontend.evaluation import Evaluator
 from pipetrain.frontend.input_data import Untuned
@@ -81,8 +81,13 @@ class PipelineStrategy:
         return self.placement.explanation(batch_size)
 
     def keras_arguments(self, optimizer: Any, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The optimizer and the other arguments of ``compile``, as they are."""
-        return optimizer, settings
+        """The optimizer and the other arguments of ``compile``, but for how many minibatches a call has.
+
+        That is the runner's matter: Keras' loop gives minibatches one by one, and callbacks see each.
+        """
+        others = dict(settings)
+        self.placement.learn_steps(checked_steps(others.pop("steps_per_execution", None)))
+        return optimizer, others
 
     def compiled(self, owner: keras.Model, loss: Any, jit_compile: Any) -> None:
         """The optimizer and the loss are new: stages are made anew when the next ``fit`` begins."""

@@ -41,6 +41,7 @@ from pipetrain.simulation.schedule_trials import pieces_to_measure
 Compiling = TypeVar("Compiling", Stage, Inference)
 
 CALL_S, MOST_AT_ONCE = 0.03, 8  # of functions that have several minibatches: seconds, and how many
+MOST_ASKED = 32  # of which a function takes seconds to trace
 
 
 class Decision(NamedTuple):
@@ -108,6 +109,7 @@ class Placement:
                 f"The cuts make {self.stages} stages. Received: stages={stages}, cuts={cuts!r}. Try leaving stages out."
             )
         self.training, self._kernels = training(self.stages), KernelChoice(self.stages)
+        self._steps: int | None = None  # of a call, if that is asked
         self.replicas = _checked_replicas(replicas, self.stages)
         self._devices = self._assigned(devices)
         if self._partition is not None:  # which may have left some out, to begin a stage on the next host
@@ -141,6 +143,10 @@ class Placement:
     def learn_optimizer(self, slots: int, gathers: bool) -> None:
         """How many variables the optimizer has for each weight, and whether it uses all gradients at once."""
         self.training = self.training._replace(slots=slots, gathers=gathers)
+
+    def learn_steps(self, steps_per_execution: int | None) -> None:
+        """How many minibatches a call is to have, if that is asked."""
+        self._steps = steps_per_execution
 
     def learn_kernels(self, jit_compile: bool | str) -> None:
         """Whether XLA compiles the stages, or ``"auto"``: those that are faster so. Where it is cut stays."""
@@ -368,10 +374,12 @@ class Placement:
         return list(self._devices)
 
     def minibatches_at_once(self, batch_size: int) -> int:
-        """How many minibatches a call of a function has: as many as take a call's time, by estimate.
+        """How many minibatches a call of a function has: what is asked, or as many as take a call's time, by estimate.
 
         What is measured would be another number each time, and learning rates take effect by it.
         """
+        if self._steps is not None:
+            return min(self._steps, MOST_ASKED)
         try:
             minibatch_s = estimated_s(self.chain, batch_size) / self.stages
         except (AttributeError, TypeError, ValueError):  # nothing is known of such layers

@@ -147,8 +147,9 @@ def test_loops_a_pipeline_does_not_have():
     pm = pipetrain.PipelineModel(networks.mlp(), stages=2)
     with refused("run_eagerly=True"):
         pm.compile("sgd", "mse", run_eagerly=True)
-    with refused("steps_per_execution=4"):
-        pm.compile("sgd", "mse", steps_per_execution=4)
+    for steps in (0, -1, 2.5, True, "auto"):
+        with refused(f"steps_per_execution={steps!r}"):
+            pm.compile("sgd", "mse", steps_per_execution=steps)
 
 
 @pytest.mark.parametrize("replicas", [(2,), (2, 0), (1, 1.5), (1, 1, 1), (True, 1), ("2", 1), 2])

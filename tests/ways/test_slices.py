@@ -90,6 +90,24 @@ def test_calls_have_as_many_minibatches_as_take_a_call_s_time():
     assert at_once(1024, 128) == 1
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+def test_keras_argument_says_how_many_minibatches_a_call_has(steps):
+    """Callbacks see every one of them, and the weights are the same."""
+    x, y = networks.data(7 * BATCH)
+    trained, seen = [], []
+    for asked in ({}, {"steps_per_execution": steps}):
+        keras.utils.set_random_seed(0)
+        pm = pipetrain.PipelineModel(networks.mlp(4), cuts=networks.cuts(4, 2), scheme="vanilla")
+        pm.compile(keras.optimizers.SGD(0.05), networks.crossentropy(), **asked)
+        looking = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(batch))
+        pm.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[looking])
+        trained.append(pm.get_weights())
+    assert seen == 2 * [*range(7)]
+    networks.assert_equal(*trained)
+    assert inside.is_program(pm) is (steps > 1)
+    assert inside.placement(pm).minibatches_at_once(BATCH) == steps
+
+
 def test_what_a_callback_has_been_told_ends_the_fit(monkeypatch):
     """A drain within a callback raises what a stage has raised, and so does the fit that goes on."""
     in_calls_of(2, monkeypatch)

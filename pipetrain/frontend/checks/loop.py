@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 
 
 def check_loop(run_eagerly: bool, steps_per_execution: int) -> None:
@@ -14,8 +15,22 @@ def check_loop(run_eagerly: bool, steps_per_execution: int) -> None:
         raise ValueError("Stages run as TensorFlow functions. Received: run_eagerly=True. Try run_eagerly=False.")
     if steps_per_execution != 1:
         raise ValueError(
-            f"Minibatches enter the pipeline one by one. Received: steps_per_execution={steps_per_execution}. Try 1."
+            "Keras' loop gives the pipeline minibatches one by one. Received: after compile, "
+            f"steps_per_execution={steps_per_execution}. Try compile(..., steps_per_execution={steps_per_execution})."
         )
+
+
+def checked_steps(steps_per_execution: Any) -> int | None:
+    """How many minibatches a call is to have, None if that is not asked. Raises ValueError for what is no number."""
+    if steps_per_execution is None:
+        return None
+    is_number = isinstance(steps_per_execution, (int, np.integer)) and not isinstance(steps_per_execution, bool)
+    if not is_number or steps_per_execution < 1:
+        raise ValueError(
+            "The minibatches of a call are a whole number of at least 1. Received: "
+            f"steps_per_execution={steps_per_execution!r}. Try 1, or leave it out."
+        )
+    return int(steps_per_execution)
 
 
 def check_callbacks(callbacks: Sequence[Any], optimizer: keras.optimizers.Optimizer) -> None:
