@@ -140,7 +140,7 @@ class Page(HTMLParser):
         (transfers.draw, "all"),
         (memory.draw, "all"),
         (learning_curves.draw, "all"),
-        (rmse.draw, "rmse"),
+        pytest.param(rmse.draw, "rmse", marks=pytest.mark.wide),
         (staleness.draw, "staleness"),
         (traffic.draw, "traffic/traffic.json"),
     ],

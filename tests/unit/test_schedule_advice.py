@@ -254,7 +254,7 @@ def uneven(blocks, rows=ROWS):
 
 
 @pytest.mark.parametrize(("blocks", "devices", "microbatches"), UNEVEN)
-@pytest.mark.parametrize("name", by_default(FIVE, "1f1b", "zb-v", wide=FIVE))
+@pytest.mark.parametrize("name", by_default(FIVE, "1f1b", wide=FIVE))
 @pytest.mark.parametrize("processors", [pytest.param(2, marks=pytest.mark.wide), math.inf])
 def test_the_ways_take_what_the_simulator_says(blocks, devices, microbatches, name, processors):
     """To 1e-6, over forty minibatches, each of which fills and drains the pipeline; on few processors too."""

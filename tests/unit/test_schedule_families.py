@@ -132,7 +132,7 @@ def test_simulated_times_are_those_of_units(name):
     st.integers(1, 9),
     st.integers(1, 33),
 )
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 def test_every_schedule_finishes(name, devices, microbatches):
     dry_run.replay(orders(of_name(name).schedule.order, devices, 2, microbatches))
 

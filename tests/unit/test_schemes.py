@@ -53,7 +53,7 @@ def test_golden_grids(schedule, shape, golden):
 
 
 @given(st.integers(1, 9), st.integers(1, 12), st.integers(1, 9))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 def test_every_schedule_finishes(stages, minibatches, microbatches):
     total = minibatches * microbatches
     warm_up = stages - 1
@@ -181,7 +181,7 @@ def test_policies_read_what_the_table_says(stages):
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.booleans())
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 def test_all_stages_aim_at_one_version(stages, microbatches, stretch):
     """Forward and backward of a microbatch read one version at every stage, up to what the last one is ahead by."""
     chosen = scheme("spectrain", "target", stretch_momentum=stretch)

@@ -185,7 +185,7 @@ def test_more_bandwidth_is_never_slower(stages, scheme, bandwidth, factor, data)
     st.booleans(),
     st.data(),
 )
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=60)
 def test_what_holds_for_every_run(stages, scheme, contention, processors, slowdown, reduction, replicate, data):
     counts = st.lists(st.integers(1, 3), min_size=len(stages), max_size=len(stages))
     replicas = data.draw(counts) if replicate else [1] * len(stages)
@@ -243,7 +243,7 @@ def test_what_holds_for_every_run(stages, scheme, contention, processors, slowdo
     st.sampled_from([None, 1, 3]),
     st.sampled_from([0.0, 0.7]),
 )
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=40)
 def test_arrays_and_the_heap_give_equal_traces(stages, scheme, minibatches, slowdown, window, caller_s):
     options = {"slowdown": slowdown, "window": window, "caller_s": caller_s, "overhead_s": 0.1}
     pieces = pieces_of(scheme, len(stages), 3)
