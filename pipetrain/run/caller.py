@@ -50,10 +50,14 @@ class Caller(StoppableThread):
             if self._lost.error is not None and self._lost.gives_up():
                 raise self._lost.error
 
-    def end(self) -> None:
-        """No further call begins; wait until the one that is made has ended."""
+    def close(self) -> None:
+        """No further call begins."""
         with suppress(Empty):
             while (given := self._calls.get_nowait()) is not None:
                 given[0].cancel()
         self._calls.put(None)
+
+    def end(self) -> None:
+        """No further call begins; wait until the one that is made has ended."""
+        self.close()
         self.ended(self._lost.gives_up)

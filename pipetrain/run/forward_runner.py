@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import tensorflow as tf
 
-from pipetrain.compute.cores import is_prompt
+from pipetrain.compute.cores import is_processor
 from pipetrain.compute.functions.inference import Inference
 from pipetrain.compute.program.arguments import Settings
 from pipetrain.compute.program.function import Given, ProgramFunction
 from pipetrain.compute.program.result import ProgramResult
+from pipetrain.run.caller import Caller
 from pipetrain.run.collector import Result
 from pipetrain.run.program_runner import ProgramRunner
 from pipetrain.run.run_settings import RunSettings
@@ -25,6 +26,7 @@ class Begun(NamedTuple):
     """A minibatch whose call has begun."""
 
     made: Future[ProgramResult]
+    caller: Caller
     function: ProgramFunction
     given: Given
 
@@ -45,7 +47,7 @@ class ForwardRunner(ProgramRunner):
         self._functions = functions
         self._calls = deque[Begun]()
         self._taken = 0  # results
-        self._caller: ThreadPoolExecutor | None = None
+        self._callers = deque[Caller]()  # whose turn is next comes first
 
     @property
     def window(self) -> int:  # type: ignore[override]
@@ -55,12 +57,16 @@ class ForwardRunner(ProgramRunner):
     def post(self, x: list[tf.Tensor], y: Any, sample_weight: Any, learning_rate: float | None) -> None:
         """Send a minibatch on its way; labels stay behind."""
         settings = self._run or self._start()
-        if self._caller is None:
-            at_once = 1 if any(each.assigns for each in self._inferences) else len(self._inferences)
-            self._caller = ThreadPoolExecutor(at_once, "pipetrain calls")
         given = Given([x], [None], {0: int(x[0].shape[0])})
-        function, _ = self._function_for(given, settings)
-        self._calls.append(Begun(self._caller.submit(function, given), function, given))
+        function, _ = self._lost.unless_lost(lambda: self._function_for(given, settings))
+        if not self._callers:
+            at_once = 1 if any(each.assigns for each in self._inferences) else len(self._inferences)
+            self._callers.extend(Caller(self._lost) for _ in range(at_once))
+            for each in self._callers:
+                each.start()
+        caller = self._callers[0]
+        self._callers.rotate(-1)
+        self._calls.append(Begun(caller.submit(function, given), caller, function, given))
 
     @property
     def _next(self) -> int:
@@ -75,6 +81,7 @@ class ForwardRunner(ProgramRunner):
 
     def _check(self, call: Begun, number: int) -> None:
         """Wait for the call of the minibatch with this number. Raises what it raised, with a note on the stage."""
+        call.caller.wait(call.made)
         error = call.made.exception()
         if error is None:
             return
@@ -113,7 +120,8 @@ class ForwardRunner(ProgramRunner):
 
     def _rest(self) -> None:
         """Let all calls end; their results wait to be taken."""
-        wait([each.made for each in self._calls])
+        for each in self._calls:
+            each.caller.wait(each.made)
         for n, each in enumerate(self._calls):
             self._check(each, self._taken + n)
         self._end_calls()
@@ -123,16 +131,17 @@ class ForwardRunner(ProgramRunner):
         self._calls.clear()
 
     def _end_calls(self) -> None:
-        if self._caller is not None:
-            self._caller.shutdown(wait=True, cancel_futures=True)
-            self._caller = None
+        for each in self._callers:
+            each.close()
+        for each in self._callers:
+            each.end()
+        self._callers.clear()
 
 
 def is_one_call(stages: Sequence[Sequence[Inference]]) -> bool:
     """Whether minibatches are to be calls, when the stages have been traced.
 
-    The devices are processors of this process, where the model's own weights are, too: workers and GPUs are given them
-    once for all minibatches. No layer calls Python, see ``is_one_function``.
+    The devices are processors, of this process or of workers, and no layer calls Python, see ``is_one_function``.
     """
     every = [replica for replicas in stages for replica in replicas]
-    return all(is_prompt(each.device) and each.is_near and not each.calls_python for each in every)
+    return all(is_processor(each.device) and not each.calls_python for each in every)

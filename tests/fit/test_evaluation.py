@@ -425,3 +425,23 @@ def test_evaluating_within_predict():
     x, y = networks.data(32)
     look = keras.callbacks.LambdaCallback(on_predict_batch_end=lambda step, logs: pm.evaluate(x, y, verbose=0))
     np.testing.assert_allclose(pm.predict(x, verbose=0, callbacks=[look]), pm.model.predict(x, verbose=0), rtol=1e-5)
+
+
+def test_where_the_weights_are_elsewhere_they_are_on_the_devices_while_an_evaluation_runs(monkeypatch):
+    """As on workers: copied once for all minibatches, new ones in the next evaluation, and let go at the end."""
+    monkeypatch.setattr("pipetrain.compute.functions.inference.is_prompt", lambda device: False)
+    model = networks.mlp(4)
+    model.get_layer("d1").trainable = False
+    pm = networks.pipeline(model, cuts=networks.cuts(4, 2), scheme="1f1b")
+    plain = keras.models.clone_model(model)
+    plain.compile(loss=networks.crossentropy(), metrics=["accuracy"])
+    x, y = networks.data(50)
+    for seed in range(2):
+        weights = [np.random.default_rng(seed).normal(size=each.shape) for each in model.get_weights()]
+        pm.set_weights(weights)
+        plain.set_weights(weights)
+        given = {"batch_size": 8, "verbose": 0}
+        np.testing.assert_allclose(pm.evaluate(x, y, **given), plain.evaluate(x, y, **given), rtol=1e-5)
+        np.testing.assert_allclose(pm.predict(x, **given), plain.predict(x, **given), atol=1e-5)
+    held = [variable for replicas in inside.evaluating_stages(pm) for each in replicas for variable in each._held]
+    assert held and not any(int(tf.size(variable.read_value())) for variable in held)

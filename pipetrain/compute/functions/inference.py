@@ -24,9 +24,10 @@ from pipetrain.compute.keras_private import mask_of
 class Inference:
     """A run of blocks on one device, forwards only; the weights are on the device between ``load`` and ``outcome``.
 
-    A function of whole minibatches reads the model's own weights instead, after ``load_state``. The state that a layer
-    assigns in inference mode (the seed of a layer that samples) is kept from minibatch to minibatch, and written into
-    the model at the end, as in plain Keras.
+    Functions of whole minibatches read the model's own weights instead, where these are on the device, else variables
+    that have their values, from ``load_state`` and ``hold_state`` on. The state that a layer assigns in inference mode
+    (the seed of a layer that samples) is kept from minibatch to minibatch, and written into the model at the end, as in
+    plain Keras.
 
     Args:
         segment: the blocks.
@@ -48,6 +49,7 @@ class Inference:
         self.variables: list[keras.Variable] = []  # none is updated here
         self._traced_for: Sequence[Any] | None = None
         self._weights: list[tf.Tensor] = []
+        self._held: list[tf.Variable] = []  # what functions read instead of the model's weights
         self._state = State(segment, False, division)
 
     def compile_quietly(self) -> None:
@@ -94,26 +96,35 @@ class Inference:
             self._state.load(replica)
 
     def hold_state(self) -> bool:
-        """Let variables have the state, for functions of whole minibatches; whether these are new ones."""
-        staying = [n for n in range(len(self._state.variables)) if n not in self._assigned]
+        """Let variables have what functions of whole minibatches read on the device; whether these are new ones.
+
+        They are the state that layers assign, and where the model's own weights are elsewhere, these and all state.
+        """
+        here = is_prompt(self.device) and all(is_prompt(variable.value.device) for variable in self._trained)
+        staying = [n for n in range(len(self._state.variables)) if n not in self._assigned] if here else []
+        values = [] if here else [variable.value for variable in self._trained]
         with tf.device(self.device):
-            return self._state.hold(staying)
+            are_new = len(self._held) != len(values)
+            if are_new:  # of no shape, so that they can be emptied
+                self._held = [tf.Variable(value, trainable=False, shape=tf.TensorShape(None)) for value in values]
+            else:
+                for variable, value in zip(self._held, values, strict=True):
+                    variable.assign(value, read_value=False)
+            return self._state.hold(staying) or are_new
 
     def read_state(self) -> None:
-        """The state that layers assign is that of the variables; weights, frozen ones too, are the model's own."""
-        self._weights = [read_where_it_is(variable) for variable in self._trained]
+        """Weights and state are those of the variables, or where these have none, of the model's own."""
         with tf.device(self.device):
+            held = [variable.read_value() for variable in self._held]
+            for tensor, variable in zip(held, self._trained if held else (), strict=True):
+                tensor.set_shape(variable.shape)
             self._state.read()
+        self._weights = held or [read_where_it_is(variable) for variable in self._trained]
 
     def written_state(self) -> list[tf.Operation]:
         """At the end of a function that is traced, let the variables have the state; gives what does that."""
         with tf.device(self.device):
             return self._state.written()
-
-    @property
-    def is_near(self) -> bool:
-        """Whether the model's weights are on a processor of this process."""
-        return all(is_prompt(variable.value.device) for variable in self._trained)
 
     @property
     def assigns(self) -> bool:
@@ -142,7 +153,14 @@ class Inference:
         for each in (self, *others):
             each._weights = []
             each._state.release()
+            each._empty()
         return [whole[n] for n in self._assigned]
+
+    def _empty(self) -> None:
+        """The device need not have a second copy of the weights until the next evaluation."""
+        with tf.device(self.device):
+            for variable in self._held:
+                variable.assign(tf.zeros([0], variable.dtype), read_value=False)
 
     def store(self, values: Sequence[tf.Tensor]) -> None:
         """Write the state that ``outcome`` gave into the model."""
