@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -140,6 +142,26 @@ def walk(scheme, stage, stages, minibatches, microbatches=1):
             weights["now"] += 100
         kept = max(kept, store.kept)
     return reads, kept
+
+
+@pytest.mark.parametrize("stages", [2, 3, 5])
+def test_shared_weights_are_predicted_to_the_target_of_the_stage_s_own(stages):
+    """What is behind is predicted as much further; a is the first of the stages that share, h reads."""
+    policy = SCHEMES["spectrain"].policy
+    for a, h, i in product(range(stages), range(stages), range(12)):
+        if a <= h:
+            reader = SCHEMES["spectrain"].reader(i, h, stages, 1, a)
+            assert policy.forward(reader) == (max(0, i - (stages - 1 - a)), min(i, stages - 1 - a) + h // 2)
+            assert policy.backward(reader) == (max(0, i - (h - a)), min(i, h - a) + h // 2)
+
+
+@pytest.mark.parametrize("name", ["vanilla", "weight-stashing", "vertical-sync"])
+def test_a_gradient_is_as_stale_as_what_its_forward_has_read(name):
+    stages = 4
+    for stage, i in product(range(stages), range(12)):
+        versions = WeightVersions(SCHEMES[name], stage, stages, 1, lambda _: None, lambda _: None)
+        late = stages - 1 if name == "vertical-sync" else stages - 1 - stage
+        assert versions.staleness(i) == min(i, late)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 7])
