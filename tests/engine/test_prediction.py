@@ -67,6 +67,22 @@ def test_a_constant_gradient_at_steady_momentum_is_predicted(name):
         step()
 
 
+def test_of_accumulated_gradients_the_minibatches_since_the_last_update_count():
+    """With every third one an update is made; equal gradients make equal updates."""
+    variables, _, update, step = stepper(optimizers.SGD(0.01, gradient_accumulation_steps=3), UpdateRule(predicts=True))
+    for _ in range(6):
+        step()
+    reached, predicted = [], []
+    for _ in range(9):
+        reached.append(values(variables))
+        predicted.append([update.predicted(tf.constant(float(ahead))) for ahead in range(5)])
+        step()
+    for n, each in enumerate(predicted):
+        for expected, then in zip(each, reached[n:]):
+            for one, other in zip(expected, then):
+                np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
 @pytest.mark.parametrize("name", [*STEADY, *OTHERS])
 def test_the_velocity_is_the_update_last_made_whatever_its_rate(name):
     """One ahead is as far again as the last step went, also just before a new learning rate takes effect."""
