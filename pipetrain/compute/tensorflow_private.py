@@ -49,23 +49,29 @@ def call_of(concrete: Any, is_optimized: bool = True) -> Callable[[Sequence[tf.T
     """
     name, captured, count = concrete.inference_fn.name, list(concrete.captured_inputs), len(concrete.outputs)
     here = context.context()
-    options = None if is_optimized else _not_optimized(here)
 
     def call(tensors: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
-        own = here.function_call_options
-        here.function_call_options = options or own  # of this thread alone
-        try:
-            made: Sequence[tf.Tensor] = here.call_function(name, [*tensors, *captured], count)
-        finally:
-            here.function_call_options = own
+        made: Sequence[tf.Tensor] = here.call_function(name, [*tensors, *captured], count)
         return made
 
-    return call
+    if is_optimized:
+        return call
+    options = _not_optimized()
+
+    def call_as_it_is(tensors: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
+        own = here.function_call_options
+        here.function_call_options = options  # of this thread alone
+        try:
+            return call(tensors)
+        finally:
+            here.function_call_options = own
+
+    return call_as_it_is
 
 
-def _not_optimized(here: Any) -> Any:
+def _not_optimized() -> Any:
     """How a function is called that TensorFlow is not to optimize; publicly that is one setting for all functions."""
-    config = here.config
+    config = context.context().config
     config.graph_options.rewrite_options.disable_meta_optimizer = True
     return context.FunctionCallOptions(config_proto=config)
 

@@ -75,6 +75,7 @@ class AutoMixin(StrategyModel):
         if len(near) < 2:
             return choice
         compiled = {**known(self._compile_again).keywords, **dict.fromkeys(("metrics", "weighted_metrics"))}
+        compiled.pop("steps_per_execution", None)  # trials time single minibatches
         settings = {**self.optimizer.get_config(), "learning_rate": None, "name": None}
         within = "turns", strategy.devices, type(self.optimizer).__name__, settings, compiled.get("jit_compile")
         kept_trials = KeptTrials(choice, within)

@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from pipetrain.cluster.connection import joins
 from pipetrain.compute.functions.inference import Inference
 from pipetrain.compute.functions.tracing import trace_stages
 from pipetrain.compute.graph.input_shapes import Shapes
@@ -42,6 +43,7 @@ class Evaluator:
         self._stages: list[list[Inference]] = []
         self._functions: dict[Any, Any] = {}  # of whole minibatches, for these stages
         self._decision: Decision | None = None  # of them
+        self._joins = joins()  # workers of before may have been started anew, without the stages' variables
         self._variables: list[tuple[int, bool]] = []  # of the model then, by ``id``, and whether they are penalized
         self._specs: list[Any] = []  # of the data that were evaluated since
         self._measured: dict[bool | str, Decision] = {}  # by what was asked of the kernels
@@ -109,9 +111,9 @@ class Evaluator:
         ids, before = ([number for number, _ in each] for each in (variables, self._variables))
         is_traced = data is not self.data or data.spec in self._specs  # outputs alone have no penalties
         is_known = variables == self._variables or (ids == before and is_traced)
-        if decision != self._decision or not is_known:
+        if decision != self._decision or not is_known or self._joins != joins():
             self._stages, self._specs, self._functions = self._placement.inferences(decision), [], {}
-            self._decision, self._variables = decision, variables
+            self._decision, self._variables, self._joins = decision, variables, joins()
         if data is self.data and data.spec not in self._specs:
             self._specs.append(data.spec)
         trace_stages(self._stages, None)

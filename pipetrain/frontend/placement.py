@@ -41,7 +41,7 @@ from pipetrain.simulation.schedule_trials import pieces_to_measure
 Compiling = TypeVar("Compiling", Stage, Inference)
 
 CALL_S, MOST_AT_ONCE = 0.03, 8  # of functions that have several minibatches: seconds, and how many
-MOST_ASKED = 32  # of which a function takes seconds to trace
+MOST_STEPS = 32  # minibatches of a call where they are asked for: more take many seconds to trace
 
 
 class Decision(NamedTuple):
@@ -379,7 +379,7 @@ class Placement:
         What is measured would be another number each time, and learning rates take effect by it.
         """
         if self._steps is not None:
-            return min(self._steps, MOST_ASKED)
+            return min(self._steps, MOST_STEPS)
         try:
             minibatch_s = estimated_s(self.chain, batch_size) / self.stages
         except (AttributeError, TypeError, ValueError):  # nothing is known of such layers

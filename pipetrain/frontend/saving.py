@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 
+from pipetrain.frontend.compile_arguments import without_one_step
 from pipetrain.frontend.delegation import DelegationMixin, compiled_as
 
 
@@ -60,4 +61,4 @@ class SavingMixin(DelegationMixin):
 
     def compile_from_config(self, config: Any) -> None:
         """``compile`` as another model was, by what its ``get_compile_config`` gives."""
-        self.compile(**keras.saving.deserialize_keras_object(config))
+        self.compile(**without_one_step(keras.saving.deserialize_keras_object(config)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, cast
 
 import tensorflow as tf
@@ -58,7 +58,7 @@ class ForwardRunner(ProgramRunner):
         """Send a minibatch on its way; labels stay behind."""
         settings = self._run or self._start()
         given = Given([x], [None], {0: int(x[0].shape[0])})
-        function, _ = self._lost.unless_lost(lambda: self._function_for(given, settings))
+        function = self._known(given, settings)
         if not self._callers:
             at_once = 1 if any(each.assigns for each in self._inferences) else len(self._inferences)
             self._callers.extend(Caller(self._lost) for _ in range(at_once))
@@ -67,6 +67,12 @@ class ForwardRunner(ProgramRunner):
         caller = self._callers[0]
         self._callers.rotate(-1)
         self._calls.append(Begun(caller.submit(function, given), caller, function, given))
+
+    def _known(self, given: Given, settings: RunSettings) -> ProgramFunction:
+        """The function for such a minibatch; one that is to be traced, and tried for XLA, may wait for workers."""
+        if not self._has_compiled:
+            return self._function_for(given, settings)[0]
+        return self._lost.unless_lost(lambda: self._function_for(given, settings))[0]
 
     @property
     def _next(self) -> int:
@@ -114,6 +120,21 @@ class ForwardRunner(ProgramRunner):
                 cast(Any, replica).load_state(number)
         if any([each.hold_state() for each in self._inferences]):  # each of them, whatever the first one says
             self._functions.clear()
+        self._await_writes()
+
+    def _outcome(self) -> list[Any]:
+        for each in self._inferences:
+            each.read_assigned()
+        return [stage.outcome(others) for stage, *others in self._stages]
+
+    def _over(self) -> None:
+        super()._over()
+        with suppress(Exception):  # there is nothing to empty on a worker that is lost
+            self._lost.unless_lost(self._empty)
+
+    def _empty(self) -> None:
+        for each in self._inferences:
+            each.empty()
 
     def _count(self, settings: RunSettings) -> None:
         """Nothing is updated."""

@@ -105,8 +105,8 @@ class ProgramRunner(Stepwise):
     def _make(self, x: list[tf.Tensor], targets: Any, settings: RunSettings, rate: float | None) -> None:
         rows = int(x[0].shape[0])
         given = Given([x], [targets], {0: rows}, self._scale.scale)
-        for each in self._every:
-            each.set_rate(rate)
+        if any([each.set_rate(rate) for each in self._every]):  # each of them, whatever the first one says
+            self._await_writes()
         function, times = self._function_for(given, settings)
         try:
             result = function(given)
@@ -172,6 +172,7 @@ class ProgramRunner(Stepwise):
     def _as_before(self) -> Iterator[None]:
         """In the end weights and optimizers have the values that they had, whatever was done."""
         with ExitStack() as kept:
+            kept.callback(self._await_writes)
             for each in self._every:
                 kept.enter_context(each.as_before())
             yield
@@ -294,6 +295,7 @@ class ProgramRunner(Stepwise):
                 replica.load(settings.updates, number)
         if any([each.hold_state() for each in self._every]):  # each of them, whatever the first one says
             self._functions.clear()
+        self._await_writes()
         self._scale = settings.loss_scale
         remote = {each.device for each in self._every if is_remote(each.device)}
         self._ahead_s = {device: ahead for device in remote if (ahead := ahead_s(device))}

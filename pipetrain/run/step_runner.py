@@ -8,7 +8,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipetrain.compute.cores import finish
 from pipetrain.compute.functions.stage_values import BoundaryTensors
 from pipetrain.compute.keras_private import count_of
 from pipetrain.compute.transfers.record import Sent
@@ -104,7 +103,7 @@ class StepRunner(Stepwise):
     def _make(self, x: list[tf.Tensor], targets: Any, settings: RunSettings, rate: float | None) -> None:
         if self._step is None:
             self._step = self._steps(self.plan, self._rows.let_go if self.sends_ahead else None)
-            self._settle()  # it has made variables
+            self._await_writes()  # it has made variables
         masks: list[Any] = [None] * len(x)
         rows = [
             Rows(
@@ -168,16 +167,7 @@ class StepRunner(Stepwise):
             for group in weights.groups
         ]
         if any(changed):
-            self._settle()
-
-    def _settle(self) -> None:
-        """Wait until what was written to variables is there.
-
-        A step over several processes does not wait for it: it would read what was there before, and what is written
-        could replace its update.
-        """
-        for worker in self._workers:
-            finish(worker.device)
+            self._await_writes()
 
     def _flush(self) -> None:
         if self._waiting and self._step is not None:
@@ -200,7 +190,7 @@ class StepRunner(Stepwise):
             weights.load(settings.updates)
         if any([worker.load() for worker in self._workers]):  # each of them, whatever the first one says
             self._retraced()
-        self._settle()
+        self._await_writes()
         self._waiting, self._shares = False, {}
 
     def _end(self, store: bool) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from pipetrain.compute.cores import finish
 from pipetrain.compute.optimizer.loss_scaling import LossScale
 from pipetrain.run import pipeline
 from pipetrain.run.collector import Result, Snapshot
@@ -44,6 +45,7 @@ class Stepwise:
         rate: Callable[[], float | None],
     ) -> None:
         self._ranks, self._settings, self._rate = len(workers), settings, rate
+        self._written_on = tuple(dict.fromkeys(workers))
         self._run: RunSettings | None = None  # of the steps since the weights were taken from the model
         self._steps_done = 0  # of these
         self.traced_for: Any = ()
@@ -174,6 +176,15 @@ class Stepwise:
     def _load(self, settings: RunSettings) -> None:
         """Take weights and state from the model."""
         raise NotImplementedError
+
+    def _await_writes(self) -> None:
+        """Wait until what was written to variables is there.
+
+        A function over several processes does not wait for it: it would read what was there before, and what is
+        written could replace its update.
+        """
+        for device in self._written_on:
+            finish(device)
 
     def _recount(self, settings: RunSettings) -> None:
         """Like ``_flush``, after an interrupt."""

@@ -443,5 +443,6 @@ def test_where_the_weights_are_elsewhere_they_are_on_the_devices_while_an_evalua
         given = {"batch_size": 8, "verbose": 0}
         np.testing.assert_allclose(pm.evaluate(x, y, **given), plain.evaluate(x, y, **given), rtol=1e-5)
         np.testing.assert_allclose(pm.predict(x, **given), plain.predict(x, **given), atol=1e-5)
-    held = [variable for replicas in inside.evaluating_stages(pm) for each in replicas for variable in each._held]
-    assert held and not any(int(tf.size(variable.read_value())) for variable in held)
+    every = [each for replicas in inside.evaluating_stages(pm) for each in replicas]
+    held = [variable for each in every for those in (each._held, each._state._held) for variable in those.variables]
+    assert len(held) == len(model.weights) and not any(int(tf.size(variable.read_value())) for variable in held)

@@ -72,6 +72,21 @@ def limit(rate_mbit: int) -> None:
         subprocess.run(on(host, "tc", *kind), check=True, capture_output=True, text=True)
 
 
+@pytest.mark.wide
+@pytest.mark.timeout(400)
+def test_pipelines_train_and_are_evaluated_over_hosts_that_cannot_reach_the_program(hosts):
+    """Only workers can be called from other hosts."""
+    command = [sys.executable, "tests/two_hosts_training.py", *(f"{address}:2222" for address in ADDRESSES)]
+    done = subprocess.run(
+        on(HOSTS[0], *command), capture_output=True, text=True, timeout=280, cwd=ROOT, env=ENVIRONMENT
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [each["scheme"] for each in found] == ["1f1b", "spectrain", "all-reduce"]
+    for each in found:
+        assert each["there"] == pytest.approx(each["here"], rel=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_predictions_come_true_and_a_slow_link_moves_the_cut(hosts, tmp_path):

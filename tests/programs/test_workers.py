@@ -84,6 +84,16 @@ def test_local_workers_are_joined_measured_and_ended(two_workers):
     assert joined["statuses"] == [0, 0]
 
 
+@pytest.mark.wide
+def test_predictions_on_workers_are_always_of_the_newest_weights():
+    """Of trained and frozen ones, of statistics, and on a worker that was started anew."""
+    command = [sys.executable, str(HERE / "worker_evaluations.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["lost"] and found["right"] == found["asked"], found
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, 3])
 def test_every_scheme_on_workers_trains_as_in_one_process(workers):

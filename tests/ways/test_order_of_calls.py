@@ -13,7 +13,9 @@ import tensorflow as tf
 import ways_to_train
 
 import pipetrain
+from pipetrain.compute.program import arguments, function
 from pipetrain.compute.program.function import ProgramFunction
+from pipetrain.run import pipeline, program_runner
 
 L = keras.layers
 PIPELINES = [name for name, way in ways_to_train.WAYS.items() if way.is_pipeline]
@@ -95,3 +97,42 @@ def test_shared_weights_without_a_gradient_in_their_last_stage(scheme, graphs):
     assert graphs
     for graph in graphs:
         assert_in_order(graph)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        name if name in BY_DEFAULT else pytest.param(name, marks=pytest.mark.wide)
+        for name in PIPELINES
+        if name not in BY_THREADS
+    ],
+)
+def test_workers_fetch_nothing_from_this_process(way, monkeypatch):
+    """They may not reach it, and are given what they need. Here all devices but the last one play workers."""
+    host, made = pipeline.HOST.replace("CPU:0", "CPU:5"), function.call_of
+    called = []
+
+    def recording(concrete, *others):
+        call = made(concrete, *others)
+
+        def recorded(tensors):
+            called.append((concrete, [each.device for each in tensors]))
+            return call(tensors)
+
+        return recorded
+
+    monkeypatch.setattr(program_runner, "HOST", host)
+    monkeypatch.setattr(function, "call_of", recording)
+    for module in (function, arguments):
+        monkeypatch.setattr(module, "is_remote", lambda device: device != host)
+    pm = ways_to_train.made(way)
+    ways_to_train.fit(pm)
+    pm.evaluate(ways_to_train.X, ways_to_train.Y, verbose=0)
+    assert called
+    for concrete, devices in called:
+        here = {each.op for each, device in zip(concrete.inputs, devices) if device == host}
+        operations = concrete.graph.get_operations()
+        here |= {each for each in operations if each.device == host}
+        for each in operations:
+            needed = {tensor.op for tensor in each.inputs} | {*each.control_inputs}
+            assert each.device == host or each.type == "Placeholder" or not needed & here, f"{each.name} fetches"

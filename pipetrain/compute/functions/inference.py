@@ -14,7 +14,7 @@ from pipetrain.compute.functions.penalties import summed_over_rows, total_penalt
 from pipetrain.compute.functions.split import specs
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.functions.stage_values import BoundaryTensors, Forward
-from pipetrain.compute.functions.state import Division, State, read_where_it_is
+from pipetrain.compute.functions.state import Division, HeldTensors, State, read_where_it_is
 from pipetrain.compute.functions.weight_binding import Newest, Weights, any_rows
 from pipetrain.compute.functions.weight_group import WeightGroup
 from pipetrain.compute.graph.segment import Segment, assigned_to
@@ -49,7 +49,7 @@ class Inference:
         self.variables: list[keras.Variable] = []  # none is updated here
         self._traced_for: Sequence[Any] | None = None
         self._weights: list[tf.Tensor] = []
-        self._held: list[tf.Variable] = []  # what functions read instead of the model's weights
+        self._held = HeldTensors()  # what functions read instead of the model's weights
         self._state = State(segment, False, division)
 
     def compile_quietly(self) -> None:
@@ -104,22 +104,25 @@ class Inference:
         staying = [n for n in range(len(self._state.variables)) if n not in self._assigned] if here else []
         values = [] if here else [variable.value for variable in self._trained]
         with tf.device(self.device):
-            are_new = len(self._held) != len(values)
-            if are_new:  # of no shape, so that they can be emptied
-                self._held = [tf.Variable(value, trainable=False, shape=tf.TensorShape(None)) for value in values]
-            else:
-                for variable, value in zip(self._held, values, strict=True):
-                    variable.assign(value, read_value=False)
+            are_new = self._held.take(values, [value.shape for value in values])
             return self._state.hold(staying) or are_new
 
     def read_state(self) -> None:
         """Weights and state are those of the variables, or where these have none, of the model's own."""
         with tf.device(self.device):
-            held = [variable.read_value() for variable in self._held]
-            for tensor, variable in zip(held, self._trained if held else (), strict=True):
-                tensor.set_shape(variable.shape)
-            self._state.read()
+            held = self._held.read()
         self._weights = held or [read_where_it_is(variable) for variable in self._trained]
+        self.read_assigned()
+
+    def read_assigned(self) -> None:
+        """The state is that of the variables, for ``outcome``."""
+        with tf.device(self.device):
+            self._state.read()
+
+    def empty(self) -> None:
+        """Until ``hold_state`` the device need not have copies of the model's weights and state."""
+        self._held.empty()
+        self._state.empty()
 
     def written_state(self) -> list[tf.Operation]:
         """At the end of a function that is traced, let the variables have the state; gives what does that."""
@@ -153,14 +156,7 @@ class Inference:
         for each in (self, *others):
             each._weights = []
             each._state.release()
-            each._empty()
         return [whole[n] for n in self._assigned]
-
-    def _empty(self) -> None:
-        """The device need not have a second copy of the weights until the next evaluation."""
-        with tf.device(self.device):
-            for variable in self._held:
-                variable.assign(tf.zeros([0], variable.dtype), read_value=False)
 
     def store(self, values: Sequence[tf.Tensor]) -> None:
         """Write the state that ``outcome`` gave into the model."""

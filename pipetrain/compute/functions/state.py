@@ -28,6 +28,44 @@ class Division(NamedTuple):
         return self.microbatches * self.replicas
 
 
+class HeldTensors:
+    """Variables that have tensors' values for functions, on the device of the scope in which they take them.
+
+    They can be emptied without becoming others, which functions would not know. What is read of them has the shapes
+    with which they were made.
+    """
+
+    def __init__(self) -> None:
+        self.variables: list[tf.Variable] = []
+        self._specs: list[tf.TensorSpec] = []
+
+    def take(self, values: Sequence[tf.Tensor], shapes: Sequence[Any]) -> bool:
+        """Have these values, of these shapes or parts of them; whether these are new variables."""
+        like = [tf.TensorSpec(shape, value.dtype) for shape, value in zip(shapes, values, strict=True)]
+        if are_new := like != self._specs:
+            anything = tf.TensorShape(None)
+            self.variables = [tf.Variable(value, trainable=False, shape=anything) for value in values]
+            self._specs = like
+        else:
+            for variable, value in zip(self.variables, values, strict=True):
+                variable.assign(value, read_value=False)
+        return are_new
+
+    def read(self) -> list[tf.Tensor]:
+        """The values."""
+        found = [variable.read_value() for variable in self.variables]
+        if tf.inside_function():
+            for tensor, spec in zip(found, self._specs, strict=True):
+                tensor.set_shape(spec.shape)
+        return found
+
+    def empty(self) -> None:
+        """Have no values until others are taken."""
+        for variable in self.variables:
+            with tf.device(variable.device):
+                variable.assign(tf.zeros([0], variable.dtype), read_value=False)
+
+
 class State:
     """The values of a stage's state at one replica, from a ``load`` to the next.
 
@@ -47,7 +85,7 @@ class State:
         self._memories: dict[int, list[tf.Tensor]] = {}  # by number of the variable, the part of each microbatch
         self._turns: list[int] = []  # the microbatches of which this replica has rows
         self._turn = 0
-        self._held: list[tf.Variable] = []
+        self._held = HeldTensors()
         self._first: list[tf.Tensor] = []  # what was read of these last
         self._staying: set[int] = set()  # what is read of the model's variables instead
 
@@ -155,21 +193,11 @@ class State:
         self._staying = {n for n in staying if n not in self._memories and not is_seed(self.variables[n])}
         flat = self._flat()
         shapes = [[None, *each.shape[1:]] if is_part else each.shape for is_part, each in flat]
-        are_new = [(each.shape, each.dtype) for each in self._held] != [
-            (tf.TensorShape(shape), each.dtype) for shape, (_, each) in zip(shapes, flat, strict=True)
-        ]
-        if are_new:
-            self._held = [
-                tf.Variable(each, trainable=False, shape=shape) for shape, (_, each) in zip(shapes, flat, strict=True)
-            ]
-        else:
-            for variable, (_, each) in zip(self._held, flat, strict=True):
-                variable.assign(each, read_value=False)
-        return are_new
+        return self._held.take([each for _, each in flat], shapes)
 
     def read(self) -> None:
         """The values are those of the variables; in a function that is traced, those of its beginning."""
-        self._first = [variable.read_value() for variable in self._held]
+        self._first = self._held.read()
         given = iter(self._first)
 
         def value(n: int) -> Any:
@@ -185,9 +213,14 @@ class State:
         """Let the variables have the values of the end of the function that is traced; gives what does that."""
         return [
             variable.assign(each, read_value=False)
-            for variable, before, (_, each) in zip(self._held, self._first, self._flat(), strict=True)
+            for variable, before, (_, each) in zip(self._held.variables, self._first, self._flat(), strict=True)
             if each is not before
         ]
+
+    def empty(self) -> None:
+        """The variables need not have values until they are to ``hold`` others."""
+        self._held.empty()
+        self._first = []
 
     def _flat(self) -> list[tuple[bool, tf.Tensor]]:
         """Every value that is held, and whether it is one microbatch's part."""

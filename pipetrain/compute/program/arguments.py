@@ -79,7 +79,7 @@ class Arguments:
             for i in minibatches if count > 1 or self._replicas[end] > 1 else ():
                 present = self._present(end, i)
                 of = _rows(present, self._replicas[end])
-                self._add(("rows", end, i), Numbers(i, self._entrance(end), tf.int64, len(present), of))
+                self._add(("rows", end, i), Numbers(i, self.entrance(end), tf.int64, len(present), of))
         for k, i in sorted({(each.stage, each.microbatch // count) for each in actions}) if not self._is_one else ():
             for r, replica in enumerate(stages[k]):
                 of = _shares(r, len(stages[k]), settings.loss_is_mean)
@@ -110,8 +110,8 @@ class Arguments:
         every = [(m, r) for m in range(parts.microbatches) for r in range(replicas)]
         return [(m, r) for m, r in every if parts.has(m, r, replicas)]
 
-    def _entrance(self, end: int) -> str:
-        """Where a minibatch is divided: where it is used, or in this process for several replicas and for GPUs."""
+    def entrance(self, end: int) -> str:
+        """Where a minibatch goes in and is divided: where it is used, or for several replicas and GPUs in this process."""
         device = self._stages[end][0].device
         is_here = is_remote(device) or (self._replicas[end] == 1 and is_prompt(device))
         return device if is_here else self._settings.host
@@ -130,7 +130,7 @@ class Arguments:
             return {(0, 0): data}
         keys, rows = self._present(end, minibatch), self._given[self._places["rows", end, minibatch]]
         flat = tf.nest.flatten(data)
-        with tf.device(self._entrance(end)):
+        with tf.device(self.entrance(end)):
             parts = [[None] * len(keys) if each is None else tf.split(each, rows, num=len(keys)) for each in flat]
         columns: Any = zip(*parts, strict=True) if parts else [()] * len(keys)
         return {key: tf.nest.pack_sequence_as(data, list(part)) for key, part in zip(keys, columns, strict=True)}

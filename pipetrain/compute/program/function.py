@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from pipetrain.compute.cores import is_remote
 from pipetrain.compute.functions.flattening import packer, unpacker
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.functions.weight_binding import any_rows
@@ -43,17 +44,20 @@ class Given(NamedTuple):
 class ProgramFunction:
     """A traced program: call it with minibatches.
 
+    Workers do not fetch from this process, which they may not reach: they are given what they need.
+
     ``calls`` are its calls by their names, ``runs`` how many of each replica's are a forward and a backward together,
     ``clock`` says what the times in its results are of, ``kept`` of which minibatch and stage its snapshots are, and
     ``held_specs`` what it leaves for the next one.
     """
 
-    def __init__(self, concrete: Any, numbers: NumberArguments, walk: Walk, is_slice: bool) -> None:
+    def __init__(self, concrete: Any, numbers: NumberArguments, walk: Walk, is_optimized: bool) -> None:
         self._concrete, self._numbers = concrete, numbers  # TensorFlow forgets a function that nobody holds
+        self._first, self._last = walk.entrances
         self._unpack, self._pack = unpacker(concrete.structured_input_signature[0]), packer(concrete.structured_outputs)
         # A course has several functions, which call the same stages' functions. What there is to optimize beside those
         # is little; but TensorFlow would optimize them again in every function, which takes a third of its first call.
-        self._call = call_of(concrete, is_optimized=not is_slice)
+        self._call = call_of(concrete, is_optimized)
         self.calls, self.clock, self.held_specs = walk.calls, walk.clock, walk.held_specs
         self.kept = walk.kept
         self.runs = Counter(each.place for each in self.calls.values() if each.number is not None)
@@ -62,9 +66,18 @@ class ProgramFunction:
         """Work on these minibatches."""
         flat: list[tf.Tensor] = []
         numbers = self._numbers(given.rows, given.scale)
-        self._unpack((given.x, given.targets, numbers, given.rates, given.held), flat)
+        x, rates = _sent(self._first, (given.x, given.rates))
+        self._unpack((x, _sent(self._last, given.targets), numbers, rates, given.held), flat)
         result: ProgramResult = self._pack(iter(self._call(flat)))
         return result
+
+
+def _sent(device: str, values: Any) -> Any:
+    """The same values, on the device if that is a worker's."""
+    if not is_remote(device):
+        return values
+    with tf.device(device):
+        return tf.nest.map_structure(lambda each: None if each is None else tf.identity(each), values)
 
 
 def walked(
@@ -115,7 +128,8 @@ def traced(
         [each for each in leaves if isinstance(each, tf.TensorSpec)],
     )
     numbers = NumberArguments(arguments.numbers, settings.microbatches)
-    return ProgramFunction(concrete, numbers, walk, is_slice=held_specs is not None or walk.held_specs is not None)
+    is_one_of_several = held_specs is not None or walk.held_specs is not None
+    return ProgramFunction(concrete, numbers, walk, is_optimized=not is_one_of_several)
 
 
 def _held(specs: Any, tensors: Sequence[tf.Tensor]) -> Any:

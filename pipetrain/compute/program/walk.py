@@ -122,6 +122,11 @@ class Walk:
         self.held_specs: Any = None
         self.kept: list[tuple[int, int]] = []
 
+    @property
+    def entrances(self) -> tuple[str, str]:
+        """Where inputs and rates go in, and where labels and sample weights do."""
+        return self._arguments.entrance(FIRST), self._arguments.entrance(LAST)
+
     def _placed(self) -> list[list[tuple[int, int]]]:
         """What each unit has: the stages, and which replica of them."""
         schedule, count = self._scheme.schedule, len(self._stages)
@@ -141,7 +146,8 @@ class Walk:
         is_open = any(None in each.shape[1:] for each in tf.nest.flatten(self._stages[0][0].segment.inputs))
         self.calls, self.clock = {}, Clock(self._settings.host, is_open) if self._settings.is_timed else None
         self._complete, self._runs = set[tuple[Place, int]](), Counter[Place]()
-        known = {} if rates is None else dict(zip(self._settings.parts, tf.unstack(rates), strict=True))
+        with tf.device(self.entrances[0]):
+            known = {} if rates is None else dict(zip(self._settings.parts, tf.unstack(rates), strict=True))
         self._snapshots: dict[tuple[int, int], list[Any]] = {}
         self._x, self._targets = self._arguments.divided(x, FIRST), self._arguments.divided(targets, LAST)
         devices = [[replica.device for replica in stage] for stage in self._stages]

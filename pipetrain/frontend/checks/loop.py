@@ -15,8 +15,8 @@ def check_loop(run_eagerly: bool, steps_per_execution: int) -> None:
         raise ValueError("Stages run as TensorFlow functions. Received: run_eagerly=True. Try run_eagerly=False.")
     if steps_per_execution != 1:
         raise ValueError(
-            "Keras' loop gives the pipeline minibatches one by one. Received: after compile, "
-            f"steps_per_execution={steps_per_execution}. Try compile(..., steps_per_execution={steps_per_execution})."
+            "Keras' loop gives the pipeline minibatches one by one. Received: "
+            f"steps_per_execution={steps_per_execution}, set after compile. Try it as an argument of compile."
         )
 
 
