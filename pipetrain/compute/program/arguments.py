@@ -111,7 +111,7 @@ class Arguments:
         return [(m, r) for m, r in every if parts.has(m, r, replicas)]
 
     def entrance(self, end: int) -> str:
-        """Where a minibatch goes in and is divided: where it is used, or for several replicas and GPUs in this process."""
+        """Where a minibatch goes in and is divided: where it is used, or here for several replicas and for GPUs."""
         device = self._stages[end][0].device
         is_here = is_remote(device) or (self._replicas[end] == 1 and is_prompt(device))
         return device if is_here else self._settings.host
