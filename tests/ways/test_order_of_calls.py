@@ -21,6 +21,9 @@ L = keras.layers
 PIPELINES = [name for name, way in ways_to_train.WAYS.items() if way.is_pipeline]
 BY_DEFAULT = ("spectrain",)
 BY_THREADS = ("spectrain, fitted", "single")
+BY_FUNCTIONS = ways_to_train.over(
+    *(name for name in PIPELINES if name not in BY_THREADS), default=BY_DEFAULT, wide=PIPELINES
+)
 
 
 @pytest.fixture
@@ -62,14 +65,7 @@ def assert_in_order(graph):
                 assert {*calls[before]} <= earlier([each]), f"{each.name} does not wait for action {before}"
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        name if name in BY_DEFAULT else pytest.param(name, marks=pytest.mark.wide)
-        for name in PIPELINES
-        if name not in BY_THREADS
-    ],
-)
+@BY_FUNCTIONS
 def test_every_call_waits_for_the_one_before_it(way, graphs):
     pm = ways_to_train.anew(way)
     inside.forget_functions(pm)
@@ -99,14 +95,7 @@ def test_shared_weights_without_a_gradient_in_their_last_stage(scheme, graphs):
         assert_in_order(graph)
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        name if name in BY_DEFAULT else pytest.param(name, marks=pytest.mark.wide)
-        for name in PIPELINES
-        if name not in BY_THREADS
-    ],
-)
+@BY_FUNCTIONS
 def test_workers_fetch_nothing_from_this_process(way, monkeypatch):
     """They may not reach it, and are given what they need. Here all devices but the last one play workers."""
     host, made = pipeline.HOST.replace("CPU:0", "CPU:5"), function.call_of

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
-import numpy as np
+
+from pipetrain.schemes.arguments import checked_count
 
 
 def check_loop(run_eagerly: bool, steps_per_execution: int) -> None:
@@ -24,13 +25,8 @@ def checked_steps(steps_per_execution: Any) -> int | None:
     """How many minibatches a call is to have, None if that is not asked. Raises ValueError for what is no number."""
     if steps_per_execution is None:
         return None
-    is_number = isinstance(steps_per_execution, (int, np.integer)) and not isinstance(steps_per_execution, bool)
-    if not is_number or steps_per_execution < 1:
-        raise ValueError(
-            "The minibatches of a call are a whole number of at least 1. Received: "
-            f"steps_per_execution={steps_per_execution!r}. Try 1, or leave it out."
-        )
-    return int(steps_per_execution)
+    problem = "The minibatches of a call are a whole number of at least 1"
+    return checked_count("steps_per_execution", steps_per_execution, problem, 1)
 
 
 def check_callbacks(callbacks: Sequence[Any], optimizer: keras.optimizers.Optimizer) -> None:
