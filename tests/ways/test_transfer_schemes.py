@@ -17,7 +17,7 @@ import models
 import pipetrain
 from pipetrain.compute.transfers import reduction
 from pipetrain.compute.transfers.step import Step
-from pipetrain.run import step_runner
+from pipetrain.run import stepwise
 from pipetrain.run.step_runner import StepRunner
 from pipetrain.run.window import Minibatch, Window
 from pipetrain.run.worker_rows import WorkerRows
@@ -586,7 +586,7 @@ def test_a_step_begins_when_what_was_written_to_variables_is_there(scheme, monke
         return step(self, *arguments, **settings)
 
     monkeypatch.setattr(Step, "__call__", called)
-    monkeypatch.setattr(step_runner, "finish", lambda device: events.append(device[-5:]))
+    monkeypatch.setattr(stepwise, "finish", lambda device: events.append(device[-5:]))
     pm = pipetrain.PipelineModel(networks.small(), scheme=scheme, devices=names(2), order="none")
     pm.compile(keras.optimizers.SGD(0.1), networks.crossentropy())
     halve = keras.callbacks.LambdaCallback(
