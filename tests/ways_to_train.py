@@ -116,7 +116,18 @@ OTHER_CASES = (  # of a mechanism that another way has too; and data-parallel, w
         "spectrain, replicas",
     ),
     *("2bw, predicted", "spectrain, corrected", "all-reduce, late"),
-    *("2bw", "1f1b, recompute", "zb-h1", "zb-h2", "interleaved", "looped-bfs", "v-half", "v-min", "grid, rows"),
+    *(
+        "gpipe",
+        "2bw",
+        "1f1b, recompute",
+        "zb-h1",
+        "zb-h2",
+        "interleaved",
+        "looped-bfs",
+        "v-half",
+        "v-min",
+        "grid, rows",
+    ),
     *("parameter-server, returned", "coded-reduce, three", "data-parallel"),
 )
 MOST = tuple(name for name in WAYS if name not in OTHER_CASES)

@@ -103,6 +103,7 @@ def embedding():
     return keras.Model(x, keras.layers.Dense(networks.CLASSES, name="last")(y))
 
 
+@pytest.mark.wide
 @pytest.mark.filterwarnings("ignore:.*radient")
 def test_rows_of_embeddings_and_weights_without_a_gradient():
     alike("1f1b", lambda: momentum(**BOTH), make=embedding)

@@ -214,11 +214,9 @@ def alarms_interrupt():
 
 @pytest.mark.parametrize(
     "kind, method",
-    [
-        pytest.param("pipetrain.run.device_thread.DeviceThread", "ended", marks=pytest.mark.wide),
-        ("pipetrain.run.caller.Caller", "ended"),
-    ],
+    [("pipetrain.run.device_thread.DeviceThread", "ended"), ("pipetrain.run.caller.Caller", "ended")],
 )
+@pytest.mark.wide
 def test_a_second_interrupt_while_threads_end_leaves_a_model_that_trains(kind, method, monkeypatch):
     pm, x, y = networks.pipeline(), *networks.data(200)
     if "DeviceThread" in kind:

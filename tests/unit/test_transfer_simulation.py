@@ -262,7 +262,7 @@ def test_fewer_processors_than_workers_take_turns():
 
 
 @given(workloads(), st.booleans(), st.integers(1, 4), st.sampled_from([0, 1, 2, 5]))
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 def test_every_plan_runs_and_moves_what_it_says(workload, serves, workers, window):
     """Whatever the windows; with one message under way at a time all arrive in the order of the plan."""
     for name in orders(serves):

@@ -90,7 +90,7 @@ def test_calls_have_as_many_minibatches_as_take_a_call_s_time():
     assert at_once(1024, 128) == 1
 
 
-@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("steps", [pytest.param(1, marks=pytest.mark.wide), 3])
 def test_keras_argument_says_how_many_minibatches_a_call_has(steps):
     """Callbacks see every one of them, and the weights are the same."""
     x, y = networks.data(7 * BATCH)
