@@ -65,7 +65,7 @@ def test_every_set_of_stragglers_leaves_the_plain_sum(tree):
 
 
 @given(st.sampled_from([*SMALL, Tree(5, 2, 1), Tree(3, 3, 1), Tree(7, 1, 2), Tree(6, 2, 2)]), st.data())
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 def test_children_that_arrive_in_any_order_leave_the_plain_sum(tree, data):
     """Of every parent others, and minibatches of any number of rows, of fewer than there are workers too."""
     rows = data.draw(st.integers(1, 300))

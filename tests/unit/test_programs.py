@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipetrain.schemes.actions import OPERATIONS
@@ -26,6 +26,7 @@ def actions_of(calls):
 
 @pytest.mark.parametrize("name", SYNCHRONOUS)
 @given(devices=st.integers(1, 4), microbatches=st.integers(1, 6), together=st.booleans(), apart=st.booleans())
+@settings(deadline=None, max_examples=40)
 def test_a_program_is_the_schedule_and_updates(name, devices, microbatches, together, apart):
     schedule = PIPELINES[name].schedule
     stages = devices * schedule.chunks

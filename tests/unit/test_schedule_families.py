@@ -224,7 +224,7 @@ def test_the_planner_counts_the_units_in_which_devices_wait(name):
     assert planned.step_s == pytest.approx(trace.step_s, rel=0.06)
 
 
-@pytest.mark.parametrize("microbatches", [8, 16, 32])
+@pytest.mark.parametrize("microbatches", by_default([8, 16, 32], 8, wide=[16, 32]))
 @pytest.mark.parametrize("devices", [4, 8])
 @pytest.mark.parametrize("name", [*CLOSED, *CONTROLLED])
 def test_planned_memory_is_as_published(name, devices, microbatches):
