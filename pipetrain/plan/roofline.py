@@ -22,6 +22,7 @@ LOSS_PASSES, METRIC_PASSES = 6, 1
 # Seconds for an operation, a byte and a kernel, of a device as they are, and how near to those a fit stays.
 USUAL, NEARNESS = np.array([1 / 45e9, 1 / 8e9, 5e-6]), 0.03
 LEAST = 1e-3  # of these; a block that has no other operations would otherwise take no time
+SAME = 0.1  # a distance of logarithms: blocks nearer than that tell the same
 
 
 class Device(NamedTuple):
@@ -178,9 +179,10 @@ class FittedRoofline:
 
     ``seconds = flops / F + bytes / B + kernels * L``, with an F, a B and an L of forwards and of backwards, none of
     them negative, that fit the measured seconds best: least squares of the relative errors, and with a small weight of
-    how far each is from that of a usual device of the same speed, which decides where few blocks were measured. Blocks
-    of one label, such as all convolutions, take longer or shorter by the geometric mean of the errors of those that
-    were measured.
+    how far each is from that of a usual device of the same speed, which decides where few blocks were measured. A block
+    takes longer or shorter than that by the geometric mean of the errors of the measured blocks of its label, such as
+    all convolutions, with weights ``1 / (d^2 + 0.1^2)^2``: d is how far the logarithms of their operations, bytes and
+    kernels are from those of the block.
 
     Args:
         measured: at least one block.
@@ -206,13 +208,21 @@ class _Fitted:
         rows = np.array([features / each_s for _, features, each_s, _ in taken]).reshape(-1, len(USUAL))
         found = _non_negative(np.vstack([rows, near]), np.array([1.0] * len(rows) + [NEARNESS] * len(near)))
         self._rates = np.maximum(found, LEAST * slower * USUAL)
-        errors: dict[str, list[float]] = {}
+        self._errors: dict[str, list[tuple[NDArray[np.float64], float]]] = {}
         for label, features, each_s, _ in taken:
-            errors.setdefault(label, []).append(math.log(each_s / float(features @ self._rates)))
-        self._factors = {label: math.exp(sum(each) / len(each)) for label, each in errors.items()}
+            error = math.log(each_s / float(features @ self._rates))
+            self._errors.setdefault(label, []).append((np.log1p(features), error))
 
     def seconds(self, label: str, features: NDArray[np.float64]) -> float:
-        return float(features @ self._rates) * self._factors.get(label, 1.0)
+        return float(features @ self._rates) * math.exp(self._error(label, np.log1p(features)))
+
+    def _error(self, label: str, place: NDArray[np.float64]) -> float:
+        """The logarithm of how much longer blocks of this label take there."""
+        if label not in self._errors:
+            return 0.0
+        places, errors = map(np.array, zip(*self._errors[label], strict=True))
+        weights = 1 / (((places - place) ** 2).sum(axis=1) + SAME**2) ** 2
+        return float(weights @ errors / weights.sum())
 
 
 def _features(work: Work) -> NDArray[np.float64]:

@@ -289,6 +289,17 @@ def test_a_fitted_roofline_is_that_of_the_device(sizes, other, rates, slower):
     assert fitted.seconds("a", wanted.work)[0] == pytest.approx(wanted.forward_s, rel=0.05)
 
 
+def test_a_block_takes_after_the_most_similar_ones_of_its_kind_of_layer():
+    """Large blocks of a label are twice as slow as the roofline, small ones half as slow."""
+    sizes = [(10**5, 10**4, 2), (2 * 10**5, 2 * 10**4, 2), (10**9, 10**8, 2), (2 * 10**9, 2 * 10**8, 2)]
+    known = [(work(*size), factor) for size, factor in zip(sizes, (0.5, 0.5, 2.0, 2.0), strict=True)]
+    taken = [float(np.dot(USUAL, (each.flops, each.moved_bytes, 3))) for each, _ in known]
+    seconds = [usual * factor for usual, (_, factor) in zip(taken, known, strict=True)]
+    fitted = FittedRoofline([Measured("a", each, s, s) for (each, _), s in zip(known, seconds, strict=True)])
+    for each, s in ((150_000, seconds[0] * 1.5), (1_500_000_000, seconds[2] * 1.5)):
+        assert fitted.seconds("a", work(each, each // 10, 2))[0] == pytest.approx(s, rel=0.35)
+
+
 UNLIKELY = [  # the best fit is one in which bytes and kernels cost nothing
     ((11341084, 24041, 19), 6.6e-4, 1.2e-5),
     ((2612914, 8172441, 30), 5.6e-6, 8.9e-6),
