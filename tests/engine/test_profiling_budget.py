@@ -290,14 +290,16 @@ def test_a_fitted_roofline_is_that_of_the_device(sizes, other, rates, slower):
 
 
 def test_a_block_takes_after_the_most_similar_ones_of_its_kind_of_layer():
-    """Large blocks of a label are twice as slow as the roofline, small ones half as slow."""
-    sizes = [(10**5, 10**4, 2), (2 * 10**5, 2 * 10**4, 2), (10**9, 10**8, 2), (2 * 10**9, 2 * 10**8, 2)]
-    known = [(work(*size), factor) for size, factor in zip(sizes, (0.5, 0.5, 2.0, 2.0), strict=True)]
-    taken = [float(np.dot(USUAL, (each.flops, each.moved_bytes, 3))) for each, _ in known]
-    seconds = [usual * factor for usual, (_, factor) in zip(taken, known, strict=True)]
-    fitted = FittedRoofline([Measured("a", each, s, s) for (each, _), s in zip(known, seconds, strict=True)])
-    for each, s in ((150_000, seconds[0] * 1.5), (1_500_000_000, seconds[2] * 1.5)):
-        assert fitted.seconds("a", work(each, each // 10, 2))[0] == pytest.approx(s, rel=0.35)
+    """However the sizes of blocks and what the roofline says of them belong together."""
+    sizes, factors = [10**n for n in (5, 6, 7, 8, 9)], (0.5, 2.0, 0.5, 2.0, 0.5)
+    blocks = [work(size, size // 10, 2) for size in sizes]
+    taken_s = [
+        factor * float(np.dot(USUAL, (each.flops, each.moved_bytes, 3)))
+        for each, factor in zip(blocks, factors, strict=True)
+    ]
+    fitted = FittedRoofline([Measured("a", each, s, s) for each, s in zip(blocks, taken_s, strict=True)])
+    for size, s in zip(sizes, taken_s, strict=True):
+        assert fitted.seconds("a", work(size + size // 50, size // 10, 2))[0] == pytest.approx(s, rel=0.05)
 
 
 UNLIKELY = [  # the best fit is one in which bytes and kernels cost nothing
