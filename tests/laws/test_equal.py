@@ -88,7 +88,7 @@ def test_evaluation_prediction_and_files_are_those_of_the_unsplit_model_with_the
     np.testing.assert_allclose(pm.predict(X, **settings), predicted, atol=1e-6)
 
 
-@over(default=("spectrain",), wide=WITH_LATE)
+@over(default=("spectrain",), wide=(*WITH_LATE, "spectrain, fitted"))  # which trains by threads
 def test_a_snapshot_has_the_weights_of_its_step(way):
     """Those of training that ends there: what else is under way has no part in them."""
     kept = {}
