@@ -115,19 +115,8 @@ OTHER_CASES = (  # of a mechanism that another way has too; and data-parallel, w
         "spectrain, recompute",
         "spectrain, replicas",
     ),
-    *("2bw, predicted", "spectrain, corrected", "all-reduce, late"),
-    *(
-        "gpipe",
-        "2bw",
-        "1f1b, recompute",
-        "zb-h1",
-        "zb-h2",
-        "interleaved",
-        "looped-bfs",
-        "v-half",
-        "v-min",
-        "grid, rows",
-    ),
+    *("2bw, predicted", "spectrain, corrected", "all-reduce, late", "gpipe"),
+    *("2bw", "1f1b, recompute", "zb-h1", "zb-h2", "interleaved", "looped-bfs", "v-half", "v-min", "grid, rows"),
     *("parameter-server, returned", "coded-reduce, three", "data-parallel"),
 )
 MOST = tuple(name for name in WAYS if name not in OTHER_CASES)

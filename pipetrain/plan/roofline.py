@@ -208,10 +208,13 @@ class _Fitted:
         rows = np.array([features / each_s for _, features, each_s, _ in taken]).reshape(-1, len(USUAL))
         found = _non_negative(np.vstack([rows, near]), np.array([1.0] * len(rows) + [NEARNESS] * len(near)))
         self._rates = np.maximum(found, LEAST * slower * USUAL)
-        self._errors: dict[str, list[tuple[NDArray[np.float64], float]]] = {}
+        found_of: dict[str, list[tuple[NDArray[np.float64], float]]] = {}
         for label, features, each_s, _ in taken:
             error = math.log(each_s / float(features @ self._rates))
-            self._errors.setdefault(label, []).append((np.log1p(features), error))
+            found_of.setdefault(label, []).append((np.log1p(features), error))
+        self._errors = {
+            label: [np.array(each) for each in zip(*those, strict=True)] for label, those in found_of.items()
+        }
 
     def seconds(self, label: str, features: NDArray[np.float64]) -> float:
         return float(features @ self._rates) * math.exp(self._error(label, np.log1p(features)))
@@ -220,7 +223,7 @@ class _Fitted:
         """The logarithm of how much longer blocks of this label take there."""
         if label not in self._errors:
             return 0.0
-        places, errors = map(np.array, zip(*self._errors[label], strict=True))
+        places, errors = self._errors[label]
         weights = 1 / (((places - place) ** 2).sum(axis=1) + SAME**2) ** 2
         return float(weights @ errors / weights.sum())
 

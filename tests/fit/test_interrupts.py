@@ -212,11 +212,11 @@ def alarms_interrupt():
     signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "kind, method",
     [("pipetrain.run.device_thread.DeviceThread", "ended"), ("pipetrain.run.caller.Caller", "ended")],
 )
-@pytest.mark.wide
 def test_a_second_interrupt_while_threads_end_leaves_a_model_that_trains(kind, method, monkeypatch):
     pm, x, y = networks.pipeline(), *networks.data(200)
     if "DeviceThread" in kind:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from pipetrain.compute.graph.input_order import in_order, structure_of
+from pipetrain.schemes.arguments import is_count
 
 Shapes = tuple[tuple[int, ...], ...]  # of a model's inputs in its order, without the batch
 
@@ -112,13 +112,9 @@ def _leaves(value: Any) -> Any:
         raise ValueError(
             f"A shape is a tuple of sizes from 1 up. Received: input_shapes with {value!r}. Try input_shapes=(64,)."
         )
-    if all(each is None or _is_size(each) for each in value):
+    if all(each is None or is_count(each) for each in value):
         return tf.TensorShape(list(value))
     return [_leaves(each) for each in value]
-
-
-def _is_size(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= 1)
 
 
 def _example(model: keras.Model) -> Any:

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from pipetrain.compute.cores import full_name, has_pool
@@ -73,8 +72,7 @@ def profile(
             microbatches than rows, an unknown device, dimensions that are neither known nor given, shapes that the
             model's inputs cannot have, or a budget that is no number of seconds above 0.
     """
-    if isinstance(batch_size, bool) or not isinstance(batch_size, (int, np.integer)) or batch_size < 1:
-        raise ValueError(f"A profile needs at least one row. Received: batch_size={batch_size!r}. Try batch_size=128.")
+    batch_size = checked_count("batch_size", batch_size, "A profile needs at least one row", 128)
     microbatches = checked_count("microbatches", microbatches, "A minibatch is divided into whole numbers", 4)
     if microbatches > batch_size:
         raise ValueError(
