@@ -214,7 +214,7 @@ REDUCED = {
 }
 
 
-SUMS = [("gpipe", None, "each"), ("1f1b", (2, 3), "sum")]
+SUMS, MORE_SUMS = [("gpipe", None, "each")], [("1f1b", (2, 3), "sum")]
 
 
 def penalized(first, second="sum"):
@@ -228,7 +228,7 @@ def penalized(first, second="sum"):
 
 @pytest.mark.parametrize(
     ("scheme", "replicas", "first"),
-    parameters.combinations(["gpipe", "1f1b"], [None, (2, 3)], ["sum", "each"], default=[], wide=SUMS),
+    parameters.combinations(["gpipe", "1f1b"], [None, (2, 3)], ["sum", "each"], default=SUMS, wide=MORE_SUMS),
 )
 def test_losses_of_layers_that_are_sums_over_rows_stay_sums(scheme, replicas, first):
     x, y = data()
