@@ -30,6 +30,7 @@ from benchmarks.networks import NETWORKS as LARGE
 from benchmarks.quartiles import quartiles
 from benchmarks.sides import KerasJob, compiled, start
 from pipetrain.plan.text_table import text_table
+from pipetrain.schemes.options import Auto, SpecTrain
 
 DEVICES, FIRST = 2, 3
 SMALL_GPT = Network("gpt2", (32,), 16, {"depth": 4, "width": 128}, WORDS)
@@ -43,8 +44,8 @@ FIXED: dict[str, dict[str, Any]] = {
     "zb-h2": {"scheme": "zb-h2", "microbatches": 4},
     "zb-v": {"scheme": "zb-v", "microbatches": 2},
 }
-PREDICTED = {"spectrain/target/M=1": {"scheme": "spectrain", "horizon": "target", "microbatches": 1}}
-AUTO = {"auto": {"scheme": "auto"}, "auto, predicted": {"scheme": "auto", "staleness": "predicted"}}
+PREDICTED = {"spectrain/target/M=1": {"scheme": SpecTrain(horizon="target"), "microbatches": 1}}
+AUTO = {"auto": {"scheme": "auto"}, "auto, predicted": {"scheme": Auto(staleness="predicted")}}
 WAYS = {**FIXED, **PREDICTED, **AUTO}
 
 

@@ -97,8 +97,7 @@ class Way:
         import pipetrain
 
         self.tree = tree
-        shape = {"children": tree.children, "depth": tree.depth, "stragglers": tree.stragglers}
-        self._pm = pipetrain.PipelineModel(network(), scheme="coded-reduce", devices=devices, **shape)
+        self._pm = pipetrain.PipelineModel(network(), scheme=pipetrain.CodedReduce(*tree), devices=devices)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         self._pm.compile(keras.optimizers.SGD(1e-3, momentum=0.9), loss)
         rng = np.random.default_rng(0)

@@ -40,6 +40,7 @@ from benchmarks.emulated_hosts import ENVIRONMENT, PORT, ROOT, Hosts, emulated
 from benchmarks.quartiles import quartiles
 from benchmarks.steal import stolen_part, ticks
 from pipetrain.plan.text_table import text_table
+from pipetrain.schemes.options import with_options
 from pipetrain.schemes.table import SERVING, TRANSFERRING
 from pipetrain.schemes.transfers.orders import AUTO, orders
 
@@ -113,7 +114,7 @@ class Way:
         self.scheme, self.order, self._rows = scheme, order, options.rows * len(devices)
         model, self._x = made(options.network, self._rows, options.steps)
         on = options.servers if scheme == SERVING else None
-        self._pm = pipetrain.PipelineModel(model, scheme=scheme, order=order, devices=devices, servers=on)
+        self._pm = pipetrain.PipelineModel(model, scheme=with_options(scheme, order=order, servers=on), devices=devices)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         self._pm.compile(keras.optimizers.SGD(1e-3, momentum=0.9), loss)
         self.turns_ms: list[list[float]] = []

@@ -29,6 +29,7 @@ from benchmarks.emulated_hosts import ENVIRONMENT, PORT, ROOT, Hosts, emulated
 from pipetrain.plan.balance import break_even_rows, choice
 from pipetrain.plan.layer_shape import LayerShape
 from pipetrain.plan.text_table import text_table
+from pipetrain.schemes.options import with_options
 
 if TYPE_CHECKING:
     import numpy as np
@@ -65,7 +66,7 @@ class Way:
         self.grid, self._rows = grid, cell.rows
         layers = [keras.layers.Dense(cell.width, activation="relu") for _ in range(depth)]
         model = keras.Sequential([keras.Input((NARROW,)), *layers, keras.layers.Dense(CLASSES)])
-        self._pm = pipetrain.PipelineModel(model, scheme="grid", grid=grid, devices=devices)
+        self._pm = pipetrain.PipelineModel(model, scheme=with_options("grid", grid=grid), devices=devices)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         self._pm.compile(keras.optimizers.SGD(1e-3, momentum=0.9), loss)
         self._x = self._made()

@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from pipetrain.cli.quiet import start_tensorflow
 from pipetrain.plan.text_table import text_table
+from pipetrain.schemes.options import SpecTrain
 
 STAGES = 4
 LARGE, LAYERS, SMALL, ROWS, STEPS = 768, 8, 8, 8, 24
@@ -37,8 +38,8 @@ POLICIES: dict[str, dict[str, Any]] = {
     "weight-stashing": {"scheme": "weight-stashing"},
     "vertical-sync": {"scheme": "vertical-sync"},
     "spectrain": {"scheme": "spectrain"},
-    "spectrain/local": {"scheme": "spectrain", "horizon": "local"},
-    "spectrain/fitted": {"scheme": "spectrain", "horizon": "fitted"},
+    "spectrain/local": {"scheme": SpecTrain(horizon="local")},
+    "spectrain/fitted": {"scheme": SpecTrain(horizon="fitted")},
     "spectrain, Nesterov": {"scheme": "spectrain"},  # whose last update no slot holds
     "spike-compensation": {"scheme": "spike-compensation"},
     "2bw": {"scheme": "2bw", "microbatches": STAGES},

@@ -31,6 +31,7 @@ from benchmarks.turns import taking_turns
 from experiments.variants import Variant, variant
 from pipetrain.cli.quiet import start_tensorflow
 from pipetrain.plan.text_table import text_table
+from pipetrain.schemes.options import with_options
 from pipetrain.schemes.table import COPIED
 
 
@@ -87,7 +88,9 @@ def work(job: Job) -> Iterator[Round | None]:
     for name in job.schemes:
         cuts[name] = partition(known[microbatches(name) or 1], 2, described(devices), training=training(name))
         scheme, horizon, *_ = variant(name)
-        pipe = pipetrain.PipelineModel(model, cuts[name], scheme, microbatches=microbatches(name), horizon=horizon)
+        pipe = pipetrain.PipelineModel(
+            model, cuts[name], with_options(scheme, horizon=horizon), microbatches=microbatches(name)
+        )
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         pipe.compile(keras.optimizers.SGD(1e-3, momentum=0.9), loss=loss, metrics=["accuracy"])
         pipe.fit(x, y, batch_size=network.batch_size, verbose=0)

@@ -13,6 +13,7 @@ from benchmarks.instruction_sets import set_onednn
 from benchmarks.networks import Network, build, data
 from pipetrain.cli.quiet import start_tensorflow
 from pipetrain.run.stderr import quiet_stderr
+from pipetrain.schemes.options import with_options
 from pipetrain.schemes.table import DATA_PARALLEL
 
 if TYPE_CHECKING:
@@ -150,7 +151,7 @@ def pipelines(job: KerasJob) -> tuple[dict[str, Any], Expected | None]:
         for setting in job.jit_compile:
             scheme, horizon, *_ = variant(name)
             pipe = pipetrain.PipelineModel(
-                model, partitions[name], scheme, microbatches=microbatches(name), horizon=horizon
+                model, partitions[name], with_options(scheme, horizon=horizon), microbatches=microbatches(name)
             )
             sides[name + SETTINGS[setting]] = compiled(pipe, jit_compile=JIT_COMPILE[setting])
     planned = {name: each for name, each in partitions.items() if name not in ("single", DATA_PARALLEL)}

@@ -9,7 +9,7 @@ it::
 
 from pipetrain.schemes import Action, Schedule, Scheme
 from pipetrain.schemes.dry_run import grid, replay
-from pipetrain.schemes.policies import Flush
+from pipetrain.schemes.policies import FlushPolicy
 from pipetrain.schemes.schedules import orders
 
 
@@ -24,7 +24,7 @@ def breadth_first(device, devices, groups):
 
 
 two_stages = Schedule(breadth_first, chunks=2)
-looped = Scheme("breadth-first", two_stages, Flush(), "synchronous, two stages a device", splits=True)
+looped = Scheme("breadth-first", two_stages, FlushPolicy(), "synchronous, two stages a device", splits=True)
 # pipetrain.PipelineModel(model, stages=4, scheme=looped, devices=("CPU:0", "CPU:1"), microbatches=3)
 
 if __name__ == "__main__":  # the table above

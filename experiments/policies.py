@@ -13,6 +13,7 @@ import models
 from experiments import optimizers
 from experiments.datasets import Dataset
 from experiments.networks import input_shape, parameters
+from pipetrain.schemes.options import SpecTrain, TwoBW, Vanilla
 
 if TYPE_CHECKING:
     import keras
@@ -25,15 +26,15 @@ POLICIES: dict[str, Mapping[str, Any]] = {
     "vertical-sync": {"scheme": "vertical-sync"},
     "2bw": {"scheme": "2bw"},
     "spike-compensation": {"scheme": "spike-compensation"},
-    "vanilla + rescaling": {"scheme": "vanilla", "rescale_steps": 100},
+    "vanilla + rescaling": {"scheme": Vanilla(rescale_steps=100)},
     "spectrain": {"scheme": "spectrain"},
-    "spectrain/local": {"scheme": "spectrain", "horizon": "local"},
-    "spectrain/fitted": {"scheme": "spectrain", "horizon": "fitted"},
+    "spectrain/local": {"scheme": SpecTrain(horizon="local")},
+    "spectrain/fitted": {"scheme": SpecTrain(horizon="fitted")},
     **{
-        f"spectrain/target/M={count}": {"scheme": "spectrain", "horizon": "target", "microbatches": count}
+        f"spectrain/target/M={count}": {"scheme": SpecTrain(horizon="target"), "microbatches": count}
         for count in (1, 2, 4, 8)
     },
-    "2bw/1.5": {"scheme": "2bw", "horizon": 1.5},
+    "2bw/1.5": {"scheme": TwoBW(horizon=1.5)},
 }
 MLP = "mlp"  # the network of this module
 GUESSING = math.log(10)  # the loss of ten classes, all equally likely

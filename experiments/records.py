@@ -8,13 +8,14 @@ from typing import Any
 
 from experiments.variants import Variant
 from pipetrain.schemes.coding.coded_reduce import checked_tree
-from pipetrain.schemes.own_options import OWN
+from pipetrain.schemes.options import AnyScheme, owners, with_options
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.table import CODED, HORIZONS, has, splits, takes
 from pipetrain.schemes.text_form import chosen
 
 CHECKPOINTS = "checkpoints"  # the folder, within a run's
 LOST = 75  # exit status of a run that has lost a worker; EX_TEMPFAIL of sysexits.h
+OWN = ("grid", "order", "servers")  # options of some schemes that are no policies
 POLICY_OPTIONS: dict[str, Any] = {
     "horizon": HORIZONS[0],
     "spike_compensation": False,
@@ -74,6 +75,13 @@ class Settings:
         return {"children": self.children, "depth": self.tree_depth, "stragglers": self.stragglers}
 
     @property
+    def scheme_with_options(self) -> AnyScheme:
+        """What ``PipelineModel`` is to train by. Raises ValueError for options that the scheme does not have."""
+        policy = {name: getattr(self, name) for name in POLICY_OPTIONS}
+        own = {name: getattr(self, name) for name in OWN}
+        return with_options(self.way, **policy, **self.tree, **own)
+
+    @property
     def devices(self) -> int:
         """On how many it trains: one for each stage, or for each worker of a tree."""
         return checked_tree(**self.tree).workers if self.tree else self.stages
@@ -114,7 +122,7 @@ def microbatches_for(
 
 def own_for(scheme: str | Scheme, given: Mapping[str, Any]) -> dict[str, Any]:
     """Of the given ``OWN`` options those of this scheme in a run of several; None for those that others have."""
-    return {name: given[name] if scheme in own.schemes else None for name, own in OWN.items()}
+    return {name: given[name] if str(scheme) in owners(name) else None for name in OWN}
 
 
 def options_of(scheme: str | Scheme, given: Mapping[str, Any]) -> dict[str, Any]:

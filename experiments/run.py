@@ -55,6 +55,7 @@ from experiments.options import (  # noqa: E402
 )
 from experiments.records import (  # noqa: E402
     LOST,
+    OWN,
     POLICY_OPTIONS,
     Settings,
     Summary,
@@ -67,7 +68,7 @@ from pipetrain.cli.help_format import Folded  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
 from pipetrain.plan.text_table import counted, text_table  # noqa: E402
 from pipetrain.schemes import table  # noqa: E402
-from pipetrain.schemes.own_options import OWN, check_own  # noqa: E402
+from pipetrain.schemes.options import check_owned  # noqa: E402
 from pipetrain.schemes.scheme import Scheme  # noqa: E402
 from pipetrain.schemes.text_form import chosen, in_full  # noqa: E402
 
@@ -298,7 +299,7 @@ def possible(settings: Sequence[Settings], every: bool) -> list[Settings]:
 def having(scheme: str | Scheme, options: argparse.Namespace) -> dict[str, Any]:
     """The policy's options for this scheme. Raises ValueError for those that none of the run's schemes has."""
     given = {name: getattr(options, name) for name in POLICY_OPTIONS if name in options.given}
-    check_own(vars(options), options.scheme)
+    check_owned({name: getattr(options, name) for name in OWN}, *ways(options))
     for name, value in given.items():
         if not any(options_of(each, {name: value})[name] == value for each in ways(options)):
             table.check_options(scheme, **{**POLICY_OPTIONS, **given})
@@ -321,7 +322,7 @@ def go_on(options: argparse.Namespace, ends: ExitStack) -> tuple[Path, list[Summ
         )
     schemes_given = options.scheme if "scheme" in options.given else []
     by_source = resuming.settings(output, schemes_given, changes, options.files)
-    check_own(changes, [each.scheme for each in by_source.values()])
+    check_owned({name: changes.get(name) for name in OWN}, *(each.way for each in by_source.values()))
     start(options, max(each.devices for each in by_source.values()), ends)
     settings = possible([*by_source.values()], every=False)
     for source, each in by_source.items():

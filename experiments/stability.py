@@ -33,10 +33,10 @@ sys.path.insert(0, str(ROOT))
 from experiments.options import positive, rate, writable  # noqa: E402
 from experiments.policies import POLICIES  # noqa: E402
 from pipetrain.cli.help_format import Folded  # noqa: E402
+from pipetrain.plan.memory import Training  # noqa: E402
 from pipetrain.plan.text_table import text_table  # noqa: E402
 from pipetrain.schemes.scheme import Scheme  # noqa: E402
 from pipetrain.schemes.staleness_corrections import stretched  # noqa: E402
-from pipetrain.schemes.table import scheme as chosen_scheme  # noqa: E402
 
 STAGES = (1, 2, 4, 8, 16, 32)
 LEFT_OUT = ("vanilla + rescaling", "spike-compensation", "spectrain/fitted", "weight-stashing")  # the last: as vanilla
@@ -92,7 +92,7 @@ def policies() -> list[str]:
 def largest(policy: str, stages: int, mu: float) -> float:
     """The largest stable step of a policy of ``policies.POLICIES`` at so many stages."""
     settings = dict(POLICIES[policy])
-    chosen = chosen_scheme(settings.pop("scheme"), settings.get("horizon", "round-trip"))
+    chosen = Training().under(settings.pop("scheme")).chosen
     pieces = settings.get("microbatches", max(1, stages - 1) if chosen.splits else 1)
     if not chosen.asynchronous:
         return largest_step({0: 1.0}, mu)

@@ -47,6 +47,7 @@ from experiments.policies import MLP, POLICIES, Outcome, Run, record, recorded, 
 from pipetrain.cli.help_format import Folded  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
 from pipetrain.plan.text_table import text_table  # noqa: E402
+from pipetrain.schemes.options import keywords  # noqa: E402
 
 STAGES = (2, 4, 8)
 RATES = (0.01, 0.02)
@@ -159,7 +160,7 @@ def _default(values: Sequence[float]) -> dict[str, str]:
 
 
 def _policies() -> str:
-    settings = {name: ", ".join(f"{key}={value!r}" for key, value in POLICIES[name].items()) for name in POLICIES}
+    settings = {name: keywords(POLICIES[name]) for name in POLICIES}
     return "\n".join(f"  {name:<22} {text}" for name, text in settings.items())
 
 

@@ -107,16 +107,8 @@ def pipelined(model: keras.Model, settings: Settings) -> pipetrain.PipelineModel
     pm = pipetrain.PipelineModel(
         model,
         None if settings.tree or settings.scheme == AUTO else settings.stages,
-        settings.way,
+        settings.scheme_with_options,
         microbatches=settings.microbatches,
-        horizon=settings.horizon,
-        spike_compensation=settings.spike_compensation,
-        rescale_steps=settings.rescale_steps,
-        stretch_momentum=settings.stretch_momentum,
-        **settings.tree,
-        grid=settings.grid,
-        order=settings.order,
-        servers=settings.servers,
     )
     pm.compile(
         optimizers.build(settings.optimizer, settings.learning_rate, settings.momentum),

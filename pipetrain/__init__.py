@@ -18,6 +18,21 @@ if TYPE_CHECKING:
     from pipetrain.plan.partition import partition
     from pipetrain.plan.profile import Profile
     from pipetrain.plan.stages import Partition
+    from pipetrain.schemes.grid import Grid
+    from pipetrain.schemes.options import (
+        AllReduce,
+        Auto,
+        CodedReduce,
+        Interleaved,
+        LoopedBFS,
+        ParameterServer,
+        SpecTrain,
+        SpikeCompensation,
+        TwoBW,
+        Vanilla,
+        VerticalSync,
+        WeightStashing,
+    )
     from pipetrain.simulation.coded_reduce import simulate_tree
     from pipetrain.simulation.data_parallel.profiled import simulate_order
     from pipetrain.simulation.every_way import choose
@@ -27,11 +42,24 @@ if TYPE_CHECKING:
     from pipetrain.trace.trace import Trace
 
 __all__ = [
+    "AllReduce",
+    "Auto",
+    "CodedReduce",
+    "Grid",
+    "Interleaved",
     "LocalWorkers",
+    "LoopedBFS",
+    "ParameterServer",
     "Partition",
     "PipelineModel",
     "Profile",
+    "SpecTrain",
+    "SpikeCompensation",
     "Trace",
+    "TwoBW",
+    "Vanilla",
+    "VerticalSync",
+    "WeightStashing",
     "WorkerLost",
     "callbacks",
     "choose",
@@ -50,11 +78,24 @@ __version__ = "0.1.0"
 onednn.switch_on()  # which only serves before TensorFlow is loaded
 
 _HOMES = {
+    "AllReduce": "pipetrain.schemes.options",
+    "Auto": "pipetrain.schemes.options",
+    "CodedReduce": "pipetrain.schemes.options",
+    "Grid": "pipetrain.schemes.grid",
+    "Interleaved": "pipetrain.schemes.options",
     "LocalWorkers": "pipetrain.cluster.local_workers",
+    "LoopedBFS": "pipetrain.schemes.options",
+    "ParameterServer": "pipetrain.schemes.options",
     "Partition": "pipetrain.plan.stages",
     "PipelineModel": "pipetrain.model",
     "Profile": "pipetrain.plan.profile",
+    "SpecTrain": "pipetrain.schemes.options",
+    "SpikeCompensation": "pipetrain.schemes.options",
     "Trace": "pipetrain.trace.trace",
+    "TwoBW": "pipetrain.schemes.options",
+    "Vanilla": "pipetrain.schemes.options",
+    "VerticalSync": "pipetrain.schemes.options",
+    "WeightStashing": "pipetrain.schemes.options",
     "WorkerLost": "pipetrain.cluster.health",
     "choose": "pipetrain.simulation.every_way",
     "connect": "pipetrain.cluster.connection",

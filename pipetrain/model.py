@@ -14,14 +14,13 @@ from pipetrain.frontend.compile_arguments import arguments_of, resolved
 from pipetrain.frontend.evaluation_mixin import EvaluationMixin
 from pipetrain.frontend.fit_mixin import FitMixin
 from pipetrain.frontend.input_data import DEFAULT_ROWS
+from pipetrain.frontend.old_keywords import taken_over, taken_over_trace
 from pipetrain.frontend.saving import SavingMixin
 from pipetrain.frontend.strategies import Options, checked, strategy_of
 from pipetrain.frontend.turn import Turn, taking_turns
 from pipetrain.plan.stages import Partition
 from pipetrain.schemes.arguments import checked_bool
-from pipetrain.schemes.scheme import Scheme
-from pipetrain.schemes.table import HORIZONS
-from pipetrain.schemes.transfers.plan import Plan
+from pipetrain.schemes.options import AnyScheme
 from pipetrain.trace.trace import Trace
 
 
@@ -44,14 +43,18 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
             first minibatch), or a ``Partition``. By default one per device. ``single`` always uses one;
             ``data-parallel``, ``all-reduce``, ``parameter-server`` and ``grid`` have as many devices, each with all
             layers: of those given, as many as these.
-        scheme: ``single``, ``data-parallel``, ``vanilla``, ``weight-stashing``, ``vertical-sync``, ``spectrain``,
-            ``spike-compensation``, ``2bw``, ``gpipe``, ``1f1b``, ``interleaved``, ``looped-bfs``, ``zb-h1``, ``zb-h2``,
-            ``zb-v``, ``v-half``, ``v-min``, ``all-reduce``, ``parameter-server``, ``coded-reduce`` or ``grid``; the
-            name of a file in ``.csv`` that has a synchronous schedule, see ``pipetrain.schemes.text_form``; or your own
+        scheme: a name: ``single``, ``data-parallel``, ``vanilla``, ``weight-stashing``, ``vertical-sync``,
+            ``spectrain``, ``spike-compensation``, ``2bw``, ``gpipe``, ``1f1b``, ``interleaved``, ``looped-bfs``,
+            ``zb-h1``, ``zb-h2``, ``zb-v``, ``v-half``, ``v-min``, ``all-reduce``, ``parameter-server``,
+            ``coded-reduce`` or ``grid``; or an object that has the options of a scheme: ``pipetrain.SpecTrain``,
+            ``TwoBW``, ``Vanilla``, ``WeightStashing``, ``VerticalSync``, ``SpikeCompensation``, ``Interleaved``,
+            ``LoopedBFS``, ``AllReduce``, ``ParameterServer``, ``CodedReduce``, ``Grid`` or ``Auto``; the name of a file
+            in ``.csv`` that has a synchronous schedule, see ``pipetrain.schemes.text_form``; or your own
             ``pipetrain.schemes.Scheme``, which ``FILE.py:NAME`` names too. ``data-parallel`` is a baseline: what plain
             Keras trains under TensorFlow's MirroredStrategy on devices of this process; ``all-reduce`` does that too.
-            ``auto``: the fastest way on these devices, in a trial of those that are predicted to be near the fastest;
-            chosen at the first ``fit``, see ``choice``.
+            ``auto``, the default: the fastest way on these devices, in a trial of those that are predicted to be near
+            the fastest, whose training equals the unsplit model's; where stages, cuts or replicas are given, the
+            fastest of the synchronous pipelines that have them. Chosen at the first ``fit``, see ``choice``.
         cuts: instead of ``stages``, the name of the last layer of every stage but the final one, for schemes with
             several stages.
         devices: TensorFlow devices, such as ``("CPU:0", "CPU:1")``; by default those of the workers that the program
@@ -60,56 +63,17 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
         replicas: how many devices each stage has, such as ``(2, 1, 1)``; by default one, or those of the ``Partition``.
             Each replica takes its part of every minibatch's rows, and their gradients are summed: training is that of
             the unreplicated stage, except for BatchNormalization and Dropout, which use one replica's rows only.
-        microbatches: how many per minibatch for synchronous schedules, ``2bw`` and ``spectrain`` with
-            ``horizon="target"``, 4 by default (for ``2bw`` at least one per stage, and never fewer than stages - 1; for
-            a file as many as it is for); the other schemes have one.
-        chunks: how many stages each device has, for ``interleaved`` and ``looped-bfs``, 2 by default.
+        microbatches: how many per minibatch for synchronous schedules, ``2bw`` and ``spectrain`` with the horizon
+            ``target``, 4 by default (for ``2bw`` at least one per stage, and never fewer than stages - 1; for a file as
+            many as it is for); the other schemes have one.
         recompute: keep only the inputs of a stage's forward and run it again before its backward, with the same
             seeds: less memory, more time, equal results. ``vanilla`` and ``spectrain``, whose backward reads newer
             weights, then also keep the forward's.
-        horizon: how ``spectrain`` predicts: ``round-trip`` as the paper has it; ``local``, up to the minibatch's own
-            backward, which reads the same predicted weights (kept until then); ``fitted``, as the paper, but with the
-            multiple of the velocity that recently was nearest to the weights then reached at this stage; ``target``, to
-            one version for all stages, forward and backward, with as many microbatches as wanted and never drained
-            between minibatches. How far ``2bw`` predicts: a number of updates, of which 1.5 is recommended; by default
-            0, as published.
-        spike_compensation: for asynchronous schemes and SGD with momentum: a gradient with a staleness of D updates is
-            applied as momentum would have applied it by then. ``spike-compensation`` is ``vanilla`` with it. Source:
-            Kosson et al. 2020 (arXiv 2003.11666).
-        rescale_steps: for asynchronous schemes but ``2bw``: learning rates are divided by the staleness of the
-            gradient, with an effect that decreases to none over this many steps; where the staleness is at most 1 (as
-            with two stages), nothing changes. Source: PipeMare (arXiv 1910.05124).
-        stretch_momentum: for ``horizon="target"`` with fewer microbatches than stages: ``compile`` makes the stages'
-            momentum longer, ``1-mu' = f * (1-mu)`` with ``f = 1.6 / (1 + (stages-1)/microbatches)`` if that is below
-            1, and multiplies learning rates by f where momentum sums gradients (SGD, RMSprop); predictions then reach
-            half as far again. ``"auto"``, the default: for SGD with momentum, Adam and other optimizers of Keras
-            whose momentum is known; True: ValueError for others; False: never.
-        order: of the transfers of ``all-reduce`` and ``parameter-server``: ``auto``, the simplest that is about the
-            fastest in trials of those that a profile and the measured links predict to be near it; ``none``, in
-            whatever order they are ready; ``layerwise``, a message for each layer; ``tic`` or ``tac`` (TicTac, arXiv
-            1803.03288), ``ibatch`` (AAAI 2019), for ``parameter-server`` ``push-pull``, where weights come back as soon
-            as they are updated, for ``all-reduce`` ``caramel`` (arXiv 2004.14020); or a
-            ``pipetrain.schemes.transfers.plan.Plan``. The weights are the same in every order, bitwise. By default
-            ``auto``.
-        servers: of ``parameter-server``: on how many of the devices the weights and the optimizer's slots are, each
-            layer's on one of them, so that each has about as many bytes; by default on all.
-        staleness: what ``auto`` may choose: ``none``, training that equals the unsplit model's, by default; or
-            ``predicted``, pipelines that never drain, whose weights are predicted (``spectrain`` with
-            ``horizon="target"``).
-        memory_bytes: the memory of a device, that ``auto`` keeps to; by default without a limit.
-        children: of ``coded-reduce``: n, how many children the root, which is this process, and each worker above the
-            last level has. Each of the ``n + ... + n^L`` workers is on a device of its own and has
-            ``1 / sum_{l=1..L} (n/(s+1))^l`` of every minibatch's rows. The weights are those of the unsplit model.
-            Source: CodedReduce (arXiv 1902.01981).
-        depth: of ``coded-reduce``: L, of how many levels the tree is, by default 1.
-        stragglers: of ``coded-reduce``: s, how many children of a parent may be late, by default 1.
-        grid: of ``scheme="grid"``: over how many devices the outputs of wide layers are divided, and over how many the
-            rows of a minibatch, such as ``(2, 2)``; a ``pipetrain.schemes.grid.Grid``, which names the layers; or
-            ``auto``, the default: the grid and the layers that send the least, by the measured links. Source: Gholami
-            et al. 2018 (arXiv 1712.04432).
-        trace: whether ``fit`` keeps a trace, of the newest 100 000 actions and as many transfers: some tens of
-            megabytes at most, however long it trains.
+        memory_bytes: what a device may hold: what ``auto`` chooses, and where a pipeline is cut, keeps to it; by
+            default without a limit.
         name: the model's name.
+        options: of a scheme by keyword, as in 0.1, with a warning that shows the new line; ``trace=False``, which is
+            the property ``is_traced`` now.
 
     Raises:
         ValueError, TypeError: for what cannot be trained, before training starts.
@@ -119,62 +83,29 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
         self,
         model: keras.Model,
         stages: int | Partition | None = None,
-        scheme: str | Scheme = "spectrain",
+        scheme: AnyScheme = "auto",
         *,
         cuts: Sequence[str] | None = None,
         devices: Sequence[str] | None = None,
         replicas: Sequence[int] | None = None,
         microbatches: int | None = None,
-        chunks: int | None = None,
         recompute: bool = False,
-        horizon: str | float = HORIZONS[0],
-        spike_compensation: bool = False,
-        rescale_steps: int | None = None,
-        stretch_momentum: bool | str = "auto",
-        order: str | Plan | None = None,
-        staleness: str | None = None,
         memory_bytes: int | None = None,
-        children: int | None = None,
-        depth: int | None = None,
-        stragglers: int | None = None,
-        grid: str | Sequence[Any] | None = None,
-        servers: int | None = None,
-        trace: bool = True,
         name: str | None = None,
+        **options: Any,
     ) -> None:
-        options = checked(
-            Options(
-                scheme,
-                stages,
-                cuts,
-                devices,
-                replicas,
-                microbatches,
-                recompute,
-                order,
-                horizon,
-                spike_compensation,
-                rescale_steps,
-                stretch_momentum,
-                chunks,
-                staleness,
-                memory_bytes,
-                children,
-                depth,
-                stragglers,
-                grid,
-                servers,
-            )
-        )
-        strategy = strategy_of(model, options)
+        is_traced = taken_over_trace(options)
+        scheme = taken_over(scheme, options)
+        chosen = checked(Options(scheme, stages, cuts, devices, replicas, microbatches, recompute, memory_bytes))
+        strategy = strategy_of(model, chosen)
         with strategy.distribution.scope():
             # The wrapped model's policy tells Keras whether to scale losses; what is cast is for the layers to say.
             super().__init__(name=name or model.name, dtype=model.dtype_policy, autocast=False)
         self.turn = Turn()
         # Keras searches attributes for layers: ``inner`` is what it finds, the strategy is nothing to it.
-        self.inner, self.scheme, self.options = strategy.trained, options.name, options.of_policy()
+        self.inner, self.scheme, self.options = strategy.trained, chosen.name, chosen.policy
         self._exact_trace, self.built = False, True
-        self.is_traced = checked_bool("trace", trace, "A trace is either kept (True) or not (False)")
+        self.is_traced = is_traced
         self._strategy = strategy  # from here on what this model does not have it takes from the wrapped one
 
     @staticmethod
@@ -182,10 +113,22 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
         return PipelineModel(model, **options._asdict())
 
     @property
+    def is_traced(self) -> bool:
+        """Whether ``fit`` keeps a trace, of the newest 100 000 actions and as many transfers; True by default.
+
+        They are some tens of megabytes at most, however long it trains. A new value applies from the next ``fit`` on.
+        """
+        return self._is_traced
+
+    @is_traced.setter
+    def is_traced(self, wanted: bool) -> None:
+        self._is_traced = checked_bool("is_traced", wanted, "A trace is either kept (True) or not (False)")
+
+    @property
     def trace(self) -> Trace:
         """The newest spans and transfers of every stage up to the last drain; empty for ``data-parallel``.
 
-        Empty too with ``trace=False``.
+        Empty too with ``is_traced = False``.
 
         ``pipetrain.idle(trace)`` returns why each stage waited. Calls on a CPU device are finished when they return, so
         the times of spans and transfers are exact. Calls on a GPU return earlier: see ``exact_trace``.

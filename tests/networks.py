@@ -15,6 +15,7 @@ import pipetrain
 from pipetrain.compute import keras_private
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.frontend import epoch_metrics
+from pipetrain.schemes.options import with_options
 from pipetrain.schemes.table import UNCUT
 
 FEATURES, CLASSES = 12, 5
@@ -124,13 +125,25 @@ def crossentropy(**settings):
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True, **settings)
 
 
+OF_SCHEMES = (
+    *("horizon", "spike_compensation", "rescale_steps", "stretch_momentum", "chunks", "order", "servers"),
+    *("children", "depth", "stragglers", "grid", "staleness"),
+)
+
+
+def in_way(model, stages=None, scheme="spectrain", **settings):
+    """A PipelineModel of a scheme by its name, whose own options are among the settings."""
+    own = {name: settings.pop(name) for name in OF_SCHEMES if name in settings}
+    return pipetrain.PipelineModel(model, stages, with_options(scheme, **own), **settings)
+
+
 def pipeline(model=None, optimizer=None, jit_compile="auto", **settings):
     """A compiled PipelineModel, the MLP in three stages unless told otherwise."""
     model = mlp() if model is None else model
     if "stages" not in settings and "cuts" not in settings:
         copies = settings.get("scheme") == "data-parallel" and settings.get("devices")
         settings |= {} if copies else parts(settings.get("scheme"), *cuts(6, 3))
-    pm = pipetrain.PipelineModel(model, **settings)
+    pm = in_way(model, **settings)
     optimizer = optimizer or keras.optimizers.SGD(0.05, momentum=0.9)
     pm.compile(optimizer, loss=crossentropy(), metrics=["accuracy"], jit_compile=jit_compile)
     return pm

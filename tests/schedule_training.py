@@ -8,7 +8,6 @@ import keras
 import networks
 import numpy as np
 
-import pipetrain
 from pipetrain.schemes.table import SCHEDULED
 
 
@@ -22,7 +21,7 @@ def pipelined(model, scheme, devices, chunks=None, **settings):
     each = chunks or (SCHEDULED[scheme].schedule.chunks if scheme in SCHEDULED else 1)
     places = tuple(f"CPU:{n}" for n in range(devices))
     stages = None if "cuts" in settings else devices * each
-    return pipetrain.PipelineModel(model, stages, scheme, chunks=chunks, devices=places, **settings)
+    return networks.in_way(model, stages, scheme, chunks=chunks, devices=places, **settings)
 
 
 def trained(model, data, optimizer=None, epochs=2, **settings):

@@ -267,7 +267,7 @@ def test_a_model_is_measured_cut_and_explained():
     measured = profile(model, 32, device=DEVICES[-1], verbose=False, budget_s=None)
     assert all(block.forward_s > 0 for block in measured.blocks if block.weight_bytes)
     assert any(block.workspace_bytes > 0 for block in measured.blocks)
-    pm = pipetrain.PipelineModel(model, 2, devices=DEVICES[:2])
+    pm = pipetrain.PipelineModel(model, 2, devices=DEVICES[:2], scheme="spectrain")
     assert "Recommended:" in pm.explain(batch_size=32)
 
 

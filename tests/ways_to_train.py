@@ -16,7 +16,6 @@ import pytest
 import reference
 from transfer_plans import late_plan, returned_plan
 
-import pipetrain
 from pipetrain.schemes.grid import Grid
 from pipetrain.schemes.table import PIPELINES
 
@@ -152,7 +151,7 @@ def compiled(model, way):
 def made(name):
     """A new PipelineModel of the way."""
     way = WITH_AUTO[name]
-    return compiled(pipetrain.PipelineModel(network(way), **way.options), way)
+    return compiled(networks.in_way(network(way), **way.options), way)
 
 
 @cache

@@ -49,7 +49,7 @@ def main(number: int, method: str = "fit", scheme: str = "vanilla", idle_s: str 
         pipetrain.connect(workers.addresses)
         keras.utils.set_random_seed(0)
         layers = [keras.Input((networks.FEATURES,)), keras.layers.Dense(32), keras.layers.Dense(networks.CLASSES)]
-        pm = pipetrain.PipelineModel(
+        pm = networks.in_way(
             keras.Sequential(layers),
             scheme=scheme,
             cuts=(layers[1].name,) if scheme == "vanilla" else None,

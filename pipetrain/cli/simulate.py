@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from pipetrain.cli.argument_types import add_grid, add_scheme, add_transfers, count, positive_number, share
-from pipetrain.cli.given import add_common, given
+from pipetrain.cli.given import add_common, given, schemes_of
 from pipetrain.cli.help_format import Folded
 from pipetrain.schemes import table
 from pipetrain.schemes.coding.coded_reduce import Tree, checked_tree
-from pipetrain.schemes.own_options import check_own
+from pipetrain.schemes.options import check_owned
 from pipetrain.schemes.transfers.orders import AUTO
 from pipetrain.simulation.advice import advise_all
 from pipetrain.simulation.comparison import Comparison, compare
@@ -107,7 +107,8 @@ def tree_of(options: argparse.Namespace) -> Tree | None:
 def run(options: argparse.Namespace) -> None:
     """Print what was simulated, and write the traces that are asked for."""
     schemes = options.scheme or ["single", table.DATA_PARALLEL, "spectrain"]
-    check_own(vars(options), schemes)
+    named = schemes_of(schemes, options)
+    check_owned({name: getattr(options, name) for name in ("order", "servers", "grid")}, *named)
     made = given(options, schemes, table.check_name)
     profile = made.profile.faster(options.speed)
     of_microbatches = made.of_microbatches and made.of_microbatches.faster(options.speed)

@@ -15,8 +15,9 @@ from pipetrain.frontend.pipeline_strategy import PipelineStrategy
 from pipetrain.frontend.placement import Placement
 from pipetrain.plan.choice import Choice
 from pipetrain.plan.memory import Training
+from pipetrain.schemes.options import STALENESS
 from pipetrain.schemes.table import scheme
-from pipetrain.simulation.every_way import STALENESS, choose
+from pipetrain.simulation.every_way import Layout, choose
 
 
 class AutoStrategy(PipelineStrategy):
@@ -25,32 +26,45 @@ class AutoStrategy(PipelineStrategy):
     Args:
         model: the model to train.
         devices: full names of all that may be used.
-        staleness: what may be chosen, see ``every_way.Chooser``.
+        staleness: what may be chosen, see ``schemes.options.Auto``.
         memory_bytes: of a device, None for no limit.
         recompute: whether stages run forwards again.
+        laid_out: the layout of the pipeline to choose, and its microbatches if they are given; None: any way.
     """
 
     def __init__(
         self,
         model: keras.Model,
         devices: Sequence[str],
-        staleness: str | None = None,
+        staleness: str = STALENESS[0],
         memory_bytes: int | None = None,
         recompute: bool = False,
+        laid_out: tuple[Placement, int | None] | None = None,
     ) -> None:
         placement = Placement(model, 1, None, devices, training=lambda stages: Training("single", recompute=recompute))
         super().__init__(model, placement, scheme("single"))
-        self.devices, self._staleness, self._memory_bytes = list(devices), staleness or STALENESS[0], memory_bytes
+        self.devices, self._staleness, self._memory_bytes = list(devices), staleness, memory_bytes
+        self._laid_out = laid_out
 
     def choice(self, rows: int | None = None, shapes: Shapes | None = None) -> Choice:
         """Every way to train with minibatches of so many rows; the model is profiled, and links are measured."""
         self.placement.learn(shapes)
-        batch_size, devices = rows or DEFAULT_ROWS, len(self.devices)
+        layout = self._layout
+        devices = sum(layout.replicas) if layout else len(self.devices)
+        batch_size, pieces = rows or DEFAULT_ROWS, (layout and layout.microbatches) or devices
         whole = self.placement.profile(batch_size, 1)
-        pieces = self.placement.profile(batch_size, devices) if 1 < devices <= batch_size else None
+        of_microbatches = self.placement.profile(batch_size, pieces) if 1 < pieces <= batch_size else None
         cluster = replace(described(self.devices), memory_bytes=self._memory_bytes)
         mirrored = not any(map(is_remote, self.devices))
-        return choose(whole, devices, cluster, self.placement.training, pieces, self._staleness, mirrored)
+        training = self.placement.training
+        return choose(whole, devices, cluster, training, of_microbatches, self._staleness, mirrored, layout)
+
+    @property
+    def _layout(self) -> Layout | None:
+        if self._laid_out is None:
+            return None
+        placement, microbatches = self._laid_out
+        return Layout(placement.replicas, placement.ends, microbatches)
 
     def explanation(self, batch_size: int) -> str:
         """The ways to train as a table, and which would be taken."""

@@ -21,6 +21,7 @@ from pipetrain.frontend.strategy_model import StrategyModel
 from pipetrain.frontend.way_trials import WayTrial, compared_s, for_trials, kept
 from pipetrain.plan.choice import Choice, Way
 from pipetrain.plan.stages import Partition
+from pipetrain.schemes.options import flat, name_of, with_options
 from pipetrain.schemes.table import COPIED
 
 
@@ -55,8 +56,10 @@ class AutoMixin(StrategyModel):
         if not isinstance(strategy, AutoStrategy):
             return
         told = (each.way_of_run() for each in callbacks if hasattr(each, "way_of_run"))
-        way, stages = next((each for each in told if each), None), None
-        if way is None:
+        known_way, stages = next((each for each in told if each), None), None
+        if known_way is not None:
+            way: Mapping[str, Any] = way_of(known_way)
+        else:
             rows, shapes = first_rows(x, batch_size), shapes_of_data(x, strategy.trained)
             choice = strategy.choice(rows, shapes)
             data = None if preprocesses(self.model) else sample_of(x, y, rows or DEFAULT_ROWS)
@@ -65,8 +68,8 @@ class AutoMixin(StrategyModel):
         options = checked(_options(strategy, way, stages))
         self._strategy = strategy_of(self.model, options)
         replace_layer(self, "inner", self._strategy.trained)
-        self.scheme, self.options = options.name, options.of_policy()
-        self.way = way
+        self.scheme, self.options = options.name, options.policy
+        self.way = told_of(way)
         known(self._compile_again)()
 
     def _tried(self, strategy: AutoStrategy, choice: Choice, data: Any) -> Choice:
@@ -105,6 +108,19 @@ class AutoMixin(StrategyModel):
 def _options(strategy: AutoStrategy, way: Mapping[str, Any], cut: Partition | None) -> Options:
     """Those of a way to train, with the cut that it has if it is a pipeline."""
     arguments = {**way, "cuts": None, "replicas": None} if cut is not None else dict(way)
-    devices = strategy.devices[:1] if way["scheme"] == "single" else strategy.devices
-    recompute = strategy.placement.training.recompute and way["scheme"] not in COPIED
+    name = name_of(arguments["scheme"])
+    devices = strategy.devices[:1] if name == "single" else strategy.devices
+    recompute = strategy.placement.training.recompute and name not in COPIED
     return Options(**arguments, stages=cut, devices=devices, recompute=recompute)
+
+
+def told_of(way: Mapping[str, Any]) -> dict[str, Any]:
+    """A way's arguments as a checkpoint has them: the scheme's options by their names."""
+    return flat(**way)
+
+
+def way_of(told: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that ``told_of`` has told."""
+    common = {name: value for name, value in told.items() if name in Options._fields and name != "scheme"}
+    own = {name: value for name, value in told.items() if name not in Options._fields}
+    return {"scheme": with_options(told["scheme"], **own), **common}

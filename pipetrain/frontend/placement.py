@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import keras
@@ -25,6 +26,7 @@ from pipetrain.frontend.attributes import known
 from pipetrain.frontend.device_choice import assign, described
 from pipetrain.frontend.input_data import DEFAULT_ROWS
 from pipetrain.frontend.kernel_choice import KernelChoice
+from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import partition, plan
 from pipetrain.plan.profile import Profile
@@ -62,6 +64,7 @@ class Placement:
         replicas: how many devices each stage has; None for those of a ``Partition``, or one.
         schedule: how many stages a device has, and which.
         training: how it is trained in so many stages, which decides on the memory that they need.
+        memory_bytes: what a device holds, to which the cut keeps where that is open; None for no limit.
 
     ``shapes`` are those of the inputs, as far as anything has told what the model leaves open; None if nothing has.
     ``verbose`` is whether work that takes long is shown.
@@ -80,6 +83,7 @@ class Placement:
         replicas: Sequence[int] | None = None,
         schedule: Schedule = ONE_FORWARD_ONE_BACKWARD,
         training: Callable[[int], Training] = lambda stages: DEFAULT_TRAINING,
+        memory_bytes: int | None = None,
     ) -> None:
         self.chain, self._schedule, self.verbose = Chain(model), schedule, True
         if not self.chain.blocks:
@@ -109,6 +113,7 @@ class Placement:
                 f"The cuts make {self.stages} stages. Received: stages={stages}, cuts={cuts!r}. Try leaving stages out."
             )
         self.training, self._kernels = training(self.stages), KernelChoice(self.stages)
+        self._memory_bytes = memory_bytes
         self._steps: int | None = None  # of a call, if that is asked
         self.replicas = _checked_replicas(replicas, self.stages)
         self._devices = self._assigned(devices)
@@ -222,7 +227,7 @@ class Placement:
         devices = self._schedule.devices(sum(self.replicas))
         measured = self._profile(batch_size, True, microbatches=pieces_to_measure(self.training, devices))
         whole = measured if measured.microbatches == 1 else self._profile(batch_size, True, microbatches=1)
-        cluster, cut = described(self._devices), self.partition(batch_size)
+        cluster, cut = self._cluster, self.partition(batch_size)
         advice = advise_all(whole, devices, cluster, self.training, measured)
         parts = [
             f"{cut if self._given else timed(cut, acting(cluster))}",
@@ -231,6 +236,11 @@ class Placement:
             left_out(),
         ]
         return "\n\n".join(filter(None, parts))
+
+    @property
+    def _cluster(self) -> Cluster:
+        """How the devices are joined, and what each may hold."""
+        return replace(described(self._devices), memory_bytes=self._memory_bytes)
 
     def _profile(
         self, batch_size: int, verbose: bool, shapes: Shapes | None = None, microbatches: int | None = None
@@ -254,7 +264,7 @@ class Placement:
 
     def _measured(self, batch_size: int, verbose: bool, shapes: Shapes | None = None) -> Partition:
         measured = self._profile(batch_size, verbose, shapes)
-        cluster, training = described(self._devices), self.training
+        cluster, training = self._cluster, self.training
         ends = self._ends if self._partition is None else self.ends
         if ends:
             return plan(measured, ends, cluster, self.replicas, training, self.decided_kernels)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from pipetrain.plan.profile import Profile, mib, unsteady
 from pipetrain.plan.stages import Partition
 from pipetrain.plan.text_table import text_table
+from pipetrain.schemes.options import flat, keywords, name_of
 
 MARGIN = 1.03  # what a less simple way must gain to be worth it
 NEAR = 1.35  # of the fastest prediction: a way that takes so long at most may be the fastest when it is tried
@@ -51,10 +52,20 @@ class Way(NamedTuple):
         return self.kind in ("pipeline", "hybrid")
 
     def __str__(self) -> str:
-        scheme, *others = [(name, value) for name, value in self.arguments.items() if name not in ("cuts", "order")]
+        told = {name: value for name, value in self.told.items() if name not in ("scheme", "cuts", "order")}
         if self.kind == BASELINE:
-            return f"{scheme[1]} (baseline, not taken)"
-        return ", ".join([str(scheme[1]), *(f"{name} {_listed(value)}" for name, value in others)])
+            return f"{self.name} (baseline, not taken)"
+        return ", ".join([self.name, *(f"{name} {_listed(value)}" for name, value in told.items())])
+
+    @property
+    def name(self) -> str:
+        """The scheme's."""
+        return name_of(self.arguments["scheme"])
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """The arguments with the scheme's name, and its options by their names."""
+        return flat(**self.arguments)
 
 
 @dataclass(frozen=True)
@@ -133,7 +144,7 @@ class Choice:
         """
         found: dict[str, Way] = {}
         for way in sorted(self._possible, key=lambda way: way.step_s):
-            found.setdefault(way.family or str(way.arguments["scheme"]), way)
+            found.setdefault(way.family or way.name, way)
         least_s = min((way.step_s for way in found.values()), default=0.0)
         one = [way for way in found.values() if way.kind == KINDS[0] and way.step_s <= FAIR * least_s]
         others = [way for way in found.values() if way.kind != KINDS[0] and way.step_s <= NEAR * least_s]
@@ -187,7 +198,7 @@ class Choice:
         rows = [self._row(way, one) for way in ways]
         if any(way.trial_s is not None for way in ways):
             header, rows = (*header, "tried"), [(*row, self._tried(way)) for row, way in zip(rows, ways, strict=True)]
-        told = ", ".join(f"{name}={value!r}" for name, value in self.taken.arguments.items())
+        told = keywords(self.taken.arguments)
         lines = [text_table(header, rows), "", f"Taken: {told}. {self.reason}"]
         if self.gap is not None:
             lines.append(f"No cut has a slowest stage that is more than {self.gap:.0%} faster.")

@@ -7,7 +7,8 @@ from functools import cache
 from typing import NamedTuple
 
 from pipetrain.schemes.actions import Action, completes
-from pipetrain.schemes.policies import Flush
+from pipetrain.schemes.options import AnyScheme, SchemeOptions, policy_of, scheduled
+from pipetrain.schemes.policies import FlushPolicy
 from pipetrain.schemes.schedules import groups_of, has_halves
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.table import HORIZONS, scheme, takes
@@ -58,8 +59,16 @@ class Training(NamedTuple):
         halved = is_open and has_halves(schedule.order, schedule.devices(stages), pieces)
         return False if halved else self.jit_compile
 
-    def under(self, scheme: str | Scheme) -> Training:
-        """The same with another scheme, which may not have this horizon, or if of a file its own microbatches."""
+    def under(self, scheme: AnyScheme) -> Training:
+        """The same with another scheme, which may not have this horizon, or if of a file its own microbatches.
+
+        A scheme that is an object has its own horizon.
+        """
+        if isinstance(scheme, SchemeOptions):
+            policy = policy_of(scheme)
+            own = {name: policy[name] for name in ("horizon", "stretch_momentum")}
+            return self._replace(scheme=scheduled(scheme), **own)
+        scheme = scheduled(scheme)
         other = self._replace(scheme=scheme, microbatches=microbatches_of(scheme) or self.microbatches)
         if takes(scheme, self.horizon):
             return other
@@ -196,7 +205,7 @@ def _observed(training: Training, stage: int, stages: int) -> int:
 def _order(training: Training, device: int, stages: int) -> list[Action]:
     """A device's order, for as many minibatches as fill the pipeline, or show what lasts from one to the next."""
     schedule, policy = training.chosen.schedule, training.chosen.policy
-    minibatches = 2 if schedule.flushes and isinstance(policy, Flush) else 3 * stages
+    minibatches = 2 if schedule.flushes and isinstance(policy, FlushPolicy) else 3 * stages
     groups = groups_of(minibatches, training.microbatches_of(stages))
     return [*schedule.order(device, schedule.devices(stages), groups)]
 

@@ -32,7 +32,7 @@ from pipetrain.run.run_settings import RunSettings
 from pipetrain.run.stepwise import Stepwise
 from pipetrain.schemes.actions import Action, Op
 from pipetrain.schemes.parts import Parts
-from pipetrain.schemes.policies import Flush
+from pipetrain.schemes.policies import FlushPolicy
 from pipetrain.schemes.programs import Program, of_minibatch
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.trace.trace import Trace
@@ -328,7 +328,7 @@ def is_one_function(scheme: Scheme, stages: Sequence[Sequence[Stage]]) -> bool:
     All devices are processors, of this process or of workers. No layer may call Python: of an error there, which need
     not come a second time, TensorFlow may tell only that other devices have stopped because of it.
     """
-    known = scheme.schedule.chunks == 1 if scheme.asynchronous else isinstance(scheme.policy, Flush)
+    known = scheme.schedule.chunks == 1 if scheme.asynchronous else isinstance(scheme.policy, FlushPolicy)
     alone = known and not scheme.fits and not is_deterministic()
     every = [replica for replicas in stages for replica in replicas]
     return alone and all(is_processor(each.device) and not each.calls_python for each in every)

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pipetrain.schemes.policies import Flush
+from pipetrain.schemes.policies import FlushPolicy
 from pipetrain.schemes.schedules import Schedule
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.table import ASYNCHRONOUS, PIPELINES
@@ -61,7 +61,7 @@ def _scheme(found: Any, name: str, text: str) -> Scheme:
     if isinstance(found, Scheme):
         return found
     if isinstance(found, Schedule):
-        return Scheme(name, found, Flush(), f"synchronous, {about}", splits=True)
+        return Scheme(name, found, FlushPolicy(), f"synchronous, {about}", splits=True)
     if _is_policy(found):
         return Scheme(name, ASYNCHRONOUS, found, f"asynchronous, {about}")
     raise ValueError(

@@ -8,9 +8,10 @@ first of these stages too.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from pipetrain.schemes.staleness_corrections import reaches
 
@@ -69,7 +70,7 @@ class Policy(Protocol):
     def backward(self, reader: Reader) -> Read: ...
 
 
-class Vanilla:
+class VanillaPolicy:
     """The newest weights: F(i) reads ``W[v_F]``, B(i) reads ``W[i]`` with the activations that F stored."""
 
     predicts = False
@@ -81,7 +82,7 @@ class Vanilla:
         return Read(reader.current())
 
 
-class WeightStashing:
+class WeightStashingPolicy:
     """B(i) reads the version that F(i) read: ``W[v_F]`` for both (PipeDream, arXiv 1806.03377)."""
 
     predicts = False
@@ -93,7 +94,7 @@ class WeightStashing:
         return self.forward(reader)
 
 
-class VerticalSync:
+class VerticalSyncPolicy:
     """One version per minibatch at every stage: ``W[max(0, i-(N-1))]`` for both (PipeDream)."""
 
     predicts = False
@@ -105,7 +106,7 @@ class VerticalSync:
         return self.forward(reader)
 
 
-class SpecTrain:
+class SpecTrainPolicy:
     """Predicted weights: what the newest version will be when the minibatch's round trip ends.
 
     ``s = min(i, N-1-k) + floor(k/2)`` from version ``v_F`` in F(i); ``s = floor(k/2)`` from version ``i`` in
@@ -125,7 +126,7 @@ class SpecTrain:
         return Read(current, reader.minibatch - current + reader.stage // 2)
 
 
-class LocalSpecTrain:
+class LocalSpecTrainPolicy:
     """Predicted weights as of the minibatch's own backward at this stage, which reads the same weights.
 
     ``s = min(i, N-1-k)`` from version ``v_F``, for both. Memory: at stage k, N-1-k predicted copies of old versions.
@@ -143,7 +144,7 @@ class LocalSpecTrain:
 
 
 @dataclass(frozen=True)
-class OneTarget:
+class OneTargetPolicy:
     """Predicted weights: all stages, forward and backward, aim at the same version, which may lie between two.
 
     Microbatch m is to read version ``A = (m_F + c*(N-1)) / M`` at every stage, ``m_F = max(0, m - (N-1-k))``: F(m) from
@@ -174,7 +175,7 @@ class OneTarget:
 
 
 @dataclass(frozen=True)
-class TwoVersions:
+class TwoVersionsPolicy:
     """One version per minibatch at every stage, the version before the newest: ``W[max(0, i-1)]`` for both.
 
     For minibatches of at least N-1 microbatches, whose gradients are averaged: the version is then always there, and
@@ -204,7 +205,7 @@ class TwoVersions:
         return self.forward(reader)
 
 
-class Flush:
+class FlushPolicy:
     """One version per minibatch, the current one: what synchronous schedules read."""
 
     predicts = False
@@ -216,7 +217,7 @@ class Flush:
         return Read(reader.minibatch)
 
 
-class Still:
+class StillPolicy:
     """The current weights, which are never updated."""
 
     predicts = False
@@ -226,3 +227,12 @@ class Still:
 
     def backward(self, reader: Reader) -> Read:
         return Read(0)
+
+
+def __getattr__(name: str) -> Any:
+    """A policy by its name of 0.1, such as ``Vanilla``, with a warning."""
+    found = globals().get(f"{name}Policy")
+    if found is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(f"policies.{name} is now policies.{name}Policy; its old name will go.", FutureWarning, stacklevel=2)
+    return found

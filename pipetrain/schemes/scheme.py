@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
-from pipetrain.schemes.policies import OneTarget, Policy, Read, Reader
+from pipetrain.schemes.policies import OneTargetPolicy, Policy, Read, Reader
 from pipetrain.schemes.schedules import Schedule
 from pipetrain.schemes.staleness_corrections import stretch
 
@@ -94,7 +94,7 @@ class Scheme(NamedTuple):
         if isinstance(self.policy, type) or not ways or not hasattr(self.policy, "predicts"):
             raise ValueError(
                 "A policy is an object that has forward, backward and predicts. Received: "
-                f"policy={self.policy!r}, scheme={self.name!r}. Try an object of policies.WeightStashing()'s kind."
+                f"policy={self.policy!r}, scheme={self.name!r}. Try one like policies.VanillaPolicy()."
             )
         try:
             hash(self)
@@ -121,7 +121,7 @@ class Scheme(NamedTuple):
     @property
     def stretches(self) -> bool:
         """Whether momentum is stretched, or may be: that of an optimizer which has one that is known."""
-        return isinstance(self.policy, OneTarget) and bool(self.policy.stretch)
+        return isinstance(self.policy, OneTargetPolicy) and bool(self.policy.stretch)
 
     def predictions(self, stage: int, stages: int, microbatches: int = 1) -> tuple[int, int]:
         """How many forwards and backwards of a minibatch predict weights, when the pipeline has long been full.

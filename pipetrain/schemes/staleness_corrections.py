@@ -37,7 +37,7 @@ def stretches(stages: int, microbatches: int) -> bool:
 
 
 def reaches(stages: int, microbatches: int) -> float:
-    """c of ``policies.OneTarget`` where momentum may be stretched: 1.5 where it is, else 1."""
+    """c of ``policies.OneTargetPolicy`` where momentum may be stretched: 1.5 where it is, else 1."""
     return 1.5 if stretches(stages, microbatches) else 1.0
 
 

@@ -24,39 +24,49 @@ FORWARD_ONLY = Schedule(schedules.forward_only, flushes=False, found=lambda *pla
 SCHEMES: dict[str, Scheme] = {
     each.name: each
     for each in (
-        Scheme("vanilla", ASYNCHRONOUS, policies.Vanilla(), "asynchronous, newest weights"),
+        Scheme("vanilla", ASYNCHRONOUS, policies.VanillaPolicy(), "asynchronous, newest weights"),
         Scheme(
-            "weight-stashing", ASYNCHRONOUS, policies.WeightStashing(), "asynchronous, backward reads forward's weights"
+            "weight-stashing",
+            ASYNCHRONOUS,
+            policies.WeightStashingPolicy(),
+            "asynchronous, backward reads forward's weights",
         ),
         Scheme(
-            "vertical-sync", ASYNCHRONOUS, policies.VerticalSync(), "asynchronous, one version per minibatch everywhere"
+            "vertical-sync",
+            ASYNCHRONOUS,
+            policies.VerticalSyncPolicy(),
+            "asynchronous, one version per minibatch everywhere",
         ),
-        Scheme("spectrain", ASYNCHRONOUS, policies.SpecTrain(), "asynchronous, predicted weights"),
+        Scheme("spectrain", ASYNCHRONOUS, policies.SpecTrainPolicy(), "asynchronous, predicted weights"),
         Scheme(
             "spike-compensation",
             ASYNCHRONOUS,
-            policies.Vanilla(),
+            policies.VanillaPolicy(),
             "asynchronous, newest weights, updates make up for late gradients",
             spikes=True,
         ),
         Scheme(
             "2bw",
             ASYNCHRONOUS,
-            policies.TwoVersions(),
+            policies.TwoVersionsPolicy(),
             "asynchronous microbatches, the version before the newest",
             splits=True,
-            least=policies.TwoVersions.microbatches,
+            least=policies.TwoVersionsPolicy.microbatches,
         ),
-        Scheme("gpipe", GPIPE, policies.Flush(), "synchronous, all forwards then all backwards", splits=True),
+        Scheme("gpipe", GPIPE, policies.FlushPolicy(), "synchronous, all forwards then all backwards", splits=True),
         Scheme(
-            "1f1b", ONE_FORWARD_ONE_BACKWARD, policies.Flush(), "synchronous, one forward one backward", splits=True
+            "1f1b",
+            ONE_FORWARD_ONE_BACKWARD,
+            policies.FlushPolicy(),
+            "synchronous, one forward one backward",
+            splits=True,
         ),
-        Scheme("single", ONE_FORWARD_ONE_BACKWARD, policies.Flush(), "one device, the unsplit model"),
+        Scheme("single", ONE_FORWARD_ONE_BACKWARD, policies.FlushPolicy(), "one device, the unsplit model"),
     )
 }
 # Synchronous like 1f1b, with several stages on a device, or with the backward in halves.
 SCHEDULED: dict[str, Scheme] = {
-    name: Scheme(name, schedule, policies.Flush(), about, splits=True)
+    name: Scheme(name, schedule, policies.FlushPolicy(), about, splits=True)
     for name, schedule, about in (
         ("interleaved", interleaved(2), "synchronous, 1f1b of several stages a device"),
         ("looped-bfs", looped_bfs(2), "synchronous, several stages a device, each for all microbatches"),
@@ -68,11 +78,13 @@ SCHEDULED: dict[str, Scheme] = {
     )
 }
 CHUNKED = {"interleaved": interleaved, "looped-bfs": looped_bfs}  # with as many stages on a device as are wanted
-INFERENCE = Scheme("inference", FORWARD_ONLY, policies.Still(), "forwards only, for evaluate and predict", trains=False)
+INFERENCE = Scheme(
+    "inference", FORWARD_ONLY, policies.StillPolicy(), "forwards only, for evaluate and predict", trains=False
+)
 SERVING = "parameter-server"
 # One stage on several devices, each with some rows, whose weights or gradients are sent as a plan says.
 TRANSFERRING: dict[str, Scheme] = {
-    name: Scheme(name, ONE_FORWARD_ONE_BACKWARD, policies.Flush(), about)
+    name: Scheme(name, ONE_FORWARD_ONE_BACKWARD, policies.FlushPolicy(), about)
     for name, about in (
         ("all-reduce", "data parallelism, gradients summed for all devices"),
         (SERVING, "data parallelism, weights on servers"),
@@ -82,13 +94,16 @@ TRANSFERRING: dict[str, Scheme] = {
 CODED = "coded-reduce"
 TREES = {
     CODED: Scheme(
-        CODED, ONE_FORWARD_ONE_BACKWARD, policies.Flush(), "data parallelism, coded gradients that bear stragglers"
+        CODED,
+        ONE_FORWARD_ONE_BACKWARD,
+        policies.FlushPolicy(),
+        "data parallelism, coded gradients that bear stragglers",
     )
 }
 GRID = "grid"  # likewise, with the outputs of wide layers divided too
 GRIDS = {
     GRID: Scheme(
-        GRID, ONE_FORWARD_ONE_BACKWARD, policies.Flush(), "wide layers divided by outputs, minibatches by rows"
+        GRID, ONE_FORWARD_ONE_BACKWARD, policies.FlushPolicy(), "wide layers divided by outputs, minibatches by rows"
     )
 }
 DATA_PARALLEL = "data-parallel"
@@ -105,7 +120,7 @@ PIPELINES = {**SCHEMES, **SCHEDULED}
 def is_known(chosen: Scheme) -> bool:
     """Whether its schedule and its policy are those of a scheme of the table."""
     parts = {(each.schedule, type(each.policy)) for each in PIPELINES.values()}
-    others = policies.LocalSpecTrain, policies.OneTarget
+    others = policies.LocalSpecTrainPolicy, policies.OneTargetPolicy
     return (chosen.schedule, type(chosen.policy)) in parts | {(ASYNCHRONOUS, each) for each in others}
 
 
@@ -144,7 +159,7 @@ def scheme(
         horizon: how far ``spectrain`` predicts: ``round-trip`` as the paper has it; ``local``, to the minibatch's own
             backward, which reads the same predicted weights; ``fitted``, the paper's with the multiple of the velocity
             that came nearest to the weights actually reached; ``target``, to one version for all stages, see
-            ``policies.OneTarget``. How far ``2bw`` predicts: a number of updates, 0 as published by default.
+            ``policies.OneTargetPolicy``. How far ``2bw`` predicts: a number of updates, 0 as published by default.
         spike_compensation: for asynchronous schemes, see ``staleness_corrections.spike``.
         rescale_steps: for asynchronous schemes but ``2bw``, the steps over which
             ``staleness_corrections.rescaled`` fades away.
@@ -156,12 +171,12 @@ def scheme(
         name.check()
     chosen = name if isinstance(name, Scheme) else _named(name)
     if horizon == "local":
-        chosen = chosen._replace(policy=policies.LocalSpecTrain())
+        chosen = chosen._replace(policy=policies.LocalSpecTrainPolicy())
     elif horizon == "target":
         stretch: Any = stretch_momentum if stretch_momentum == "auto" else bool(stretch_momentum)
-        chosen = chosen._replace(policy=policies.OneTarget(stretch), splits=True)
+        chosen = chosen._replace(policy=policies.OneTargetPolicy(stretch), splits=True)
     elif not isinstance(horizon, str):
-        chosen = chosen._replace(policy=policies.TwoVersions(float(horizon)))
+        chosen = chosen._replace(policy=policies.TwoVersionsPolicy(float(horizon)))
     return chosen._replace(
         fits=chosen.fits or horizon == "fitted",
         spikes=chosen.spikes or spike_compensation,

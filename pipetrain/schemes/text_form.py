@@ -19,7 +19,7 @@ from typing import Any
 from pipetrain.schemes.actions import Action, held
 from pipetrain.schemes.dry_run import ScheduleError, Step, check_complete, replay
 from pipetrain.schemes.own_file import is_place, scheme_at
-from pipetrain.schemes.policies import Flush
+from pipetrain.schemes.policies import FlushPolicy
 from pipetrain.schemes.schedules import Groups, Schedule
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.table import chunked
@@ -144,7 +144,7 @@ def scheme_of(path: str | Path) -> Scheme:
         raise ScheduleError(f"{path}: A schedule is text in UTF-8. Received: {error}.") from error
     except ScheduleError as error:
         raise ScheduleError(f"{path}: {error}") from error
-    return Scheme(Path(path).name, schedule, Flush(), "synchronous, of a file", splits=True)
+    return Scheme(Path(path).name, schedule, FlushPolicy(), "synchronous, of a file", splits=True)
 
 
 def chosen(scheme: str | Scheme, chunks: Any = None) -> str | Scheme:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipetrain.plan.capacity import NoPlan
 from pipetrain.plan.choice import BASELINE, Choice, Way, least_slowest_s
@@ -12,22 +12,43 @@ from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.coarse import bounds_of, merged
 from pipetrain.plan.division import divided, undisturbed
 from pipetrain.plan.memory import Training
-from pipetrain.plan.partition import DEVICES, checked_training, everywhere, partition
+from pipetrain.plan.partition import DEVICES, checked_training, everywhere, partition, plan
 from pipetrain.plan.profile import Profile
 from pipetrain.plan.roofline import UPDATE_PASSES
+from pipetrain.plan.schedule_advice import SAME
 from pipetrain.plan.stages import Partition
 from pipetrain.schemes.arguments import checked_count
-from pipetrain.schemes.table import CHUNKED, DATA_PARALLEL, GRID, TRANSFERRING, chunked
+from pipetrain.schemes.grid import Grid
+from pipetrain.schemes.options import (
+    STALENESS,
+    AnyScheme,
+    SpecTrain,
+    check_staleness,
+    with_options,
+)
+from pipetrain.schemes.schedules import has_halves
+from pipetrain.schemes.table import CHUNKED, DATA_PARALLEL, PIPELINES, TRANSFERRING
 from pipetrain.simulation.data_parallel.estimate import estimated_step_s
 from pipetrain.simulation.grid.estimate import estimated_grid
 from pipetrain.simulation.minibatch import acting, timed
-from pipetrain.simulation.schedule_trials import microbatch_counts, planned, try_schedules
+from pipetrain.simulation.schedule_trials import is_synchronous, microbatch_counts, planned, try_schedules
 
-STALENESS = ("none", "predicted")  # what the user allows of the weights that gradients are made with
+TARGET = SpecTrain(horizon="target")
 TARGET_MICROBATCHES = (1, 2, 4, 8, 16)  # of spectrain with horizon="target": at least a quarter of the stages
 SUM_PASSES = 3  # over the weights' bytes: a sum of two gradients reads both and is written
 MOST_ON_GRID = 16  # devices: every two of a group exchange messages
 MOST_BLOCKS = 96  # of a chain while ways are compared; at least four for each device
+
+
+class Layout(NamedTuple):
+    """Of a pipeline: how many devices each stage has.
+
+    ``ends``: the number of blocks up to each stage's end; ``microbatches``: of a minibatch. None: these are open.
+    """
+
+    replicas: tuple[int, ...]
+    ends: Sequence[int] | None = None
+    microbatches: int | None = None
 
 
 class Chooser:
@@ -46,6 +67,7 @@ class Chooser:
         of_microbatches: a profile of microbatches, if there is one.
         staleness: ``none``, for training that equals the unsplit model's, or ``predicted``.
         mirrored: whether MirroredStrategy is possible: it is within one process.
+        layout: of the pipelines, whose schedule alone is then chosen; None: any way.
     """
 
     def __init__(
@@ -57,6 +79,7 @@ class Chooser:
         of_microbatches: Profile | None = None,
         staleness: str = STALENESS[0],
         mirrored: bool = True,
+        layout: Layout | None = None,
     ) -> None:
         self._devices = checked_count("num_devices", num_devices, DEVICES, 4)
         profile = undisturbed(profile, of_microbatches)
@@ -65,9 +88,13 @@ class Chooser:
         self._whole = profile, of_microbatches
         self._cluster, self._training = acting(cluster or Cluster()), checked_training(training)
         self._staleness, self._mirrored = check_staleness(staleness), mirrored
+        self._layout = layout
 
     def choice(self) -> Choice:
         """All ways and the one that is taken."""
+        if self._layout is not None:
+            ways = [*self._within_layout()]
+            return Choice(self._profile.batch_size, ways, self._profile.spread, self._cut, self._cluster.memory_bytes)
         ways = [*self._unsplit(), *self._pipelines(), *self._hybrids("1f1b", self._counts())]
         if self._staleness == "predicted":
             ways += self._predicted()
@@ -97,8 +124,8 @@ class Chooser:
         if len(copies.blocks) < len(self._whole[0].blocks) or self._devices > MOST_ON_GRID:
             return
         if found := estimated_grid(copies, self._devices, self._cluster, self._training.slots):
-            shape = tuple(found.grid)[:2]
-            yield self._way("grid", every, found.step_s, found.elsewhere_bytes, scheme=GRID, grid=shape)
+            shape = Grid(found.grid.outputs, found.grid.rows)
+            yield self._way("grid", every, found.step_s, found.elsewhere_bytes, scheme=shape)
 
     def _copies(self) -> Profile:
         """The profile for devices that each have a part of the rows, and sum gradients.
@@ -115,12 +142,39 @@ class Chooser:
         training = self._training.under("1f1b")._replace(microbatches=1)
         found = try_schedules(self._profile, self._devices, self._cluster, training, self._pieces)
         for trial in found.trials if found else ():
-            arguments = {"scheme": trial.scheme, "microbatches": trial.microbatches}
-            if trial.scheme in CHUNKED:
-                arguments["chunks"] = trial.chunks
+            scheme = with_options(trial.scheme, chunks=trial.chunks if trial.scheme in CHUNKED else None)
+            arguments = {"scheme": scheme, "microbatches": trial.microbatches}
             step_s, devices = self._profile.batch_size / trial.samples_per_second, self._depth(trial.chunks)
             family = f"{'some' if trial.chunks > 1 else 'one'} a device, {'halves' if trial.halves else 'whole'}"
             yield Way("pipeline", arguments, devices, step_s, trial.memory_bytes, trial.fits, family=family)
+
+    def _within_layout(self) -> Iterator[Way]:
+        """Each synchronous schedule of one stage a device in the layout, with the microbatches that suit.
+
+        Raises NoPlan, a ValueError, where the layout leaves cuts open and none fits the memory.
+        """
+        layout = self._layout
+        assert layout is not None
+        stages, batch_size = len(layout.replicas), self._profile.batch_size
+        counts = [layout.microbatches] if layout.microbatches else microbatch_counts(stages, stages, batch_size) or [1]
+        for name, scheme in PIPELINES.items():
+            if not is_synchronous(scheme) or scheme.schedule.chunks > 1 or (stages == 1 and name != "1f1b"):
+                continue
+            found = []
+            for count in counts if stages > 1 else [layout.microbatches or 1]:
+                cut = timed(self._laid_out(self._trained(name, count)), self._cluster)
+                found.append(self._way("pipeline", cut, cut.step_s, scheme=name, microbatches=count))
+            halved = has_halves(scheme.schedule.order, stages, counts[0])
+            yield fastest_of(found)._replace(family="halves" if halved else "whole")
+
+    def _laid_out(self, training: Training) -> Partition:
+        """The cut in the layout that is given."""
+        layout, profile = self._layout, divided(*self._whole, training.microbatches)
+        assert layout is not None
+        if layout.ends is not None:
+            return plan(profile, layout.ends, self._cluster, layout.replicas, training)
+        devices = sum(layout.replicas)
+        return partition(profile, devices, self._cluster, replicas=layout.replicas, training=training)
 
     def _depth(self, chunks: int = 1) -> int:
         """How many devices a pipeline has."""
@@ -131,19 +185,18 @@ class Chooser:
         half = max(self._devices // 2, 1)
         return [count for count in microbatch_counts(half, self._devices, self._profile.batch_size) if count > 1]
 
-    def _hybrids(self, scheme: str, counts: list[int], **options: Any) -> Iterator[Way]:
+    def _hybrids(self, scheme: AnyScheme, counts: list[int]) -> Iterator[Way]:
         """The best cut with replicated stages for each number of microbatches, if it has any."""
         for count in counts if self._devices > 2 else ():
-            training, profile = self._trained(scheme, count, **options), self._in(count)
+            training, profile = self._trained(scheme, count), self._in(count)
             try:
                 found = partition(profile, self._devices, self._cluster, replicate=True, training=training)
             except NoPlan:
                 continue
             cut = timed(found, self._cluster)
-            enough = scheme != "spectrain" or 4 * count >= len(cut.stages)
+            enough = scheme != TARGET or 4 * count >= len(cut.stages)
             if len(cut.stages) > 1 and max(cut.replicas) > 1 and enough:
-                told = {"scheme": scheme, **options, "replicas": cut.replicas}
-                yield self._way("hybrid", cut, cut.step_s, **told, microbatches=count)
+                yield self._way("hybrid", cut, cut.step_s, scheme=scheme, replicas=cut.replicas, microbatches=count)
 
     def _predicted(self) -> Iterator[Way]:
         """Pipelines that never drain, whose weights are predicted to one target."""
@@ -152,13 +205,12 @@ class Chooser:
             return
         counts = [count for count in TARGET_MICROBATCHES if count <= self._profile.batch_size]
         for count in (count for count in counts if 4 * count >= depth):
-            training = self._trained("spectrain", count, horizon="target")
-            cut, _ = planned(self._in(count), depth, self._cluster, training)
-            yield self._way("pipeline", cut, cut.step_s, scheme="spectrain", horizon="target", microbatches=count)
-        yield from self._hybrids("spectrain", counts, horizon="target")
+            cut, _ = planned(self._in(count), depth, self._cluster, self._trained(TARGET, count))
+            yield self._way("pipeline", cut, cut.step_s, scheme=TARGET, microbatches=count)
+        yield from self._hybrids(TARGET, counts)
 
-    def _trained(self, scheme: Any, microbatches: int, **options: Any) -> Training:
-        return self._training.under(scheme)._replace(microbatches=microbatches, **options)
+    def _trained(self, scheme: AnyScheme, microbatches: int) -> Training:
+        return self._training.under(scheme)._replace(microbatches=microbatches)
 
     def _in(self, microbatches: int) -> Profile:
         """The profile of minibatches in so many microbatches."""
@@ -166,23 +218,25 @@ class Chooser:
 
     def _cut(self, way: Way) -> tuple[Partition, float]:
         """The cut of a pipeline, of all blocks, and the least that any cut's slowest stage takes."""
-        arguments = dict(way.arguments)
-        name, count, chunks = arguments["scheme"], arguments["microbatches"], arguments.get("chunks")
-        options = {"horizon": arguments["horizon"]} if "horizon" in arguments else {}
-        training = self._trained(chunked(name, chunks), count, **options)
-        profile, replicas = divided(*self._whole, count), arguments.get("replicas")
-        cut = partition(profile, way.devices, self._cluster, replicas=replicas, training=training)
+        count = way.arguments["microbatches"]
+        training = self._trained(way.arguments["scheme"], count)
+        profile, replicas = divided(*self._whole, count), way.arguments.get("replicas")
+        if self._layout is not None:
+            cut = self._laid_out(training)
+        else:
+            cut = partition(profile, way.devices, self._cluster, replicas=replicas, training=training)
         return cut, least_slowest_s(self._whole[0], way.devices, replicate=max(cut.replicas) > 1)
 
 
-def check_staleness(staleness: Any) -> str:
-    """``staleness``; ValueError if it is none that may be allowed."""
-    if staleness not in STALENESS:
-        raise ValueError(
-            "Gradients are made with the newest weights, or with predicted ones. Received: "
-            f"staleness={staleness!r}. Try one of: {', '.join(STALENESS)}."
-        )
-    return str(staleness)
+def fastest_of(ways: Sequence[Way]) -> Way:
+    """The fastest that fits, of equally fast ones that with the fewest microbatches; if none fits, the leanest."""
+    possible = [way for way in ways if way.fits]
+    if not possible:
+        return min(ways, key=lambda way: way.memory_bytes)
+    least_s = min(way.step_s for way in possible)
+    return min(
+        (way for way in possible if way.step_s <= SAME * least_s), key=lambda way: way.arguments.get("microbatches", 1)
+    )
 
 
 def choose(
@@ -193,9 +247,10 @@ def choose(
     of_microbatches: Profile | None = None,
     staleness: str = STALENESS[0],
     mirrored: bool = True,
+    layout: Layout | None = None,
 ) -> Choice:
     """Predict every way to train a profiled model on so many devices, and take the fastest that fits; see ``Chooser``.
 
     Raises ValueError if none fits the devices' memory.
     """
-    return Chooser(profile, num_devices, cluster, training, of_microbatches, staleness, mirrored).choice()
+    return Chooser(profile, num_devices, cluster, training, of_microbatches, staleness, mirrored, layout).choice()

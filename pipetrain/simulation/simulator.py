@@ -10,9 +10,11 @@ from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.partition import checked_training
 from pipetrain.plan.stages import Partition, StagePlan
 from pipetrain.schemes.arguments import checked_count
+from pipetrain.schemes.options import AnyScheme, name_of, scheduled
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.splitting import window as window_of
 from pipetrain.schemes.table import (
+    AUTO,
     CODED,
     DATA_PARALLEL,
     GRID,
@@ -47,7 +49,7 @@ SUMMED = ("blocks", "forward_s", "backward_s", "update_s", "weight_bytes", "prod
 
 def simulate(
     partition: Partition,
-    scheme: str | Scheme = "spectrain",
+    scheme: AnyScheme = "spectrain",
     cluster: Cluster | None = None,
     minibatches: int = 200,
     *,
@@ -71,7 +73,8 @@ def simulate(
 
     Args:
         partition: the stages and what they cost; see ``partition``.
-        scheme: the name of a scheme, or a ``Scheme``; with the horizon of the partition's training, if it has that.
+        scheme: the name of a scheme, or a ``Scheme``; with the horizon of the partition's training, if it has that; or
+            an object such as ``pipetrain.SpecTrain(horizon="target")``.
         cluster: how devices are joined and how many work at once; by default as ``Cluster()``, with the partition's
             processors.
         minibatches: how many are trained before the pipeline drains.
@@ -92,6 +95,7 @@ def simulate(
     """
     _check_staged(scheme)
     training = checked_training(partition.training).under(scheme)
+    scheme = scheduled(scheme)
     chosen = SCHEMES["single"] if check_name(scheme) == DATA_PARALLEL else training.chosen
     check_microbatches(microbatches, scheme, training.horizon)
     stages, devices = _placed(partition, chosen, scheme == DATA_PARALLEL)
@@ -119,9 +123,11 @@ def simulate(
     return trace_of(built.stations, record, None if chosen.schedule.chunks == 1 else len(built.stations))
 
 
-def _check_staged(scheme: str | Scheme) -> None:
+def _check_staged(scheme: AnyScheme) -> None:
     """Refuse schemes that have no stages, which are simulated from a profile."""
-    if (name := check_name(scheme)) in UNSTAGED:
+    if (name := name_of(scheme)) == AUTO:
+        check_name(name)
+    if name in UNSTAGED:
         problem, instead = UNSTAGED[name]
         raise ValueError(f"{problem}. Received: scheme={scheme!r}. Try {instead}.")
 

@@ -18,7 +18,7 @@ from pipetrain.compute.functions.backward_halves import BackwardHalves
 from pipetrain.compute.functions.packed import SEPARATE
 from pipetrain.schemes import Schedule, Scheme
 from pipetrain.schemes.dry_run import replay
-from pipetrain.schemes.policies import Flush, Vanilla
+from pipetrain.schemes.policies import FlushPolicy, VanillaPolicy
 from pipetrain.schemes.schedules import asynchronous, gpipe, orders, unflushed
 from pipetrain.schemes.table import CHUNKED, SCHEDULED
 from pipetrain.schemes.text_form import written
@@ -252,14 +252,14 @@ def halved(order):
 
 
 def test_halves_between_which_weights_change_are_refused():
-    own = Scheme("late", Schedule(halved(asynchronous), flushes=False, found=unflushed), Vanilla())
+    own = Scheme("late", Schedule(halved(asynchronous), flushes=False, found=unflushed), VanillaPolicy())
     with pytest.raises(ValueError, match="Received: 0W0 in the asynchronous schedule of 'late'"):
         pipetrain.PipelineModel(networks.mlp(), 2, own, devices=("CPU:0", "CPU:1"))
 
 
 @pytest.mark.wide
 def test_any_order_of_halves_trains():
-    own = Scheme("gpipe in halves", Schedule(halved(gpipe)), Flush(), splits=True)
+    own = Scheme("gpipe in halves", Schedule(halved(gpipe)), FlushPolicy(), splits=True)
     single = networks.mlp()
     pm = pipetrain.PipelineModel(networks.mlp(), 2, own, devices=("CPU:0", "CPU:1"), microbatches=4)
     for model in (single, pm):

@@ -72,10 +72,10 @@ def test_a_relative_cache_home_is_ignored(given, monkeypatch, tmp_path):
 @pytest.mark.parametrize("bad", [b"", b"\xff\xfe", b"[]", b"5", b'{"model": "a"}'])
 def test_a_cache_file_that_is_none_is_measured_anew(bad, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    pipetrain.PipelineModel(networks.mlp(), stages=2).partition(batch_size=16)
+    pipetrain.PipelineModel(networks.mlp(), stages=2, scheme="spectrain").partition(batch_size=16)
     (file,) = (tmp_path / "pipetrain").iterdir()
     file.write_bytes(bad)
-    pipetrain.PipelineModel(networks.mlp(), stages=2).partition(batch_size=16)
+    pipetrain.PipelineModel(networks.mlp(), stages=2, scheme="spectrain").partition(batch_size=16)
     assert len(file.read_bytes()) > 100
     trials = KeptTrials(CHOICE, ())
     trials.keep([1.0])
@@ -92,5 +92,5 @@ def test_a_full_disk_leaves_no_half_of_a_profile(monkeypatch, tmp_path):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Profile, "save", save)
-    pipetrain.PipelineModel(networks.mlp(), stages=2).partition(batch_size=16)
+    pipetrain.PipelineModel(networks.mlp(), stages=2, scheme="spectrain").partition(batch_size=16)
     assert list((tmp_path / "pipetrain").iterdir()) == []

@@ -13,7 +13,6 @@ import parameters
 import pytest
 import tensorflow as tf
 
-import pipetrain
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.optimizer.clipping import clipped, squared_norm
 from pipetrain.compute.optimizer.update import Update
@@ -61,7 +60,7 @@ def partly_frozen():
 def trained(model, optimizer, data, **settings):
     """The weights after batches of 16 rows, the last of fewer; in plain Keras where there are no other settings."""
     if settings:
-        model = pipetrain.PipelineModel(model, **settings)
+        model = networks.in_way(model, **settings)
     model.compile(optimizer, networks.crossentropy())
     model.fit(*data, batch_size=16, shuffle=False, verbose=0)
     return model.get_weights()
@@ -191,7 +190,7 @@ def test_delays_change_no_bit(monkeypatch):
     for delay_s in (0.0, 0.01):
         networks.delay(monkeypatch, delay_s, "backward", "squared_norm", "update")
         settings = {"scheme": "1f1b", "microbatches": 3, "replicas": (2, 1), "cuts": ("embedding",)}
-        pm = pipetrain.PipelineModel(reader(), **settings)
+        pm = networks.in_way(reader(), **settings)
         pm.compile(OPTIMIZERS["momentum"](global_clipnorm=0.1), networks.crossentropy())
         pm.fit(*words(), batch_size=16, epochs=2, shuffle=False, verbose=0)
         weights.append(pm.get_weights())

@@ -73,7 +73,7 @@ def model(kind):
 
 def trained(built, **settings):
     if settings:
-        built = pipetrain.PipelineModel(built, **settings)
+        built = networks.in_way(built, **settings)
     built.compile(keras.optimizers.SGD(0.05, momentum=0.9), networks.crossentropy())
     networks.fit(built, *networks.data(100))
     return built.get_weights()
@@ -95,14 +95,14 @@ def test_models_with_such_tensors_are_cut_around_them(kind):
 def test_a_cut_there_is_refused_by_name(kind):
     what = "sparse" if kind is sparse else "ragged"
     with pytest.raises(ValueError, match=f"No cut can be made after 'made': what 'made' makes is {what}.*Try 'read'"):
-        pipetrain.PipelineModel(model(kind), cuts=("made",))
+        pipetrain.PipelineModel(model(kind), cuts=("made",), scheme="spectrain")
 
 
 @pytest.mark.parametrize(("layer", "remedy"), [(Undeclared, "to_tensor"), (Sparse, "to_dense")])
 def test_an_output_of_that_kind_is_refused_by_name(layer, remedy):
     x = keras.Input((4, 2))
     with pytest.raises(ValueError, match=f"output of a model that is cut must be dense.*'made'.*{remedy}"):
-        pipetrain.PipelineModel(keras.Model(x, layer(name="made")(L.Dense(2)(x))), stages=1)
+        pipetrain.PipelineModel(keras.Model(x, layer(name="made")(L.Dense(2)(x))), stages=1, scheme="spectrain")
 
 
 def test_models_without_such_tensors_are_not_traced_for_them(monkeypatch):
@@ -131,6 +131,6 @@ def test_lookups_that_make_ragged_tensors_are_seen():
 @pytest.mark.wide
 def test_predictions_are_those_of_plain_keras():
     built = model(beside)
-    pm = pipetrain.PipelineModel(built, stages=3)
+    pm = pipetrain.PipelineModel(built, stages=3, scheme="spectrain")
     x, _ = networks.data(50)
     np.testing.assert_allclose(pm.predict(x, verbose=0), built.predict(x, verbose=0), atol=1e-6)

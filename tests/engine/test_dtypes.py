@@ -64,7 +64,7 @@ def casting(dtype):
 
 def trained(model, **settings):
     if settings:
-        model = pipetrain.PipelineModel(model, **settings)
+        model = networks.in_way(model, **settings)
     model.compile(keras.optimizers.SGD(0.05, momentum=0.9), networks.crossentropy())
     networks.fit(model, *networks.data(120), batch_size=20)
     return model.get_weights()
@@ -121,7 +121,7 @@ def test_whole_numbers_cross_and_carry_no_gradient_as_in_plain_keras():
 
 
 def test_a_type_without_gradients_is_refused_by_name():
-    pm = pipetrain.PipelineModel(casting("float8_e5m2"), cuts=("there",))
+    pm = pipetrain.PipelineModel(casting("float8_e5m2"), cuts=("there",), scheme="spectrain")
     pm.compile(keras.optimizers.SGD(0.05, momentum=0.9), networks.crossentropy())
     with pytest.raises(ValueError, match=r"No gradient crosses a cut in the type float8_e5m2.*'there'.*Try a cut"):
         networks.fit(pm, *networks.data(40))

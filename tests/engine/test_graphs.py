@@ -113,9 +113,9 @@ def a_norm_of_two_calls():
 def test_what_shares_state_stays_together():
     assert [len(block.calls) for block in Chain(a_norm_of_two_calls()).blocks] == [3]
     with pytest.raises(ValueError, match=r"after 'between': 'twice' is called more than once.*Try 'twice:?2?'"):
-        pipetrain.PipelineModel(a_norm_of_two_calls(), cuts=("between",))
+        pipetrain.PipelineModel(a_norm_of_two_calls(), cuts=("between",), scheme="spectrain")
     with pytest.raises(ValueError, match=r"one stage \('twice' is called more than once.*stages=2\. Try stages=1"):
-        pipetrain.PipelineModel(a_norm_of_two_calls(), stages=2)
+        pipetrain.PipelineModel(a_norm_of_two_calls(), stages=2, scheme="spectrain")
 
 
 class Backbone(keras.Model):
@@ -280,7 +280,7 @@ def test_half_precision_trains(policy, scheme):
 def test_float16_is_refused_by_name_in_asynchronous_schemes():
     layer = L.Dense(4, dtype="mixed_float16", name="narrow")
     with pytest.raises(ValueError, match=r"loss scaling.*'narrow'.*mixed_float16.*mixed_bfloat16"):
-        pipetrain.PipelineModel(keras.Sequential([keras.Input((3,)), layer, L.Dense(2)]), stages=2)
+        pipetrain.PipelineModel(keras.Sequential([keras.Input((3,)), layer, L.Dense(2)]), stages=2, scheme="spectrain")
 
 
 @pytest.mark.wide

@@ -68,7 +68,7 @@ def test_too_late_explain_says_so(name, said, on):
     assert onednn.VARIABLE not in os.environ
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2), keras.layers.Dense(2)])
     line = "Import pipetrain before tensorflow and keras, or set TF_ENABLE_ONEDNN_OPTS=1."
-    assert pipetrain.PipelineModel(model, stages=2).explain(8).endswith(line) == said
+    assert pipetrain.PipelineModel(model, stages=2, scheme="spectrain").explain(8).endswith(line) == said
 
 
 @pytest.mark.wide

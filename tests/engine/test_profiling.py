@@ -110,7 +110,7 @@ def test_the_profile_finds_the_sleepers(monkeypatch):
 def test_the_same_model_is_always_cut_the_same_way():
     cuts = set()
     for _ in range(3):
-        pm = pipetrain.PipelineModel(networks.mlp(), stages=3)
+        pm = pipetrain.PipelineModel(networks.mlp(), stages=3, scheme="spectrain")
         cuts.add(pm.partition(batch_size=16).cuts)
     assert len(cuts) == 1
 
@@ -118,10 +118,10 @@ def test_the_same_model_is_always_cut_the_same_way():
 @pytest.mark.wide
 def test_a_damaged_profile_cache_is_measured_anew(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first = pipetrain.PipelineModel(networks.mlp(), stages=3).partition(batch_size=16)
+    first = pipetrain.PipelineModel(networks.mlp(), stages=3, scheme="spectrain").partition(batch_size=16)
     (file,) = (tmp_path / "pipetrain").iterdir()
     file.write_text(file.read_text()[:100])
-    second = pipetrain.PipelineModel(networks.mlp(), stages=3).partition(batch_size=16)
+    second = pipetrain.PipelineModel(networks.mlp(), stages=3, scheme="spectrain").partition(batch_size=16)
     assert first.stages[0].first == second.stages[0].first == "d0"
     assert len(file.read_text()) > 100
 
@@ -131,7 +131,7 @@ def test_the_profile_cache_tells_kernels_apart(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for setting in ("0", "1", "0"):
         monkeypatch.setenv("TF_ENABLE_ONEDNN_OPTS", setting)
-        pipetrain.PipelineModel(networks.mlp(), stages=3).partition(batch_size=16)
+        pipetrain.PipelineModel(networks.mlp(), stages=3, scheme="spectrain").partition(batch_size=16)
     assert len(list((tmp_path / "pipetrain").iterdir())) == 2
 
 

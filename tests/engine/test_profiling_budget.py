@@ -197,7 +197,7 @@ def test_fit_and_explain_profile_within_the_default_budget(monkeypatch):
     asked = Mock(side_effect=profile_cache.profile_chain)
     monkeypatch.setattr(profile_cache, "profile_chain", asked)
     monkeypatch.setattr(profile_cache, "_read", lambda path: None)
-    pipetrain.PipelineModel(networks.mlp(), stages=2).explain(8)
+    pipetrain.PipelineModel(networks.mlp(), stages=2, scheme="spectrain").explain(8)
     assert {call.args[-1] for call in asked.call_args_list} == {20.0}
 
 

@@ -51,7 +51,7 @@ MODELS = {"spectral": normalized, "decaying": decaying}
 
 def trained(model, jit_compile=False, **settings):
     """The weights, the losses of two epochs and of an evaluation."""
-    fitted = pipetrain.PipelineModel(model, **settings) if settings else model
+    fitted = networks.in_way(model, **settings) if settings else model
     fitted.compile(keras.optimizers.Adam(0.01), "mse", jit_compile=jit_compile)
     x, y = networks.normal(5 * ROWS, 6, 4), networks.normal(5 * ROWS, 3)
     history = fitted.fit(x, y, batch_size=ROWS, shuffle=False, verbose=0, epochs=2).history

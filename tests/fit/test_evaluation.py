@@ -31,7 +31,7 @@ def both(model, pm, *data, batch_size=BATCH, **settings):
 
 def pair(model, loss="mse", metrics=(), **settings):
     """The model compiled for itself, and in a pipeline."""
-    pm = pipetrain.PipelineModel(model, **settings)
+    pm = networks.in_way(model, **settings)
     for each in (model, pm):
         each.compile(keras.optimizers.SGD(0.05, momentum=0.9), loss, metrics=list(metrics), weighted_metrics=[])
     return model, pm
@@ -94,7 +94,7 @@ def test_several_inputs_and_outputs_by_name():
     keras.utils.set_random_seed(0)
     model = many_inputs_and_outputs()
     names = [block.name for block in Chain(model).blocks]
-    pm = pipetrain.PipelineModel(model, cuts=(names[0], names[4]), replicas=(2, 1, 2))
+    pm = pipetrain.PipelineModel(model, cuts=(names[0], names[4]), replicas=(2, 1, 2), scheme="spectrain")
     compiled(model)
     compiled(pm)
     x, y = tokens_and_numbers()
@@ -125,7 +125,7 @@ def test_masked_outputs_and_reductions(loss):
 
 def test_predict_before_compile_and_a_short_last_batch():
     model = networks.mlp()
-    pm = pipetrain.PipelineModel(model, cuts=networks.cuts(6, 3))
+    pm = pipetrain.PipelineModel(model, cuts=networks.cuts(6, 3), scheme="spectrain")
     x, _ = networks.data(37)
     for rows in (37, 2, 1):
         np.testing.assert_array_equal(pm.predict(x[:rows], BATCH, 0), model.predict(x[:rows], BATCH, 0))
@@ -159,7 +159,7 @@ def test_a_cut_that_nothing_has_decided_is_not_decided_by_evaluating():
     pm.fit(x, y, verbose=0)
     assert_same(*both(model, pm, x, y))
     assert inside.evaluator(pm)._decision.ends == inside.placement(pm).ends
-    again = pipetrain.PipelineModel(model, stages=pm.partition())
+    again = pipetrain.PipelineModel(model, stages=pm.partition(), scheme="spectrain")
     np.testing.assert_allclose(again.predict(x, verbose=0), model.predict(x, verbose=0), rtol=1e-5, atol=1e-6)
 
 
@@ -278,7 +278,10 @@ class Noise(L.Layer):
 @pytest.mark.wide
 def test_seeds_move_on_as_in_plain_keras():
     results, x = [], np.zeros((24, 3), "float32")
-    for make in (lambda model: model, lambda model: pipetrain.PipelineModel(model, cuts=("noise",))):
+    for make in (
+        lambda model: model,
+        lambda model: pipetrain.PipelineModel(model, cuts=("noise",), scheme="spectrain"),
+    ):
         keras.utils.set_random_seed(0)
         model = keras.Sequential([keras.Input((3,)), Noise(), L.Dense(2)])
         made = make(model)
@@ -293,7 +296,7 @@ def test_a_batch_is_never_divided():
     queries, keys = L.Dense(3, name="queries")(x), L.Dense(3, name="keys")(x)
     scores = L.Lambda(lambda both: tf.matmul(both[0], both[1], transpose_b=True), output_shape=(None,), name="scores")
     model = keras.Model(x, scores([queries, keys]))
-    pm = pipetrain.PipelineModel(model, cuts=("queries", "keys"))
+    pm = pipetrain.PipelineModel(model, cuts=("queries", "keys"), scheme="spectrain")
     data = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
     np.testing.assert_allclose(pm.predict(data, 32, 0), model.predict(data, 32, 0), rtol=1e-5, atol=1e-6)
 
@@ -347,7 +350,7 @@ class Positive(L.Layer):
 def test_an_operation_that_fails_is_named_with_its_minibatch(at):
     layers = {name: [Positive()] if name == at else [] for name in ("first", "second")}
     parts = [*layers["first"], L.Dense(3, kernel_initializer="identity", name="a"), *layers["second"], L.Dense(2)]
-    pm = pipetrain.PipelineModel(keras.Sequential([keras.Input((3,)), *parts]), cuts=("a",))
+    pm = pipetrain.PipelineModel(keras.Sequential([keras.Input((3,)), *parts]), cuts=("a",), scheme="spectrain")
     x = np.zeros((40, 3), "float32")
     want = pm.predict(x, batch_size=8, verbose=0)
     x[21] = -100.0

@@ -82,7 +82,7 @@ OPTIMIZERS = {
 def trained(optimizer="momentum", **settings):
     """A text model after two epochs, and what it was compiled as."""
     model = text_model()
-    pm = pipetrain.PipelineModel(model, **settings) if settings else model
+    pm = networks.in_way(model, **settings) if settings else model
     pm.compile(OPTIMIZERS[optimizer](), networks.crossentropy())
     networks.fit(pm, *sentences(), epochs=2)
     return pm

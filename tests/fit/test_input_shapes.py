@@ -93,7 +93,7 @@ def arrays(name, rows, seed=0):
 
 def compiled(model, **settings):
     if settings:
-        model = pipetrain.PipelineModel(model, **settings)
+        model = networks.in_way(model, **settings)
     model.compile(keras.optimizers.SGD(0.05, momentum=0.9), loss=networks.crossentropy())
     return model
 
@@ -299,7 +299,7 @@ WRONG = [
 @pytest.mark.parametrize(("name", "given", "message"), WRONG)
 def test_what_is_missing_or_does_not_fit_is_said(name, given, message):
     model = MODELS[name][0]()
-    pm = pipetrain.PipelineModel(model, stages=2)
+    pm = pipetrain.PipelineModel(model, stages=2, scheme="spectrain")
     asks = [
         lambda: pipetrain.profile(model, 8, verbose=False, budget_s=None, input_shapes=given),
         lambda: pm.partition(8, input_shapes=given),
@@ -329,7 +329,7 @@ def test_shapes_that_a_plan_is_for(profiled):
 def test_the_cache_tells_shapes_apart(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for shape in ((20, 16, 3), (16, 20, 3), (20, 16, 3)):
-        pipetrain.PipelineModel(images(), stages=2).partition(8, input_shapes=shape)
+        pipetrain.PipelineModel(images(), stages=2, scheme="spectrain").partition(8, input_shapes=shape)
     assert len(list((tmp_path / "pipetrain").iterdir())) == 2
 
 
@@ -420,7 +420,7 @@ def test_a_sequential_model_is_asked_for_its_shape_too():
             pipetrain.profile(model, 4, verbose=False, budget_s=None, input_shapes=wrong)
     assert pipetrain.profile(model, 4, verbose=False, budget_s=None, input_shapes={"image": (8, 8, 3)}).blocks
     with pytest.raises(ValueError, match=r"leaves open.*'image'"):
-        pipetrain.PipelineModel(model, stages=2).explain(4)
+        pipetrain.PipelineModel(model, stages=2, scheme="spectrain").explain(4)
 
 
 def test_a_model_of_fixed_batch_size_takes_microbatches_and_a_short_last_batch():

@@ -158,7 +158,7 @@ def test_an_optimizer_that_looks_at_all_gradients_is_refused_where_none_is_given
     optimizer = spied(keras.optimizers.SGD, [name], set())(0.1)
     assert overridden(optimizer, overrides.WHOLE) == [name]
     for scheme, servers in (("1f1b", None), ("spectrain", None), ("parameter-server", 2)):
-        pm = pipetrain.PipelineModel(network(), scheme=scheme, stages=2, servers=servers)
+        pm = networks.in_way(network(), scheme=scheme, stages=2, servers=servers)
         with pytest.raises(ValueError, match=f"OwnSGD, whose class overrides {name}. Try"):
             pm.compile(optimizer, "mse")
     wrapped(network(), "single").compile(optimizer, "mse")
@@ -189,7 +189,7 @@ WHOLE_WAYS = {
 @pytest.mark.parametrize(("optimizer", "way"), parameters.combinations([Halved, UnitLength], list(WHOLE_WAYS)))
 def test_an_optimizer_that_looks_at_all_gradients_is_given_them_where_one_has_all_weights(optimizer, way):
     models = []
-    for make in (lambda model: model, lambda model: pipetrain.PipelineModel(model, **WHOLE_WAYS[way])):
+    for make in (lambda model: model, lambda model: networks.in_way(model, **WHOLE_WAYS[way])):
         keras.utils.set_random_seed(0)
         models.append(network())
         trained = make(models[-1])

@@ -11,8 +11,6 @@ import pytest
 from networks import normal
 from parameters import by_default, combinations
 
-import pipetrain
-
 L, ops, losses = keras.layers, keras.ops, keras.losses
 WORDS, LENGTH, CLASSES, ROWS = 20, 5, 7, 22  # of which the last minibatch has fewer
 
@@ -50,7 +48,7 @@ def words():
 
 
 def run(built, loss, x, y, sample_weight=None, **how):
-    model = pipetrain.PipelineModel(built, **how) if how else built
+    model = networks.in_way(built, **how) if how else built
     model.compile(keras.optimizers.SGD(0.1), loss)
     settings = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
     history = model.fit(x, y, sample_weight=sample_weight, **settings).history
@@ -149,7 +147,7 @@ def test_every_output_has_what_it_is_divided_by(scheme):
         return keras.Model(given, made)
 
     def train(**settings):
-        model = pipetrain.PipelineModel(several(), **settings) if settings else several()
+        model = networks.in_way(several(), **settings) if settings else several()
         kind = losses.SparseCategoricalCrossentropy
         each = {
             "c": kind(from_logits=True, ignore_class=0),

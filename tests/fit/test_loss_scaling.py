@@ -61,7 +61,7 @@ def mixed():
 
 def compiled(optimizer, make=networks.mlp, settings=None, jit_compile="auto"):
     """As a pipeline with these settings, without any in plain Keras."""
-    model = make() if settings is None else pipetrain.PipelineModel(make(), **settings)
+    model = make() if settings is None else networks.in_way(make(), **settings)
     loss = keras.losses.MeanSquaredError() if make is networks.tied_autoencoder else networks.crossentropy()
     model.compile(optimizer, loss, jit_compile=jit_compile)
     return model

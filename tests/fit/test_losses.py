@@ -41,7 +41,7 @@ def data(shape=(OUT,)):
 def run(built, loss, x, y, optimizer=None, sample_weight=None, **settings):
     """The loss of every step, and the weights."""
     how = {"scheme": "1f1b", "microbatches": 1, **settings} if settings else {}
-    pm = pipetrain.PipelineModel(built, **how) if how else built
+    pm = networks.in_way(built, **how) if how else built
     pm.compile(optimizer or keras.optimizers.SGD(0.005, momentum=0.9), loss)
     losses = []
     keep = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: losses.append(logs["loss"]))
@@ -290,7 +290,7 @@ def test_in_every_scheme_such_a_loss_is_as_good_as_a_compiled_one(scheme):
 
 def test_such_a_model_is_evaluated_as_in_plain_keras():
     built, (x, _) = autoencoder(), data()
-    pm = pipetrain.PipelineModel(built, cuts=("first",))
+    pm = pipetrain.PipelineModel(built, cuts=("first",), scheme="spectrain")
     for each in (built, pm):
         each.compile(keras.optimizers.SGD(0.1))
     np.testing.assert_allclose(pm.evaluate(x, verbose=0), built.evaluate(x, verbose=0), rtol=1e-5)

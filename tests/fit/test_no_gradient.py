@@ -93,7 +93,7 @@ CUTS = [
 def trained(model, optimizer="momentum", **settings):
     keras.utils.set_random_seed(0)
     built = model()
-    pm = pipetrain.PipelineModel(built, **settings) if settings else built
+    pm = networks.in_way(built, **settings) if settings else built
     loss = networks.crossentropy()
     pm.compile(OPTIMIZERS[optimizer](), [loss, None] if model is without_loss else loss)
     networks.fit(pm, *networks.data(120))
@@ -215,7 +215,7 @@ def test_a_frozen_beginning_of_open_length(scheme):
         y = L.GlobalAveragePooling1D()(L.Embedding(9, 4, trainable=False, name="words")(x))
         model = keras.Model(x, L.Dense(networks.CLASSES)(y))
         settings = {"cuts": ("words",), "scheme": scheme} if stages > 1 else {"stages": 1, "scheme": "single"}
-        pm = pipetrain.PipelineModel(model, **settings)
+        pm = networks.in_way(model, **settings)
         pm.compile("sgd", networks.crossentropy())
         networks.fit(pm, np.arange(160).reshape(40, 4) % 9, np.arange(40) % networks.CLASSES)
         weights.append(pm.get_weights())

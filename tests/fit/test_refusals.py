@@ -33,7 +33,7 @@ def test_unknown_scheme():
 @pytest.mark.parametrize("stages", [0, 7, -1, 2.5, "4", True])
 def test_impossible_numbers_of_stages(stages):
     with refused("6 layers.*stages="):
-        pipetrain.PipelineModel(networks.mlp(6), stages=stages)
+        pipetrain.PipelineModel(networks.mlp(6), stages=stages, scheme="spectrain")
 
 
 @pytest.mark.parametrize(
@@ -47,12 +47,12 @@ def test_impossible_numbers_of_stages(stages):
 )
 def test_cuts_that_are_no_cuts(cuts, match):
     with refused(match):
-        pipetrain.PipelineModel(networks.mlp(6), cuts=cuts)
+        pipetrain.PipelineModel(networks.mlp(6), cuts=cuts, scheme="spectrain")
 
 
 def test_stages_that_contradict_the_cuts():
     with refused("2 stages.*stages=3"):
-        pipetrain.PipelineModel(networks.mlp(6), stages=3, cuts=("d1",))
+        pipetrain.PipelineModel(networks.mlp(6), stages=3, cuts=("d1",), scheme="spectrain")
 
 
 @pytest.mark.parametrize("microbatches", [0, -1, 1.5, True, "2", np.int64(0), np.float64(2)])
@@ -63,19 +63,19 @@ def test_impossible_numbers_of_microbatches(microbatches):
 
 def test_unknown_device():
     with refused("GPU:7.*CPU:0"):
-        pipetrain.PipelineModel(networks.mlp(), stages=2, devices=("CPU:0", "GPU:7"))
+        pipetrain.PipelineModel(networks.mlp(), stages=2, devices=("CPU:0", "GPU:7"), scheme="spectrain")
 
 
 def test_models_whose_layers_cannot_be_seen():
     with refused("no input shape"):
-        pipetrain.PipelineModel(keras.Sequential([keras.layers.Dense(2)]), stages=1)
+        pipetrain.PipelineModel(keras.Sequential([keras.layers.Dense(2)]), stages=1, scheme="spectrain")
 
     class Subclassed(keras.Model):
         def call(self, x):
             return x
 
     with refused("subclassed.*one block", TypeError):
-        pipetrain.PipelineModel(Subclassed(), stages=1)
+        pipetrain.PipelineModel(Subclassed(), stages=1, scheme="spectrain")
 
     class OwnStep(keras.Model):
         def train_step(self, data):
@@ -83,19 +83,19 @@ def test_models_whose_layers_cannot_be_seen():
 
     x = keras.Input((4,))
     with refused("OwnStep overrides train_step", TypeError):
-        pipetrain.PipelineModel(OwnStep(x, keras.layers.Dense(2)(x)), stages=1)
+        pipetrain.PipelineModel(OwnStep(x, keras.layers.Dense(2)(x)), stages=1, scheme="spectrain")
     with refused("Not a Keras model", TypeError):
-        pipetrain.PipelineModel("model.keras", stages=1)
+        pipetrain.PipelineModel("model.keras", stages=1, scheme="spectrain")
 
 
 def test_an_uncompiled_model():
     x, y = networks.data(64)
     with refused(r"compile\(\)"):
-        pipetrain.PipelineModel(networks.mlp(), stages=2).fit(x, y)
+        pipetrain.PipelineModel(networks.mlp(), stages=2, scheme="spectrain").fit(x, y)
 
 
 def test_compiled_without_a_loss():
-    pm = pipetrain.PipelineModel(networks.mlp(), stages=2)
+    pm = pipetrain.PipelineModel(networks.mlp(), stages=2, scheme="spectrain")
     pm.compile("sgd")
     with refused("loss=None"):
         pm.fit(*networks.data(64))
@@ -144,7 +144,7 @@ def test_optimizers_a_pipeline_cannot_do_exactly():
 
 
 def test_loops_a_pipeline_does_not_have():
-    pm = pipetrain.PipelineModel(networks.mlp(), stages=2)
+    pm = pipetrain.PipelineModel(networks.mlp(), stages=2, scheme="spectrain")
     with refused("run_eagerly=True"):
         pm.compile("sgd", "mse", run_eagerly=True)
     for steps in (0, -1, 2.5, True, "auto"):
@@ -155,7 +155,7 @@ def test_loops_a_pipeline_does_not_have():
 @pytest.mark.parametrize("replicas", [(2,), (2, 0), (1, 1.5), (1, 1, 1), (True, 1), ("2", 1), 2])
 def test_replicas_are_a_number_for_each_stage(replicas):
     with refused("2 stages.*replicas="):
-        pipetrain.PipelineModel(networks.mlp(), stages=2, replicas=replicas)
+        pipetrain.PipelineModel(networks.mlp(), stages=2, replicas=replicas, scheme="spectrain")
 
 
 def test_profiles_need_a_row():
@@ -211,10 +211,10 @@ def test_recomputing_where_there_are_no_stages():
 def test_what_is_on_or_off_is_a_bool(wrong):
     """A word is true, "no" too."""
     with refused(f"either.*Received: recompute={wrong!r}. Try recompute=True"):
-        pipetrain.PipelineModel(None, recompute=wrong)
+        pipetrain.PipelineModel(None, recompute=wrong, scheme="spectrain")
     with refused(f"either.*Received: spike_compensation={wrong!r}. Try"):
-        pipetrain.PipelineModel(None, spike_compensation=wrong)
-    pm = pipetrain.PipelineModel(networks.small(), stages=2)
+        pipetrain.PipelineModel(None, scheme=pipetrain.SpecTrain(spike_compensation=wrong))
+    pm = pipetrain.PipelineModel(networks.small(), stages=2, scheme="spectrain")
     with refused(f"either.*Received: exact_trace={wrong!r}. Try exact_trace=True"):
         pm.exact_trace = wrong
     assert pm.exact_trace is False
@@ -268,7 +268,7 @@ def test_callbacks_for_pipelines_in_a_plain_model_s_fit(callback):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_train_on_batch_says_what_is_missing(compiled):
-    pm = pipetrain.PipelineModel(networks.mlp(), stages=2)
+    pm = pipetrain.PipelineModel(networks.mlp(), stages=2, scheme="spectrain")
     if compiled:
         pm.compile(keras.optimizers.SGD(0.1))
     with pytest.raises(ValueError, match="loss=None" if compiled else r"compile\(\)"):
@@ -296,9 +296,9 @@ def test_a_layer_that_assigns_to_a_trained_weight_is_refused_in_asynchronous_sch
 def test_refusals_of_models_cuts_and_labels_say_what_to_do():
     x = keras.Input((4,))
     with pytest.raises(ValueError, match=r"nothing to cut.*Received: model="):
-        pipetrain.PipelineModel(keras.Model(x, x))
+        pipetrain.PipelineModel(keras.Model(x, x), scheme="spectrain")
     with pytest.raises(ValueError, match=r"cuts='first'.*Try cuts=\('first',\)"):
-        pipetrain.PipelineModel(one_layer(L.ReLU()), cuts="first")
+        pipetrain.PipelineModel(one_layer(L.ReLU()), cuts="first", scheme="spectrain")
     pm = pipetrain.PipelineModel(one_layer(L.ReLU()), stages=2, scheme="vanilla")
     pm.compile("sgd", "mse")
     with pytest.raises(ValueError, match=r"The loss cannot be computed.*Received: y of shape \(None, 3\)"):
@@ -347,16 +347,16 @@ def test_nested_models_that_are_not_opened_say_why():
     x = keras.Input((4,))
     closed = keras.Model(x, Subclassed()(x))
     with pytest.raises(ValueError, match=r"can only be one stage \('subclassed' is a subclassed model.*Try stages=1"):
-        pipetrain.PipelineModel(closed, stages=2)
+        pipetrain.PipelineModel(closed, stages=2, scheme="spectrain")
     words = keras.Input((4,), dtype="int32")
     nested = keras.Sequential([keras.Input((4, 3)), L.Dense(3, name="deep"), L.Dense(3)], name="nested")
     masked = keras.Model(words, L.Dense(2)(nested(L.Embedding(9, 3, mask_zero=True)(words))))
     with pytest.raises(ValueError, match="Unknown layer in cuts: 'nested' is called with a mask"):
-        pipetrain.PipelineModel(masked, cuts=("deep",))
+        pipetrain.PipelineModel(masked, cuts=("deep",), scheme="spectrain")
 
 
 @pytest.mark.parametrize("settings", [{"scheme": "zb-v"}, {"scheme": "interleaved", "chunks": 3}], ids=str)
 def test_a_schedule_of_more_stages_a_device_than_there_are_layers_is_named(settings):
     model = keras.Sequential([keras.Input((4,)), L.Dense(3)])
     with pytest.raises(ValueError, match=r"stages on each device, and the model .* only 1 layer .*scheme='1f1b'"):
-        pipetrain.PipelineModel(model, **settings)
+        networks.in_way(model, **settings)

@@ -11,7 +11,6 @@ import numpy as np
 import parameters
 import pytest
 
-import pipetrain
 from pipetrain.callbacks import PipelineCheckpoint
 from pipetrain.compute.keras_private import global_seed
 
@@ -51,7 +50,7 @@ def data(steps=STEPS):
 
 
 def compiled(model, jit_compile=False, rate=0.1, **settings):
-    trained = pipetrain.PipelineModel(model, **settings) if settings else model
+    trained = networks.in_way(model, **settings) if settings else model
     trained.compile(keras.optimizers.SGD(rate, momentum=0.9), "mse", jit_compile=jit_compile)
     return trained
 

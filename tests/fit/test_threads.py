@@ -75,7 +75,7 @@ def test_while_one_thread_trains_calls_from_others_are_refused(scheme, tmp_path)
 
 def coded():
     model = networks.small()
-    pm = pipetrain.PipelineModel(model, scheme="coded-reduce", children=2, devices=("CPU:0", "CPU:1"))
+    pm = pipetrain.PipelineModel(model, scheme=pipetrain.CodedReduce(children=2), devices=("CPU:0", "CPU:1"))
     pm.compile(keras.optimizers.SGD(0.05, momentum=0.9), networks.crossentropy())
     return pm
 

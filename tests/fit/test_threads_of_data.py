@@ -8,8 +8,6 @@ import networks
 import pytest
 from tensorflow.python.data.ops.iterator_ops import OwnedIterator
 
-import pipetrain
-
 
 def iterators() -> int:
     """How many iterators of TensorFlow's there are, each with threads of its own."""
@@ -31,7 +29,7 @@ def iterators() -> int:
     ids=lambda settings: settings["scheme"],
 )
 def test_no_call_leaves_a_reader_of_data(settings):
-    pm = pipetrain.PipelineModel(networks.mlp(), devices=("CPU:0", "CPU:1"), **settings)
+    pm = networks.in_way(networks.mlp(), devices=("CPU:0", "CPU:1"), **settings)
     pm.compile("sgd", networks.crossentropy())
     x, y = networks.data(40)
     calls = [

@@ -68,7 +68,7 @@ WAYS = {
 def made(way, **more):
     keras.utils.set_random_seed(0)
     settings = {"devices": [f"CPU:{n}" for n in range(4)]} if way == "zb-v" else {}
-    pm = pipetrain.PipelineModel(networks.mlp(), scheme=way.split(",")[0], **WAYS[way], **settings, **more)
+    pm = networks.in_way(networks.mlp(), scheme=way.split(",")[0], **WAYS[way], **settings, **more)
     pm.compile(keras.optimizers.SGD(0.05), networks.crossentropy())
     return pm
 
@@ -79,7 +79,8 @@ def test_without_a_trace_nothing_is_recorded_and_training_is_the_same(way):
     x, y = networks.data(BATCH * 4)
     weights = []
     for trace in (True, False):
-        pm = made(way, trace=trace)
+        pm = made(way)
+        pm.is_traced = trace
         pm.exact_trace = True  # of which nothing is to be seen either
         pm.fit(x, y, BATCH, epochs=2, shuffle=False, verbose=0)
         pm.evaluate(x, y, BATCH, verbose=0)
@@ -92,8 +93,9 @@ def test_without_a_trace_nothing_is_recorded_and_training_is_the_same(way):
 
 @pytest.mark.parametrize("value", ["no", 1000, None])
 def test_a_trace_is_kept_or_not(value):
-    with pytest.raises(ValueError, match=rf"Received: trace={value!r}. Try"):
-        pipetrain.PipelineModel(networks.mlp(), stages=2, trace=value)
+    pm = pipetrain.PipelineModel(networks.mlp(), stages=2, scheme="spectrain")
+    with pytest.raises(ValueError, match=rf"Received: is_traced={value!r}. Try"):
+        pm.is_traced = value
 
 
 class Count(keras.callbacks.Callback):

@@ -8,8 +8,6 @@ import numpy as np
 import parameters
 import pytest
 
-import pipetrain
-
 L = keras.layers
 X, Y = networks.data(60)
 WAYS = {
@@ -157,7 +155,7 @@ def test_equal_to_plain_keras(way, phases):
     results = []
     for settings in (None, WAYS[way]):
         model = model_of()
-        fitted = model if settings is None else pipetrain.PipelineModel(model, **settings)
+        fitted = model if settings is None else networks.in_way(model, **settings)
         results.append([*phases(fitted), *fitted.get_weights()])
     tolerance = 0.05 if phases is in_another_precision else 1e-5
     for got, want in zip(results[1], results[0], strict=True):
@@ -168,7 +166,7 @@ def test_equal_to_plain_keras(way, phases):
 def test_what_would_have_to_be_traced_anew_is_refused(way):
     """With sample weights Keras traces its step again, and follows what is trainable then."""
     model = model_of()
-    pm = pipetrain.PipelineModel(model, **WAYS[way])
+    pm = networks.in_way(model, **WAYS[way])
     compiles(pm)
     networks.fit(pm, X, Y)
     before = pm.get_weights()

@@ -175,7 +175,7 @@ def trained(way, moment, kind, stateful):
     """What the things gave, and weights and losses of two epochs with as many steps as there are things."""
     things = {name: do for name, do in KINDS[kind].items() if stateful or name not in STATEFUL}
     model = model_of(stateful)
-    fitted = model if way == "keras" else pipetrain.PipelineModel(model, **(WAYS | OF_PARTS)[way])
+    fitted = model if way == "keras" else networks.in_way(model, **(WAYS | OF_PARTS)[way])
     fitted.compile(keras.optimizers.SGD(0.05, momentum=0.9), networks.crossentropy())
     doing = Doing(moment, things, Before(fitted))
     x, y = networks.data(10 * len(things))
@@ -214,7 +214,7 @@ def test_a_count_of_steps_that_a_callback_sets(way):
     results = []
     for settings in (None, (WAYS | OF_PARTS)[way]):
         model = model_of(False)
-        fitted = pipetrain.PipelineModel(model, **settings) if settings else model
+        fitted = networks.in_way(model, **settings) if settings else model
         fitted.compile(keras.optimizers.Adam(0.01), networks.crossentropy())
         counts = []
 

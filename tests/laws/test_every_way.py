@@ -14,8 +14,6 @@ import networks
 import numpy as np
 import pytest
 
-import pipetrain
-
 L = keras.layers
 ROWS, WORDS = 18, 11  # in minibatches of 7: neither they nor their parts divide evenly
 TWO, ONE = ("CPU:0", "CPU:1"), ("CPU:0",)
@@ -109,7 +107,7 @@ def network(layer: str) -> keras.Model:
 def trained(layer: str, optimizer: str, clip: str, **how) -> list[np.ndarray]:
     """Weights, losses and an evaluation."""
     model, (x, y) = network(layer), data(layer)
-    fitted = pipetrain.PipelineModel(model, **how) if how else model
+    fitted = networks.in_way(model, **how) if how else model
     fitted.compile(OPTIMIZERS[optimizer](**CLIPS[clip]), networks.crossentropy())
     losses = []
     for epoch in range(2):

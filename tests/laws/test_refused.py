@@ -7,8 +7,6 @@ import pytest
 import ways_to_train
 from ways_to_train import WAYS
 
-import pipetrain
-
 OPTIONS = {
     "cuts": ("no such layer",),
     "replicas": (0, 0, 0, 0),
@@ -36,6 +34,6 @@ def test_what_no_way_takes_is_refused_by_every_way_and_leaves_the_model_as_it_wa
     weights, layers = model.get_weights(), [*model.layers]
     for option, value in OPTIONS.items():
         with pytest.raises((ValueError, TypeError), match=r"Received: .*\. Try "):
-            pipetrain.PipelineModel(model, **{**WAYS[way].options, option: value})
+            networks.in_way(model, **{**WAYS[way].options, option: value})
         networks.assert_equal(model.get_weights(), weights)
         assert model.layers == layers and not model.compiled

@@ -17,7 +17,7 @@ TEXT = f"""
 from __future__ import annotations
 from dataclasses import dataclass
 from pipetrain.schemes import Schedule, Scheme
-from pipetrain.schemes.policies import Flush
+from pipetrain.schemes.policies import FlushPolicy
 from pipetrain.schemes.schedules import gpipe
 from pipetrain.schemes.table import ASYNCHRONOUS
 {NEWEST}
@@ -31,7 +31,7 @@ class Far(Newest):
 
 late = Late(1)
 order = Schedule(gpipe)
-whole = Scheme("whole", order, Flush(), splits=True)
+whole = Scheme("whole", order, FlushPolicy(), splits=True)
 number = 3
 """
 WHOLE = "order", "whole"

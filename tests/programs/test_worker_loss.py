@@ -23,7 +23,6 @@ import pytest
 import tensorflow as tf
 from transfer_models import noisy
 
-import pipetrain
 from pipetrain.cluster import health, probe
 from pipetrain.cluster.health import NOTICED_S, HealthMonitor, WorkerLost
 from pipetrain.cluster.sockets import remote_addresses, sever
@@ -212,7 +211,7 @@ def test_calls_of_another_thread_draw_what_this_one_would(monkeypatch, settings)
     """Keras keeps its global seed for each thread."""
 
     def trained() -> list[np.ndarray]:
-        pm = pipetrain.PipelineModel(noisy(), **settings)
+        pm = networks.in_way(noisy(), **settings)
         pm.compile(keras.optimizers.SGD(0.05), networks.crossentropy())
         networks.fit(pm, *networks.data(40), epochs=2)
         return [*pm.get_weights(), np.array(global_seed())]

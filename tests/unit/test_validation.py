@@ -12,7 +12,7 @@ from pipetrain.plan.memory import Training, demand
 from pipetrain.plan.partition import partition
 from pipetrain.plan.profile import BlockProfile, Profile
 from pipetrain.schemes import Action, Read, Schedule, ScheduleError, Scheme, policies
-from pipetrain.schemes.policies import Flush, Vanilla, WeightStashing
+from pipetrain.schemes.policies import FlushPolicy, VanillaPolicy, WeightStashingPolicy
 from pipetrain.schemes.schedules import asynchronous, gpipe, unflushed
 from pipetrain.schemes.table import SCHEMES, scheme
 from pipetrain.schemes.validation import check
@@ -23,7 +23,7 @@ PROFILE = Profile("chain", 12, tuple(BlockProfile(f"d{n}", 1e-3, 2e-3, 1000, 500
 
 
 def synchronous(order, **settings):
-    return Scheme(order.__name__, Schedule(order, **settings), Flush(), splits=True)
+    return Scheme(order.__name__, Schedule(order, **settings), FlushPolicy(), splits=True)
 
 
 def nothing(device, devices, groups):
@@ -137,14 +137,14 @@ class Given:
         return Read(reader.minibatch + self.backward_of[0], self.backward_of[1])
 
 
-class BackwardReadsTheFirst(Vanilla):
+class BackwardReadsTheFirst(VanillaPolicy):
     """Reads at the end what it has not read since the beginning: nobody holds it."""
 
     def backward(self, reader):
         return Read(0 if reader.minibatch == 4 else reader.minibatch)
 
 
-class PredictsTheOneBefore(Vanilla):
+class PredictsTheOneBefore(VanillaPolicy):
     """Predicts from what is not the newest: it is kept as it is read."""
 
     predicts = True
@@ -160,9 +160,9 @@ def one_more(microbatch, stage, stages, microbatches):
 @pytest.mark.parametrize(
     ("policy", "found", "named"),
     [
-        (Vanilla(), None, "0F1 finds 0 updates made; by the schedule's ``found`` there are 1"),
-        (Vanilla(), one_more, "0F0 finds 0 updates made; by the schedule's ``found`` there are 1"),
-        (Vanilla(), lambda *place: 0, "0F2 finds 1 updates made; by the schedule's ``found`` there are 0"),
+        (VanillaPolicy(), None, "0F1 finds 0 updates made; by the schedule's ``found`` there are 1"),
+        (VanillaPolicy(), one_more, "0F0 finds 0 updates made; by the schedule's ``found`` there are 1"),
+        (VanillaPolicy(), lambda *place: 0, "0F2 finds 1 updates made; by the schedule's ``found`` there are 0"),
         (Given(forward_of=(1, 0)), unflushed, r"0F0 is to read Read\(version=1, horizon=0\); versions are 0 to 0"),
         (Given(backward_of=(-1, 0)), unflushed, r"0B0 is to read Read\(version=-1"),
         (Given(forward_of=(0, -1)), unflushed, r"0F0 is to read Read\(version=0, horizon=-1\)"),
@@ -209,9 +209,9 @@ class Unhashable:
 @pytest.mark.parametrize(
     ("own", "named"),
     [
-        (Scheme("own", gpipe, Flush()), "A scheme has a Schedule. Received: schedule=<function gpipe"),
+        (Scheme("own", gpipe, FlushPolicy()), "A scheme has a Schedule. Received: schedule=<function gpipe"),
         (Scheme("own", Schedule(gpipe), None), "A policy is an object.* Received: policy=None"),
-        (Scheme("own", Schedule(gpipe), Flush), "A policy is an object.* Received: policy=<class"),
+        (Scheme("own", Schedule(gpipe), FlushPolicy), "A policy is an object.* Received: policy=<class"),
         (Scheme("own", Schedule(gpipe), Unhashable()), "frozen=True"),
     ],
 )
@@ -223,14 +223,14 @@ def test_schemes_of_parts_that_are_none_are_refused(own, named):
 @pytest.mark.parametrize("make", [lambda own: demand(Training(own), 0, 2), lambda own: simulate(EVEN, own)])
 def test_planning_and_simulating_refuse_them_too(make):
     with pytest.raises(ScheduleError, match="0F0 is missing"):
-        make(Scheme("own", Schedule(nothing), Flush()))
+        make(Scheme("own", Schedule(nothing), FlushPolicy()))
 
 
 EVEN = partition(PROFILE, 2, Cluster(overhead_s=0.0), training=Training("gpipe", microbatches=3))
 
 
 def test_the_update_follows_the_last_backward_whatever_its_number():
-    own = Scheme("reversed", Schedule(reversed_backwards), Flush(), splits=True)
+    own = Scheme("reversed", Schedule(reversed_backwards), FlushPolicy(), splits=True)
     check(own, 2, 3)
     trace = simulate(EVEN, own, Cluster(overhead_s=0.0), minibatches=2, microbatches=3)
     versions = {(span.op, span.stage, span.microbatch): span.version for span in trace.spans}
@@ -238,7 +238,7 @@ def test_the_update_follows_the_last_backward_whatever_its_number():
 
 
 def test_forward_and_backward_in_one_are_planned_simulated_and_kept_in_traces(tmp_path):
-    own = Scheme("in one", Schedule(in_one), Flush(), splits=True)
+    own = Scheme("in one", Schedule(in_one), FlushPolicy(), splits=True)
     check(own, 2, 3)
     ours, gpipes = (demand(Training(each, microbatches=3), 1, 2) for each in (own, "gpipe"))
     assert ours.activations == pytest.approx(1 / 3)
@@ -256,6 +256,8 @@ def test_a_rule_predicts_as_far_as_either_way_does():
     for forward, backward in ((1, 3), (3, 1)):
         own = Scheme("own", SCHEMES["vanilla"].schedule, Given((0, forward), (0, backward)))
         assert own.rule(0, 2).furthest == 3
-    assert Scheme("own", SCHEMES["vanilla"].schedule, WeightStashing()).rule(0, 4).furthest == 0
+    assert Scheme("own", SCHEMES["vanilla"].schedule, WeightStashingPolicy()).rule(0, 4).furthest == 0
     assert [scheme("spectrain").rule(k, 4).furthest for k in range(4)] == [3, 2, 2, 1]
-    assert [Scheme("own", SCHEMES["2bw"].schedule, policies.LocalSpecTrain()).rule(k, 4, 3).furthest for k in (0, 3)]
+    assert [
+        Scheme("own", SCHEMES["2bw"].schedule, policies.LocalSpecTrainPolicy()).rule(k, 4, 3).furthest for k in (0, 3)
+    ]

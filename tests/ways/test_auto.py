@@ -31,6 +31,8 @@ from pipetrain.plan.partition import partition, plan
 from pipetrain.plan.profile import BlockProfile, Profile
 from pipetrain.run import trial
 from pipetrain.run.trial import Clock
+from pipetrain.schemes.grid import Grid
+from pipetrain.schemes.options import Interleaved, SpecTrain
 from pipetrain.simulation.every_way import choose
 
 MIB = 2**20
@@ -71,9 +73,9 @@ def test_a_slow_link_leaves_one_device():
 
 def test_weights_are_predicted_only_where_that_is_allowed():
     profile = chain(8, output_bytes=MIB // 16, weight_bytes=16 * MIB)
-    assert not [way for way in choose(profile, 4, ETHERNET).ways if "horizon" in way.arguments]
+    assert not [way for way in choose(profile, 4, ETHERNET).ways if "horizon" in way.told]
     allowed = choose(profile, 4, ETHERNET, staleness="predicted").taken
-    assert allowed.arguments["horizon"] == "target" and 4 * allowed.arguments["microbatches"] >= 4
+    assert allowed.arguments["scheme"] == SpecTrain(horizon="target") and 4 * allowed.arguments["microbatches"] >= 4
     with pytest.raises(ValueError, match="staleness='some'"):
         choose(profile, 4, ETHERNET, staleness="some")
 
@@ -149,7 +151,7 @@ def test_a_grid_is_among_the_ways_where_it_divides_a_layer():
     blocks = [BlockProfile(each.name, 1e-4, 2e-4, 4 * 32 * 4096, 4 * each.weights) for each in network.layers]
     profile = Profile("wide", 32, tuple(blocks), network=network)
     (way,) = [way for way in choose(profile, 4, ETHERNET).ways if way.kind == "grid"]
-    assert way.arguments["scheme"] == "grid" and way.arguments["grid"][0] > 1
+    assert way.arguments["scheme"].outputs > 1
     copies = next(way for way in choose(profile, 4, ETHERNET).ways if way.arguments["scheme"] == "all-reduce")
     assert way.step_s < copies.step_s and way.memory_bytes < copies.memory_bytes
     assert not [way for way in choose(replace(profile, network=None), 4, ETHERNET).ways if way.kind == "grid"]
@@ -168,9 +170,9 @@ def test_seconds_of_whole_minibatches_that_something_disturbed_do_not_count():
 WAYS = {
     "single": {"scheme": "single"},
     "all-reduce": {"scheme": "all-reduce"},
-    "grid": {"scheme": "grid", "grid": (2, 1)},
+    "grid": {"scheme": Grid(2, 1)},
     "zb-h2": {"scheme": "zb-h2", "microbatches": 2, "cuts": ("dense_1",)},
-    "interleaved": {"scheme": "interleaved", "microbatches": 2, "chunks": 2, "cuts": ("dense_0", "dense_1", "dense_2")},
+    "interleaved": {"scheme": Interleaved(chunks=2), "microbatches": 2, "cuts": ("dense_0", "dense_1", "dense_2")},
     "hybrid": {"scheme": "1f1b", "microbatches": 2, "replicas": (2, 1), "cuts": ("dense_1",)},
 }
 
@@ -308,7 +310,7 @@ def test_a_trial_leaves_nothing_in_the_model_and_the_fastest_way_trains(fastest,
 
     monkeypatch.setattr(WayTrial, "turn_s", turn_s)
     monkeypatch.setattr(AutoStrategy, "choice", lambda self, rows, shapes: near_ways())
-    expected = pipetrain.PipelineModel(network(), devices=("CPU:0", "CPU:1"), **WAYS[fastest])
+    expected = networks.in_way(network(), devices=("CPU:0", "CPU:1"), **WAYS[fastest])
     pm = pipetrain.PipelineModel(network(), scheme="auto", devices=("CPU:0", "CPU:1"))
     histories = [networks.without_figures(trained(model)) for model in (expected, pm)]
     assert tried[:3] == ["single", "all-reduce", "zb-h2"] and pm.scheme == fastest
@@ -440,7 +442,8 @@ def test_data_are_not_read_for_a_trial():
     ("options", "message"),
     [
         ({"microbatches": 4}, "With scheme='auto' this is chosen, too. Received: microbatches=4"),
-        ({"cuts": ("dense_1",)}, r"Received: cuts=\('dense_1',\)"),
+        ({"cuts": ("no such layer",)}, "no such layer"),
+        ({"order": "tic"}, "With scheme='auto' this is chosen, too. Received: order='tic'"),
         ({"staleness": "much"}, "Received: staleness='much'"),
         ({"memory_bytes": 0}, "Received: memory_bytes=0"),
         ({"scheme": "1f1b", "staleness": "none"}, "Only scheme='auto' chooses by this. Received: staleness='none'"),
@@ -448,4 +451,4 @@ def test_data_are_not_read_for_a_trial():
 )
 def test_what_it_does_not_take_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        pipetrain.PipelineModel(network(), **{"scheme": "auto", **options})
+        networks.in_way(network(), **{"scheme": "auto", **options})

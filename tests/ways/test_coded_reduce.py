@@ -48,7 +48,7 @@ def tree(children, depth=1, stragglers=1):
 
 def trained(model, optimizer=None, data=DATA, fit=None, loss=None, **options):
     """The model after two epochs, by itself or by coded gradients, and its History."""
-    model = pipetrain.PipelineModel(model, **options) if options else model
+    model = networks.in_way(model, **options) if options else model
     model.compile(optimizer or OPTIMIZERS["momentum"](), loss or networks.crossentropy(), metrics=["accuracy"])
     return model, networks.fit(model, *data, epochs=2, validation_data=data, **(fit or {})).history
 
@@ -141,7 +141,7 @@ def test_a_loss_that_is_a_sum_counts_fully_for_every_part():
     results = []
     for options in ({}, tree(3)):
         model = networks.mlp(2)
-        model = pipetrain.PipelineModel(model, **options) if options else model
+        model = networks.in_way(model, **options) if options else model
         model.compile(keras.optimizers.SGD(0.01), networks.crossentropy(reduction="sum"))
         losses = networks.fit(model, x, y, batch_size=10).history["loss"]
         results.append([*model.get_weights(), np.array(losses)])
@@ -173,7 +173,7 @@ def test_as_many_stragglers_as_a_tree_bears_change_nothing_and_are_counted(shape
     gone = [place for place in range(count) if (place - gone) % children < stragglers]
     single, _ = trained(networks.small(), data=(DATA[0][:60], DATA[1][:60]))
     late = Late(monkeypatch, *[(worker, 0) for worker in gone])
-    pm = pipetrain.PipelineModel(networks.small(), **tree(*shape))
+    pm = networks.in_way(networks.small(), **tree(*shape))
     pm.compile(OPTIMIZERS["momentum"](), networks.crossentropy())
     for _ in range(2):
         networks.fit(pm, DATA[0][:60], DATA[1][:60], callbacks=[releasing(late, 2)])
@@ -187,7 +187,7 @@ def test_as_many_stragglers_as_a_tree_bears_change_nothing_and_are_counted(shape
 
 def test_a_late_worker_leaves_out_steps_and_goes_on_with_the_newest_weights(monkeypatch):
     late = Late(monkeypatch, (1, 1), (0, 4))  # step 4 then needs the one that was late before
-    pm = pipetrain.PipelineModel(networks.small(), **tree(3))
+    pm = networks.in_way(networks.small(), **tree(3))
     pm.compile("sgd", networks.crossentropy())
     waits = threading.Event()
 
@@ -226,7 +226,7 @@ def test_more_stragglers_than_a_tree_bears_are_waited_for(monkeypatch):
 
     waiting = threading.Thread(target=let_go)
     waiting.start()
-    pm = pipetrain.PipelineModel(networks.small(), **tree(3))
+    pm = networks.in_way(networks.small(), **tree(3))
     pm.compile(OPTIMIZERS["momentum"](), networks.crossentropy())
     for _ in range(2):
         networks.fit(pm, *DATA, callbacks=[releasing(late, 3)])
@@ -247,7 +247,7 @@ def test_random_numbers_are_those_of_the_rows_whoever_draws_them(shape, monkeypa
     found = []
     for gone in (0, 1):
         late = Late(monkeypatch, *[(gone, step) for step in range(4)])
-        pm = pipetrain.PipelineModel(dropping(), **tree(*shape))
+        pm = networks.in_way(dropping(), **tree(*shape))
         pm.compile(OPTIMIZERS["momentum"](), networks.crossentropy())
         history = networks.fit(pm, *DATA, callbacks=[releasing(late, 3)]).history
         found.append((pm, history["loss"]))
@@ -287,7 +287,7 @@ def normalized(*layers):
     ],
 )
 def test_layers_whose_gradients_another_worker_cannot_repeat_are_refused(make, problem):
-    pm = pipetrain.PipelineModel(make(), **tree(2))
+    pm = networks.in_way(make(), **tree(2))
     pm.compile("sgd", networks.crossentropy())
     with pytest.raises(ValueError, match=problem):
         networks.fit(pm, DATA[0][:20], DATA[1][:20], batch_size=10)
@@ -299,7 +299,7 @@ def test_layers_whose_gradients_another_worker_cannot_repeat_are_refused(make, p
 )
 def test_an_embedding_whose_words_are_not_to_be_summed_is_refused(optimizer):
     """A word that comes several times in a minibatch has several gradients, which these square or clip one by one."""
-    pm = pipetrain.PipelineModel(words(), **tree(2))
+    pm = networks.in_way(words(), **tree(2))
     pm.compile(optimizer, networks.crossentropy())
     tokens = np.random.default_rng(0).integers(0, 20, (20, 6))
     with pytest.raises(ValueError, match=r"sum of the gradients of each word.*embeddings.*all-reduce"):
@@ -330,14 +330,12 @@ def test_evaluation_prediction_and_files_have_the_weights_of_all_steps(tmp_path)
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(shape, tmp_path):
     """Bitwise with repetition; snapshots on the way are those of plain Keras."""
     same = networks.assert_equal if shape[0] == 4 else networks.assert_close
-    assert_goes_on(
-        lambda: pipetrain.PipelineModel(networks.small(), **tree(*shape)), networks.small(), DATA, tmp_path, same
-    )
+    assert_goes_on(lambda: networks.in_way(networks.small(), **tree(*shape)), networks.small(), DATA, tmp_path, same)
 
 
 @pytest.mark.wide
 def test_an_interrupt_just_after_a_step_leaves_the_weights_of_that_step(monkeypatch):
-    pm = pipetrain.PipelineModel(networks.small(), **tree(3))
+    pm = networks.in_way(networks.small(), **tree(3))
     assert_keeps_steps(pm, networks.small(), DATA, CodedFunctions, "update", OPTIMIZERS["momentum"], monkeypatch)
 
 
@@ -345,7 +343,7 @@ def test_an_interrupt_just_after_a_step_leaves_the_weights_of_that_step(monkeypa
 @pytest.mark.parametrize("worker", parameters.by_default([0, 5], 5))
 def test_what_a_worker_raises_ends_training_with_a_note_and_it_may_go_on(worker, monkeypatch):
     """Of a child of the root, and of a worker at the end of the tree."""
-    pm = pipetrain.PipelineModel(networks.small(), **tree(3, 2))
+    pm = networks.in_way(networks.small(), **tree(3, 2))
     pm.compile(OPTIMIZERS["momentum"](), networks.crossentropy())
     compute = TreeWorker._compute
 
@@ -367,7 +365,7 @@ def test_what_a_worker_raises_ends_training_with_a_note_and_it_may_go_on(worker,
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"scheme": "coded-reduce"}, "how many children.*Try children=3"),
+        ({"scheme": "coded-reduce"}, r"how many children.*Try scheme=pipetrain.CodedReduce\(children=3\)"),
         ({"scheme": "coded-reduce", "children": 3, "stragglers": 3}, "no straggler.*stragglers=3"),
         ({"scheme": "coded-reduce", "children": 7}, "has 7 workers.*6 devices.*set_cpu_devices"),
         ({"scheme": "coded-reduce", "children": 3, "stages": 2}, "has 3 workers.*stages=2"),
@@ -381,11 +379,11 @@ def test_what_a_worker_raises_ends_training_with_a_note_and_it_may_go_on(worker,
 )
 def test_what_there_is_not_is_refused(options, problem):
     with pytest.raises(ValueError, match=problem):
-        pipetrain.PipelineModel(networks.small(), **options)
+        networks.in_way(networks.small(), **options)
 
 
 def test_dynamic_loss_scaling_is_refused_and_other_schemes_have_no_stragglers():
-    pm = pipetrain.PipelineModel(networks.small(), **tree(2))
+    pm = networks.in_way(networks.small(), **tree(2))
     with pytest.raises(ValueError, match=r"Dynamic loss scaling is not supported here.*scheme='coded-reduce'"):
         pm.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)), networks.crossentropy())
     assert pipetrain.PipelineModel(networks.small(), scheme="single").stragglers == ()

@@ -155,7 +155,7 @@ class Meddling(keras.callbacks.Callback):
 def trained(how, optimizer=None, loss=None, make=own, callbacks=(), **settings):
     """Weights, losses and predictions."""
     model = make()
-    fitted = pipetrain.PipelineModel(model, **how) if how else model
+    fitted = networks.in_way(model, **how) if how else model
     fitted.compile(optimizer or keras.optimizers.SGD(0.05, momentum=0.9), loss or networks.crossentropy(), **settings)
     meddling = [each() for each in callbacks]
     history = fit(fitted, pictures(), classes(), batch_size=16, epochs=2, callbacks=meddling).history
@@ -196,7 +196,7 @@ def test_after_training_the_variables_are_by_themselves():
     model, optimizer = networks.small(), keras.optimizers.Adam(0.01)
     metric = keras.metrics.SparseCategoricalAccuracy()
     values = [id(each.value) for each in (*model.variables, *metric.variables)]
-    pm = pipetrain.PipelineModel(model, **TWO)
+    pm = networks.in_way(model, **TWO)
     pm.compile(optimizer, networks.crossentropy(), metrics=[metric])
     x, y = networks.data(30)
     fit(pm, x, y, validation_data=(x, y))

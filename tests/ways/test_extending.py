@@ -20,7 +20,7 @@ from pipetrain.plan.memory import Training, demand
 from pipetrain.plan.partition import partition
 from pipetrain.plan.profile import BlockProfile, Profile
 from pipetrain.schemes import Action, Read, Schedule, ScheduleError, Scheme, dry_run, policies
-from pipetrain.schemes.policies import Flush
+from pipetrain.schemes.policies import FlushPolicy
 from pipetrain.schemes.schedules import gpipe, orders
 from pipetrain.schemes.table import SCHEMES
 
@@ -166,7 +166,7 @@ def hasty(device, devices, groups):
     ],
 )
 def test_a_schedule_that_cannot_run_is_refused_by_name_before_anything_runs(order, error, named):
-    scheme = Scheme(order.__name__, Schedule(order), Flush(), splits=True)
+    scheme = Scheme(order.__name__, Schedule(order), FlushPolicy(), splits=True)
     with pytest.raises(error, match=named):
         pipetrain.PipelineModel(networks.mlp(), cuts=("d2",), scheme=scheme, microbatches=2)
     with pytest.raises(error, match=named):
@@ -178,19 +178,19 @@ def test_a_schedule_that_cannot_run_is_refused_by_name_before_anything_runs(orde
     [
         ({"stages": 3}, "2 stages on each device. Received: stages=3"),
         ({"stages": 4, "replicas": (2, 1, 1, 1)}, "no replicas"),
-        ({"stages": 4, "scheme": Scheme("gpipe", looped.schedule, Flush())}, "another scheme of this name"),
+        ({"stages": 4, "scheme": Scheme("gpipe", looped.schedule, FlushPolicy())}, "another scheme of this name"),
     ],
 )
 def test_what_a_schedule_of_two_stages_a_device_does_not_have_is_refused(settings, match):
     settings = {"scheme": looped, **settings}
     with pytest.raises(ValueError, match=match):
-        pipetrain.PipelineModel(networks.mlp(), devices=("CPU:0", "CPU:1"), **settings)
+        networks.in_way(networks.mlp(), devices=("CPU:0", "CPU:1"), **settings)
 
 
 @pytest.mark.wide
 def test_devices_with_several_stages_clip_by_the_norm_of_all_gradients():
     settings = {"scheme": looped, "cuts": networks.cuts(6, 4), "devices": ("CPU:0", "CPU:1"), "microbatches": 2}
-    single, pm = networks.mlp(), pipetrain.PipelineModel(networks.mlp(), **settings)
+    single, pm = networks.mlp(), networks.in_way(networks.mlp(), **settings)
     for model in (single, pm):
         optimizer = keras.optimizers.SGD(0.05, momentum=0.9, global_clipnorm=0.3)
         model.compile(optimizer, loss=networks.crossentropy())
@@ -217,7 +217,7 @@ def test_an_asynchronous_order_that_goes_back_a_minibatch_later():
     """Every stage is one update behind, as in no scheme of the table: ``W[i+1] = W[i] - lr * grad(W[i-1])``."""
     schedule = Schedule(after_the_next, flushes=False, found=one_late)
     trained = []
-    for scheme, pieces in ((Scheme("late", schedule, policies.WeightStashing()), None), ("2bw", 1)):
+    for scheme, pieces in ((Scheme("late", schedule, policies.WeightStashingPolicy()), None), ("2bw", 1)):
         pm = networks.pipeline(scheme=scheme, cuts=networks.cuts(6, 2), microbatches=pieces)
         networks.fit(pm, *networks.data(100))
         trained.append(pm.get_weights())
@@ -240,7 +240,7 @@ def test_synchronous_orders_equal_the_unsplit_model(order, rows):
     x, y = networks.data(rows)
     single = networks.mlp()
     single.compile(keras.optimizers.SGD(0.05, momentum=0.9), loss=networks.crossentropy(), metrics=["accuracy"])
-    own = Scheme(order.__name__, Schedule(order), Flush(), splits=True)
+    own = Scheme(order.__name__, Schedule(order), FlushPolicy(), splits=True)
     pm = networks.pipeline(scheme=own, cuts=networks.cuts(6, 2), microbatches=4)
     history = [networks.fit(model, x, y, epochs=2).history for model in (single, pm)]
     for name, values in history[0].items():
@@ -249,7 +249,7 @@ def test_synchronous_orders_equal_the_unsplit_model(order, rows):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
-class BackwardsAhead(policies.Vanilla):
+class BackwardsAhead(policies.VanillaPolicy):
     """The backward alone predicts, further than any forward does."""
 
     predicts = True

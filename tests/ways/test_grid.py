@@ -41,7 +41,7 @@ def trained(model, optimizer="momentum", data=DATA, fit=None, **settings):
     if settings:
         grid = settings.get("grid")
         settings = {"devices": names(grid[0] * grid[1]) if grid else names(2), **settings}
-    model = pipetrain.PipelineModel(model, **settings) if settings else model
+    model = networks.in_way(model, **settings) if settings else model
     model.compile(OPTIMIZERS[optimizer](), networks.crossentropy(), metrics=["accuracy"])
     return model, networks.fit(model, *data, epochs=2, validation_data=data, **(fit or {})).history
 
@@ -175,7 +175,7 @@ def test_a_minibatch_of_fewer_rows_than_devices_trains_with_them(grid):
 
 def sent(model, data, grid, rows=20):
     """The bytes of the messages of a step, by what they are."""
-    pm = pipetrain.PipelineModel(model, scheme="grid", grid=grid, devices=names(grid[0] * grid[1]))
+    pm = networks.in_way(model, scheme="grid", grid=grid, devices=names(grid[0] * grid[1]))
     pm.compile("sgd", networks.crossentropy())
     pm.exact_trace = True
     networks.fit(pm, *(each[:rows] for each in data), batch_size=rows)
@@ -229,13 +229,13 @@ def test_evaluation_prediction_and_files_have_the_weights_of_all_steps(grid, tmp
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path):
     """Bitwise, slots of divided weights included; snapshots on the way are those of plain Keras."""
     assert_goes_on(
-        lambda: pipetrain.PipelineModel(dense(), scheme="grid", grid=(2, 1), devices=names(2)), dense(), DATA, tmp_path
+        lambda: networks.in_way(dense(), scheme="grid", grid=(2, 1), devices=names(2)), dense(), DATA, tmp_path
     )
 
 
 @pytest.mark.wide
 def test_an_interrupt_just_after_a_step_leaves_the_weights_of_that_step(monkeypatch):
-    pm = pipetrain.PipelineModel(dense(), scheme="grid", grid=(2, 1), devices=names(2))
+    pm = networks.in_way(dense(), scheme="grid", grid=(2, 1), devices=names(2))
     assert_keeps_steps(pm, dense(), DATA, GridStep, "__call__", OPTIMIZERS["momentum"], monkeypatch)
 
 
@@ -279,7 +279,7 @@ def test_the_grid_divides_the_layers_that_it_names():
 )
 def test_what_a_grid_does_not_have_is_refused(settings, error, problem):
     with pytest.raises(error, match=problem):
-        pipetrain.PipelineModel(networks.mlp(), **{"scheme": "grid", **settings})
+        networks.in_way(networks.mlp(), **{"scheme": "grid", **settings})
 
 
 @pytest.mark.parametrize(
@@ -293,14 +293,14 @@ def test_what_a_grid_does_not_have_is_refused(settings, error, problem):
     ids=["lamb", "adafactor", "clipnorm", "scaling"],
 )
 def test_optimizers_that_need_whole_weights_are_refused(optimizer, problem):
-    pm = pipetrain.PipelineModel(networks.mlp(), scheme="grid", grid=(2, 1))
+    pm = networks.in_way(networks.mlp(), scheme="grid", grid=(2, 1))
     with pytest.raises(ValueError, match=problem):
         pm.compile(optimizer, networks.crossentropy())
 
 
 @pytest.mark.wide
 def test_optimizers_that_need_whole_weights_train_where_none_is_divided():
-    single, pm = dense(), pipetrain.PipelineModel(dense(), scheme="grid", grid=(1, 2))
+    single, pm = dense(), networks.in_way(dense(), scheme="grid", grid=(1, 2))
     for model in (single, pm):
         model.compile(keras.optimizers.Lamb(0.01), networks.crossentropy())
         networks.fit(model, *DATA)

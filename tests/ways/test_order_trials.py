@@ -49,7 +49,7 @@ def tried(monkeypatch):
 
 def compiled(order, scheme="all-reduce", optimizer=None):
     keras.utils.set_random_seed(0)
-    pm = pipetrain.PipelineModel(noisy(), scheme=scheme, devices=("CPU:0", "CPU:1"), order=order)
+    pm = networks.in_way(noisy(), scheme=scheme, devices=("CPU:0", "CPU:1"), order=order)
     pm.compile(optimizer or keras.optimizers.Nadam(0.01), networks.crossentropy(), metrics=["accuracy"])
     return pm
 

@@ -252,12 +252,14 @@ def test_replicas_that_make_no_sense_are_refused():
     with pytest.raises(ValueError, match="no stages to replicate"):
         pipetrain.PipelineModel(model, scheme="data-parallel", replicas=(2, 1))
     with pytest.raises(ValueError, match="one number from 1 up"):
-        pipetrain.PipelineModel(model, stages=2, replicas=2)
+        pipetrain.PipelineModel(model, stages=2, replicas=2, scheme="spectrain")
     profile = pipetrain.profile(model, 8, verbose=False, budget_s=None)
     with pytest.raises(ValueError, match="numbers from 1 up"):
         pipetrain.partition(profile, 4, replicas=(2, 0, 2))
     with pytest.raises(ValueError, match="given twice"):
-        pipetrain.PipelineModel(model, pipetrain.partition(profile, 4, replicas=(2, 1, 1)), replicas=(1, 2, 1))
+        pipetrain.PipelineModel(
+            model, pipetrain.partition(profile, 4, replicas=(2, 1, 1)), replicas=(1, 2, 1), scheme="spectrain"
+        )
     with pytest.raises(ValueError, match="no such device"):
         pipetrain.profile(model, 8, device="CPU:99")
 

@@ -15,7 +15,7 @@ from keras import optimizers
 import pipetrain
 from pipetrain.compute.graph.blocks import Chain
 from pipetrain.schemes.actions import Action
-from pipetrain.schemes.policies import Flush, Read, Vanilla
+from pipetrain.schemes.policies import FlushPolicy, Read, VanillaPolicy
 from pipetrain.schemes.schedules import Schedule
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.table import ASYNCHRONOUS as ASYNCHRONOUS_SCHEDULE
@@ -41,7 +41,7 @@ def breadth_first(device, devices, groups):
             yield from (Action(op, stage, microbatch) for stage in stages for microbatch in group)
 
 
-BREADTH_FIRST = Scheme("breadth-first", Schedule(breadth_first, chunks=2), Flush(), splits=True)
+BREADTH_FIRST = Scheme("breadth-first", Schedule(breadth_first, chunks=2), FlushPolicy(), splits=True)
 
 
 def data(rows=28 * BATCH):
@@ -122,7 +122,7 @@ def test_two_predicted_versions_equal_the_reference(stages):
     compare(settings, stages, optimizers.SGD(0.05, momentum=0.9))
 
 
-class OwnVanilla(Vanilla):
+class OwnVanilla(VanillaPolicy):
     """Says which version the backward reads as a policy says it that knows nothing of shared weights."""
 
     def backward(self, reader):
@@ -199,7 +199,7 @@ def test_a_weight_of_two_stages_is_trained_by_the_gradients_of_both_and_by_one_p
         networks.draw_from(0)
         inputs, shared = keras.Input((4,)), L.Dense(4, kernel_regularizer="l2", bias_regularizer="l2", name="shared")
         model = keras.Model(inputs, shared(L.Activation("tanh", name="between")(shared(inputs))))
-        trained = pipetrain.PipelineModel(model, **parts) if parts else model
+        trained = networks.in_way(model, **parts) if parts else model
         trained.compile(optimizers.SGD(0.05), "mse")
         losses = networks.fit(trained, x, x, batch_size=8).history["loss"]
         results.append([*model.get_weights(), np.array(losses)])

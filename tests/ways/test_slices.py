@@ -14,7 +14,7 @@ import pipetrain
 from pipetrain.frontend.pipeline_strategy import PipelineStrategy
 from pipetrain.frontend.placement import Placement
 from pipetrain.run.course_runner import CourseRunner
-from pipetrain.schemes.policies import Vanilla, WeightStashing
+from pipetrain.schemes.policies import VanillaPolicy, WeightStashingPolicy
 from pipetrain.schemes.schedules import Schedule
 from pipetrain.schemes.scheme import Scheme
 
@@ -26,7 +26,7 @@ def twice(microbatch, stage, stages, microbatches):
     return microbatch // microbatches // 2 * 2
 
 
-OWN = Scheme("by twos", Schedule(by_twos, flushes=False, found=twice), Vanilla())
+OWN = Scheme("by twos", Schedule(by_twos, flushes=False, found=twice), VanillaPolicy())
 
 
 def in_calls_of(count, patch):
@@ -59,7 +59,7 @@ def trained(make, settings, jit_compile=False):
         pytest.param(
             {"scheme": "vanilla", "microbatches": None, "recompute": True, "count": 2}, marks=pytest.mark.wide
         ),
-        pytest.param({"scheme": OWN._replace(policy=WeightStashing()), "count": 3}, marks=pytest.mark.wide),
+        pytest.param({"scheme": OWN._replace(policy=WeightStashingPolicy()), "count": 3}, marks=pytest.mark.wide),
     ],
     ids=lambda given: f"{given['scheme']}-{given['count']}",
 )

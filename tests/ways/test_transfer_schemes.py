@@ -46,7 +46,7 @@ def names(workers):
 
 def trained(model, optimizer=None, data=DATA, fit=None, **settings):
     """The model after two epochs, by itself or by a scheme, and its History."""
-    model = pipetrain.PipelineModel(model, **settings) if settings else model
+    model = networks.in_way(model, **settings) if settings else model
     model.compile(optimizer or OPTIMIZERS["momentum"](), networks.crossentropy(), metrics=["accuracy"])
     return model, networks.fit(model, *data, epochs=2, validation_data=data, **(fit or {})).history
 
@@ -84,7 +84,7 @@ def test_gradients_whose_shapes_tensorflow_does_not_know_travel_in_packs(workers
     for settings in ({}, {"scheme": "all-reduce", "devices": names(workers), "order": "layerwise"}):
         keras.utils.set_random_seed(0)
         model = models.build("transformer", (6,), 3, depth=1, width=8, vocabulary=50)
-        model = pipetrain.PipelineModel(model, **settings) if settings else model
+        model = networks.in_way(model, **settings) if settings else model
         model.compile(OPTIMIZERS["momentum"](), networks.crossentropy())
         model.fit(x, y, batch_size=12, shuffle=False, verbose=0)
         weights.append(model.get_weights())
@@ -220,7 +220,7 @@ def test_workers_get_weights_that_were_set_before_they_train_on():
     weights = []
     for settings in ({}, {"scheme": "parameter-server", "devices": names(2), "order": "push-pull"}):
         model = networks.small()
-        model = pipetrain.PipelineModel(model, **settings) if settings else model
+        model = networks.in_way(model, **settings) if settings else model
         model.compile(OPTIMIZERS["momentum"](), networks.crossentropy())
         networks.fit(model, *DATA)
         model.set_weights([each / 2 for each in model.get_weights()])
@@ -237,7 +237,7 @@ def test_a_worker_without_rows_gets_the_weights_of_the_next_step():
     weights = []
     for settings in ({}, {"scheme": "parameter-server", "devices": names(3), "order": "push-pull"}):
         model = networks.small()
-        model = pipetrain.PipelineModel(model, **settings) if settings else model
+        model = networks.in_way(model, **settings) if settings else model
         model.compile(OPTIMIZERS["momentum"](), networks.crossentropy())
         rows = tf.data.Dataset.from_generator(
             lambda: (tuple(each[k] for each in DATA) for k in parts), output_signature=like
@@ -251,7 +251,7 @@ def test_a_late_gradient_is_applied_with_the_rate_of_its_own_step():
     weights = []
     for settings in ({}, {"scheme": "all-reduce", "devices": names(2), "order": late_plan(networks.small())}):
         model = networks.small()
-        model = pipetrain.PipelineModel(model, **settings) if settings else model
+        model = networks.in_way(model, **settings) if settings else model
         model.compile(keras.optimizers.SGD(0.05, momentum=0.9), networks.crossentropy())
 
         def set_rate(batch, logs, model=model):
@@ -438,7 +438,7 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(scheme, tmp_path):
 )
 def test_an_interrupt_just_after_a_step_leaves_the_weights_of_that_step(scheme, order, monkeypatch):
     """What the step had left to the next one included."""
-    pm = pipetrain.PipelineModel(networks.small(), scheme=scheme, devices=names(2), order=order)
+    pm = networks.in_way(networks.small(), scheme=scheme, devices=names(2), order=order)
     assert_keeps_steps(pm, networks.small(), DATA, Step, "__call__", OPTIMIZERS["momentum"], monkeypatch)
 
 
@@ -452,14 +452,14 @@ def test_messages_arrive_in_the_order_of_the_plan(scheme, order):
     model = networks.small()
     sizes = [4 * int(np.prod(each.shape)) for each in model.trainable_variables]
     settings = {"scheme": scheme, "devices": names(2), "servers": 1 if scheme == "parameter-server" else None}
-    pm = pipetrain.PipelineModel(model, order=order, **settings)
+    pm = networks.in_way(model, order=order, **settings)
     pm.compile("sgd", networks.crossentropy())
     pm.exact_trace = True
     networks.fit(pm, *DATA)
     plan = inside.plan(pm)
     if order == "tic":
         one_at_a_time = Plan(Phase(plan.pulls.packs, 1), Phase(plan.pushes.packs, 1))
-        pm = pipetrain.PipelineModel(model, order=one_at_a_time, **settings)
+        pm = networks.in_way(model, order=one_at_a_time, **settings)
         pm.compile("sgd", networks.crossentropy())
         pm.exact_trace = True
         networks.fit(pm, *DATA)
@@ -486,7 +486,9 @@ def test_messages_arrive_in_the_order_of_the_plan(scheme, order):
 def test_weights_are_returned_when_they_are_updated():
     """Each layer's, after its gradients have arrived, in each step, and without waiting for any other update."""
     model = networks.small()
-    pm = pipetrain.PipelineModel(model, scheme="parameter-server", devices=names(2), order="push-pull", servers=1)
+    pm = pipetrain.PipelineModel(
+        model, scheme=pipetrain.ParameterServer(order="push-pull", servers=1), devices=names(2)
+    )
     pm.compile("sgd", networks.crossentropy())
     pm.exact_trace = True
     networks.fit(pm, *DATA)
@@ -531,7 +533,7 @@ def test_each_server_sends_the_weights_that_it_has():
     model = networks.small()
     packs = tuple(Pack((n,), 4 * int(np.prod(each.shape))) for n, each in enumerate(model.trainable_variables))
     one_at_a_time = Plan(Phase(packs, 1), Phase(packs[::-1], 1))
-    pm = pipetrain.PipelineModel(model, scheme="parameter-server", devices=names(2), order=one_at_a_time)
+    pm = pipetrain.PipelineModel(model, scheme=pipetrain.ParameterServer(order=one_at_a_time), devices=names(2))
     pm.compile("sgd", networks.crossentropy())
     pm.exact_trace = True
     networks.fit(pm, *DATA)
@@ -562,15 +564,15 @@ def test_each_server_sends_the_weights_that_it_has():
 )
 def test_what_these_schemes_do_not_have_is_refused(settings, problem):
     with pytest.raises(ValueError, match=problem):
-        pipetrain.PipelineModel(networks.small(), **settings)
+        networks.in_way(networks.small(), **settings)
 
 
 def test_a_plan_of_another_model_is_refused_before_training():
-    pm = pipetrain.PipelineModel(networks.small(), scheme="all-reduce", order=late_plan(networks.mlp()))
+    pm = pipetrain.PipelineModel(networks.small(), scheme=pipetrain.AllReduce(order=late_plan(networks.mlp())))
     pm.compile("sgd", networks.crossentropy())
     with pytest.raises(ValueError, match="Every variable is sent once"):
         networks.fit(pm, *DATA)
-    pm = pipetrain.PipelineModel(networks.small(), scheme="all-reduce", order=3)
+    pm = pipetrain.PipelineModel(networks.small(), scheme=pipetrain.AllReduce(order=3))
     pm.compile("sgd", networks.crossentropy())
     with pytest.raises(TypeError, match="An order of transfers is a name or a Plan"):
         networks.fit(pm, *DATA)
@@ -587,7 +589,7 @@ def test_a_step_begins_when_what_was_written_to_variables_is_there(scheme, monke
 
     monkeypatch.setattr(Step, "__call__", called)
     monkeypatch.setattr(stepwise, "finish", lambda device: events.append(device[-5:]))
-    pm = pipetrain.PipelineModel(networks.small(), scheme=scheme, devices=names(2), order="none")
+    pm = networks.in_way(networks.small(), scheme=scheme, devices=names(2), order="none")
     pm.compile(keras.optimizers.SGD(0.1), networks.crossentropy())
     halve = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: setattr(pm.optimizer, "learning_rate", 0.05) if batch == 1 else None

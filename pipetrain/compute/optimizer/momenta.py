@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from pipetrain.compute.keras_private import is_own
-from pipetrain.schemes.policies import OneTarget
+from pipetrain.schemes.policies import OneTargetPolicy
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.staleness_corrections import stretched
 
@@ -41,9 +41,9 @@ def stretched_settings(optimizer: keras.optimizers.Optimizer, factor: float) -> 
 
 def with_known_momentum(scheme: Scheme, optimizer: keras.optimizers.Optimizer) -> Scheme:
     """The scheme with its ``stretch_momentum="auto"`` decided: True for an optimizer whose momentum is known."""
-    if not scheme.stretches or scheme.policy != OneTarget("auto"):
+    if not scheme.stretches or scheme.policy != OneTargetPolicy("auto"):
         return scheme
-    return scheme._replace(policy=OneTarget(bool(momenta(optimizer))))
+    return scheme._replace(policy=OneTargetPolicy(bool(momenta(optimizer))))
 
 
 def told(optimizer: keras.optimizers.Optimizer, factor: float) -> str:

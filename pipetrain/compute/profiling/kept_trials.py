@@ -27,7 +27,7 @@ class KeptTrials:
     """
 
     def __init__(self, choice: Choice, within: Sequence[Any]) -> None:
-        ways = [(sorted(way.arguments.items()), way.step_s, way.memory_bytes) for way in choice.near]
+        ways = [(sorted(way.told.items()), way.step_s, way.memory_bytes) for way in choice.near]
         digest = hashlib.sha256(repr((choice.batch_size, ways, within)).encode()).hexdigest()[:32]
         self._path = folder() / f"trials-{digest}.json"
         self.seconds: list[float] = []

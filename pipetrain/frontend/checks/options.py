@@ -11,7 +11,6 @@ from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.table import COPIED, UNCUT
 from pipetrain.schemes.table import check_microbatches as check_microbatches  # beside the others, for who asks all
 from pipetrain.schemes.validation import check
-from pipetrain.simulation.every_way import STALENESS, check_staleness
 
 DEFAULT_MICROBATCHES = 4
 
@@ -108,28 +107,25 @@ def checked_microbatches(microbatches: int | None, scheme: Scheme, stages: int) 
     return int(microbatches or 0) or max(DEFAULT_MICROBATCHES, stages if least > 1 else 1)
 
 
-def check_open(given: Any, defaults: Any) -> None:
-    """Refuse options of one way to train where the way is to be chosen."""
-    open_ = ["stages", "cuts", "replicas", "microbatches", "chunks", "order", "servers", "horizon"]
-    for name in [*open_, "spike_compensation", "rescale_steps", "stretch_momentum"]:
-        value = getattr(given, name)
-        if value is not getattr(defaults, name) and value != getattr(defaults, name):
-            raise ValueError(
-                f"With scheme='auto' this is chosen, too. Received: {name}={value!r}. Try leaving it out, or a scheme."
-            )
-    check_staleness(given.staleness or STALENESS[0])
-    if given.memory_bytes is not None:
-        checked_count("memory_bytes", given.memory_bytes, "A device's memory is a number of bytes", 16 * 2**30)
+def check_laid_out(microbatches: Any, layout: Sequence[Any]) -> None:
+    """Refuse microbatches where it is open whether there are any: without stages, cuts and replicas."""
+    if microbatches is not None and all(each is None for each in layout):
+        raise ValueError(
+            f"With scheme='auto' this is chosen, too. Received: microbatches={microbatches!r}. Try leaving it out, "
+            "stages=2, or a scheme."
+        )
 
 
-def check_only_auto(staleness: Any, memory_bytes: Any, scheme: str) -> None:
-    """Refuse what tells ``scheme="auto"`` what it may choose, for a scheme that is chosen already."""
-    for name, value in (("staleness", staleness), ("memory_bytes", memory_bytes)):
-        if value is not None:
-            raise ValueError(
-                f"Only scheme='auto' chooses by this. Received: {name}={value!r}, scheme={scheme!r}. "
-                "Try leaving it out, or scheme='auto'."
-            )
+def check_memory(memory_bytes: Any, scheme: str) -> None:
+    """Refuse what is no memory, and a limit for a scheme whose layout is no choice."""
+    if memory_bytes is None:
+        return
+    checked_count("memory_bytes", memory_bytes, "A device's memory is a number of bytes", 16 * 2**30)
+    if scheme in UNCUT:
+        raise ValueError(
+            f"Every device has the whole model: nothing can be chosen by a limit. Received: {memory_bytes=}, "
+            f"{scheme=}. Try leaving it out, scheme='auto', or a pipeline such as scheme='1f1b'."
+        )
 
 
 def check_jit_compile(jit_compile: object) -> None:

@@ -1,0 +1,56 @@
+"""Keyword arguments of ``PipelineModel`` as they were in 0.1, which have their own places now."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from pipetrain.schemes.options import (
+    AnyScheme,
+    SchemeOptions,
+    keywords,
+    with_options,
+)
+from pipetrain.schemes.scheme import Scheme
+from pipetrain.schemes.text_form import chosen
+
+OF_SCHEMES = (  # options that belong to a scheme
+    *("horizon", "spike_compensation", "rescale_steps", "stretch_momentum", "chunks", "order", "servers"),
+    *("children", "depth", "stragglers", "grid", "staleness"),
+)
+
+
+def taken_over(scheme: AnyScheme, given: Mapping[str, Any]) -> AnyScheme:
+    """The scheme with the options given by keyword, as in 0.1; a warning shows the new line.
+
+    Raises TypeError for keywords that never were any, ValueError and TypeError as ``with_options`` does.
+    """
+    unknown = next((name for name in given if name not in OF_SCHEMES), None)
+    if unknown is not None:
+        raise TypeError(f"PipelineModel.__init__() got an unexpected keyword argument {unknown!r}")
+    if not given:
+        return scheme
+    found = with_options(chosen(scheme) if isinstance(scheme, str) and scheme != "auto" else scheme, **given)
+    warnings.warn(
+        f"Options of a scheme are given to the scheme now. Received: {keywords(given)}. Try scheme={_written(found)}.",
+        FutureWarning,
+        stacklevel=3,
+    )
+    return found
+
+
+def taken_over_trace(given: dict[str, Any]) -> Any:
+    """Whether a trace is to be kept, by the keyword ``trace`` as in 0.1, which is taken out; with a warning."""
+    if "trace" not in given:
+        return True
+    warnings.warn("Received: trace. It is a property now. Try pm.is_traced = False.", FutureWarning, stacklevel=3)
+    return given.pop("trace")
+
+
+def _written(scheme: AnyScheme) -> str:
+    if isinstance(scheme, SchemeOptions):
+        return f"pipetrain.{scheme!r}"
+    if isinstance(scheme, Scheme):
+        return f"Scheme({scheme.name!r}, ..., spikes={scheme.spikes}, rescale_steps={scheme.rescale_steps})"
+    return repr(scheme) if isinstance(scheme, str) else f"pipetrain.Grid{tuple(scheme)!r}"

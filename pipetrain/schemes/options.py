@@ -1,0 +1,461 @@
+"""Schemes as objects that own their options: ``SpecTrain(horizon="target")``, ``CodedReduce(children=3)``.
+
+Each is a frozen dataclass: its fields are the options that this scheme has, checked when it is made. Command lines take
+the text of their help, and the kinds of values, from the same fields. The name alone means the default options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from numbers import Real
+from typing import Any, ClassVar
+
+from pipetrain.schemes.coding.coded_reduce import Tree, checked_tree
+from pipetrain.schemes.grid import Grid, check_grid
+from pipetrain.schemes.scheme import Scheme
+from pipetrain.schemes.table import (
+    AUTO,
+    CODED,
+    GRID,
+    HORIZONS,
+    RECOMMENDED,
+    SERVING,
+    check_name,
+    check_options,
+    chunked,
+)
+from pipetrain.schemes.table import scheme as scheme_of_table
+from pipetrain.schemes.transfers.orders import AUTO as BEST_ORDER
+from pipetrain.schemes.transfers.orders import ORDERS, check_order, check_servers
+from pipetrain.schemes.transfers.plan import Plan
+
+STALENESS = ("none", "predicted")  # what ``auto`` may allow of the weights that gradients are made with
+DEFAULT_POLICY = {  # the options of ``table.scheme``
+    "horizon": HORIZONS[0],
+    "spike_compensation": False,
+    "rescale_steps": None,
+    "stretch_momentum": "auto",
+}
+
+
+def option(default: Any, about: str, **command_line: Any) -> Any:
+    """A field of a scheme, with the text of its help and the arguments of its option on a command line."""
+    return field(default=default, metadata={"about": about, **command_line})
+
+
+SPIKES = "momentum makes up for what it would have done with a gradient until this is applied (arXiv 2003.11666)"
+RESCALE = "learning rates are divided by the staleness, with an effect that fades over N steps (arXiv 1910.05124)"
+
+
+@dataclass(frozen=True)
+class SchemeOptions:
+    """A scheme with its options. Raises ValueError, TypeError for values that it cannot have."""
+
+    name: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        """Raise ValueError, TypeError for values that the scheme cannot have."""
+        self._check()
+
+    def _check(self) -> None:
+        pass
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.given.items())})"
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The options that are not the default, by name."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {each.name: values[each.name] for each in fields(self) if values[each.name] != each.default}
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class AsynchronousOptions(SchemeOptions):
+    """A pipeline that never drains between minibatches."""
+
+    spike_compensation: bool = option(False, SPIKES)
+
+    def _check(self) -> None:
+        check_options(self.name, **self._policy())
+
+    def _policy(self) -> dict[str, Any]:
+        return {**DEFAULT_POLICY, **{name: getattr(self, name) for name in DEFAULT_POLICY if hasattr(self, name)}}
+
+    @property
+    def policy(self) -> dict[str, Any]:
+        """All options of ``table.scheme``, with numbers that JSON can hold."""
+        horizon, spikes, steps, stretch = self._policy().values()
+        return {
+            "horizon": horizon if isinstance(horizon, str) else float(horizon),
+            "spike_compensation": bool(spikes),
+            "rescale_steps": None if steps is None else int(steps),
+            "stretch_momentum": "auto" if isinstance(stretch, str) else bool(stretch),
+        }
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Vanilla(AsynchronousOptions):
+    """``vanilla``: an asynchronous pipeline whose forwards and backwards read the newest weights.
+
+    Args:
+        spike_compensation: a gradient with a staleness of D updates is applied as momentum would have applied it by
+            then; for SGD with momentum. Source: Kosson et al. 2020 (arXiv 2003.11666).
+        rescale_steps: learning rates are divided by the staleness of the gradient, with an effect that decreases to
+            none over this many steps; where it is at most 1, nothing changes. Source: PipeMare (arXiv 1910.05124).
+    """
+
+    name: ClassVar[str] = "vanilla"
+    rescale_steps: int | None = option(None, RESCALE, metavar="N")
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class WeightStashing(Vanilla):
+    """``weight-stashing``: a backward reads the version that its forward has read. Source: PipeDream (1806.03377).
+
+    Options as those of ``Vanilla``.
+    """
+
+    name: ClassVar[str] = "weight-stashing"
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class VerticalSync(Vanilla):
+    """``vertical-sync``: a minibatch reads one version at all stages. Source: PipeDream (arXiv 1806.03377).
+
+    Options as those of ``Vanilla``.
+    """
+
+    name: ClassVar[str] = "vertical-sync"
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class SpikeCompensation(Vanilla):
+    """``spike-compensation``: ``Vanilla(spike_compensation=True)``. Source: Kosson et al. 2020 (arXiv 2003.11666)."""
+
+    name: ClassVar[str] = "spike-compensation"
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class SpecTrain(Vanilla):
+    """``spectrain``: an asynchronous pipeline whose weights are predicted, ``W + s * v``. Source: arXiv 1809.02839.
+
+    Args:
+        horizon: how far it predicts: ``round-trip`` as the paper has it; ``local``, up to the minibatch's own backward,
+            which reads the same predicted weights (kept until then); ``fitted``, as the paper, but with the multiple of
+            the velocity that recently was nearest to the weights then reached at this stage; ``target``, to one version
+            for all stages, forward and backward, with as many microbatches as wanted and never drained between
+            minibatches.
+        stretch_momentum: for ``target`` with fewer microbatches M than N stages: ``compile`` makes the stages' momentum
+            longer, ``1-mu' = f * (1-mu)`` with ``f = 1.6 / (1 + (N-1)/M)`` if that is below 1, and multiplies learning
+            rates by f where momentum sums gradients (SGD, RMSprop); predictions then reach half as far again.
+            ``"auto"``: for SGD with momentum, Adam and other optimizers of Keras whose momentum is known; True:
+            ValueError for others; False: never.
+        spike_compensation, rescale_steps: as those of ``Vanilla``.
+    """
+
+    name: ClassVar[str] = "spectrain"
+    horizon: str = option(
+        HORIZONS[0],
+        f"how weights are predicted ({', '.join(HORIZONS)}): as the paper has it; up to the minibatch's own backward, "
+        "which then reads the same predicted weights; by that multiple of the velocity that came nearest of late; or "
+        "to one version for all stages",
+        metavar="NAME",
+    )
+    stretch_momentum: bool | str = option(
+        "auto", "whether horizon target makes momentum longer, with fewer microbatches than stages",
+        metavar="auto|yes|no",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class TwoBW(AsynchronousOptions):
+    """``2bw``: one version for a minibatch's microbatches at all stages, that before the newest. Source: PipeDream-2BW.
+
+    It is arXiv 2006.09503, section 3.1.
+
+    Args:
+        horizon: how many updates ahead of that version weights are predicted, 0 as published; 1.5 is recommended.
+        spike_compensation: as that of ``Vanilla``.
+    """
+
+    name: ClassVar[str] = "2bw"
+    horizon: float = option(0, f"how many updates ahead weights are predicted, {RECOMMENDED} for example", metavar="X")
+
+    def _policy(self) -> dict[str, Any]:
+        published = isinstance(self.horizon, Real) and not isinstance(self.horizon, bool) and self.horizon == 0
+        return {**super()._policy(), **({"horizon": HORIZONS[0]} if published else {})}
+
+
+@dataclass(frozen=True, repr=False)
+class Interleaved(SchemeOptions):
+    """``interleaved``: 1F1B of several stages a device. Source: Megatron-LM (arXiv 2104.04473).
+
+    Args:
+        chunks: how many stages each device has.
+    """
+
+    name: ClassVar[str] = "interleaved"
+    chunks: int = option(2, "stages on a device", metavar="N")
+
+    def _check(self) -> None:
+        chunked(self.name, self.chunks)
+
+
+@dataclass(frozen=True, repr=False)
+class LoopedBFS(Interleaved):
+    """``looped-bfs``: several stages a device, each for all microbatches. Source: arXiv 2211.05953.
+
+    Args:
+        chunks: how many stages each device has.
+    """
+
+    name: ClassVar[str] = "looped-bfs"
+
+
+@dataclass(frozen=True, repr=False)
+class AllReduce(SchemeOptions):
+    """``all-reduce``: the whole model on every device, gradients are summed for all.
+
+    Args:
+        order: of the transfers: ``auto``, the simplest that is about the fastest in trials of those that a profile and
+            the measured links predict to be near it; ``none``, in whatever order they are ready; ``layerwise``, a
+            message for each layer; ``tic`` or ``tac`` (TicTac, arXiv 1803.03288), ``ibatch`` (AAAI 2019), ``caramel``
+            (arXiv 2004.14020); or a ``pipetrain.schemes.transfers.plan.Plan``. The weights are the same in every order,
+            bitwise.
+    """
+
+    name: ClassVar[str] = "all-reduce"
+    order: str | Plan = field(
+        default=BEST_ORDER,
+        metadata={
+            "about": "of the transfers: the simplest whose simulated step is within 3% of the shortest (auto), or one",
+            "choices": (BEST_ORDER, *ORDERS),
+            "metavar": "NAME",
+        },
+    )
+
+    def _check(self) -> None:
+        check_order(self.order, self.name)
+
+
+@dataclass(frozen=True, repr=False)
+class ParameterServer(AllReduce):
+    """``parameter-server``: the weights and the optimizer's slots are on servers, the gradients come from all devices.
+
+    Args:
+        order: as that of ``AllReduce``, with ``push-pull``, where weights come back as soon as they are updated, in
+            place of ``caramel``.
+        servers: on how many of the devices the weights and the optimizer's slots are, each layer's on one of them, so
+            that each has about as many bytes; None: on all.
+    """
+
+    name: ClassVar[str] = SERVING
+    servers: int | None = option(None, "on how many devices the weights are (default: all)", metavar="N")
+
+    def _check(self) -> None:
+        super()._check()
+        check_servers(self.servers, self.name)
+
+
+@dataclass(frozen=True, repr=False)
+class CodedReduce(SchemeOptions):
+    """``coded-reduce``: data parallelism over a tree of workers that bears stragglers. Source: arXiv 1902.01981.
+
+    Each of the ``n + ... + n^L`` workers is on a device of its own and has ``1 / sum_{l=1..L} (n/(s+1))^l`` of every
+    minibatch's rows. The weights are those of the unsplit model.
+
+    Args:
+        children: n, how many children the root, which is this process, and each worker above the last level has.
+        depth: L, of how many levels the tree is.
+        stragglers: s, how many children of a parent may be late.
+    """
+
+    name: ClassVar[str] = CODED
+    children: int = field(metadata={"about": "of every parent in the tree of workers", "metavar": "N"})
+    depth: int = option(1, "levels of the tree", metavar="L")
+    stragglers: int = option(1, "children of a parent that may be late", metavar="S", least=0)
+
+    def _check(self) -> None:
+        _ = self.tree
+
+    @property
+    def tree(self) -> Tree:
+        """The tree of workers."""
+        return checked_tree(self.children, self.depth, self.stragglers)
+
+
+@dataclass(frozen=True, repr=False)
+class Auto(SchemeOptions):
+    """``auto``: the fastest way on the given devices, in a trial of those that are predicted to be near the fastest.
+
+    Args:
+        staleness: what it may choose: ``none``, training that equals the unsplit model's; or ``predicted``, pipelines
+            that never drain, whose weights are predicted (``SpecTrain(horizon="target")``), too.
+    """
+
+    name: ClassVar[str] = AUTO
+    staleness: str = option(
+        STALENESS[0], "what may be taken: none, training that equals the unsplit model's, or pipelines with predicted "
+        "weights too", choices=STALENESS,
+    )  # fmt: skip
+
+    def _check(self) -> None:
+        check_staleness(self.staleness)
+
+
+OPTIONS: dict[str, type[SchemeOptions]] = {
+    each.name: each
+    for each in (
+        *(SpecTrain, TwoBW, Vanilla, WeightStashing, VerticalSync, SpikeCompensation, Interleaved, LoopedBFS),
+        *(AllReduce, ParameterServer, CodedReduce, Auto),
+    )
+}
+
+
+AnyScheme = str | Scheme | SchemeOptions | Grid  # what ``PipelineModel(scheme=...)`` takes
+
+
+def name_of(scheme: AnyScheme) -> str:
+    """The name of a scheme. Raises ValueError, TypeError for what is none."""
+    if isinstance(scheme, SchemeOptions):
+        return scheme.name
+    if isinstance(scheme, Grid):
+        check_grid(scheme, GRID)
+        return GRID
+    return AUTO if scheme == AUTO else check_name(scheme)
+
+
+def policy_of(scheme: AnyScheme) -> dict[str, Any]:
+    """All options of ``table.scheme`` that the scheme has, as JSON can hold them."""
+    return scheme.policy if isinstance(scheme, AsynchronousOptions) else dict(DEFAULT_POLICY)
+
+
+def scheduled(scheme: AnyScheme) -> str | Scheme:
+    """What plans and schedules call the scheme: its name, or a ``Scheme``: one's own, or of so many stages a device."""
+    if isinstance(scheme, Interleaved):
+        return chunked(scheme.name, scheme.chunks)
+    return scheme if isinstance(scheme, Scheme) else name_of(scheme)
+
+
+def flat(scheme: AnyScheme, **others: Any) -> dict[str, Any]:
+    """The scheme's name, its options that are not the default, and ``others``, for a line of text or a file."""
+    if isinstance(scheme, Grid):
+        return {"scheme": GRID, "grid": tuple(scheme[: 2 if scheme.layers is None else 3]), **others}
+    return {"scheme": str(scheme), **(scheme.given if isinstance(scheme, SchemeOptions) else {}), **others}
+
+
+def owners(option: str) -> list[str]:
+    """The names of the schemes that have an option of this name."""
+    if option == "grid":
+        return [GRID]
+    return [name for name, kind in OPTIONS.items() if option in {each.name for each in fields(kind)}]
+
+
+def options_of(scheme: AnyScheme) -> SchemeOptions:
+    """The options of a scheme that has some, the defaults where it is a name. Raises ValueError for what is missing."""
+    if isinstance(scheme, SchemeOptions):
+        return scheme
+    name = name_of(scheme)
+    if name == CODED:
+        _check_children({})
+    return OPTIONS[name]()
+
+
+def with_options(scheme: AnyScheme, **given: Any) -> AnyScheme:
+    """The scheme with these options; None, and what is the default of ``table.scheme``, is as if it were left out.
+
+    Raises ValueError, TypeError for an option that the scheme does not have, and for a value that it cannot have.
+    """
+    given = {name: value for name, value in given.items() if not _is_left_out(name, value)}
+    if not given:
+        return scheme
+    if isinstance(scheme, SchemeOptions | Grid):
+        raise ValueError(
+            f"A scheme that is an object has its options. Received: scheme={scheme!r}, {keywords(given)}. "
+            f"Try {type(scheme).__name__}({keywords(given)})."
+        )
+    name = name_of(scheme)
+    check_owned(given, scheme)
+    if isinstance(scheme, Scheme):
+        return scheme_of_table(scheme, **{**DEFAULT_POLICY, **given})
+    given = {option: value for option, value in given.items() if name in owners(option)}  # others have no effect
+    if not given:
+        return scheme
+    if name == CODED:
+        _check_children(given)
+    return check_grid(given["grid"], GRID) if name == GRID else OPTIONS[name](**given)
+
+
+def check_owned(given: Mapping[str, Any], *schemes: AnyScheme) -> None:
+    """Raise ValueError, TypeError for an option, but None, that none of the schemes has, or with such a value."""
+    given = {name: value for name, value in given.items() if not _is_left_out(name, value)}
+    names = [name_of(scheme) for scheme in schemes]
+    policy = {name: value for name, value in given.items() if name in DEFAULT_POLICY}
+    for name, value in given.items():
+        having = [each for each in names if each in owners(name)]
+        _check_option(name, value, having[0] if having else names[0])
+    for scheme in schemes if policy and len(schemes) == 1 else ():
+        check_options(scheme if isinstance(scheme, Scheme) else name_of(scheme), **{**DEFAULT_POLICY, **policy})
+
+
+def _check_option(name: str, value: Any, scheme: str) -> None:
+    if name == "staleness":
+        if scheme != AUTO:
+            raise ValueError(
+                f"Only scheme='auto' chooses by this. Received: staleness={value!r}, scheme={scheme!r}. "
+                "Try leaving it out, or scheme='auto'."
+            )
+        check_staleness(value)
+    elif scheme == AUTO:
+        raise ValueError(
+            f"With scheme='auto' this is chosen, too. Received: {name}={value!r}. Try leaving it out, or a scheme."
+        )
+    elif name in TREE and scheme != CODED:
+        raise ValueError(
+            f"Only {CODED} has a tree of workers. Received: {name}={value!r}, scheme={scheme!r}. "
+            f"Try leaving it out, or scheme={CODED!r}."
+        )
+    elif name in CHECKS:
+        CHECKS[name](value, scheme)
+
+
+TREE = ("children", "depth", "stragglers")
+CHECKS: dict[str, Callable[[Any, str], object]] = {
+    "chunks": lambda chunks, scheme: chunked(scheme, chunks),
+    "grid": check_grid,
+    "order": check_order,
+    "servers": check_servers,
+}
+
+
+def _check_children(given: Mapping[str, Any]) -> None:
+    if "children" not in given:
+        raise ValueError(
+            f"{CODED} needs to know how many children every parent has. Received: children=None. "
+            "Try scheme=pipetrain.CodedReduce(children=3)."
+        )
+
+
+def _is_left_out(name: str, value: Any) -> bool:
+    default = DEFAULT_POLICY.get(name)
+    return value is None or value is default or (isinstance(value, str) and value == default)
+
+
+def keywords(given: Mapping[str, Any]) -> str:
+    """Arguments as they are written in a call."""
+    return ", ".join(f"{name}={value!r}" for name, value in given.items())
+
+
+def check_staleness(staleness: Any) -> str:
+    """``staleness``; ValueError if it is none that may be allowed."""
+    if staleness not in STALENESS:
+        raise ValueError(
+            "Gradients are made with the newest weights, or with predicted ones. Received: "
+            f"staleness={staleness!r}. Try one of: {', '.join(STALENESS)}."
+        )
+    return str(staleness)

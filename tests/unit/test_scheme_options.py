@@ -1,0 +1,116 @@
+"""Schemes as objects that own their options, and what these come to."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, fields
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import pipetrain
+from pipetrain.plan.memory import Training
+from pipetrain.schemes.grid import Grid
+from pipetrain.schemes.options import (
+    OPTIONS,
+    check_owned,
+    flat,
+    name_of,
+    options_of,
+    owners,
+    policy_of,
+    scheduled,
+    with_options,
+)
+from pipetrain.schemes.table import AUTO, EVERY_NAME, scheme
+
+VALUES = {
+    "horizon": {"spectrain": "target", "2bw": 1.5},
+    "spike_compensation": True,
+    "rescale_steps": 20,
+    "stretch_momentum": False,
+    "chunks": 3,
+    "order": "tic",
+    "servers": 2,
+    "children": 4,
+    "depth": 2,
+    "stragglers": 1,
+    "staleness": "predicted",
+}
+
+
+def value(name, option):
+    found = VALUES[option]
+    return found[name] if isinstance(found, dict) else found
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_keywords_and_objects_are_the_same(name):
+    """What is given by keyword is the object's field; what the object tells is what it was made of."""
+    for option in (each.name for each in fields(OPTIONS[name])):
+        given_ = {option: value(name, option)}
+        if name == "coded-reduce":
+            given_ = {"children": 4, **given_}
+        made = OPTIONS[name](**given_)
+        assert with_options(name, **given_) == made
+        assert name in owners(option)
+        told = flat(made, microbatches=2)
+        assert told.pop("microbatches") == 2
+        assert with_options(told.pop("scheme"), **told) == made
+        assert eval(f"pipetrain.{made!r}") == made and str(made) == name
+        with pytest.raises(FrozenInstanceError):
+            setattr(made, option, None)
+
+
+@pytest.mark.parametrize("name", [*EVERY_NAME, AUTO])
+@pytest.mark.parametrize("option", [*VALUES, "grid"])
+def test_an_option_that_a_scheme_does_not_have_is_refused_by_both_names(name, option):
+    if name in owners(option):
+        return
+    wanted = (2, 1) if option == "grid" else value("spectrain", option)
+    if (name, option) == ("2bw", "horizon"):
+        return
+    if option == "stretch_momentum" and name != AUTO:
+        assert with_options(name, stretch_momentum=False) == name  # whose momentum is never stretched
+        wanted = True
+    with pytest.raises((ValueError, TypeError), match=rf"Received: .*{option}.*Try "):
+        with_options(name, **{option: wanted})
+
+
+def test_what_policies_and_plans_take_of_them():
+    ahead = pipetrain.SpecTrain(horizon="target", stretch_momentum=False)
+    assert policy_of(ahead)["horizon"] == "target" and scheduled(ahead) == "spectrain"
+    assert Training().under(ahead).chosen == scheme("spectrain", "target", stretch_momentum=False)
+    assert Training().under(pipetrain.TwoBW(horizon=2)).chosen == scheme("2bw", 2.0)
+    assert Training().under(pipetrain.TwoBW()).chosen == scheme("2bw")
+    assert scheduled(pipetrain.Interleaved(chunks=3)).schedule.chunks == 3
+    assert pipetrain.CodedReduce(3).tree.workers == 3
+    assert name_of(Grid(2, 1)) == "grid" and flat(Grid(2, 1)) == {"scheme": "grid", "grid": (2, 1)}
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda: pipetrain.SpecTrain(horizon="far"), "Unknown horizon. Received: horizon='far'"),
+        (lambda: pipetrain.SpecTrain(stretch_momentum=True), "Try scheme='spectrain', horizon='target'"),
+        (lambda: pipetrain.TwoBW(horizon=-1), "2bw predicts a number of updates ahead"),
+        (lambda: pipetrain.Vanilla(rescale_steps=0), "Received: rescale_steps=0. Try rescale_steps=1000"),
+        (lambda: pipetrain.Interleaved(chunks=0), "Received: chunks=0. Try chunks=2"),
+        (lambda: pipetrain.AllReduce(order="push-pull"), "Received: order='push-pull', scheme='all-reduce'"),
+        (lambda: pipetrain.ParameterServer(servers=0), "Received: servers=0. Try servers=1"),
+        (lambda: pipetrain.CodedReduce(2, stragglers=2), "Received: children=2, depth=1, stragglers=2"),
+        (lambda: pipetrain.Auto(staleness="some"), "Received: staleness='some'. Try one of: none, predicted"),
+        (lambda: options_of("coded-reduce"), "needs to know how many children"),
+        (lambda: with_options(pipetrain.SpecTrain(), horizon="local"), r"Try SpecTrain\(horizon='local'\)"),
+        (lambda: name_of(Grid(0, 1)), "A grid's sides are counts"),
+    ],
+)
+def test_values_that_cannot_be_are_refused_when_the_object_is_made(make, problem):
+    with pytest.raises(ValueError, match=problem):
+        make()
+
+
+@given(st.sampled_from([*OPTIONS]), st.sampled_from([*EVERY_NAME]))
+def test_of_several_schemes_one_must_have_the_option(name, other):
+    for option in (each.name for each in fields(OPTIONS[name]) if each.name != "horizon"):
+        check_owned({option: value(name, option)}, other, name)

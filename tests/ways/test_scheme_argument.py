@@ -1,0 +1,101 @@
+"""What ``PipelineModel(scheme=...)`` takes: nothing, a name, an object; options by keyword as in 0.1."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+
+import networks
+import numpy as np
+import pytest
+
+import pipetrain
+from pipetrain.frontend.auto import AutoStrategy
+from pipetrain.plan.stages import Partition
+
+DATA = networks.data(48)
+ON = ("CPU:0", "CPU:1", "CPU:2")
+
+
+def trained(pm, optimizer="sgd"):
+    pm.compile(optimizer, networks.crossentropy())
+    pm.fit(*DATA, 16, shuffle=False, verbose=0)
+    return pm.get_weights()
+
+
+def test_the_constructor_has_few_arguments():
+    assert len(inspect.signature(pipetrain.PipelineModel.__init__).parameters) <= 12
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options", "new"),
+    [
+        ("spectrain", {"horizon": "target", "stretch_momentum": False}, "SpecTrain(stretch_momentum=False, horizon"),
+        ("vanilla", {"rescale_steps": 5}, "Vanilla(rescale_steps=5)"),
+        ("coded-reduce", {"children": 3}, "CodedReduce(children=3)"),
+        ("grid", {"grid": (1, 2)}, "pipetrain.Grid(1, 2, None)"),
+    ],
+)
+def test_options_by_keyword_train_as_the_object_does_with_a_warning_that_shows_it(scheme, options, new):
+    where = {"devices": ON[:2] if scheme == "grid" else ON}
+    where |= {"cuts": networks.cuts(6, 3)} if scheme in ("spectrain", "vanilla") else {}
+    with pytest.warns(FutureWarning, match=rf"Received: {next(iter(options))}=.*\. Try scheme=") as seen:
+        old = pipetrain.PipelineModel(networks.mlp(), scheme=scheme, **options, **where)
+    (told,) = [str(each.message) for each in seen if each.category is FutureWarning]
+    line = told.partition("Try scheme=")[2].removesuffix(".")
+    assert line.startswith(new) or line.startswith(f"pipetrain.{new.split('(')[0]}") or line == new
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        now = pipetrain.PipelineModel(networks.mlp(), scheme=eval(line), **where)
+    same = networks.assert_close if scheme == "coded-reduce" else networks.assert_equal  # sums are as workers come
+    same(trained(old), trained(now))
+
+
+def test_a_keyword_that_never_was_one_is_no_option():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'horizons'"):
+        pipetrain.PipelineModel(networks.mlp(), scheme="spectrain", horizons="target")
+    with pytest.warns(FutureWarning, match="Try pm.is_traced = False"):
+        assert not pipetrain.PipelineModel(networks.mlp(), scheme="1f1b", trace=False).is_traced
+    with pytest.raises(ValueError, match=r"an object has its options.*Try SpecTrain\(horizon='local'\)"):
+        pipetrain.PipelineModel(networks.mlp(), scheme=pipetrain.SpecTrain(), horizon="local")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"cuts": networks.cuts(6, 2)},
+        {"stages": 2, "microbatches": 2},
+        pytest.param({"cuts": networks.cuts(6, 2), "replicas": (2, 1)}, marks=pytest.mark.wide),
+        pytest.param({"stages": 3, "devices": ON[:2]}, marks=pytest.mark.wide),
+        pytest.param({"stages": 1}, marks=pytest.mark.wide),
+    ],
+)
+def test_without_a_scheme_a_layout_trains_as_the_unsplit_model(layout):
+    single = trained(networks.mlp())
+    pm = pipetrain.PipelineModel(networks.mlp(), **{"devices": ON, **layout})
+    assert pm.scheme == "auto"
+    networks.assert_close(trained(pm), single)
+    names = {way.name for way in pm.choice.ways}
+    assert pm.scheme in names and names <= {"gpipe", "1f1b", "zb-h1", "zb-h2"}
+    assert len(pm.partition(16).stages) == len(layout.get("replicas", (1,) * layout.get("stages", 2)))
+    if "cuts" in layout:
+        assert pm.partition(16).cuts == tuple(layout["cuts"])
+    if "microbatches" in layout:
+        assert pm.way["microbatches"] == layout["microbatches"]
+    assert pm.partition(16).replicas == layout.get("replicas", (1,) * layout.get("stages", 2))
+
+
+def test_without_anything_all_exact_ways_are_there():
+    pm = pipetrain.PipelineModel(networks.mlp(), devices=ON[:2])
+    assert isinstance(pm._strategy, AutoStrategy)
+    networks.assert_close(trained(pm), trained(networks.mlp()))
+    assert {"single", "data parallelism", "pipeline"} <= {way.kind for way in pm.choice.ways}
+
+
+def test_a_partition_without_a_scheme_is_kept():
+    profile = pipetrain.profile(networks.mlp(), 16, verbose=False)
+    cut = pipetrain.partition(profile, 2)
+    assert isinstance(cut, Partition)
+    pm = pipetrain.PipelineModel(networks.mlp(), cut, devices=ON)
+    trained(pm)
+    assert pm.partition(16).cuts == cut.cuts and np.all(np.isfinite(pm.get_weights()[0]))
