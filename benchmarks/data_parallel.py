@@ -189,11 +189,11 @@ def pull_and_forward() -> None:
     """Let steps end after the forward: TensorFlow leaves out what nothing needs, the backward."""
     from pipetrain.frontend import transfer_strategy
 
-    class Forward(transfer_strategy.Step):
+    class Forward(transfer_strategy.TransferStep):
         def _push(self, active: Any, made: Any) -> None:
             """No gradient is sent."""
 
-    transfer_strategy.Step = Forward  # type: ignore[misc]
+    transfer_strategy.TransferStep = Forward  # type: ignore[misc]
 
 
 def train(options: argparse.Namespace) -> None:

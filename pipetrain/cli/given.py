@@ -31,7 +31,7 @@ from pipetrain.schemes.text_form import microbatches_of, stages_of
 from pipetrain.simulation.schedule_trials import pieces_to_measure
 
 
-class Given(NamedTuple):
+class PlanningInputs(NamedTuple):
     """A profile, the devices and how they are joined, how it is trained; a profile of microbatches, if it has any.
 
     ``schemes`` are those that are named, with a file's schedule in place of its name. Where they are one pipeline,
@@ -72,7 +72,7 @@ def schemes_of(names: Sequence[str], options: argparse.Namespace) -> list[str | 
     return schemes
 
 
-def given(options: argparse.Namespace, names: Sequence[str], check: Callable[[str | Scheme], object]) -> Given:
+def given(options: argparse.Namespace, names: Sequence[str], check: Callable[[str | Scheme], object]) -> PlanningInputs:
     """Profile the model that the options name, to be trained by the schemes of these names, each of which is checked.
 
     Raises OSError, TypeError, ValueError for what cannot be planned.
@@ -96,7 +96,7 @@ def given(options: argparse.Namespace, names: Sequence[str], check: Callable[[st
         counts = [options.devices]
     pieces = min(max(counts, default=1), options.batch_size)
     of_microbatches = measured(pieces) if pieces > 1 else None
-    return Given(measured(1), cluster, training, of_microbatches, schemes)
+    return PlanningInputs(measured(1), cluster, training, of_microbatches, schemes)
 
 
 def on_this_machine(options: argparse.Namespace) -> tuple[Callable[[int], Profile], Cluster]:

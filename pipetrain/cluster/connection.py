@@ -21,7 +21,7 @@ from pipetrain.cluster.probe import NO_HOST, probed
 from pipetrain.cluster.proxy import without_proxy_to
 from pipetrain.cluster.server import ABOUT, keep_to_loopback, listening
 from pipetrain.compute.cores import cores
-from pipetrain.run.lost_worker import Call
+from pipetrain.run.lost_worker import CallThread
 
 JOB = "worker"
 RETRY_S = 0.2
@@ -79,7 +79,7 @@ def _join(spec: tf.train.ClusterSpec) -> tuple[list[str], list[Any]]:
 
 def _within(limit_s: float, hosts: Hosts, join: Callable[[], Value]) -> Value:
     """``join()``, in a thread that is left after so long: TensorFlow's calls wait for who says nothing without end."""
-    thread, until_s = Call(join), time.monotonic() + limit_s
+    thread, until_s = CallThread(join), time.monotonic() + limit_s
     thread.start()
     thread.ended(lambda: time.monotonic() > until_s)
     received = f"Received: {', '.join(hosts.workers)}"

@@ -9,7 +9,7 @@ import keras
 
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.transfers.coded import Root
-from pipetrain.compute.transfers.weights import Part
+from pipetrain.compute.transfers.weights import WeightsPart
 from pipetrain.frontend.checks.optimizer import check_loss_scaling
 from pipetrain.frontend.pipeline_strategy import PipelineStrategy
 from pipetrain.frontend.placement import Placement
@@ -42,7 +42,7 @@ class CodedStrategy(PipelineStrategy):
 
     def _built(self, rows: int | None) -> Sequence[list[Stage]]:
         segment = self.placement.whole()
-        every = Part(HOST, range(len(segment.trainable_variables)))
+        every = WeightsPart(HOST, range(len(segment.trainable_variables)))
         loss, workers = self._compilation.metrics.loss, self.tree.workers
         self._root = Root(segment, [every], self.optimizer, loss, workers)
         return [list[Stage]([self._root])]

@@ -29,7 +29,7 @@ from pipetrain.compute.keras_private import (
     weights_of,
     weights_of_layer,
 )
-from pipetrain.compute.optimizer.adoption import Part, adopt, built
+from pipetrain.compute.optimizer.adoption import OptimizerPart, adopt, built
 from pipetrain.compute.optimizer.clone import clone
 from pipetrain.compute.optimizer.slots import Slot, slots
 from pipetrain.compute.tensorflow_private import one_replica
@@ -206,7 +206,7 @@ class DataParallelStrategy:
         if not {*map(id, weights)} <= {*map(id, weights_of(optimizer))}:
             other = clone(optimizer, weights, weights)
             built(other, weights)
-            adopt(optimizer, weights, [Part(other, weights)])
+            adopt(optimizer, weights, [OptimizerPart(other, weights)])
 
     def begin_epoch(self, steps: int | None) -> None:
         """Keras counts the steps."""
@@ -241,8 +241,8 @@ class DataParallelStrategy:
         self._fitted_from = updates - fitted
         return missing
 
-    def _part(self) -> Part:
-        return Part(known(self.optimizer), weights_of(known(self.optimizer)))
+    def _part(self) -> OptimizerPart:
+        return OptimizerPart(known(self.optimizer), weights_of(known(self.optimizer)))
 
     def _slots(self) -> Iterator[Slot]:
         return slots(known(self.optimizer), weights_of(known(self.optimizer)))

@@ -19,8 +19,8 @@ from pipetrain.compute.optimizer.clipping import limit
 from pipetrain.compute.optimizer.loss_scaling import stepping
 from pipetrain.compute.optimizer.overrides import whole_step
 from pipetrain.compute.profiling.progress import Progress
-from pipetrain.compute.transfers.step import Step
-from pipetrain.compute.transfers.weights import Part, Weights
+from pipetrain.compute.transfers.step import TransferStep
+from pipetrain.compute.transfers.weights import Weights, WeightsPart
 from pipetrain.compute.transfers.worker import Worker
 from pipetrain.frontend.attributes import known
 from pipetrain.frontend.checks.optimizer import check_loss_scaling, check_whole
@@ -92,19 +92,19 @@ class TransferStrategy(PipelineStrategy):
         ]
         return [list[Stage](self._weights)]
 
-    def _of_servers(self) -> list[list[Part]]:
+    def _of_servers(self) -> list[list[WeightsPart]]:
         """The weights, once: the part that each server has; there may be fewer of them than servers."""
         workload = workload_of(self.placement.chain, self._segment.trainable_variables, None, Message(), 1)
         held = workload.on_servers(self._servers)
-        parts = [Part(device, each) for device, each in zip(self._devices, held, strict=False)]
+        parts = [WeightsPart(device, each) for device, each in zip(self._devices, held, strict=False)]
         return [[part for part in parts if part.numbers] or parts[:1]]
 
-    def _of_workers(self) -> list[list[Part]]:
+    def _of_workers(self) -> list[list[WeightsPart]]:
         """The weights on every worker, in two parts if a part of them is updated late."""
         late = set(self.plan.late_variables)
         every = range(len(self._segment.trainable_variables))
         groups = [[n for n in every if n not in late], *([sorted(late)] if late else [])]
-        return [[Part(device, each) for each in groups] for device in self._devices]
+        return [[WeightsPart(device, each) for each in groups] for device in self._devices]
 
     def _runner(self) -> Any:
         count = len(self._devices)
@@ -114,7 +114,7 @@ class TransferStrategy(PipelineStrategy):
             self._weights,
             workers,
             self.plan,
-            lambda plan, begun: Step(self._weights, workers, plan, self._serves, HOST, begun, reads),
+            lambda plan, begun: TransferStep(self._weights, workers, plan, self._serves, HOST, begun, reads),
             WorkerRows(self._devices),
             self._run_settings,
             self._compilation.learning_rate,

@@ -36,7 +36,7 @@ class Turn:
         return other if other is not None and other is not me and other.is_alive() else None
 
 
-class Call:
+class MethodCall:
     """A context in which it is this thread's turn to call a method of the model; it may call more within.
 
     It waits while another thread evaluates, predicts, saves or compiles. Raises RuntimeError if another thread trains,
@@ -84,7 +84,7 @@ def taking_turns(kind: Class) -> Class:
 def _in_turn(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def called(self: Any, *args: Any, **settings: Any) -> Any:
-        with Call(self.turn, name):
+        with MethodCall(self.turn, name):
             is_outermost = len(self.turn.methods) == 1
             if is_outermost:
                 self.end_interrupted()

@@ -19,7 +19,7 @@ from pipetrain.compute.optimizer.clone import clone
 from pipetrain.compute.optimizer.loss_scaling import stepping
 from pipetrain.compute.profiling.progress import Progress
 from pipetrain.plan.run_off import TURNS, finalists, settled
-from pipetrain.run.trial import Clock
+from pipetrain.run.trial import TrialClock
 
 MOST = 10**6  # minibatches, of which the clock needs fewer
 TINY = 1e-20  # of the learning rate; some optimizers divide by it
@@ -31,7 +31,7 @@ class _Timing(keras.callbacks.Callback):
 
     def __init__(self) -> None:
         super().__init__()
-        self.clock = Clock()
+        self.clock = TrialClock()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """A result is there."""

@@ -13,7 +13,7 @@ from pipetrain.plan.cluster import Cluster, Link
 from pipetrain.plan.memory import Demand
 from pipetrain.plan.profile import Profile, Seconds
 from pipetrain.plan.roofline import PREDICTION_PASSES, UPDATE_PASSES
-from pipetrain.plan.sharing import Sharing
+from pipetrain.plan.sharing import SharingCosts
 
 Floats = NDArray[np.float64]
 
@@ -147,7 +147,7 @@ class Costs:
         self._weights = _sums([block.weight_bytes for block in blocks])
         self._kept = _sums([block.activation_bytes for block in blocks])
         self._fixed = _sums([block.fixed_bytes for block in blocks])
-        self._sharing = Sharing(blocks) if any(block.shared for block in blocks) else None
+        self._sharing = SharingCosts(blocks) if any(block.shared for block in blocks) else None
         self._memory: dict[tuple[int, Demand], Memory] = {}
         self._overhead_s = 2 * microbatches * cluster.overhead_s
         # nothing is sent before the first block and after the last one

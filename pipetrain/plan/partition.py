@@ -11,7 +11,7 @@ from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.cost import Costs, Place
 from pipetrain.plan.memory import Training
 from pipetrain.plan.profile import Profile
-from pipetrain.plan.search import Choice, Problem, fastest, most_even
+from pipetrain.plan.search import Problem, StageChoice, fastest, most_even
 from pipetrain.plan.stages import DEFAULT_TRAINING, Partition, described, located, predictions
 from pipetrain.schemes.arguments import checked_count, is_count
 
@@ -110,7 +110,7 @@ def plan(
     counts = replicas or [1] * len(ends)
     choices, first, device = [], 0, 0
     for end, count in zip(ends, counts, strict=True):
-        choices.append(Choice(first, end, Place(device, count, device + count)))
+        choices.append(StageChoice(first, end, Place(device, count, device + count)))
         first, device = end, device + count
     return described(profile, costs, choices, training, compiled)
 

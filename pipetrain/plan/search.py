@@ -26,7 +26,7 @@ CLOSE = 1 + 1e-9  # seconds nearer to each other are equal: a byte more to send,
 HUGE = 1e300  # seconds
 
 
-class Choice(NamedTuple):
+class StageChoice(NamedTuple):
     """A stage: where its blocks begin and end, and where it is."""
 
     first: int
@@ -47,7 +47,7 @@ class Problem(NamedTuple):
     seconds: dict[Place, Affine]
     stages: int | None
 
-    def slowest_s(self, choices: Sequence[Choice]) -> float:
+    def slowest_s(self, choices: Sequence[StageChoice]) -> float:
         """Seconds of the slowest of these stages."""
         return max(self.seconds[place].of(first, end) for first, end, place in choices)
 
@@ -65,7 +65,7 @@ class Limit(NamedTuple):
 
 def fastest(
     problem: Problem, limit: Limit | None = None, at_least: float = 0.0, below: float = HUGE
-) -> list[Choice] | None:
+) -> list[StageChoice] | None:
     """The stages of which the slowest takes least time; None if nothing keeps to the limit and stays below ``below``.
 
     ``at_least`` is a time that is known to be needed.
@@ -86,7 +86,7 @@ def fastest(
     return best
 
 
-def most_even(problem: Problem, within: float) -> list[Choice]:
+def most_even(problem: Problem, within: float) -> list[StageChoice]:
     """Of the ways in which no stage takes longer than this, the one with the least sum of squared seconds."""
     reach, ahead = Reach(problem, within), _reached(problem, within)
     best = np.full((problem.devices + 1, problem.blocks + 1), np.inf)
@@ -112,7 +112,7 @@ def most_even(problem: Problem, within: float) -> list[Choice]:
     found, i, device = [], 0, 0
     while i < problem.blocks:
         index, end = (int(x) for x in choices[device][i])
-        found.append(Choice(i, end, problem.places[device][index]))
+        found.append(StageChoice(i, end, problem.places[device][index]))
         i, device = end, found[-1].place.after
     return found
 
@@ -152,7 +152,7 @@ class Reach:
             for place in problem.places[device]:
                 self._extend(device, place)
 
-    def stages(self) -> list[Choice] | None:
+    def stages(self) -> list[StageChoice] | None:
         """Stages that place the whole chain, the fewest where their number is open; None if none do."""
         given = self._limit.stages if self._limit else None
         counts = range(len(self.can)) if given is None else [given]
@@ -162,7 +162,7 @@ class Reach:
         i, device, found = 0, 0, []
         while i < self._problem.blocks:
             end, place = next(self._next(i, device, left))
-            found.append(Choice(i, end, place))
+            found.append(StageChoice(i, end, place))
             i, device, left = end, place.after, max(left - 1, 0)
         return found
 

@@ -13,7 +13,7 @@ from pipetrain.plan.profile import BlockProfile
 Floats = NDArray[np.float64]
 
 
-class Sharing:
+class SharingCosts:
     """Of every stage of blocks i to j-1, by two indices i and j, shape (blocks + 1, blocks + 1).
 
     ``repeated_bytes`` are the weights that its blocks count more than once, ``repeated_part`` what this is of the

@@ -10,7 +10,7 @@ from functools import cache
 from pipetrain.plan.cost import PREDICTING, Costs, Place
 from pipetrain.plan.memory import Holding, Training, demand, demand_of, moments
 from pipetrain.plan.profile import Profile, mib
-from pipetrain.plan.search import Choice
+from pipetrain.plan.search import StageChoice
 from pipetrain.plan.text_table import counted, text_table
 from pipetrain.schemes.dry_run import waiting
 from pipetrain.schemes.schedules import Schedule
@@ -182,7 +182,7 @@ def located(place: Place, schedule: Schedule, stages: int) -> Place:
 def described(
     profile: Profile,
     costs: Costs,
-    choices: Sequence[Choice],
+    choices: Sequence[StageChoice],
     training: Training,
     compiled: Sequence[bool] | None = None,
 ) -> Partition:
@@ -221,7 +221,7 @@ def described(
     return Partition(profile.model, profile.batch_size, tuple(stages), training, processors, profile.metric_s)
 
 
-def _memory_bytes(costs: Costs, choices: Sequence[Choice], training: Training) -> list[float]:
+def _memory_bytes(costs: Costs, choices: Sequence[StageChoice], training: Training) -> list[float]:
     """What each stage holds at its fullest; of a device's several stages, when they hold most together."""
     stages, schedule = len(choices), training.chosen.schedule
     if schedule.chunks == 1:

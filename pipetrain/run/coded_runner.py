@@ -12,10 +12,10 @@ import tensorflow as tf
 
 from pipetrain.compute.functions.stage_values import BoundaryTensors, without_rows
 from pipetrain.compute.keras_private import count_of
-from pipetrain.compute.transfers.coded import CodedFunctions, Messages, Root, Updated
+from pipetrain.compute.transfers.coded import CodedFunctions, CodedUpdate, Messages, Root
 from pipetrain.run.collector import Result
 from pipetrain.run.control import Control
-from pipetrain.run.lost_worker import Call
+from pipetrain.run.lost_worker import CallThread
 from pipetrain.run.pipeline import HOST, KEPT_SPANS
 from pipetrain.run.run_settings import RunSettings
 from pipetrain.run.stepwise import Stepwise
@@ -84,7 +84,7 @@ class CodedRunner(Stepwise):
             self.stragglers[worker] += 1
         self._stepped(result)
 
-    def _update(self, step: TreeStep) -> Updated:
+    def _update(self, step: TreeStep) -> CodedUpdate:
         """Wait for the sum, and update the weights."""
         functions, number = self._functions, self.made + step.number
         assert functions is not None  # since the start
@@ -102,7 +102,7 @@ class CodedRunner(Stepwise):
         self._spans.append(Span("B", 0, number, HOST, start_s, time.perf_counter(), number, 0))
         return updated
 
-    def _result(self, updated: Updated, used: Sequence[Delivered], rows: int) -> Result:
+    def _result(self, updated: CodedUpdate, used: Sequence[Delivered], rows: int) -> Result:
         """The loss and the outputs of all rows: of each from the first worker that has them."""
         job, places, needed, begin = self._job, np.full(rows, -1), list[Delivered](), 0
         for each in used:
@@ -184,7 +184,7 @@ def _fetched(values: Sequence[Any]) -> list[Any]:
     """Nested tensors of several workers, in this process."""
     if len(values) == 1 or all(each is None for each in tf.nest.flatten(values)):
         return [tf.nest.map_structure(_fetch, each) for each in values]
-    calls = [Call(partial(tf.nest.map_structure, _fetch, each)) for each in values]
+    calls = [CallThread(partial(tf.nest.map_structure, _fetch, each)) for each in values]
     for call in calls:
         call.start()
     for call in calls:

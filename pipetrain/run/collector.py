@@ -9,7 +9,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from pipetrain.compute.functions.stage_values import BoundaryTensors
-from pipetrain.run.messages import Output, Updated
+from pipetrain.run.messages import OutputReport, UpdateReport
 
 
 class Result(NamedTuple):
@@ -45,13 +45,13 @@ class Collector:
         self._stages, self._last_replicas = len(replicas), replicas[-1]
         self._versions = {(stage, replica): 0 for stage, count in enumerate(replicas) for replica in range(count)}
         self._released = 0
-        self._outputs: defaultdict[int, list[Output]] = defaultdict(list)
+        self._outputs: defaultdict[int, list[OutputReport]] = defaultdict(list)
         self._waiting: deque[Result] = deque()
         self._parts: defaultdict[int, dict[int, list[tf.Tensor]]] = defaultdict(dict)
 
-    def add(self, report: Output | Updated) -> None:
+    def add(self, report: OutputReport | UpdateReport) -> None:
         """Take one report."""
-        if isinstance(report, Output):
+        if isinstance(report, OutputReport):
             outputs = self._outputs[report.microbatch.minibatch]
             outputs.append(report)
             if len(outputs) == self._last_replicas * len(report.microbatch.group):
@@ -75,7 +75,7 @@ class Collector:
             self.snapshots.append(Snapshot(self._updates_before + version, ordered))
 
 
-def _joined(outputs: list[Output]) -> Result:
+def _joined(outputs: list[OutputReport]) -> Result:
     """A minibatch's result from its microbatches': ``sum(loss_share * loss + share * penalty)``.
 
     Losses of single examples are concatenated, each with the penalty added.

@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 
 from pipetrain.compute.cores import finish
 from pipetrain.run.mailbox import Closed, Mailbox
-from pipetrain.run.messages import Output, Updated
+from pipetrain.run.messages import OutputReport, UpdateReport
 from pipetrain.run.run_settings import RunSettings
 
 Value = TypeVar("Value")
@@ -36,8 +36,8 @@ class Control:
     """
 
     def __init__(self, settings: RunSettings) -> None:
-        self.reports: Mailbox[Output | Updated] = Mailbox()
-        self.report: Callable[[Output | Updated], None] = self.reports.put
+        self.reports: Mailbox[OutputReport | UpdateReport] = Mailbox()
+        self.report: Callable[[OutputReport | UpdateReport], None] = self.reports.put
         self.boxes: list[Closable] = [self.reports]
         self.waits, self._settings = settings.exact_times, settings
         self.error: BaseException | None = None

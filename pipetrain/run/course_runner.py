@@ -14,7 +14,7 @@ import tensorflow as tf
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.gc_pause import gc_paused
 from pipetrain.compute.program.arguments import Settings
-from pipetrain.compute.program.function import Given, ProgramFunction, traced
+from pipetrain.compute.program.function import ProgramFunction, ProgramInputs, traced
 from pipetrain.compute.program.result import ProgramResult
 from pipetrain.run.caller import Caller
 from pipetrain.run.collector import Result, Snapshot
@@ -50,7 +50,7 @@ class Slice(NamedTuple):
     program: Program
     function: ProgramFunction
     times: ProgramTimes
-    given: Given
+    given: ProgramInputs
     settings: Settings
     held_specs: Any
 
@@ -239,7 +239,7 @@ class CourseRunner(ProgramRunner):
             drains=drains,
             has_rates=has_rates,
         )
-        given = Given(
+        given = ProgramInputs(
             [mine[i].x or [] for i in program.entering(0, self._microbatches)],
             [mine[i].targets for i in program.entering(len(self._stages) - 1, self._microbatches)],
             rows,
@@ -255,7 +255,7 @@ class CourseRunner(ProgramRunner):
         while next(iter(self._posted)) < base - 4 * (len(self._stages) + self.minibatches):
             del self._posted[next(iter(self._posted))]
 
-    def _made(self, function: ProgramFunction, given: Given) -> ProgramResult:
+    def _made(self, function: ProgramFunction, given: ProgramInputs) -> ProgramResult:
         """Make a call, in the thread that makes all of them."""
         if self._is_broken:
             raise RuntimeError("A call is not made after one that has failed.")
@@ -309,7 +309,7 @@ class CourseRunner(ProgramRunner):
         return self._specs.setdefault(repr(specs), specs)
 
     def _function_of(
-        self, given: Given, program: Program, of_call: Settings, settings: RunSettings
+        self, given: ProgramInputs, program: Program, of_call: Settings, settings: RunSettings
     ) -> tuple[ProgramFunction, ProgramTimes]:
         """The function of a slice, which is traced for the first of the same form."""
         forms = tuple(self._form_of(parts.rows) for parts in of_call.parts.values())

@@ -13,7 +13,7 @@ import tensorflow as tf
 from pipetrain.compute.cores import is_processor
 from pipetrain.compute.functions.inference import Inference
 from pipetrain.compute.program.arguments import Settings
-from pipetrain.compute.program.function import Given, ProgramFunction
+from pipetrain.compute.program.function import ProgramFunction, ProgramInputs
 from pipetrain.compute.program.result import ProgramResult
 from pipetrain.run.caller import Caller
 from pipetrain.run.collector import Result
@@ -28,7 +28,7 @@ class Begun(NamedTuple):
     made: Future[ProgramResult]
     caller: Caller
     function: ProgramFunction
-    given: Given
+    given: ProgramInputs
 
 
 class ForwardRunner(ProgramRunner):
@@ -57,7 +57,7 @@ class ForwardRunner(ProgramRunner):
     def post(self, x: list[tf.Tensor], y: Any, sample_weight: Any, learning_rate: float | None) -> None:
         """Send a minibatch on its way; labels stay behind."""
         settings = self._run or self._start()
-        given = Given([x], [None], {0: int(x[0].shape[0])})
+        given = ProgramInputs([x], [None], {0: int(x[0].shape[0])})
         function = self._known(given, settings)
         if not self._callers:
             at_once = 1 if any(each.assigns for each in self._inferences) else len(self._inferences)
@@ -68,7 +68,7 @@ class ForwardRunner(ProgramRunner):
         self._callers.rotate(-1)
         self._calls.append(Begun(caller.submit(function, given), caller, function, given))
 
-    def _known(self, given: Given, settings: RunSettings) -> ProgramFunction:
+    def _known(self, given: ProgramInputs, settings: RunSettings) -> ProgramFunction:
         """The function for such a minibatch; one that is to be traced, and tried for XLA, may wait for workers."""
         if not self._has_compiled:
             return self._function_for(given, settings)[0]

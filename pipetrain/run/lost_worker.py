@@ -52,7 +52,7 @@ class LostWorker:
         self.check()
         if not self._can_be:
             return call()
-        thread = Call(with_state_of_keras(call))
+        thread = CallThread(with_state_of_keras(call))
         try:
             thread.start()
             thread.ended(self.gives_up)
@@ -71,7 +71,7 @@ class LostWorker:
         return self.error is not None and time.monotonic() > self._since_s + LOST_S
 
 
-class Call(StoppableThread):
+class CallThread(StoppableThread):
     """A thread that makes one call, and does not keep the program from ending."""
 
     def __init__(self, call: Callable[[], Any]) -> None:

@@ -46,7 +46,7 @@ class Microbatch(NamedTuple):
         return self._replace(values=None, penalty=penalty if self.penalty is None else self.penalty + penalty)
 
 
-class Output(NamedTuple):
+class OutputReport(NamedTuple):
     """The report of one forward by a replica of the last stage; without loss and predictions where it had no rows."""
 
     microbatch: Microbatch
@@ -55,7 +55,7 @@ class Output(NamedTuple):
     predictions: BoundaryTensors | None
 
 
-class Updated(NamedTuple):
+class UpdateReport(NamedTuple):
     """A replica's report of one update: minibatches applied since the start, and the weights if asked for."""
 
     stage: int

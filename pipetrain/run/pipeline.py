@@ -20,7 +20,7 @@ from pipetrain.compute.optimizer.loss_scaling import LossScale
 from pipetrain.run.channels import take
 from pipetrain.run.collector import Result, Snapshot
 from pipetrain.run.lost_worker import LostWorker
-from pipetrain.run.messages import Microbatch, Output, Updated
+from pipetrain.run.messages import Microbatch, OutputReport, UpdateReport
 from pipetrain.run.run_settings import RunSettings
 from pipetrain.run.running import Running
 from pipetrain.run.switch_interval import let_go, shorten
@@ -279,7 +279,7 @@ class Pipeline:
         for (stage, *_), values in zip(self._stages, outcomes, strict=True):
             stage.store(values)
 
-    def _collect(self, running: Running, report: Output | Updated) -> None:
+    def _collect(self, running: Running, report: OutputReport | UpdateReport) -> None:
         collector = running.collector
         collector.add(report)
         self._results.extend(collector.results)

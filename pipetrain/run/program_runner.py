@@ -18,9 +18,9 @@ from pipetrain.compute.gc_pause import gc_paused
 from pipetrain.compute.optimizer.loss_scaling import LossScale
 from pipetrain.compute.program.arguments import Settings
 from pipetrain.compute.program.clock import ahead_s
-from pipetrain.compute.program.function import Given, ProgramFunction, traced, walked
+from pipetrain.compute.program.function import ProgramFunction, ProgramInputs, traced, walked
 from pipetrain.compute.program.result import ProgramResult
-from pipetrain.compute.program.stage_trace import Place
+from pipetrain.compute.program.stage_trace import StagePlace
 from pipetrain.compute.program.walk import Failed
 from pipetrain.compute.tensorflow_private import is_deterministic
 from pipetrain.run import pipeline
@@ -64,7 +64,7 @@ class ProgramRunner(Stepwise):
         self._chunks = scheme.schedule.chunks
         self._functions: dict[Any, tuple[ProgramFunction, ProgramTimes]] = {}
         self._scale = LossScale()
-        self._ran: dict[Place, int] = {}  # forwards that calls of forward and backward have done so far
+        self._ran: dict[StagePlace, int] = {}  # forwards that calls of forward and backward have done so far
         self._forms: dict[int, Any] = {}  # of minibatches, by their rows
         # Of the newest steps, until somebody reads the trace.
         self._timed = deque[tuple[ProgramTimes, int, Mapping[int, int], Any, Any]]()
@@ -104,7 +104,7 @@ class ProgramRunner(Stepwise):
 
     def _make(self, x: list[tf.Tensor], targets: Any, settings: RunSettings, rate: float | None) -> None:
         rows = int(x[0].shape[0])
-        given = Given([x], [targets], {0: rows}, self._scale.scale)
+        given = ProgramInputs([x], [targets], {0: rows}, self._scale.scale)
         if any([each.set_rate(rate) for each in self._every]):  # each of them, whatever the first one says
             self._await_writes()
         function, times = self._function_for(given, settings)
@@ -137,7 +137,7 @@ class ProgramRunner(Stepwise):
         for place, count in function.runs.items():
             self._ran[place] = self._ran.get(place, 0) + count
 
-    def _function_for(self, given: Given, settings: RunSettings) -> tuple[ProgramFunction, ProgramTimes]:
+    def _function_for(self, given: ProgramInputs, settings: RunSettings) -> tuple[ProgramFunction, ProgramTimes]:
         """The function for such a minibatch, which is traced for the first of the same form."""
         scale = None if self._scale.is_dynamic else self._scale.scale
         key = self._form_of(given.rows[0]), settings.loss_is_mean, scale, settings.exact_times
@@ -146,14 +146,16 @@ class ProgramRunner(Stepwise):
             self._functions[key] = function, ProgramTimes(function.clock, self._microbatches, self._replicas)
         return self._functions[key]
 
-    def _traced(self, given: Given, settings: RunSettings) -> ProgramFunction:
+    def _traced(self, given: ProgramInputs, settings: RunSettings) -> ProgramFunction:
         of_call, step, program = self._settings_of(given.rows, settings), self._next, self._program(settings)
         self._rehearse(given, program, of_call, step)
         with gc_paused():
             of_program = self._stages, self._scheme, program
             return traced(*of_program, self.traced_for, of_call, self._failed_in(step))
 
-    def _rehearse(self, given: Given, program: Program, of_call: Settings, base: int, held_specs: Any = None) -> None:
+    def _rehearse(
+        self, given: ProgramInputs, program: Program, of_call: Settings, base: int, held_specs: Any = None
+    ) -> None:
         """Let XLA compile the stages, or find that it cannot, before a function has them: there it could not give way.
 
         Nothing remains of the actions, which are made one by one.
@@ -180,7 +182,7 @@ class ProgramRunner(Stepwise):
     def _count_forwards(self) -> None:
         """Learn how many forwards calls of the last stage have done that are a forward and a backward."""
         last, count = self._stages[-1], len(self._stages)
-        places = [Place(count - 1, count, r, len(last)) for r in range(len(last))]
+        places = [StagePlace(count - 1, count, r, len(last)) for r in range(len(last))]
         self._ran = {place: each.forwards_run() for place, each in zip(places, last, strict=True)}
 
     def _settings_of(self, rows: Mapping[int, int], settings: RunSettings) -> Settings:
@@ -192,7 +194,7 @@ class ProgramRunner(Stepwise):
     def _failed_in(self, base: int) -> Failed:
         """Told of an action that could not be traced; the program's minibatch 0 has this number."""
 
-        def failed(error: Exception, place: Place, actions: Sequence[Action]) -> None:
+        def failed(error: Exception, place: StagePlace, actions: Sequence[Action]) -> None:
             add_note(error, self._told(place, actions[-1], base))
 
         return failed
@@ -208,7 +210,7 @@ class ProgramRunner(Stepwise):
         self,
         error: tf.errors.OpError,
         function: ProgramFunction,
-        given: Given,
+        given: ProgramInputs,
         program: Program,
         trial: Settings,
         base: int,
@@ -224,7 +226,7 @@ class ProgramRunner(Stepwise):
     def _cause(
         self,
         error: tf.errors.OpError,
-        given: Given,
+        given: ProgramInputs,
         program: Program,
         trial: Settings,
         base: int,
@@ -258,14 +260,14 @@ class ProgramRunner(Stepwise):
             add_note(error, self._told(place, actions[-1], base))
         return True
 
-    def _told(self, place: Place, action: Action, base: int) -> str:
+    def _told(self, place: StagePlace, action: Action, base: int) -> str:
         """Which action has failed, for people; the program's minibatch 0 has this number."""
         action = action.later(base * self._microbatches)
         minibatch, number = divmod(action.microbatch, self._microbatches)
         which = f"minibatch {minibatch}" + (f", microbatch {number}" if self._microbatches > 1 else "")
         return f"Raised in {place}, {action.operation.about} of {which} (action {action})."
 
-    def _half(self, action: Action, place: Place, number: int) -> Action:
+    def _half(self, action: Action, place: StagePlace, number: int) -> Action:
         """Which half of a forward and backward has failed, that was this one of its stage's in the step."""
         before = self._ran.get(place, 0)
         self._ran[place] = now = self._stages[place.stage][place.replica].forwards_run()

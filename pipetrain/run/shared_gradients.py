@@ -19,7 +19,7 @@ from pipetrain.trace.records import Transfer, Transfers
 Gradients = list[Any]
 
 
-class Completed(NamedTuple):
+class SharedUpdate(NamedTuple):
     """The gradients of a minibatch summed over all stages, and the other inputs of the update that they make.
 
     There are no gradients where the step is skipped.
@@ -49,7 +49,7 @@ class SharedGradients:
         self.holders = tuple(holders)
         self._stages = {stage: list(stages[stage]) for stage in holders}
         self._up: dict[int, list[Mailbox[Gradients]]] = {k: [Mailbox() for _ in stages[k]] for k in holders[:-1]}
-        self._down: dict[int, list[Mailbox[Completed]]] = {k: [Mailbox() for _ in stages[k]] for k in holders[1:]}
+        self._down: dict[int, list[Mailbox[SharedUpdate]]] = {k: [Mailbox() for _ in stages[k]] for k in holders[1:]}
         self._sent = {k: Recent(Transfers, kept) for k in holders}
 
     @property
@@ -77,12 +77,12 @@ class SharedGradients:
             self._send(self._up[above], gradients, gradients, (stage, above, microbatch))
         return None
 
-    def hand_down(self, replica: int, completed: Completed, microbatch: int) -> None:
+    def hand_down(self, replica: int, completed: SharedUpdate, microbatch: int) -> None:
         """Send what the first stage has completed to all others."""
         for stage in self.holders[1:] if replica == 0 else ():
             self._send(self._down[stage], completed, completed.gradients, (self.first, stage, microbatch))
 
-    def completed(self, stage: int, replica: int) -> Completed:
+    def completed(self, stage: int, replica: int) -> SharedUpdate:
         """The next minibatch's sum, for a stage that is not the first; waits for it."""
         completed = self._down[stage][replica].get()
         return completed._replace(gradients=moved(completed.gradients, self._stages[stage][replica].device))

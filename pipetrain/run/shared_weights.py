@@ -10,7 +10,7 @@ from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.functions.stage_values import Step
 from pipetrain.compute.functions.weight_binding import Newest
 from pipetrain.compute.functions.weight_group import WeightGroup
-from pipetrain.run.shared_gradients import Completed, SharedGradients
+from pipetrain.run.shared_gradients import SharedGradients, SharedUpdate
 from pipetrain.run.stage_id import StageId
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.weight_versions import WeightVersions
@@ -62,7 +62,7 @@ class SharedWeights:
         They are clipped if the ``squares`` of all stages' gradients are given.
         """
         mine = [] if gradients is None else [gradients[n] for n in self._group.numbers]
-        completed = Completed(self._stage.prepared(mine, step, squares), step)
+        completed = SharedUpdate(self._stage.prepared(mine, step, squares), step)
         self._exchange.hand_down(self._identity.replica, completed, microbatch)
         self._apply(completed)
 
@@ -71,7 +71,7 @@ class SharedWeights:
         while self.versions.version < version:
             self._apply(self._exchange.completed(self._identity.stage, self._identity.replica))
 
-    def _apply(self, completed: Completed) -> None:
+    def _apply(self, completed: SharedUpdate) -> None:
         self.versions.before_update()
         if completed.gradients:
             self._group.apply(*completed)

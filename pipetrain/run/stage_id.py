@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pipetrain.compute.program.stage_trace import Place
+from pipetrain.compute.program.stage_trace import StagePlace
 from pipetrain.run.messages import Microbatch
 from pipetrain.schemes.splitting import rows_of
 
 
-class StageId(Place):
+class StageId(StagePlace):
     """A place of a pipeline, and what it has of each microbatch."""
 
     def rows(self, microbatch: Microbatch) -> range:

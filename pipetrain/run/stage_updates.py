@@ -11,7 +11,7 @@ from pipetrain.compute.functions.stage_values import Step
 from pipetrain.compute.optimizer.loss_scaling import LossScale
 from pipetrain.run.channels import Channels
 from pipetrain.run.control import Control
-from pipetrain.run.messages import Microbatch, Updated
+from pipetrain.run.messages import Microbatch, UpdateReport
 from pipetrain.run.stage_id import StageId
 from pipetrain.run.stage_weights import StageWeights
 from pipetrain.schemes.weight_versions import WeightVersions
@@ -171,4 +171,4 @@ class StageUpdates:
         wanted = replica == 0 and self._control.wants_snapshot(version)
         snapshot = self._stage.snapshot() if wanted else None
         if self._is_synchronous or wanted:  # else nobody waits for it, and waking the caller costs
-            self._control.report(Updated(stage, replica, version, snapshot))
+            self._control.report(UpdateReport(stage, replica, version, snapshot))

@@ -22,7 +22,7 @@ from pipetrain.compute.functions.stage_values import (
 from pipetrain.compute.optimizer.loss_scaling import LossScale
 from pipetrain.run.channels import Channels, take
 from pipetrain.run.control import Control
-from pipetrain.run.messages import Microbatch, Output
+from pipetrain.run.messages import Microbatch, OutputReport
 from pipetrain.run.stage_id import StageId
 from pipetrain.run.stage_updates import StageUpdates
 from pipetrain.run.stage_weights import StageWeights
@@ -158,7 +158,9 @@ class StageWork:
             self._forwarded = microbatch.number
             self._close_if_done()
         else:
-            self._control.report(Output(self.identity.with_own_share(microbatch), self.identity.replica, loss, output))
+            self._control.report(
+                OutputReport(self.identity.with_own_share(microbatch), self.identity.replica, loss, output)
+            )
 
     def _backward(self, action: Action, returned: list[tf.Tensor] | None) -> None:
         microbatch, kept = self._in_flight.pop(action.microbatch)
@@ -214,7 +216,7 @@ class StageWork:
         self._now = microbatch, (backward,)
         made = cast(Forward, result.forward)
         done = self.identity.with_own_share(self._passed(microbatch, made))
-        self._control.report(Output(done, self.identity.replica, made.loss, made.output))
+        self._control.report(OutputReport(done, self.identity.replica, made.loss, made.output))
         (self._send_up if is_half else self._pass_on)(microbatch, result)
         return result.forward_end_s
 

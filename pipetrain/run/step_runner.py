@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from pipetrain.compute.functions.stage_values import BoundaryTensors
 from pipetrain.compute.keras_private import count_of
-from pipetrain.compute.transfers.record import Sent
+from pipetrain.compute.transfers.record import RecordedMessage
 from pipetrain.compute.transfers.step import Rows
 from pipetrain.compute.transfers.weights import Shares
 from pipetrain.compute.transfers.worker import Worker
@@ -127,7 +127,7 @@ class StepRunner(Stepwise):
             group.updated()
         self._stepped(Result(result.loss, result.output))
 
-    def _note(self, start_s: float, times: Any, sent: Sequence[Sent], active: Sequence[int]) -> None:
+    def _note(self, start_s: float, times: Any, sent: Sequence[RecordedMessage], active: Sequence[int]) -> None:
         """Record a step that has begun then and is over now, and its messages, whose times are those of day."""
         number, end_s = self.made + self._steps_done, time.perf_counter()
         for worker in active:

@@ -11,7 +11,15 @@ import tensorflow as tf
 
 from pipetrain.compute.cores import finish, is_prompt, is_remote, pin
 from pipetrain.compute.functions.stage_values import BoundaryTensors
-from pipetrain.compute.transfers.coded import CodedFunctions, Computed, Given, Messages, Root, given_numbers, streams_of
+from pipetrain.compute.transfers.coded import (
+    CodedFunctions,
+    Computed,
+    Messages,
+    Root,
+    WorkerInputs,
+    given_numbers,
+    streams_of,
+)
 from pipetrain.run.channels import take
 from pipetrain.run.control import Control
 from pipetrain.run.mailbox import Closed
@@ -19,7 +27,7 @@ from pipetrain.run.pipeline import HOST
 from pipetrain.run.stoppable_thread import StoppableThread
 from pipetrain.run.transfers import here
 from pipetrain.run.tree_exchange import Delivered, Over, TreeExchange, TreeStep
-from pipetrain.schemes.coding.coded_reduce import ROOT, Allocation, Part, Tree, allocated
+from pipetrain.schemes.coding.coded_reduce import ROOT, Allocation, CellsPart, Tree, allocated
 from pipetrain.trace.recent import Recent
 from pipetrain.trace.records import Span, Spans, Transfer, Transfers
 
@@ -42,7 +50,7 @@ class Job(NamedTuple):
         """Who has which rows."""
         return allocated(self.tree)
 
-    def parts(self, worker: int, rows: int) -> list[Part]:
+    def parts(self, worker: int, rows: int) -> list[CellsPart]:
         """A worker's, of a minibatch of so many rows; cells that draw random numbers draw their own."""
         return self.allocation.parts(worker, rows, apart=bool(self.functions.seeds))
 
@@ -121,7 +129,7 @@ class TreeWorker(StoppableThread):
             self._exchange.hand_down(self.worker, step, weights, copies)
         return weights
 
-    def _compute(self, step: TreeStep, parts: Sequence[Part], weights: Messages) -> Computed:
+    def _compute(self, step: TreeStep, parts: Sequence[CellsPart], weights: Messages) -> Computed:
         functions = self._job.functions
         if not parts:
             return Computed(functions.nothing(), None, None, [])
@@ -133,7 +141,7 @@ class TreeWorker(StoppableThread):
         seeds = [_sent(each) for each in step.seeds]
         return functions.compute(weights, state, seeds, captured, self._given(step, parts))
 
-    def _given(self, step: TreeStep, parts: Sequence[Part]) -> Given:
+    def _given(self, step: TreeStep, parts: Sequence[CellsPart]) -> WorkerInputs:
         rows = int(step.inputs[0].shape[0])
         ranges = [each for part in parts for each in part.rows]
         with tf.device(HOST):
@@ -150,7 +158,7 @@ class TreeWorker(StoppableThread):
             numbers = given_numbers([part.size for part in parts], shares, of_loss, [each[0] for each in parts])
             streams = streams_of([part.cells[0] for part in parts])
             self._numbers[rows] = [tf.constant(each) for each in (*numbers, streams)]
-        return Given(inputs, *self._numbers[rows])
+        return WorkerInputs(inputs, *self._numbers[rows])
 
     def _combined(self, step: TreeStep, own: Messages) -> Messages:
         decoded = self._exchange.decoded(self.worker, step)

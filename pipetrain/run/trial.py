@@ -15,7 +15,7 @@ TIMED, TIMED_S = 6, 2.0  # so many minibatches are timed, and more until so many
 FEW, MOST_S = 2, 10.0  # fewer, but so many at least, where they take longer than this
 
 
-class Clock:
+class TrialClock:
     """Notes when results are there, until that is enough."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ def minibatch_s(pipeline: Pipeline, minibatch: Minibatch) -> float:
     state, but what optimizers have gathered is that of the trial. Raises what a stage raises.
     """
     again = (minibatch._replace(x=list(minibatch.x)) for _ in count())  # rows sent ahead are known by their list
-    clock = Clock()
+    clock = TrialClock()
     try:
         window = Window(pipeline, again, None)
         while not clock.is_enough:

@@ -17,7 +17,7 @@ from pipetrain.run.stoppable_thread import StoppableThread
 from pipetrain.schemes.splitting import rows_of
 
 
-class Part(NamedTuple):
+class RowsPart(NamedTuple):
     """One worker's part of a minibatch: its number, its share of the rows, its inputs, its labels and weights."""
 
     worker: int
@@ -51,7 +51,7 @@ class WorkerRows:
         for _, sending in self._ahead:
             sending.may_leave.set()
 
-    def of(self, x: list[tf.Tensor], targets: Any) -> list[Part]:
+    def of(self, x: list[tf.Tensor], targets: Any) -> list[RowsPart]:
         """Each worker's part, on its device, of those that have one. Raises what sending it has raised."""
         while any(ahead is x for ahead, _ in self._ahead):  # before it are those of an epoch that was stopped
             parts = self._ahead[0][1].parts()
@@ -65,7 +65,7 @@ class WorkerRows:
         while self._ahead:
             self._ahead.popleft()[1].parts()
 
-    def sent(self, x: list[tf.Tensor], targets: Any) -> list[Part]:
+    def sent(self, x: list[tf.Tensor], targets: Any) -> list[RowsPart]:
         """The parts, sent now. A minibatch without rows is the first worker's."""
         found, count = [], int(x[0].shape[0])
         for number, device in enumerate(self._devices):
@@ -78,7 +78,7 @@ class WorkerRows:
             if is_remote(device):  # a worker does not fetch from this process: it is given what it needs
                 with tf.device(device):
                     mine = tf.nest.map_structure(_identity, mine)
-            found.append(Part(number, len(rows) / count if count else 1.0, *mine))
+            found.append(RowsPart(number, len(rows) / count if count else 1.0, *mine))
         return found
 
     def _read(self, count: int, number: int) -> range:
@@ -94,7 +94,7 @@ class _Sending(StoppableThread):
     def __init__(self, rows: WorkerRows, x: list[tf.Tensor], targets: Any) -> None:
         super().__init__(name="pipetrain rows", daemon=True)
         self._rows, self._given = rows, (x, targets)
-        self._parts: list[Part] | None = None
+        self._parts: list[RowsPart] | None = None
         self.may_leave = threading.Event()
         self.start()
 
@@ -106,7 +106,7 @@ class _Sending(StoppableThread):
         except tf.errors.OpError:
             self._parts = None
 
-    def parts(self) -> list[Part] | None:
+    def parts(self) -> list[RowsPart] | None:
         """Wait for the end; what was sent, None if that failed."""
         self.may_leave.set()
         self.ended(self._rows.lost.gives_up)

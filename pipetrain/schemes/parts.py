@@ -8,7 +8,7 @@ from typing import NamedTuple
 from pipetrain.schemes.splitting import rows_of
 
 
-class Piece(NamedTuple):
+class RowsPiece(NamedTuple):
     """What one replica sends another of a microbatch: rows ``start`` up to ``stop`` of its own ``of`` rows."""
 
     sender: int
@@ -53,7 +53,7 @@ class Parts(NamedTuple):
         """A microbatch's share of the minibatch's rows."""
         return len(self.microbatch(number)) / self.rows if self.rows else 1 / self.microbatches
 
-    def pieces(self, number: int, senders: int, receivers: int) -> list[Piece]:
+    def pieces(self, number: int, senders: int, receivers: int) -> list[RowsPiece]:
         """What the replicas of one stage send those of the next of a microbatch: the rows that both have."""
         found = []
         for sender in range(senders):
@@ -64,7 +64,7 @@ class Parts(NamedTuple):
                 if not self.has(number, sender, senders):
                     continue
                 if start < stop or mine == theirs:
-                    found.append(Piece(sender, receiver, start - mine.start, stop - mine.start, len(mine)))
+                    found.append(RowsPiece(sender, receiver, start - mine.start, stop - mine.start, len(mine)))
         return found
 
     def form(self, replicas: tuple[int, ...]) -> tuple[tuple[tuple[int, int, bool], ...], ...]:

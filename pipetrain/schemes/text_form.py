@@ -87,7 +87,7 @@ class Written:
 
 
 @dataclass(frozen=True)
-class Place:
+class FilePlacement:
     """Which device has a stage, where a file says it."""
 
     devices: tuple[int, ...]
@@ -118,7 +118,7 @@ def schedule_of(orders: Orders) -> Schedule:
     if rest or {*mine} != {chunks}:
         raise ScheduleError(f"Every device has as many stages as the others. Received: rows with {mine} stages.")
     replay(orders, stages=stages)
-    place = Place(tuple(devices[stage] for stage in range(stages)))
+    place = FilePlacement(tuple(devices[stage] for stage in range(stages)))
     return Schedule(Written(orders, microbatches), chunks=chunks, place=place)
 
 

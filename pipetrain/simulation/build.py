@@ -19,11 +19,11 @@ from pipetrain.schemes.splitting import microbatch_rows, rows_of
 from pipetrain.simulation.network import Network
 from pipetrain.simulation.reduction import Ring, Server
 from pipetrain.simulation.stage_costs import Adding, StageCosts, additions
-from pipetrain.simulation.stations import NOTHING, Station, Wire, Work
+from pipetrain.simulation.stations import NOTHING, Station, StationWork, Wire
 
 
 @dataclass(frozen=True)
-class Options:
+class SimulationOptions:
     """How to simulate, see ``simulate``."""
 
     minibatches: int
@@ -57,7 +57,7 @@ class StationBuilder:
         devices: Sequence[Sequence[int]],
         batch_size: int,
         scheme: Scheme,
-        options: Options,
+        options: SimulationOptions,
         cluster: Cluster,
     ) -> None:
         self._stages, self._devices, self._batch_size = stages, devices, batch_size
@@ -113,7 +113,7 @@ class StationBuilder:
             ]
             served = replica > 0 and options.reduction == "server"
             update_s = [0.0 if served else self._costs.update_s(stage) / speed for stage, _ in kinds]
-            work = Work(kinds, order, compute_s, inputs, updates, reports)
+            work = StationWork(kinds, order, compute_s, inputs, updates, reports)
             yield Station(number, (device, replica), on, work, update_s, _factors(options, number, len(order)))
 
     def _join(self) -> None:
@@ -202,7 +202,7 @@ def _split(rows: int, replicas: int) -> list[range]:
     return [rows_of(rows, replica, replicas) for replica in range(replicas)]
 
 
-def _factors(options: Options, number: int, length: int) -> array[float] | None:
+def _factors(options: SimulationOptions, number: int, length: int) -> array[float] | None:
     if not options.slowdown:
         return None
     sigma = math.sqrt(math.log1p(options.slowdown**2))

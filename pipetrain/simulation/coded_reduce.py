@@ -12,7 +12,7 @@ from pipetrain.plan.profile import Profile
 from pipetrain.schemes.arguments import checked_count
 from pipetrain.schemes.coding.coded_reduce import ROOT, Tree, checked_tree
 from pipetrain.schemes.coding.codes import decoding
-from pipetrain.simulation.data_parallel.clock import Clock, Processors, varying
+from pipetrain.simulation.data_parallel.clock import Processors, SimulatedClock, varying
 from pipetrain.simulation.network import Network, Route
 from pipetrain.trace.records import Span, Transfer, What
 from pipetrain.trace.trace import Trace
@@ -107,7 +107,7 @@ class TreeTraining:
 
     def __init__(self, setting: TreeSetting, steps: int) -> None:
         self._setting, self._tree, self._steps = setting, setting.tree, steps
-        self._clock, self._network = Clock(), Network(setting.cluster)
+        self._clock, self._network = SimulatedClock(), Network(setting.cluster)
         self._processors = Processors(setting.cluster.processors)
         self._routes: dict[tuple[int, int], Route] = {}
         self._workers = [_Worker() for _ in range(self._tree.workers)]

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 
 from pipetrain.schemes.dry_run import ScheduleError
-from pipetrain.simulation.journal import Journal, Record
-from pipetrain.simulation.stations import NOTHING, Arrivals, Caller, Station
+from pipetrain.simulation.journal import Journal, SimulationRecord
+from pipetrain.simulation.stations import NOTHING, Arrivals, SimulatedCaller, Station
 
 # What happens at an event, in the order of (time, kind * stations + station)
 COMPUTED, READY, UPDATED, REDUCED = range(4)
@@ -29,7 +29,9 @@ class Simulation:
         processors: how many stations work at once; others wait, first come, first served.
     """
 
-    def __init__(self, stations: Sequence[Station], caller: Caller, synchronous: bool, processors: float) -> None:
+    def __init__(
+        self, stations: Sequence[Station], caller: SimulatedCaller, synchronous: bool, processors: float
+    ) -> None:
         self._stations, self._caller, self._synchronous = stations, caller, synchronous
         self._limited, self._idle = processors < len(stations), processors
         self._first = [station for station in stations if station.work.kinds[0][0] == 0]
@@ -49,7 +51,7 @@ class Simulation:
         )
         self._note_wire, self._note_arrival = self._arrived.numbers.append, self._arrived.seconds[0].append
 
-    def run(self) -> Record:
+    def run(self) -> SimulationRecord:
         """Until all is done; gives what happened. Raises ScheduleError if the stations wait for each other."""
         heap, stations, count, computed = self._heap, self._stations, len(self._stations), self._computed
         self._caller.begin()
@@ -68,7 +70,7 @@ class Simulation:
         start_s, computed_s = self._worked.of_each(count)
         (updated_s,), (reduced_s,) = self._updated.of_each(count), self._reduced.of_each(count)
         (arrived_s,) = self._arrived.of_each(self._wires)
-        return Record(start_s, computed_s, updated_s, reduced_s, arrived_s)
+        return SimulationRecord(start_s, computed_s, updated_s, reduced_s, arrived_s)
 
     def _begin(self, station: Station) -> None:
         """Begin the station's next action, if the end of all that it waits for is known."""

@@ -35,7 +35,7 @@ class Journal:
         return [np.split(np.frombuffer(each)[order], ends) for each in self.seconds]
 
 
-class Record(NamedTuple):
+class SimulationRecord(NamedTuple):
     """What happened, in the order of time, by the numbers of stations and wires.
 
     When each action started and had computed; when the gradients of each minibatch were reduced, where they were, and

@@ -24,11 +24,11 @@ from pipetrain.schemes.table import (
     check_name,
 )
 from pipetrain.schemes.validation import check_own
-from pipetrain.simulation.build import Options, StationBuilder
+from pipetrain.simulation.build import SimulationOptions, StationBuilder
 from pipetrain.simulation.events import Simulation
 from pipetrain.simulation.reduction import REDUCTIONS
 from pipetrain.simulation.station_trace import trace_of
-from pipetrain.simulation.stations import Caller
+from pipetrain.simulation.stations import SimulatedCaller
 from pipetrain.simulation.vectorized import VectorizedSimulation, suits
 from pipetrain.trace.trace import Trace
 
@@ -102,7 +102,7 @@ def simulate(
     cluster = cluster or Cluster(processors=partition.processors)
     pieces = _pieces(chosen, len(stages), partition, microbatches)
     check_own(chosen, len(stages), pieces)
-    options = Options(
+    options = SimulationOptions(
         minibatches=checked_count("minibatches", minibatches, COUNTED, 200),
         microbatches=pieces,
         window=_window(window, len(stages), pieces, chosen),
@@ -114,7 +114,7 @@ def simulate(
         reduction=_reduction(reduction),
     )
     built = StationBuilder(stages, devices, partition.batch_size, chosen, options, cluster)
-    caller = Caller(options.minibatches, pieces, options.window, options.caller_s, built.reports)
+    caller = SimulatedCaller(options.minibatches, pieces, options.window, options.caller_s, built.reports)
     group = pieces * (options.minibatches if chosen.asynchronous else 1)
     if built.plain and suits(built.stations, cluster, group):
         record = VectorizedSimulation(built.stations, caller, not chosen.asynchronous).run()

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipetrain.simulation.journal import Record
-from pipetrain.simulation.stations import Reduction, Station, Wire
+from pipetrain.simulation.journal import SimulationRecord
+from pipetrain.simulation.stations import SimulatedReduction, Station, Wire
 from pipetrain.trace.columns import Names
 from pipetrain.trace.records import Spans, Transfers
 from pipetrain.trace.trace import Trace
 
 
-def trace_of(stations: Sequence[Station], record: Record, ranks: int | None) -> Trace:
+def trace_of(stations: Sequence[Station], record: SimulationRecord, ranks: int | None) -> Trace:
     """The spans of all actions and the transfers over all wires and among replicas.
 
     ``ranks`` is the number of devices where these have several stages each, otherwise None.
@@ -27,7 +27,7 @@ def trace_of(stations: Sequence[Station], record: Record, ranks: int | None) -> 
     return Trace.of(Spans.joined(spans), Transfers.joined(sent), ranks)
 
 
-def _spans(station: Station, devices: tuple[str, ...], record: Record) -> Spans:
+def _spans(station: Station, devices: tuple[str, ...], record: SimulationRecord) -> Spans:
     """The station's actions."""
     codes, updates = _codes_and_updates(station)
     stage, op = (np.array(each)[codes % station.kinds] for each in zip(*station.work.kinds, strict=True))
@@ -57,7 +57,7 @@ def _wires(station: Station) -> dict[Wire, list[int]]:
     return found
 
 
-def _transfers(sender: Station, kinds: list[int], wire: Wire, record: Record) -> Transfers:
+def _transfers(sender: Station, kinds: list[int], wire: Wire, record: SimulationRecord) -> Transfers:
     """What went over a wire, without messages that carry no rows."""
     codes = np.frombuffer(sender.order, dtype=np.int32)
     (stage, _), sizes = sender.work.kinds[kinds[0]], wire.sizes
@@ -80,7 +80,7 @@ def _transfers(sender: Station, kinds: list[int], wire: Wire, record: Record) ->
     return table if carries.all() else table[carries[piece]]
 
 
-def _reduced(station: Station, reduction: Reduction, record: Record) -> Transfers:
+def _reduced(station: Station, reduction: SimulatedReduction, record: SimulationRecord) -> Transfers:
     """What a replica sent to sum gradients with the others."""
     codes, updates = _codes_and_updates(station)
     microbatch = codes[updates] // station.kinds

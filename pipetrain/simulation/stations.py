@@ -14,7 +14,7 @@ Arrivals = deque[float]
 Due = list[tuple[float, int]]  # when a station has what it waits for, and which
 
 
-class Work(NamedTuple):
+class StationWork(NamedTuple):
     """What a station has to do: an action for each entry of ``order``, by codes.
 
     A code is ``microbatch * len(kinds) + kind``, where ``kinds`` are the operations of the station's stages, such as
@@ -48,7 +48,7 @@ class Station:
         number: int,
         place: tuple[int, int],
         device: int,
-        work: Work,
+        work: StationWork,
         update_s: list[float],
         factors: array[float] | None = None,
     ) -> None:
@@ -59,7 +59,7 @@ class Station:
         slots = 1 + max(work.inputs)
         self.inputs: list[list[Arrivals]] = [[] for _ in range(slots + 1)]  # the last one is NOTHING's: always empty
         self.outputs: list[list[Wire]] = [[] for _ in work.kinds]
-        self.reduction: Reduction | None = None
+        self.reduction: SimulatedReduction | None = None
         self.position, self.start_s, self.free_s, self.awaits, self.updating = 0, 0.0, 0.0, NOTHING, False
 
     def where(self, position: int) -> str:
@@ -114,7 +114,7 @@ class Wire:
         return now
 
 
-class Reduction(Protocol):
+class SimulatedReduction(Protocol):
     """How the replicas of a stage sum their gradients.
 
     Both methods take the time, and give the stations that then know when they have what they wait for. ``sent_bytes``
@@ -130,7 +130,7 @@ class Reduction(Protocol):
         """The station has updated its weights."""
 
 
-class Caller:
+class SimulatedCaller:
     """Posts minibatches, so many ahead of the results it has taken, each ``caller_s`` after a result.
 
     A result is there after so many ``reports`` of its minibatch. Everything posted arrives at once at all ``inputs``,

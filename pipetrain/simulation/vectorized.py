@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from pipetrain.plan.cluster import Cluster
 from pipetrain.schemes.dry_run import ScheduleError
-from pipetrain.simulation.journal import Record, Seconds
-from pipetrain.simulation.stations import Caller, Station
+from pipetrain.simulation.journal import Seconds, SimulationRecord
+from pipetrain.simulation.stations import SimulatedCaller, Station
 
 AT_ONCE = 30  # stations that have something to do, on average, from which on arrays are faster than a heap
 Numbers = NDArray[Any]
@@ -53,7 +53,7 @@ class VectorizedSimulation:
         synchronous: likewise.
     """
 
-    def __init__(self, stations: Sequence[Station], caller: Caller, synchronous: bool) -> None:
+    def __init__(self, stations: Sequence[Station], caller: SimulatedCaller, synchronous: bool) -> None:
         self._stations, self._caller, self._synchronous = stations, caller, synchronous
         self._codes = np.array([np.frombuffer(station.order, dtype=np.int32) for station in stations])
         self._compute_s = np.array([station.compute_s for station in stations])
@@ -73,7 +73,7 @@ class VectorizedSimulation:
                 self._latency_s[wire.slot * count + k] = wire.latency_s
         caller.inputs.append(ArrivalRow(self._arrived_s[0, 1]))
 
-    def run(self) -> Record:
+    def run(self) -> SimulationRecord:
         """Until all is done. Raises ScheduleError if the stations wait for each other."""
         self._caller.begin()
         count, length = self._codes.shape
@@ -122,7 +122,7 @@ class VectorizedSimulation:
         elif stations[-1] == len(self._stations) - 1 and place[-1] == self._period - 2:
             self._caller.report(int(code[-1]) // self._period, float(computed_s[-1]))
 
-    def _record(self) -> Record:
+    def _record(self) -> SimulationRecord:
         updates = self._codes % self._period == self._period - 1
         factors = [1.0] * len(self._stations) if self._factors is None else self._factors
         updated_s = [
@@ -137,4 +137,4 @@ class VectorizedSimulation:
             for wire in (*station.outputs[0], *station.outputs[1])
         }
         in_order = [arrived_s[number] for number in range(len(arrived_s))]
-        return Record([*self._start_s], [*self._computed_s], updated_s, [], in_order)
+        return SimulationRecord([*self._start_s], [*self._computed_s], updated_s, [], in_order)

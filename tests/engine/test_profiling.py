@@ -142,7 +142,7 @@ def test_a_profile_of_microbatches_is_measured_with_the_rows_of_one(microbatches
 
     def time_blocks(blocks, *_):
         measured.append([spec.shape[0] for spec in blocks[0].inputs])
-        return block_timing.Seconds(np.ones(len(blocks)), 2 * np.ones(len(blocks)), 6.0, 0.0)
+        return block_timing.MeasuredSeconds(np.ones(len(blocks)), 2 * np.ones(len(blocks)), 6.0, 0.0)
 
     monkeypatch.setattr(block_seconds, "time_blocks", time_blocks)
     monkeypatch.setattr(profiler, "may_be_compiled", lambda *_: False)

@@ -20,8 +20,7 @@ from pipetrain.cli import main
 from pipetrain.compute.graph.blocks import Chain
 from pipetrain.compute.graph.input_shapes import checked_shapes
 from pipetrain.compute.profiling import block_seconds, compiled_seconds, profile_cache, profiler, progress
-from pipetrain.compute.profiling.block_timing import Seconds as Timed
-from pipetrain.compute.profiling.block_timing import until_steady
+from pipetrain.compute.profiling.block_timing import MeasuredSeconds, until_steady
 from pipetrain.compute.profiling.budget import Budget
 from pipetrain.compute.profiling.kinds import Kind, Kinds
 from pipetrain.plan.profile import BlockProfile, Profile, Seconds
@@ -63,7 +62,7 @@ def profiled(monkeypatch):
             sum(each.value.shape.num_elements() for each in block.segment.trainable_variables) for block in blocks
         ]
         each_s = 1e-6 * np.array(weights) + 1e-9 * np.arange(len(blocks))  # no two of them are equal
-        return Timed(each_s, 2 * each_s, 1e-3 * len(blocks), 0.0)
+        return MeasuredSeconds(each_s, 2 * each_s, 1e-3 * len(blocks), 0.0)
 
     monkeypatch.setattr(Kind, "trace", slow)
     monkeypatch.setattr(block_seconds, "time_blocks", time_blocks)

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import pipetrain
 from pipetrain.compute.functions.stage import Stage
-from pipetrain.compute.functions.weight_products import Product, made, over_any_rows, products
+from pipetrain.compute.functions.weight_products import WeightProduct, made, over_any_rows, products
 from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import plan
@@ -51,7 +51,7 @@ def once(pm):
         stage._groups.originals[n].path.split("/")[-2]
         for stage in stages_of(pm)
         for n, each in enumerate(stage._backward.like)
-        if isinstance(each, Product)
+        if isinstance(each, WeightProduct)
     }
 
 
@@ -165,7 +165,7 @@ def test_factors_of_fewer_bytes_than_the_product():
 
 def test_products_of_rows_are_summed_by_joining_them():
     random = np.random.default_rng(0)
-    one, two = (Product((random.normal(size=(rows, 3)),), (random.normal(size=(rows, 5)),)) for rows in (4, 2))
+    one, two = (WeightProduct((random.normal(size=(rows, 3)),), (random.normal(size=(rows, 5)),)) for rows in (4, 2))
     want = sum(each.inputs[0].T @ each.gradients[0] for each in (one, two))
     first, second, none = made([one.joined(two), tf.ones([2]), None])
     np.testing.assert_allclose(first, want)

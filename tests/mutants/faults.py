@@ -337,8 +337,8 @@ COMPUTE = [
     Fault(
         "order-of-factors",
         "pipetrain/compute/functions/weight_products.py",
-        "return Product(self.inputs + other.inputs, self.gradients + other.gradients)",
-        "return Product(self.inputs + other.inputs, other.gradients + self.gradients)",
+        "return WeightProduct(self.inputs + other.inputs, self.gradients + other.gradients)",
+        "return WeightProduct(self.inputs + other.inputs, other.gradients + self.gradients)",
         "A weight gradient that is made once for all microbatches pairs each one's inputs with its own gradients.",
     ),
     Fault(

@@ -29,7 +29,7 @@ from pipetrain.simulation import simulator, vectorized
 from pipetrain.simulation.build import StationBuilder
 from pipetrain.simulation.comparison import compare
 from pipetrain.simulation.simulator import simulate
-from pipetrain.simulation.stations import Station, Work
+from pipetrain.simulation.stations import Station, StationWork
 from pipetrain.trace.idle import idle, pauses
 from pipetrain.trace.records import Span, Transfer
 from pipetrain.trace.trace import Trace
@@ -451,7 +451,7 @@ def test_stations_that_wait_for_each_other_say_where(stages, kernel, monkeypatch
 
 
 def test_where_a_station_stands_is_the_device_and_the_stage_of_its_action():
-    work = Work([(1, "F"), (1, "B"), (3, "F"), (3, "B")], array("i", [0, 4 * 5 + 2]), [], [0], b"", b"")
+    work = StationWork([(1, "F"), (1, "B"), (3, "F"), (3, "B")], array("i", [0, 4 * 5 + 2]), [], [0], b"", b"")
     assert Station(0, (1, 0), 1, work, []).where(1) == "device 1 stands before 3F5, its action 1"
 
 

@@ -18,7 +18,7 @@ from pipetrain.schemes.transfers.workload import Layer, Message, Workload, made_
 def chains(most):
     """Layers in a row: startup, and (transfer, computing) of each."""
     rows = st.lists(st.tuples(SECONDS, SECONDS), min_size=1, max_size=most)
-    return st.builds(lambda startup_s, pairs: ibatch.Chain(startup_s, *zip(*pairs)), SECONDS, rows)
+    return st.builds(lambda startup_s, pairs: ibatch.LayerChain(startup_s, *zip(*pairs)), SECONDS, rows)
 
 
 def test_what_waits_for_less_comes_first():
@@ -124,8 +124,8 @@ def test_greedy_batches_are_batches_and_no_better_than_the_best(chain):
 
 def test_where_no_batch_hides_the_greedy_choices_go_on():
     """They choose from an empty set: one layer is sent alone, or all that is left."""
-    assert ibatch.transfers_hidden(ibatch.Chain(1.0, (5.0,) * 4, (1.0,) * 4)) == [1, 2, 3, 4]
-    assert ibatch.computing_hidden(ibatch.Chain(0.0, (1.0,) * 4, (9.0,) * 4)) == [1, 4]
+    assert ibatch.transfers_hidden(ibatch.LayerChain(1.0, (5.0,) * 4, (1.0,) * 4)) == [1, 2, 3, 4]
+    assert ibatch.computing_hidden(ibatch.LayerChain(0.0, (1.0,) * 4, (9.0,) * 4)) == [1, 4]
 
 
 @given(workloads())

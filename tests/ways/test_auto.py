@@ -30,7 +30,7 @@ from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import partition, plan
 from pipetrain.plan.profile import BlockProfile, Profile
 from pipetrain.run import trial
-from pipetrain.run.trial import Clock
+from pipetrain.run.trial import TrialClock
 from pipetrain.schemes.grid import Grid
 from pipetrain.schemes.options import Interleaved, SpecTrain
 from pipetrain.simulation.every_way import choose
@@ -418,7 +418,7 @@ def test_an_interrupted_trial_leaves_the_model_as_it_was(no_trials, monkeypatch)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(Clock, "tick", interrupted)
+        patched.setattr(TrialClock, "tick", interrupted)
         trained(pm)
     networks.assert_equal(pm.get_weights(), before)
     assert pm.scheme == "auto" and pm.choice is None

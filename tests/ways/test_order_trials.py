@@ -110,7 +110,7 @@ def test_orders_that_took_about_equally_long_are_tried_again_in_turns(tried, mon
 def test_functions_are_made_once_for_an_order_as_long_as_the_weights_are_the_same(tried, monkeypatch):
     made, kept = [], []
 
-    class Counted(transfer_strategy.Step):
+    class Counted(transfer_strategy.TransferStep):
         def __init__(self, weights, workers, plan, *others):
             made.append(plan.name)
             super().__init__(weights, workers, plan, *others)
@@ -121,7 +121,7 @@ def test_functions_are_made_once_for_an_order_as_long_as_the_weights_are_the_sam
         return 1.0
 
     own = transfer_strategy.minibatch_s
-    monkeypatch.setattr(transfer_strategy, "Step", Counted)
+    monkeypatch.setattr(transfer_strategy, "TransferStep", Counted)
     monkeypatch.setattr(transfer_strategy, "minibatch_s", minibatch_s)
     pm = compiled("auto", "parameter-server")
     networks.fit(pm, *DATA, epochs=1)

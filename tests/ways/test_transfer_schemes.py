@@ -16,7 +16,7 @@ from transfer_plans import late_plan, returned_plan
 import models
 import pipetrain
 from pipetrain.compute.transfers import reduction
-from pipetrain.compute.transfers.step import Step
+from pipetrain.compute.transfers.step import TransferStep
 from pipetrain.run import stepwise
 from pipetrain.run.step_runner import StepRunner
 from pipetrain.run.window import Minibatch, Window
@@ -439,7 +439,7 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(scheme, tmp_path):
 def test_an_interrupt_just_after_a_step_leaves_the_weights_of_that_step(scheme, order, monkeypatch):
     """What the step had left to the next one included."""
     pm = networks.in_way(networks.small(), scheme=scheme, devices=names(2), order=order)
-    assert_keeps_steps(pm, networks.small(), DATA, Step, "__call__", OPTIMIZERS["momentum"], monkeypatch)
+    assert_keeps_steps(pm, networks.small(), DATA, TransferStep, "__call__", OPTIMIZERS["momentum"], monkeypatch)
 
 
 @pytest.mark.wide
@@ -581,13 +581,13 @@ def test_a_plan_of_another_model_is_refused_before_training():
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_step_begins_when_what_was_written_to_variables_is_there(scheme, monkeypatch):
     """Weights, from the beginning and after a drain, and every new learning rate: on all devices before the step."""
-    events, step = [], Step.__call__
+    events, step = [], TransferStep.__call__
 
     def called(self, *arguments, **settings):
         events.append("step")
         return step(self, *arguments, **settings)
 
-    monkeypatch.setattr(Step, "__call__", called)
+    monkeypatch.setattr(TransferStep, "__call__", called)
     monkeypatch.setattr(stepwise, "finish", lambda device: events.append(device[-5:]))
     pm = networks.in_way(networks.small(), scheme=scheme, devices=names(2), order="none")
     pm.compile(keras.optimizers.SGD(0.1), networks.crossentropy())

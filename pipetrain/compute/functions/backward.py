@@ -13,12 +13,12 @@ from pipetrain.compute.functions.packed import Packing
 from pipetrain.compute.functions.split import SplitFunction, specs, symbolic_gradients
 from pipetrain.compute.functions.update_step import UpdateStep
 from pipetrain.compute.functions.weight_binding import BoundFunction, Weights
-from pipetrain.compute.functions.weight_products import Product, counted, made, of_parts, over_any_rows
+from pipetrain.compute.functions.weight_products import WeightProduct, counted, made, of_parts, over_any_rows
 
 Gradients = list[Any]
 
 
-class Parts(NamedTuple):
+class BackwardAdditions(NamedTuple):
     """What one call does in addition to the backward: the forward before it, a sum with other gradients, an update.
 
     ``late``: if above 0, of so many microbatches' backwards it does only the weights' gradients, from what
@@ -35,7 +35,7 @@ class Results(NamedTuple):
     """What one call gives.
 
     ``ran`` are the results of a forward in the call other than residuals, ``ran_at_s`` the time of day when it was
-    finished; a weight's gradient is None if the call used it for an update, and may be a ``Product``.
+    finished; a weight's gradient is None if the call used it for an update, and may be a ``WeightProduct``.
     """
 
     ran: Any
@@ -70,18 +70,18 @@ class Backward:
         once: Collection[int] = (),
     ) -> None:
         self._halves, self._bound, self._step, self._timed, self._packing = halves, bound, step, timed, packing
-        self._calls: dict[tuple[Parts, int], BoundFunction] = {}
+        self._calls: dict[tuple[BackwardAdditions, int], BoundFunction] = {}
         self._once, symbolic = once, symbolic_gradients(halves)
         like = halves.backward.structured_outputs[0]
-        self.like = [_specs(Product.of(symbolic[n])) if n in self._once else each for n, each in enumerate(like)]
-        self._sums = [None if isinstance(each, Product) else each for each in self.like]
+        self.like = [_specs(WeightProduct.of(symbolic[n])) if n in self._once else each for n, each in enumerate(like)]
+        self._sums = [None if isinstance(each, WeightProduct) else each for each in self.like]
         self._parts: BackwardHalves | None = None  # made when one is needed
         self._input_gradients: dict[bool, BoundFunction] = {}  # by whether they run the forward
         self._begun, self._ran = 0, tf.Variable(tf.zeros([], tf.int64), trainable=False)  # calls with a forward
 
     def __call__(
         self,
-        parts: Parts,
+        additions: BackwardAdditions,
         weights: Weights,
         given: Any,
         fixed: Sequence[tf.Tensor],
@@ -93,19 +93,19 @@ class Backward:
 
         ``fixed`` is the state that stays, see ``split``; none where ``given`` has all state, and with operands.
         """
-        key, kept = (parts, 0), total
-        if total is not None and parts.updates:
-            key = parts, counted(total)
+        key, kept = (additions, 0), total
+        if total is not None and additions.updates:
+            key = additions, counted(total)
         elif total is not None:  # factors only wait: they need not go through the call
-            total = [None if isinstance(each, Product) else each for each in total]
+            total = [None if isinstance(each, WeightProduct) else each for each in total]
         if key not in self._calls:
             self._calls[key] = self._bound(self._traced(*key))
-        self._begun += parts.runs
+        self._begun += additions.runs
         results: Results = self._calls[key](weights, given, fixed, output_gradients, numbers, total)
-        if kept is None or parts.updates:
+        if kept is None or additions.updates:
             return results
         pairs = zip(kept, results.gradients, strict=True)
-        return results._replace(gradients=[a.joined(b) if isinstance(a, Product) else b for a, b in pairs])
+        return results._replace(gradients=[a.joined(b) if isinstance(a, WeightProduct) else b for a, b in pairs])
 
     def input_gradients(
         self, runs: bool, weights: Weights, given: Any, fixed: Sequence[tf.Tensor], output_gradients: Sequence[Any]
@@ -163,31 +163,31 @@ class Backward:
         """How many forwards calls have finished so far, all told."""
         return int(self._ran.numpy())
 
-    def _traced(self, parts: Parts, microbatches: int) -> Any:
+    def _traced(self, additions: BackwardAdditions, microbatches: int) -> Any:
         """The call; an update with a total has the factors of so many microbatches there."""
         forward, backward = self._halves.forward, self._halves.backward
         weights, residuals, fixed, output_gradients = backward.structured_input_signature[0]
-        fixed = [] if parts.runs or parts.late else fixed
-        given = forward.structured_input_signature[0][1:] if parts.runs else self._packing.specs(residuals)
-        if parts.late:
-            given, output_gradients = parts.late * [self._cut.packing.specs(self._cut.operands)], []
+        fixed = [] if additions.runs or additions.late else fixed
+        given = forward.structured_input_signature[0][1:] if additions.runs else self._packing.specs(residuals)
+        if additions.late:
+            given, output_gradients = additions.late * [self._cut.packing.specs(self._cut.operands)], []
 
         def call(
             weights: Any, given: Any, fixed: Any, output_gradients: Any, numbers: Any, total: Gradients | None
         ) -> Results:
             ran = ran_at_s = None
-            if parts.runs:
+            if additions.runs:
                 ran, ran_at_s, given, fixed, output_gradients = self._after_forward(weights, given, output_gradients)
-            if parts.late:
+            if additions.late:
                 gradients, by_input = self._made_late(weights, given), []
             else:
                 unpacked = self._packing.unpack(given, residuals)
                 gradients, by_input = inlined(backward, weights, unpacked, fixed, output_gradients)
-                gradients = [Product.of(each) if n in self._once else each for n, each in enumerate(gradients)]
+                gradients = [WeightProduct.of(each) if n in self._once else each for n, each in enumerate(gradients)]
             if total is not None:
                 pairs = zip(total, gradients, self.like, strict=True)
                 gradients = [b if a is None else _add(a, b, like) for a, b, like in pairs]
-            if parts.updates:
+            if additions.updates:
                 gradients = made(gradients)
                 numbers_of_own, handles = self._step.own.numbers, self._step.handles
                 own = [gradients[n] for n in numbers_of_own]
@@ -198,8 +198,8 @@ class Backward:
                 gradients = [None if n in numbers_of_own else each for n, each in enumerate(gradients)]
             return Results(ran, ran_at_s, gradients, by_input)
 
-        total = of_parts(self.like, microbatches) if parts.updates else self._sums
-        others = self._step.numbers if parts.updates else None, total if parts.adds else None
+        total = of_parts(self.like, microbatches) if additions.updates else self._sums
+        others = self._step.numbers if additions.updates else None, total if additions.adds else None
         return tf.function(call, autograph=False).get_concrete_function(
             weights, given, fixed, output_gradients, *others
         )
@@ -210,13 +210,15 @@ class Backward:
         for packed in given:
             gradients = self._cut.weight_gradients(weights, packed)
             joined = over_any_rows(gradients)
-            gradients = [Product.of(gradient) if n in joined else gradient for n, gradient in enumerate(gradients)]
+            gradients = [
+                WeightProduct.of(gradient) if n in joined else gradient for n, gradient in enumerate(gradients)
+            ]
             total = gradients if total is None else added(total, gradients, self.like)
         return made(total or [])
 
 
-def _specs(product: Product) -> Product:
-    return Product(*(tuple(specs(factors)) for factors in product))
+def _specs(product: WeightProduct) -> WeightProduct:
+    return WeightProduct(*(tuple(specs(factors)) for factors in product))
 
 
 def _there(values: Any) -> list[tf.Tensor]:
@@ -251,7 +253,7 @@ def _add(a: Any, b: Any, like: Any) -> Any:
     """
     if a is None:
         return None
-    if isinstance(a, Product):
+    if isinstance(a, WeightProduct):
         return a.joined(b)
     if isinstance(a, tf.IndexedSlices):
         if like.values.shape[0] is not None:

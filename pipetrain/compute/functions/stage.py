@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from pipetrain.compute.cores import is_prompt, is_remote
-from pipetrain.compute.functions.backward import Backward, Parts, Results, added
+from pipetrain.compute.functions.backward import Backward, BackwardAdditions, Results, added
 from pipetrain.compute.functions.complete_gradients import CompleteGradients
 from pipetrain.compute.functions.constants import Constants
 from pipetrain.compute.functions.kernels import Kernels, calls_python
@@ -34,7 +34,7 @@ from pipetrain.compute.functions.weight_group import Shared
 from pipetrain.compute.functions.weight_groups import WeightGroups
 from pipetrain.compute.graph.segment import Segment
 from pipetrain.compute.keras_private import count_of
-from pipetrain.compute.optimizer.adoption import Part
+from pipetrain.compute.optimizer.adoption import OptimizerPart
 from pipetrain.compute.optimizer.loss_scaling import is_dynamic, stepping
 from pipetrain.compute.optimizer.slots import Slot
 from pipetrain.compute.tensorflow_private import is_deterministic
@@ -119,7 +119,7 @@ class Stage:
         """The slots of the stage's optimizers, by the model's own variables."""
         return self._groups.slots()
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[OptimizerPart]:
         """The stage's optimizers, by the model's own variables."""
         return self._groups.parts()
 
@@ -239,7 +239,7 @@ class Stage:
         in the same call.
         """
         runs, late = isinstance(given, Inputs), len(given.packed) if isinstance(given, Operands) else 0
-        parts, numbers = Parts(runs, total is not None, step is not None, late), None
+        additions, numbers = BackwardAdditions(runs, total is not None, step is not None, late), None
         output_gradients = self._output_gradients(gradients, scaled_share, scale)
         if step is not None:
             self._groups.own.set_rate(step.learning_rate)
@@ -248,10 +248,10 @@ class Stage:
             taken, fixed, output_gradients = given.packed, list[tf.Tensor](), []
         else:
             taken, fixed = self._taken(weights, given)
-        results = self._backward(parts, weights, taken, fixed, output_gradients, numbers, total)
+        results = self._backward(additions, weights, taken, fixed, output_gradients, numbers, total)
         if step is not None:
             self._groups.own.updated()
-        return self._result(results, parts.updates)
+        return self._result(results, additions.updates)
 
     def input_gradients(
         self,

@@ -14,7 +14,7 @@ from pipetrain.compute.functions.split import specs
 from pipetrain.compute.functions.stage_values import Step
 from pipetrain.compute.functions.weight_binding import BoundFunction, Newest, Tensors
 from pipetrain.compute.keras_private import count_of
-from pipetrain.compute.optimizer.adoption import Part
+from pipetrain.compute.optimizer.adoption import OptimizerPart
 from pipetrain.compute.optimizer.clone import clone
 from pipetrain.compute.optimizer.slots import Slot
 from pipetrain.compute.optimizer.update import Update
@@ -87,9 +87,9 @@ class WeightGroup:
         """The slots of the optimizer, by the model's own variables."""
         return self.update.slots(self.originals, self._later)
 
-    def part(self) -> Part:
+    def part(self) -> OptimizerPart:
         """The optimizer, by the model's own variables."""
-        return Part(self.optimizer, self.originals)
+        return OptimizerPart(self.optimizer, self.originals)
 
     def load(self, iterations: int) -> None:
         """Take the weights from the model, and set the optimizer's count of minibatches; on the group's device."""

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from pipetrain.compute.functions.weight_binding import Newest, OfGroups, Weights
 from pipetrain.compute.functions.weight_group import Shared, WeightGroup
-from pipetrain.compute.optimizer.adoption import Part
+from pipetrain.compute.optimizer.adoption import OptimizerPart
 from pipetrain.compute.optimizer.slots import Slot
 from pipetrain.schemes.scheme import UpdateRule
 
@@ -72,7 +72,7 @@ class WeightGroups:
         """The slots of the optimizers, by the model's own variables."""
         return (slot for group in self.all for slot in group.slots())
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[OptimizerPart]:
         """The optimizers, by the model's own variables."""
         return [group.part() for group in self.all if group.variables]
 

@@ -16,7 +16,7 @@ import tensorflow as tf
 from pipetrain.compute.functions.graph_rewrite import origin
 
 
-class Product(NamedTuple):
+class WeightProduct(NamedTuple):
     """The factors of a weight's gradient, a tensor of each for every microbatch that has been summed.
 
     ``inputs`` are of shape (rows, in), ``gradients``, of the outputs, of shape (rows, out).
@@ -26,18 +26,18 @@ class Product(NamedTuple):
     gradients: tuple[Any, ...]
 
     @classmethod
-    def of(cls, gradient: tf.Tensor) -> Product:
+    def of(cls, gradient: tf.Tensor) -> WeightProduct:
         """Those of a gradient in a graph that is a product over rows."""
         inputs, gradients = origin(gradient).inputs
         return cls((inputs,), (gradients,))
 
-    def joined(self, other: Product) -> Product:
+    def joined(self, other: WeightProduct) -> WeightProduct:
         """The factors of the sum of two products: those of both."""
-        return Product(self.inputs + other.inputs, self.gradients + other.gradients)
+        return WeightProduct(self.inputs + other.inputs, self.gradients + other.gradients)
 
-    def times(self, microbatches: int) -> Product:
+    def times(self, microbatches: int) -> WeightProduct:
         """As many of these, for the specs of a sum."""
-        return Product(microbatches * self.inputs, microbatches * self.gradients)
+        return WeightProduct(microbatches * self.inputs, microbatches * self.gradients)
 
     def made(self) -> tf.Tensor:
         """The gradient."""
@@ -65,18 +65,18 @@ def over_any_rows(gradients: Sequence[Any]) -> set[int]:
 
 def made(gradients: Sequence[Any]) -> list[Any]:
     """The gradients with their products made, the last layer's first, as a backward makes them."""
-    last_first = [each.made() if isinstance(each, Product) else each for each in reversed(gradients)]
+    last_first = [each.made() if isinstance(each, WeightProduct) else each for each in reversed(gradients)]
     return last_first[::-1]
 
 
 def counted(gradients: Sequence[Any]) -> int:
     """How many microbatches' factors the products among these gradients have, 1 if there are none."""
-    return next((len(each.inputs) for each in gradients if isinstance(each, Product)), 1)
+    return next((len(each.inputs) for each in gradients if isinstance(each, WeightProduct)), 1)
 
 
 def of_parts(like: Sequence[Any], microbatches: int) -> list[Any]:
     """The specs of gradients summed over so many microbatches, from those of one."""
-    return [each.times(microbatches) if isinstance(each, Product) else each for each in like]
+    return [each.times(microbatches) if isinstance(each, WeightProduct) else each for each in like]
 
 
 def _rows_of(factors: tuple[Any, ...]) -> Any:

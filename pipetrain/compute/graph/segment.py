@@ -173,7 +173,7 @@ class Segment(keras.Layer):
         differentiable: Sequence[Any],
         others: Sequence[Any],
         masks: Any,
-    ) -> Ran:
+    ) -> SegmentResult:
         """The calls in training mode as a pure function.
 
         ``weights`` and ``state`` stand for the trainable and the other variables, ``differentiable`` are the inputs
@@ -185,7 +185,7 @@ class Segment(keras.Layer):
         tensors = [next(flowing if flow else still) for flow in self.differentiable]
         return self._pure(weights, state, tensors, masks, training=True)
 
-    def infer(self, weights: Sequence[Any], state: Sequence[Any], tensors: Sequence[Any], masks: Any) -> Ran:
+    def infer(self, weights: Sequence[Any], state: Sequence[Any], tensors: Sequence[Any], masks: Any) -> SegmentResult:
         """``run`` in inference mode, for inputs that want no gradient."""
         return self._pure(weights, state, tensors, masks, training=False)
 
@@ -206,7 +206,7 @@ class Segment(keras.Layer):
 
     def _pure(
         self, weights: Sequence[Any], state: Sequence[Any], tensors: Sequence[Any], masks: Any, training: bool
-    ) -> Ran:
+    ) -> SegmentResult:
         for tensor, mask in zip(tensors, masks, strict=True):
             set_mask(tensor, mask)
         changing = self.state(training)[: len(state)]  # a first trace may be without a seed that it will find
@@ -222,10 +222,10 @@ class Segment(keras.Layer):
         pairs = zip(regularized, penalties[len(own) :], strict=True)
         penalties = [*own, *(loss for variable, loss in pairs if id(variable) not in self.before)]
         after, left = ([scope.get_current_value(variable) for variable, _ in pairs] for pairs in (other, trained))
-        return Ran(outputs, after, penalties, left)
+        return SegmentResult(outputs, after, penalties, left)
 
 
-class Ran(NamedTuple):
+class SegmentResult(NamedTuple):
     """What a run of the calls gives: outputs, the new state, the layers' own losses, and the weights that it leaves.
 
     A weight that no layer assigns to is the given one.

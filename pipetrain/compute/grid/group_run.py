@@ -10,7 +10,7 @@ import tensorflow as tf
 from pipetrain.compute.functions.backward import over_stages
 from pipetrain.compute.functions.penalties import as_mean
 from pipetrain.compute.functions.stage_values import BoundaryTensors
-from pipetrain.compute.grid.pieces import Piece, Ran
+from pipetrain.compute.grid.pieces import Piece, PieceResult
 from pipetrain.compute.grid.values import ModelGroup, Value
 from pipetrain.compute.grid.weights import GridWeights
 from pipetrain.compute.transfers.weights import Shares, penalty_starts, starts_of
@@ -43,7 +43,7 @@ class GroupRun:
     ) -> None:
         self._weights, self._group, self._numbers, self._given, self._share = weights, group, [*numbers], given, share
         self._values: dict[int, Value] = {}
-        self._ran: list[dict[int, Ran]] = []
+        self._ran: list[dict[int, PieceResult]] = []
         self.gradients: dict[int, dict[int, Any]] = {n: {} for n in numbers}
         self.state = {n: self._read(workers[n]) for n in numbers}
         self.assigned: set[int] = set()
@@ -81,7 +81,7 @@ class GroupRun:
         for piece in self._weights.pieces:
             self._ran.append(self._forward_wide(piece) if piece.wide else self._forward_rows(piece))
 
-    def _forward_wide(self, piece: Piece) -> dict[int, Ran]:
+    def _forward_wide(self, piece: Piece) -> dict[int, PieceResult]:
         assert piece.wide is not None
         read, channels = self._values[piece.reads[0]], self._weights.channels[piece.wide.block]
         ran = {}
@@ -95,7 +95,7 @@ class GroupRun:
         self._values[piece.writes[0]] = Value(self._group, made, (piece.wide.axis, channels), mask)
         return ran
 
-    def _forward_rows(self, piece: Piece) -> dict[int, Ran]:
+    def _forward_rows(self, piece: Piece) -> dict[int, PieceResult]:
         ran, traced = {}, piece.any
         read = [self._values[value] for value in piece.reads]
         is_last = piece is self._weights.pieces[-1]
@@ -123,7 +123,7 @@ class GroupRun:
         left = self.left.get(self._numbers[rank], {})
         return left.get(number, self._tensors[rank][number])
 
-    def _keep(self, piece: Piece, rank: int, ran: Ran) -> None:
+    def _keep(self, piece: Piece, rank: int, ran: PieceResult) -> None:
         """What layers assign."""
         number = self._numbers[rank]
         variables = piece.any.assigned
@@ -133,7 +133,7 @@ class GroupRun:
             numbers = [piece.numbers[n] for n in piece.any.changed]
             self.left.setdefault(number, {}).update(zip(numbers, ran.weights, strict=True))
 
-    def _note_penalty(self, rank: int, ran: Ran, share: Any) -> None:
+    def _note_penalty(self, rank: int, ran: PieceResult, share: Any) -> None:
         if ran.penalty is not None:
             device = self._group.devices[rank]
             with tf.device(device):
@@ -144,7 +144,7 @@ class GroupRun:
         for piece, ran in zip(reversed(self._weights.pieces), reversed(self._ran), strict=True):
             self._backward(piece, ran)
 
-    def _backward(self, piece: Piece, ran: Mapping[int, Ran]) -> None:
+    def _backward(self, piece: Piece, ran: Mapping[int, PieceResult]) -> None:
         made = self._of_outputs(piece)
         by_input: dict[int, list[Any]] = {value: [None] * len(self._numbers) for value in piece.reached}
         for rank, each in ran.items():

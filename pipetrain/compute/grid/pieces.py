@@ -23,7 +23,7 @@ from pipetrain.compute.transfers.placing import placed
 Masks = dict[int, Any]  # by value, where there is one
 
 
-class Ran(NamedTuple):
+class PieceResult(NamedTuple):
     """What a piece's forward on one device gives, and what its backward there needs."""
 
     output: BoundaryTensors
@@ -34,7 +34,7 @@ class Ran(NamedTuple):
     kept: tuple[Any, ...]
 
 
-class Traced:
+class TracedSegment:
     """A segment's forward and backward, traced once, which run on any device.
 
     Args:
@@ -100,16 +100,16 @@ class Traced:
 
     def forward(
         self, device: str, weights: Sequence[Any], state: Sequence[Any], values: BoundaryTensors, y: Any
-    ) -> Ran:
+    ) -> PieceResult:
         """Run it there."""
         given = self._function.arguments(values, y)
         ran, kept = self._run(self.halves.forward, device, list(weights), list(state), *given)
         output, loss, penalty, (after, left) = ran
         fixed = [state[n] for n in self.halves.fixed]
         residuals = self._kernels.packing.unpack(kept, self.halves.residuals)
-        return Ran(output, loss, penalty, after, left, (list(weights), residuals, fixed))
+        return PieceResult(output, loss, penalty, after, left, (list(weights), residuals, fixed))
 
-    def backward(self, device: str, ran: Ran, starts: Sequence[tf.Tensor]) -> tuple[list[Any], list[tf.Tensor]]:
+    def backward(self, device: str, ran: PieceResult, starts: Sequence[tf.Tensor]) -> tuple[list[Any], list[tf.Tensor]]:
         """The gradients of the weights, and of the inputs that a gradient reaches."""
         made: tuple[list[Any], list[tf.Tensor]] = self._run(self.halves.backward, device, *ran.kept, list(starts))
         return made
@@ -134,7 +134,7 @@ class Piece:
     and ``writes`` are values of the chain, ``numbers`` its weights among all that the model trains.
     """
 
-    def __init__(self, wide: WideLayer | None, traced: Mapping[int, Traced], numbers: Sequence[int]) -> None:
+    def __init__(self, wide: WideLayer | None, traced: Mapping[int, TracedSegment], numbers: Sequence[int]) -> None:
         self.wide, self.traced, self.numbers = wide, dict(traced), list(numbers)
         self.any = next(iter(self.traced.values()))
         if wide is None:
@@ -191,13 +191,13 @@ def pieces_of(
         if first < end or is_last:
             segment = chain.apart(first, end)
             mine = [numbers[id(each)] for each in segment.trainable_variables]
-            pieces.append(Piece(None, {0: Traced(segment, loss if is_last else None, division)}, mine))
+            pieces.append(Piece(None, {0: TracedSegment(segment, loss if is_last else None, division)}, mine))
 
     first = 0
     for layer in wide:
         between(first, layer.block)
         widths = dict.fromkeys(map(len, channels[layer.block]))
-        parts = {width: Traced(_narrow(chain, layer, width), None, division) for width in widths}
+        parts = {width: TracedSegment(_narrow(chain, layer, width), None, division) for width in widths}
         pieces.append(Piece(layer, parts, [numbers[id(each)] for each in layer.call.weights]))
         first = layer.block + 1
     between(first, len(chain.blocks))

@@ -16,7 +16,7 @@ from pipetrain.compute.grid.group_run import GroupRun
 from pipetrain.compute.grid.values import ModelGroup
 from pipetrain.compute.grid.weights import GridWeights
 from pipetrain.compute.transfers.message import Order, sent
-from pipetrain.compute.transfers.record import Record, Sent
+from pipetrain.compute.transfers.record import Record, RecordedMessage
 from pipetrain.compute.transfers.reduction import reduced
 from pipetrain.compute.transfers.step import Rows, StepResult, collected
 from pipetrain.compute.transfers.weights import Shares
@@ -39,9 +39,9 @@ class GridStep:
         self.weights, self.workers, self.host = weights, list(workers), host
         self._like = [tf.TensorSpec(each.shape, each.dtype) for each in weights.segment.inputs], weights.targets
         self._functions: dict[Any, Any] = {}
-        self._sent: dict[Any, list[Sent]] = {}
+        self._sent: dict[Any, list[RecordedMessage]] = {}
 
-    def __call__(self, rows: Sequence[Rows], pending: bool, records: bool) -> tuple[StepResult, list[Sent]]:
+    def __call__(self, rows: Sequence[Rows], pending: bool, records: bool) -> tuple[StepResult, list[RecordedMessage]]:
         """One step, and the messages that were recorded if it ``records`` them."""
         given = {each.worker: (*each.inputs, each.shares) for each in rows}
         counts = self._counts(given)

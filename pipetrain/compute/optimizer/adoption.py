@@ -17,7 +17,7 @@ from pipetrain.compute.optimizer.slots import shared, slots
 Key = tuple[int, str]  # a weight, by its ``id``, and what a slot is of it
 
 
-class Part:
+class OptimizerPart:
     """The slots of a built optimizer; they are looked up once, because they are read often.
 
     Args:
@@ -39,7 +39,9 @@ class Part:
         return shared(self.optimizer, self.weights)
 
 
-def adopt(optimizer: keras.optimizers.Optimizer, weights: Sequence[keras.Variable], parts: Sequence[Part]) -> None:
+def adopt(
+    optimizer: keras.optimizers.Optimizer, weights: Sequence[keras.Variable], parts: Sequence[OptimizerPart]
+) -> None:
     """Make the stages' slots for these weights the optimizer's own; their present values go to the stages.
 
     The optimizer then reads, saves and loads as if it had trained the unsplit model. For weights that it was built for
@@ -53,7 +55,7 @@ def adopt(optimizer: keras.optimizers.Optimizer, weights: Sequence[keras.Variabl
         copied to the others.
     """
     ours = _merged(parts)
-    mine = Part(optimizer, weights_of(optimizer))
+    mine = OptimizerPart(optimizer, weights_of(optimizer))
     common = parts[0].shared if parts else []
     everything = with_frozen(weights, mine.weights)
     if [*map(id, mine.weights)] != [*map(id, everything)] or not _has(mine, ours):
@@ -61,7 +63,7 @@ def adopt(optimizer: keras.optimizers.Optimizer, weights: Sequence[keras.Variabl
         trained = {*map(id, weights)}
         frozen = {key: variable for key, variable in mine.slots.items() if key[0] not in trained}
         _rebuild(optimizer, everything, frozen | ours, parts)
-        mine = Part(optimizer, everything)
+        mine = OptimizerPart(optimizer, everything)
     for part in parts[1:]:
         copy(mine, part.slots, part.shared)
 
@@ -78,14 +80,14 @@ def _rebuild(
     optimizer: keras.optimizers.Optimizer,
     weights: Sequence[keras.Variable],
     held: dict[Key, Any],
-    parts: Sequence[Part],
+    parts: Sequence[OptimizerPart],
 ) -> None:
     """Build the optimizer anew, for these weights, with the slots that are held and what the parts share."""
     common = parts[0].shared if parts else []
     with whole(optimizer), _handing_out(optimizer, held, parts):
         forget(optimizer)
         optimizer.build(list(weights))
-        made = Part(optimizer, weights)
+        made = OptimizerPart(optimizer, weights)
         pairs = [(variable, held[key]) for key, variable in made.slots.items() if key in held]
         _replace(optimizer, [*pairs, *zip(made.shared, common, strict=True)])
 
@@ -119,7 +121,9 @@ def whole(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
 
 
 @contextmanager
-def _handing_out(optimizer: keras.optimizers.Optimizer, held: dict[Key, Any], parts: Sequence[Part]) -> Iterator[None]:
+def _handing_out(
+    optimizer: keras.optimizers.Optimizer, held: dict[Key, Any], parts: Sequence[OptimizerPart]
+) -> Iterator[None]:
     """Within, the optimizer gets existing slots, its own or those of the parts, wherever it would make a new one.
 
     A second copy of all stages' slots on one device might not fit into its memory.
@@ -158,7 +162,7 @@ def _replace(optimizer: keras.optimizers.Optimizer, pairs: Sequence[tuple[Any, A
     set_variables(optimizer, variables)
 
 
-def _merged(parts: Sequence[Part]) -> dict[Key, Any]:
+def _merged(parts: Sequence[OptimizerPart]) -> dict[Key, Any]:
     """The slots of all parts; where several have a slot, the first one's."""
     found: dict[Key, Any] = {}
     for part in parts:
@@ -166,7 +170,7 @@ def _merged(parts: Sequence[Part]) -> dict[Key, Any]:
     return found
 
 
-def copy(source: Part, slots: dict[Key, Any], shared: Sequence[Any]) -> None:
+def copy(source: OptimizerPart, slots: dict[Key, Any], shared: Sequence[Any]) -> None:
     """Copy the values of the source's slots into these variables where they are different variables."""
     pairs = [(target, source.slots.get(key)) for key, target in slots.items()]
     for target, variable in [*pairs, *zip(shared, source.shared, strict=False)]:
@@ -174,6 +178,6 @@ def copy(source: Part, slots: dict[Key, Any], shared: Sequence[Any]) -> None:
             target.assign(tf.convert_to_tensor(variable))
 
 
-def _has(part: Part, ours: dict[Key, Any]) -> bool:
+def _has(part: OptimizerPart, ours: dict[Key, Any]) -> bool:
     mine = part.slots
     return all(mine.get(key) is variable for key, variable in ours.items())

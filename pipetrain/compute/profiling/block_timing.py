@@ -33,7 +33,7 @@ Floats = NDArray[np.float64]
 Taken = TypeVar("Taken")
 
 
-class Seconds(NamedTuple):
+class MeasuredSeconds(NamedTuple):
     """Medians over the passes: forward and backward of every block, the update of all; the error of their sum."""
 
     forward: Floats
@@ -53,7 +53,7 @@ def time_blocks(
     others: Sequence[str],
     are_neighbours: bool = True,
     has_time: Callable[[], bool] = always,
-) -> Seconds:
+) -> MeasuredSeconds:
     """Run the blocks forward and backward, pass by pass, until the figures are steady or ``AT_MOST_S`` are over.
 
     They end too, after one pass at least, where nothing ``has_time``.
@@ -84,7 +84,7 @@ def time_blocks(
     if together_s > 0 and forward.sum() + backward.sum() > 0:
         part = together_s / (forward.sum() + backward.sum())
         forward, backward = part * forward, part * backward
-    return Seconds(forward, backward, max(update_s, 0.0), timing.error_s)
+    return MeasuredSeconds(forward, backward, max(update_s, 0.0), timing.error_s)
 
 
 def _both(once: Callable[[], TimedBlocks], joined: Callable[[], float] | None, joined_s: list[float]) -> TimedBlocks:

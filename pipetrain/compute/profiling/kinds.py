@@ -22,7 +22,7 @@ from pipetrain.compute.profiling.workspace import Workspace, workspace
 from pipetrain.plan.roofline import Work, block_profile
 
 
-class Traced(NamedTuple):
+class TracedBlock(NamedTuple):
     """The functions of a block that has been run once, and what this has shown."""
 
     functions: BlockFunctions
@@ -44,7 +44,7 @@ class Kind:
     outputs: list[tf.TensorSpec]
     work: Work
     label: str
-    traced: Traced | None = None
+    traced: TracedBlock | None = None
     workspace: Workspace | None = None
 
     @property
@@ -52,7 +52,7 @@ class Kind:
         """What all of them take together, by their counted operations: to compare kinds by."""
         return len(self.blocks) * block_profile(self.work, ONE_CORE).seconds.total_s
 
-    def trace(self) -> Traced:
+    def trace(self) -> TracedBlock:
         """Make its functions, and run the first of the blocks once on the device in scope."""
         if self.traced is None:
             self.traced = _traced(self.segment, self.inputs)
@@ -109,11 +109,11 @@ class Kinds:
         return Placed(segment, kind.traced.functions, inputs, kind.outputs)
 
 
-def _traced(segment: Segment, inputs: Sequence[tf.TensorSpec]) -> Traced:
+def _traced(segment: Segment, inputs: Sequence[tf.TensorSpec]) -> TracedBlock:
     functions = BlockFunctions(segment, inputs)
     weights, state = values(segment.trainable_variables), values(segment.non_trainable_variables)
     outputs, residuals = functions.forward(weights, state, [sample(spec) for spec in inputs])
-    return Traced(functions, specs(outputs), functions.keeps(residuals))
+    return TracedBlock(functions, specs(outputs), functions.keeps(residuals))
 
 
 def _declared(block: Block, segment: Segment, inputs: Sequence[tf.TensorSpec], rows: int) -> list[tf.TensorSpec] | None:

@@ -11,7 +11,7 @@ from pipetrain.compute.cores import is_prompt, is_remote
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.program.numbers import Numbers
 from pipetrain.compute.program.stage_trace import Share
-from pipetrain.schemes.parts import Parts, Piece
+from pipetrain.schemes.parts import Parts, RowsPiece
 from pipetrain.schemes.programs import Program
 
 FIRST, LAST = 0, -1  # the ends of a pipeline: inputs go in at the first stage, labels and sample weights at the last
@@ -162,7 +162,7 @@ class Arguments:
             shares = [each._replace(start=start) for each, start in zip(shares, starts, strict=True)]
         return shares
 
-    def cut(self, tensor: Any, source: int, sink: int, piece: Piece, microbatch: int) -> Any:
+    def cut(self, tensor: Any, source: int, sink: int, piece: RowsPiece, microbatch: int) -> Any:
         """A piece of the rows that a replica of one stage has for one of another; in the scope of the first's device.
 
         Raises ValueError for a tensor that has no rows.

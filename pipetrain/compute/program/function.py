@@ -25,7 +25,7 @@ from pipetrain.schemes.programs import Program
 from pipetrain.schemes.scheme import Scheme
 
 
-class Given(NamedTuple):
+class ProgramInputs(NamedTuple):
     """What a program's function is called with.
 
     ``x`` and ``targets`` are those of the minibatches of which something goes in at the first stage and at the last
@@ -62,7 +62,7 @@ class ProgramFunction:
         self.kept = walk.kept
         self.runs = Counter(each.place for each in self.calls.values() if each.number is not None)
 
-    def __call__(self, given: Given) -> ProgramResult:
+    def __call__(self, given: ProgramInputs) -> ProgramResult:
         """Work on these minibatches."""
         flat: list[tf.Tensor] = []
         numbers = self._numbers(given.rows, given.scale)
@@ -84,7 +84,7 @@ def walked(
     stages: Sequence[Sequence[Stage]],
     scheme: Scheme,
     program: Program,
-    given: Given,
+    given: ProgramInputs,
     settings: Settings,
     failed: Failed,
     held_specs: Any = None,

@@ -17,7 +17,7 @@ from pipetrain.compute.program.sums import Gradients, Sums, moved
 Holders = tuple[int, ...]
 
 
-class Completed(NamedTuple):
+class SharedSum(NamedTuple):
     """Complete gradients of shared weights, on the device of the first stage that has them, and their staleness."""
 
     gradients: Gradients
@@ -32,7 +32,7 @@ class HeldSums(NamedTuple):
     """
 
     totals: dict[tuple[Holders, int, int], Gradients]
-    completed: dict[tuple[Holders, int], Completed]
+    completed: dict[tuple[Holders, int], SharedSum]
 
 
 class LateSums(Sums):
@@ -52,7 +52,7 @@ class LateSums(Sums):
         super().__init__(traces, False, clock)
         self._microbatches = microbatches
         self._totals: dict[tuple[Holders, int, int], Gradients] = {}
-        self._handed: dict[tuple[Holders, int], Completed] = {}
+        self._handed: dict[tuple[Holders, int], SharedSum] = {}
         self._updated = Counter[int]()  # replicas of a stage, by the minibatch under way
 
     def held(self, since: int) -> HeldSums:
@@ -136,7 +136,7 @@ class LateSums(Sums):
         """Update shared weights by gradients that are complete here, for other stages to do the same."""
         group, versions = trace.stage.shared[number], trace.shared[number]
         step = trace.step(microbatch, versions)
-        completed = Completed(trace.stage.prepared(mine, step), step.staleness)
+        completed = SharedSum(trace.stage.prepared(mine, step), step.staleness)
         if trace.place.replica == 0:
             self._handed[group.holders, microbatch // self._microbatches] = completed
         with tf.control_dependencies(trace.begin_update(microbatch, versions)):

@@ -10,8 +10,8 @@ import tensorflow as tf
 from pipetrain.compute.cores import is_prompt
 from pipetrain.compute.program.arguments import Arguments, Settings
 from pipetrain.compute.program.clock import Clock, Crossing
-from pipetrain.compute.program.stage_trace import Place, Sent
-from pipetrain.schemes.parts import Piece
+from pipetrain.compute.program.stage_trace import ForwardMessage, StagePlace
+from pipetrain.schemes.parts import RowsPiece
 from pipetrain.trace.records import What
 
 
@@ -36,11 +36,11 @@ class Sending:
         self._taken = set[tuple[What, int, int]]()
         self._ends: dict[tuple[What, int, int, int], int] = {}  # places of the times when these were made
 
-    def make(self, op: What, place: Place, microbatch: int, values: Any) -> None:
+    def make(self, op: What, place: StagePlace, microbatch: int, values: Any) -> None:
         """A replica of a stage has made what goes down (F) or up (B), None if it has no rows."""
         self._made[op, place.stage, place.replica, microbatch] = values
 
-    def made_at(self, op: What, place: Place, microbatch: int, time: int) -> None:
+    def made_at(self, op: What, place: StagePlace, microbatch: int, time: int) -> None:
         """The place of the time when it had made it."""
         self._ends[op, place.stage, place.replica, microbatch] = time
 
@@ -48,7 +48,7 @@ class Sending:
         """Whether all replicas of a stage have made it."""
         return all((op, stage, r, microbatch) in self._made for r in range(self._replicas[stage]))
 
-    def from_above(self, place: Place, microbatch: int) -> Sent:
+    def from_above(self, place: StagePlace, microbatch: int) -> ForwardMessage:
         """What a replica gets of the stage before, on its device as soon as it can be there."""
         source, device = place.stage - 1, self._device(place)
         made = [self._made["F", source, r, microbatch] for r in range(self._replicas[source])]
@@ -56,17 +56,19 @@ class Sending:
         penalties = [_moved(each.penalty, device) for each in made if each.penalty is not None]
         with tf.device(device):
             penalty = (penalties[0] if len(made) == 1 else tf.add_n(penalties)) if penalties else None
-        return Sent(values, penalty)
+        return ForwardMessage(values, penalty)
 
-    def from_below(self, place: Place, microbatch: int) -> list[tf.Tensor] | None:
+    def from_below(self, place: StagePlace, microbatch: int) -> list[tf.Tensor] | None:
         """The gradients that a replica gets of the stage after it."""
         gradients: list[tf.Tensor] | None = self._received("B", place.stage + 1, place, microbatch, lambda sent: sent)
         return gradients
 
-    def _device(self, place: Place) -> str:
+    def _device(self, place: StagePlace) -> str:
         return self._devices[place.stage][place.replica]
 
-    def _received(self, op: What, source: int, place: Place, microbatch: int, values_of: Callable[[Any], Any]) -> Any:
+    def _received(
+        self, op: What, source: int, place: StagePlace, microbatch: int, values_of: Callable[[Any], Any]
+    ) -> Any:
         found = []
         self._taken.add((op, source, microbatch))
         for piece in self._pieces(microbatch, source, place.stage):
@@ -75,11 +77,11 @@ class Sending:
                 found.append(self._sent(op, values, source, place, piece, microbatch))
         return _joined(found, self._device(place))
 
-    def _pieces(self, microbatch: int, source: int, sink: int) -> list[Piece]:
+    def _pieces(self, microbatch: int, source: int, sink: int) -> list[RowsPiece]:
         parts, number = self._settings.part(microbatch)
         return parts.pieces(number, self._replicas[source], self._replicas[sink])
 
-    def _sent(self, op: What, values: Any, source: int, place: Place, piece: Piece, microbatch: int) -> Any:
+    def _sent(self, op: What, values: Any, source: int, place: StagePlace, piece: RowsPiece, microbatch: int) -> Any:
         """One replica's piece, on the device of who takes it."""
         from_device, device = self._devices[source][piece.sender], self._device(place)
         if not piece.is_whole:

@@ -23,7 +23,7 @@ from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.weight_versions import HeldVersions, WeightVersions
 
 
-class Place(NamedTuple):
+class StagePlace(NamedTuple):
     """One replica of one stage, and of how many."""
 
     stage: int
@@ -54,7 +54,7 @@ class Share(NamedTuple):
     scaled: Any = 1.0
 
 
-class Sent(NamedTuple):
+class ForwardMessage(NamedTuple):
     """What goes down with a microbatch: its values, and the losses of the layers of the stages before."""
 
     values: BoundaryTensors | None
@@ -105,7 +105,7 @@ class StageTrace:
 
     def __init__(
         self,
-        place: Place,
+        place: StagePlace,
         stage: Stage,
         scheme: Scheme,
         microbatches: int,
@@ -171,7 +171,7 @@ class StageTrace:
         number = self._first + microbatch
         return not self.stage.changed and all(each.lasts(number) for each in (self._own, *self.shared))
 
-    def forward(self, microbatch: int, given: Sent, targets: Any = None) -> Sent:
+    def forward(self, microbatch: int, given: ForwardMessage, targets: Any = None) -> ForwardMessage:
         """F; gives what goes down."""
         if given.values is None:
             self._saved[microbatch] = None
@@ -183,17 +183,17 @@ class StageTrace:
         self._saved[microbatch] = result.kept
         return self._passed(microbatch, given, result)
 
-    def _passed(self, microbatch: int, given: Sent, result: Forward | None) -> Sent:
+    def _passed(self, microbatch: int, given: ForwardMessage, result: Forward | None) -> ForwardMessage:
         """What goes down after a forward; the last stage's results are kept."""
         penalty, share = given.penalty, self._share(microbatch)
         if result is not None and result.penalty is not None:
             own = as_mean(result.penalty, share.of_minibatch)
             penalty = own if penalty is None else penalty + own
         if result is None:
-            return Sent(None, self._mine(penalty, share))
+            return ForwardMessage(None, self._mine(penalty, share))
         if self.place.is_last:
             self.outputs[microbatch] = Output(cast(Any, result.loss), penalty, result.output, share)
-        return Sent(result.output, self._mine(penalty, share))
+        return ForwardMessage(result.output, self._mine(penalty, share))
 
     def _mine(self, penalty: tf.Tensor | None, share: Share) -> tf.Tensor | None:
         """What this replica contributes to the penalty of all replicas' rows."""
@@ -227,7 +227,7 @@ class StageTrace:
             self._backward(microbatches[-1], weights, Operands(packed), [], updates)
 
     def forward_backward(
-        self, microbatch: int, given: Sent, targets: Any, is_half: bool, updates: bool
+        self, microbatch: int, given: ForwardMessage, targets: Any, is_half: bool, updates: bool
     ) -> tuple[list[tf.Tensor] | None, Any]:
         """FB or FI, one call where both read the same weights; gives the inputs' gradients.
 

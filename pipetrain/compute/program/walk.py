@@ -17,7 +17,7 @@ from pipetrain.compute.program.clock import Clock, Timed
 from pipetrain.compute.program.late_sums import LateSums
 from pipetrain.compute.program.result import MinibatchResult, ProgramResult, joined_loss, joined_predictions
 from pipetrain.compute.program.sending import Sending
-from pipetrain.compute.program.stage_trace import HeldStage, Place, Sent, StageTrace
+from pipetrain.compute.program.stage_trace import ForwardMessage, HeldStage, StagePlace, StageTrace
 from pipetrain.compute.program.sums import Sums
 from pipetrain.schemes.actions import OPERATIONS, Action
 from pipetrain.schemes.programs import Call, Program
@@ -28,7 +28,7 @@ FROM_ABOVE = frozenset(op for op, operation in OPERATIONS.items() if "outputs" i
 FROM_BELOW = frozenset(op for op, operation in OPERATIONS.items() if "input gradients" in operation.received)
 SENDS_UP = frozenset(op for op, operation in OPERATIONS.items() if "input gradients" in operation.makes)
 BOTH = frozenset({"FB", "FI"})
-Failed = Callable[[Exception, Place, Call], None]
+Failed = Callable[[Exception, StagePlace, Call], None]
 
 
 class Named(NamedTuple):
@@ -37,7 +37,7 @@ class Named(NamedTuple):
     ``number``: which of its replica's calls of forward and backward together it is, None if it is none.
     """
 
-    place: Place
+    place: StagePlace
     actions: Call
     number: int | None
 
@@ -76,7 +76,7 @@ class _Unit:
         *_, call = (each for each in self.calls[: self.at] if each[0].stage == stage and each[-1].updates)
         return (call[-1]._replace(op="B" if call[-1].op == "FB" else call[-1].op),)
 
-    def updates(self) -> list[tuple[Place, int]]:
+    def updates(self) -> list[tuple[StagePlace, int]]:
         """The next calls, as far as they are updates: of which stage, and by which microbatch's minibatch."""
         following = takewhile(lambda call: call[0].op == "U", islice(self.calls, self.at, None))
         return [(self.stages[action.stage].place, action.microbatch) for (action,) in following]
@@ -145,7 +145,7 @@ class Walk:
         self._arguments.give(numbers)
         is_open = any(None in each.shape[1:] for each in tf.nest.flatten(self._stages[0][0].segment.inputs))
         self.calls, self.clock = {}, Clock(self._settings.host, is_open) if self._settings.is_timed else None
-        self._complete, self._runs = set[tuple[Place, int]](), Counter[Place]()
+        self._complete, self._runs = set[tuple[StagePlace, int]](), Counter[StagePlace]()
         with tf.device(self.entrances[0]):
             known = {} if rates is None else dict(zip(self._settings.parts, tf.unstack(rates), strict=True))
         self._snapshots: dict[tuple[int, int], list[Any]] = {}
@@ -174,7 +174,7 @@ class Walk:
     def _begun(self, k: int, r: int, replica: Stage, rates: Mapping[int, Any]) -> StageTrace:
         """A replica at the beginning, when its state is that of its variables."""
         replica.read_state()
-        place = Place(k, len(self._stages), r, len(self._stages[k]))
+        place = StagePlace(k, len(self._stages), r, len(self._stages[k]))
         with tf.device(replica.device):
             scale = self._arguments.scale(replica.device)
         share = partial(self._arguments.share, k, r)
@@ -239,14 +239,14 @@ class Walk:
         minibatch = microbatch // self._count
         return all((each.place, minibatch) in self._complete for stage in stages for each in self._traces[stage])
 
-    def _received(self, call: Call, place: Place) -> Any:
+    def _received(self, call: Call, place: StagePlace) -> Any:
         """What a call takes of the stage before or after, on its device as soon as it is there."""
         op, stage, microbatch = call[0]
         if op in FROM_ABOVE:
             if stage > 0:
                 return self._sending.from_above(place, microbatch)
             x = self._x.get((microbatch, place.replica))
-            return Sent(None if x is None else BoundaryTensors(x, [None] * len(x)), None)
+            return ForwardMessage(None if x is None else BoundaryTensors(x, [None] * len(x)), None)
         return self._sending.from_below(place, microbatch) if op in FROM_BELOW and not place.is_last else None
 
     def _perform(self, unit: _Unit, call: Call, name: str) -> None:
@@ -310,7 +310,7 @@ class Walk:
                 self._snapshots[minibatch, trace.place.stage] = trace.stage.snapshot()
             unit.last = _stateful(graph, before) or unit.last
 
-    def _number(self, call: Call, place: Place) -> int | None:
+    def _number(self, call: Call, place: StagePlace) -> int | None:
         if call[0].op not in BOTH:
             return None
         self._runs[place] += 1

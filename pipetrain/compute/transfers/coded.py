@@ -21,7 +21,7 @@ from pipetrain.compute.functions.kernels import direct
 from pipetrain.compute.functions.split import specs
 from pipetrain.compute.functions.stage_values import BoundaryTensors
 from pipetrain.compute.graph.sharing import is_seed
-from pipetrain.compute.transfers.message import Packing
+from pipetrain.compute.transfers.message import MessageLayout
 from pipetrain.compute.transfers.weights import Made, Shares, Weights
 from pipetrain.schemes.transfers.plan import Pack
 
@@ -53,7 +53,7 @@ class Computed(NamedTuple):
     seeds: list[tf.Tensor]
 
 
-class Updated(NamedTuple):
+class CodedUpdate(NamedTuple):
     """The new weights as messages, the minibatch's loss as far as it is one number, and the layers' own."""
 
     weights: Messages
@@ -61,7 +61,7 @@ class Updated(NamedTuple):
     penalty: tf.Tensor
 
 
-class Given(NamedTuple):
+class WorkerInputs(NamedTuple):
     """What a worker is given of a minibatch, on its device.
 
     The rows of all its parts one after another, sorted as ``Weights.sorted`` gives them; how many each part has; for
@@ -77,7 +77,7 @@ class Given(NamedTuple):
 def given_numbers(
     sizes: Sequence[int], shares: Sequence[float], of_loss: Sequence[float], coefficients: Sequence[float]
 ) -> list[Any]:
-    """The sizes and the factors of parts as ``Given`` has them, in this process."""
+    """The sizes and the factors of parts as ``WorkerInputs`` has them, in this process."""
     factors = np.array([of_loss, shares, coefficients], np.float32).T
     return [np.array(sizes, np.int32), factors]
 
@@ -156,8 +156,8 @@ class CodedFunctions:
         reached = [*weights.gradients_like]
         self._loss, self._penalty = len(variables), len(variables) + 1
         figures = dict.fromkeys((self._loss, self._penalty), tf.TensorSpec([]))
-        self._of_weights = Packing(Pack(tuple(variables), 0), variables)
-        self._sent = Packing(Pack((*reached, self._loss, self._penalty), 0), variables | figures)
+        self._of_weights = MessageLayout(Pack(tuple(variables), 0), variables)
+        self._sent = MessageLayout(Pack((*reached, self._loss, self._penalty), 0), variables | figures)
         self._numbers, self.seeds = reached, weights.seeds
         self._functions: dict[Any, Any] = {}
         self._tracing = threading.RLock()
@@ -197,7 +197,12 @@ class CodedFunctions:
             return self._of_weights.messages(values)
 
     def compute(
-        self, weights: Messages, state: Sequence[Any], seeds: Sequence[Any], captured: Sequence[Any], given: Given
+        self,
+        weights: Messages,
+        state: Sequence[Any],
+        seeds: Sequence[Any],
+        captured: Sequence[Any],
+        given: WorkerInputs,
     ) -> Computed:
         """The gradients of a worker's rows, on the current device, where all arguments are.
 
@@ -215,7 +220,7 @@ class CodedFunctions:
             [each for n, each in enumerate(self._state) if n not in self.seeds],
             [self._state[n] for n in self.seeds],
             specs(self.captured),
-            Given((self._differentiable, self._constants), *numbers),
+            WorkerInputs((self._differentiable, self._constants), *numbers),
         )
 
     def _part(self, weights: Any, state: Any, differentiable: Any, constants: Any, shares: Any, captured: Any) -> Made:
@@ -228,7 +233,7 @@ class CodedFunctions:
         found: Made = sharing_constants(made, flat)
         return found
 
-    def _compute(self, weights: Messages, rest: Any, seeds: Any, captured: Any, given: Given) -> Computed:
+    def _compute(self, weights: Messages, rest: Any, seeds: Any, captured: Any, given: WorkerInputs) -> Computed:
         part = tf.function(self._part, autograph=False)
         values, total = self._of_weights.values(weights), None
         in_order, count = [values[n] for n in range(len(values))], int(given.sizes.shape[0])
@@ -272,18 +277,19 @@ class CodedFunctions:
     def _combined(coefficients: Sequence[float], own: Messages, children: Sequence[Messages]) -> Messages:
         return [a + b for a, b in zip(own, _decoded(coefficients, children), strict=True)]
 
-    def update(self, children: Sequence[Messages], coefficients: tuple[float, ...]) -> Updated:
+    def update(self, children: Sequence[Messages], coefficients: tuple[float, ...]) -> CodedUpdate:
         """One step of the root's optimizer, by the sum that follows from the messages of its children, which it has."""
         like = [self._message_specs()] * len(children)
-        found: Updated = self._function(("update", coefficients), partial(self._update, coefficients), like)(children)
+        function = self._function(("update", coefficients), partial(self._update, coefficients), like)
+        found: CodedUpdate = function(children)
         return found
 
-    def _update(self, coefficients: Sequence[float], children: Sequence[Messages]) -> Updated:
+    def _update(self, coefficients: Sequence[float], children: Sequence[Messages]) -> CodedUpdate:
         with tf.device(self._weights.device):
             values = self._sent.values(_decoded(coefficients, children))
             loss, penalty = values.pop(self._loss), values.pop(self._penalty)
             self._weights.apply(self._weights.groups, lambda group: values)
-            return Updated(self._read(), loss, penalty)
+            return CodedUpdate(self._read(), loss, penalty)
 
 
 def _decoded(coefficients: Sequence[float], children: Sequence[Messages]) -> Messages:

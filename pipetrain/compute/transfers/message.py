@@ -12,7 +12,7 @@ from pipetrain.schemes.splitting import rows_of
 from pipetrain.schemes.transfers.plan import Pack, Phase
 
 
-class Packing:
+class MessageLayout:
     """How a pack's values become one flat message for each of their types, and values again.
 
     A value that is alone in its message travels as it is.

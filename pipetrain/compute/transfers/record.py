@@ -10,7 +10,7 @@ import tensorflow as tf
 What = Literal["pull", "push", "late", "return", "gather", "scatter"]
 
 
-class Sent(NamedTuple):
+class RecordedMessage(NamedTuple):
     """A part of a pack of a phase, sent from one device to another, with its bytes."""
 
     kind: What
@@ -28,7 +28,7 @@ class Record:
     """
 
     def __init__(self) -> None:
-        self.messages: list[Sent] = []
+        self.messages: list[RecordedMessage] = []
         self._times: list[tuple[tf.Tensor, tf.Tensor]] = []
 
     def add(self, kind: What, pack: int, source: str, sink: str, there: tf.Tensor) -> tf.Tensor:
@@ -36,7 +36,7 @@ class Record:
         (leaving,) = there.op.inputs
         count = leaving.shape.num_elements()
         size_bytes = None if count is None else count * leaving.dtype.size
-        self.messages.append(Sent(kind, pack, source, sink, size_bytes))
+        self.messages.append(RecordedMessage(kind, pack, source, sink, size_bytes))
         number = len(self.messages)
         self._times.append((_time(source, leaving, 2 * number), _time(sink, there, 2 * number + 1)))
         return self._times[-1][1]

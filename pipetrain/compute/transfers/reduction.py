@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from pipetrain.compute.functions.backward import added
-from pipetrain.compute.transfers.message import Order, Packing, Received, flat, shaped
+from pipetrain.compute.transfers.message import MessageLayout, Order, Received, flat, shaped
 from pipetrain.schemes.splitting import rows_of
 from pipetrain.schemes.transfers.plan import Pack
 
@@ -33,10 +33,10 @@ def reduced(order: Order, made: Sequence[tuple[str, Gradients]], sinks: Sequence
         present = [n for n in pack.variables if n in like]
         dense = [n for n in present if not isinstance(like[n], tf.IndexedSlices)]
         if dense:
-            packing = Packing(pack._replace(variables=tuple(dense)), like)
-            messages = [_at(device, packing.messages, gradients) for device, gradients in made]
+            layout = MessageLayout(pack._replace(variables=tuple(dense)), like)
+            messages = [_at(device, layout.messages, gradients) for device, gradients in made]
             for place, sums in enumerate(_summed(order, messages, [device for device, _ in made], sinks)):
-                values = _at(sinks[place], packing.values, sums)
+                values = _at(sinks[place], layout.values, sums)
                 _at(sinks[place], found[place].add, pack, values)  # chunks are put together there
         for n in (n for n in present if n not in dense):
             for place, sink in enumerate(sinks):

@@ -18,9 +18,9 @@ from pipetrain.compute.functions.graph_rewrite import sharing_constants
 from pipetrain.compute.functions.split import size_bytes, specs
 from pipetrain.compute.functions.stage_values import BoundaryTensors, without_rows
 from pipetrain.compute.functions.weight_group import WeightGroup
-from pipetrain.compute.transfers.message import Order, Packing, Received, sent
+from pipetrain.compute.transfers.message import MessageLayout, Order, Received, sent
 from pipetrain.compute.transfers.placing import placed
-from pipetrain.compute.transfers.record import Record, Sent, What
+from pipetrain.compute.transfers.record import Record, RecordedMessage, What
 from pipetrain.compute.transfers.reduction import reduced
 from pipetrain.compute.transfers.weights import Made, Shares, Weights
 from pipetrain.compute.transfers.worker import Worker
@@ -46,7 +46,7 @@ class Rows(NamedTuple):
     shares: Shares
 
 
-class Step:
+class TransferStep:
     """The step's functions: for minibatches of which these workers have rows, with or without late gradients.
 
     Args:
@@ -82,7 +82,7 @@ class Step:
         self._captured = [[placed(each, worker.device) for each in captured] for worker in workers]
         self._functions: dict[Any, Any] = {}
         self._record: Record | None = None  # of the function that is being traced
-        self._sent: dict[Any, list[Sent]] = {}
+        self._sent: dict[Any, list[RecordedMessage]] = {}
 
     def _zeros(self, worker: Worker, numbers: Sequence[int]) -> dict[int, tf.Variable]:
         """What a worker has for the next step: gradients that wait, or returned weights, of these variables."""
@@ -99,7 +99,7 @@ class Step:
         """Whether some gradients are applied in the step after the one that made them."""
         return bool(self._late_numbers)
 
-    def __call__(self, rows: Sequence[Rows], pending: bool, records: bool) -> tuple[StepResult, list[Sent]]:
+    def __call__(self, rows: Sequence[Rows], pending: bool, records: bool) -> tuple[StepResult, list[RecordedMessage]]:
         """One step, and the messages that were recorded if it ``records`` them.
 
         ``pending`` says whether gradients of the last step are to be applied first.
@@ -186,14 +186,14 @@ class Step:
         for device, mine in self._by_server(phase):
             with tf.device(device):
                 values = {n: weights.variables[n].value.read_value() for n in mine.variables}
-                packings = [Packing(pack, like) for pack in mine.packs]
-                messages = [packing.messages(values) for packing in packings]
+                layouts = [MessageLayout(pack, like) for pack in mine.packs]
+                messages = [layout.messages(values) for layout in layouts]
             for place, worker in enumerate(sinks):
                 order, sink = Order(mine, kind, self._record), self._workers[worker].device
-                for pack, packing, each in zip(order.packs(), packings, messages, strict=True):
+                for pack, layout, each in zip(order.packs(), layouts, messages, strict=True):
                     there = [order.send(message, device, sink) for message in each]
                     with tf.device(sink):
-                        received[place].add(pack, packing.values(there))
+                        received[place].add(pack, layout.values(there))
         return [each.values for each in received]
 
     def _tell_begun(self, active: Sequence[int], pulled: Sequence[Sequence[tf.Tensor]]) -> None:

@@ -24,7 +24,7 @@ from pipetrain.compute.transfers.message import sent
 from pipetrain.schemes.scheme import UpdateRule
 
 
-class Part(NamedTuple):
+class WeightsPart(NamedTuple):
     """Some of the model's weights, by number, that are updated together, and the device on which they are."""
 
     device: str
@@ -37,7 +37,7 @@ class PartedWeights(WeightGroups):
     def __init__(
         self,
         weights: Sequence[keras.Variable],
-        parts: Sequence[Part],
+        parts: Sequence[WeightsPart],
         optimizer: keras.optimizers.Optimizer,
         rule: UpdateRule,
     ) -> None:
@@ -87,7 +87,7 @@ class Weights(Stage):
     def __init__(
         self,
         segment: Segment,
-        parts: Sequence[Part],
+        parts: Sequence[WeightsPart],
         optimizer: keras.optimizers.Optimizer,
         loss: LossFunction,
         workers: int,

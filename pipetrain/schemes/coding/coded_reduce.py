@@ -73,14 +73,14 @@ def widest(workers: int) -> Tree:
     return Tree(workers, 1, min(1, workers - 1))
 
 
-class Share(NamedTuple):
+class CellsShare(NamedTuple):
     """Cells of a worker whose gradients it sends with one ``coefficient``."""
 
     coefficient: float
     cells: tuple[int, ...]
 
 
-class Part(NamedTuple):
+class CellsPart(NamedTuple):
     """Cells of a worker whose gradients it makes together, with a coefficient, and their rows of a minibatch."""
 
     coefficient: float
@@ -101,7 +101,7 @@ class Allocation(NamedTuple):
     """
 
     cells: tuple[tuple[Interval, ...], ...]
-    shares: tuple[tuple[Share, ...], ...]
+    shares: tuple[tuple[CellsShare, ...], ...]
 
     def load(self, worker: int) -> Fraction:
         """The share of a minibatch's rows that the worker has."""
@@ -112,7 +112,7 @@ class Allocation(NamedTuple):
         ranges = [range(rows * start // 1, rows * stop // 1) for start, stop in self.cells[cell]]
         return [each for each in ranges if each]
 
-    def parts(self, worker: int, rows: int, apart: bool) -> list[Part]:
+    def parts(self, worker: int, rows: int, apart: bool) -> list[CellsPart]:
         """What a worker has of a minibatch of so many rows, without parts that have none.
 
         Cells of one coefficient are one part, unless they are to be ``apart``. A minibatch without rows is the first
@@ -120,9 +120,9 @@ class Allocation(NamedTuple):
         """
         shares = self.shares[worker]
         if apart:
-            shares = tuple(Share(coefficient, (n,)) for coefficient, cells in shares for n in cells)
+            shares = tuple(CellsShare(coefficient, (n,)) for coefficient, cells in shares for n in cells)
         found = [
-            Part(coefficient, cells, tuple(each for n in cells for each in self.rows(n, rows)))
+            CellsPart(coefficient, cells, tuple(each for n in cells for each in self.rows(n, rows)))
             for coefficient, cells in shares
         ]
         return [part for part in found if part.size or (not rows and 0 in part.cells)]
@@ -166,7 +166,7 @@ def allocated(tree: Tree) -> Allocation:
             shares[worker][coefficient].append(n)
     return Allocation(
         tuple(tuple(_joined(intervals)) for intervals in alike.values()),
-        tuple(tuple(Share(each, tuple(cells)) for each, cells in mine.items()) for mine in shares),
+        tuple(tuple(CellsShare(each, tuple(cells)) for each, cells in mine.items()) for mine in shares),
     )
 
 

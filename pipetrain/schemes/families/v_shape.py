@@ -26,7 +26,7 @@ from itertools import product
 from typing import NamedTuple
 
 from pipetrain.schemes.actions import Action, Op
-from pipetrain.schemes.families.whole import Orders, Plan, made_whole, with_weight_gradients
+from pipetrain.schemes.families.whole import Orders, SchedulePlan, made_whole, with_weight_gradients
 from pipetrain.schemes.schedules import Schedule
 
 INTERVAL = 6  # units of time in which a device does all of one microbatch: F, I and W of two stages
@@ -51,7 +51,7 @@ class Delays(NamedTuple):
 
 def _zb_v(devices: int, microbatches: int) -> Orders:
     orders = [[*_zb_v_planned(device, devices, microbatches)] for device in range(devices)]
-    return with_weight_gradients(Plan(orders, 2 * devices))
+    return with_weight_gradients(SchedulePlan(orders, 2 * devices))
 
 
 def _v_half(devices: int, microbatches: int) -> Orders:
@@ -93,7 +93,7 @@ def _zb_v_planned(device: int, devices: int, microbatches: int) -> Iterator[Acti
                 yield from once(op, stage)
 
 
-def _repeated(devices: int, microbatches: int, delays: Delays, limit: int) -> Plan:
+def _repeated(devices: int, microbatches: int, delays: Delays, limit: int) -> SchedulePlan:
     """One microbatch's times, repeated every ``INTERVAL`` units for the next ones: a building block of the source."""
     times = _block(devices, delays)
     ops: tuple[Op, ...] = ("F", "F", "I", "I")
@@ -106,7 +106,7 @@ def _repeated(devices: int, microbatches: int, delays: Delays, limit: int) -> Pl
             for at, op, stage in zip(own, ops, (first, second, second, first), strict=True)
         ]
         orders.append([action for _, action in sorted(timed)])
-    return Plan(orders, limit)
+    return SchedulePlan(orders, limit)
 
 
 def _block(devices: int, delays: Delays) -> list[tuple[int, ...]]:

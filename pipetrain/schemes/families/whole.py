@@ -14,7 +14,7 @@ from pipetrain.schemes.schedules import Groups, Order
 Orders = Sequence[Sequence[Action]]  # of every device
 
 
-class Plan(NamedTuple):
+class SchedulePlan(NamedTuple):
     """Every device's forwards and input gradients in order, and how many microbatches' values each may hold."""
 
     orders: Orders
@@ -33,7 +33,7 @@ def made_whole(make: Callable[[int, int], Orders]) -> Order:
     return order
 
 
-def with_weight_gradients(plan: Plan) -> Orders:
+def with_weight_gradients(plan: SchedulePlan) -> Orders:
     """The plan with a W for every I, in the order of the input gradients.
 
     A device makes weight gradients while it waits for something else, all actions taking one unit of time: a W when its
@@ -42,7 +42,7 @@ def with_weight_gradients(plan: Plan) -> Orders:
     between F and I.
     """
     stages = 1 + max(action.stage for order in plan.orders for action in order)
-    devices = [_Device(order, plan.limit) for order in plan.orders]
+    devices = [_PlannedDevice(order, plan.limit) for order in plan.orders]
     made: Made = set()
     while any(device.left or device.operands for device in devices):
         step = [device.next(stages, made) for device in devices]
@@ -53,7 +53,7 @@ def with_weight_gradients(plan: Plan) -> Orders:
     return [device.order for device in devices]
 
 
-class _Device:
+class _PlannedDevice:
     """A device that executes its plan, and what it holds."""
 
     def __init__(self, planned: Sequence[Action], limit: int) -> None:

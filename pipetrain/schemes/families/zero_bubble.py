@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipetrain.schemes.actions import Action
-from pipetrain.schemes.families.whole import Orders, Plan, made_whole, with_weight_gradients
+from pipetrain.schemes.families.whole import Orders, SchedulePlan, made_whole, with_weight_gradients
 from pipetrain.schemes.schedules import Schedule
 
 
@@ -42,10 +42,10 @@ ZB_H1 = Schedule(made_whole(_h1))  # bubble (p-1)/(3m), at most p activations he
 ZB_H2 = Schedule(made_whole(_h2))  # bubble 0 for m from 2p-1 up, at most 2p-1 activations held
 
 
-def _planned(devices: int, microbatches: int, times: int, limit: int) -> Plan:
+def _planned(devices: int, microbatches: int, times: int, limit: int) -> SchedulePlan:
     """``times (p-1-k)`` forwards of warm-up at device k, then a forward and an input gradient in turn."""
     orders = [[*_one_by_one(device, microbatches, times * (devices - 1 - device))] for device in range(devices)]
-    return Plan(orders, limit)
+    return SchedulePlan(orders, limit)
 
 
 def _one_by_one(device: int, microbatches: int, warm_up: int) -> Iterator[Action]:

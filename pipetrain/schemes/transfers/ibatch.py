@@ -15,7 +15,7 @@ from pipetrain.schemes.transfers.plan import Pack, Phase, Plan
 from pipetrain.schemes.transfers.workload import Workload
 
 
-class Chain(NamedTuple):
+class LayerChain(NamedTuple):
     """Layers in a row: the startup of a message ``T_s``, and each layer's transfer ``T_t`` and computing ``C``."""
 
     startup_s: float
@@ -53,7 +53,7 @@ def ibatch(workload: Workload, serves: bool) -> Plan:
     return Plan(Phase(pulls if serves else ()), Phase(_reversed(pushes), 0), name=name)
 
 
-def best(chain: Chain) -> tuple[str, list[int]]:
+def best(chain: LayerChain) -> tuple[str, list[int]]:
     """The name of the way whose batches end soonest, and where these end; of equal ones the first."""
     ways = {
         "optimum": optimum(chain),
@@ -64,7 +64,7 @@ def best(chain: Chain) -> tuple[str, list[int]]:
     return min(ways.items(), key=lambda way: chain.end_s(way[1]))
 
 
-def optimum(chain: Chain) -> list[int]:
+def optimum(chain: LayerChain) -> list[int]:
     """The ends of the batches that are computed soonest, exactly.
 
     ``F[k][j] = min over i of max(F[k-1][i], k T_s + sum T_t[1..j]) + sum C[i+1..j]`` is the least time for the first j
@@ -90,7 +90,7 @@ def optimum(chain: Chain) -> list[int]:
     return ends[::-1]
 
 
-def transfers_hidden(chain: Chain) -> list[int]:
+def transfers_hidden(chain: LayerChain) -> list[int]:
     """Greedy: each batch is the largest that arrives while the one before is computed; a layer alone where none does.
 
     The first batch, behind which there is nothing to hide, is the first layer.
@@ -103,7 +103,7 @@ def transfers_hidden(chain: Chain) -> list[int]:
     return ends
 
 
-def computing_hidden(chain: Chain) -> list[int]:
+def computing_hidden(chain: LayerChain) -> list[int]:
     """Greedy: each batch is the smallest behind whose transfer the one before is computed; all the rest where none is.
 
     The first batch is the first layer.
@@ -117,7 +117,7 @@ def computing_hidden(chain: Chain) -> list[int]:
     return ends
 
 
-def _takes(chain: Chain, first: int) -> dict[int, float]:
+def _takes(chain: LayerChain, first: int) -> dict[int, float]:
     """What the message of a batch takes that begins there, by where it ends."""
     sent = _sums(chain.transfer_s[first:])
     return {first + n: chain.startup_s + each for n, each in enumerate(sent[1:], start=1)}
@@ -130,7 +130,7 @@ def _sums(values: Sequence[float]) -> list[float]:
     return sums
 
 
-def _chain(workload: Workload, forward: bool) -> Chain:
+def _chain(workload: Workload, forward: bool) -> LayerChain:
     """The layers that own variables, each with the computing of those after it that own none.
 
     What is computed before the first of them needs no transfer and is left out.
@@ -141,7 +141,7 @@ def _chain(workload: Workload, forward: bool) -> Chain:
         if trained and k >= trained[0]:
             computing[sum(n <= k for n in trained) - 1] += layer.forward_s if forward else layer.backward_s
     transfer = [workload.message.s_per_byte * workload.pack(workload.owned[k]).size_bytes for k in trained]
-    return Chain(workload.message.overhead_s, tuple(transfer), tuple(computing))
+    return LayerChain(workload.message.overhead_s, tuple(transfer), tuple(computing))
 
 
 def _reversed(packs: Sequence[Pack]) -> tuple[Pack, ...]:

@@ -24,7 +24,7 @@ def varying(slowdown: float, seed: int) -> Callable[[], float]:
     return lambda: float(rng.lognormal(-(sigma**2) / 2, sigma)) if slowdown else 1.0
 
 
-class Clock:
+class SimulatedClock:
     """What is to happen and when; of what happens at one time, first what was asked for first."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Processors:
             self._idle += 1
 
 
-class Piece:
+class SimulatedSpan:
     """A time in which a device did one operation of a step without a pause."""
 
     __slots__ = ("end_s", "op", "start_s", "step")
@@ -74,15 +74,15 @@ class Piece:
         self.op, self.step, self.start_s, self.end_s = op, step, start_s, end_s
 
 
-class Device:
-    """Does what it is given, one thing after another; ``pieces`` are what it did, with what kept it from that."""
+class SimulatedDevice:
+    """Does what it is given, one thing after another; ``spans`` are what it did, with what kept it from that."""
 
-    def __init__(self, clock: Clock, processors: Processors, factor: Callable[[], float]) -> None:
+    def __init__(self, clock: SimulatedClock, processors: Processors, factor: Callable[[], float]) -> None:
         self._clock, self._processors, self._factor = clock, processors, factor
         self._queue = deque[tuple[float, Op, int, Callable[[float], None]]]()
         self._busy = False
         self._delay_s = self._free_s = 0.0  # of what it does; when its processor is free of something else
-        self.pieces: list[Piece] = []
+        self.spans: list[SimulatedSpan] = []
 
     def do(self, seconds: float, op: Op, step: int, then: Callable[[float], None]) -> None:
         """Work for so long, after what it has been given before; ``then`` is told when that began."""
@@ -109,11 +109,11 @@ class Device:
             delay_s, self._delay_s = self._delay_s, 0.0
             self._clock.at(self._clock.now + delay_s, lambda: self._done(start_s, op, step, then))
             return
-        end_s, last = self._clock.now, self.pieces[-1] if self.pieces else None
+        end_s, last = self._clock.now, self.spans[-1] if self.spans else None
         if last and (last.op, last.step, last.end_s) == (op, step, start_s):
             last.end_s = end_s
         elif end_s > start_s:
-            self.pieces.append(Piece(op, step, start_s, end_s))
+            self.spans.append(SimulatedSpan(op, step, start_s, end_s))
         self._processors.release()
         self._busy = False
         then(start_s)

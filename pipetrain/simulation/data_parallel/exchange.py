@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 from pipetrain.schemes.transfers.plan import Pack, Phase
-from pipetrain.simulation.data_parallel.messages import Flow, Message
+from pipetrain.simulation.data_parallel.messages import Flow, SimulatedMessage
 
 
 class Returning:
@@ -59,7 +59,7 @@ class Summing:
         step: int,
         before: int,
         flow: Callable[[Phase, int], Flow],
-        summed: Callable[[Pack, int, list[Message]], None],
+        summed: Callable[[Pack, int, list[SimulatedMessage]], None],
         sinks: range,
     ) -> None:
         self._workers, self._step, self._before, self._summed = range(count), step, before, summed
@@ -67,7 +67,7 @@ class Summing:
         self._parts = len(sinks) if self._scatters else 1
         self._flow = flow(phase, (1 + self._scatters) * len(sinks) * (count - 1))
         self._missing: dict[tuple[int, int], int] = {}
-        self._came: dict[tuple[int, int], list[Message]] = {}
+        self._came: dict[tuple[int, int], list[SimulatedMessage]] = {}
         self._parts_missing: dict[tuple[int, int], int] = {}
 
     def offer(self, place: int, pack: Pack, worker: int) -> None:
@@ -77,10 +77,10 @@ class Summing:
             if sink == worker:
                 self._added(place, pack, sink, None)
                 continue
-            message = Message("R", self._step, self._before + place, worker, sink, size)
+            message = SimulatedMessage("R", self._step, self._before + place, worker, sink, size)
             self._flow.offer(place, message, partial(self._added, place, pack, sink, message))
 
-    def _added(self, place: int, pack: Pack, sink: int, message: Message | None) -> None:
+    def _added(self, place: int, pack: Pack, sink: int, message: SimulatedMessage | None) -> None:
         key = place, sink
         self._missing[key] = self._missing.get(key, len(self._workers)) - 1
         self._came.setdefault(key, []).extend([message] if message else [])
@@ -95,11 +95,11 @@ class Summing:
             if worker == sink:
                 self._gathered(place, pack, worker, None)
                 continue
-            message = Message("R", self._step, self._before + place, sink, worker, size)
+            message = SimulatedMessage("R", self._step, self._before + place, sink, worker, size)
             arrives = partial(self._gathered, place, pack, worker, message)
             self._flow.offer(place, message, arrives, waits=False)
 
-    def _gathered(self, place: int, pack: Pack, worker: int, message: Message | None) -> None:
+    def _gathered(self, place: int, pack: Pack, worker: int, message: SimulatedMessage | None) -> None:
         key = place, worker
         self._parts_missing[key] = self._parts_missing.get(key, len(self._workers)) - 1
         came = self._came.setdefault((place, len(self._workers) + worker), [])

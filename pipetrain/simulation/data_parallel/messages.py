@@ -6,13 +6,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from pipetrain.schemes.transfers.plan import Phase
-from pipetrain.simulation.data_parallel.clock import Clock, Device, Happens
+from pipetrain.simulation.data_parallel.clock import Happens, SimulatedClock, SimulatedDevice
 from pipetrain.simulation.data_parallel.setting import Setting
 from pipetrain.simulation.network import Network, Route
 from pipetrain.trace.records import Transfer, What
 
 
-class Message:
+class SimulatedMessage:
     """A message: from when it leaves to when it has arrived, and to when it is used first."""
 
     __slots__ = ("arrived_s", "left_s", "pack", "sink", "size_bytes", "source", "step", "used_s", "what")
@@ -46,7 +46,7 @@ class Ports:
         devices: theirs, which messages keep from computing at either end.
     """
 
-    def __init__(self, clock: Clock, setting: Setting, devices: Sequence[Device]) -> None:
+    def __init__(self, clock: SimulatedClock, setting: Setting, devices: Sequence[SimulatedDevice]) -> None:
         self.clock, self._work, self._devices = clock, setting.message_work, devices
         self._network = Network(setting.cluster)
         self._routes: dict[tuple[int, int], Route] = {}
@@ -78,7 +78,7 @@ class Ports:
         else:
             self.clock.at(end_s + route.latency_s, arrives)
 
-    def acknowledge(self, message: Message, arrives: Happens) -> None:
+    def acknowledge(self, message: SimulatedMessage, arrives: Happens) -> None:
         """Tell the sender of a message, behind what its receiver is sending to it at the time."""
         there_s = self.clock.now + self._route(message.sink, message.source).latency_s
         connection = self._under_way.get((message.sink, message.source))
@@ -116,9 +116,9 @@ class Flow:
         self._waiting: list[list[Happens]] = [[] for _ in phase.packs]
         self._held: list[Callable[[], None]] = []
         self._left = expected * len(phase.packs)
-        self.messages: list[Message] = []
+        self.messages: list[SimulatedMessage] = []
 
-    def offer(self, place: int, message: Message, arrives: Happens, waits: bool = True) -> None:
+    def offer(self, place: int, message: SimulatedMessage, arrives: Happens, waits: bool = True) -> None:
         """A message of the pack at this place of the phase is ready; it ``waits`` for those before it."""
         before = self._awaited[place]
         if waits and before is not None and not self._acknowledged[before]:
@@ -126,14 +126,14 @@ class Flow:
         else:
             self._send(place, message, arrives)
 
-    def _send(self, place: int, message: Message, arrives: Happens) -> None:
+    def _send(self, place: int, message: SimulatedMessage, arrives: Happens) -> None:
         message.left_s = self._ports.clock.now
         self.messages.append(message)
         self._ports.send(
             message.source, message.sink, message.size_bytes, lambda: self._arrived(place, message, arrives)
         )
 
-    def _arrived(self, place: int, message: Message, arrives: Happens) -> None:
+    def _arrived(self, place: int, message: SimulatedMessage, arrives: Happens) -> None:
         self._missing[place] -= 1
         self._left -= 1
         if not self._missing[place] and place in self._needed:
@@ -144,7 +144,7 @@ class Flow:
             for deliver in held:
                 deliver()
 
-    def _deliver(self, message: Message, arrives: Happens) -> None:
+    def _deliver(self, message: SimulatedMessage, arrives: Happens) -> None:
         message.arrived_s = message.used_s = self._ports.clock.now
         arrives()
 

@@ -8,10 +8,10 @@ import numpy as np
 
 from pipetrain.schemes.arguments import checked_count
 from pipetrain.schemes.transfers.plan import Plan, check_plan
-from pipetrain.simulation.data_parallel.clock import Device, varying
-from pipetrain.simulation.data_parallel.messages import Message
+from pipetrain.simulation.data_parallel.clock import SimulatedDevice, varying
+from pipetrain.simulation.data_parallel.messages import SimulatedMessage
 from pipetrain.simulation.data_parallel.setting import COUNTED, Setting
-from pipetrain.simulation.data_parallel.training import Training
+from pipetrain.simulation.data_parallel.training import SimulatedTraining
 from pipetrain.trace.columns import Names
 from pipetrain.trace.records import Spans, Transfers
 from pipetrain.trace.trace import Trace
@@ -36,28 +36,28 @@ def simulate_plan(setting: Setting, plan: Plan, minibatches: int = 8, slowdown: 
     """
     check_plan(plan, setting.workload.sizes_bytes, setting.serves)
     checked_count("minibatches", minibatches, COUNTED, 8)
-    training = Training(setting, plan, minibatches, varying(slowdown, seed))
+    training = SimulatedTraining(setting, plan, minibatches, varying(slowdown, seed))
     messages = training.run()
     return Trace.of(spans_of(training.devices), transfers_of(messages))
 
 
-def spans_of(devices: Sequence[Device]) -> Spans:
-    """The pieces of what devices did, as a trace has them."""
-    pieces = [(worker, piece) for worker, device in enumerate(devices) for piece in device.pieces]
-    workers = np.array([worker for worker, _ in pieces], dtype=np.int32)
-    steps = np.array([piece.step for _, piece in pieces], dtype=np.int32)
+def spans_of(devices: Sequence[SimulatedDevice]) -> Spans:
+    """The spans of what devices did, as a trace has them."""
+    spans = [(worker, span) for worker, device in enumerate(devices) for span in device.spans]
+    workers = np.array([worker for worker, _ in spans], dtype=np.int32)
+    steps = np.array([span.step for _, span in spans], dtype=np.int32)
     return Spans(
-        op=np.array([piece.op for _, piece in pieces], dtype=Spans.dtypes[0]),
+        op=np.array([span.op for _, span in spans], dtype=Spans.dtypes[0]),
         stage=np.zeros_like(workers),
         microbatch=steps,
         device=Names(workers, tuple(f"device:{n}" for n in range(len(devices)))),
-        start_s=np.array([piece.start_s for _, piece in pieces], dtype=float),
-        end_s=np.array([piece.end_s for _, piece in pieces], dtype=float),
+        start_s=np.array([span.start_s for _, span in spans], dtype=float),
+        end_s=np.array([span.end_s for _, span in spans], dtype=float),
         version=steps,
         replica=workers,
     )
 
 
-def transfers_of(messages: Sequence[Message]) -> Transfers:
+def transfers_of(messages: Sequence[SimulatedMessage]) -> Transfers:
     """Messages, as a trace has them."""
     return Transfers.of(message.transfer for message in messages)

@@ -7,14 +7,14 @@ from functools import partial
 
 from pipetrain.schemes.transfers.plan import Pack, Phase, Plan
 from pipetrain.schemes.transfers.workload import Workload
-from pipetrain.simulation.data_parallel.clock import Clock, Device, Processors
+from pipetrain.simulation.data_parallel.clock import Processors, SimulatedClock, SimulatedDevice
 from pipetrain.simulation.data_parallel.exchange import Returning, Summing, beginning_with
-from pipetrain.simulation.data_parallel.messages import Flow, Message, Ports
+from pipetrain.simulation.data_parallel.messages import Flow, Ports, SimulatedMessage
 from pipetrain.simulation.data_parallel.setting import Setting
 from pipetrain.simulation.data_parallel.worker import WorkerStep
 
 
-class Training:
+class SimulatedTraining:
     """So many steps; a step begins when the one before has ended everywhere.
 
     A step updates each pack's variables where its sums are, when all of them have come. Weights that are returned
@@ -33,8 +33,8 @@ class Training:
 
     def __init__(self, setting: Setting, plan: Plan, steps: int, factor: Callable[[], float]) -> None:
         self._setting, self._plan, self._steps = setting, plan, steps
-        self._clock, processors = Clock(), Processors(setting.cluster.processors)
-        self.devices = [Device(self._clock, processors, factor) for _ in range(setting.workers)]
+        self._clock, processors = SimulatedClock(), Processors(setting.cluster.processors)
+        self.devices = [SimulatedDevice(self._clock, processors, factor) for _ in range(setting.workers)]
         self._ports = Ports(self._clock, setting, self.devices)
         self._pulls = setting.of_servers(plan.pulls)
         self._pushes = setting.of_servers(plan.pushes) if setting.serves else [plan.pushes]
@@ -44,7 +44,7 @@ class Training:
         self._left = 0  # of the current step: layers to run backward, updates to make, weights and rows to arrive
         self._flows: list[Flow] = []
 
-    def run(self) -> list[Message]:
+    def run(self) -> list[SimulatedMessage]:
         """All steps; the messages."""
         self._send_rows(range(1, self._setting.workers))
         self._clock.run()
@@ -120,7 +120,7 @@ class Training:
                     if server == worker:
                         there(pack, [])
                         continue
-                    message = Message("W", self._step, place, server, worker, pack.size_bytes)
+                    message = SimulatedMessage("W", self._step, place, server, worker, pack.size_bytes)
                     flow.offer(place, message, partial(there, pack, [message]))
 
     def _flow(self, phase: Phase, expected: int, together: bool = False) -> Flow:
@@ -128,7 +128,7 @@ class Training:
         return self._flows[-1]
 
     def _summing(
-        self, phase: Phase, before: int, summed: Callable[[Pack, int, list[Message]], None], sinks: range
+        self, phase: Phase, before: int, summed: Callable[[Pack, int, list[SimulatedMessage]], None], sinks: range
     ) -> Summing:
         return Summing(self._setting.workers, phase, self._step, before, self._flow, summed, sinks)
 
@@ -138,7 +138,7 @@ class Training:
                 pushes[n].offer(place, pack, worker)
         self._done()
 
-    def _updated(self, pack: Pack, sink: int, messages: list[Message]) -> None:
+    def _updated(self, pack: Pack, sink: int, messages: list[SimulatedMessage]) -> None:
         """The sums of a pack are there: update its variables."""
 
         def updated() -> None:
@@ -157,12 +157,12 @@ class Training:
 
         def send(place: int, pack: Pack) -> None:
             for worker, flow in flows.items():
-                message = Message("W", self._step, before + place, server, worker, pack.size_bytes)
+                message = SimulatedMessage("W", self._step, before + place, server, worker, pack.size_bytes)
                 flow.offer(place, message, self._done)
 
         return Returning(phase, self._pushes[server], self._setting.at_once, send)
 
-    def _updated_late(self, pack: Pack, sink: int, messages: list[Message]) -> None:
+    def _updated_late(self, pack: Pack, sink: int, messages: list[SimulatedMessage]) -> None:
         """The sums of a late pack are there: update its variables, then its layers may run."""
         there = partial(self._workers[sink].there, pack, [])
         self.devices[sink].do(self._update_s(pack), "F", self._step, partial(self._used, messages, there))
@@ -171,7 +171,7 @@ class Training:
         return sum(self._setting.workload.update_s[n] for n in pack.variables) / pack.chunks
 
     @staticmethod
-    def _used(messages: list[Message], then: Callable[[], None], start_s: float) -> None:
+    def _used(messages: list[SimulatedMessage], then: Callable[[], None], start_s: float) -> None:
         for message in messages:
             message.used_s = start_s
         then()

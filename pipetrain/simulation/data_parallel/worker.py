@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 from pipetrain.schemes.transfers.plan import Pack
 from pipetrain.schemes.transfers.workload import Workload
-from pipetrain.simulation.data_parallel.clock import Device
-from pipetrain.simulation.data_parallel.messages import Message
+from pipetrain.simulation.data_parallel.clock import SimulatedDevice
+from pipetrain.simulation.data_parallel.messages import SimulatedMessage
 
 
 class WorkerStep:
@@ -25,7 +25,7 @@ class WorkerStep:
     def __init__(
         self,
         workload: Workload,
-        device: Device,
+        device: SimulatedDevice,
         step: int,
         awaited: Sequence[Pack],
         made: Callable[[int], None],
@@ -34,7 +34,7 @@ class WorkerStep:
         self._workload, self._device, self._step, self._made = workload, device, step, made
         self._ready, self._left = ready, len(awaited)
         self._missing = [0] * len(workload.layers)
-        self._messages: list[list[Message]] = [[] for _ in workload.layers]
+        self._messages: list[list[SimulatedMessage]] = [[] for _ in workload.layers]
         self._at, self._waits = -1, False  # the layer that runs forward or is next to
         for pack in awaited:
             for layer in self._readers(pack):
@@ -46,7 +46,7 @@ class WorkerStep:
             self._ready()
         self._forward(0)
 
-    def there(self, pack: Pack, messages: Sequence[Message]) -> None:
+    def there(self, pack: Pack, messages: Sequence[SimulatedMessage]) -> None:
         """A pack is there, by these messages."""
         self._left -= 1
         for layer in self._readers(pack):

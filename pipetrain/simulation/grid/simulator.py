@@ -12,8 +12,8 @@ from pipetrain.plan.profile import Profile
 from pipetrain.schemes.arguments import checked_count
 from pipetrain.schemes.grid import Grid, check_grid
 from pipetrain.schemes.transfers.workload import Workload
-from pipetrain.simulation.data_parallel.clock import Clock, Device, Processors, varying
-from pipetrain.simulation.data_parallel.messages import Message, Ports
+from pipetrain.simulation.data_parallel.clock import Processors, SimulatedClock, SimulatedDevice, varying
+from pipetrain.simulation.data_parallel.messages import Ports, SimulatedMessage
 from pipetrain.simulation.data_parallel.setting import COUNTED, Setting
 from pipetrain.simulation.data_parallel.simulator import spans_of, transfers_of
 from pipetrain.simulation.grid.tasks import Send, StepTasks, Task
@@ -97,9 +97,9 @@ class GridTraining:
     """
 
     def __init__(self, profile: Profile, grid: Grid, cluster: Cluster, steps: int, factor: Callable[[], float]) -> None:
-        self._clock, processors = Clock(), Processors(cluster.processors)
+        self._clock, processors = SimulatedClock(), Processors(cluster.processors)
         setting = Setting(Workload((), ()), grid.devices, False, cluster)
-        self.devices = [Device(self._clock, processors, factor) for _ in range(grid.devices)]
+        self.devices = [SimulatedDevice(self._clock, processors, factor) for _ in range(grid.devices)]
         self._ports, self._steps = Ports(self._clock, setting, self.devices), steps
         self._caller_s = profile.metric_s + cluster.overhead_s
         self._items = StepTasks(profile, grid, grid.layers or ()).items
@@ -107,7 +107,7 @@ class GridTraining:
         for number, item in enumerate(self._items):
             for awaited in item.awaits:
                 self._after[awaited].append(number)
-        self.messages: list[Message] = []
+        self.messages: list[SimulatedMessage] = []
         self._step = -1
 
     def run(self) -> None:
@@ -160,11 +160,11 @@ class GridTraining:
             self._clock.at(self._clock.now + self._caller_s, self._begin)
 
     def _send(self, number: int, item: Send) -> None:
-        message = Message(item.what, self._step, 0, item.source, item.sink, item.size_bytes)
+        message = SimulatedMessage(item.what, self._step, 0, item.source, item.sink, item.size_bytes)
         message.left_s = self._clock.now
         self.messages.append(message)
         self._ports.send(item.source, item.sink, item.size_bytes, partial(self._arrived, number, message))
 
-    def _arrived(self, number: int, message: Message) -> None:
+    def _arrived(self, number: int, message: SimulatedMessage) -> None:
         message.arrived_s = message.used_s = self._clock.now
         self._done(number)
