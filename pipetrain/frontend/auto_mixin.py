@@ -54,7 +54,7 @@ class AutoMixin(StrategyModel):
         strategy = self._strategy
         if not isinstance(strategy, AutoStrategy):
             return
-        told = (each.way_of_run() for each in callbacks if hasattr(each, "way_of_run"))
+        told = (each.way_of_run(self.is_verbose) for each in callbacks if hasattr(each, "way_of_run"))
         way, stages = next((each for each in told if each), None), None
         if way is None:
             rows, shapes = first_rows(x, batch_size), shapes_of_data(x, strategy.trained)
