@@ -7,6 +7,7 @@ import re
 import keras
 import networks
 import numpy as np
+import parameters
 import pytest
 
 import pipetrain
@@ -88,8 +89,7 @@ def test_a_quiet_fit_writes_nothing(make, impatient, capfd):
     assert written(capfd) == ""
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("make", SAID)
+@pytest.mark.parametrize("make", parameters.by_default(SAID, asynchronous, wide=(compiled, chosen)))
 def test_what_takes_long_is_said_on_standard_output(make, impatient, capfd):
     make().fit(X, Y, batch_size=8, verbose=1)
     out, _ = capfd.readouterr()
