@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from pipetrain import logs
 from pipetrain.compute import onednn
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from pipetrain.cluster.local_workers import LocalWorkers
     from pipetrain.compute.profiling.profiler import profile
     from pipetrain.devices import set_cpu_devices
+    from pipetrain.logs import set_verbosity
     from pipetrain.model import PipelineModel
     from pipetrain.plan.partition import partition
     from pipetrain.plan.profile import Profile
@@ -68,6 +70,7 @@ __all__ = [
     "partition",
     "profile",
     "set_cpu_devices",
+    "set_verbosity",
     "simulate",
     "simulate_grid",
     "simulate_order",
@@ -75,6 +78,7 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
+logs.set_up()
 onednn.switch_on()  # which only serves before TensorFlow is loaded
 
 _HOMES = {
@@ -103,6 +107,7 @@ _HOMES = {
     "partition": "pipetrain.plan.partition",
     "profile": "pipetrain.compute.profiling.profiler",
     "set_cpu_devices": "pipetrain.devices",
+    "set_verbosity": "pipetrain.logs",
     "simulate": "pipetrain.simulation.simulator",
     "simulate_grid": "pipetrain.simulation.grid.simulator",
     "simulate_order": "pipetrain.simulation.data_parallel.profiled",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import signal
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -19,8 +21,11 @@ from pipetrain.checkpoint.position import Position
 from pipetrain.checkpoint.session import FitSession
 from pipetrain.checkpoint.store import Checkpoint, Store
 from pipetrain.compute.keras_private import count_of
+from pipetrain.logs import BELOW_BAR
 from pipetrain.plan.text_table import counted
 from pipetrain.schemes.arguments import checked_count
+
+_logger = logging.getLogger(__name__)
 
 
 class Snapshots(keras.callbacks.Callback):
@@ -72,6 +77,8 @@ class PipelineCheckpoint(keras.callbacks.Callback):
 
     If a checkpoint cannot be written, this is reported and training continues; a damaged checkpoint is skipped for the
     one before it, and that is reported. Weights, or slots, that have become NaN or infinite replace no checkpoint.
+    Reports are lines on standard output; with ``verbose=0`` those of something wrong are warnings, and the others are
+    left out.
     While ``fit`` runs no other program can write to the directory. Files say of which run and step they are: copies of
     them under other names are not removed, and the whole directory may be copied or moved.
 
@@ -102,9 +109,12 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         """The update from which this ``fit`` resumed; None if it began anew."""
         return self._resumed.about["updates"] if self._resumed else None
 
-    def way_of_run(self) -> dict[str, Any] | None:
-        """The way to train that ``scheme="auto"`` chose for the run to go on with; None if there is none."""
-        found = self._newest() if self._resume else None
+    def way_of_run(self, verbose: bool = True) -> dict[str, Any] | None:
+        """The way to train that ``scheme="auto"`` chose for the run to go on with; None if there is none.
+
+        ``verbose``: whether a line may say which checkpoints are damaged, in place of a warning.
+        """
+        found = self._newest(verbose) if self._resume else None
         return found.about.get("way") if found else None
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -117,7 +127,7 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         self._never_finite = {str(n) for n, each in variables if not_finite({f"weight/{n}": array_of(each)})}
         self._told_of_spoiled = False
         self._logs: dict[str, float] = {}
-        found = self._newest()
+        found = self._newest(self.model.is_verbose)
         if found is not None:
             self._go_on_from(found)
         self._updates = int(count_of(self.model.optimizer).numpy())
@@ -173,11 +183,11 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         self._is_over = True
         self._obey()  # where nothing was due: a run that had nothing left to do, or a loss that is not finite
 
-    def _newest(self) -> Checkpoint | None:
+    def _newest(self, verbose: bool) -> Checkpoint | None:
         """The newest checkpoint that is whole; says which newer ones are not, and are set aside."""
         found, damaged = self._store.newest()
         for what in damaged:
-            _say(f"{what}; the one before it is used.")
+            _warn(f"{what}; the one before it is used.", verbose)
         return found
 
     def _check(self) -> None:
@@ -191,7 +201,8 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         self._store.check()
         unlocked = self._session.exits.enter_context(self._lock)
         if unlocked:
-            _say(f"{self._store.directory} cannot be locked ({unlocked}): see that no other program writes there.")
+            problem = f"{self._store.directory} cannot be locked ({unlocked}): see that no other program writes there."
+            _warn(problem, self.model.is_verbose)
         else:
             self._store.sweep()
         if not self._resume and self._store.paths():
@@ -228,7 +239,8 @@ class PipelineCheckpoint(keras.callbacks.Callback):
             self._saved_at = self._updates
         except (OSError, TypeError, ValueError) as error:  # the latter: a callback's state that JSON cannot hold
             reason = getattr(error, "strerror", None) or error
-            _say(f"The checkpoint of step {self._updates} could not be written ({reason}); {self._newest_is()}.")
+            problem = f"The checkpoint of step {self._updates} could not be written ({reason}); {self._newest_is()}."
+            _warn(problem, self.model.is_verbose)
 
     def _spoiled(self, arrays: Arrays) -> bool:
         """Whether something is not finite that was so when this ``fit`` began."""
@@ -237,7 +249,7 @@ class PipelineCheckpoint(keras.callbacks.Callback):
     def _tell_of_spoiled(self, what: str) -> None:
         if not self._told_of_spoiled:
             self._told_of_spoiled = True
-            _say(f"{what}: no checkpoint is made of them; {self._newest_is()}.")
+            _warn(f"{what}: no checkpoint is made of them; {self._newest_is()}.", self.model.is_verbose)
 
     def _newest_is(self) -> str:
         last = self._store.last()
@@ -258,8 +270,12 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         elif position.step or position.epoch:
             done += f", {position.step} of them in epoch {position.epoch + 1}"
         if self._spoiled(found.arrays):
-            _say(f"Weights in {found.path} are not finite. Try moving it elsewhere, to go on from the one before it.")
-        _say(f"Going on from {found.path}: {done}." + (f" Different now: {'; '.join(different)}." if different else ""))
+            problem = (
+                f"Weights in {found.path} are not finite. Try moving it elsewhere, to go on from the one before it."
+            )
+            _warn(problem, self.model.is_verbose)
+        changes = f" Different now: {'; '.join(different)}." if different else ""
+        _say(f"Going on from {found.path}: {done}.{changes}", self.model.is_verbose)
 
     def _listen(self) -> None:
         """Signals wait until the pipeline is drained; only the main thread may ask for them."""
@@ -289,7 +305,8 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         kept = (
             f"step {self._saved_at} is in {self._store.directory}" if self._saved_at >= 0 else "nothing could be saved"
         )
-        _say(f"Stopped by {name} after {counted(self._updates, 'step')}: {kept}. Run it again to go on.")
+        what = f"Stopped by {name} after {counted(self._updates, 'step')}: {kept}. Run it again to go on."
+        _say(what, self.model.is_verbose)
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + number)
@@ -311,8 +328,17 @@ def _number(name: str) -> str:
     return name.split("/")[1]
 
 
-def _say(what: str) -> None:
-    print(f"\n{what}", flush=True)
+def _say(what: str, verbose: bool) -> None:
+    if verbose:
+        _logger.info(what, extra=BELOW_BAR)
+
+
+def _warn(what: str, verbose: bool) -> None:
+    """Of something wrong, which is to be known whatever ``verbose`` is."""
+    if verbose:
+        _logger.warning(what, extra=BELOW_BAR)
+    else:
+        warnings.warn(what, stacklevel=2)
 
 
 def _differences(now: dict[str, Any], then: dict[str, Any]) -> list[str]:

@@ -42,13 +42,13 @@ def arrays():
     return {"x": x, "y": y, "batch_size": BATCH}
 
 
-def run(directory, stop_after=None, data=arrays, callbacks=(), every_steps=4, **settings):
+def run(directory, stop_after=None, data=arrays, callbacks=(), every_steps=4, verbose=0, **settings):
     """Three epochs; the model and its History, which is None if it was stopped."""
     pm = pipeline(**settings)
     more = [Stop(stop_after)] if stop_after else []
     saving = PipelineCheckpoint(directory, every_steps=every_steps)
     try:
-        history = pm.fit(**data(), epochs=3, verbose=0, callbacks=[*callbacks, saving, *more]).history
+        history = pm.fit(**data(), epochs=3, verbose=verbose, callbacks=[*callbacks, saving, *more]).history
     except InterruptedError:
         return pm, None
     return pm, history

@@ -71,7 +71,7 @@ def serve(serving: Serving) -> None:
         signal.signal(number, lambda *_: stop.set())
     with quiet_stderr():
         address = _start(serving)
-    if serving.announce is None:
+    if serving.announce is None:  # printed, not logged: the process serves alone, and other programs read its output
         print(f"Worker at {address}, {serving.cpu_devices} CPU device(s). {_exposure(serving)}", flush=True)
     else:
         with os.fdopen(serving.announce, "w") as announced:

@@ -55,7 +55,7 @@ class AutoMixin(StrategyModel):
         strategy = self._strategy
         if not isinstance(strategy, AutoStrategy):
             return
-        told = (each.way_of_run() for each in callbacks if hasattr(each, "way_of_run"))
+        told = (each.way_of_run(self.is_verbose) for each in callbacks if hasattr(each, "way_of_run"))
         known_way, stages = next((each for each in told if each), None), None
         if known_way is not None:
             way: Mapping[str, Any] = way_of(known_way)

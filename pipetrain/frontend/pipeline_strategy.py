@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -39,6 +40,8 @@ from pipetrain.run.program_runner import ProgramRunner, is_one_function
 from pipetrain.run.run_settings import RunSettings
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.trace.trace import Trace
+
+_logger = logging.getLogger(__name__)
 
 
 class PipelineStrategy:
@@ -112,7 +115,7 @@ class PipelineStrategy:
         Where the cut is to be decided, and not all of the inputs' shapes are known, the first minibatch is awaited.
         """
         if self._to_say and self.placement.verbose:
-            print(self._to_say, flush=True)
+            _logger.info(self._to_say)
             self._to_say = ""
         self._prepare(session.rows, session.shapes)
         check_backup(session.callbacks, self._scheme.name, self._kinds_beside)

@@ -225,8 +225,9 @@ class Placement:
         The cut's rate is predicted as that of the others, unless a partition was given, which has its own.
         """
         devices = self._schedule.devices(sum(self.replicas))
-        measured = self._profile(batch_size, True, microbatches=pieces_to_measure(self.training, devices))
-        whole = measured if measured.microbatches == 1 else self._profile(batch_size, True, microbatches=1)
+        shown, pieces = self.verbose, pieces_to_measure(self.training, devices)
+        measured = self._profile(batch_size, shown, microbatches=pieces)
+        whole = measured if measured.microbatches == 1 else self._profile(batch_size, shown, microbatches=1)
         cluster, cut = self._cluster, self.partition(batch_size)
         advice = advise_all(whole, devices, cluster, self.training, measured)
         parts = [
@@ -254,8 +255,10 @@ class Placement:
     def partition(self, batch_size: int, verbose: bool = False) -> Partition:
         """The cut of the model with the kernels of each stage; profiles it at this batch size where either is open.
 
-        It does so too where the stages run other kernels than those with which a partition was planned.
+        It does so too where the stages run other kernels than those with which a partition was planned. That is shown
+        if it is to be ``verbose``, unless a ``fit`` with ``verbose=0`` is under way.
         """
+        verbose = verbose and self.verbose
         if self._partition is None:
             self._partition = self._measured(batch_size, verbose)
         if [stage.compiled for stage in self._partition.stages] != self.decided_kernels:
@@ -409,9 +412,12 @@ class Placement:
         return self._said(built)
 
     def _said(self, stages: list[list[Compiling]]) -> list[list[Compiling]]:
-        """The same stages; whether a line says that XLA compiles them is as for other work that takes long."""
-        for stage in (stage for replicas in stages for stage in replicas if not self.verbose):
-            stage.compile_quietly()
+        """The same stages; whether a line says that XLA compiles them is as for other work that takes long.
+
+        XLA compiles anew for other shapes, in calls of ``fit`` and ``evaluate`` that may be told otherwise.
+        """
+        for stage in (stage for replicas in stages for stage in replicas):
+            stage.show_compiling(lambda: self.verbose)
         return stages
 
     def _placed(self, ends: Sequence[int]) -> list[tuple[Segment, list[str]]]:

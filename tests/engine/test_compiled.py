@@ -316,7 +316,7 @@ def test_a_resumed_run_takes_the_same_kernels(tmp_path, ops, capsys):
         where = {"stages": cut} if stages else {"cuts": [model.layers[1].name, model.layers[3].name]}
         pm = networks.pipeline(model, **where, scheme="spectrain", **settings)
         checkpoint = [] if folder is None else [pipetrain.callbacks.PipelineCheckpoint(folder, resume=True)]
-        networks.fit(pm, x, y, epochs=epochs, callbacks=checkpoint)
+        networks.fit(pm, x, y, epochs=epochs, verbose=2, callbacks=checkpoint)
         return pm.get_weights()
 
     want = trained(True, 3, None)

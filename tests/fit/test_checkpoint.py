@@ -128,7 +128,7 @@ def test_stopped_twice_and_resumed_is_bitwise_as_never_stopped(way, trained, tmp
     if way == "spectrain":
         run(tmp_path / "cut", stop_after=3, optimizer=make(), **settings)
     capsys.readouterr()
-    again, rest = run(tmp_path / "cut", optimizer=make(), **settings)
+    again, rest = run(tmp_path / "cut", optimizer=make(), verbose=2, **settings)
     assert "Going on from" in (said := capsys.readouterr().out)
     assert "12 steps done, 2 of them in epoch 2." in said
     networks.assert_equal(again.get_weights(), whole)
@@ -175,7 +175,7 @@ def test_another_number_of_stages_goes_on_and_says_so(stages, trained, tmp_path,
     settings = {"scheme": "1f1b", "microbatches": 1}
     whole, _ = trained(make=adam, **settings)
     trained(tmp_path / "cut", make=adam, stop_after=15, **settings)
-    again, _ = run(tmp_path / "cut", optimizer=adam(), stages=stages, **settings)
+    again, _ = run(tmp_path / "cut", optimizer=adam(), stages=stages, verbose=2, **settings)
     said = capsys.readouterr().out
     assert f"Different now: {stages} stage{'' if stages == 1 else 's'} instead of 3." in said
     networks.assert_close(again.get_weights(), whole)
@@ -184,7 +184,7 @@ def test_another_number_of_stages_goes_on_and_says_so(stages, trained, tmp_path,
 @pytest.mark.wide
 def test_another_scheme_and_another_optimizer_go_on_and_say_so(trained, tmp_path, capsys):
     trained(tmp_path, stop_after=15)
-    run(tmp_path, scheme="weight-stashing", optimizer=adam(), stop_after=1)
+    run(tmp_path, scheme="weight-stashing", optimizer=adam(), stop_after=1, verbose=2)
     said = capsys.readouterr().out
     assert "scheme weight-stashing instead of spectrain; optimizer Adam instead of SGD" in said
     assert "velocities from zero" in said
@@ -256,7 +256,7 @@ def test_a_rate_scheduler_goes_on(relative, tmp_path):
 @pytest.mark.wide
 def test_another_learning_rate_is_taken(trained, tmp_path, capsys):
     trained(tmp_path, stop_after=15)
-    slower, _ = run(tmp_path, optimizer=keras.optimizers.SGD(0.01, momentum=0.9))
+    slower, _ = run(tmp_path, optimizer=keras.optimizers.SGD(0.01, momentum=0.9), verbose=2)
     assert float(slower.optimizer.learning_rate) == pytest.approx(0.01)
     assert "learning rate 0.00999" in capsys.readouterr().out
 
@@ -492,7 +492,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_said_so(trained, tmp_path, caps
     newest, before = Store(tmp_path, 3).paths()[::-1][:2]
     newest.write_bytes(newest.read_bytes()[:-100])
     capsys.readouterr()
-    again, _ = run(tmp_path)
+    again, _ = run(tmp_path, verbose=2)
     said = capsys.readouterr().out
     assert f"{newest.name} is damaged" in said
     assert f"Going on from {before}" in said
@@ -542,7 +542,7 @@ def test_a_full_disk_is_said_and_training_goes_on(trained, tmp_path, capsys):
 
     whole, _ = trained()
     try:
-        pm, _ = run(tmp_path / "full", callbacks=[Full()])
+        pm, _ = run(tmp_path / "full", callbacks=[Full()], verbose=2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     said = capsys.readouterr().out
@@ -606,7 +606,7 @@ def test_a_signal_drains_saves_and_says_so(number, ends, trained, tmp_path, caps
     before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
     whole, _ = trained(scheme="1f1b")
     with pytest.raises(ends) as raised:
-        run(tmp_path / "cut", scheme="1f1b", callbacks=[Signal()], every_steps=100)
+        run(tmp_path / "cut", scheme="1f1b", callbacks=[Signal()], every_steps=100, verbose=2)
     if ends is SystemExit:
         assert raised.value.code == 143
     said = capsys.readouterr().out
@@ -628,7 +628,7 @@ def test_a_signal_is_obeyed_where_nothing_is_left_to_train(number, ends, trained
     signalling = keras.callbacks.LambdaCallback(on_train_end=lambda logs: os.kill(os.getpid(), number))
     before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
     with pytest.raises(ends) as raised:
-        run(tmp_path, scheme="1f1b", callbacks=[signalling])
+        run(tmp_path, scheme="1f1b", callbacks=[signalling], verbose=2)
     if ends is SystemExit:
         assert raised.value.code == 143
     assert f"Stopped by {number.name} after 30 steps: step 30 is in {tmp_path}" in capsys.readouterr().out
@@ -643,7 +643,7 @@ def test_a_signal_after_the_last_checkpoint_is_obeyed(tmp_path, monkeypatch, cap
     finish = PipelineStrategy.finish
     monkeypatch.setattr(PipelineStrategy, "finish", lambda self: interrupt() or finish(self))
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, scheme="1f1b", every_steps=100)
+        run(tmp_path, scheme="1f1b", every_steps=100, verbose=2)
     assert f"Stopped by SIGINT after 30 steps: step 30 is in {tmp_path}" in capsys.readouterr().out
 
 
@@ -654,7 +654,7 @@ def test_a_signal_is_obeyed_where_the_loss_is_not_finite(tmp_path, capsys):
     pm = pipeline(scheme="1f1b")
     callbacks = [keras.callbacks.LambdaCallback(on_train_batch_end=interrupt), keras.callbacks.TerminateOnNaN()]
     with pytest.raises(KeyboardInterrupt):
-        pm.fit(x * np.nan, y, BATCH, verbose=0, callbacks=[*callbacks, PipelineCheckpoint(tmp_path)])
+        pm.fit(x * np.nan, y, BATCH, verbose=2, callbacks=[*callbacks, PipelineCheckpoint(tmp_path)])
     assert "Stopped by SIGINT after 1 step: nothing could be saved" in capsys.readouterr().out
     assert not Store(tmp_path, 3).paths()
 

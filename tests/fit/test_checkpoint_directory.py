@@ -44,7 +44,7 @@ def fit(folder, callbacks=(), epochs=1, every_steps=1, model=None, rate=0.05, **
     pm = networks.pipeline(model, keras.optimizers.SGD(rate, momentum=0.9), scheme="single", stages=1)
     x, y = networks.data(BATCH * STEPS)
     checkpoint = PipelineCheckpoint(folder, every_steps, **settings)
-    pm.fit(x, y, BATCH, epochs, shuffle=False, verbose=0, callbacks=[*callbacks, checkpoint])
+    pm.fit(x, y, BATCH, epochs, shuffle=False, verbose=2, callbacks=[*callbacks, checkpoint])
     return pm, checkpoint.resumed_at
 
 

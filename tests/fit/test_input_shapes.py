@@ -254,7 +254,7 @@ def test_training_goes_on_from_a_checkpoint(scheme, stages, tmp_path, capsys):
 
     def fit(pm, folder, *callbacks):
         checkpoint = PipelineCheckpoint(tmp_path / folder, every_steps=2)
-        pm.fit(padded(), epochs=2, verbose=0, callbacks=[*callbacks, checkpoint])
+        pm.fit(padded(), epochs=2, verbose=2, callbacks=[*callbacks, checkpoint])
         return pm.get_weights()
 
     settings = {"scheme": scheme, "microbatches": 1 if scheme == "1f1b" else None}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -52,9 +52,9 @@ class Inference:
         self._held = HeldTensors()  # what functions read instead of the model's weights
         self._state = State(segment, False, division)
 
-    def compile_quietly(self) -> None:
-        """No line says that XLA compiles its functions."""
-        self._kernels.is_quiet = True
+    def show_compiling(self, is_shown: Callable[[], bool]) -> None:
+        """Where XLA takes long to compile its functions, a line says so if that ``is_shown`` then."""
+        self._kernels.is_shown = is_shown
 
     def trace(
         self, masks: Sequence[tf.TensorSpec | None], targets: Any = None, unreached: Sequence[int] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -26,6 +27,8 @@ UNCOMPILABLE = (
 )
 COMPILING = (*UNCOMPILABLE, tf.errors.InternalError)  # in a first call; later one may have other reasons
 
+_logger = logging.getLogger(__name__)
+
 
 class Kernels:
     """Makes single ops of functions, each compiled by XLA or none.
@@ -37,14 +40,13 @@ class Kernels:
         compiled: whether XLA compiles.
         about: what the functions belong to, for the warning.
 
-    ``is_quiet``: no line says that they are compiled.
+    ``is_shown``: asked when compiling takes long, whether a line says so.
     """
-
-    is_quiet = False
 
     def __init__(self, compiled: bool = False, about: str = "") -> None:
         self.compiled, self.about = compiled, about
         self._has_warned = self._has_said = False
+        self.is_shown: Callable[[], bool] = lambda: True
 
     @property
     def packing(self) -> Packing:
@@ -90,9 +92,9 @@ class Kernels:
             timer.join()
 
     def _say(self) -> None:
-        if not (self._has_said or self.is_quiet):
+        if not self._has_said and self.is_shown():
             self._has_said = True
-            print(f"XLA compiles {self.about}.", flush=True)
+            _logger.info("XLA compiles %s.", self.about)
 
     def of(self, concrete: Any) -> Callable[..., Any]:
         """A function that has been traced, as such an op."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -92,9 +92,9 @@ class Stage:
         self.global_clipnorm = self._step.global_clipnorm
         self._summed_rows = 0 if self.global_clipnorm or is_dynamic(optimizer) else summed_rows
 
-    def compile_quietly(self) -> None:
-        """No line says that XLA compiles its functions."""
-        self._kernels.is_quiet = True
+    def show_compiling(self, is_shown: Callable[[], bool]) -> None:
+        """Where XLA takes long to compile its functions, a line says so if that ``is_shown`` then."""
+        self._kernels.is_shown = is_shown
 
     def _grouped(
         self, shared: Sequence[Shared], optimizer: keras.optimizers.Optimizer, rule: UpdateRule

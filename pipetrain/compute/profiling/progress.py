@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import time
 
 import keras
 
 PATIENCE_S = 1.0  # the bar appears after this long
 
+_logger = logging.getLogger(__name__)
+
 
 class Progress:
-    """A progress bar below a line that describes the work.
+    """A progress bar below a line that describes the work, if lines of the level INFO are shown.
 
     Args:
         what: the line.
@@ -25,14 +28,17 @@ class Progress:
     def add(self, steps: int) -> None:
         """Show that this many more steps are done."""
         self._done += steps
-        if not self._steps or (self._bar is None and time.perf_counter() - self._start_s < PATIENCE_S):
-            return
-        if self._bar is None:
-            print(self._what)
+        if self._bar is None and self._is_due():
+            _logger.info(self._what)
             self._bar = keras.utils.Progbar(self._steps, unit_name="step")
-        self._bar.update(self._done)
+        if self._bar is not None:
+            self._bar.update(self._done)
 
     def end(self) -> None:
         """No more steps come, even if not all are done: a bar that is shown ends, and with it its line."""
         if self._bar is not None and self._done < self._steps:
             self._bar.update(self._steps)
+
+    def _is_due(self) -> bool:
+        waited = time.perf_counter() - self._start_s >= PATIENCE_S
+        return bool(self._steps) and waited and _logger.isEnabledFor(logging.INFO)

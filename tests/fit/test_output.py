@@ -1,0 +1,172 @@
+"""``verbose=0`` writes nothing on the standard streams, and ``verbose=1`` the lines that say what takes long."""
+
+from __future__ import annotations
+
+import re
+
+import keras
+import networks
+import numpy as np
+import parameters
+import pytest
+
+import pipetrain
+from pipetrain.callbacks import PipelineCheckpoint
+from pipetrain.checkpoint.store import Store
+from pipetrain.compute.functions import kernels
+from pipetrain.compute.profiling import progress
+from pipetrain.frontend import way_trials
+from pipetrain.frontend.auto import AutoStrategy
+from pipetrain.plan.choice import Choice, Way
+from pipetrain.run import trial
+
+TENSORFLOWS = re.compile(r"\d{4}-\d\d-\d\d .*: [IWEF] |[IWEF]\d{4} |WARNING: All log messages before absl")
+NEAR = [
+    Way("single", {"scheme": "single"}, 1, 1.0, 1),
+    Way("pipeline", {"scheme": "1f1b", "microbatches": 2, "cuts": ("d0",)}, 2, 1.1, 1),
+]
+X, Y = networks.data(16)
+
+
+@pytest.fixture(autouse=True)
+def info_again():
+    yield
+    pipetrain.set_verbosity("info")
+
+
+@pytest.fixture
+def impatient(monkeypatch, tmp_path):
+    """Everything takes long, and nothing is known from before."""
+    monkeypatch.setattr(progress, "PATIENCE_S", -1.0)
+    monkeypatch.setattr(kernels, "PATIENCE_S", 0.0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in ("WARM_UP_S", "TIMED_S"):
+        monkeypatch.setattr(trial, name, 0.0)
+    monkeypatch.setattr(way_trials, "finalists", lambda seconds: [*range(len(seconds))])
+    monkeypatch.setattr(AutoStrategy, "choice", lambda self, rows, shapes: Choice(8, NEAR))
+
+
+def asynchronous():
+    """Profiled and cut at its first ``fit``, with a longer momentum."""
+    return networks.pipeline(networks.mlp(2), scheme="spectrain", stages=2, horizon="target", microbatches=1)
+
+
+def compiled():
+    return networks.pipeline(networks.mlp(2), scheme="vanilla", cuts=("d0",), jit_compile=True)
+
+
+def chosen():
+    pm = pipetrain.PipelineModel(networks.mlp(2), scheme="auto", devices=("CPU:0", "CPU:1"))
+    pm.compile(keras.optimizers.SGD(0.05, momentum=0.9), loss=networks.crossentropy())
+    return pm
+
+
+SAID = {
+    asynchronous: [
+        "Momentum is stretched (stretch_momentum): SGD's momentum=0.9 becomes 0.92, and its learning rate is "
+        "multiplied by 0.8.",
+        "Profiling the model's layers, 20 s at most",
+    ],
+    compiled: ["XLA compiles d0.", "XLA compiles d1."],
+    chosen: ["Trying 2 of them in turns.", "Trying 2 ways to train."],
+}
+
+
+def written(capfd):
+    """What is on both streams, by their file descriptors, but for TensorFlow's own log."""
+    out, err = capfd.readouterr()
+    return out + "".join(line for line in err.splitlines(True) if not TENSORFLOWS.match(line))
+
+
+def own_lines(out):
+    """Those that are neither Keras' epochs nor its bars."""
+    return sorted(line for line in out.splitlines() if re.match(r"[A-Z]", line) and not line.startswith("Epoch"))
+
+
+@pytest.mark.parametrize("make", SAID)
+def test_a_quiet_fit_writes_nothing(make, impatient, capfd):
+    make().fit(X, Y, batch_size=8, verbose=0)
+    assert written(capfd) == ""
+
+
+@pytest.mark.parametrize("make", parameters.by_default(SAID, asynchronous, wide=(compiled, chosen)))
+def test_what_takes_long_is_said_on_standard_output(make, impatient, capfd):
+    make().fit(X, Y, batch_size=8, verbose=1)
+    out, _ = capfd.readouterr()
+    assert own_lines(out) == SAID[make]
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("make", SAID)
+def test_above_info_only_keras_bars_are_shown(make, impatient, capfd):
+    pipetrain.set_verbosity("warning")
+    make().fit(X, Y, batch_size=8, verbose=1)
+    out, _ = capfd.readouterr()
+    assert own_lines(out) == []
+    assert {*re.findall(r"(\d+)/(\d+)", out)} == {("1", "2"), ("2", "2")}  # of the epoch's two minibatches
+
+
+@pytest.mark.wide
+def test_evaluations_and_plans_within_a_quiet_fit_write_nothing(impatient, capfd):
+    """Each profiles anew, for another number of rows."""
+    pm = asynchronous()
+
+    def look(epoch, logs):
+        pm.explain(4)
+        pm.evaluate(X, Y, batch_size=4, verbose=0)
+        pm.predict(X, batch_size=5, verbose=0)
+
+    callback = keras.callbacks.LambdaCallback(on_epoch_end=look)
+    pm.fit(X, Y, batch_size=8, verbose=0, validation_data=(X, Y), callbacks=[callback])
+    assert written(capfd) == ""
+    pm.explain(2)
+    assert own_lines(capfd.readouterr().out) == ["Profiling the model's layers, 20 s at most"]
+
+
+@pytest.mark.wide
+def test_each_fit_says_by_its_own_argument_that_xla_compiles(impatient, capfd, monkeypatch):
+    """For data of another kind functions of the same stages are made anew, by a quieter or a louder ``fit``."""
+    monkeypatch.setattr(kernels, "PATIENCE_S", 60.0)
+    pm = compiled()
+    pm.fit(X, Y, batch_size=8, verbose=1)
+    monkeypatch.setattr(kernels, "PATIENCE_S", 0.0)
+    capfd.readouterr()
+    pm.fit(X, Y, batch_size=8, sample_weight=np.ones(len(X), "float32"), verbose=0)
+    assert written(capfd) == ""
+    pm.fit(X, Y.astype("int64"), batch_size=8, verbose=1)
+    assert own_lines(capfd.readouterr().out) == SAID[compiled]
+
+
+def checkpointed(folder, epochs, verbose):
+    pm = networks.pipeline(networks.mlp(2), scheme="single", stages=1)
+    pm.fit(X, Y, batch_size=8, epochs=epochs, verbose=verbose, callbacks=[PipelineCheckpoint(folder, every_steps=1)])
+
+
+def test_a_quiet_run_that_goes_on_warns_of_what_is_wrong_alone(tmp_path, capfd):
+    checkpointed(tmp_path, 1, 0)
+    newest = Store(tmp_path, 3).paths()[-1]
+    newest.write_bytes(newest.read_bytes()[:-100])
+    with pytest.warns(UserWarning, match=f"{newest.name} is damaged.*; the one before it is used"):
+        checkpointed(tmp_path, 2, 0)
+    assert written(capfd) == ""
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(("level", "shown"), [("info", "damaged Going"), ("warning", "damaged"), ("error", "")])
+def test_what_is_wrong_with_a_checkpoint_is_a_warning(level, shown, tmp_path, capfd, recwarn):
+    pipetrain.set_verbosity(level)
+    checkpointed(tmp_path, 1, 0)
+    newest = Store(tmp_path, 3).paths()[-1]
+    newest.write_bytes(newest.read_bytes()[:-100])
+    checkpointed(tmp_path, 2, 2)
+    assert re.findall("^Going|(?<=is )damaged", capfd.readouterr().out, re.MULTILINE) == shown.split()
+    warned = [str(each.message) for each in recwarn if each.category is UserWarning]
+    assert not [each for each in warned if "step-" in each]
+
+
+def test_a_bar_comes_with_the_line_above_it(impatient, capfd):
+    for level in ("warning", "info"):
+        pipetrain.set_verbosity(level)
+        progress.Progress(f"At {level}.", 2).add(2)
+    out, _ = capfd.readouterr()
+    assert out.startswith("At info.\n") and "2/2" in out
