@@ -17,7 +17,7 @@ from pipetrain.plan.choice import Choice
 from pipetrain.plan.memory import Training
 from pipetrain.schemes.options import STALENESS
 from pipetrain.schemes.table import scheme
-from pipetrain.simulation.every_way import Layout, choose
+from pipetrain.simulation.every_way import PipelineLayout, choose
 
 
 class AutoStrategy(PipelineStrategy):
@@ -60,11 +60,11 @@ class AutoStrategy(PipelineStrategy):
         return choose(whole, devices, cluster, training, of_microbatches, self._staleness, mirrored, layout)
 
     @property
-    def _layout(self) -> Layout | None:
+    def _layout(self) -> PipelineLayout | None:
         if self._laid_out is None:
             return None
         placement, microbatches = self._laid_out
-        return Layout(placement.replicas, placement.ends, microbatches)
+        return PipelineLayout(placement.replicas, placement.ends, microbatches)
 
     def explanation(self, batch_size: int) -> str:
         """The ways to train as a table, and which would be taken."""

@@ -40,7 +40,7 @@ MOST_ON_GRID = 16  # devices: every two of a group exchange messages
 MOST_BLOCKS = 96  # of a chain while ways are compared; at least four for each device
 
 
-class Layout(NamedTuple):
+class PipelineLayout(NamedTuple):
     """Of a pipeline: how many devices each stage has.
 
     ``ends``: the number of blocks up to each stage's end; ``microbatches``: of a minibatch. None: these are open.
@@ -79,7 +79,7 @@ class Chooser:
         of_microbatches: Profile | None = None,
         staleness: str = STALENESS[0],
         mirrored: bool = True,
-        layout: Layout | None = None,
+        layout: PipelineLayout | None = None,
     ) -> None:
         self._devices = checked_count("num_devices", num_devices, DEVICES, 4)
         profile = undisturbed(profile, of_microbatches)
@@ -247,7 +247,7 @@ def choose(
     of_microbatches: Profile | None = None,
     staleness: str = STALENESS[0],
     mirrored: bool = True,
-    layout: Layout | None = None,
+    layout: PipelineLayout | None = None,
 ) -> Choice:
     """Predict every way to train a profiled model on so many devices, and take the fastest that fits; see ``Chooser``.
 
