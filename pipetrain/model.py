@@ -104,6 +104,7 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
         self.turn = Turn()
         # Keras searches attributes for layers: ``inner`` is what it finds, the strategy is nothing to it.
         self.inner, self.scheme, self.options = strategy.trained, chosen.name, chosen.policy
+        self._chosen_scheme = chosen.scheme
         self._exact_trace, self.built = False, True
         self.is_traced = is_traced
         self._strategy = strategy  # from here on what this model does not have it takes from the wrapped one
@@ -181,7 +182,7 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
         """
         self._strategy.placement.ask(input_shapes)
         with self._watched():
-            return self._strategy.explanation(batch_size)
+            return self._strategy.explanation(batch_size, self._chosen_scheme)
 
     def call(self, inputs: Any, training: bool | None = None) -> Any:
         """The wrapped model's forward."""

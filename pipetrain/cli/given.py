@@ -28,7 +28,6 @@ from pipetrain.plan.profile import Profile
 from pipetrain.schemes import table
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.text_form import microbatches_of, stages_of
-from pipetrain.simulation.schedule_trials import pieces_to_measure
 
 
 class PlanningInputs(NamedTuple):
@@ -91,10 +90,7 @@ def given(options: argparse.Namespace, names: Sequence[str], check: Callable[[st
     microbatches = options.microbatches or microbatches_of(trained) or MICROBATCHES
     gathers = options.slots != 1  # SGD with momentum alone uses each gradient at once
     training = Training(trained, options.slots, microbatches, options.recompute, options.horizon, gathers)
-    counts = [pieces_to_measure(training.under(each), options.devices) for each in pipelines]
-    if table.AUTO in schemes:
-        counts = [options.devices]
-    pieces = min(max(counts, default=1), options.batch_size)
+    pieces = min(options.devices, options.batch_size)
     of_microbatches = measured(pieces) if pieces > 1 else None
     return PlanningInputs(measured(1), cluster, training, of_microbatches, schemes)
 

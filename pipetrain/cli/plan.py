@@ -10,9 +10,9 @@ from pipetrain.cli.argument_types import add_scheme
 from pipetrain.cli.given import add_common, given
 from pipetrain.cli.help_format import Folded
 from pipetrain.schemes import table
+from pipetrain.schemes.options import STALENESS
 from pipetrain.schemes.scheme import Scheme
-from pipetrain.simulation.advice import advise_all
-from pipetrain.simulation.every_way import STALENESS, choose
+from pipetrain.simulation.every_way import Chooser
 
 ABOUT = """Plan how to train a saved Keras model on several devices, without training it.
 
@@ -65,13 +65,17 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     """Print the plan."""
     profile, cluster, training, of_microbatches, _ = given(options, [options.scheme], _check_planned)
-    if options.scheme == table.AUTO:
-        print(choose(profile, options.devices, cluster, training, of_microbatches, options.staleness))
-        return
     if options.balance:
         print(balance.balance(options, profile, cluster))
         return
-    print(f"{advise_all(profile, options.devices, cluster, training, of_microbatches)}\n{profile.warning}".rstrip())
+    chooser = Chooser(profile, options.devices, cluster, training, of_microbatches, options.staleness)
+    if options.scheme == table.AUTO:
+        choice = chooser.choice()
+        cut = choice.cut
+    else:
+        way, cut = chooser.of(training.scheme)
+        choice = chooser.choice(way)
+    print("\n\n".join(str(each) for each in (cut, choice) if each is not None))
 
 
 def _check_planned(scheme: str | Scheme) -> None:

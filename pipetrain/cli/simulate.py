@@ -13,8 +13,8 @@ from pipetrain.schemes import table
 from pipetrain.schemes.coding.coded_reduce import Tree, checked_tree
 from pipetrain.schemes.options import check_owned
 from pipetrain.schemes.transfers.orders import AUTO
-from pipetrain.simulation.advice import advise_all
 from pipetrain.simulation.comparison import Comparison, compare
+from pipetrain.simulation.every_way import choose
 from pipetrain.simulation.reduction import REDUCTIONS
 
 ABOUT = """Simulate training a saved Keras model on devices that need not be there.
@@ -133,8 +133,8 @@ def run(options: argparse.Namespace) -> None:
     title = f"{profile.model}: batch {profile.batch_size}, {options.minibatches} minibatches simulated"
     parts = [title, comparison]
     if not options.scheme:
-        advice = advise_all(profile, options.devices, made.cluster, made.training)
-        parts += ["", f"Recommended by the cost model: {advice.recommended}. {advice.reason}"]
+        choice = choose(profile, options.devices, made.cluster, made.training, of_microbatches)
+        parts += ["", f"Recommended by the cost model: {choice.taken}. {choice.reason}"]
     print("\n".join(map(str, [*parts, made.profile.warning])).rstrip())
 
 

@@ -15,7 +15,7 @@ from pipetrain.frontend.pipeline_strategy import PipelineStrategy
 from pipetrain.frontend.placement import Placement
 from pipetrain.plan.choice import Choice
 from pipetrain.plan.memory import Training
-from pipetrain.schemes.options import STALENESS
+from pipetrain.schemes.options import STALENESS, AnyScheme
 from pipetrain.schemes.table import scheme
 from pipetrain.simulation.every_way import PipelineLayout, choose
 
@@ -66,6 +66,6 @@ class AutoStrategy(PipelineStrategy):
         placement, microbatches = self._laid_out
         return PipelineLayout(placement.replicas, placement.ends, microbatches)
 
-    def explanation(self, batch_size: int) -> str:
+    def explanation(self, batch_size: int, scheme: AnyScheme) -> str:
         """The ways to train as a table, and which would be taken."""
         return str(self.choice(batch_size))

@@ -21,7 +21,7 @@ from pipetrain.frontend.strategy_model import StrategyModel
 from pipetrain.frontend.way_trials import WayTrial, compared_s, for_trials, kept
 from pipetrain.plan.choice import Choice, Way
 from pipetrain.plan.stages import Partition
-from pipetrain.schemes.options import flat, name_of, with_options
+from pipetrain.schemes.options import AnyScheme, flat, name_of, with_options
 from pipetrain.schemes.table import COPIED
 
 
@@ -34,6 +34,7 @@ class AutoMixin(StrategyModel):
     _compile_again: partial[None] | None = None
     way: Mapping[str, Any] | None = None
     _choice: Choice | None = None
+    _chosen_scheme: AnyScheme
     scheme: str
     options: dict[str, Any]
     _by: Callable[[keras.Model, Options], AutoMixin]  # a model that is trained by these options
@@ -68,7 +69,7 @@ class AutoMixin(StrategyModel):
         options = checked(_options(strategy, way, stages))
         self._strategy = strategy_of(self.model, options)
         replace_layer(self, "inner", self._strategy.trained)
-        self.scheme, self.options = options.name, options.policy
+        self.scheme, self.options, self._chosen_scheme = options.name, options.policy, options.scheme
         self.way = told_of(way)
         known(self._compile_again)()
 

@@ -41,6 +41,7 @@ from pipetrain.frontend.device_loss import DeviceLoss
 from pipetrain.frontend.mirroring import Mirroring
 from pipetrain.frontend.placement import Placement
 from pipetrain.frontend.strategy import StepFunction
+from pipetrain.schemes.options import AnyScheme
 from pipetrain.schemes.table import DATA_PARALLEL
 from pipetrain.trace.trace import Trace
 
@@ -133,9 +134,9 @@ class DataParallelStrategy:
             lambda part: self.distribution.experimental_local_results(part)[0], next(batches)
         )
 
-    def explanation(self, batch_size: int) -> str:
+    def explanation(self, batch_size: int, scheme: AnyScheme) -> str:
         """A text: how the model is cut, and the estimates of other ways to train it."""
-        return self.placement.explanation(batch_size)
+        return self.placement.explanation(batch_size, scheme)
 
     def keras_arguments(self, optimizer: Any, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The arguments of ``compile`` as they are; XLA compiles nothing that several devices do.

@@ -11,6 +11,8 @@ from pipetrain.cluster.connection import remote_devices
 from pipetrain.compute.cores import cores, full_name, is_remote
 from pipetrain.plan.cluster import PCIE_3, SHARED_MEMORY, Cluster, Level
 
+THREAD_ACTION_S = 3e-4  # what an action of a device's thread takes beside its computing: GPUs have threads
+
 
 def available() -> list[str]:
     """The devices that stages go to by default: workers', if this process has joined a cluster, else its own.
@@ -51,4 +53,4 @@ def described(devices: Sequence[str], within_functions: bool = False) -> Cluster
         return joined_within_functions(devices) if within_functions else joined(devices)
     if all("CPU" in device for device in devices):
         return Cluster((Level(SHARED_MEMORY),), processors=len(cores()))
-    return Cluster((Level(PCIE_3),))
+    return Cluster((Level(PCIE_3),), overhead_s=THREAD_ACTION_S)

@@ -38,6 +38,7 @@ from pipetrain.run.course_runner import CourseRunner
 from pipetrain.run.pipeline import Pipeline
 from pipetrain.run.program_runner import ProgramRunner, is_one_function
 from pipetrain.run.run_settings import RunSettings
+from pipetrain.schemes.options import AnyScheme
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.trace.trace import Trace
 
@@ -79,9 +80,9 @@ class PipelineStrategy:
     def _compilation(self) -> Compilation:
         return known(self._last_compilation)
 
-    def explanation(self, batch_size: int) -> str:
+    def explanation(self, batch_size: int, scheme: AnyScheme) -> str:
         """A text: how the model is cut, and the estimates of other ways to train it."""
-        return self.placement.explanation(batch_size)
+        return self.placement.explanation(batch_size, scheme)
 
     def keras_arguments(self, optimizer: Any, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The optimizer and the other arguments of ``compile``, but for how many minibatches a call has.

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import keras
 
 from pipetrain.cluster.connection import place
+from pipetrain.compute.cores import is_remote
 from pipetrain.compute.functions.inference import Inference
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.functions.stage_function import LossFunction
@@ -33,12 +34,11 @@ from pipetrain.plan.profile import Profile
 from pipetrain.plan.stages import DEFAULT_TRAINING, Partition
 from pipetrain.plan.text_table import counted
 from pipetrain.schemes.arguments import is_count
+from pipetrain.schemes.options import AnyScheme, name_of
 from pipetrain.schemes.schedules import Schedule, has_halves
 from pipetrain.schemes.scheme import Scheme, UpdateRule
-from pipetrain.schemes.table import ONE_FORWARD_ONE_BACKWARD
-from pipetrain.simulation.advice import advise_all
-from pipetrain.simulation.minibatch import acting, timed
-from pipetrain.simulation.schedule_trials import pieces_to_measure
+from pipetrain.schemes.table import ONE_FORWARD_ONE_BACKWARD, UNCUT
+from pipetrain.simulation.every_way import Chooser, PipelineLayout
 
 Compiling = TypeVar("Compiling", Stage, Inference)
 
@@ -219,23 +219,22 @@ class Placement:
             )
         return count
 
-    def explanation(self, batch_size: int) -> str:
-        """A text: the cut of the model, and the estimates of other ways to train it on as many devices.
+    def explanation(self, batch_size: int, scheme: AnyScheme) -> str:
+        """A text: the cut of the model, and every way to train it on as many devices, this scheme among them.
 
-        The cut's rate is predicted as that of the others, unless a partition was given, which has its own.
+        All is predicted from the same profiles as ``scheme="auto"`` chooses by.
         """
         devices = self._schedule.devices(sum(self.replicas))
-        shown, pieces = self.verbose, pieces_to_measure(self.training, devices)
-        measured = self._profile(batch_size, shown, microbatches=pieces)
-        whole = measured if measured.microbatches == 1 else self._profile(batch_size, shown, microbatches=1)
-        cluster, cut = self._cluster, self.partition(batch_size)
-        advice = advise_all(whole, devices, cluster, self.training, measured)
-        parts = [
-            f"{cut if self._given else timed(cut, acting(cluster))}",
-            advice.comparison(),
-            measured.warning,
-            left_out(),
-        ]
+        if self.ends is None:
+            self.partition(batch_size, self.verbose)
+        whole = self._profile(batch_size, self.verbose, microbatches=1)
+        pieces = self._profile(batch_size, self.verbose, microbatches=devices) if 1 < devices <= batch_size else None
+        mirrored = not any(map(is_remote, self._devices))
+        every = Chooser(whole, devices, self._cluster, self.training, pieces, mirrored=mirrored)
+        layout = None if name_of(scheme) in UNCUT else PipelineLayout(self.replicas, self.ends)
+        laid_out = Chooser(whole, devices, self._cluster, self.training, pieces, mirrored=mirrored, layout=layout)
+        way, cut = laid_out.of(scheme, self.training.microbatches)
+        parts = [f"{self._given or cut}", f"{every.choice(way)}", whole.warning, left_out()]
         return "\n\n".join(filter(None, parts))
 
     @property

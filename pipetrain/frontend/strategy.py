@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from pipetrain.checkpoint.session import FitSession, Resumable
 from pipetrain.frontend.placement import Placement
+from pipetrain.schemes.options import AnyScheme
 from pipetrain.trace.trace import Trace
 
 StepFunction = Callable[[Iterator[Any]], Any]  # takes a minibatch from an iterator, and gives Keras' logs
@@ -44,8 +45,8 @@ class Strategy(Resumable, Protocol):
     def trace(self) -> Trace:
         """What was recorded of the actions of stages, up to the last drain."""
 
-    def explanation(self, batch_size: int) -> str:
-        """A text: how the model is cut, and the estimates of other ways to train it for minibatches of so many rows."""
+    def explanation(self, batch_size: int, scheme: AnyScheme) -> str:
+        """A text: how the model is cut, and the estimates of every way to train it for minibatches of so many rows."""
 
     def keras_arguments(self, optimizer: Any, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The optimizer and the other arguments of ``compile``, as Keras is to get them."""

@@ -8,17 +8,19 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from pipetrain.plan.capacity import NoPlan
 from pipetrain.plan.profile import Profile, mib, unsteady
 from pipetrain.plan.stages import Partition
 from pipetrain.plan.text_table import text_table
 from pipetrain.schemes.options import flat, keywords, name_of
 
 MARGIN = 1.03  # what a less simple way must gain to be worth it
+SAME = 1.01  # seconds nearer to each other are equal
 NEAR = 1.35  # of the fastest prediction: a way that takes so long at most may be the fastest when it is tried
 FAIR = 2.0  # and one device, of which nobody wants to be slower, if it takes so long at most
 TRIED = 6  # ways at most, beside one device
 ERRORS = 2  # standard errors of the profile to either side of a prediction
-HEADER: tuple[str, ...] = ("way to train", "devices", "samples/s", "between", "against one", "memory MiB")
+HEADER: tuple[str, ...] = ("way to train", "samples/s", "gain", "MiB", "not taken")
 KINDS = ("single", "data parallelism", "grid", "pipeline", "hybrid")  # the simplest first
 BASELINE = "baseline"  # a kind that is predicted to compare with, and never taken
 
@@ -29,7 +31,8 @@ class Way(NamedTuple):
     ``kind`` is one of ``KINDS``, or ``BASELINE``; ``step_s`` are the seconds of a minibatch, ``memory_bytes`` what the
     fullest device holds, ``fits`` whether that keeps to the limit. ``trial_s`` is what a minibatch took in a trial,
     None without one, infinite where the way cannot train the model. Ways of one ``family`` take about the same; without
-    one it is the scheme's name.
+    one it is the scheme's name. ``is_exact``: whether it trains as the unsplit model does; ``is_set``: whether it is
+    what the user has chosen.
     """
 
     kind: str
@@ -40,6 +43,15 @@ class Way(NamedTuple):
     fits: bool = True
     trial_s: float | None = None
     family: str = ""
+    is_exact: bool = True
+    is_set: bool = False
+
+    def is_like(self, other: Way) -> bool:
+        """Whether both have the same arguments, and the same is predicted of them."""
+        return self.arguments == other.arguments and (self.step_s, self.memory_bytes) == (
+            other.step_s,
+            other.memory_bytes,
+        )
 
     @property
     def known_s(self) -> float:
@@ -53,9 +65,8 @@ class Way(NamedTuple):
 
     def __str__(self) -> str:
         told = {name: value for name, value in self.told.items() if name not in ("scheme", "cuts", "order")}
-        if self.kind == BASELINE:
-            return f"{self.name} (baseline, not taken)"
-        return ", ".join([self.name, *(f"{name} {_listed(value)}" for name, value in told.items())])
+        parts = (f"M={value}" if name == "microbatches" else f"{name} {_listed(value)}" for name, value in told.items())
+        return ", ".join([self.name, *parts])
 
     @property
     def name(self) -> str:
@@ -73,7 +84,7 @@ class Choice:
     """The ways to train a model, of which one is ``taken``; prints as a table.
 
     Taken is the simplest that fits the devices' memory and is within 3% of the fastest that fits; of the ways that were
-    tried, if any were.
+    tried, if any were. Ways that do not train as the unsplit model does are taken only where that is allowed.
 
     Args:
         batch_size: rows of a minibatch.
@@ -82,8 +93,10 @@ class Choice:
         cut_of: gives the cut of a way that is a pipeline, and what no cut's slowest stage can be below, see
             ``least_slowest_s``.
         limit_bytes: the memory of a device, None for no limit.
+        left_out: schedules for which the model has too few layers.
+        allows_inexact: whether ways that are not exact may be taken.
 
-    Raises ValueError if no way fits the memory.
+    Raises NoPlan, a ValueError, if no way fits the memory.
     """
 
     batch_size: int
@@ -91,12 +104,14 @@ class Choice:
     spread: float = 0.0
     cut_of: Callable[[Way], tuple[Partition, float]] | None = None
     limit_bytes: int | None = None
+    left_out: Sequence[str] = ()
+    allows_inexact: bool = False
 
     def __post_init__(self) -> None:
-        """Raise ValueError if none fits."""
+        """Raise NoPlan if none fits."""
         if not self._possible:
             leanest = min(self._candidates, key=lambda way: way.memory_bytes)
-            raise ValueError(
+            raise NoPlan(
                 f"No way to train fits the devices. Received: a memory of {mib(self.limit_bytes or 0)} MiB each; the "
                 f"leanest way, {leanest}, needs {mib(leanest.memory_bytes)}. Try more devices, smaller minibatches or "
                 "recompute=True."
@@ -105,7 +120,7 @@ class Choice:
     @property
     def _candidates(self) -> list[Way]:
         """The ways of which one is taken."""
-        return [way for way in self.ways if way.kind != BASELINE]
+        return [way for way in self.ways if way.kind != BASELINE and (way.is_exact or self.allows_inexact)]
 
     @property
     def _possible(self) -> list[Way]:
@@ -127,12 +142,16 @@ class Choice:
     def _cut(self) -> tuple[Partition, float] | None:
         return self.cut_of(self.fastest) if self.cut_of and self.fastest.is_pipeline else None
 
+    @property
+    def _contenders(self) -> list[Way]:
+        """Those of which the fastest counts: that were tried, if any were."""
+        return [way for way in self._possible if way.trial_s is not None] or self._possible
+
     @cached_property
     def fastest(self) -> Way:
         """The way to train, without its cuts."""
-        possible = [way for way in self._possible if way.trial_s is not None] or self._possible
-        fastest_s = min(way.known_s for way in possible)
-        near = [way for way in possible if way.known_s <= MARGIN * fastest_s]
+        fastest_s = min(way.known_s for way in self._contenders)
+        near = [way for way in self._contenders if way.known_s <= MARGIN * fastest_s]
         return min(near, key=lambda way: (KINDS.index(way.kind), way.known_s))
 
     @property
@@ -183,28 +202,38 @@ class Choice:
                 parts.append(f"{than:.2f}x as fast as the best of another kind, {best}")
             else:
                 parts.append(f"no way of another kind is {MARGIN - 1:.0%} faster (the best is {best})")
-        faster = [
-            way for way in self.ways if not way.fits and way.kind != BASELINE and way.step_s * MARGIN < taken.step_s
-        ]
+        faster = [way for way in self._candidates if not way.fits and way.step_s * MARGIN < taken.step_s]
         if faster:
             first = min(faster, key=lambda way: way.step_s)
             parts.append(f"{first} would be {taken.step_s / first.step_s:.2f}x as fast, and does not fit")
         said = "; ".join(parts) or "there is no other"
         return f"{said[0].upper()}{said[1:]}."
 
+    @property
+    def is_advice(self) -> bool:
+        """Whether the user has chosen a way, so that another one is only recommended."""
+        return any(way.is_set for way in self.ways)
+
     def __str__(self) -> str:
-        one = next((way for way in self.ways if way.kind == KINDS[0]), None)
         ways, header = sorted(self.ways, key=lambda way: way.step_s), HEADER
-        rows = [self._row(way, one) for way in ways]
+        rows = [self._row(way) for way in ways]
         if any(way.trial_s is not None for way in ways):
-            header, rows = (*header, "tried"), [(*row, self._tried(way)) for row, way in zip(rows, ways, strict=True)]
-        told = keywords(self.taken.arguments)
-        lines = [text_table(header, rows), "", f"Taken: {told}. {self.reason}"]
+            header = (*header[:2], "tried", *header[2:])
+            rows = [(*row[:2], self._tried(way), *row[2:]) for row, way in zip(rows, ways, strict=True)]
+        lines = [text_table(header, rows)]
+        if self.left_out:
+            lines.append(f"The model has too few layers for {', '.join(self.left_out)}.")
+        word = "Recommended" if self.is_advice else "Taken"
+        lines += ["", f"{word}: {keywords(self.taken.arguments)}. {self.reason}"]
         if self.gap is not None:
             lines.append(f"No cut has a slowest stage that is more than {self.gap:.0%} faster.")
         if warning := unsteady(self.spread):
             lines.append(warning)
         return "\n".join(lines)
+
+    def _rate(self, way: Way) -> str:
+        """Its rate, and by what part of it the rate may be lower or higher."""
+        return f"{self.batch_size / way.step_s:.0f} ±{ERRORS * self.spread:.0%}"
 
     def _tried(self, way: Way) -> str:
         """Its rate in a trial."""
@@ -212,12 +241,25 @@ class Choice:
             return "-"
         return f"{self.batch_size / way.trial_s:.0f}" if way.trial_s < math.inf else "refused"
 
-    def _row(self, way: Way, one: Way | None) -> tuple[str, ...]:
-        rate, part = self.batch_size / way.step_s, ERRORS * self.spread
-        between = f"{rate / (1 + part):.0f} - {rate / (1 - part):.0f}" if part < 1 else f"{rate / (1 + part):.0f} -"
+    def _row(self, way: Way) -> tuple[str, ...]:
+        one = next((each for each in self.ways if each.kind == KINDS[0]), None)
         gain = f"{one.step_s / way.step_s:.2f}x" if one else "-"
-        memory = mib(way.memory_bytes) if way.fits else f"{mib(way.memory_bytes)}, too much"
-        return str(way), str(way.devices), f"{rate:.0f}", between, gain, memory
+        label = f"{way} (as set)" if way.is_set else str(way)
+        return label, self._rate(way), gain, mib(way.memory_bytes), self._why_not(way)
+
+    def _why_not(self, way: Way) -> str:
+        """Why it is not taken; empty for the one that is."""
+        if way == self.fastest:
+            return ""
+        if way.kind == BASELINE:
+            return "to compare"
+        if way not in self._candidates:
+            return "not exact"
+        if not way.fits:
+            return "too much memory"
+        if way.trial_s is None and self.fastest.trial_s is not None:
+            return "not tried"
+        return "less simple" if way.known_s <= MARGIN * min(each.known_s for each in self._contenders) else "slower"
 
 
 def least_slowest_s(profile: Profile, devices: int, replicate: bool = False) -> float:

@@ -76,6 +76,11 @@ class Scheme(NamedTuple):
         """Whether several minibatches are in flight at once."""
         return not self.schedule.flushes
 
+    @property
+    def synchronous(self) -> bool:
+        """Whether it trains as the unsplit model does, by the microbatches of one minibatch at a time."""
+        return self.trains and self.splits and not self.asynchronous
+
     def reader(self, microbatch: int, stage: int, stages: int, microbatches: int, first: int | None = None) -> Reader:
         """Microbatch m at stage k of N, M of them being a minibatch, for the policy.
 

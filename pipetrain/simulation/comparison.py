@@ -9,10 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from pipetrain.plan.advice import Advice
 from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.memory import Training
-from pipetrain.plan.partition import everywhere
 from pipetrain.plan.profile import Profile
 from pipetrain.plan.stages import DEFAULT_TRAINING, Partition
 from pipetrain.plan.text_table import text_table
@@ -20,7 +18,6 @@ from pipetrain.schemes.coding.coded_reduce import Tree, widest
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.table import (
     CODED,
-    DATA_PARALLEL,
     GRID,
     SERVING,
     TRANSFERRING,
@@ -29,9 +26,9 @@ from pipetrain.schemes.table import (
     splits,
 )
 from pipetrain.schemes.transfers.orders import AUTO
-from pipetrain.simulation.advice import advise
 from pipetrain.simulation.coded_reduce import simulate_tree
 from pipetrain.simulation.data_parallel.profiled import simulate_order
+from pipetrain.simulation.every_way import Chooser
 from pipetrain.simulation.grid.simulator import simulate_grid
 from pipetrain.simulation.simulator import simulate
 from pipetrain.trace.idle import Idle, idle
@@ -109,8 +106,9 @@ def compare(
 ) -> Comparison:
     """Simulate each scheme with the partition that suits it, and ``single`` to compare with.
 
-    Pipelines have the cost model's fastest stages, with several devices each where that helps; ``data-parallel`` as
-    many devices as make it fastest; ``all-reduce`` and ``parameter-server`` all devices, with transfers in an order.
+    Pipelines have the cost model's fastest stages, with several devices each where that helps; the schemes whose
+    devices share the rows have all devices, ``all-reduce`` and ``parameter-server`` with transfers in an order. Rates,
+    cuts and memory are those by which ``choose`` compares.
 
     Args:
         profile: what the blocks cost.
@@ -134,43 +132,40 @@ def compare(
     split = {scheme: splits(scheme, training.under(scheme).horizon) for scheme in schemes}
     for scheme in [each for each in schemes if split[each]] or schemes:
         check_microbatches(microbatches, scheme, training.under(scheme).horizon)
+    chooser = Chooser(profile, num_devices, cluster, training, of_microbatches)
+    parts = chooser.copies
     unstaged: dict[str, Callable[..., Trace]] = {
         **{
             name: partial(
-                simulate_order, profile, name, num_devices, cluster, order, servers=servers if name == SERVING else None
+                simulate_order,
+                parts,
+                name,
+                num_devices,
+                chooser.cluster,
+                order,
+                servers=servers if name == SERVING else None,
             )
             for name in TRANSFERRING
         },
-        CODED: lambda **known: simulate_tree(profile, *(tree or widest(num_devices)), cluster, **known),
-        GRID: partial(simulate_grid, profile, num_devices, cluster, grid),
+        CODED: lambda **known: simulate_tree(parts, *(tree or widest(num_devices)), chooser.cluster, **known),
+        GRID: partial(simulate_grid, parts, num_devices, chooser.cluster, grid),
     }
     partitions: dict[str, Partition | None] = {}
     named = {check_name(scheme): scheme for scheme in schemes}
     for name, scheme in named.items():
-        if name in unstaged:
-            whole = everywhere(profile, num_devices, cluster, training)
-            partitions[name] = whole if cluster.holds(whole.fullest_bytes) else None
-            continue
-        pipelined = name != DATA_PARALLEL
-        trained, pieces = training.under(scheme if pipelined else "single"), of_microbatches if split[scheme] else None
-        advice = advise(profile, num_devices, cluster, trained, pieces)
-        partitions[name] = _chosen(advice, name)
-    one = advise(profile, 1, Cluster(cluster.levels, processors=cluster.processors)).ways["single"]
-    assert one is not None  # memory has no limit here
+        way, cut = chooser.of(scheme, microbatches if split[scheme] else None)
+        partitions[name] = cut if way.fits else None
+    _, one = chooser.of("single")
     traces = {}
     for name, each in partitions.items():
         if name in unstaged and each is not None:
             traces[name] = unstaged[name](**{option: options[option] for option in ORDERED if option in options})
         elif each is not None:
             count = microbatches if split[named[name]] else None
-            traces[name] = simulate(each, named[name], cluster, microbatches=count, **options)
+            traces[name] = simulate(each, named[name], chooser.cluster, microbatches=count, **options)
     return Comparison(
-        profile.batch_size, partitions, traces, traces.get("single") or simulate(one, "single", cluster, **options)
+        profile.batch_size,
+        partitions,
+        traces,
+        traces.get("single") or simulate(one, "single", chooser.cluster, **options),
     )
-
-
-def _chosen(advice: Advice, scheme: str) -> Partition | None:
-    if scheme in ("single", DATA_PARALLEL):
-        return advice.ways.get(scheme)
-    possible = [way for way in (advice.ways.get("pipeline"), advice.ways.get("hybrid")) if way is not None]
-    return max(possible, key=lambda way: way.samples_per_second, default=None)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from pipetrain.plan.capacity import NoPlan
-from pipetrain.plan.choice import BASELINE, Choice, Way, least_slowest_s
+from pipetrain.plan.choice import SAME, Choice, Way, least_slowest_s
 from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.coarse import bounds_of, merged
 from pipetrain.plan.division import divided, undisturbed
@@ -15,7 +16,6 @@ from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import DEVICES, checked_training, everywhere, partition, plan
 from pipetrain.plan.profile import Profile
 from pipetrain.plan.roofline import UPDATE_PASSES
-from pipetrain.plan.schedule_advice import SAME
 from pipetrain.plan.stages import Partition
 from pipetrain.schemes.arguments import checked_count
 from pipetrain.schemes.grid import Grid
@@ -24,19 +24,24 @@ from pipetrain.schemes.options import (
     AnyScheme,
     SpecTrain,
     check_staleness,
+    name_of,
+    scheduled,
     with_options,
 )
 from pipetrain.schemes.schedules import has_halves
-from pipetrain.schemes.table import CHUNKED, DATA_PARALLEL, PIPELINES, TRANSFERRING
-from pipetrain.simulation.data_parallel.estimate import estimated_step_s
-from pipetrain.simulation.grid.estimate import estimated_grid
+from pipetrain.schemes.scheme import Scheme
+from pipetrain.schemes.table import CHUNKED, PIPELINES, UNCUT
+from pipetrain.schemes.table import scheme as scheme_of_table
+from pipetrain.schemes.text_form import stages_of
+from pipetrain.simulation.copies import Copies
 from pipetrain.simulation.minibatch import acting, timed
-from pipetrain.simulation.schedule_trials import is_synchronous, microbatch_counts, planned, try_schedules
 
 TARGET = SpecTrain(horizon="target")
-TARGET_MICROBATCHES = (1, 2, 4, 8, 16)  # of spectrain with horizon="target": at least a quarter of the stages
+TARGET_MICROBATCHES = (1, 2, 4, 8, 16)  # of it: at least a quarter of the stages
+ROUNDS = (1, 2, 4, 8)  # numbers of microbatches to try, in those of devices
+MOST = 8192  # microbatches of all devices together that are worth the time to simulate them
+CHUNKS = (2, 3)  # stages a device to try, where a schedule leaves that open
 SUM_PASSES = 3  # over the weights' bytes: a sum of two gradients reads both and is written
-MOST_ON_GRID = 16  # devices: every two of a group exchange messages
 MOST_BLOCKS = 96  # of a chain while ways are compared; at least four for each device
 
 
@@ -57,7 +62,8 @@ class Chooser:
     Ways are ``single``; data parallelism, by ``all-reduce`` and ``parameter-server`` with the order of transfers that
     suits; the ``grid`` that sends the least; pipelines with every synchronous schedule; and ``hybrid`` ones with
     several devices for slow stages. With ``staleness="predicted"`` also pipelines whose weights are predicted to one
-    target, which never drain. MirroredStrategy (``data-parallel``) is a baseline, which is not taken.
+    target, which never drain. MirroredStrategy (``data-parallel``) and ``coded-reduce`` are there to compare with, and
+    not taken: what the latter is for, workers that are late, is not predicted.
 
     Args:
         profile: of whole minibatches.
@@ -86,48 +92,85 @@ class Chooser:
         bounds = bounds_of(profile, max(MOST_BLOCKS, 4 * self._devices))
         self._profile, self._pieces = merged(profile, bounds), of_microbatches and merged(of_microbatches, bounds)
         self._whole = profile, of_microbatches
-        self._cluster, self._training = acting(cluster or Cluster()), checked_training(training)
+        self.cluster, self._training = acting(cluster or Cluster()), checked_training(training)
         self._staleness, self._mirrored = check_staleness(staleness), mirrored
-        self._layout = layout
+        self._layout, self._left_out = layout, list[str]()
 
-    def choice(self) -> Choice:
-        """All ways and the one that is taken."""
-        if self._layout is not None:
-            ways = [*self._within_layout()]
-            return Choice(self._profile.batch_size, ways, self._profile.spread, self._cut, self._cluster.memory_bytes)
-        ways = [*self._unsplit(), *self._pipelines(), *self._hybrids("1f1b", self._counts())]
-        if self._staleness == "predicted":
-            ways += self._predicted()
-        return Choice(self._profile.batch_size, ways, self._profile.spread, self._cut, self._cluster.memory_bytes)
+    def choice(self, as_set: Way | None = None) -> Choice:
+        """All ways, that which is set among them if one is, and the one that is taken.
 
-    def _way(self, kind: str, cut: Partition, step_s: float, elsewhere_bytes: int = 0, **arguments: Any) -> Way:
-        memory_bytes = cut.fullest_bytes - elsewhere_bytes
-        return Way(kind, arguments, cut.devices, step_s, memory_bytes, self._cluster.holds(memory_bytes))
+        Raises NoPlan, a ValueError, if none fits the devices' memory.
+        """
+        ways = [*self._pipelines()] if self._layout is not None else [*self._unsplit, *self._pipelines()]
+        if self._layout is None:
+            ways += self._hybrids("1f1b", self._counts())
+            if self._staleness == "predicted":
+                ways += self._predicted()
+        if as_set is not None:
+            ways = [way._replace(is_set=way.is_like(as_set)) for way in ways]
+            ways += [] if any(way.is_set for way in ways) else [as_set]
+        return Choice(
+            self._profile.batch_size,
+            ways,
+            self._profile.spread,
+            self._cut,
+            self.cluster.memory_bytes,
+            self._left_out,
+            self._staleness != STALENESS[0],
+        )
 
-    def _unsplit(self) -> Iterator[Way]:
+    def of(self, scheme: AnyScheme, microbatches: int | None = None) -> tuple[Way, Partition]:
+        """One scheme, as a way that is set, and its cut: that of the layout, or the fastest that fits.
+
+        ``microbatches``: of a minibatch, by default those of the training. A cut that fits no device is there, too.
+        """
+        name = name_of(scheme)
+        if name in UNCUT:
+            return self._uncut(scheme, name)
+        if scheme in ("spectrain", "2bw"):
+            scheme = with_options(scheme, horizon=self._training.under(scheme).horizon)
+        training = self._trained(scheme, microbatches or self._training.microbatches)
+        training = training if training.chosen.splits else training._replace(microbatches=1)
+        count = training.microbatches_of(len(self._layout.replicas) if self._layout else self._devices)
+        profile = divided(*self._whole, count)
+        cuts = [timed(self._laid_out(profile, training), self.cluster)]
+        is_open = stages_of(training.chosen) is None and training.chosen.schedule.chunks == 1
+        if self._layout is None and is_open:
+            cuts += self._replicated(profile, training)
+        cut = max(cuts, key=lambda each: (self.cluster.holds(each.fullest_bytes), each.samples_per_second))
+        arguments: dict[str, Any] = {"scheme": scheme}
+        arguments |= {"replicas": cut.replicas} if max(cut.replicas) > 1 else {}
+        arguments |= {"microbatches": training.microbatches} if training.chosen.splits else {}
+        kind = "hybrid" if max(cut.replicas) > 1 else "pipeline"
+        return self._way(kind, cut, **arguments)._replace(is_set=True, is_exact=not training.chosen.asynchronous), cut
+
+    def _uncut(self, scheme: AnyScheme, name: str) -> tuple[Way, Partition]:
+        """A scheme whose devices have all layers."""
+        devices = 1 if name == "single" else self._devices
+        cut = everywhere(self.copies if devices > 1 else self._profile, devices, self.cluster, self._training)
+        ways = self._unsplit
+        if isinstance(scheme, Grid):
+            ways = [*Copies(self.copies, devices, self.cluster, self._training).grid(scheme)]
+        found = next((way for way in ways if way.name == name), None) or self._way("single", cut, scheme=name)
+        return found._replace(is_set=True), cut
+
+    def _way(self, kind: str, cut: Partition, **arguments: Any) -> Way:
+        fits = self.cluster.holds(cut.fullest_bytes)
+        return Way(kind, arguments, cut.devices, cut.step_s, cut.fullest_bytes, fits)
+
+    @cached_property
+    def _unsplit(self) -> list[Way]:
         """One device, and the whole model on all."""
-        one = everywhere(self._profile, 1, self._cluster, self._training)
-        yield self._way("single", one, one.step_s, scheme="single")
-        if not 1 < self._devices <= self._profile.batch_size:
-            return
-        copies = self._copies()
-        every = everywhere(copies, self._devices, self._cluster, self._training)
-        if self._mirrored:
-            yield self._way(BASELINE, every, every.step_s, scheme=DATA_PARALLEL)
-        for scheme in TRANSFERRING:
-            step_s = estimated_step_s(copies, scheme, self._devices, self._cluster)
-            yield self._way("data parallelism", every, step_s, scheme=scheme)
-        yield from self._grid(copies, every)
+        one = everywhere(self._profile, 1, self.cluster, self._training)
+        ways = [self._way("single", one, scheme="single")]
+        if 1 < self._devices <= self._profile.batch_size:
+            is_whole = len(self._profile.blocks) == len(self._whole[0].blocks)
+            copies = Copies(self.copies, self._devices, self.cluster, self._training)
+            ways += copies.ways(self._mirrored, is_whole)
+        return ways
 
-    def _grid(self, copies: Profile, every: Partition) -> Iterator[Way]:
-        """The grid that sends the least, if it divides the outputs of any layer; of chains that are not merged."""
-        if len(copies.blocks) < len(self._whole[0].blocks) or self._devices > MOST_ON_GRID:
-            return
-        if found := estimated_grid(copies, self._devices, self._cluster, self._training.slots):
-            shape = Grid(found.grid.outputs, found.grid.rows)
-            yield self._way("grid", every, found.step_s, found.elsewhere_bytes, scheme=shape)
-
-    def _copies(self) -> Profile:
+    @cached_property
+    def copies(self) -> Profile:
         """The profile for devices that each have a part of the rows, and sum gradients.
 
         A part takes what such a microbatch takes. A sum takes as much of an update's seconds as it makes passes over
@@ -138,47 +181,67 @@ class Chooser:
         return replace(parts, blocks=blocks, microbatches=1)
 
     def _pipelines(self) -> Iterator[Way]:
-        """Each synchronous schedule with the microbatches that suit it."""
-        training = self._training.under("1f1b")._replace(microbatches=1)
-        found = try_schedules(self._profile, self._devices, self._cluster, training, self._pieces)
-        for trial in found.trials if found else ():
-            scheme = with_options(trial.scheme, chunks=trial.chunks if trial.scheme in CHUNKED else None)
-            arguments = {"scheme": scheme, "microbatches": trial.microbatches}
-            step_s, devices = self._profile.batch_size / trial.samples_per_second, self._depth(trial.chunks)
-            family = f"{'some' if trial.chunks > 1 else 'one'} a device, {'halves' if trial.halves else 'whole'}"
-            yield Way("pipeline", arguments, devices, step_s, trial.memory_bytes, trial.fits, family=family)
+        """Each synchronous schedule with the microbatches that suit it, as far as there are blocks for its stages.
 
-    def _within_layout(self) -> Iterator[Way]:
-        """Each synchronous schedule of one stage a device in the layout, with the microbatches that suit.
-
-        Raises NoPlan, a ValueError, where the layout leaves cuts open and none fits the memory.
+        Those are the devices' number times 1, 2, 4 and 8, as far as the minibatch has rows and devices times
+        microbatches are no more than 8192. Seconds of numbers that were not measured are estimated, see ``divided``.
         """
-        layout = self._layout
-        assert layout is not None
-        stages, batch_size = len(layout.replicas), self._profile.batch_size
-        counts = [layout.microbatches] if layout.microbatches else microbatch_counts(stages, stages, batch_size) or [1]
-        for name, scheme in PIPELINES.items():
-            if not is_synchronous(scheme) or scheme.schedule.chunks > 1 or (stages == 1 and name != "1f1b"):
-                continue
-            found = []
-            for count in counts if stages > 1 else [layout.microbatches or 1]:
-                cut = timed(self._laid_out(self._trained(name, count)), self._cluster)
-                found.append(self._way("pipeline", cut, cut.step_s, scheme=name, microbatches=count))
-            halved = has_halves(scheme.schedule.order, stages, counts[0])
-            yield fastest_of(found)._replace(family="halves" if halved else "whole")
+        depth, blocks, layout = self._depth(), len(self._profile.blocks), self._layout
+        counts = microbatch_counts(depth, depth, self._profile.batch_size)
+        if layout is not None:
+            counts = [layout.microbatches] if layout.microbatches else counts or [1]
+        if not counts or (depth == 1 and layout is None):
+            return
+        for scheme in _candidates(depth == 1):
+            schedule = _in_full(scheme).schedule
+            if layout is None and depth * schedule.chunks > blocks:
+                self._left_out.append(str(scheme) if schedule.chunks == 2 else f"{scheme} of {schedule.chunks}")
+            elif layout is None or schedule.chunks == 1:
+                yield fastest_of([*self._with_each(scheme, counts)])
 
-    def _laid_out(self, training: Training) -> Partition:
-        """The cut in the layout that is given."""
-        layout, profile = self._layout, divided(*self._whole, training.microbatches)
-        assert layout is not None
-        if layout.ends is not None:
-            return plan(profile, layout.ends, self._cluster, layout.replicas, training)
-        devices = sum(layout.replicas)
-        return partition(profile, devices, self._cluster, replicas=layout.replicas, training=training)
+    def _with_each(self, scheme: AnyScheme, counts: Sequence[int]) -> Iterator[Way]:
+        """From the most microbatches down: fewer never need less memory, so the first that is too much is the last."""
+        for count in reversed(counts):
+            training = self._trained(scheme, count)
+            cut = timed(self._laid_out(self._in(count), training), self.cluster)
+            chunks, halves = training.chosen.schedule.chunks, training.chosen.schedule
+            halved = has_halves(halves.order, halves.devices(len(cut.stages)), count)
+            family = f"{'some' if chunks > 1 else 'one'} a device, {'halves' if halved else 'whole'}"
+            way = self._way("pipeline", cut, scheme=scheme, microbatches=count)._replace(family=family)
+            yield way
+            if not way.fits:
+                return
 
-    def _depth(self, chunks: int = 1) -> int:
-        """How many devices a pipeline has."""
-        return min(self._devices, len(self._profile.blocks) // chunks)
+    def _laid_out(self, profile: Profile, training: Training) -> Partition:
+        """The cut in the layout that is given, or a stage on every device: that fits, or without one the best."""
+        layout, blocks = self._layout, len(profile.blocks)
+        if layout is not None and layout.ends is not None:
+            return plan(
+                divided(*self._whole, profile.microbatches), layout.ends, self.cluster, layout.replicas, training
+            )
+        chunks = training.chosen.schedule.chunks
+        devices = sum(layout.replicas) if layout is not None else max(1, min(self._devices, blocks // chunks))
+        replicas = layout.replicas if layout is not None else None
+        try:
+            return partition(profile, devices, self.cluster, replicas=replicas, training=training)
+        except NoPlan:
+            free = replace(self.cluster, memory_bytes=None)
+            return partition(profile, devices, free, replicas=replicas, training=training)
+
+    def _replicated(self, profile: Profile, training: Training) -> Iterator[Partition]:
+        """The best cut with replicated stages, if it has several stages, and one of them several devices."""
+        if self._devices < 3:
+            return
+        try:
+            cut = partition(profile, self._devices, self.cluster, replicate=True, training=training)
+        except NoPlan:
+            return
+        if len(cut.stages) > 1 and max(cut.replicas) > 1:
+            yield timed(cut, self.cluster)
+
+    def _depth(self) -> int:
+        """How many stages a pipeline of one stage a device has."""
+        return len(self._layout.replicas) if self._layout else min(self._devices, len(self._profile.blocks))
 
     def _counts(self) -> list[int]:
         """Numbers of microbatches to try for hybrids, whose pipelines are shorter than there are devices."""
@@ -187,16 +250,11 @@ class Chooser:
 
     def _hybrids(self, scheme: AnyScheme, counts: list[int]) -> Iterator[Way]:
         """The best cut with replicated stages for each number of microbatches, if it has any."""
-        for count in counts if self._devices > 2 else ():
-            training, profile = self._trained(scheme, count), self._in(count)
-            try:
-                found = partition(profile, self._devices, self._cluster, replicate=True, training=training)
-            except NoPlan:
-                continue
-            cut = timed(found, self._cluster)
-            enough = scheme != TARGET or 4 * count >= len(cut.stages)
-            if len(cut.stages) > 1 and max(cut.replicas) > 1 and enough:
-                yield self._way("hybrid", cut, cut.step_s, scheme=scheme, replicas=cut.replicas, microbatches=count)
+        for count in counts:
+            for cut in self._replicated(self._in(count), self._trained(scheme, count)):
+                if scheme != TARGET or 4 * count >= len(cut.stages):
+                    arguments = {"scheme": scheme, "replicas": cut.replicas, "microbatches": count}
+                    yield self._way("hybrid", cut, **arguments)._replace(is_exact=scheme != TARGET)
 
     def _predicted(self) -> Iterator[Way]:
         """Pipelines that never drain, whose weights are predicted to one target."""
@@ -205,8 +263,8 @@ class Chooser:
             return
         counts = [count for count in TARGET_MICROBATCHES if count <= self._profile.batch_size]
         for count in (count for count in counts if 4 * count >= depth):
-            cut, _ = planned(self._in(count), depth, self._cluster, self._trained(TARGET, count))
-            yield self._way("pipeline", cut, cut.step_s, scheme=TARGET, microbatches=count)
+            cut = self._laid_out(self._in(count), self._trained(TARGET, count))
+            yield self._way("pipeline", cut, scheme=TARGET, microbatches=count)._replace(is_exact=False)
         yield from self._hybrids(TARGET, counts)
 
     def _trained(self, scheme: AnyScheme, microbatches: int) -> Training:
@@ -218,18 +276,38 @@ class Chooser:
 
     def _cut(self, way: Way) -> tuple[Partition, float]:
         """The cut of a pipeline, of all blocks, and the least that any cut's slowest stage takes."""
-        count = way.arguments["microbatches"]
-        training = self._trained(way.arguments["scheme"], count)
-        profile, replicas = divided(*self._whole, count), way.arguments.get("replicas")
-        if self._layout is not None:
-            cut = self._laid_out(training)
+        count = way.arguments.get("microbatches", 1)
+        training, replicas = self._trained(way.arguments["scheme"], count), way.arguments.get("replicas")
+        profile = divided(*self._whole, count)
+        if replicas is not None and self._layout is None:
+            cut = partition(profile, way.devices, self.cluster, replicas=replicas, training=training)
         else:
-            cut = partition(profile, way.devices, self._cluster, replicas=replicas, training=training)
+            cut = self._laid_out(profile, training)
         return cut, least_slowest_s(self._whole[0], way.devices, replicate=max(cut.replicas) > 1)
 
 
+def microbatch_counts(times: int, devices: int, batch_size: int) -> list[int]:
+    """The numbers of microbatches worth trying on so many devices: ``times`` 1, 2, 4 and 8, as far as can be."""
+    return [rounds * times for rounds in ROUNDS if rounds * times <= min(batch_size, MOST / devices)]
+
+
+def _candidates(one_stage: bool) -> Iterator[AnyScheme]:
+    """The table's synchronous schedules, some with several numbers of stages a device; for one stage 1f1b alone."""
+    for name, scheme in PIPELINES.items():
+        if scheme.synchronous and (not one_stage or name == "1f1b"):
+            several = CHUNKS if name in CHUNKED else [None]
+            yield from (with_options(name, chunks=chunks) for chunks in several)
+
+
+def _in_full(scheme: AnyScheme) -> Scheme:
+    return scheme_of_table(scheduled(scheme))
+
+
 def fastest_of(ways: Sequence[Way]) -> Way:
-    """The fastest that fits, of equally fast ones that with the fewest microbatches; if none fits, the leanest."""
+    """The fastest that fits, of equally fast ones that with the fewest microbatches; if none fits, the leanest.
+
+    What calls of microbatches take beside computing is not always known.
+    """
     possible = [way for way in ways if way.fits]
     if not possible:
         return min(ways, key=lambda way: way.memory_bytes)
@@ -251,6 +329,6 @@ def choose(
 ) -> Choice:
     """Predict every way to train a profiled model on so many devices, and take the fastest that fits; see ``Chooser``.
 
-    Raises ValueError if none fits the devices' memory.
+    Raises NoPlan, a ValueError, if none fits the devices' memory.
     """
     return Chooser(profile, num_devices, cluster, training, of_microbatches, staleness, mirrored, layout).choice()

@@ -10,8 +10,7 @@ from pipetrain.simulation.simulator import simulate
 from pipetrain.trace.trace import Trace
 
 MINIBATCHES = 3  # to simulate: each is like the one before, once all devices have begun
-# What an action takes at least beside its computing, for a call and Python's threads: docs/benchmarks/prediction.md.
-ACTION_S = 3e-4
+ACTION_S = 5e-5  # what an action takes at least beside its computing, see docs/benchmarks/overhead.md
 
 
 def acting(cluster: Cluster) -> Cluster:

@@ -22,8 +22,8 @@ from pipetrain.plan.grid_cost import (
 from pipetrain.plan.grid_network import GridNetwork
 from pipetrain.plan.profile import BlockProfile, Profile
 from pipetrain.schemes.grid import Grid
-from pipetrain.simulation.advice import advise_all
 from pipetrain.simulation.comparison import compare
+from pipetrain.simulation.every_way import Chooser, choose
 from pipetrain.simulation.grid.simulator import chosen_grid, simulate_grid
 from pipetrain.trace.idle import idle
 from pipetrain.trace.packs import packs
@@ -139,9 +139,11 @@ def test_a_simulated_step_takes_as_long_as_its_port_is_busy_at_least(grid):
 def test_grids_are_compared_and_advised():
     network = GridNetwork.chain((16, 512, 512, 512, 512, 10))
     made = profile(network, 256)
-    advice = advise_all(made, 4, CLUSTER)
-    assert advice.ordered["grid"].samples_per_second > advice.ordered["all-reduce"].samples_per_second
-    assert advice.ordered["grid"].memory_bytes < advice.ordered["all-reduce"].memory_bytes
+    ways = {way.name: way for way in choose(made, 4, CLUSTER).ways}
+    assert ways["grid"].step_s < ways["all-reduce"].step_s
+    assert ways["grid"].memory_bytes < ways["parameter-server"].memory_bytes < ways["all-reduce"].memory_bytes
+    asked, _ = Chooser(made, 4, CLUSTER).of(Grid(4, 1))
+    assert asked.is_set and asked.arguments["scheme"] == Grid(4, 1) and asked.step_s >= ways["grid"].step_s
     comparison = compare(made, 4, ["grid"], CLUSTER, grid=(2, 2), minibatches=4)
     assert "grid" in str(comparison)
 

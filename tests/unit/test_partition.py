@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import re
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from pipetrain.plan.cluster import PCIE_3, SHARED_MEMORY, Cluster, Level, Link, 
 from pipetrain.plan.memory import Training, demand
 from pipetrain.plan.partition import partition, plan
 from pipetrain.plan.profile import BlockProfile, Profile, Seconds
-from pipetrain.simulation.advice import advise
+from pipetrain.simulation.every_way import choose
 
 HOSTS_OF_2 = Cluster((Level(Link(2.0, 0.25), 2), Level(Link(0.5, 1.0))))
 CLUSTERS = [Cluster((Level(Link(1.0, 0.5)),)), HOSTS_OF_2, Cluster((Level(Link(math.inf)),))]
@@ -200,7 +199,7 @@ def test_devices_that_share_processors_are_not_faster_than_these():
     assert four.step_s == pytest.approx(12)
     assert four.samples_per_second == pytest.approx(10 / 12)
     assert four.speedup == pytest.approx(2)
-    assert advise(Profile("m", 10, blocks), 4, Cluster((Level(SHARED_MEMORY),), processors=1)).recommended == "single"
+    assert choose(Profile("m", 10, blocks), 4, Cluster((Level(SHARED_MEMORY),), processors=1)).taken.name == "single"
 
 
 @given(blocks, st.lists(st.integers(1, 3), min_size=1, max_size=3))
@@ -377,29 +376,15 @@ def test_cluster_files(tmp_path):
         Cluster((Level(PCIE_3, 4), Level(PCIE_3, 6)))
 
 
-def test_advice():
+def test_the_way_that_suits():
     """Heavy weights: a pipeline. None: data parallelism, which is simpler. One slow block at the front: a hybrid."""
     fast = Cluster((Level(Link(100.0)),))
-    heavy = advise(chain([(1, 1, 1000, 0, 0)] * 4), 4, fast)
-    assert heavy.recommended == "pipeline"
-    assert "sums" in heavy.reason
-    light = advise(chain([(1, 1, 0, 0, 0)] * 4), 4, fast)
-    assert light.recommended == "data-parallel"
-    uneven = advise(chain([(6, 1, 0, 0, 0), (1, 1, 900, 0, 0), (1, 1, 900, 0, 0)]), 4, fast)
-    assert uneven.recommended == "hybrid"
-    assert uneven.ways["hybrid"].replicas == (3, 1)
-    assert advise(chain([(1, 1000, 1000, 0, 0)] * 4), 4, fast).recommended == "single"
-    # the slow link from the second host on: three of the four devices are a host
-    hosts = Cluster((Level(Link(1e9), 3), Level(Link(1e-3))))
-    three = advise(chain([(8, 1, 9, 0, 0)], batch_size=24), 4, hosts)
-    assert three.recommended == "data-parallel"
-    assert three.ways["data-parallel"].replicas == (3,)
-    assert "hybrid" not in three.ways
-    assert "over 3 devices" not in three.reason
-    assert re.search(r"hybrid +- +- +- +not faster", str(three))
-    text = str(uneven)
-    assert "Recommended: hybrid. Several devices for a slow stage gain" in text
-    assert "data-parallel" in text
+    assert choose(chain([(1, 1, 1000, 0, 0)] * 4), 4, fast).taken.kind == "pipeline"
+    assert choose(chain([(1, 1, 0, 0, 0)] * 4), 4, fast).taken.name == "all-reduce"
+    uneven = choose(chain([(6, 1, 0, 0, 0), (1, 1, 900, 0, 0), (1, 1, 900, 0, 0)]), 4, fast)
+    assert uneven.taken.kind == "hybrid" and uneven.taken.arguments["replicas"] == (3, 1)
+    assert "replicas 3-1" in str(uneven)
+    assert choose(chain([(1, 1000, 1000, 0, 0)] * 4), 4, fast).taken.name == "single"
 
 
 def test_only_what_would_fit_is_offered():
@@ -449,7 +434,7 @@ def test_more_stages_than_blocks_are_refused(devices):
 
 
 @pytest.mark.parametrize("devices", [2.0, True, "2", None, 0])
-@pytest.mark.parametrize("ask", [partition, advise])
+@pytest.mark.parametrize("ask", [partition, choose])
 def test_numbers_of_devices_that_are_none(ask, devices):
     with pytest.raises(ValueError, match=f"numbers from 1 up. Received: num_devices={devices!r}. Try num_devices=4"):
         ask(made_up([1, 2, 3]), devices)
@@ -478,7 +463,7 @@ def test_numbers_of_numpy_are_numbers():
         ("gpipe", "training='gpipe'. Try training=Training"),
     ],
 )
-@pytest.mark.parametrize("ask", [partition, advise])
+@pytest.mark.parametrize("ask", [partition, choose])
 def test_training_that_cannot_be_planned(ask, training, message):
     with pytest.raises(ValueError, match=message):
         ask(made_up([1, 2, 3]), 2, training=training)

@@ -21,13 +21,14 @@ from pipetrain.schemes.transfers.caramel import step_s
 from pipetrain.schemes.transfers.orders import ORDERS, orders
 from pipetrain.schemes.transfers.plan import Pack, Phase, Plan
 from pipetrain.schemes.transfers.workload import Layer, Message, Workload, pulled_s, pushed_s
-from pipetrain.simulation.advice import advise, advise_all
+from pipetrain.simulation import minibatch
 from pipetrain.simulation.comparison import compare
 from pipetrain.simulation.data_parallel.choice import WORTH, auto
 from pipetrain.simulation.data_parallel.estimate import estimated_step_s
 from pipetrain.simulation.data_parallel.profiled import setting_of, workload_of
 from pipetrain.simulation.data_parallel.setting import Setting
 from pipetrain.simulation.data_parallel.simulator import simulate_plan
+from pipetrain.simulation.every_way import Chooser, choose
 from pipetrain.trace.packs import packs
 from pipetrain.trace.trace import Trace
 
@@ -417,35 +418,27 @@ def test_schemes_with_ordered_transfers_are_compared_beside_the_others():
     assert "no cut fits" in str(tight)
 
 
-def test_advice_lists_them_with_their_rates():
+def test_they_are_among_the_ways_as_they_are_simulated():
     hosts = joined(1e-9, 5e-4)
-    advice, plain = advise_all(profiled(), 2, hosts), advise(profiled(), 2, hosts)
-    assert (advice.ways, not plain.ordered) == (plain.ways, True)
-    rates = {name: each.samples_per_second for name, each in advice.ordered.items()}
+    chooser = Chooser(profiled(), 2, hosts)
+    rates = {way.name: 64 / way.step_s for way in chooser.choice().ways if way.name in (*TRANSFERRING, "coded-reduce")}
     assert rates == {
-        name: pytest.approx(64 / pipetrain.simulate_order(profiled(), name, 2, hosts).step_s)
+        name: pytest.approx(64 / pipetrain.simulate_order(chooser.copies, name, 2, chooser.cluster).step_s)
         for name in ("all-reduce", "parameter-server")
-    } | {"coded-reduce": pytest.approx(64 / pipetrain.simulate_tree(profiled(), 2, cluster=hosts).step_s)}
-    for name, rate in rates.items():
-        assert f"{name}" in str(advice) and f"{rate:.0f}" in str(advice)
-    assert advise_all(profiled(), 1, hosts).ordered == {}
+    } | {"coded-reduce": pytest.approx(64 / pipetrain.simulate_tree(chooser.copies, 2, cluster=chooser.cluster).step_s)}
+    assert [way.name for way in choose(profiled(), 1, hosts).ways] == ["single"]
 
 
-def test_advice_on_a_model_without_trained_weights():
+def test_a_model_without_trained_weights(monkeypatch):
     """As one whose layers are all frozen: nothing is sent, in whatever order."""
-    advice = advise_all(profiled(weight_bytes=0), 2, joined(1e-9, 5e-4))
-    rates = [each.samples_per_second for each in advice.ordered.values()]
-    assert rates == pytest.approx([2 * 64 / 24e-3, 2 * 64 / 24e-3, 64 / 24e-3])  # coded, each worker has all rows
+    monkeypatch.setattr(minibatch, "ACTION_S", 0.0)
+    ways = {way.name: way for way in choose(profiled(weight_bytes=0), 2, joined(1e-9, 5e-4)).ways}
+    found = [64 / ways[name].step_s for name in ("all-reduce", "parameter-server", "coded-reduce")]
+    assert found == pytest.approx([2 * 64 / 24e-3, 2 * 64 / 24e-3, 64 / 24e-3])  # coded, each worker has all rows
 
 
-def test_one_of_them_is_recommended_where_it_is_clearly_faster():
-    """One block cannot be cut, and its gradients hide behind computing only where transfers are ordered."""
-    light, slow = profiled(weight_bytes=10**4), joined(1e-9, 0.0)
+def test_one_of_them_is_taken_where_it_is_clearly_faster():
+    """Few blocks that send much, whose gradients hide behind computing only where transfers are ordered."""
+    light, slow = profiled(weight_bytes=10**6), joined(1e-9, 0.0)
     heavy = replace(light, blocks=tuple(replace(b, output_bytes=10**7) for b in light.blocks))
-    advice = advise_all(heavy, 2, slow)
-    best = max(way.samples_per_second for way in advise(heavy, 2, slow).ways.values() if way)
-    assert advice.ordered["all-reduce"].samples_per_second < 1.05 * best
-    assert advice.recommended == "data-parallel"
-    heavy = replace(heavy, blocks=tuple(replace(b, weight_bytes=10**6) for b in heavy.blocks))
-    advice = advise_all(heavy, 2, slow)
-    assert advice.recommended == "all-reduce" and "while its devices compute" in str(advice)
+    assert choose(heavy, 2, slow).taken.name == "all-reduce"

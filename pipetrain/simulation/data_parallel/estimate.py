@@ -8,6 +8,7 @@ from itertools import pairwise
 from pipetrain.plan.cluster import Cluster, Level, Link
 from pipetrain.plan.coarse import even_bounds
 from pipetrain.plan.profile import Profile
+from pipetrain.schemes.table import SERVING
 from pipetrain.schemes.transfers.workload import Layer, Workload
 from pipetrain.simulation.data_parallel.choice import auto
 from pipetrain.simulation.data_parallel.profiled import STEPS, setting_of
@@ -30,6 +31,12 @@ def estimated_step_s(profile: Profile, scheme: str, workers: int, cluster: Clust
         setting = _two(setting)
     setting = replace(setting, workload=_merged(setting.workload))
     return simulate_plan(setting, auto(setting), STEPS).step_s
+
+
+def on_fullest_server(profile: Profile, workers: int, cluster: Cluster) -> tuple[float, float]:
+    """The bytes of all trained weights, and of those on the server that has the most, where all workers are servers."""
+    setting = setting_of(profile, SERVING, workers, cluster)
+    return float(sum(setting.workload.sizes_bytes)), _fullest_bytes(setting, setting.servers)
 
 
 def _two(setting: Setting) -> Setting:

@@ -19,15 +19,17 @@ class GridEstimate(NamedTuple):
     elsewhere_bytes: int
 
 
-def estimated_grid(profile: Profile, devices: int, cluster: Cluster, slots: int) -> GridEstimate | None:
-    """The grid of so many devices that sends the least, with an optimizer of so many slots for each weight.
+def estimated_grid(
+    profile: Profile, devices: int, cluster: Cluster, slots: int, asked: Grid | None = None
+) -> GridEstimate | None:
+    """The grid that is asked for, or that of so many devices that sends the least; with ``slots`` for each weight.
 
     None where it is not known which layers can be divided, and where none should be: that grid is an all-reduce.
     """
     if profile.network is None:
         return None
-    grid = chosen_grid(profile, devices, cluster)
-    if grid.outputs == 1:
+    grid = chosen_grid(profile, devices, cluster, asked)
+    if grid.outputs == 1 and asked is None:
         return None
     elsewhere = elsewhere_bytes(profile.network, grid, grid.layers or (), slots)
     return GridEstimate(grid, simulate_grid(profile, devices, cluster, grid).step_s, elsewhere)

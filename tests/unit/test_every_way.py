@@ -1,0 +1,323 @@
+"""Every way to train: what is predicted of each, which one is taken under a memory limit, and that all agree on it."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from parameters import by_default, widely
+
+from pipetrain.plan.capacity import NoPlan
+from pipetrain.plan.choice import BASELINE, MARGIN, Choice, Way
+from pipetrain.plan.cluster import Cluster, Level, Link
+from pipetrain.plan.division import divided
+from pipetrain.plan.memory import Training
+from pipetrain.plan.profile import BlockProfile, Profile, Seconds
+from pipetrain.schemes.dry_run import replay
+from pipetrain.schemes.options import Interleaved, SpecTrain, scheduled
+from pipetrain.schemes.schedules import orders
+from pipetrain.schemes.table import UNCUT, scheme
+from pipetrain.schemes.text_form import scheme_of, written
+from pipetrain.schemes.unit_times import figures
+from pipetrain.simulation import minibatch
+from pipetrain.simulation.comparison import compare
+from pipetrain.simulation.every_way import ROUNDS, Chooser, PipelineLayout, choose
+from pipetrain.simulation.minibatch import acting
+from pipetrain.simulation.simulator import simulate
+
+UNIT_S = 2.0**-10
+KEPT_BYTES = 2**16  # of one minibatch, for each block
+BLOCKS, DEVICES, ROWS = 24, 4, 64
+FAST = Cluster((Level(Link(bandwidth_bytes_per_s=1e15)),))
+SET = Training("1f1b", microbatches=4)
+MIB = 2**20
+COMMON = ("microbatches", "replicas", "cuts")
+
+
+def chain(blocks=BLOCKS, rows=ROWS, weight_bytes=0, microbatches=1, times=1.0):
+    """Blocks whose backward takes twice their forward."""
+    each = [
+        BlockProfile(f"b{n}", times * UNIT_S, 2 * times * UNIT_S, 0, weight_bytes, KEPT_BYTES) for n in range(blocks)
+    ]
+    return Profile("chain", rows, tuple(each), microbatches=microbatches)
+
+
+@pytest.fixture
+def free_calls(monkeypatch):
+    """Actions take nothing beside their computing."""
+    monkeypatch.setattr(minibatch, "ACTION_S", 0.0)
+
+
+def pipelines(profile=None, cluster=FAST, training=SET, devices=DEVICES, pieces=None):
+    """Those of one device a stage, by scheme and stages a device."""
+    ways = Chooser(profile or chain(), devices, cluster, training, pieces).choice().ways
+    return {(way.name.removesuffix("-3"), chunks(way)): way for way in ways if way.kind == "pipeline"}
+
+
+def full(way):
+    return scheme(scheduled(way.arguments["scheme"]))
+
+
+def chunks(way):
+    return full(way).schedule.chunks
+
+
+def orders_of(way, microbatches=None):
+    return orders(full(way).schedule.order, DEVICES, 1, microbatches or way.arguments["microbatches"])
+
+
+@pytest.mark.wide
+def test_rates_and_memory_are_those_of_the_orders(free_calls):
+    """Equal stages: a minibatch takes as many units as the order, and the device holds as many activations."""
+    found = pipelines()
+    assert [*found] == [
+        ("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("looped-bfs", 2), ("looped-bfs", 3),
+        ("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2), ("v-half", 2), ("v-min", 2),
+    ]  # fmt: skip
+    for way in found.values():
+        worth, microbatches = figures(orders_of(way)), way.arguments["microbatches"]
+        part = BLOCKS / (DEVICES * chunks(way)) / microbatches  # of a minibatch's work and activations
+        assert way.step_s == pytest.approx(worth.makespan * part * UNIT_S, rel=1e-9)
+        assert way.memory_bytes == max(worth.peak_held) * part * KEPT_BYTES
+        assert way.fits and way.is_exact
+
+
+@pytest.mark.wide
+def test_the_microbatches_are_the_fewest_of_the_fastest(free_calls):
+    """More take no longer here, until they are so many that a bubble is not worth another one per cent."""
+    for way in pipelines().values():
+        rates = []
+        for rounds in ROUNDS:
+            rates.append(1 / (figures(orders_of(way, rounds * DEVICES)).makespan / (rounds * DEVICES)))
+        best = next(n for n, rate in enumerate(rates) if rate * 1.01 >= max(rates))
+        assert way.arguments["microbatches"] == ROUNDS[best] * DEVICES
+
+
+@pytest.mark.wide
+def test_microbatches_that_take_time_are_fewer():
+    """Eight microbatches take twice as long as the minibatch whole: then 4 are as good as it gets."""
+    pieces = chain(microbatches=8, times=2.0)
+    for way in pipelines(pieces=pieces).values():
+        assert way.arguments["microbatches"] <= 8
+    assert {way.arguments["microbatches"] for way in pipelines(chain(rows=8)).values()} <= {4, 8}  # as there are rows
+
+
+@given(st.floats(1.0, 4.0), st.floats(0.2, 4.0), st.integers(2, 16), st.integers(1, 64))
+@settings(deadline=None)
+def test_times_in_between_go_with_the_microbatches(first, last, measured, microbatches):
+    whole, pieces = chain(times=first), chain(times=last, microbatches=measured)
+    found = divided(whole, pieces, microbatches)
+    each_more = (last - first) / (measured - 1)
+    expected = first + each_more * (microbatches - 1)
+    if last < first:
+        expected = max(expected, last)
+    assert found.microbatches == microbatches
+    for n, block in enumerate(found.blocks):
+        assert block.forward_s == pytest.approx(expected * UNIT_S)
+        assert block.backward_s == pytest.approx(2 * expected * UNIT_S)
+        assert block.activation_bytes == whole.blocks[n].activation_bytes
+
+
+def test_measured_times_stay_and_compiled_ones_are_estimated_too():
+    with_xla = [replace(block, compiled=Seconds(UNIT_S, UNIT_S, 0.0)) for block in chain().blocks]
+    whole, pieces = replace(chain(), blocks=tuple(with_xla)), chain(microbatches=4, times=3.0)
+    assert divided(whole, None, 8).blocks == whole.blocks  # nothing is known of microbatches
+    assert divided(whole, pieces, 1) == whole
+    assert divided(whole, pieces, 4).blocks == pieces.blocks  # which XLA does not compile there
+    with_xla = [replace(block, compiled=Seconds(2 * UNIT_S, UNIT_S, 0.0)) for block in pieces.blocks]
+    pieces = replace(pieces, blocks=tuple(with_xla))
+    assert divided(whole, pieces, 7).blocks[0].compiled == Seconds(3 * UNIT_S, UNIT_S, 0.0)
+    assert Profile.from_json(pieces.to_json()) == pieces
+
+
+def way(kind, name, step_s, memory_bytes=100, fits=True, **others):
+    return Way(kind, {"scheme": name, **others}, 4, step_s, memory_bytes, fits)
+
+
+def test_the_simplest_within_three_per_cent_is_taken_and_every_other_has_a_reason():
+    single, copies = way("single", "single", 4.0), way("data parallelism", "all-reduce", 1.02)
+    pipeline = way("pipeline", "zb-h2", 1.0, microbatches=8)
+    fat, slow = way("pipeline", "gpipe", 0.5, fits=False, microbatches=4), way("pipeline", "1f1b", 1.5, microbatches=4)
+    ahead = way("pipeline", SpecTrain(), 0.4)._replace(is_exact=False, is_set=True)
+    mirrored = way(BASELINE, "data-parallel", 0.9)
+    choice = Choice(64, [single, copies, pipeline, fat, slow, ahead, mirrored], limit_bytes=200)
+    assert choice.taken == copies
+    rows = dict(re.findall(r"^(\S+?),? .*?(?: {2,}([a-z ]+))?$", str(choice).split("\n\n")[0], re.M))
+    assert rows | {"way": ""} == {
+        "single": "slower", "all-reduce": "", "zb-h2": "less simple", "gpipe": "too much memory", "1f1b": "slower",
+        "spectrain": "not exact", "data-parallel": "to compare", "way": "",
+    } | {name: reason for name, reason in rows.items() if name.startswith("-")}  # fmt: skip
+    assert "Recommended: scheme='all-reduce'." in str(choice) and "(as set)" in str(choice)
+    assert "gpipe, M=4 would be 2.04x as fast, and does not fit" in choice.reason
+    assert Choice(64, [single, ahead], allows_inexact=True).taken == ahead
+    assert "Taken: scheme='single'" in str(Choice(64, [single]))
+    assert max(map(len, str(choice).split("\n\n")[0].splitlines())) <= 80
+
+
+def test_none_fits():
+    leanest, other = way("pipeline", "1f1b", 1.0, 12 * MIB, False), way("single", "single", 1.0, 16 * MIB, False)
+    with pytest.raises(NoPlan, match=r"memory of 10\.00 MiB each; the leanest way, 1f1b, needs 12\.00"):
+        Choice(64, [other, leanest], limit_bytes=10 * MIB)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("activations", by_default([2, 3, 4, 6, 8, 40], 2, 6, 40))
+def test_the_limit_decides(activations):
+    """A limit of so many activations of a whole device, for one of 32 microbatches, or of fewer larger ones."""
+    limit = activations * KEPT_BYTES * BLOCKS // DEVICES // 32
+    unlimited = pipelines()
+    try:
+        found = pipelines(cluster=replace(FAST, memory_bytes=limit))
+    except NoPlan:
+        assert activations < 3
+        return
+    for name, each in found.items():
+        assert each.fits == (each.memory_bytes <= limit)
+        if unlimited[name].memory_bytes <= limit:
+            assert each == unlimited[name]
+
+
+@pytest.mark.wide
+def test_only_another_schedule_fits():
+    """A device holds three quarters of what its layers keep of a minibatch; with gpipe it would be all of it."""
+    small, limit = chain(rows=4, weight_bytes=16), 3 * KEPT_BYTES * BLOCKS // DEVICES // 4 + 5 * 16 * BLOCKS
+    chooser = Chooser(small, DEVICES, replace(FAST, memory_bytes=limit), SET.under("gpipe"))
+    as_set, _ = chooser.of("gpipe")
+    choice = chooser.choice(as_set)
+    fitting = {each.name for each in choice.ways if each.fits}
+    assert {"v-half", "v-min"} <= fitting
+    assert fitting.isdisjoint({"gpipe", "looped-bfs", "zb-h2", "zb-v", "single", "all-reduce"})
+    assert choice.taken.name in fitting and not as_set.fits
+    with pytest.raises(NoPlan, match="No way to train fits"):
+        choose(small, DEVICES, replace(FAST, memory_bytes=1024), SET)
+
+
+def test_schedules_of_more_stages_than_there_are_layers_are_left_out():
+    choice = choose(chain(blocks=9), DEVICES, FAST)
+    assert choice.left_out == ["interleaved of 3", "looped-bfs of 3"] and "too few layers for" in str(choice)
+    choice = choose(chain(blocks=3), DEVICES, FAST)
+    assert {each.name for each in choice.ways if each.kind == "pipeline"} == {"gpipe", "1f1b", "zb-h1", "zb-h2"}
+    as_set, cut = Chooser(chain(blocks=3), DEVICES, FAST).of("zb-v", 4)
+    assert as_set.arguments["microbatches"] == 4 and (len(cut.stages), cut.devices) == (2, 1)
+    assert [each.name for each in choose(chain(), 1, FAST).ways] == ["single"]
+
+
+FIVE = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
+UNEVEN = ((7, 2, 4), *widely((13, 4, 4), (13, 3, 1), (24, 4, 16)))  # blocks, devices, microbatches
+
+
+def uneven(blocks, rows=ROWS):
+    """Blocks of which every third takes four times as long, and which send what they make."""
+    each = [
+        BlockProfile(f"b{n}", f * UNIT_S, 2 * f * UNIT_S, 10**4, 10**3, KEPT_BYTES, UNIT_S / 4)
+        for n, f in enumerate((4, 1, 1)[n % 3] for n in range(blocks))
+    ]
+    return Profile("uneven", rows, tuple(each))
+
+
+@pytest.mark.parametrize(("blocks", "devices", "microbatches"), UNEVEN)
+@pytest.mark.parametrize("name", by_default(FIVE, "1f1b", wide=FIVE))
+@pytest.mark.parametrize("processors", [pytest.param(2, marks=pytest.mark.wide), math.inf])
+def test_the_ways_take_what_the_simulator_says(blocks, devices, microbatches, name, processors):
+    """To 1e-6, over forty minibatches, each of which fills and drains the pipeline; on few processors too."""
+    hosts = Cluster((Level(Link(1e8, 1e-5)),), processors=processors)
+    as_set, cut = Chooser(uneven(blocks), devices, hosts, Training(name, microbatches=microbatches)).of(name)
+    assert as_set.step_s == cut.step_s == pytest.approx(simulate(cut, name, acting(hosts), 40).step_s, rel=1e-6)
+    assert "about" in str(cut)
+
+
+def test_asynchronous_ways_take_what_their_slowest_stage_takes():
+    as_set, cut = Chooser(uneven(13), 4, FAST).of("spectrain")
+    assert cut.simulated_s is None and "at most" in str(cut) and as_set.step_s == cut.slowest_s
+    assert not as_set.is_exact
+
+
+@pytest.mark.wide
+def test_the_ways_with_a_schedule_of_a_file(tmp_path):
+    for name, stages in (("zb-h1", 4), ("zb-v", 8)):
+        path = tmp_path / f"{name}.csv"
+        path.write_text(written(replay(orders(scheme(name).schedule.order, 4, 1, 6))), encoding="utf-8")
+        (of_file, cut), (own, _) = (Chooser(chain(), DEVICES, FAST).of(each, 6) for each in (scheme_of(path), name))
+        assert (len(cut.stages), cut.devices) == (stages, DEVICES)
+        assert (of_file.step_s, of_file.memory_bytes) == (own.step_s, own.memory_bytes)
+
+
+def test_a_layout_is_kept():
+    ends, replicas = (5, BLOCKS), (2, 1)
+    choice = choose(uneven(BLOCKS), 3, FAST, layout=PipelineLayout(replicas, ends))
+    assert choice.cut.replicas == replicas and choice.cut.cuts == ("b4",)
+    assert {each.name for each in choice.ways} == {"gpipe", "1f1b", "zb-h1", "zb-h2"}
+    fixed = choose(uneven(BLOCKS), 3, FAST, layout=PipelineLayout(replicas, None, 6))
+    assert {each.arguments["microbatches"] for each in fixed.ways} == {6}
+    one = choose(uneven(BLOCKS), 3, FAST, layout=PipelineLayout((1,)))
+    assert [(each.name, each.arguments["microbatches"]) for each in one.ways] == [("1f1b", 1)]
+
+
+@st.composite
+def situations(draw):
+    """A profile, devices, how they are joined, and a limit of their memory."""
+    seconds, sizes = st.floats(1e-4, 1e-2), st.integers(0, 4 * MIB)
+    blocks = tuple(
+        BlockProfile(f"b{n}", draw(seconds), draw(seconds), draw(sizes), draw(sizes), draw(sizes), draw(seconds) / 10)
+        for n in range(draw(st.integers(1, 8)))
+    )
+    link = Level(Link(10 ** draw(st.floats(6, 10)), draw(st.floats(0, 1e-3))))
+    limit = draw(st.none() | st.integers(MIB // 4, 64 * MIB))
+    cluster = Cluster((link,), memory_bytes=limit, processors=draw(st.sampled_from([2, math.inf])))
+    return Profile("random", draw(st.integers(4, 64)), blocks, spread=0.02), draw(st.integers(1, 4)), cluster
+
+
+@given(situations(), st.sampled_from([0, 1, 2]), st.sampled_from(["1f1b", "spectrain", "single", "all-reduce", "zb-v"]))
+@settings(deadline=None, max_examples=15)
+def test_explain_plan_auto_and_simulate_name_the_same_way_rate_and_memory(situation, slots, scheme_set):
+    profile, devices, cluster = situation
+    training = Training("1f1b", slots=slots, microbatches=2)
+    try:
+        auto = choose(profile, devices, cluster, training)
+    except NoPlan:
+        assume(False)
+    chooser = Chooser(profile, devices, cluster, training)
+    as_set, _ = chooser.of(scheme_set if len(profile.blocks) > 1 else "1f1b")
+    explained = chooser.choice(as_set)
+    assert explained.taken.arguments == auto.taken.arguments
+    assert (explained.taken.step_s, explained.taken.memory_bytes) == (auto.taken.step_s, auto.taken.memory_bytes)
+    for each in auto.ways:
+        count = each.arguments.get("microbatches", 1)
+        own, cut = chooser.of(each.arguments["scheme"], count)
+        if each.is_pipeline:  # one that has replicas may be faster than one without, and the other way round
+            alike = [other for other in auto.ways if _alike(other, each)]
+            if all(other.kind != own.kind for other in alike):
+                continue  # of which other numbers of microbatches are compared
+            assert min(other.step_s for other in alike if other.fits or not each.fits) == pytest.approx(own.step_s)
+            if own.fits and count > 1:
+                trace = simulate(cut, scheduled(each.arguments["scheme"]), acting(cluster), 3, microbatches=count)
+                assert trace.step_s == pytest.approx(own.step_s)
+        else:
+            assert (own.step_s, own.memory_bytes, own.fits) == (each.step_s, each.memory_bytes, each.fits)
+    simulated = [each for each in auto.ways if each.name in UNCUT and each.name != "data-parallel"]
+    found = compare(profile, devices, [each.name for each in simulated], cluster, training, minibatches=8)
+    for each in simulated:
+        assert (each.name in found.traces) == each.fits
+        if each.fits:
+            assert found.traces[each.name].step_s == pytest.approx(each.step_s, rel=1e-3)
+    best = min(each.known_s for each in auto.ways if each.fits and each.kind != BASELINE)
+    assert auto.taken.step_s <= MARGIN * best
+
+
+def _alike(one, other):
+    return one.is_pipeline and all(
+        one.arguments.get(name) == other.arguments.get(name) for name in ("scheme", "microbatches")
+    )
+
+
+def test_a_scheme_that_is_an_object_is_set():
+    chooser = Chooser(chain(), DEVICES, FAST)
+    as_set, _ = chooser.of(Interleaved(chunks=3), 4)
+    assert str(as_set) == "interleaved, chunks 3, M=4"
+    assert [str(each) for each in chooser.choice(as_set).ways if each.is_set] == ["interleaved, chunks 3, M=4"]
+    ahead, _ = chooser.of(SpecTrain(horizon="target"), 2)
+    assert str(ahead) == "spectrain, horizon target, M=2"
