@@ -402,7 +402,10 @@ def with_options(scheme: AnyScheme, **given: Any) -> AnyScheme:
         return scheme
     if name == CODED:
         _check_children(given)
-    return check_grid(given["grid"], GRID) if name == GRID else OPTIONS[name](**given)
+    if name == GRID:
+        grid = check_grid(given["grid"], GRID)
+        return grid if isinstance(grid, Grid) else GRID  # of which the name alone is the automatic one
+    return OPTIONS[name](**given)
 
 
 def check_owned(given: Mapping[str, Any], *schemes: AnyScheme) -> None:
