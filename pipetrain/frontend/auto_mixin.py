@@ -28,7 +28,8 @@ from pipetrain.schemes.table import COPIED
 class AutoMixin(StrategyModel):
     """Gives the model the strategy of the way that is chosen, and compiles it again.
 
-    ``way`` are the arguments of ``PipelineModel`` that were chosen; None before, and without ``scheme="auto"``.
+    ``way`` are the arguments of ``PipelineModel`` that were chosen: the scheme's name, its options and the others, each
+    by its name; None before, and without ``scheme="auto"``.
     """
 
     _compile_again: partial[None] | None = None

@@ -39,9 +39,9 @@ DEFAULT_POLICY = {  # the options of ``table.scheme``
 }
 
 
-def option(default: Any, about: str, **command_line: Any) -> Any:
-    """A field of a scheme, with the text of its help and the arguments of its option on a command line."""
-    return field(default=default, metadata={"about": about, **command_line})
+def told(about: str, **command_line: Any) -> dict[str, Any]:
+    """Metadata of a scheme's field: the text of its help and the arguments of its option on a command line."""
+    return {"about": about, **command_line}
 
 
 SPIKES = "momentum makes up for what it would have done with a gradient until this is applied (arXiv 2003.11666)"
@@ -78,7 +78,7 @@ class SchemeOptions:
 class AsynchronousOptions(SchemeOptions):
     """A pipeline that never drains between minibatches."""
 
-    spike_compensation: bool = option(False, SPIKES)
+    spike_compensation: bool = field(default=False, metadata=told(SPIKES))
 
     def _check(self) -> None:
         check_options(self.name, **self._policy())
@@ -110,7 +110,7 @@ class Vanilla(AsynchronousOptions):
     """
 
     name: ClassVar[str] = "vanilla"
-    rescale_steps: int | None = option(None, RESCALE, metavar="N")
+    rescale_steps: int | None = field(default=None, metadata=told(RESCALE, metavar="N"))
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -155,21 +155,26 @@ class SpecTrain(Vanilla):
             rates by f where momentum sums gradients (SGD, RMSprop); predictions then reach half as far again.
             ``"auto"``: for SGD with momentum, Adam and other optimizers of Keras whose momentum is known; True:
             ValueError for others; False: never.
-        spike_compensation, rescale_steps: as those of ``Vanilla``.
+        spike_compensation: as that of ``Vanilla``.
+        rescale_steps: as that of ``Vanilla``.
     """
 
     name: ClassVar[str] = "spectrain"
-    horizon: str = option(
-        HORIZONS[0],
-        f"how weights are predicted ({', '.join(HORIZONS)}): as the paper has it; up to the minibatch's own backward, "
-        "which then reads the same predicted weights; by that multiple of the velocity that came nearest of late; or "
-        "to one version for all stages",
-        metavar="NAME",
+    horizon: str = field(
+        default="round-trip",
+        metadata=told(
+            f"how weights are predicted ({', '.join(HORIZONS)}): as the paper has it; up to the minibatch's own "
+            "backward, which then reads the same predicted weights; by that multiple of the velocity that came nearest "
+            "of late; or to one version for all stages",
+            metavar="NAME",
+        ),
     )
-    stretch_momentum: bool | str = option(
-        "auto", "whether horizon target makes momentum longer, with fewer microbatches than stages",
-        metavar="auto|yes|no",
-    )  # fmt: skip
+    stretch_momentum: bool | str = field(
+        default="auto",
+        metadata=told(
+            "whether horizon target makes momentum longer, with fewer microbatches than stages", metavar="auto|yes|no"
+        ),
+    )
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -184,7 +189,10 @@ class TwoBW(AsynchronousOptions):
     """
 
     name: ClassVar[str] = "2bw"
-    horizon: float = option(0, f"how many updates ahead weights are predicted, {RECOMMENDED} for example", metavar="X")
+    horizon: float = field(
+        default=0,
+        metadata=told(f"how many updates ahead weights are predicted, {RECOMMENDED} for example", metavar="X"),
+    )
 
     def _policy(self) -> dict[str, Any]:
         published = isinstance(self.horizon, Real) and not isinstance(self.horizon, bool) and self.horizon == 0
@@ -200,7 +208,7 @@ class Interleaved(SchemeOptions):
     """
 
     name: ClassVar[str] = "interleaved"
-    chunks: int = option(2, "stages on a device", metavar="N")
+    chunks: int = field(default=2, metadata=told("stages on a device", metavar="N"))
 
     def _check(self) -> None:
         chunked(self.name, self.chunks)
@@ -231,12 +239,12 @@ class AllReduce(SchemeOptions):
 
     name: ClassVar[str] = "all-reduce"
     order: str | Plan = field(
-        default=BEST_ORDER,
-        metadata={
-            "about": "of the transfers: the simplest whose simulated step is within 3% of the shortest (auto), or one",
-            "choices": (BEST_ORDER, *ORDERS),
-            "metavar": "NAME",
-        },
+        default="auto",
+        metadata=told(
+            "of the transfers: the simplest whose simulated step is within 3% of the shortest (auto), or one",
+            choices=(BEST_ORDER, *ORDERS),
+            metavar="NAME",
+        ),
     )
 
     def _check(self) -> None:
@@ -255,7 +263,9 @@ class ParameterServer(AllReduce):
     """
 
     name: ClassVar[str] = SERVING
-    servers: int | None = option(None, "on how many devices the weights are (default: all)", metavar="N")
+    servers: int | None = field(
+        default=None, metadata=told("on how many devices the weights are (default: all)", metavar="N")
+    )
 
     def _check(self) -> None:
         super()._check()
@@ -276,9 +286,9 @@ class CodedReduce(SchemeOptions):
     """
 
     name: ClassVar[str] = CODED
-    children: int = field(metadata={"about": "of every parent in the tree of workers", "metavar": "N"})
-    depth: int = option(1, "levels of the tree", metavar="L")
-    stragglers: int = option(1, "children of a parent that may be late", metavar="S", least=0)
+    children: int = field(metadata=told("of every parent in the tree of workers", metavar="N"))
+    depth: int = field(default=1, metadata=told("levels of the tree", metavar="L"))
+    stragglers: int = field(default=1, metadata=told("children of a parent that may be late", metavar="S", least=0))
 
     def _check(self) -> None:
         _ = self.tree
@@ -299,10 +309,14 @@ class Auto(SchemeOptions):
     """
 
     name: ClassVar[str] = AUTO
-    staleness: str = option(
-        STALENESS[0], "what may be taken: none, training that equals the unsplit model's, or pipelines with predicted "
-        "weights too", choices=STALENESS,
-    )  # fmt: skip
+    staleness: str = field(
+        default="none",
+        metadata=told(
+            "what may be taken: none, training that equals the unsplit model's, or pipelines with predicted "
+            "weights too",
+            choices=STALENESS,
+        ),
+    )
 
     def _check(self) -> None:
         check_staleness(self.staleness)
@@ -388,7 +402,10 @@ def with_options(scheme: AnyScheme, **given: Any) -> AnyScheme:
         return scheme
     if name == CODED:
         _check_children(given)
-    return check_grid(given["grid"], GRID) if name == GRID else OPTIONS[name](**given)
+    if name == GRID:
+        grid = check_grid(given["grid"], GRID)
+        return grid if isinstance(grid, Grid) else GRID  # of which the name alone is the automatic one
+    return OPTIONS[name](**given)
 
 
 def check_owned(given: Mapping[str, Any], *schemes: AnyScheme) -> None:

@@ -19,15 +19,21 @@ def described(node):
     return ENTRY.findall(part[1]) if part else []
 
 
-def taken(node):
-    """The names that a function, or a class by its ``__init__`` or its fields, takes; None where it inherits them."""
+def taken(node, classes):
+    """The names that a function, or a class by its ``__init__`` or its fields, takes; None where they are elsewhere.
+
+    A class has the fields of its bases too, as far as these are among ``classes``, by name.
+    """
     if isinstance(node, ast.FunctionDef):
         given = node.args
         names = {each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)}
         return names | {each.arg for each in (given.vararg, given.kwarg) if each}
     made = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
+    if made:
+        return taken(made[0], classes)
     fields = {each.target.id for each in node.body if isinstance(each, ast.AnnAssign)}
-    return taken(made[0]) if made else fields or None
+    bases = (classes[each.id] for each in node.bases if isinstance(each, ast.Name) and each.id in classes)
+    return fields.union(*(taken(base, classes) or () for base in bases)) or None
 
 
 def shown():
@@ -40,9 +46,11 @@ def test_every_argument_is_described_by_itself():
     """One that is not in the signature is a warning of the build, which then fails."""
     wrong = []
     for path in shown():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        nodes = [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+        classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
+        for node in nodes:
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and (names := described(node)):
-                known = taken(node)
+                known = taken(node, classes)
                 wrong += [f"{path.name}: {node.name}: {name}" for name in names if known and name not in known]
     assert not wrong
 

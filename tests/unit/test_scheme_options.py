@@ -88,6 +88,10 @@ def test_what_policies_and_plans_take_of_them():
     assert name_of(Grid(2, 1)) == "grid" and flat(Grid(2, 1)) == {"scheme": "grid", "grid": (2, 1)}
 
 
+def test_the_automatic_grid_is_the_name_alone():
+    assert with_options("grid", grid="auto") == "grid" and with_options("grid", grid=(2, 1)) == Grid(2, 1)
+
+
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
