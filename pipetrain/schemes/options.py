@@ -40,7 +40,10 @@ DEFAULT_POLICY = {  # the options of ``table.scheme``
 
 
 def option(default: Any, about: str, **command_line: Any) -> Any:
-    """A field of a scheme, with the text of its help and the arguments of its option on a command line."""
+    """A field of a scheme, with the text of its help and the arguments of its option on a command line.
+
+    ``by_default`` among these is what help says of the default where the value does not tell.
+    """
     return field(default=default, metadata={"about": about, **command_line})
 
 
@@ -233,9 +236,11 @@ class AllReduce(SchemeOptions):
     order: str | Plan = field(
         default=BEST_ORDER,
         metadata={
-            "about": "of the transfers: the simplest whose simulated step is within 3% of the shortest (auto), or one",
+            "about": "of the transfers",
             "choices": (BEST_ORDER, *ORDERS),
             "metavar": "NAME",
+            "by_default": "auto, the first of the scheme's, as listed, whose simulated step is within 3% of the "
+            "shortest",
         },
     )
 
@@ -255,7 +260,7 @@ class ParameterServer(AllReduce):
     """
 
     name: ClassVar[str] = SERVING
-    servers: int | None = option(None, "on how many devices the weights are (default: all)", metavar="N")
+    servers: int | None = option(None, "on how many of the devices the weights are", metavar="N", by_default="all")
 
     def _check(self) -> None:
         super()._check()
