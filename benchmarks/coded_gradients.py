@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from pipetrain.cli.scheme_options import add_scheme_options
 from pipetrain.plan.cluster import Cluster, Level, Link
 from pipetrain.plan.profile import BlockProfile, Profile
 from pipetrain.plan.text_table import text_table
@@ -230,7 +231,6 @@ def main() -> None:
         metavar="N,L",
         help="(default: 3,2)",
     )
-    parser.add_argument("--stragglers", type=int, default=1, metavar="S")
     parser.add_argument("--slow", type=float, default=5.0, metavar="X", help="of the last child of every parent")
     parser.add_argument(
         "--whole-ms", type=float, default=600.0, metavar="MS", help="that one worker would compute for a minibatch"
@@ -240,6 +240,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=4, metavar="N")
     parser.add_argument("--simulated", action="store_true", help="only the table of simulated steps")
+    add_scheme_options(parser, ["stragglers"], defaults={"stragglers": 1})
     options = parser.parse_args()
     simulate() if options.simulated else measure(options)
 

@@ -39,6 +39,7 @@ from benchmarks.core_shares import joining
 from benchmarks.emulated_hosts import ENVIRONMENT, PORT, ROOT, Hosts, emulated
 from benchmarks.quartiles import quartiles
 from benchmarks.steal import stolen_part, ticks
+from pipetrain.cli.scheme_options import add_scheme_options
 from pipetrain.plan.text_table import text_table
 from pipetrain.schemes.options import with_options
 from pipetrain.schemes.table import SERVING, TRANSFERRING
@@ -330,10 +331,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600, metavar="S", help="after which no round begins")
     parser.add_argument("--scheme", choices=TRANSFERRING, action="append", help="(default: both)")
     parser.add_argument("--order", action="append", help="(default: all)")
-    parser.add_argument("--servers", type=int, metavar="N", help="of parameter-server (default: all hosts)")
     parser.add_argument("--part", choices=("step", "forward"), default="step", help="whole steps, or pull and forward")
     parser.add_argument("--peer", action="store_true", help="MultiWorkerMirroredStrategy beside them")
     parser.add_argument("--addresses", nargs="*", help=argparse.SUPPRESS)  # of the workers: on the first host
+    add_scheme_options(parser, ["servers"])
     options = parser.parse_args()
     options.rows = options.rows or NETWORKS[options.network][1]
     if options.steps < 3:

@@ -14,7 +14,6 @@ import models
 from experiments import datasets, optimizers
 from experiments.networks import NETWORKS, defaults
 from pipetrain.checkpoint.directory_lock import DirectoryLock
-from pipetrain.cli.argument_types import horizon
 from pipetrain.schemes import table
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.text_form import chosen
@@ -55,13 +54,6 @@ def rate(text: str) -> float:
     if not 0 <= number < float("inf"):
         raise argparse.ArgumentTypeError(f"a finite number of at least 0 is needed, not {text!r}")
     return number
-
-
-def stretch(text: str) -> bool | str:
-    """Whether momentum is made longer."""
-    if text not in ("auto", "yes", "no"):
-        raise argparse.ArgumentTypeError(f"{text!r} is none of auto, yes, no")
-    return text if text == "auto" else text == "yes"
 
 
 def writable(output: Path) -> Path:
@@ -133,60 +125,6 @@ def add_training(parser: argparse.ArgumentParser, steps: int, output: str = "run
     add("--width", type=positive, metavar="N", help="units of its layers (default: as published, 512 for snn)")
     add("--seed", type=int, default=0, metavar="N", help="of weights and shuffling (default: 0)")
     add("--output", metavar="DIR", help=f"where to write results (default: {output})")
-
-
-def add_policy(parser: argparse.ArgumentParser) -> None:
-    """The options that say which weights are read, and how updates correct for staleness."""
-    parser.add_argument(
-        "--microbatches",
-        type=positive,
-        metavar="N",
-        help="for synchronous pipelines, 2bw, and spectrain with --horizon target (default: 4; for 2bw at least one "
-        "per stage)",
-    )
-    parser.add_argument(
-        "--horizon",
-        type=horizon,
-        default=table.HORIZONS[0],
-        metavar="NAME|X",
-        help=f"how spectrain predicts ({', '.join(table.HORIZONS)}): as the paper has it; up to the minibatch's own "
-        "backward, which then reads the same predicted weights; by that multiple of the velocity that came nearest of "
-        f"late; or to one version for all stages. How many updates ahead 2bw predicts, {table.RECOMMENDED} for "
-        "example (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--stretch-momentum",
-        type=stretch,
-        default="auto",
-        metavar="auto|yes|no",
-        help="whether --horizon target makes momentum longer, with fewer microbatches than stages (default: auto)",
-    )
-    parser.add_argument(
-        "--spike-compensation",
-        action="store_true",
-        help="asynchronous schemes with momentum: late gradients make up for what momentum would have done by then",
-    )
-    parser.add_argument(
-        "--rescale-steps",
-        type=positive,
-        metavar="N",
-        help="asynchronous schemes: learning rates divided by the staleness, ever less so over N steps",
-    )
-
-
-def add_tree(parser: argparse.ArgumentParser) -> None:
-    """The options of a tree of workers, each of which has the whole network."""
-    parser.add_argument(
-        "--children",
-        type=positive,
-        default=3,
-        metavar="N",
-        help="of every parent in the tree of coded-reduce (default: 3)",
-    )
-    parser.add_argument("--tree-depth", type=positive, default=1, metavar="L", help="levels of it (default: 1)")
-    parser.add_argument(
-        "--stragglers", type=whole, default=1, metavar="S", help="children of a parent that may be late (default: 1)"
-    )
 
 
 def add_workers(parser: argparse.ArgumentParser) -> None:

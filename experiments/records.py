@@ -8,7 +8,7 @@ from typing import Any
 
 from experiments.variants import Variant
 from pipetrain.schemes.coding.coded_reduce import checked_tree
-from pipetrain.schemes.options import AnyScheme, owners, with_options
+from pipetrain.schemes.options import DEFAULT_POLICY, AnyScheme, owners, with_options
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.table import CODED, HORIZONS, has, splits, takes
 from pipetrain.schemes.text_form import chosen
@@ -16,12 +16,7 @@ from pipetrain.schemes.text_form import chosen
 CHECKPOINTS = "checkpoints"  # the folder, within a run's
 LOST = 75  # exit status of a run that has lost a worker; EX_TEMPFAIL of sysexits.h
 OWN = ("grid", "order", "servers")  # options of some schemes that are no policies
-POLICY_OPTIONS: dict[str, Any] = {
-    "horizon": HORIZONS[0],
-    "spike_compensation": False,
-    "rescale_steps": None,
-    "stretch_momentum": "auto",
-}
+OF_TREE = {"children": "children", "depth": "tree_depth", "stragglers": "stragglers"}  # as settings call these
 
 
 @dataclass(frozen=True)
@@ -70,16 +65,12 @@ class Settings:
     @property
     def tree(self) -> dict[str, int]:
         """The arguments of a tree of workers, for a scheme that has one."""
-        if self.scheme != CODED:
-            return {}
-        return {"children": self.children, "depth": self.tree_depth, "stragglers": self.stragglers}
+        return {name: getattr(self, own) for name, own in OF_TREE.items()} if self.scheme == CODED else {}
 
     @property
     def scheme_with_options(self) -> AnyScheme:
         """What ``PipelineModel`` is to train by. Raises ValueError for options that the scheme does not have."""
-        policy = {name: getattr(self, name) for name in POLICY_OPTIONS}
-        own = {name: getattr(self, name) for name in OWN}
-        return with_options(self.way, **policy, **self.tree, **own)
+        return with_options(self.way, **self.tree, **{name: getattr(self, name) for name in (*DEFAULT_POLICY, *OWN)})
 
     @property
     def devices(self) -> int:
@@ -120,12 +111,12 @@ def microbatches_for(
     return microbatches if scheme in splitting or not splitting else None
 
 
-def own_for(scheme: str | Scheme, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the given ``OWN`` options those of this scheme in a run of several; None for those that others have."""
-    return {name: given[name] if str(scheme) in owners(name) else None for name in OWN}
-
-
 def options_of(scheme: str | Scheme, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The policy's options for this scheme, the given ones as far as it has them."""
-    had = {name: takes(scheme, value) if name == "horizon" else has(scheme, name) for name, value in given.items()}
-    return {**POLICY_OPTIONS, **{name: given[name] for name in POLICY_OPTIONS if had.get(name)}}
+    """The given options as far as this scheme has them, in a run of several; the defaults of the others."""
+
+    def is_had(name: str, value: Any) -> bool:
+        if name in OWN:
+            return str(scheme) in owners(name)
+        return takes(scheme, value) if name == "horizon" else has(scheme, name)
+
+    return {name: value if is_had(name, value) else DEFAULT_POLICY.get(name) for name, value in given.items()}

@@ -9,8 +9,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from experiments.records import CHECKPOINTS, Settings, Summary, microbatches_for, options_of, own_for
+from experiments.records import CHECKPOINTS, OWN, Settings, Summary, microbatches_for, options_of
 from pipetrain.checkpoint.store import steps_done
+from pipetrain.schemes.options import DEFAULT_POLICY
 from pipetrain.schemes.table import PIPELINES
 
 
@@ -62,12 +63,11 @@ def settings(
             source = others[0]
         file = (files or {}).get(scheme) if schemes else known[source].file
         changed = replace(known[source], **{**changes, "scheme": scheme, "file": file})
-        left_out = options_of(changed.way, vars(changed))
+        left_out = options_of(changed.way, {name: getattr(changed, name) for name in (*DEFAULT_POLICY, *OWN)})
         # Refused if none of those asked has them.
         asked = [scheme, *(schemes or known if changes.get("microbatches") else PIPELINES)]
         asked = [changed.way if each == scheme else each for each in asked]
         left_out["microbatches"] = microbatches_for(changed.way, asked, changed.microbatches, changed.horizon)
-        left_out |= own_for(scheme, vars(changed))
         if left_out["servers"] and "servers" not in changes:  # some workers may be lost
             left_out["servers"] = min(left_out["servers"], changed.stages)
         chosen[source] = replace(changed, **left_out)

@@ -41,9 +41,7 @@ sys.path.insert(0, str(ROOT))
 from experiments import datasets, resuming  # noqa: E402
 from experiments.networks import NETWORKS, sizes  # noqa: E402
 from experiments.options import (  # noqa: E402
-    add_policy,
     add_training,
-    add_tree,
     add_workers,
     fill_in,
     new_folder,
@@ -55,26 +53,24 @@ from experiments.options import (  # noqa: E402
 )
 from experiments.records import (  # noqa: E402
     LOST,
+    OF_TREE,
     OWN,
-    POLICY_OPTIONS,
     Settings,
     Summary,
     microbatches_for,
     options_of,
-    own_for,
 )
-from pipetrain.cli.argument_types import add_grid, add_transfers  # noqa: E402
-from pipetrain.cli.help_format import Folded  # noqa: E402
+from pipetrain.cli.help_format import Folded, listed  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
+from pipetrain.cli.scheme_options import add_scheme_options  # noqa: E402
 from pipetrain.plan.text_table import counted, text_table  # noqa: E402
 from pipetrain.schemes import table  # noqa: E402
-from pipetrain.schemes.options import check_owned  # noqa: E402
+from pipetrain.schemes.options import DEFAULT_POLICY, check_owned  # noqa: E402
 from pipetrain.schemes.scheme import Scheme  # noqa: E402
 from pipetrain.schemes.text_form import chosen, in_full  # noqa: E402
 
 ALL = "all"  # of the paper and near it, each with other weights or another order
 # What may be different when a run goes on, and options that say nothing about the run itself.
-TREE = {"children", "tree_depth", "stragglers"}
 CHANGEABLE = {
     "stages",
     "steps",
@@ -82,9 +78,10 @@ CHANGEABLE = {
     "momentum",
     "microbatches",
     "checkpoint_every",
+    *DEFAULT_POLICY,
     *OWN,
-    *POLICY_OPTIONS,
-} | TREE
+    *OF_TREE.values(),
+}
 ANYWAY = ("scheme", "resume", "data_dir", "verbose", "cluster", "local_workers", "supervised")
 
 
@@ -160,13 +157,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     about[table.DATA_PARALLEL] = "synchronous, a baseline: plain Keras under MirroredStrategy"
     about[table.AUTO] = "whichever way is predicted to be the fastest on as many devices as --stages says"
     names = *table.EVERY_NAME, table.AUTO
-    longest = max(map(len, names))
-    schemes_about = "\n".join(f"  {name:<{longest}} {about[name]}" for name in names)
-    parser = argparse.ArgumentParser(
-        description=f"{__doc__.splitlines()[0]}\n\n{description}",
-        epilog=f"schemes:\n{schemes_about}\n\nexamples:{epilog}",
-        formatter_class=Folded,
-    )
+    parser = argparse.ArgumentParser(description=f"{__doc__.splitlines()[0]}\n\n{description}", formatter_class=Folded)
     parser.add_argument(
         "--scheme",
         action="append",
@@ -176,10 +167,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         f"given several times (default: spectrain). {ALL}: one after another {', '.join(table.NAMES)}",
     )
     add_training(parser, steps=1000)
-    add_policy(parser)
-    add_tree(parser)
-    add_grid(parser)
-    add_transfers(parser)
+    parser.add_argument(
+        "--microbatches",
+        type=positive,
+        metavar="N",
+        help="for synchronous pipelines, 2bw, and spectrain with --horizon target (default: 4; for 2bw at least one "
+        "per stage)",
+    )
     parser.add_argument(
         "--eval-every", type=positive, default=20, metavar="N", help="steps between validations (default: 20)"
     )
@@ -200,6 +194,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_workers(parser)
     parser.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)  # a process of such a run
     parser.add_argument("--verbose", action="store_true", help="show how the model is cut, and why")
+    flags = add_scheme_options(
+        parser,
+        (*DEFAULT_POLICY, "order", "servers", *OF_TREE, "grid"),
+        flags={"depth": "--tree-depth"},  # --depth is the network's
+        defaults={name: getattr(Settings, own) for name, own in OF_TREE.items()},
+    )
+    schemes = listed({name: (about[name], " ".join(flags.get(name, ()))) for name in names})
+    parser.epilog = f"schemes, and the options that they have:\n{schemes}\n\nexamples:{epilog}"
     options = parser.parse_args(arguments)
     unset = argparse.Namespace(**dict.fromkeys(vars(options)))
     options.given = {
@@ -264,7 +266,7 @@ def begin(options: argparse.Namespace, ends: ExitStack) -> tuple[Path, list[Summ
             **{
                 **same,
                 **having(way, options),
-                **own_for(way, vars(options)),
+                **options_of(way, {name: getattr(options, name) for name in OWN}),
                 "microbatches": microbatches_for(way, ways(options), options.microbatches, options.horizon),
             },
         )
@@ -298,12 +300,12 @@ def possible(settings: Sequence[Settings], every: bool) -> list[Settings]:
 
 def having(scheme: str | Scheme, options: argparse.Namespace) -> dict[str, Any]:
     """The policy's options for this scheme. Raises ValueError for those that none of the run's schemes has."""
-    given = {name: getattr(options, name) for name in POLICY_OPTIONS if name in options.given}
+    given = {name: options.given[name] for name in DEFAULT_POLICY if name in options.given}
     check_owned({name: getattr(options, name) for name in OWN}, *ways(options))
     for name, value in given.items():
         if not any(options_of(each, {name: value})[name] == value for each in ways(options)):
-            table.check_options(scheme, **{**POLICY_OPTIONS, **given})
-    return options_of(scheme, given)
+            table.check_options(scheme, **{**DEFAULT_POLICY, **given})
+    return options_of(scheme, {**DEFAULT_POLICY, **given})
 
 
 def go_on(options: argparse.Namespace, ends: ExitStack) -> tuple[Path, list[Summary]]:

@@ -83,7 +83,7 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
         self,
         model: keras.Model,
         stages: int | Partition | None = None,
-        scheme: AnyScheme = "auto",
+        scheme: AnyScheme | None = None,
         *,
         cuts: Sequence[str] | None = None,
         devices: Sequence[str] | None = None,

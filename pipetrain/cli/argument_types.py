@@ -9,9 +9,8 @@ from typing import Any
 
 from pipetrain.plan.cluster import size_bytes
 from pipetrain.schemes.scheme import Scheme
-from pipetrain.schemes.table import CHUNKED, HORIZONS, SERVING, TRANSFERRING
+from pipetrain.schemes.table import HORIZONS
 from pipetrain.schemes.text_form import SUFFIX, chosen
-from pipetrain.schemes.transfers.orders import AUTO, ORDERS
 
 MICROBATCHES = 4  # of a minibatch, where nothing says it
 
@@ -59,6 +58,13 @@ def horizon(text: str) -> str | float:
         raise argparse.ArgumentTypeError(
             f"{text!r} is none of {', '.join(HORIZONS)}, nor a number from 0 up"
         ) from error
+
+
+def auto_or_bool(text: str) -> bool | str:
+    """``auto``, or True for ``yes`` and False for ``no``."""
+    if text not in ("auto", "yes", "no"):
+        raise argparse.ArgumentTypeError(f"{text!r} is none of auto, yes, no")
+    return text if text == "auto" else text == "yes"
 
 
 def input_shape(text: str) -> tuple[str, tuple[int, ...]]:
@@ -112,43 +118,11 @@ def scheme_named(text: str, chunks: int | None) -> str | Scheme:
 
 
 def add_scheme(parser: argparse.ArgumentParser, names: Collection[str], about: str = "", **options: Any) -> None:
-    """The options that say which scheme, or which schedule of a file."""
+    """The option that says which scheme, or which schedule of a file."""
     parser.add_argument(
         "--scheme",
         metavar="NAME",
         help=f"{', '.join(names)}; or the name of a file in {SUFFIX} with a schedule; or FILE.py:NAME, a Scheme, a "
         f"Schedule or a policy of your own{about}",
         **options,
-    )
-    parser.add_argument(
-        "--chunks",
-        type=count,
-        metavar="N",
-        help=f"stages on a device, for {' and '.join(CHUNKED)} (default: 2)",
-    )
-
-
-def add_transfers(parser: argparse.ArgumentParser) -> None:
-    """The options that say how data parallelism sends weights and gradients."""
-    parser.add_argument(
-        "--order",
-        choices=[AUTO, *ORDERS],
-        metavar="NAME",
-        help=f"of the transfers of {' and '.join(TRANSFERRING)}: {', '.join([AUTO, *ORDERS])} (default: auto, the "
-        "first of the scheme's, as listed, whose simulated step is within 3%% of the shortest)",
-    )
-    parser.add_argument(
-        "--servers", type=count, metavar="N", help=f"of {SERVING}: on how many devices the weights are (default: all)"
-    )
-
-
-def add_grid(parser: argparse.ArgumentParser) -> None:
-    """The option that says which grid of devices there is."""
-    parser.add_argument(
-        "--grid",
-        type=count,
-        nargs=2,
-        metavar=("OUTPUTS", "ROWS"),
-        help="of the scheme grid: over how many devices the outputs of wide layers are divided, and over how many "
-        "parts the rows (default: the grid and the layers that send the least)",
     )

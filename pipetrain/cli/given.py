@@ -13,7 +13,6 @@ from pipetrain.cli.argument_types import (
     MICROBATCHES,
     budget,
     count,
-    horizon,
     input_shape,
     input_shapes,
     scheme_named,
@@ -154,13 +153,5 @@ def add_common(command: argparse.ArgumentParser) -> None:
         metavar="N",
         help="of synchronous schemes, spectrain with --horizon target, and 2bw, where it is at least stages - 1 "
         f"(default: {MICROBATCHES}, or those of the file)",
-    )
-    command.add_argument(
-        "--horizon",
-        type=horizon,
-        default=table.HORIZONS[0],
-        metavar="NAME|X",
-        help=f"how spectrain predicts ({', '.join(table.HORIZONS)}), or how many updates ahead 2bw does, which decides "
-        "on the memory (default: %(default)s)",
     )
     command.add_argument("--recompute", action="store_true", help="run forwards again instead of keeping activations")

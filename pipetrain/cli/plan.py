@@ -9,6 +9,7 @@ from pipetrain.cli import balance
 from pipetrain.cli.argument_types import add_scheme
 from pipetrain.cli.given import add_common, given
 from pipetrain.cli.help_format import Folded
+from pipetrain.cli.scheme_options import add_scheme_options
 from pipetrain.schemes import table
 from pipetrain.schemes.options import STALENESS
 from pipetrain.schemes.scheme import Scheme
@@ -51,14 +52,8 @@ def add(commands: Any) -> None:
     add_common(command)
     about = "; decides on the memory, and what is compared (default: spectrain)"
     add_scheme(command, [*table.PIPELINES, table.AUTO], about, default="spectrain")
-    command.add_argument(
-        "--staleness",
-        choices=STALENESS,
-        default=STALENESS[0],
-        help="what --scheme auto may take: none, training that equals the unsplit model's, or pipelines with predicted "
-        "weights too (default: none)",
-    )
     balance.add(command)
+    add_scheme_options(command, ("horizon", "chunks", "staleness"), defaults={"staleness": STALENESS[0]})
     command.set_defaults(run=run)
 
 

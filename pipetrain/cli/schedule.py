@@ -11,6 +11,7 @@ from typing import Any
 
 from pipetrain.cli.argument_types import MICROBATCHES, add_scheme, count, scheme_named
 from pipetrain.cli.help_format import Folded
+from pipetrain.cli.scheme_options import add_scheme_options
 from pipetrain.plan.text_table import counted
 from pipetrain.schemes import table
 from pipetrain.schemes.actions import Action
@@ -73,6 +74,7 @@ def add(commands: Any) -> None:
     calls = "print what devices do in each call of a function, of an asynchronous scheme for N minibatches (default: 1)"
     option("--calls", type=count, nargs="?", const=1, metavar="N", help=calls)
     option("--csv", type=Path, metavar="FILE", help="write the schedule of a minibatch, if it is synchronous")
+    add_scheme_options(command, ["chunks"])
     command.set_defaults(run=run)
 
 

@@ -6,12 +6,13 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from pipetrain.cli.argument_types import add_grid, add_scheme, add_transfers, count, positive_number, share
+from pipetrain.cli.argument_types import add_scheme, count, positive_number, share
 from pipetrain.cli.given import add_common, given, schemes_of
 from pipetrain.cli.help_format import Folded
+from pipetrain.cli.scheme_options import add_scheme_options
 from pipetrain.schemes import table
-from pipetrain.schemes.coding.coded_reduce import Tree, checked_tree
-from pipetrain.schemes.options import check_owned
+from pipetrain.schemes.coding.coded_reduce import Tree
+from pipetrain.schemes.options import TREE, CodedReduce, check_owned
 from pipetrain.schemes.transfers.orders import AUTO
 from pipetrain.simulation.comparison import Comparison, compare
 from pipetrain.simulation.every_way import choose
@@ -59,9 +60,6 @@ def add(commands: Any) -> None:
     add_common(command)
     about = "; may be given several times (default: single, data-parallel and spectrain)"
     add_scheme(command, table.EVERY_NAME, about, action="append")
-    add_transfers(command)
-    add_tree(command)
-    add_grid(command)
     command.add_argument(
         "--minibatches", type=count, default=200, metavar="N", help="how many are trained (default: 200)"
     )
@@ -80,28 +78,20 @@ def add(commands: Any) -> None:
     )
     command.add_argument("--seed", type=int, default=0, metavar="N", help="of that variation (default: 0)")
     command.add_argument("--output", type=Path, metavar="FILE", help="write the trace, or one for each scheme")
+    add_scheme_options(
+        command,
+        ("horizon", "chunks", "order", "servers", *TREE, "grid"),
+        by_default={"children": "all devices, of which the root is none, as children of it"},
+    )
     command.set_defaults(run=run)
-
-
-def add_tree(command: argparse.ArgumentParser) -> None:
-    """The options of a tree of workers."""
-    command.add_argument(
-        "--children",
-        type=count,
-        metavar="N",
-        help="of every parent of coded-reduce (default: all devices, of which the root is none, as children of it)",
-    )
-    command.add_argument("--depth", type=count, default=1, metavar="L", help="levels of that tree (default: 1)")
-    command.add_argument(
-        "--stragglers", type=int, default=1, metavar="S", help="that every parent bears there (default: 1)"
-    )
 
 
 def tree_of(options: argparse.Namespace) -> Tree | None:
     """The tree that is asked for, if one is. Raises ValueError for none that can be."""
     if options.children is None:
         return None
-    return checked_tree(options.children, options.depth, options.stragglers)
+    given = {name: getattr(options, name) for name in TREE}
+    return CodedReduce(**{name: value for name, value in given.items() if value is not None}).tree
 
 
 def run(options: argparse.Namespace) -> None:

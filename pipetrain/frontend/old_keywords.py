@@ -6,13 +6,9 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from pipetrain.schemes.options import (
-    AnyScheme,
-    SchemeOptions,
-    keywords,
-    with_options,
-)
+from pipetrain.schemes.options import DEFAULT_POLICY, AnyScheme, keywords, with_options, written
 from pipetrain.schemes.scheme import Scheme
+from pipetrain.schemes.table import AUTO
 from pipetrain.schemes.text_form import chosen
 
 OF_SCHEMES = (  # options that belong to a scheme
@@ -21,17 +17,21 @@ OF_SCHEMES = (  # options that belong to a scheme
 )
 
 
-def taken_over(scheme: AnyScheme, given: Mapping[str, Any]) -> AnyScheme:
+def taken_over(scheme: AnyScheme | None, given: Mapping[str, Any]) -> AnyScheme:
     """The scheme with the options given by keyword, as in 0.1; a warning shows the new line.
+
+    Without a scheme it is ``auto``; where options of 0.1's default are given, this default, ``spectrain``.
 
     Raises TypeError for keywords that never were any, ValueError and TypeError as ``with_options`` does.
     """
     unknown = next((name for name in given if name not in OF_SCHEMES), None)
     if unknown is not None:
         raise TypeError(f"PipelineModel.__init__() got an unexpected keyword argument {unknown!r}")
+    if scheme is None:
+        scheme = "spectrain" if any(name in DEFAULT_POLICY for name in given) else AUTO
     if not given:
         return scheme
-    found = with_options(chosen(scheme) if isinstance(scheme, str) and scheme != "auto" else scheme, **given)
+    found = with_options(chosen(scheme) if isinstance(scheme, str) and scheme != AUTO else scheme, **given)
     warnings.warn(
         f"Options of a scheme are given to the scheme now. Received: {keywords(given)}. Try scheme={_written(found)}.",
         FutureWarning,
@@ -49,8 +49,6 @@ def taken_over_trace(given: dict[str, Any]) -> Any:
 
 
 def _written(scheme: AnyScheme) -> str:
-    if isinstance(scheme, SchemeOptions):
-        return f"pipetrain.{scheme!r}"
     if isinstance(scheme, Scheme):
         return f"Scheme({scheme.name!r}, ..., spikes={scheme.spikes}, rescale_steps={scheme.rescale_steps})"
-    return repr(scheme) if isinstance(scheme, str) else f"pipetrain.Grid{tuple(scheme)!r}"
+    return written(scheme)

@@ -19,6 +19,7 @@ from pipetrain.frontend.checks.options import (
     check_recompute,
     check_replicas,
     check_schedule,
+    check_synchronous,
     checked_microbatches,
     checked_servers,
     checked_workers,
@@ -113,6 +114,7 @@ def _auto(model: keras.Model, options: Options) -> Strategy:
         laid_out = Placement(model, options.stages, options.cuts, on, options.replicas), options.microbatches
     own = options_of(options.scheme)
     assert isinstance(own, Auto)
+    check_synchronous(own.staleness, laid_out is not None)
     return AutoStrategy(model, on, own.staleness, options.memory_bytes, options.recompute, laid_out)
 
 

@@ -202,6 +202,9 @@ class Choice:
                 parts.append(f"{than:.2f}x as fast as the best of another kind, {best}")
             else:
                 parts.append(f"no way of another kind is {MARGIN - 1:.0%} faster (the best is {best})")
+        elif same := [way for way in self._contenders if way != self.fastest and way.known_s < math.inf]:
+            following = min(same, key=lambda way: way.known_s)
+            parts.append(f"{following.known_s / taken.known_s:.2f}x as fast as the next, {following}")
         faster = [way for way in self._candidates if not way.fits and way.step_s * MARGIN < taken.step_s]
         if faster:
             first = min(faster, key=lambda way: way.step_s)

@@ -13,6 +13,7 @@ from pipetrain.run.window import Minibatch, Window
 WARM_UP, WARM_UP_S = 3, 1.0  # minibatches, and seconds, before what is timed: functions are compiled, threads settle
 TIMED, TIMED_S = 6, 2.0  # so many minibatches are timed, and more until so many seconds are over;
 FEW, MOST_S = 2, 10.0  # fewer, but so many at least, where they take longer than this
+WARM_UP_MANY, TIMED_MANY = 100, 200  # minibatches that are enough of each, however little time they take
 
 
 class TrialClock:
@@ -26,7 +27,8 @@ class TrialClock:
         """A minibatch is done now."""
         self._ends_s.append(time.perf_counter())
         done = len(self._ends_s)
-        if not self._warm and done >= WARM_UP and self._ends_s[-1] - self._ends_s[0] >= WARM_UP_S:
+        is_warm = done >= WARM_UP and self._ends_s[-1] - self._ends_s[0] >= WARM_UP_S
+        if not self._warm and (is_warm or done >= WARM_UP_MANY):
             self._warm = done
 
     @property
@@ -36,7 +38,7 @@ class TrialClock:
         if not self._warm or timed < FEW:
             return False
         taken_s = self._ends_s[-1] - self._ends_s[self._warm - 1]
-        return (timed >= TIMED and taken_s >= TIMED_S) or taken_s >= MOST_S
+        return (timed >= TIMED and taken_s >= TIMED_S) or timed >= TIMED_MANY or taken_s >= MOST_S
 
     @property
     def minibatch_s(self) -> float:

@@ -39,8 +39,11 @@ DEFAULT_POLICY = {  # the options of ``table.scheme``
 }
 
 
-def told(about: str, **command_line: Any) -> dict[str, Any]:
-    """Metadata of a scheme's field: the text of its help and the arguments of its option on a command line."""
+def described(about: str, **command_line: Any) -> dict[str, Any]:
+    """Metadata of a scheme's field: the text of its help and the arguments of its option on a command line.
+
+    ``by_default`` among these is what help says of the default where the value does not tell.
+    """
     return {"about": about, **command_line}
 
 
@@ -78,7 +81,7 @@ class SchemeOptions:
 class AsynchronousOptions(SchemeOptions):
     """A pipeline that never drains between minibatches."""
 
-    spike_compensation: bool = field(default=False, metadata=told(SPIKES))
+    spike_compensation: bool = field(default=False, metadata=described(SPIKES))
 
     def _check(self) -> None:
         check_options(self.name, **self._policy())
@@ -110,7 +113,7 @@ class Vanilla(AsynchronousOptions):
     """
 
     name: ClassVar[str] = "vanilla"
-    rescale_steps: int | None = field(default=None, metadata=told(RESCALE, metavar="N"))
+    rescale_steps: int | None = field(default=None, metadata=described(RESCALE, metavar="N"))
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -162,7 +165,7 @@ class SpecTrain(Vanilla):
     name: ClassVar[str] = "spectrain"
     horizon: str = field(
         default="round-trip",
-        metadata=told(
+        metadata=described(
             f"how weights are predicted ({', '.join(HORIZONS)}): as the paper has it; up to the minibatch's own "
             "backward, which then reads the same predicted weights; by that multiple of the velocity that came nearest "
             "of late; or to one version for all stages",
@@ -171,7 +174,7 @@ class SpecTrain(Vanilla):
     )
     stretch_momentum: bool | str = field(
         default="auto",
-        metadata=told(
+        metadata=described(
             "whether horizon target makes momentum longer, with fewer microbatches than stages", metavar="auto|yes|no"
         ),
     )
@@ -191,7 +194,7 @@ class TwoBW(AsynchronousOptions):
     name: ClassVar[str] = "2bw"
     horizon: float = field(
         default=0,
-        metadata=told(f"how many updates ahead weights are predicted, {RECOMMENDED} for example", metavar="X"),
+        metadata=described(f"how many updates ahead weights are predicted, {RECOMMENDED} for example", metavar="X"),
     )
 
     def _policy(self) -> dict[str, Any]:
@@ -208,7 +211,7 @@ class Interleaved(SchemeOptions):
     """
 
     name: ClassVar[str] = "interleaved"
-    chunks: int = field(default=2, metadata=told("stages on a device", metavar="N"))
+    chunks: int = field(default=2, metadata=described("stages on a device", metavar="N"))
 
     def _check(self) -> None:
         chunked(self.name, self.chunks)
@@ -240,10 +243,11 @@ class AllReduce(SchemeOptions):
     name: ClassVar[str] = "all-reduce"
     order: str | Plan = field(
         default="auto",
-        metadata=told(
-            "of the transfers: the simplest whose simulated step is within 3% of the shortest (auto), or one",
+        metadata=described(
+            "of the transfers",
             choices=(BEST_ORDER, *ORDERS),
             metavar="NAME",
+            by_default="auto, the first of the scheme's, as listed, whose simulated step is within 3% of the shortest",
         ),
     )
 
@@ -264,7 +268,7 @@ class ParameterServer(AllReduce):
 
     name: ClassVar[str] = SERVING
     servers: int | None = field(
-        default=None, metadata=told("on how many devices the weights are (default: all)", metavar="N")
+        default=None, metadata=described("on how many of the devices the weights are", metavar="N", by_default="all")
     )
 
     def _check(self) -> None:
@@ -286,9 +290,11 @@ class CodedReduce(SchemeOptions):
     """
 
     name: ClassVar[str] = CODED
-    children: int = field(metadata=told("of every parent in the tree of workers", metavar="N"))
-    depth: int = field(default=1, metadata=told("levels of the tree", metavar="L"))
-    stragglers: int = field(default=1, metadata=told("children of a parent that may be late", metavar="S", least=0))
+    children: int = field(metadata=described("of every parent in the tree of workers", metavar="N"))
+    depth: int = field(default=1, metadata=described("levels of the tree", metavar="L"))
+    stragglers: int = field(
+        default=1, metadata=described("children of a parent that may be late", metavar="S", least=0)
+    )
 
     def _check(self) -> None:
         _ = self.tree
@@ -311,7 +317,7 @@ class Auto(SchemeOptions):
     name: ClassVar[str] = AUTO
     staleness: str = field(
         default="none",
-        metadata=told(
+        metadata=described(
             "what may be taken: none, training that equals the unsplit model's, or pipelines with predicted "
             "weights too",
             choices=STALENESS,
@@ -465,7 +471,14 @@ def _is_left_out(name: str, value: Any) -> bool:
 
 def keywords(given: Mapping[str, Any]) -> str:
     """Arguments as they are written in a call."""
-    return ", ".join(f"{name}={value!r}" for name, value in given.items())
+    return ", ".join(f"{name}={written(value)}" for name, value in given.items())
+
+
+def written(value: Any) -> str:
+    """A value as it is written in a program that has imported ``pipetrain``."""
+    if isinstance(value, Grid):
+        return f"pipetrain.Grid{tuple(value[: 2 if value.layers is None else 3])!r}"
+    return f"pipetrain.{value!r}" if isinstance(value, SchemeOptions) else repr(value)
 
 
 def check_staleness(staleness: Any) -> str:

@@ -373,10 +373,15 @@ def test_other_data_sets_through_tfds(name, shape, monkeypatch):
         assert data.x_train.shape[1:] == shape
 
 
-def test_help_teaches(capsys):
+def test_help_teaches(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
         run.main(["--help"])
     text = capsys.readouterr().out
+    listed = " ".join(text.partition("schemes, and the options that they have:")[2].split())
+    assert "asynchronous, predicted weights --horizon --spike-compensation --rescale-steps --stretch-momentum" in listed
+    assert "--children --tree-depth --stragglers grid wide layers divided by outputs" in listed
+    assert "options of coded-reduce:\n  --children N " in text
     assert "examples:" in text
     assert "python experiments/run.py --scheme all" in text
     named = [word.strip(",;.()") for word in text.split() if word.startswith("docs/")]

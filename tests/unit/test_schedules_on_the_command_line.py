@@ -102,5 +102,6 @@ def test_help_tells_of_files_and_chunks(command, capsys):
     with pytest.raises(SystemExit):
         command_line.main([command, "--help"])
     told = " ".join(capsys.readouterr().out.split())
-    for words in ("or the name of a file in .csv with a schedule", "stages on a device, for interleaved", "mine.csv"):
+    chunks = "options of interleaved and looped-bfs: --chunks N stages on a device (default: 2)"
+    for words in ("or the name of a file in .csv with a schedule", chunks, "mine.csv"):
         assert words in told

@@ -33,7 +33,7 @@ def test_the_constructor_has_few_arguments():
         ("spectrain", {"horizon": "target", "stretch_momentum": False}, "SpecTrain(stretch_momentum=False, horizon"),
         ("vanilla", {"rescale_steps": 5}, "Vanilla(rescale_steps=5)"),
         ("coded-reduce", {"children": 3}, "CodedReduce(children=3)"),
-        ("grid", {"grid": (1, 2)}, "pipetrain.Grid(1, 2, None)"),
+        ("grid", {"grid": (1, 2)}, "pipetrain.Grid(1, 2)"),
     ],
 )
 def test_options_by_keyword_train_as_the_object_does_with_a_warning_that_shows_it(scheme, options, new):
@@ -83,6 +83,13 @@ def test_without_a_scheme_a_layout_trains_as_the_unsplit_model(layout):
     if "microbatches" in layout:
         assert pm.way["microbatches"] == layout["microbatches"]
     assert pm.partition(16).replicas == layout.get("replicas", (1,) * layout.get("stages", 2))
+
+
+def test_options_of_the_old_default_mean_the_old_default():
+    with pytest.warns(FutureWarning, match=r"Try scheme=pipetrain.SpecTrain\(horizon='local'\)"):
+        assert pipetrain.PipelineModel(networks.mlp(), stages=2, horizon="local").scheme == "spectrain"
+    with pytest.raises(ValueError, match=r"chosen among synchronous ones\. Received: staleness='predicted'"):
+        pipetrain.PipelineModel(networks.mlp(), stages=2, scheme=pipetrain.Auto(staleness="predicted"))
 
 
 def test_without_anything_all_exact_ways_are_there():
