@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pipetrain.plan.choice import BASELINE, Way
-from pipetrain.plan.cluster import Cluster
+from pipetrain.plan.cluster import SHARED_MEMORY, Cluster
 from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import everywhere
 from pipetrain.plan.profile import Profile
@@ -41,13 +41,15 @@ class Copies:
             yield self._way(BASELINE, self._whole.step_s, scheme=DATA_PARALLEL)
         for scheme in TRANSFERRING:
             step_s = estimated_step_s(self._profile, scheme, self._devices, self._cluster)
-            yield self._way("data parallelism", step_s, self._on_servers(scheme), scheme=scheme)
+            yield self._way("data parallelism", step_s, self._on_others(scheme), scheme=scheme)
         if self._devices <= MOST_EXCHANGING:
             if is_whole:
                 yield from self.grid()
             tree = widest(self._devices)
             step_s = simulate_tree(self._profile, *tree, self._cluster).step_s
-            yield self._way(BASELINE, step_s, scheme=CodedReduce(*tree))
+            weights_bytes, _ = on_fullest_server(self._profile, self._devices, self._cluster)
+            slots_bytes = int(self._training.slots * weights_bytes)  # which the root has, in this process
+            yield self._way(BASELINE, step_s, slots_bytes, scheme=CodedReduce(*tree))
 
     def grid(self, asked: Grid | None = None) -> Iterator[Way]:
         """The grid that is asked for, or that sends the least, if layers can be divided."""
@@ -56,12 +58,16 @@ class Copies:
             grid = Grid(found.grid.outputs, found.grid.rows)
             yield self._way("grid", found.step_s, found.elsewhere_bytes, scheme=grid)
 
-    def _on_servers(self, scheme: str) -> int:
-        """The bytes of the optimizer's slots that a device does not have, as they are on other servers."""
+    def _on_others(self, scheme: str) -> int:
+        """The bytes of weights and the optimizer's slots that a device does not have, as they are on other servers.
+
+        Weights that come from another server are copies, unless the devices share one memory.
+        """
         if scheme != SERVING:
             return 0
         weights_bytes, own_bytes = on_fullest_server(self._profile, self._devices, self._cluster)
-        return int(self._training.slots * (weights_bytes - own_bytes))
+        shared = self._cluster.slowest(self._devices) == SHARED_MEMORY
+        return int((self._training.slots + shared) * (weights_bytes - own_bytes))
 
     def _way(self, kind: str, step_s: float, elsewhere_bytes: int = 0, **arguments: Any) -> Way:
         memory_bytes = self._whole.fullest_bytes - elsewhere_bytes

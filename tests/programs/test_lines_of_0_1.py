@@ -62,7 +62,7 @@ pm = pipetrain.PipelineModel(model, scheme="parameter-server", order="tic", serv
 """: "scheme=pipetrain.ParameterServer(order='tic', servers=1)",
     """
 pm = pipetrain.PipelineModel(model, scheme="grid", grid=(2, 2), devices=devices[:4])
-""": "scheme=pipetrain.Grid(2, 2, None)",
+""": "scheme=pipetrain.Grid(2, 2)",
     """
 pm = pipetrain.PipelineModel(model, scheme="grid", grid="auto", devices=devices[:4])
 """: "scheme='grid'",

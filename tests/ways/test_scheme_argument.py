@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 
+import keras
 import networks
 import numpy as np
 import pytest
@@ -106,3 +108,23 @@ def test_a_partition_without_a_scheme_is_kept():
     pm = pipetrain.PipelineModel(networks.mlp(), cut, devices=ON)
     trained(pm)
     assert pm.partition(16).cuts == cut.cuts and np.all(np.isfinite(pm.get_weights()[0]))
+
+
+def test_explain_says_the_same_of_every_way_whatever_is_set():
+    """Rates and memory of all ways, and which is recommended: those by which ``auto`` chooses."""
+    tables = {}
+    for scheme in (None, "1f1b", "spectrain", "all-reduce", pipetrain.SpecTrain(horizon="target")):
+        pm = pipetrain.PipelineModel(networks.mlp(width=64), scheme=scheme, devices=ON[:2])
+        pm.compile(keras.optimizers.SGD(0.1, momentum=0.9), networks.crossentropy())
+        text = pm.explain(64)
+        rows = re.findall(r"^(\S.*?) {2,}(\d+ ±\S+) +(\S+) +(\S+)", text, re.M)
+        taken = re.search(r"^(?:Taken|Recommended): (.*?)\. (?:In|It|No|There|\d)", text, re.M)
+        assert taken, text
+        word = "Taken" if scheme is None else "Recommended"
+        assert f"\n{word}: " in text and ("(as set)" in text) == (scheme is not None)
+        found = {label: figures for label, *figures in rows if "as set" not in label}
+        tables[str(scheme)] = found | {label.removesuffix(" (as set)"): figures for label, *figures in rows}
+        tables[str(scheme)] |= {"taken": re.sub(r", cuts=.*", "", taken[1])}
+    for scheme, rows in tables.items():
+        for label, figures in tables["None"].items():
+            assert rows[label] == figures, (scheme, label)
