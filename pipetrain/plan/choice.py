@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from textwrap import wrap
 from typing import Any, NamedTuple
 
 from pipetrain.plan.capacity import NoPlan
@@ -19,6 +20,7 @@ SAME = 1.01  # seconds nearer to each other are equal
 NEAR = 1.35  # of the fastest prediction: a way that takes so long at most may be the fastest when it is tried
 FAIR = 2.0  # and one device, of which nobody wants to be slower, if it takes so long at most
 TRIED = 6  # ways at most, beside one device
+WIDTH = 80  # characters of a line that a person reads
 ERRORS = 2  # standard errors of the profile to either side of a prediction
 HEADER: tuple[str, ...] = ("way to train", "samples/s", "gain", "MiB", "not taken")
 KINDS = ("single", "data parallelism", "grid", "pipeline", "hybrid")  # the simplest first
@@ -227,7 +229,8 @@ class Choice:
         if self.left_out:
             lines.append(f"The model has too few layers for {', '.join(self.left_out)}.")
         word = "Recommended" if self.is_advice else "Taken"
-        lines += ["", f"{word}: {keywords(self.taken.arguments)}. {self.reason}"]
+        told = f"{word}: {keywords(self.taken.arguments)}. {self.reason}"
+        lines += ["", *wrap(told, WIDTH, break_long_words=False, break_on_hyphens=False)]
         if self.gap is not None:
             lines.append(f"No cut has a slowest stage that is more than {self.gap:.0%} faster.")
         if warning := unsteady(self.spread):
@@ -262,7 +265,9 @@ class Choice:
             return "too much memory"
         if way.trial_s is None and self.fastest.trial_s is not None:
             return "not tried"
-        return "less simple" if way.known_s <= MARGIN * min(each.known_s for each in self._contenders) else "slower"
+        if way.known_s > MARGIN * min(each.known_s for each in self._contenders):
+            return "slower"
+        return "no faster" if way.kind == self.fastest.kind else "less simple"
 
 
 def least_slowest_s(profile: Profile, devices: int, replicate: bool = False) -> float:

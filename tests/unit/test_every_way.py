@@ -265,7 +265,7 @@ def situations(draw):
         BlockProfile(f"b{n}", draw(seconds), draw(seconds), draw(sizes), draw(sizes), draw(sizes), draw(seconds) / 10)
         for n in range(draw(st.integers(1, 8)))
     )
-    link = Level(Link(10 ** draw(st.floats(6, 10)), draw(st.floats(0, 1e-3))))
+    link = Level(Link(10 ** draw(st.floats(6, 10)), draw(st.just(0.0) | st.floats(1e-6, 1e-3))))
     limit = draw(st.none() | st.integers(MIB // 4, 64 * MIB))
     cluster = Cluster((link,), memory_bytes=limit, processors=draw(st.sampled_from([2, math.inf])))
     return Profile("random", draw(st.integers(4, 64)), blocks, spread=0.02), draw(st.integers(1, 4)), cluster

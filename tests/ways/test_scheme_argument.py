@@ -118,13 +118,13 @@ def test_explain_says_the_same_of_every_way_whatever_is_set():
         pm.compile(keras.optimizers.SGD(0.1, momentum=0.9), networks.crossentropy())
         text = pm.explain(64)
         rows = re.findall(r"^(\S.*?) {2,}(\d+ ±\S+) +(\S+) +(\S+)", text, re.M)
-        taken = re.search(r"^(?:Taken|Recommended): (.*?)\. (?:In|It|No|There|\d)", text, re.M)
+        taken = re.search(r"^(?:Taken|Recommended): (.*?)\. (?:In|It|No|There|\d)", text, re.M | re.S)
         assert taken, text
         word = "Taken" if scheme is None else "Recommended"
         assert f"\n{word}: " in text and ("(as set)" in text) == (scheme is not None)
         found = {label: figures for label, *figures in rows if "as set" not in label}
         tables[str(scheme)] = found | {label.removesuffix(" (as set)"): figures for label, *figures in rows}
-        tables[str(scheme)] |= {"taken": re.sub(r", cuts=.*", "", taken[1])}
+        tables[str(scheme)] |= {"taken": re.sub(r", cuts=.*", "", " ".join(taken[1].split()))}
     for scheme, rows in tables.items():
         for label, figures in tables["None"].items():
             assert rows[label] == figures, (scheme, label)
