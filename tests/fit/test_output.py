@@ -170,3 +170,15 @@ def test_a_bar_comes_with_the_line_above_it(impatient, capfd):
         progress.Progress(f"At {level}.", 2).add(2)
     out, _ = capfd.readouterr()
     assert out.startswith("At info.\n") and "2/2" in out
+
+
+def test_many_stages_of_spectrain_are_told_of_the_target_once(capfd):
+    x, y = networks.data(32)
+    for stages, told in ((5, 1), (4, 0)):
+        pm = pipetrain.PipelineModel(networks.mlp(), cuts=networks.cuts(6, stages), scheme="spectrain")
+        pm.compile("sgd", networks.crossentropy())
+        pm.fit(x, y, 8, verbose=0)
+        assert "horizon='target'" not in capfd.readouterr().out
+        for _ in range(2):
+            pm.fit(x, y, 8, verbose=2)
+        assert capfd.readouterr().out.count("horizon='target'") == told
