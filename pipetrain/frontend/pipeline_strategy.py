@@ -109,8 +109,8 @@ class PipelineStrategy:
             self._to_say = f"Momentum is stretched (stretch_momentum): {told(compilation.steps, factor)}."
         elif isinstance(scheme.policy, SpecTrainPolicy) and self.placement.stages >= MANY_STAGES:
             self._to_say = (
-                "With so many stages spectrain as published loses accuracy: 0.04 to 0.09 at 8 stages in measured runs, in "
-                "which pipetrain.SpecTrain(horizon='target') lost 0.03 at most (docs/results/staleness.md)."
+                "With this many stages spectrain as published loses accuracy: 0.04 to 0.09 at 8 stages in our runs, "
+                "where pipetrain.SpecTrain(horizon='target') lost 0.03 at most (docs/results/staleness.md)."
             )
 
     def _metrics_built(self) -> None:
