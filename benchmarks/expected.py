@@ -15,7 +15,6 @@ from benchmarks.networks import Network
 from benchmarks.simulation import MICROBATCHES, SIDE, SIDE_STEPS, beside, pipeline
 from experiments.variants import variant
 from pipetrain.plan.memory import Training
-from pipetrain.simulation.schedule_trials import is_synchronous
 
 if TYPE_CHECKING:
     import keras
@@ -65,15 +64,17 @@ def advised(
     From a profile of whole minibatches and one of ``MICROBATCHES`` it estimates what other numbers take.
     """
     from pipetrain.frontend.device_choice import described
-    from pipetrain.simulation.advice import advise_all
+    from pipetrain.simulation.every_way import Chooser
 
     rates, recommended = {}, None
     for name in names:
-        if is_synchronous(training(name).chosen):
+        planned = training(name)
+        if planned.chosen.synchronous:
             whole, pieces = known[1], known[MICROBATCHES]
-            advice = advise_all(whole, len(devices), described(devices), training(name), pieces).schedules
-            if advice is not None and advice.as_set is not None:
-                rates[name], recommended = advice.as_set.samples_per_second, str(advice.recommended)
+            chooser = Chooser(whole, len(devices), described(devices), planned, pieces)
+            way, _ = chooser.of(planned.scheme)
+            pipelines = [each for each in chooser.choice().ways if each.kind == "pipeline"]
+            rates[name], recommended = whole.batch_size / way.step_s, str(min(pipelines, key=lambda each: each.step_s))
     return rates, recommended
 
 
@@ -97,7 +98,7 @@ class Expected:
         self._model, self._network, self._partitions = model, network, dict(partitions)
         self._cluster = described(devices)
         self._ends = {name: cut_points(Chain(model).blocks, each.cuts) for name, each in partitions.items()}
-        self._pieces = {name: microbatches(name) or 1 for name in partitions if is_synchronous(training(name).chosen)}
+        self._pieces = {name: microbatches(name) or 1 for name in partitions if training(name).chosen.synchronous}
         empty = networks.build(SIDE)
         cut = [empty.layers[0].name]  # nothing is profiled for it
         self._empty = pipeline(empty, SIDE, SIDE_STEPS, "1f1b", cuts=cut) if self._pieces else None

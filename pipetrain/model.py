@@ -15,8 +15,9 @@ from pipetrain.frontend.evaluation_mixin import EvaluationMixin
 from pipetrain.frontend.fit_mixin import FitMixin
 from pipetrain.frontend.input_data import DEFAULT_ROWS
 from pipetrain.frontend.old_keywords import taken_over, taken_over_trace
+from pipetrain.frontend.options import Options
 from pipetrain.frontend.saving import SavingMixin
-from pipetrain.frontend.strategies import Options, checked, strategy_of
+from pipetrain.frontend.strategies import checked, strategy_of
 from pipetrain.frontend.turn import Turn, taking_turns
 from pipetrain.plan.stages import Partition
 from pipetrain.schemes.arguments import checked_bool
@@ -178,8 +179,11 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
     def explain(self, batch_size: int = DEFAULT_ROWS, input_shapes: Any = None) -> str:
         """A text: how the model is cut, and the estimates of other ways to train it on these devices.
 
-        With ``scheme="auto"`` the ways among which it chooses. ``input_shapes`` as for ``partition``.
+        With ``scheme="auto"`` the ways among which it chooses, or has chosen, with what they took in a trial.
+        ``input_shapes`` as for ``partition``.
         """
+        if self.choice is not None and self.choice.batch_size == batch_size:
+            return self.choice.text()
         self._strategy.placement.ask(input_shapes)
         with self._watched():
             return self._strategy.explanation(batch_size, self._chosen_scheme)

@@ -7,11 +7,11 @@ from typing import Any
 
 from pipetrain.cli import balance
 from pipetrain.cli.argument_types import add_scheme
-from pipetrain.cli.given import add_common, given
+from pipetrain.cli.given import add_common, given, schemes_of
 from pipetrain.cli.help_format import Folded
 from pipetrain.cli.scheme_options import add_scheme_options
 from pipetrain.schemes import table
-from pipetrain.schemes.options import STALENESS
+from pipetrain.schemes.options import STALENESS, check_owned
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.simulation.every_way import Chooser
 
@@ -59,18 +59,19 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Print the plan."""
+    if options.staleness != STALENESS[0]:
+        check_owned({"staleness": options.staleness}, *schemes_of([options.scheme], options))
     profile, cluster, training, of_microbatches, _ = given(options, [options.scheme], _check_planned)
     if options.balance:
         print(balance.balance(options, profile, cluster))
         return
     chooser = Chooser(profile, options.devices, cluster, training, of_microbatches, options.staleness)
     if options.scheme == table.AUTO:
-        choice = chooser.choice()
-        cut = choice.cut
+        print(chooser.choice().text())
     else:
         way, cut = chooser.of(training.scheme)
-        choice = chooser.choice(way)
-    print("\n\n".join(str(each) for each in (cut, choice) if each is not None))
+        choice = chooser.choice((way, cut))
+        print(f"{cut.text(choice.one_s)}\n\n{choice}")
 
 
 def _check_planned(scheme: str | Scheme) -> None:

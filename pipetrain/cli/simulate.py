@@ -89,6 +89,12 @@ def add(commands: Any) -> None:
 def tree_of(options: argparse.Namespace) -> Tree | None:
     """The tree that is asked for, if one is. Raises ValueError for none that can be."""
     if options.children is None:
+        for name in ("depth", "stragglers"):
+            if (value := getattr(options, name)) is not None:
+                raise ValueError(
+                    f"The tree needs to know how many children every parent has. Received: --{name} {value}. "
+                    "Try --children 3 too."
+                )
         return None
     given = {name: getattr(options, name) for name in TREE}
     return CodedReduce(**{name: value for name, value in given.items() if value is not None}).tree
@@ -98,7 +104,7 @@ def run(options: argparse.Namespace) -> None:
     """Print what was simulated, and write the traces that are asked for."""
     schemes = options.scheme or ["single", table.DATA_PARALLEL, "spectrain"]
     named = schemes_of(schemes, options)
-    check_owned({name: getattr(options, name) for name in ("order", "servers", "grid")}, *named)
+    check_owned({name: getattr(options, name) for name in ("order", "servers", "grid", *TREE)}, *named)
     made = given(options, schemes, table.check_name)
     profile = made.profile.faster(options.speed)
     of_microbatches = made.of_microbatches and made.of_microbatches.faster(options.speed)

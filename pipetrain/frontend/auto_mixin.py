@@ -15,8 +15,9 @@ from pipetrain.compute.profiling.kept_trials import KeptTrials
 from pipetrain.frontend.attributes import known
 from pipetrain.frontend.auto import AutoStrategy
 from pipetrain.frontend.input_data import DEFAULT_ROWS, first_rows, sample_of
+from pipetrain.frontend.options import Options
 from pipetrain.frontend.preprocessing import preprocesses
-from pipetrain.frontend.strategies import Options, checked, strategy_of
+from pipetrain.frontend.strategies import checked, strategy_of
 from pipetrain.frontend.strategy_model import StrategyModel
 from pipetrain.frontend.way_trials import WayTrial, compared_s, for_trials, kept
 from pipetrain.plan.choice import Choice, Way
@@ -69,6 +70,7 @@ class AutoMixin(StrategyModel):
             way, stages = self._choice.taken.arguments, self._choice.cut
         options = checked(_options(strategy, way, stages))
         self._strategy = strategy_of(self.model, options)
+        self._strategy.placement.compare_on(strategy.devices, strategy.given.memory_bytes)
         replace_layer(self, "inner", self._strategy.trained)
         self.scheme, self.options, self._chosen_scheme = options.name, options.policy, options.scheme
         self.way = told_of(way)
@@ -108,12 +110,15 @@ class AutoMixin(StrategyModel):
 
 
 def _options(strategy: AutoStrategy, way: Mapping[str, Any], cut: Partition | None) -> Options:
-    """Those of a way to train, with the cut that it has if it is a pipeline."""
-    arguments = {**way, "cuts": None, "replicas": None} if cut is not None else dict(way)
+    """Those of a way to train, with its cut if it is a pipeline; a layout that is given stays."""
+    arguments = {**way, "cuts": None, "replicas": None, "stages": cut} if cut is not None else dict(way)
+    if cut is None and strategy.is_laid_out:
+        arguments |= dict(zip(("stages", "cuts", "replicas"), strategy.given.layout, strict=True))
+        arguments["microbatches"] = strategy.given.microbatches or way.get("microbatches")
     name = name_of(arguments["scheme"])
-    devices = strategy.devices[:1] if name == "single" else strategy.devices
-    recompute = strategy.placement.training.recompute and name not in COPIED
-    return Options(**arguments, stages=cut, devices=devices, recompute=recompute)
+    arguments["devices"] = strategy.devices[:1] if name == "single" else strategy.devices
+    arguments["recompute"] = strategy.given.recompute and name not in COPIED
+    return Options(**arguments)
 
 
 def told_of(way: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,4 +130,6 @@ def way_of(told: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments that ``told_of`` has told."""
     common = {name: value for name, value in told.items() if name in Options._fields and name != "scheme"}
     own = {name: value for name, value in told.items() if name not in Options._fields}
+    if own.get("grid"):  # of which JSON has made lists
+        own["grid"] = tuple(tuple(each) if isinstance(each, list) else each for each in own["grid"])
     return {"scheme": with_options(told["scheme"], **own), **common}

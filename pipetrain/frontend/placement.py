@@ -113,10 +113,16 @@ class Placement:
                 f"The cuts make {self.stages} stages. Received: stages={stages}, cuts={cuts!r}. Try leaving stages out."
             )
         self.training, self._kernels = training(self.stages), KernelChoice(self.stages)
-        self._memory_bytes = memory_bytes
+        self._memory_bytes, self._compared_on = memory_bytes, list[str]()
         self._steps: int | None = None  # of a call, if that is asked
         self.replicas = _checked_replicas(replicas, self.stages)
         self._devices = self._assigned(devices)
+        if memory_bytes is not None and self._schedule.chunks == 1 and len(devices) < sum(self.replicas):
+            raise ValueError(
+                "What several stages hold together on a device is not planned. Received: "
+                f"memory_bytes={memory_bytes}, {sum(self.replicas)} stages and replicas, {len(devices)} devices. "
+                "Try as many devices, or leaving memory_bytes out."
+            )
         if self._partition is not None:  # which may have left some out, to begin a stage on the next host
             planned = [stage.device + n for stage in self._partition.stages for n in range(stage.replicas)]
             self._devices = [devices[n] for n in planned] if max(planned) < len(devices) else self._devices
@@ -219,28 +225,34 @@ class Placement:
             )
         return count
 
+    def compare_on(self, devices: Sequence[str], memory_bytes: int | None) -> None:
+        """Other ways are compared on these devices, with so much memory each: those among which this one was chosen."""
+        self._compared_on, self._memory_bytes = list(devices), memory_bytes
+
     def explanation(self, batch_size: int, scheme: AnyScheme) -> str:
         """A text: the cut of the model, and every way to train it on as many devices, this scheme among them.
 
         All is predicted from the same profiles as ``scheme="auto"`` chooses by.
         """
-        devices = self._schedule.devices(sum(self.replicas))
         if self.ends is None:
             self.partition(batch_size, self.verbose)
+        devices = len(self._compared_on) or self._schedule.devices(sum(self.replicas))
         whole = self._profile(batch_size, self.verbose, microbatches=1)
         pieces = self._profile(batch_size, self.verbose, microbatches=devices) if 1 < devices <= batch_size else None
         mirrored = not any(map(is_remote, self._devices))
         every = Chooser(whole, devices, self._cluster, self.training, pieces, mirrored=mirrored)
-        layout = None if name_of(scheme) in UNCUT else PipelineLayout(self.replicas, self.ends)
-        laid_out = Chooser(whole, devices, self._cluster, self.training, pieces, mirrored=mirrored, layout=layout)
-        way, cut = laid_out.of(scheme, self.training.microbatches)
-        parts = [f"{self._given or cut}", f"{every.choice(way)}", whole.warning, left_out()]
-        return "\n\n".join(filter(None, parts))
+        own = every
+        if name_of(scheme) not in UNCUT:
+            layout = PipelineLayout(self.replicas, self.ends)
+            own = Chooser(whole, devices, self._cluster, self.training, pieces, mirrored=mirrored, layout=layout)
+        way, cut = own.of(scheme, self.training.microbatches)
+        choice = every.choice((way, cut))
+        return "\n\n".join(filter(None, [(self._given or cut).text(choice.one_s), str(choice), left_out()]))
 
     @property
     def _cluster(self) -> Cluster:
         """How the devices are joined, and what each may hold."""
-        return replace(described(self._devices), memory_bytes=self._memory_bytes)
+        return replace(described(self._compared_on or self._devices), memory_bytes=self._memory_bytes)
 
     def _profile(
         self, batch_size: int, verbose: bool, shapes: Shapes | None = None, microbatches: int | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
 
 import keras
 
@@ -19,7 +18,6 @@ from pipetrain.frontend.checks.options import (
     check_recompute,
     check_replicas,
     check_schedule,
-    check_synchronous,
     checked_microbatches,
     checked_servers,
     checked_workers,
@@ -29,50 +27,25 @@ from pipetrain.frontend.coded_strategy import CodedStrategy
 from pipetrain.frontend.data_parallel import DataParallelStrategy
 from pipetrain.frontend.device_choice import resolve
 from pipetrain.frontend.grid_strategy import GridStrategy
+from pipetrain.frontend.options import Options
 from pipetrain.frontend.pipeline_strategy import PipelineStrategy
 from pipetrain.frontend.placement import Placement
 from pipetrain.frontend.strategy import Strategy
 from pipetrain.frontend.transfer_strategy import TransferStrategy
 from pipetrain.plan.memory import Training
-from pipetrain.plan.stages import Partition
 from pipetrain.schemes.grid import Grid, check_grid
 from pipetrain.schemes.options import (
     AllReduce,
-    AnyScheme,
     Auto,
     CodedReduce,
     ParameterServer,
-    name_of,
+    check_synchronous,
     options_of,
-    policy_of,
     scheduled,
 )
 from pipetrain.schemes.table import AUTO, CODED, DATA_PARALLEL, GRID, GRIDS, TRANSFERRING
 from pipetrain.schemes.table import scheme as chosen_scheme
 from pipetrain.schemes.text_form import chosen, microbatches_of, stages_of
-
-
-class Options(NamedTuple):
-    """How a model is to be trained: the arguments of ``PipelineModel``."""
-
-    scheme: AnyScheme = AUTO
-    stages: int | Partition | None = None
-    cuts: Sequence[str] | None = None
-    devices: Sequence[str] | None = None
-    replicas: Sequence[int] | None = None
-    microbatches: int | None = None
-    recompute: bool = False
-    memory_bytes: int | None = None
-
-    @property
-    def name(self) -> str:
-        """The scheme's, or ``auto``."""
-        return name_of(self.scheme)
-
-    @property
-    def policy(self) -> dict[str, Any]:
-        """The options of ``schemes.table.scheme``, for a checkpoint too."""
-        return policy_of(self.scheme)
 
 
 def checked(options: Options) -> Options:
@@ -86,7 +59,8 @@ def checked(options: Options) -> Options:
     check_memory(options.memory_bytes, name)
     check_recompute(options.recompute, name)
     if name == AUTO:
-        check_laid_out(options.microbatches, (options.stages, options.cuts, options.replicas))
+        check_laid_out(options.microbatches, options.layout)
+        check_microbatches(options.microbatches, "1f1b")
         return options
     scheme = scheduled(options.scheme)
     stages, microbatches = options.stages, options.microbatches
@@ -108,14 +82,21 @@ def strategy_of(model: keras.Model, options: Options) -> Strategy:
 
 def _auto(model: keras.Model, options: Options) -> Strategy:
     check_model(model)
-    on, given = resolve(options.devices), (options.stages, options.cuts, options.replicas)
-    laid_out = None
-    if given != (None, None, None):
-        laid_out = Placement(model, options.stages, options.cuts, on, options.replicas), options.microbatches
-    own = options_of(options.scheme)
+    on, own, laid_out = resolve(options.devices), options_of(options.scheme), None
     assert isinstance(own, Auto)
-    check_synchronous(own.staleness, laid_out is not None)
-    return AutoStrategy(model, on, own.staleness, options.memory_bytes, options.recompute, laid_out)
+    if options.layout != (None, None, None):
+        check_synchronous(own.staleness, True)
+        laid_out = Placement(
+            model,
+            *options.layout[:2],
+            on,
+            options.layout[2],
+            training=lambda stages: Training(
+                "1f1b", microbatches=options.microbatches or 1, recompute=options.recompute
+            ),
+            memory_bytes=options.memory_bytes,
+        )
+    return AutoStrategy(model, on, own.staleness, laid_out, options)
 
 
 def _data_parallel(model: keras.Model, options: Options) -> Strategy:

@@ -81,7 +81,7 @@ class Way(NamedTuple):
         return flat(**self.arguments)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Choice:
     """The ways to train a model, of which one is ``taken``; prints as a table.
 
@@ -215,6 +215,18 @@ class Choice:
         return f"{said[0].upper()}{said[1:]}."
 
     @property
+    def one_s(self) -> float | None:
+        """The seconds of a minibatch on one device."""
+        return next((way.step_s for way in self.ways if way.name == KINDS[0]), None)
+
+    def text(self) -> str:
+        """The cut of the way taken, if it is a pipeline, and the table."""
+        return f"{self.cut.text(self.one_s)}\n\n{self}" if self.cut else str(self)
+
+    def __repr__(self) -> str:
+        return f"<Choice of {len(self.ways)} ways: {self.fastest}>"
+
+    @property
     def is_advice(self) -> bool:
         """Whether the user has chosen a way, so that another one is only recommended."""
         return any(way.is_set for way in self.ways)
@@ -232,7 +244,7 @@ class Choice:
         told = f"{word}: {keywords(self.taken.arguments)}. {self.reason}"
         lines += ["", *wrap(told, WIDTH, break_long_words=False, break_on_hyphens=False)]
         if self.gap is not None:
-            lines.append(f"No cut has a slowest stage that is more than {self.gap:.0%} faster.")
+            lines.append(f"Another cut could make the slowest stage {self.gap:.0%} faster at most.")
         if warning := unsteady(self.spread):
             lines.append(warning)
         return "\n".join(lines)
@@ -248,8 +260,7 @@ class Choice:
         return f"{self.batch_size / way.trial_s:.0f}" if way.trial_s < math.inf else "refused"
 
     def _row(self, way: Way) -> tuple[str, ...]:
-        one = next((each for each in self.ways if each.kind == KINDS[0]), None)
-        gain = f"{one.step_s / way.step_s:.2f}x" if one else "-"
+        gain = f"{self.one_s / way.step_s:.2f}x" if self.one_s else "-"
         label = f"{way} (as set)" if way.is_set else str(way)
         return label, self._rate(way), gain, mib(way.memory_bytes), self._why_not(way)
 

@@ -14,6 +14,7 @@ from pipetrain.plan.profile import Profile
 from pipetrain.plan.search import Problem, StageChoice, fastest, most_even
 from pipetrain.plan.stages import DEFAULT_TRAINING, Partition, described, located, predictions
 from pipetrain.schemes.arguments import checked_count, is_count
+from pipetrain.schemes.options import SchemeOptions
 
 DEVICES = "Devices, and the replicas of each stage, are numbers from 1 up"
 
@@ -135,6 +136,8 @@ def checked_training(training: Training | None) -> Training:
         raise ValueError(
             f"What is planned for is a Training. Received: training={training!r}. Try training=Training('spectrain')."
         )
+    if isinstance(training.scheme, SchemeOptions):
+        training = training.under(training.scheme)
     checked_count("training.microbatches", training.microbatches, "A batch has at least one microbatch", 4)
     checked_count("training.slots", training.slots, "An optimizer has no variables for a weight, or more", 1, least=0)
     if not isinstance(training.jit_compile, bool) and training.jit_compile != "auto":

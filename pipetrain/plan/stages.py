@@ -135,6 +135,10 @@ class Partition:
         return sum(stage.sent_bytes for stage in self.stages)
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, one_s: float | None = None) -> str:
+        """The table of stages; ``one_s`` are the seconds of a minibatch on one device, to compare with."""
         rows: list[tuple[str, ...]] = [
             (
                 f"{k}: {stage.first} - {stage.last}",
@@ -160,7 +164,8 @@ class Partition:
         title = (
             f"{self.model}: {counted(len(self.stages), 'stage')}, batch {self.batch_size}, "
             f"{'at most' if self.simulated_s is None else 'about'} "
-            f"{self.samples_per_second:.0f} samples/s ({self.speedup:.2f}x one device)"
+            f"{self.samples_per_second:.0f} samples/s "
+            f"({one_s / self.step_s if one_s else self.speedup:.2f}x one device)"
         )
         return f"{title}\n{text_table(header, rows)}"
 

@@ -7,7 +7,7 @@ the text of their help, and the kinds of values, from the same fields. The name 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from numbers import Real
 from typing import Any, ClassVar
 
@@ -81,8 +81,6 @@ class SchemeOptions:
 class AsynchronousOptions(SchemeOptions):
     """A pipeline that never drains between minibatches."""
 
-    spike_compensation: bool = field(default=False, metadata=described(SPIKES))
-
     def _check(self) -> None:
         check_options(self.name, **self._policy())
 
@@ -113,6 +111,7 @@ class Vanilla(AsynchronousOptions):
     """
 
     name: ClassVar[str] = "vanilla"
+    spike_compensation: bool = field(default=False, metadata=described(SPIKES))
     rescale_steps: int | None = field(default=None, metadata=described(RESCALE, metavar="N"))
 
 
@@ -137,10 +136,15 @@ class VerticalSync(Vanilla):
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class SpikeCompensation(Vanilla):
-    """``spike-compensation``: ``Vanilla(spike_compensation=True)``. Source: Kosson et al. 2020 (arXiv 2003.11666)."""
+class SpikeCompensation(AsynchronousOptions):
+    """``spike-compensation``: ``Vanilla(spike_compensation=True)``. Source: Kosson et al. 2020 (arXiv 2003.11666).
+
+    Args:
+        rescale_steps: as that of ``Vanilla``.
+    """
 
     name: ClassVar[str] = "spike-compensation"
+    rescale_steps: int | None = field(default=None, metadata=described(RESCALE, metavar="N"))
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -192,6 +196,7 @@ class TwoBW(AsynchronousOptions):
     """
 
     name: ClassVar[str] = "2bw"
+    spike_compensation: bool = field(default=False, metadata=described(SPIKES))
     horizon: float = field(
         default=0,
         metadata=described(f"how many updates ahead weights are predicted, {RECOMMENDED} for example", metavar="X"),
@@ -342,6 +347,11 @@ AnyScheme = str | Scheme | SchemeOptions | Grid  # what ``PipelineModel(scheme=.
 
 def name_of(scheme: AnyScheme) -> str:
     """The name of a scheme. Raises ValueError, TypeError for what is none."""
+    if isinstance(scheme, type) and issubclass(scheme, SchemeOptions):
+        raise TypeError(
+            f"A scheme is an object. Received: scheme={scheme.__name__}, a class. "
+            f"Try scheme=pipetrain.{scheme.__name__}()."
+        )
     if isinstance(scheme, SchemeOptions):
         return scheme.name
     if isinstance(scheme, Grid):
@@ -395,9 +405,13 @@ def with_options(scheme: AnyScheme, **given: Any) -> AnyScheme:
     if not given:
         return scheme
     if isinstance(scheme, SchemeOptions | Grid):
+        remedy = "leaving them out"
+        if isinstance(scheme, SchemeOptions):
+            own = {option: value for option, value in given.items() if scheme.name in owners(option)}
+            remedy = f"scheme={written(replace(scheme, **own))}"
         raise ValueError(
-            f"A scheme that is an object has its options. Received: scheme={scheme!r}, {keywords(given)}. "
-            f"Try {type(scheme).__name__}({keywords(given)})."
+            f"A scheme that is an object has its options. Received: scheme={written(scheme)}, {keywords(given)}. "
+            f"Try {remedy}."
         )
     name = name_of(scheme)
     check_owned(given, scheme)
@@ -478,6 +492,8 @@ def written(value: Any) -> str:
     """A value as it is written in a program that has imported ``pipetrain``."""
     if isinstance(value, Grid):
         return f"pipetrain.Grid{tuple(value[: 2 if value.layers is None else 3])!r}"
+    if isinstance(value, Scheme):
+        return repr(value.name)
     return f"pipetrain.{value!r}" if isinstance(value, SchemeOptions) else repr(value)
 
 
@@ -489,3 +505,12 @@ def check_staleness(staleness: Any) -> str:
             f"staleness={staleness!r}. Try one of: {', '.join(STALENESS)}."
         )
     return str(staleness)
+
+
+def check_synchronous(staleness: str, is_laid_out: bool) -> None:
+    """Refuse predicted weights where the layout is given: the choice is then among synchronous schedules."""
+    if is_laid_out and staleness != STALENESS[0]:
+        raise ValueError(
+            f"With stages, cuts or replicas, the schedule is chosen among synchronous ones. Received: {staleness=}. "
+            "Try leaving them out, or scheme=pipetrain.SpecTrain(horizon='target')."
+        )

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from pipetrain.plan.choice import BASELINE, Way
 from pipetrain.plan.cluster import SHARED_MEMORY, Cluster
 from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import everywhere
 from pipetrain.plan.profile import Profile
-from pipetrain.schemes.coding.coded_reduce import widest
+from pipetrain.schemes.coding.coded_reduce import Tree, widest
 from pipetrain.schemes.grid import Grid
-from pipetrain.schemes.options import CodedReduce
-from pipetrain.schemes.table import DATA_PARALLEL, SERVING, TRANSFERRING
+from pipetrain.schemes.options import AllReduce, AnyScheme, CodedReduce, ParameterServer, name_of
+from pipetrain.schemes.table import CODED, DATA_PARALLEL, GRID, SERVING, TRANSFERRING
+from pipetrain.schemes.transfers.orders import ORDERS
 from pipetrain.simulation.coded_reduce import simulate_tree
 from pipetrain.simulation.data_parallel.estimate import estimated_step_s, on_fullest_server
 from pipetrain.simulation.grid.estimate import estimated_grid
 
 MOST_EXCHANGING = 16  # devices every two of which exchange messages, or that are a tree: what is simulated then
+KINDS = {DATA_PARALLEL: BASELINE, CODED: BASELINE, GRID: GRID, **dict.fromkeys(TRANSFERRING, "data parallelism")}
 
 
 class Copies:
@@ -26,7 +27,7 @@ class Copies:
 
     Args:
         profile: of the parts, see ``Chooser.copies``.
-        devices: how many there are.
+        devices: how many there are, a row for each at least.
         cluster: how they are joined, and what each may hold.
         training: the optimizer's slots and the kernels.
     """
@@ -37,38 +38,49 @@ class Copies:
 
     def ways(self, is_mirrored: bool, is_whole: bool) -> Iterator[Way]:
         """Each of them; ``data-parallel`` if it is possible, grids of layers that are not merged (``is_whole``)."""
-        if is_mirrored:
-            yield self._way(BASELINE, self._whole.step_s, scheme=DATA_PARALLEL)
-        for scheme in TRANSFERRING:
-            step_s = estimated_step_s(self._profile, scheme, self._devices, self._cluster)
-            yield self._way("data parallelism", step_s, self._on_others(scheme), scheme=scheme)
+        names = [*([DATA_PARALLEL] if is_mirrored else []), *TRANSFERRING]
         if self._devices <= MOST_EXCHANGING:
-            if is_whole:
-                yield from self.grid()
-            tree = widest(self._devices)
-            step_s = simulate_tree(self._profile, *tree, self._cluster).step_s
-            weights_bytes, _ = on_fullest_server(self._profile, self._devices, self._cluster)
-            slots_bytes = int(self._training.slots * weights_bytes)  # which the root has, in this process
-            yield self._way(BASELINE, step_s, slots_bytes, scheme=CodedReduce(*tree))
+            names += [*([GRID] if is_whole else []), CODED]
+        yield from (way for way in map(self.of, names) if way is not None)
 
-    def grid(self, asked: Grid | None = None) -> Iterator[Way]:
-        """The grid that is asked for, or that sends the least, if layers can be divided."""
-        found = estimated_grid(self._profile, self._devices, self._cluster, self._training.slots, asked)
-        if found is not None:
-            grid = Grid(found.grid.outputs, found.grid.rows)
-            yield self._way("grid", found.step_s, found.elsewhere_bytes, scheme=grid)
+    def of(self, scheme: AnyScheme) -> Way | None:
+        """One of them, with the options that it has; None for a grid where no layer is known that it could divide."""
+        name = name_of(scheme)
+        if name == DATA_PARALLEL:
+            return self._way(scheme, self._whole.step_s)
+        if name in TRANSFERRING:
+            return self._transferring(name, scheme)
+        if name == GRID:
+            return self._grid(scheme if isinstance(scheme, Grid) else None)
+        tree = scheme.tree if isinstance(scheme, CodedReduce) else Tree(*widest(self._devices))
+        step_s = simulate_tree(self._profile, *tree, self._cluster).step_s
+        weights_bytes, _ = on_fullest_server(self._profile, self._devices, self._cluster)
+        slots_bytes = int(self._training.slots * weights_bytes)  # which the root has, in this process
+        return self._way(CodedReduce(*tree), step_s, slots_bytes, tree.workers)
 
-    def _on_others(self, scheme: str) -> int:
-        """The bytes of weights and the optimizer's slots that a device does not have, as they are on other servers.
+    def _transferring(self, name: str, scheme: AnyScheme) -> Way:
+        """With its order, if that has a name, and its servers.
 
         Weights that come from another server are copies, unless the devices share one memory.
         """
-        if scheme != SERVING:
-            return 0
-        weights_bytes, own_bytes = on_fullest_server(self._profile, self._devices, self._cluster)
+        order = scheme.order if isinstance(scheme, AllReduce) and scheme.order in ORDERS else None
+        servers = scheme.servers if isinstance(scheme, ParameterServer) else None
+        named = order if isinstance(order, str) else None
+        step_s = estimated_step_s(self._profile, name, self._devices, self._cluster, servers, named)
+        if name != SERVING:
+            return self._way(scheme, step_s)
+        weights_bytes, own_bytes = on_fullest_server(self._profile, self._devices, self._cluster, servers)
         shared = self._cluster.slowest(self._devices) == SHARED_MEMORY
-        return int((self._training.slots + shared) * (weights_bytes - own_bytes))
+        return self._way(scheme, step_s, int((self._training.slots + shared) * (weights_bytes - own_bytes)))
 
-    def _way(self, kind: str, step_s: float, elsewhere_bytes: int = 0, **arguments: Any) -> Way:
-        memory_bytes = self._whole.fullest_bytes - elsewhere_bytes
-        return Way(kind, arguments, self._devices, step_s, memory_bytes, self._cluster.holds(memory_bytes))
+    def _grid(self, asked: Grid | None) -> Way | None:
+        found = estimated_grid(self._profile, self._devices, self._cluster, self._training.slots, asked)
+        if found is None:
+            return None
+        grid = asked or Grid(found.grid.outputs, found.grid.rows)
+        return self._way(grid, found.step_s, found.elsewhere_bytes)
+
+    def _way(self, scheme: AnyScheme, step_s: float, elsewhere_bytes: int = 0, devices: int | None = None) -> Way:
+        memory_bytes, kind = self._whole.fullest_bytes - elsewhere_bytes, KINDS[name_of(scheme)]
+        fits = self._cluster.holds(memory_bytes)
+        return Way(kind, {"scheme": scheme}, devices or self._devices, step_s, memory_bytes, fits)

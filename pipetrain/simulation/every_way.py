@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from pipetrain.plan.capacity import NoPlan
-from pipetrain.plan.choice import SAME, Choice, Way, least_slowest_s
+from pipetrain.plan.choice import BASELINE, SAME, Choice, Way, least_slowest_s
 from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.coarse import bounds_of, merged
 from pipetrain.plan.division import divided, undisturbed
@@ -18,12 +18,12 @@ from pipetrain.plan.profile import Profile
 from pipetrain.plan.roofline import UPDATE_PASSES
 from pipetrain.plan.stages import Partition
 from pipetrain.schemes.arguments import checked_count
-from pipetrain.schemes.grid import Grid
 from pipetrain.schemes.options import (
     STALENESS,
     AnyScheme,
     SpecTrain,
     check_staleness,
+    check_synchronous,
     name_of,
     scheduled,
     with_options,
@@ -33,7 +33,7 @@ from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.table import CHUNKED, PIPELINES, UNCUT
 from pipetrain.schemes.table import scheme as scheme_of_table
 from pipetrain.schemes.text_form import stages_of
-from pipetrain.simulation.copies import Copies
+from pipetrain.simulation.copies import KINDS, Copies
 from pipetrain.simulation.minibatch import acting, timed
 
 TARGET = SpecTrain(horizon="target")
@@ -95,20 +95,26 @@ class Chooser:
         self.cluster, self._training = acting(cluster or Cluster()), checked_training(training)
         self._staleness, self._mirrored = check_staleness(staleness), mirrored
         self._layout, self._left_out = layout, list[str]()
+        self._set_cut: Partition | None = None
+        check_synchronous(self._staleness, layout is not None)
 
-    def choice(self, as_set: Way | None = None) -> Choice:
-        """All ways, that which is set among them if one is, and the one that is taken.
+    def choice(self, as_set: tuple[Way, Partition] | None = None) -> Choice:
+        """All ways, that which is set among them if one is, with its cut, and the one that is taken.
 
-        Raises NoPlan, a ValueError, if none fits the devices' memory.
+        Within a layout one device is there to compare with. Raises NoPlan, a ValueError, if none fits the devices'
+        memory.
         """
-        ways = [*self._pipelines()] if self._layout is not None else [*self._unsplit, *self._pipelines()]
+        one = self._way("single", everywhere(self._profile, 1, self.cluster, self._training), scheme="single")
+        ways = [*self._pipelines(), one._replace(kind=BASELINE)]
         if self._layout is None:
+            ways = [one, *self._copied, *ways[:-1]]
             ways += self._hybrids("1f1b", self._counts())
             if self._staleness == "predicted":
                 ways += self._predicted()
         if as_set is not None:
-            ways = [way._replace(is_set=way.is_like(as_set)) for way in ways]
-            ways += [] if any(way.is_set for way in ways) else [as_set]
+            self._set_cut = as_set[1]
+            ways = [way._replace(is_set=way.is_like(as_set[0])) for way in ways]
+            ways += [] if any(way.is_set for way in ways) else [as_set[0]]
         return Choice(
             self._profile.batch_size,
             ways,
@@ -148,26 +154,26 @@ class Chooser:
         """A scheme whose devices have all layers."""
         devices = 1 if name == "single" else self._devices
         cut = everywhere(self.copies if devices > 1 else self._profile, devices, self.cluster, self._training)
-        ways = self._unsplit
-        if isinstance(scheme, Grid):
-            ways = [*Copies(self.copies, devices, self.cluster, self._training).grid(scheme)]
-        found = next((way for way in ways if way.name == name), None) or self._way("single", cut, scheme=name)
-        return found._replace(is_set=True), cut
+        found = self._copies.of(scheme) if name != "single" and self._copies else None
+        kind = "single" if name == "single" else KINDS[name]
+        return (found or self._way(kind, cut, scheme=scheme))._replace(is_set=True), cut
 
     def _way(self, kind: str, cut: Partition, **arguments: Any) -> Way:
         fits = self.cluster.holds(cut.fullest_bytes)
         return Way(kind, arguments, cut.devices, cut.step_s, cut.fullest_bytes, fits)
 
     @cached_property
-    def _unsplit(self) -> list[Way]:
-        """One device, and the whole model on all."""
-        one = everywhere(self._profile, 1, self.cluster, self._training)
-        ways = [self._way("single", one, scheme="single")]
-        if 1 < self._devices <= self._profile.batch_size:
-            is_whole = len(self._profile.blocks) == len(self._whole[0].blocks)
-            copies = Copies(self.copies, self._devices, self.cluster, self._training)
-            ways += copies.ways(self._mirrored, is_whole)
-        return ways
+    def _copies(self) -> Copies | None:
+        """The schemes of which all devices have the whole model; None where not every device has a row."""
+        if not 1 < self._devices <= self._profile.batch_size:
+            return None
+        return Copies(self.copies, self._devices, self.cluster, self._training)
+
+    @cached_property
+    def _copied(self) -> list[Way]:
+        """Those schemes, grids only of chains that are not merged."""
+        is_whole = len(self._profile.blocks) == len(self._whole[0].blocks)
+        return [*self._copies.ways(self._mirrored, is_whole)] if self._copies else []
 
     @cached_property
     def copies(self) -> Profile:
@@ -189,13 +195,15 @@ class Chooser:
         depth, blocks, layout = self._depth(), len(self._profile.blocks), self._layout
         counts = microbatch_counts(depth, depth, self._profile.batch_size)
         if layout is not None:
-            counts = [layout.microbatches] if layout.microbatches else counts or [1]
+            counts = [layout.microbatches] if layout.microbatches is not None else counts or [1]
         if not counts or (depth == 1 and layout is None):
             return
         for scheme in _candidates(depth == 1):
             schedule = _in_full(scheme).schedule
             if layout is None and depth * schedule.chunks > blocks:
-                self._left_out.append(str(scheme) if schedule.chunks == 2 else f"{scheme} of {schedule.chunks}")
+                self._left_out.append(
+                    f"{scheme} with {schedule.chunks} stages a device" if schedule.chunks > 1 else str(scheme)
+                )
             elif layout is None or schedule.chunks == 1:
                 yield fastest_of([*self._with_each(scheme, counts)])
 
@@ -207,7 +215,8 @@ class Chooser:
             chunks, halves = training.chosen.schedule.chunks, training.chosen.schedule
             halved = has_halves(halves.order, halves.devices(len(cut.stages)), count)
             family = f"{'some' if chunks > 1 else 'one'} a device, {'halves' if halved else 'whole'}"
-            way = self._way("pipeline", cut, scheme=scheme, microbatches=count)._replace(family=family)
+            replicas = {"replicas": cut.replicas} if max(cut.replicas) > 1 else {}
+            way = self._way("pipeline", cut, scheme=scheme, **replicas, microbatches=count)._replace(family=family)
             yield way
             if not way.fits:
                 return
@@ -276,6 +285,9 @@ class Chooser:
 
     def _cut(self, way: Way) -> tuple[Partition, float]:
         """The cut of a pipeline, of all blocks, and the least that any cut's slowest stage takes."""
+        if way.is_set and self._set_cut is not None:
+            cut = self._set_cut
+            return cut, least_slowest_s(self._whole[0], way.devices, replicate=max(cut.replicas) > 1)
         count = way.arguments.get("microbatches", 1)
         training, replicas = self._trained(way.arguments["scheme"], count), way.arguments.get("replicas")
         profile = divided(*self._whole, count)

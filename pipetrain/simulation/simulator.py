@@ -126,7 +126,10 @@ def simulate(
 def _check_staged(scheme: AnyScheme) -> None:
     """Refuse schemes that have no stages, which are simulated from a profile."""
     if (name := name_of(scheme)) == AUTO:
-        check_name(name)
+        raise ValueError(
+            f"What auto takes is chosen among all ways. Received: scheme={str(scheme)!r}. "
+            "Try pipetrain.choose(profile, devices)."
+        )
     if name in UNSTAGED:
         problem, instead = UNSTAGED[name]
         raise ValueError(f"{problem}. Received: scheme={scheme!r}. Try {instead}.")

@@ -33,7 +33,7 @@ from pipetrain.plan.profile import BlockProfile, Profile
 from pipetrain.run import trial
 from pipetrain.run.trial import TrialClock
 from pipetrain.schemes.grid import Grid
-from pipetrain.schemes.options import Interleaved, SpecTrain
+from pipetrain.schemes.options import Interleaved, SpecTrain, name_of
 from pipetrain.simulation.every_way import choose
 
 MIB = 2**20
@@ -92,8 +92,9 @@ def test_what_does_not_fit_is_said_and_not_taken():
 
 
 def test_the_table_says_what_is_taken_and_why():
-    text = str(choose(chain(8, output_bytes=MIB // 16, weight_bytes=16 * MIB), 4, ETHERNET))
-    assert "Taken: scheme=" in text and "as fast as one device" in text and "No cut has a slowest stage" in text
+    text = " ".join(str(choose(chain(8, output_bytes=MIB // 16, weight_bytes=16 * MIB), 4, ETHERNET)).split())
+    assert "Taken: scheme=" in text and "as fast as one device" in text
+    assert "Another cut could make the slowest stage" in text
 
 
 def test_the_simplest_of_equally_fast_ways_is_taken():
@@ -208,7 +209,7 @@ def test_every_way_that_may_be_taken_trains_as_plain_keras(name, monkeypatch):
     )
     before = pm.predict(data()[0], verbose=0)
     found = trained(pm)
-    assert pm.scheme == WAYS[name]["scheme"] and pm.choice is choice
+    assert pm.scheme == name_of(WAYS[name]["scheme"]) and pm.choice is choice
     assert not np.allclose(before, pm.predict(data()[0], verbose=0))
     networks.assert_close(ours.get_weights(), plain.get_weights())
     for key, values in expected.items():
@@ -294,7 +295,7 @@ def test_of_ways_that_were_tried_the_fastest_is_taken():
     choice = near_ways()
     tried = choice.with_trials([*zip(choice.ways, (2.0, float("inf"), 1.0), strict=True)])
     assert choice.taken.kind == "single" and tried.taken.kind == "pipeline"
-    text = str(tried)
+    text = " ".join(str(tried).split())
     assert "In a trial it was 2.00x as fast as one device" in text and "refused" in text and "tried" in text
     untried = choice.with_trials([(choice.ways[1], 5.0)])
     assert untried.taken.kind == "data parallelism"  # what was not tried is not known to be faster

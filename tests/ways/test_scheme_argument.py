@@ -58,7 +58,7 @@ def test_a_keyword_that_never_was_one_is_no_option():
         pipetrain.PipelineModel(networks.mlp(), scheme="spectrain", horizons="target")
     with pytest.warns(FutureWarning, match="Try pm.is_traced = False"):
         assert not pipetrain.PipelineModel(networks.mlp(), scheme="1f1b", trace=False).is_traced
-    with pytest.raises(ValueError, match=r"an object has its options.*Try SpecTrain\(horizon='local'\)"):
+    with pytest.raises(ValueError, match=r"has its options.*Try scheme=pipetrain.SpecTrain\(horizon='local'\)"):
         pipetrain.PipelineModel(networks.mlp(), scheme=pipetrain.SpecTrain(), horizon="local")
 
 
@@ -78,7 +78,7 @@ def test_without_a_scheme_a_layout_trains_as_the_unsplit_model(layout):
     assert pm.scheme == "auto"
     networks.assert_close(trained(pm), single)
     names = {way.name for way in pm.choice.ways}
-    assert pm.scheme in names and names <= {"gpipe", "1f1b", "zb-h1", "zb-h2"}
+    assert pm.scheme in names and names <= {"gpipe", "1f1b", "zb-h1", "zb-h2", "single"}
     assert len(pm.partition(16).stages) == len(layout.get("replicas", (1,) * layout.get("stages", 2)))
     if "cuts" in layout:
         assert pm.partition(16).cuts == tuple(layout["cuts"])
@@ -92,6 +92,43 @@ def test_options_of_the_old_default_mean_the_old_default():
         assert pipetrain.PipelineModel(networks.mlp(), stages=2, horizon="local").scheme == "spectrain"
     with pytest.raises(ValueError, match=r"chosen among synchronous ones\. Received: staleness='predicted'"):
         pipetrain.PipelineModel(networks.mlp(), stages=2, scheme=pipetrain.Auto(staleness="predicted"))
+
+
+@pytest.mark.parametrize("microbatches", [0, -2, "x", 2.5])
+def test_microbatches_of_a_layout_are_checked_at_once(microbatches):
+    with pytest.raises(ValueError, match=r"Received: microbatches="):
+        pipetrain.PipelineModel(networks.mlp(), stages=2, microbatches=microbatches)
+
+
+def test_a_layout_is_there_before_the_schedule_is_chosen_and_after_resuming(tmp_path):
+    layout = {"stages": 2, "replicas": (2, 1), "devices": ON}
+
+    def fitted(epochs):
+        pm = pipetrain.PipelineModel(networks.mlp(), **layout)
+        pm.compile("sgd", networks.crossentropy())
+        assert [pm.partition(16).replicas, len(pm.partition(16).stages)] == [(2, 1), 2]
+        callbacks = [pipetrain.callbacks.PipelineCheckpoint(tmp_path)]
+        pm.fit(*DATA, 16, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks)
+        return pm
+
+    first, second = fitted(1), fitted(2)
+    assert first.way["replicas"] == (2, 1) and second.way["scheme"] == first.way["scheme"]
+    assert first.partition(16).cuts == second.partition(16).cuts
+    assert second.partition(16).replicas == (2, 1)
+
+
+def test_memory_is_for_as_many_devices_as_stages():
+    with pytest.raises(ValueError, match=r"Received: memory_bytes=1000000, 3 stages and replicas, 2 devices"):
+        pipetrain.PipelineModel(networks.mlp(), stages=3, devices=ON[:2], memory_bytes=10**6)
+    with pytest.raises(TypeError, match=r"Received: scheme=SpecTrain, a class. Try scheme=pipetrain.SpecTrain\(\)"):
+        pipetrain.PipelineModel(networks.mlp(), stages=2, scheme=pipetrain.SpecTrain)
+
+
+def test_explain_after_a_fit_says_what_the_choice_says():
+    pm = pipetrain.PipelineModel(networks.mlp(), stages=2, devices=ON[:2])
+    trained(pm)
+    assert pm.explain(16).endswith(str(pm.choice)) and "tried" in pm.explain(16)
+    assert "Recommended" in pm.explain(32) and len(repr(pm.choice)) < 80
 
 
 def test_without_anything_all_exact_ways_are_there():

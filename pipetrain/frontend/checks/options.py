@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipetrain.schemes.arguments import checked_bool, checked_count, is_count
-from pipetrain.schemes.options import STALENESS
 from pipetrain.schemes.schedules import groups_of
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.table import COPIED, UNCUT
@@ -114,15 +113,6 @@ def check_laid_out(microbatches: Any, layout: Sequence[Any]) -> None:
         raise ValueError(
             f"With scheme='auto' this is chosen, too. Received: microbatches={microbatches!r}. Try leaving it out, "
             "stages=2, or a scheme."
-        )
-
-
-def check_synchronous(staleness: str, is_laid_out: bool) -> None:
-    """Refuse predicted weights where the layout is given: the choice is then among synchronous schedules."""
-    if is_laid_out and staleness != STALENESS[0]:
-        raise ValueError(
-            f"With stages, cuts or replicas, the schedule is chosen among synchronous ones. Received: {staleness=}. "
-            "Try leaving them out, or scheme=pipetrain.SpecTrain(horizon='target')."
         )
 
 

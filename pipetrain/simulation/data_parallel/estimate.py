@@ -9,6 +9,7 @@ from pipetrain.plan.cluster import Cluster, Level, Link
 from pipetrain.plan.coarse import even_bounds
 from pipetrain.plan.profile import Profile
 from pipetrain.schemes.table import SERVING
+from pipetrain.schemes.transfers.orders import ORDERS
 from pipetrain.schemes.transfers.workload import Layer, Workload
 from pipetrain.simulation.data_parallel.choice import auto
 from pipetrain.simulation.data_parallel.profiled import STEPS, setting_of
@@ -18,24 +19,35 @@ from pipetrain.simulation.data_parallel.simulator import simulate_plan
 MOST_WORKERS, MOST_LAYERS = 4, 48  # that are simulated as they are
 
 
-def estimated_step_s(profile: Profile, scheme: str, workers: int, cluster: Cluster) -> float:
-    """Seconds of a step of ``all-reduce`` or ``parameter-server`` with the order that suits, as ``simulate_order``.
+def estimated_step_s(
+    profile: Profile,
+    scheme: str,
+    workers: int,
+    cluster: Cluster,
+    servers: int | None = None,
+    order: str | None = None,
+) -> float:
+    """Seconds of a step of ``all-reduce`` or ``parameter-server``, as ``simulate_order``; by default with the order
+    that suits, and all workers as servers.
 
     All workers do the same at the same time. Two of them stand for more than four: in an all-reduce among r each port
     carries ``2 (r-1)/r`` times a message's bytes, in two messages, at the fullest server ``r - 1`` times what it
     has of the weights. Where that is most of them the estimate is too long: of many some push while others pull.
     A chain of more than 48 layers counts as 48, of neighbours together that compute about equally long.
     """
-    setting = setting_of(profile, scheme, workers, cluster)
+    setting = setting_of(profile, scheme, workers, cluster, servers)
     if workers > MOST_WORKERS:
         setting = _two(setting)
     setting = replace(setting, workload=_merged(setting.workload))
-    return simulate_plan(setting, auto(setting), STEPS).step_s
+    plan = ORDERS[order](setting.workload, setting.serves) if order else auto(setting)
+    return simulate_plan(setting, plan, STEPS).step_s
 
 
-def on_fullest_server(profile: Profile, workers: int, cluster: Cluster) -> tuple[float, float]:
-    """The bytes of all trained weights, and of those on the server that has the most, where all workers are servers."""
-    setting = setting_of(profile, SERVING, workers, cluster)
+def on_fullest_server(
+    profile: Profile, workers: int, cluster: Cluster, servers: int | None = None
+) -> tuple[float, float]:
+    """The bytes of all trained weights, and of those on the server that has the most; by default all workers serve."""
+    setting = setting_of(profile, SERVING, workers, cluster, servers)
     return float(sum(setting.workload.sizes_bytes)), _fullest_bytes(setting, setting.servers)
 
 
