@@ -33,6 +33,7 @@ from pipetrain.plan.profile import Profile  # noqa: E402
 from pipetrain.plan.roofline import TESLA_P40, roofline  # noqa: E402
 from pipetrain.plan.text_table import text_table  # noqa: E402
 from pipetrain.simulation.every_way import choose  # noqa: E402
+from pipetrain.simulation.minibatch import THREAD_ACTION_S  # noqa: E402
 
 ON_HOST, DEVICES, GBIT_PER_S = 4, (4, 8, 64), (10, 100)
 GPT, TEXT, BYTES = "gpt2", (128,), 256  # GPT-2 of 12 blocks of 768 units, which reads texts byte by byte
@@ -55,7 +56,7 @@ class Cell(NamedTuple):
 def cluster(gbit_per_s: float) -> Cluster:
     """Hosts of four GPUs, joined by such a network."""
     levels = Level(PCIE_3, ON_HOST), Level(Link(gbit_per_s * GBIT, LATENCY_S), contention="port")
-    return Cluster(levels, memory_bytes=MEMORY_BYTES)
+    return Cluster(levels, memory_bytes=MEMORY_BYTES, overhead_s=THREAD_ACTION_S)
 
 
 def profile_of(name: str) -> Profile:

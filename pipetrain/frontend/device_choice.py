@@ -10,8 +10,8 @@ from pipetrain.cluster.bandwidth import joined, joined_within_functions
 from pipetrain.cluster.connection import remote_devices
 from pipetrain.compute.cores import cores, full_name, is_remote
 from pipetrain.plan.cluster import PCIE_3, SHARED_MEMORY, Cluster, Level
+from pipetrain.simulation.minibatch import THREAD_ACTION_S
 
-THREAD_ACTION_S = 3e-4  # what an action of a device's thread takes beside its computing: GPUs have threads
 
 
 def available() -> list[str]:

@@ -11,6 +11,7 @@ from pipetrain.trace.trace import Trace
 
 MINIBATCHES = 3  # to simulate: each is like the one before, once all devices have begun
 ACTION_S = 5e-5  # what an action takes at least beside its computing, see docs/benchmarks/overhead.md
+THREAD_ACTION_S = 3e-4  # and one of a device's thread, as GPUs have
 
 
 def acting(cluster: Cluster) -> Cluster:
