@@ -13,7 +13,6 @@ from pipetrain.plan.cluster import PCIE_3, SHARED_MEMORY, Cluster, Level
 from pipetrain.simulation.minibatch import THREAD_ACTION_S
 
 
-
 def available() -> list[str]:
     """The devices that stages go to by default: workers', if this process has joined a cluster, else its own.
 
