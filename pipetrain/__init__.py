@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -120,7 +121,10 @@ def __getattr__(name: str) -> Any:
     if name == "callbacks":
         return import_module("pipetrain.callbacks")
     if name not in _HOMES:
-        raise AttributeError(f"module 'pipetrain' has no attribute {name!r}")
+        near = get_close_matches(name, __all__, 1)
+        raise AttributeError(
+            f"module 'pipetrain' has no attribute {name!r}" + "".join(f". Did you mean: {each!r}?" for each in near)
+        )
     return getattr(import_module(_HOMES[name]), name)
 
 

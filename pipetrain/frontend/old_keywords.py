@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from pipetrain.schemes.options import DEFAULT_POLICY, AnyScheme, keywords, with_options, written
@@ -11,6 +12,7 @@ from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.table import AUTO
 from pipetrain.schemes.text_form import chosen
 
+COMMON = ("stages", "scheme", "cuts", "devices", "replicas", "microbatches", "recompute", "memory_bytes", "name")
 OF_SCHEMES = (  # options that belong to a scheme
     *("horizon", "spike_compensation", "rescale_steps", "stretch_momentum", "chunks", "order", "servers"),
     *("children", "depth", "stragglers", "grid", "staleness"),
@@ -26,7 +28,11 @@ def taken_over(scheme: AnyScheme | None, given: Mapping[str, Any]) -> AnyScheme:
     """
     unknown = next((name for name in given if name not in OF_SCHEMES), None)
     if unknown is not None:
-        raise TypeError(f"PipelineModel.__init__() got an unexpected keyword argument {unknown!r}")
+        near = get_close_matches(unknown, (*COMMON, *OF_SCHEMES), 1)
+        raise TypeError(
+            f"PipelineModel.__init__() got an unexpected keyword argument {unknown!r}"
+            + "".join(f". Did you mean: {each!r}?" for each in near)
+        )
     if scheme is None:
         scheme = "spectrain" if any(name in DEFAULT_POLICY for name in given) else AUTO
     if not given:

@@ -54,8 +54,12 @@ def test_options_by_keyword_train_as_the_object_does_with_a_warning_that_shows_i
 
 
 def test_a_keyword_that_never_was_one_is_no_option():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'horizons'"):
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'horizons'. Did you mean: 'horizon'\?"):
         pipetrain.PipelineModel(networks.mlp(), scheme="spectrain", horizons="target")
+    with pytest.raises(TypeError, match=r"'stage'. Did you mean: 'stages'\?"):
+        pipetrain.PipelineModel(networks.mlp(), stage=2)
+    with pytest.raises(AttributeError, match=r"'SpecTrian'. Did you mean: 'SpecTrain'\?"):
+        _ = pipetrain.SpecTrian
     with pytest.warns(FutureWarning, match="Try pm.is_traced = False"):
         assert not pipetrain.PipelineModel(networks.mlp(), scheme="1f1b", trace=False).is_traced
     with pytest.raises(ValueError, match=r"has its options.*Try scheme=pipetrain.SpecTrain\(horizon='local'\)"):
