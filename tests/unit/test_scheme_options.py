@@ -13,6 +13,7 @@ from pipetrain.plan.memory import Training
 from pipetrain.schemes.grid import Grid
 from pipetrain.schemes.options import (
     OPTIONS,
+    AsynchronousOptions,
     check_owned,
     flat,
     name_of,
@@ -121,3 +122,14 @@ def test_values_that_cannot_be_are_refused_when_the_object_is_made(make, problem
 def test_of_several_schemes_one_must_have_the_option(name, other):
     for option in (each.name for each in fields(OPTIONS[name]) if each.name != "horizon"):
         check_owned({option: value(name, option)}, other, name)
+
+
+def test_every_option_of_an_asynchronous_scheme_reaches_its_policy():
+    """One that does not is silently left out when the model trains."""
+    for kind in (each for each in OPTIONS.values() if issubclass(each, AsynchronousOptions)):
+        for each in fields(kind):
+            wanted = value(kind.name, each.name)
+            others = {"horizon": "target"} if each.name == "stretch_momentum" else {}
+            made, plain = policy_of(kind(**{**others, each.name: wanted})), policy_of(kind(**others))
+            assert each.name in made and made != plain
+            assert scheme(kind.name, **made) != scheme(kind.name, **plain)
