@@ -22,8 +22,11 @@ from pipetrain.frontend.strategy_model import StrategyModel
 from pipetrain.frontend.way_trials import WayTrial, compared_s, for_trials, kept
 from pipetrain.plan.choice import Choice, Way
 from pipetrain.plan.stages import Partition
-from pipetrain.schemes.options import AnyScheme, flat, name_of, with_options
-from pipetrain.schemes.table import COPIED
+from pipetrain.schemes.options import AnyScheme, flat, keywords, name_of, scheduled, with_options
+from pipetrain.schemes.table import COPIED, UNCUT
+from pipetrain.schemes.table import scheme as scheme_of_table
+
+LAYOUT = ("stages", "cuts", "replicas")
 
 
 class AutoMixin(StrategyModel):
@@ -62,6 +65,8 @@ class AutoMixin(StrategyModel):
         known_way, stages = next((each for each in told if each), None), None
         if known_way is not None:
             way: Mapping[str, Any] = way_of(known_way)
+            if strategy.is_laid_out:
+                _check_layout(way, strategy)
         else:
             rows, shapes = first_rows(x, batch_size), shapes_of_data(x, strategy.trained)
             choice = strategy.choice(rows, shapes)
@@ -73,6 +78,11 @@ class AutoMixin(StrategyModel):
         self._strategy.placement.compare_on(strategy.devices, strategy.given.memory_bytes)
         replace_layer(self, "inner", self._strategy.trained)
         self.scheme, self.options, self._chosen_scheme = options.name, options.policy, options.scheme
+        if strategy.is_laid_out and known_way is not None:  # in the layout that is given now
+            placement, given = self._strategy.placement, strategy.given
+            way = {"scheme": options.scheme, "microbatches": options.microbatches, "stages": placement.stages}
+            way |= {"cuts": tuple(given.cuts)} if given.cuts is not None else {}
+            way |= {"replicas": placement.replicas} if max(placement.replicas) > 1 else {}
         self.way = told_of(way)
         known(self._compile_again)()
 
@@ -113,12 +123,25 @@ def _options(strategy: AutoStrategy, way: Mapping[str, Any], cut: Partition | No
     """Those of a way to train, with its cut if it is a pipeline; a layout that is given stays."""
     arguments = {**way, "cuts": None, "replicas": None, "stages": cut} if cut is not None else dict(way)
     if cut is None and strategy.is_laid_out:
-        arguments |= dict(zip(("stages", "cuts", "replicas"), strategy.given.layout, strict=True))
+        arguments |= dict(zip(LAYOUT, strategy.given.layout, strict=True))
         arguments["microbatches"] = strategy.given.microbatches or way.get("microbatches")
     name = name_of(arguments["scheme"])
     arguments["devices"] = strategy.devices[:1] if name == "single" else strategy.devices
     arguments["recompute"] = strategy.given.recompute and name not in COPIED
     return Options(**arguments)
+
+
+def _check_layout(way: Mapping[str, Any], strategy: AutoStrategy) -> None:
+    """Refuse to go on, in a layout, with a run that was none of a synchronous pipeline of one stage a device."""
+    scheme = scheduled(way["scheme"])
+    pipeline = None if name_of(scheme) in UNCUT else scheme_of_table(scheme)
+    if pipeline is None or pipeline.asynchronous or pipeline.schedule.chunks > 1:
+        given = {name: value for name, value in zip(LAYOUT, strategy.given.layout, strict=True) if value is not None}
+        raise ValueError(
+            "The run of the checkpoint was trained in a way that has no such layout. Received: "
+            f"{keywords(given)}, a checkpoint of {keywords({'scheme': way['scheme']})}. Try leaving "
+            f"{' and '.join(given)} out, or another directory."
+        )
 
 
 def told_of(way: Mapping[str, Any]) -> dict[str, Any]:

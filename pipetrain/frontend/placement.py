@@ -239,7 +239,7 @@ class Placement:
         devices = len(self._compared_on) or self._schedule.devices(sum(self.replicas))
         whole = self._profile(batch_size, self.verbose, microbatches=1)
         pieces = self._profile(batch_size, self.verbose, microbatches=devices) if 1 < devices <= batch_size else None
-        mirrored = not any(map(is_remote, self._devices))
+        mirrored = not any(map(is_remote, self._compared_on or self._devices))
         every = Chooser(whole, devices, self._cluster, self.training, pieces, mirrored=mirrored)
         own = every
         if name_of(scheme) not in UNCUT:
@@ -247,7 +247,8 @@ class Placement:
             own = Chooser(whole, devices, self._cluster, self.training, pieces, mirrored=mirrored, layout=layout)
         way, cut = own.of(scheme, self.training.microbatches)
         choice = every.choice((way, cut))
-        return "\n\n".join(filter(None, [(self._given or cut).text(choice.one_s), str(choice), left_out()]))
+        shown = self._given if self._given is not None and self._given.batch_size == batch_size else cut
+        return "\n\n".join(filter(None, [shown.text(choice.one_s), str(choice), left_out()]))
 
     @property
     def _cluster(self) -> Cluster:

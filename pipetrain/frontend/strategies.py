@@ -96,6 +96,7 @@ def _auto(model: keras.Model, options: Options) -> Strategy:
             ),
             memory_bytes=options.memory_bytes,
         )
+        laid_out.compare_on([], None)  # what keeps to the limit is chosen with its schedule
     return AutoStrategy(model, on, own.staleness, laid_out, options)
 
 

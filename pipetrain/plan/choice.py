@@ -49,8 +49,8 @@ class Way(NamedTuple):
     is_set: bool = False
 
     def is_like(self, other: Way) -> bool:
-        """Whether both have the same arguments, and the same is predicted of them."""
-        return self.arguments == other.arguments and (self.step_s, self.memory_bytes) == (
+        """Whether both have the same options, and the same is predicted of them."""
+        return self.told == other.told and (self.step_s, self.memory_bytes) == (
             other.step_s,
             other.memory_bytes,
         )

@@ -135,7 +135,7 @@ class Chooser:
             return self._uncut(scheme, name)
         if scheme in ("spectrain", "2bw"):
             scheme = with_options(scheme, horizon=self._training.under(scheme).horizon)
-        training = self._trained(scheme, microbatches or self._training.microbatches)
+        training = self._trained(scheme, microbatches or self._training.under(scheme).microbatches)
         training = training if training.chosen.splits else training._replace(microbatches=1)
         count = training.microbatches_of(len(self._layout.replicas) if self._layout else self._devices)
         profile = divided(*self._whole, count)
@@ -156,7 +156,8 @@ class Chooser:
         cut = everywhere(self.copies if devices > 1 else self._profile, devices, self.cluster, self._training)
         found = self._copies.of(scheme) if name != "single" and self._copies else None
         kind = "single" if name == "single" else KINDS[name]
-        return (found or self._way(kind, cut, scheme=scheme))._replace(is_set=True), cut
+        way = found or self._way(kind, cut, scheme=scheme)
+        return way._replace(is_set=True), replace(cut, simulated_s=way.step_s)
 
     def _way(self, kind: str, cut: Partition, **arguments: Any) -> Way:
         fits = self.cluster.holds(cut.fullest_bytes)

@@ -169,3 +169,29 @@ def test_explain_says_the_same_of_every_way_whatever_is_set():
     for scheme, rows in tables.items():
         for label, figures in tables["None"].items():
             assert rows[label] == figures, (scheme, label)
+
+
+def test_a_run_goes_on_in_the_layout_that_is_given_or_says_that_it_cannot(tmp_path):
+    def fitted(folder, epochs, **layout):
+        pm = pipetrain.PipelineModel(networks.mlp(), devices=ON[:2], **layout)
+        pm.compile("sgd", networks.crossentropy())
+        callbacks = [pipetrain.callbacks.PipelineCheckpoint(tmp_path / folder)]
+        pm.fit(*DATA, 16, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks)
+        return pm
+
+    def told(folder, scheme):
+        """As if ``auto`` had taken this in the run of the folder."""
+        pm = pipetrain.PipelineModel(networks.mlp(), scheme=scheme, devices=ON[:2])
+        pm.way = {"scheme": scheme}
+        pm.compile("sgd", networks.crossentropy())
+        callbacks = [pipetrain.callbacks.PipelineCheckpoint(tmp_path / folder)]
+        pm.fit(*DATA, 16, shuffle=False, verbose=0, callbacks=callbacks)
+
+    fitted("two", 1, stages=2, microbatches=2)
+    four = fitted("two", 2, stages=4, microbatches=4)
+    assert (four.way["stages"], four.way["microbatches"]) == (4, 4)
+    assert len(fitted("two", 3).partition(16).stages) == 4  # as the run was last
+    told("one", "single")
+    for layout in ({"stages": 2}, {"cuts": networks.cuts(6, 2)}):
+        with pytest.raises(ValueError, match=rf"{next(iter(layout))}=.* a checkpoint of scheme='single'. Try"):
+            fitted("one", 2, **layout)
