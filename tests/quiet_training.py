@@ -15,13 +15,17 @@ WAYS = {
     "single": {},
     "data-parallel": {},
     "vanilla": {"stages": 2},
-    "spectrain": {"stages": 3, "horizon": "target", "microbatches": 1},  # whose momentum is stretched
+    "spectrain": {
+        "stages": 3,
+        "scheme": pipetrain.SpecTrain(horizon="target"),
+        "microbatches": 1,
+    },  # whose momentum is stretched
     "2bw": {"stages": 2},
     "1f1b": {"stages": 2},
     "zb-h1": {"stages": 2},
     "all-reduce": {},
     "parameter-server": {},
-    "coded-reduce": {"children": 2},
+    "coded-reduce": {"scheme": pipetrain.CodedReduce(2)},
     "grid": {},
     "auto": {},
 }
@@ -57,7 +61,7 @@ def main(ways):
             path = os.path.join(folder, way)
             model = keras.Sequential([keras.Input((6,)), dense(8), dense(8), dense(1)])
             with captured(path):
-                pm = pipetrain.PipelineModel(model, scheme=way, **WAYS[way])
+                pm = pipetrain.PipelineModel(model, **{"scheme": way, **WAYS[way]})
                 pm.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse", jit_compile=way == "vanilla" or "auto")
                 pm.fit(x, y, batch_size=8, epochs=2, verbose=0, validation_data=(x, y))
                 pm.evaluate(x, y, verbose=0)

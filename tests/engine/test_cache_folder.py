@@ -17,7 +17,7 @@ from pipetrain.compute.profiling import profile_cache
 from pipetrain.compute.profiling.kept_trials import KeptTrials
 from pipetrain.plan.profile import Profile
 
-CHOICE = SimpleNamespace(batch_size=8, near=[SimpleNamespace(arguments={}, step_s=1.0, memory_bytes=1)])
+CHOICE = SimpleNamespace(batch_size=8, near=[SimpleNamespace(told={}, step_s=1.0, memory_bytes=1)])
 
 
 def no_home(monkeypatch, tmp_path):
