@@ -15,7 +15,7 @@ import pipetrain
 from pipetrain.compute import keras_private
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.frontend import epoch_metrics
-from pipetrain.schemes.options import with_options
+from pipetrain.schemes.options import EVERY_OPTION, with_options
 from pipetrain.schemes.table import UNCUT
 
 FEATURES, CLASSES = 12, 5
@@ -125,15 +125,9 @@ def crossentropy(**settings):
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True, **settings)
 
 
-OF_SCHEMES = (
-    *("horizon", "spike_compensation", "rescale_steps", "stretch_momentum", "chunks", "order", "servers"),
-    *("children", "depth", "stragglers", "grid", "staleness"),
-)
-
-
 def in_way(model, stages=None, scheme="spectrain", **settings):
     """A PipelineModel of a scheme by its name, whose own options are among the settings."""
-    own = {name: settings.pop(name) for name in OF_SCHEMES if name in settings}
+    own = {name: settings.pop(name) for name in EVERY_OPTION if name in settings}
     return pipetrain.PipelineModel(model, stages, with_options(scheme, **own), **settings)
 
 

@@ -7,16 +7,11 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from pipetrain.schemes.options import DEFAULT_POLICY, AnyScheme, keywords, with_options, written
+from pipetrain.frontend.options import Options
+from pipetrain.schemes.options import DEFAULT_POLICY, EVERY_OPTION, AnyScheme, keywords, with_options, written
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.table import AUTO
 from pipetrain.schemes.text_form import chosen
-
-COMMON = ("stages", "scheme", "cuts", "devices", "replicas", "microbatches", "recompute", "memory_bytes", "name")
-OF_SCHEMES = (  # options that belong to a scheme
-    *("horizon", "spike_compensation", "rescale_steps", "stretch_momentum", "chunks", "order", "servers"),
-    *("children", "depth", "stragglers", "grid", "staleness"),
-)
 
 
 def taken_over(scheme: AnyScheme | None, given: Mapping[str, Any]) -> AnyScheme:
@@ -26,9 +21,9 @@ def taken_over(scheme: AnyScheme | None, given: Mapping[str, Any]) -> AnyScheme:
 
     Raises TypeError for keywords that never were any, ValueError and TypeError as ``with_options`` does.
     """
-    unknown = next((name for name in given if name not in OF_SCHEMES), None)
+    unknown = next((name for name in given if name not in EVERY_OPTION), None)
     if unknown is not None:
-        near = get_close_matches(unknown, (*COMMON, *OF_SCHEMES), 1)
+        near = get_close_matches(unknown, (*Options._fields, "name", *EVERY_OPTION), 1)
         raise TypeError(
             f"PipelineModel.__init__() got an unexpected keyword argument {unknown!r}"
             + "".join(f". Did you mean: {each!r}?" for each in near)

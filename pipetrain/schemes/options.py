@@ -340,7 +340,7 @@ OPTIONS: dict[str, type[SchemeOptions]] = {
         *(AllReduce, ParameterServer, CodedReduce, Auto),
     )
 }
-
+EVERY_OPTION = (*dict.fromkeys(each.name for kind in OPTIONS.values() for each in fields(kind)), "grid")
 
 AnyScheme = str | Scheme | SchemeOptions | Grid  # what ``PipelineModel(scheme=...)`` takes
 

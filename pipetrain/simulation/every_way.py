@@ -25,13 +25,10 @@ from pipetrain.schemes.options import (
     check_staleness,
     check_synchronous,
     name_of,
-    scheduled,
     with_options,
 )
 from pipetrain.schemes.schedules import has_halves
-from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.table import CHUNKED, PIPELINES, UNCUT
-from pipetrain.schemes.table import scheme as scheme_of_table
 from pipetrain.schemes.text_form import stages_of
 from pipetrain.simulation.copies import KINDS, Copies
 from pipetrain.simulation.minibatch import acting, timed
@@ -105,10 +102,10 @@ class Chooser:
         memory.
         """
         one = self._way("single", everywhere(self._profile, 1, self.cluster, self._training), scheme="single")
-        ways = [*self._pipelines(), one._replace(kind=BASELINE)]
-        if self._layout is None:
-            ways = [one, *self._copied, *ways[:-1]]
-            ways += self._hybrids("1f1b", self._counts())
+        if self._layout is not None:
+            ways = [*self._pipelines(), one._replace(kind=BASELINE)]
+        else:
+            ways = [one, *self._copied, *self._pipelines(), *self._hybrids("1f1b", self._counts())]
             if self._staleness == "predicted":
                 ways += self._predicted()
         if as_set is not None:
@@ -200,7 +197,7 @@ class Chooser:
         if not counts or (depth == 1 and layout is None):
             return
         for scheme in _candidates(depth == 1):
-            schedule = _in_full(scheme).schedule
+            schedule = self._trained(scheme, 1).chosen.schedule
             if layout is None and depth * schedule.chunks > blocks:
                 self._left_out.append(
                     f"{scheme} with {schedule.chunks} stages a device" if schedule.chunks > 1 else str(scheme)
@@ -213,9 +210,9 @@ class Chooser:
         for count in reversed(counts):
             training = self._trained(scheme, count)
             cut = timed(self._laid_out(self._in(count), training), self.cluster)
-            chunks, halves = training.chosen.schedule.chunks, training.chosen.schedule
-            halved = has_halves(halves.order, halves.devices(len(cut.stages)), count)
-            family = f"{'some' if chunks > 1 else 'one'} a device, {'halves' if halved else 'whole'}"
+            schedule = training.chosen.schedule
+            halved = has_halves(schedule.order, schedule.devices(len(cut.stages)), count)
+            family = f"{'some' if schedule.chunks > 1 else 'one'} a device, {'halves' if halved else 'whole'}"
             replicas = {"replicas": cut.replicas} if max(cut.replicas) > 1 else {}
             way = self._way("pipeline", cut, scheme=scheme, **replicas, microbatches=count)._replace(family=family)
             yield way
@@ -310,10 +307,6 @@ def _candidates(one_stage: bool) -> Iterator[AnyScheme]:
         if scheme.synchronous and (not one_stage or name == "1f1b"):
             several = CHUNKS if name in CHUNKED else [None]
             yield from (with_options(name, chunks=chunks) for chunks in several)
-
-
-def _in_full(scheme: AnyScheme) -> Scheme:
-    return scheme_of_table(scheduled(scheme))
 
 
 def fastest_of(ways: Sequence[Way]) -> Way:
