@@ -95,7 +95,7 @@ class Way:
         from pipetrain.plan.grid_cost import traffic
 
         strategy = self._pm._strategy
-        chain, grid = strategy.placement.chain, strategy.grid
+        chain, grid = strategy.planner.chain, strategy.grid
         wide = wide_layers(chain.blocks)
         divided = [piece.wide.name for piece in strategy._weights.pieces if piece.wide]
         sent = traffic(network_of(chain, wide), grid, divided, self._rows).total / grid.devices

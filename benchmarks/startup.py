@@ -88,24 +88,24 @@ def begin(arguments: Sequence[str], start_s: float) -> dict[str, float]:
     options = run.parse(arguments)
     run.start_tensorflow(options.stages)
     import experiments.training  # noqa: F401
-    from pipetrain.frontend import pipeline_fit, placement
+    from pipetrain.frontend import pipeline_strategy, planner, runner_fit
     from pipetrain.run import pipeline
 
     watch = Stopwatch("import", start_s)
     watch.turn_to("model")
     watch.timed(datasets, "load", "data")
-    watch.timed(placement, "cached_profile", "profile")
-    watch.timed(placement, "partition", "partition")
-    watch.timed(placement.Placement, "build", "stages")
+    watch.timed(planner, "cached_profile", "profile")
+    watch.timed(planner, "partition", "partition")
+    watch.timed(pipeline_strategy, "training_stages", "stages")
     watch.timed(pipeline.Pipeline, "trace_for", "trace", then="first minibatch")
-    step = pipeline_fit.PipelineFit.step
+    step = runner_fit.RunnerFit.step
 
     def only_step(*arguments: Any) -> Any:
         step(*arguments)
         watch.turn_to("model")
         raise SystemExit
 
-    pipeline_fit.PipelineFit.step = only_step
+    runner_fit.RunnerFit.step = only_step
     try:
         run.main(arguments)
     except SystemExit:

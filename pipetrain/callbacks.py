@@ -18,9 +18,9 @@ from pipetrain.checkpoint.arrays import Arrays, array_of, not_finite
 from pipetrain.checkpoint.callback_state import recall, remembered
 from pipetrain.checkpoint.directory_lock import DirectoryLock
 from pipetrain.checkpoint.position import Position
-from pipetrain.checkpoint.session import FitSession
 from pipetrain.checkpoint.store import Checkpoint, Store
 from pipetrain.compute.keras_private import count_of
+from pipetrain.frontend.fit_session import FitSession
 from pipetrain.logs import BELOW_BAR
 from pipetrain.plan.text_table import counted
 from pipetrain.schemes.arguments import checked_count

@@ -11,14 +11,13 @@ import keras
 from pipetrain.frontend.checks.optimizer import check_optimizer_kind
 from pipetrain.frontend.checks.options import check_jit_compile
 from pipetrain.frontend.compile_arguments import arguments_of, resolved
-from pipetrain.frontend.evaluation_mixin import EvaluationMixin
-from pipetrain.frontend.fit_mixin import FitMixin
 from pipetrain.frontend.input_data import DEFAULT_ROWS
+from pipetrain.frontend.keras_loop import KerasLoop
 from pipetrain.frontend.old_keywords import taken_over, taken_over_trace
 from pipetrain.frontend.options import Options
-from pipetrain.frontend.saving import SavingMixin
 from pipetrain.frontend.strategies import checked, strategy_of
 from pipetrain.frontend.turn import Turn, taking_turns
+from pipetrain.plan.choice import Choice
 from pipetrain.plan.stages import Partition
 from pipetrain.schemes.arguments import checked_bool
 from pipetrain.schemes.options import AnyScheme
@@ -26,7 +25,7 @@ from pipetrain.trace.trace import Trace
 
 
 @taking_turns
-class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
+class PipelineModel(KerasLoop):
     """Trains a Keras model as a pipeline: stages on several devices, many minibatches in flight.
 
     It is a ``keras.Model``: ``compile``, ``fit``, ``evaluate``, ``predict`` and ``save`` are Keras' own, its
@@ -138,6 +137,14 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
         return self._strategy.trace
 
     @property
+    def choice(self) -> Choice | None:
+        """The ways to train among which ``scheme="auto"`` has chosen, as a table when printed; None before that.
+
+        None too where it was a checkpoint that told the way.
+        """
+        return self._choice
+
+    @property
     def stragglers(self) -> tuple[int, ...]:
         """Of ``coded-reduce``, for every worker the steps since ``compile`` that ended without it.
 
@@ -172,9 +179,9 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
         ``input_shapes`` as for ``pipetrain.profile``, if the model leaves dimensions open; by default those of the
         first minibatch that it was trained on. Raises ValueError if the shapes are not known.
         """
-        self._strategy.placement.ask(input_shapes)
+        self._strategy.planner.ask(input_shapes)
         with self._watched():
-            return self._strategy.placement.partition(batch_size, verbose=True)
+            return self._strategy.planner.partition(batch_size, verbose=True)
 
     def explain(self, batch_size: int = DEFAULT_ROWS, input_shapes: Any = None) -> str:
         """A text: how the model is cut, and the estimates of other ways to train it on these devices.
@@ -184,7 +191,7 @@ class PipelineModel(FitMixin, EvaluationMixin, SavingMixin):
         """
         if self.choice is not None and self.choice.batch_size == batch_size:
             return self.choice.text()
-        self._strategy.placement.ask(input_shapes)
+        self._strategy.planner.ask(input_shapes)
         with self._watched():
             return self._strategy.explanation(batch_size, self._chosen_scheme)
 

@@ -12,7 +12,7 @@ def strategy(pm):
 
 def runner(pm):
     """What makes the steps of a fit."""
-    return strategy(pm)._pipeline
+    return strategy(pm)._runner
 
 
 def forget_functions(pm):
@@ -37,9 +37,14 @@ def is_program(pm):
     return isinstance(runner(pm), ProgramRunner)
 
 
-def placement(pm):
+def planner(pm):
+    """What decides on the layout of the stages."""
+    return strategy(pm).planner
+
+
+def layout(pm):
     """Which layers are in which stage, on which devices."""
-    return strategy(pm).placement
+    return planner(pm).layout
 
 
 def microbatches(pm):

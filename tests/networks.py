@@ -14,7 +14,7 @@ import tensorflow as tf
 import pipetrain
 from pipetrain.compute import keras_private
 from pipetrain.compute.functions.stage import Stage
-from pipetrain.frontend import epoch_metrics
+from pipetrain.frontend import runner_fit
 from pipetrain.schemes.options import EVERY_OPTION, with_options
 from pipetrain.schemes.table import UNCUT
 
@@ -217,7 +217,7 @@ def _numbers(result):
 
 def without_figures(history):
     """A pipeline's history as plain Keras has it: without its speed and its bubble."""
-    return {name: values for name, values in history.items() if name not in epoch_metrics.NAMES}
+    return {name: values for name, values in history.items() if name not in runner_fit.NAMES}
 
 
 def assert_layer_trains_as_in_plain_keras(make):

@@ -1,70 +1,201 @@
-"""``scheme="auto"``: a strategy until the way to train is chosen, and the choice."""
+"""``scheme="auto"``: what chooses the way to train, once, when the first ``fit`` begins, and hands on to it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import keras
 
 from pipetrain.compute.cores import is_remote
-from pipetrain.compute.graph.input_shapes import Shapes
+from pipetrain.compute.graph.input_shapes import Shapes, shapes_of_data
+from pipetrain.compute.profiling.kept_trials import KeptTrials
+from pipetrain.frontend.attributes import known
 from pipetrain.frontend.device_choice import described
-from pipetrain.frontend.input_data import DEFAULT_ROWS
+from pipetrain.frontend.input_data import DEFAULT_ROWS, first_rows, sample_of
+from pipetrain.frontend.layout import Layout
 from pipetrain.frontend.options import Options
 from pipetrain.frontend.pipeline_strategy import PipelineStrategy
-from pipetrain.frontend.placement import Placement
-from pipetrain.plan.choice import Choice
-from pipetrain.plan.memory import Training
-from pipetrain.schemes.options import AnyScheme
-from pipetrain.schemes.table import scheme
+from pipetrain.frontend.planner import Planner
+from pipetrain.frontend.preprocessing import preprocesses
+from pipetrain.frontend.way_trials import WayTrial, compared_s, for_trials, kept
+from pipetrain.plan.choice import Choice, Way
+from pipetrain.plan.stages import Partition
+from pipetrain.schemes.options import AnyScheme, flat, keywords, name_of, scheduled, with_options
+from pipetrain.schemes.scheme import Scheme
+from pipetrain.schemes.table import COPIED, UNCUT
+from pipetrain.schemes.table import scheme as scheme_of_table
 from pipetrain.simulation.every_way import PipelineLayout, choose
+
+LAYOUT = ("stages", "cuts", "replicas")
+
+
+class Taken(NamedTuple):
+    """The way to train that was chosen.
+
+    Attributes:
+        way: the arguments of ``PipelineModel`` that were chosen, each by its name.
+        cut: of its pipeline, if it is one whose cut was chosen.
+        choice: among which it was chosen; None where a checkpoint told it.
+    """
+
+    way: Mapping[str, Any]
+    cut: Partition | None
+    choice: Choice | None
 
 
 class AutoStrategy(PipelineStrategy):
-    """One stage, which is not trained: at the first ``fit`` a strategy of the chosen way takes its place.
+    """A pipeline that is not trained: at the first ``fit`` a strategy of the chosen way takes its place.
 
     Args:
-        model: the model to train.
+        planner: of the pipeline whose schedule is to be chosen, or of one stage.
+        scheme: of that pipeline.
         devices: full names of all that may be used.
         staleness: what may be chosen, see ``schemes.options.Auto``.
-        laid_out: the pipeline whose schedule is to be chosen; None: any way.
         given: the arguments that the user gives.
     """
 
     def __init__(
-        self,
-        model: keras.Model,
-        devices: Sequence[str],
-        staleness: str,
-        laid_out: Placement | None,
-        given: Options,
+        self, planner: Planner, scheme: Scheme, devices: Sequence[str], staleness: str, given: Options
     ) -> None:
-        placement, name = laid_out, "1f1b"
-        if placement is None:
-            name = "single"
-            placement = Placement(
-                model, 1, None, devices, training=lambda stages: Training(name, recompute=given.recompute)
-            )
-        super().__init__(model, placement, scheme(name))
+        super().__init__(planner, scheme)
         self.devices, self._staleness, self.given = list(devices), staleness, given
-        self.is_laid_out = laid_out is not None
+
+    @property
+    def is_laid_out(self) -> bool:
+        """Whether a layout is given, whose schedule is to be chosen; else any way may be."""
+        return self.given.layout != (None, None, None)
 
     def choice(self, rows: int | None = None, shapes: Shapes | None = None) -> Choice:
         """Every way to train with minibatches of so many rows; the model is profiled, and links are measured."""
-        self.placement.learn(shapes)
-        layout = None
+        planner, layout = self.planner, None
+        planner.learn_shapes(shapes)
         if self.is_laid_out:
-            layout = PipelineLayout(self.placement.replicas, self.placement.ends, self.given.microbatches)
+            layout = PipelineLayout(planner.layout.replicas, planner.layout.ends, self.given.microbatches)
         devices = sum(layout.replicas) if layout else len(self.devices)
         batch_size, pieces = rows or DEFAULT_ROWS, (layout and layout.microbatches) or devices
-        whole = self.placement.profile(batch_size, 1)
-        of_microbatches = self.placement.profile(batch_size, pieces) if 1 < pieces <= batch_size else None
+        whole = planner.profile(batch_size, 1)
+        of_microbatches = planner.profile(batch_size, pieces) if 1 < pieces <= batch_size else None
         cluster = replace(described(self.devices), memory_bytes=self.given.memory_bytes)
         mirrored = not any(map(is_remote, self.devices))
-        training = self.placement.training._replace(microbatches=1)
+        training = planner.training._replace(microbatches=1)
         return choose(whole, devices, cluster, training, of_microbatches, self._staleness, mirrored, layout)
 
     def explanation(self, batch_size: int, scheme: AnyScheme) -> str:
         """The ways to train as a table, which would be taken, and its cut."""
         return self.choice(batch_size).text()
+
+    def taken(
+        self,
+        x: Any,
+        y: Any,
+        batch_size: int | None,
+        callbacks: Sequence[Any],
+        make: Callable[[Options], keras.Model],
+        compiled: Mapping[str, Any],
+    ) -> Taken:
+        """The way of the run which a checkpoint goes on with, or the fastest.
+
+        Where prediction cannot tell which that is, several are tried, if inputs and labels can be seen before ``fit``.
+
+        Args:
+            x, y, batch_size, callbacks: those of ``fit``.
+            make: gives a model that is trained by these options.
+            compiled: the arguments of ``compile``.
+
+        Raises:
+            ValueError: if none fits the devices' memory; for a layout that the checkpoint's way cannot have.
+        """
+        told = (each.way_of_run(self.planner.verbose) for each in callbacks if hasattr(each, "way_of_run"))
+        known_way = next((each for each in told if each), None)
+        if known_way is not None:
+            way = way_of(known_way)
+            if self.is_laid_out:
+                self._check_layout(way)
+            return Taken(way, None, None)
+        rows = first_rows(x, batch_size)
+        choice = self.choice(rows, shapes_of_data(x, self.trained))
+        data = None if preprocesses(self.model) else sample_of(x, y, rows or DEFAULT_ROWS)
+        choice = choice if data is None else self._tried(choice, data, make, compiled)
+        return Taken(choice.taken.arguments, choice.cut, choice)
+
+    def _tried(
+        self, choice: Choice, data: Any, make: Callable[[Options], keras.Model], compiled: Mapping[str, Any]
+    ) -> Choice:
+        """The choice with what those ways take that may be the fastest, if they are several."""
+        near, optimizer = choice.near, known(self.optimizer)
+        if len(near) < 2:
+            return choice
+        compiled = {**compiled, **dict.fromkeys(("metrics", "weighted_metrics"))}
+        compiled.pop("steps_per_execution", None)  # trials time single minibatches
+        settings = {**optimizer.get_config(), "learning_rate": None, "name": None}
+        within = "turns", self.devices, type(optimizer).__name__, settings, compiled.get("jit_compile")
+        kept_trials = KeptTrials(choice, within)
+
+        def trial(way: Way) -> WayTrial:
+            cut, _ = choice.cut_of(way) if choice.cut_of and way.is_pipeline else (None, 0.0)
+            made = partial(make, self.options_of(way.arguments, cut))
+            return WayTrial(made, data, {**compiled, "optimizer": for_trials(optimizer, self.model)})
+
+        def fit_together(numbers: Sequence[int]) -> bool:
+            limit_bytes = math.inf if choice.limit_bytes is None else choice.limit_bytes
+            return sum(near[n].memory_bytes for n in numbers) <= limit_bytes
+
+        seconds = kept_trials.seconds
+        if not seconds:
+            with kept(self.model):
+                seconds, is_to_keep = compared_s(
+                    [partial(trial, way) for way in near], fit_together, self.planner.verbose
+                )
+            if min(seconds) == math.inf:
+                return choice  # whoever trains is told why
+            if is_to_keep:
+                kept_trials.keep(seconds)
+        return choice.with_trials([*zip(near, seconds, strict=True)])
+
+    def options_of(self, way: Mapping[str, Any], cut: Partition | None) -> Options:
+        """Those of a way to train, with its cut if it is a pipeline; a layout that is given stays."""
+        arguments = {**way, "cuts": None, "replicas": None, "stages": cut} if cut is not None else dict(way)
+        if cut is None and self.is_laid_out:
+            arguments |= dict(zip(LAYOUT, self.given.layout, strict=True))
+            arguments["microbatches"] = self.given.microbatches or way.get("microbatches")
+        name = name_of(arguments["scheme"])
+        arguments["devices"] = self.devices[:1] if name == "single" else self.devices
+        arguments["recompute"] = self.given.recompute and name not in COPIED
+        return Options(**arguments)
+
+    def way_told(self, taken: Taken, options: Options, layout: Layout) -> dict[str, Any]:
+        """The way that was taken as a checkpoint has it: the scheme's options by their names.
+
+        Of a run that goes on in the layout that is given now, with that.
+        """
+        way = dict(taken.way)
+        if self.is_laid_out and taken.choice is None:
+            way = {"scheme": options.scheme, "microbatches": options.microbatches, "stages": layout.stages}
+            way |= {"cuts": tuple(self.given.cuts)} if self.given.cuts is not None else {}
+            way |= {"replicas": layout.replicas} if max(layout.replicas) > 1 else {}
+        return flat(**way)
+
+    def _check_layout(self, way: Mapping[str, Any]) -> None:
+        """Refuse to go on, in a layout, with a run that was none of a synchronous pipeline of one stage a device."""
+        scheme = scheduled(way["scheme"])
+        pipeline = None if name_of(scheme) in UNCUT else scheme_of_table(scheme)
+        if pipeline is None or pipeline.asynchronous or pipeline.schedule.chunks > 1:
+            given = {name: value for name, value in zip(LAYOUT, self.given.layout, strict=True) if value is not None}
+            raise ValueError(
+                "The run of the checkpoint was trained in a way that has no such layout. Received: "
+                f"{keywords(given)}, a checkpoint of {keywords({'scheme': way['scheme']})}. Try leaving "
+                f"{' and '.join(given)} out, or another directory."
+            )
+
+
+def way_of(told: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that ``way_told`` has told."""
+    common = {name: value for name, value in told.items() if name in Options._fields and name != "scheme"}
+    own = {name: value for name, value in told.items() if name not in Options._fields}
+    if own.get("grid"):  # of which JSON has made lists
+        own["grid"] = tuple(tuple(each) if isinstance(each, list) else each for each in own["grid"])
+    return {"scheme": with_options(told["scheme"], **own), **common}

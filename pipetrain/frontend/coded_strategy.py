@@ -11,27 +11,26 @@ from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.transfers.coded import Root
 from pipetrain.compute.transfers.weights import WeightsPart
 from pipetrain.frontend.checks.optimizer import check_loss_scaling
-from pipetrain.frontend.pipeline_strategy import PipelineStrategy
-from pipetrain.frontend.placement import Placement
+from pipetrain.frontend.planner import Planner
+from pipetrain.frontend.runner_strategy import RunnerStrategy
 from pipetrain.run.coded_runner import CodedRunner
 from pipetrain.run.pipeline import HOST
 from pipetrain.schemes.coding.coded_reduce import Tree
 from pipetrain.schemes.table import CODED, TREES
 
 
-class CodedStrategy(PipelineStrategy):
+class CodedStrategy(RunnerStrategy):
     """A stage that is the whole model, whose weights this process updates, and whose gradients workers make.
 
     What a ``fit`` has to do with Keras' loop, metrics, checkpoints and evaluation is as for a pipeline of this stage.
 
     Args:
-        model: the model to train.
-        placement: one stage, whose replicas are the workers.
+        planner: of the model, whose layout is one stage, whose replicas are the workers.
         tree: who is whose parent.
     """
 
-    def __init__(self, model: keras.Model, placement: Placement, tree: Tree) -> None:
-        super().__init__(model, placement, TREES[CODED])
+    def __init__(self, planner: Planner, tree: Tree) -> None:
+        super().__init__(planner, TREES[CODED])
         self.tree = tree
         self._stragglers = [0] * tree.workers
 
@@ -41,14 +40,14 @@ class CodedStrategy(PipelineStrategy):
         super().compiled(owner, loss, jit_compile)
 
     def _built(self, rows: int | None) -> Sequence[list[Stage]]:
-        segment = self.placement.whole()
+        (segment,) = self.planner.layout.segments(self.planner.chain)
         every = WeightsPart(HOST, range(len(segment.trainable_variables)))
         loss, workers = self._compilation.metrics.loss, self.tree.workers
         self._root = Root(segment, [every], self.optimizer, loss, workers)
         return [list[Stage]([self._root])]
 
-    def _runner(self) -> Any:
-        devices = self.placement.replica_devices
+    def _new_runner(self) -> Any:
+        devices = self.planner.layout.devices
         compilation = self._compilation
         rates, reads = compilation.learning_rate, compilation.metrics.read_predictions
         runner = CodedRunner(self._root, self.tree, devices, self._run_settings, rates, reads)

@@ -24,7 +24,7 @@ from pipetrain.frontend.checks.optimizer import check_optimizer, check_own
 from pipetrain.frontend.input_data import InputData
 from pipetrain.frontend.loss_of_parts import LossOfParts
 from pipetrain.frontend.metrics import TrackedMetrics
-from pipetrain.frontend.placement import Placement
+from pipetrain.frontend.planner import Planner
 from pipetrain.schemes.scheme import Scheme
 
 
@@ -35,11 +35,12 @@ class Compilation:
         owner: the PipelineModel, which Keras has compiled.
         loss: the one that ``compile`` was given.
         scheme: by which it is trained.
-        placement: the stages, which learn how many slots the optimizer has.
+        planner: of the model and its stages.
         counted: counts the minibatches that the optimizer has been told of.
         built: called when the metrics have their variables.
 
-    ``optimizer`` is the compiled one, ``steps`` the one that makes the steps, which another may wrap to scale the loss.
+    ``optimizer`` is the compiled one, ``steps`` the one that makes the steps, which another may wrap to scale the loss;
+    ``slots`` are its variables for each weight, and it ``gathers`` if it uses all gradients at once.
 
     Raises:
         ValueError: for an optimizer, a loss or a way to run steps that a pipeline does not have.
@@ -50,26 +51,27 @@ class Compilation:
         owner: keras.Model,
         loss: Any,
         scheme: Scheme,
-        placement: Placement,
+        planner: Planner,
         counted: tf.Variable,
         built: Callable[[], None],
     ) -> None:
         self._owner = owner
-        self.optimizer, self._loss, self._chain = owner.optimizer, loss, placement.chain
+        self.optimizer, self._loss, self._chain = owner.optimizer, loss, planner.chain
         self._scheme = scheme
         self.steps = steps = stepping(self.optimizer)
-        self._model = placement.chain.model
+        self._model = planner.chain.model
+        stages = planner.layout.stages
         check_loop(owner.run_eagerly, owner.steps_per_execution)
-        check_optimizer(self.optimizer, scheme.name, scheme, placement.stages)
+        check_optimizer(self.optimizer, scheme.name, scheme, stages)
         self._check_own()
-        rule = scheme.rule(0, 2 * placement.stages)
-        gathered = is_dynamic(self.optimizer) or gathers(steps, rule, self._model.trainable_variables)
-        placement.learn_optimizer(slots_per_weight(steps, rule), gathered)
-        self.metrics = TrackedMetrics(owner, self._model.outputs, placement.chain.pack, counted, built)
+        rule = scheme.rule(0, 2 * stages)
+        self.gathers = is_dynamic(self.optimizer) or gathers(steps, rule, self._model.trainable_variables)
+        self.slots = slots_per_weight(steps, rule)
+        self.metrics = TrackedMetrics(owner, self._model.outputs, planner.chain.pack, counted, built)
         self._scheduled = is_scheduled(steps)  # then each stage's own copy knows the rate
         self._trained_as: list[tuple[str, bool]] = []  # when training was traced first
         self._traced_for: list[Any] = []  # the specs of data
-        parts = placement.training.microbatches * placement.replicas[-1]  # of its rows, each with its own loss
+        parts = planner.training.microbatches * planner.layout.replicas[-1]  # of its rows, each with its own loss
         self._of_parts = LossOfParts(loss, parts, self.metrics, self._model)
         rate = None if self._scheduled else rate_of(steps).value
         self.data = InputData(self._model, rate, self._of_parts.weigh)

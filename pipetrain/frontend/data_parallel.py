@@ -12,7 +12,6 @@ import keras
 import tensorflow as tf
 
 from pipetrain.checkpoint.arrays import Arrays, assign, collected
-from pipetrain.checkpoint.session import FitSession, Layout
 from pipetrain.compute.functions.penalties import summed_over_rows
 from pipetrain.compute.graph.beside import beside, memories
 from pipetrain.compute.graph.sharing import is_seed
@@ -38,8 +37,10 @@ from pipetrain.frontend.checks.devices import check_local, check_remembered
 from pipetrain.frontend.checks.loss import check_added
 from pipetrain.frontend.checks.optimizer import check_loss_scaling, check_optimizer, check_own
 from pipetrain.frontend.device_loss import DeviceLoss
+from pipetrain.frontend.fit_session import FitSession
+from pipetrain.frontend.layout import KeptLayout
 from pipetrain.frontend.mirroring import Mirroring
-from pipetrain.frontend.placement import Placement
+from pipetrain.frontend.planner import Planner
 from pipetrain.frontend.strategy import StepFunction
 from pipetrain.schemes.options import AnyScheme
 from pipetrain.schemes.table import DATA_PARALLEL
@@ -53,16 +54,16 @@ class DataParallelStrategy:
     that layers have, such as vocabularies and functions, is the model's own.
 
     Args:
-        model: the model to train.
-        placement: its devices train the whole model; its stages are not used.
+        planner: of the model; the devices of its layout train the whole model.
     """
 
-    def __init__(self, model: keras.Model, placement: Placement) -> None:
-        self.model, self.placement = model, placement
-        check_local(placement.distinct_devices)
-        self._devices = len(placement.distinct_devices)
+    def __init__(self, planner: Planner) -> None:
+        self.model, self.planner = planner.chain.model, planner
+        model, devices = self.model, planner.layout.distinct_devices
+        check_local(devices)
+        self._devices = len(devices)
         check_remembered(memories([model]), self._devices)
-        self.distribution = _mirrored(tuple(placement.distinct_devices))
+        self.distribution = _mirrored(tuple(devices))
         self._mirroring = Mirroring(self.distribution)
         self._meanwhile = ExitStack()  # what is undone when the model is by itself again
         self._owner: keras.Model | None = None
@@ -94,7 +95,7 @@ class DataParallelStrategy:
         self._check_added()
         if compiled is not None:
             _, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-            known(self._loss).measure(compiled, y, sample_weight, self.placement.chain.pack(self.model.outputs))
+            known(self._loss).measure(compiled, y, sample_weight, self.planner.chain.pack(self.model.outputs))
 
     def _check_added(self) -> None:
         """Raise ValueError if a layer adds a loss that is a sum over rows: Keras takes the mean of the devices'.
@@ -106,7 +107,7 @@ class DataParallelStrategy:
             and self._devices > 1
             and not all(is_own(type(each)) for each in flat_layers(self.model))
         ):
-            chain = self.placement.chain
+            chain = self.planner.chain
             whole = chain.segment(0, len(chain.blocks))
             check_added(summed_over_rows(whole, [None] * len(whole.inputs), True))
         self._is_checked = True
@@ -136,7 +137,7 @@ class DataParallelStrategy:
 
     def explanation(self, batch_size: int, scheme: AnyScheme) -> str:
         """A text: how the model is cut, and the estimates of other ways to train it."""
-        return self.placement.explanation(batch_size, scheme)
+        return self.planner.explanation(batch_size, scheme)
 
     def keras_arguments(self, optimizer: Any, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The arguments of ``compile`` as they are; XLA compiles nothing that several devices do.
@@ -151,7 +152,7 @@ class DataParallelStrategy:
 
     def compiled(self, owner: keras.Model, loss: Any, jit_compile: Any) -> None:
         """Keras has compiled the owner. Raises ValueError for what several devices would not train alike."""
-        check_optimizer(owner.optimizer, DATA_PARALLEL, None, self.placement.stages)
+        check_optimizer(owner.optimizer, DATA_PARALLEL, None, self.planner.layout.stages)
         self._owner, self.optimizer = owner, owner.optimizer
         self._check_own()
         self._mirroring.forget(self.model.variables)  # another optimizer's slots, and metrics
@@ -170,7 +171,7 @@ class DataParallelStrategy:
 
     def begin(self, session: FitSession) -> None:
         """A ``fit`` begins: every device gets the model's variables."""
-        self.placement.learn(session.shapes)
+        self.planner.learn_shapes(session.shapes)
         self._check_own()
         try:
             self._mirror()
@@ -209,10 +210,6 @@ class DataParallelStrategy:
             built(other, weights)
             adopt(optimizer, weights, [OptimizerPart(other, weights)])
 
-    def begin_epoch(self, steps: int | None) -> None:
-        """Keras counts the steps."""
-        self._newest_snapshot = 0
-
     @property
     def in_flight(self) -> int:
         """None: a step of data parallelism is over when it returns."""
@@ -220,7 +217,7 @@ class DataParallelStrategy:
 
     def about(self) -> dict[str, Any]:
         """How many updates this ``fit`` has made, on which devices."""
-        return {"fitted": self._fitted(), **self.placement.about(), "compiled": []}  # which is Keras' to decide
+        return {"fitted": self._fitted(), **self.planner.about(), "compiled": []}  # which is Keras' to decide
 
     def _fitted(self) -> int:
         """Updates since the start of ``fit``."""
@@ -235,7 +232,7 @@ class DataParallelStrategy:
         self.drain()
         return collected(self.model, self._slots(), [self._part().shared])
 
-    def restore(self, arrays: Arrays, layout: Layout, updates: int, fitted: int) -> list[str]:
+    def restore(self, arrays: Arrays, kept: KeptLayout, updates: int, fitted: int) -> list[str]:
         """Go on from there, after so many updates, ``fitted`` of them of this ``fit``; gives what was not there."""
         missing = assign(self.model, arrays, self._slots(), [self._part().shared])
         count_of(known(self.optimizer)).assign(updates)

@@ -13,11 +13,12 @@ import tensorflow as tf
 from pipetrain.cluster.connection import joins
 from pipetrain.compute.functions.inference import Inference
 from pipetrain.compute.functions.tracing import trace_stages
-from pipetrain.compute.graph.input_shapes import Shapes
 from pipetrain.frontend.attributes import Meanwhile
-from pipetrain.frontend.input_data import DEFAULT_ROWS, InputData, InputsAlone, untuned
+from pipetrain.frontend.input_data import InputData, InputsAlone, untuned
+from pipetrain.frontend.layout import Layout
 from pipetrain.frontend.metrics import StepMetrics
-from pipetrain.frontend.placement import Decision, Placement
+from pipetrain.frontend.planner import Planner
+from pipetrain.frontend.stages import inference_stages
 from pipetrain.run.collector import Result
 from pipetrain.run.forward_runner import ForwardRunner, is_one_call
 from pipetrain.run.pipeline import Pipeline
@@ -33,20 +34,19 @@ class Evaluator:
     decided the cut yet, that of a profile serves, with its kernels, and training remains free to choose others.
 
     Args:
-        model: the model whose weights are read.
-        placement: its stages.
+        planner: of the model whose weights are read, and of its stages.
     """
 
-    def __init__(self, model: keras.Model, placement: Placement) -> None:
-        self._placement, self._model = placement, model
+    def __init__(self, planner: Planner) -> None:
+        self._planner, self._model = planner, planner.chain.model
+        model = self._model
         self.data, self.inputs = InputData(model), InputsAlone(model)
         self._stages: list[list[Inference]] = []
         self._functions: dict[Any, Any] = {}  # of whole minibatches, for these stages
-        self._decision: Decision | None = None  # of them
+        self._layout: Layout | None = None  # of them
         self._joins = joins()  # workers of before may have been started anew, without the stages' variables
         self._variables: list[tuple[int, bool]] = []  # of the model then, by ``id``, and whether they are penalized
         self._specs: list[Any] = []  # of the data that were evaluated since
-        self._measured: dict[bool | str, Decision] = {}  # by what was asked of the kernels
         self._running: list[Evaluation] = []
 
     @contextmanager
@@ -94,7 +94,7 @@ class Evaluator:
 
     def forget(self) -> None:
         """The next evaluation traces the stages anew."""
-        self._stages, self._functions, self._decision = [], {}, None
+        self._stages, self._functions, self._layout = [], {}, None
 
     def lose(self, error: Exception) -> None:
         """From another thread: a worker is lost. Whoever waits for an evaluation is given the error."""
@@ -106,14 +106,15 @@ class Evaluator:
 
         Penalties are of the weights that were trained when Keras would have traced an evaluation of such data.
         """
-        decision = self._placement.decided or self._of_profile(data.shapes)
+        planner, layout = self._planner, self._planner.layout_for_evaluation(data.shapes)
         variables = [(id(each), each.regularizer is None or each.trainable) for each in self._model.variables]
         ids, before = ([number for number, _ in each] for each in (variables, self._variables))
         is_traced = data is not self.data or data.spec in self._specs  # outputs alone have no penalties
         is_known = variables == self._variables or (ids == before and is_traced)
-        if decision != self._decision or not is_known or self._joins != joins():
-            self._stages, self._specs, self._functions = self._placement.inferences(decision), [], {}
-            self._decision, self._variables, self._joins = decision, variables, joins()
+        if layout != self._layout or not is_known or self._joins != joins():
+            self._stages = inference_stages(planner.chain, layout, lambda: planner.verbose)
+            self._specs, self._functions = [], {}
+            self._layout, self._variables, self._joins = layout, variables, joins()
         if data is self.data and data.spec not in self._specs:
             self._specs.append(data.spec)
         trace_stages(self._stages, None)
@@ -124,15 +125,9 @@ class Evaluator:
         runner.trace_for(None)
         return runner
 
-    def _of_profile(self, shapes: Shapes) -> Decision:
-        asked = self._placement.asked_kernels
-        if asked not in self._measured:
-            self._measured[asked] = self._placement.measured(DEFAULT_ROWS, shapes)
-        return self._measured[asked]
-
     def pack(self, outputs: list[Any]) -> Any:
         """The model's outputs in the structure that calling it gives."""
-        return self._placement.chain.pack(outputs)
+        return self._planner.chain.pack(outputs)
 
 
 class Evaluation:

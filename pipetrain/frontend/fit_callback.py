@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from pipetrain.checkpoint.session import FitSession
+from pipetrain.frontend.fit_session import FitSession
 from pipetrain.frontend.progress_bar import ProgressBar
 
 

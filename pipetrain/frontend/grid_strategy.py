@@ -18,8 +18,8 @@ from pipetrain.frontend.checks.grid import check_elementwise, checked_layers, is
 from pipetrain.frontend.checks.optimizer import check_loss_scaling
 from pipetrain.frontend.device_choice import described
 from pipetrain.frontend.input_data import DEFAULT_ROWS
-from pipetrain.frontend.pipeline_strategy import PipelineStrategy
-from pipetrain.frontend.placement import Placement
+from pipetrain.frontend.planner import Planner
+from pipetrain.frontend.runner_strategy import RunnerStrategy
 from pipetrain.plan.grid_cost import best_grid
 from pipetrain.run.pipeline import HOST
 from pipetrain.run.step_runner import StepRunner
@@ -29,24 +29,23 @@ from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.transfers.plan import Phase, Plan
 
 
-class GridStrategy(PipelineStrategy):
+class GridStrategy(RunnerStrategy):
     """A stage that is the whole model, on a grid of devices, whose steps are one function each.
 
     What a ``fit`` has to do with Keras' loop, metrics, checkpoints and evaluation is as for a pipeline of this stage.
 
     Args:
-        model: the model to train.
-        placement: one stage, whose replicas are the devices.
+        planner: of the model, whose layout is one stage, whose replicas are the devices.
         scheme: ``grid``.
         grid: of the devices, or ``"auto"``.
 
     ``grid`` is the one that was chosen, once there is a pipeline.
     """
 
-    def __init__(self, model: keras.Model, placement: Placement, scheme: Scheme, grid: Grid | str) -> None:
-        super().__init__(model, placement, scheme)
-        self._devices, self._asked = placement.replica_devices, grid
-        self._wide = wide_layers(placement.chain.blocks)
+    def __init__(self, planner: Planner, scheme: Scheme, grid: Grid | str) -> None:
+        super().__init__(planner, scheme)
+        self._devices, self._asked = planner.layout.devices, grid
+        self._wide = wide_layers(planner.chain.blocks)
         if isinstance(grid, Grid):
             checked_layers(grid, self._wide)
 
@@ -61,7 +60,7 @@ class GridStrategy(PipelineStrategy):
         return checked_layers(grid, self._wide) if grid.outputs > 1 else []
 
     def _built(self, rows: int | None) -> Sequence[list[Stage]]:
-        loss, chain = self._compilation.metrics.loss, self.placement.chain
+        loss, chain = self._compilation.metrics.loss, self.planner.chain
         self.grid = self._asked if isinstance(self._asked, Grid) else self._best(rows or DEFAULT_ROWS)
         wide = self._divided(self.grid)
         self._weights = GridWeights(chain, wide, self.grid, self._devices, HOST, self.optimizer, loss)
@@ -73,9 +72,9 @@ class GridStrategy(PipelineStrategy):
         if count == 1 or not is_elementwise(self._compilation.steps):
             return Grid(1, count)
         cluster = described(self._devices, within_functions=True)
-        return best_grid(network_of(self.placement.chain, self._wide), count, rows, cluster.slowest(count))
+        return best_grid(network_of(self.planner.chain, self._wide), count, rows, cluster.slowest(count))
 
-    def _runner(self) -> Any:
+    def _new_runner(self) -> Any:
         count, weights = len(self._devices), self._weights
         workers = [Worker(weights.segment, device, n, count) for n, device in enumerate(self._devices)]
         return StepRunner(

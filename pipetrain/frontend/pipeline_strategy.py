@@ -1,187 +1,92 @@
-"""Training by a pipeline of stages: feeds it Keras' data, and keeps the model's weights in step with it."""
+"""Training by a pipeline: stages of layers on devices, with several minibatches in flight or several microbatches."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import keras
-import tensorflow as tf
 
-from pipetrain.checkpoint.arrays import Arrays, assign, assign_scale, collected, scale_arrays
-from pipetrain.checkpoint.session import FitSession, Layout
 from pipetrain.compute.cores import is_remote
 from pipetrain.compute.functions.stage import Stage
-from pipetrain.compute.gc_pause import gc_paused
-from pipetrain.compute.graph.beside import beside
-from pipetrain.compute.graph.input_shapes import Shapes
-from pipetrain.compute.keras_private import count_of, supports_xla
-from pipetrain.compute.optimizer.adoption import forget
-from pipetrain.compute.optimizer.loss_scaling import LossScale, is_dynamic, stepping
-from pipetrain.compute.optimizer.momenta import told, with_known_momentum
-from pipetrain.compute.optimizer.update import kinds_beside
-from pipetrain.compute.variable_watch import VariableWatch
+from pipetrain.compute.graph.blocks import Chain
+from pipetrain.compute.optimizer.momenta import told
+from pipetrain.compute.profiling.operation_count import estimated_s
 from pipetrain.frontend.attributes import known
-from pipetrain.frontend.checks.data import check_rows
-from pipetrain.frontend.checks.loop import check_backup, checked_steps
-from pipetrain.frontend.compilation import Compilation, trained_in
-from pipetrain.frontend.evaluation import Evaluator
-from pipetrain.frontend.input_data import Untuned
-from pipetrain.frontend.optimized_stages import OptimizedStages
-from pipetrain.frontend.pipeline_fit import PipelineFit
-from pipetrain.frontend.placement import Placement
-from pipetrain.frontend.snapshots import handed_out
-from pipetrain.frontend.strategy import StepFunction
+from pipetrain.frontend.fit_session import FitSession
+from pipetrain.frontend.planner import Planner
+from pipetrain.frontend.runner_strategy import RunnerStrategy
+from pipetrain.frontend.stages import training_stages
 from pipetrain.run.course_runner import CourseRunner
 from pipetrain.run.pipeline import Pipeline
 from pipetrain.run.program_runner import ProgramRunner, is_one_function
-from pipetrain.run.run_settings import RunSettings
-from pipetrain.schemes.options import AnyScheme
 from pipetrain.schemes.policies import SpecTrainPolicy
 from pipetrain.schemes.scheme import Scheme
-from pipetrain.trace.trace import Trace
 
 _logger = logging.getLogger(__name__)
 MANY_STAGES = 5  # from which on the paper's prediction is clearly worse than one to a single target
+CALL_S, MOST_AT_ONCE = 0.03, 8  # of functions that have several minibatches: seconds, and how many
+MOST_STEPS = 32  # minibatches of a call where they are asked for: more take many seconds to trace
 
 
-class PipelineStrategy:
-    """A ``Strategy`` of stages. Between two drains the weights live in the stages; otherwise in the model.
+class PipelineStrategy(RunnerStrategy):
+    """Stages of the model's layers, one on each device or several.
 
     Args:
-        model: the model to train.
-        placement: its stages.
+        planner: of the model, which decides on its layout.
         scheme: order of actions and choice of weights.
     """
 
-    def __init__(self, model: keras.Model, placement: Placement, scheme: Scheme) -> None:
-        self.model = self.trained = model
-        self.placement, self.microbatches = placement, placement.training.microbatches
-        self.distribution = Untuned(tf.distribute.get_strategy())
-        self.evaluator = Evaluator(model, placement)
-        self._scheme = self._chosen = scheme  # ``compile`` may make another of what is chosen
-        self._last_compilation: Compilation | None = None
-        self._stages = OptimizedStages()
-        self._pipeline: Pipeline | None = None
+    def __init__(self, planner: Planner, scheme: Scheme) -> None:
+        super().__init__(planner, scheme)
         self._to_say = ""  # at the first ``fit`` of a compilation that shows anything
-        self._made_for_rows = 0  # of the pipeline; 0 where that is not known
-        self._made_as: list[tuple[str, bool]] = []  # what was trainable then
-        self._fit: PipelineFit | None = None
-        self._away = VariableWatch(self.drain)  # of what the stages have newer values than the model
-        self._fitted_before = self._made_before = 0  # updates of this fit, and of the pipeline, as they were last set
-        self._counted = tf.Variable(0, dtype=tf.int64, trainable=False)  # of the updates since the last drain
-
-    @property
-    def optimizer(self) -> keras.optimizers.Optimizer | None:
-        """The compiled optimizer."""
-        return self._last_compilation.optimizer if self._last_compilation else None
-
-    @property
-    def _compilation(self) -> Compilation:
-        return known(self._last_compilation)
-
-    def explanation(self, batch_size: int, scheme: AnyScheme) -> str:
-        """A text: how the model is cut, and the estimates of other ways to train it."""
-        return self.placement.explanation(batch_size, scheme)
-
-    def keras_arguments(self, optimizer: Any, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The optimizer and the other arguments of ``compile``, but for how many minibatches a call has.
-
-        That is the runner's matter: Keras' loop gives minibatches one by one, and callbacks see each.
-        """
-        others = dict(settings)
-        self.placement.learn_steps(checked_steps(others.pop("steps_per_execution", None)))
-        return optimizer, others
 
     def compiled(self, owner: keras.Model, loss: Any, jit_compile: Any) -> None:
         """The optimizer and the loss are new: stages are made anew when the next ``fit`` begins."""
-        scheme = with_known_momentum(self._chosen, stepping(owner.optimizer))
-        compilation = Compilation(owner, loss, scheme, self.placement, self._counted, self._metrics_built)
-        self.placement.learn_kernels(supports_xla(self.model) and jit_compile)
-        if self._last_compilation is None or compilation.steps is not self._last_compilation.steps:
-            self._stages = OptimizedStages()
-        self._last_compilation, self._pipeline, self._scheme = compilation, None, scheme
-        self.evaluator.forget()
-        factor, self._to_say = scheme.rule(0, self.placement.stages, self.microbatches).stretch, ""
+        super().compiled(owner, loss, jit_compile)
+        stages, scheme = self.planner.layout.stages, self._scheme
+        factor, self._to_say = scheme.rule(0, stages, self.microbatches).stretch, ""
         if factor != 1:
-            self._to_say = f"Momentum is stretched (stretch_momentum): {told(compilation.steps, factor)}."
-        elif isinstance(scheme.policy, SpecTrainPolicy) and self.placement.stages >= MANY_STAGES:
+            self._to_say = f"Momentum is stretched (stretch_momentum): {told(self._compilation.steps, factor)}."
+        elif isinstance(scheme.policy, SpecTrainPolicy) and stages >= MANY_STAGES:
             self._to_say = (
                 "With this many stages spectrain as published loses accuracy: 0.04 to 0.09 at 8 stages in our runs, "
                 "where pipetrain.SpecTrain(horizon='target') lost 0.03 at most (docs/results/staleness.md)."
             )
 
-    def _metrics_built(self) -> None:
-        if self._fit is not None:
-            self._fit.session.metrics_built()
-
     def begin(self, session: FitSession) -> None:
-        """A ``fit`` begins: make the stages, if there are none for this compilation.
-
-        Where the cut is to be decided, and not all of the inputs' shapes are known, the first minibatch is awaited.
-        """
-        if self._to_say and self.placement.verbose:
+        """A ``fit`` begins."""
+        if self._to_say and self.planner.verbose:
             _logger.info(self._to_say)
             self._to_say = ""
-        self._prepare(session.rows, session.shapes)
-        check_backup(session.callbacks, self._scheme.name, self._kinds_beside)
-        fit = PipelineFit(session, self._compilation, self._pipeline_for_data, self._updates, self._scheme.asynchronous)
-        self._fit = fit
-        session.exits.callback(fit.end)
-        self._set_fitted(0)
-        session.figures = fit.figures
-
-    def _prepare(self, rows: int | None, shapes: Shapes | None) -> None:
-        self.placement.learn(shapes)
-        check_rows(rows, self.microbatches)
-        if self._pipeline is not None and self._pipeline.is_lost:
-            self._forget()  # a worker was lost when all steps had been made
-        if self._pipeline is not None and not self._pipeline.is_drained:
-            self.abort(store=True)  # an interrupt cut an abort short
-        self._compilation.check()
-        if self.microbatches > 1 and self._made_for_rows and (rows or self._made_for_rows + 1) > self._made_for_rows:
-            self._pipeline = None  # what its stages keep of a minibatch was decided for fewer rows
-        if self._pipeline is None and self.placement.can_build:
-            self._make_pipeline(rows)
-        if self._pipeline is not None:
-            self._stages.adopt_from(self.optimizer)
-
-    def _make_pipeline(self, rows: int | None) -> None:
-        """Make the stages for this compilation; compiled again, the same optimizer keeps what it has gathered."""
-        self._compilation.check_trained()
-        self._made_as = trained_in(self.model)
-        with gc_paused():
-            weights = self.model.trainable_variables
-            self._made_for_rows = rows or 0
-            stages = OptimizedStages(self._built(rows), weights)
-            stages.go_on_from(self._stages)
-            self._stages = stages
-            self._pipeline = self._runner()
+        super().begin(session)
 
     def _built(self, rows: int | None) -> Sequence[list[Stage]]:
-        """Every stage's replicas, for minibatches of so many rows if that is known."""
-        return self.placement.build(rows, self.optimizer, self._compilation.metrics.loss, self._scheme)
+        planner = self.planner
+        return training_stages(
+            planner.chain,
+            planner.decided(rows),
+            self._scheme,
+            known(self.optimizer),
+            self._compilation.metrics.loss,
+            rows,
+            self.microbatches,
+            planner.training.recompute,
+            lambda: planner.verbose,
+        )
 
-    def _runner(self) -> Any:
-        """What runs the stages."""
+    def _new_runner(self) -> Any:
         return Pipeline(self._stages.replicas, self._scheme, self.microbatches, self._run_settings)
 
-    def _of_traced(self, runner: Any) -> Any:
-        """What runs the stages when they have been traced: one function a minibatch where that serves."""
-        if type(runner) in (Pipeline, ProgramRunner, CourseRunner):
-            given = self._stages.replicas, self._scheme, self.microbatches, self._run_settings
-            kind = self._kind_of_runner()
-            if type(runner) is not kind:
-                traced, runner = runner, kind(*given)
-                runner.traced_for, runner.output_masks, runner.made = (
-                    traced.traced_for,
-                    traced.output_masks,
-                    traced.made,
-                )
-            if isinstance(runner, CourseRunner):
-                runner.minibatches = self._minibatches_at_once()
+    def _traced(self, runner: Any) -> Any:
+        """One function a minibatch, or for several of them, where that serves."""
+        kind = self._kind_of_runner()
+        if type(runner) is not kind:
+            traced, runner = runner, kind(*(self._stages.replicas, self._scheme, self.microbatches, self._run_settings))
+            runner.traced_for, runner.output_masks, runner.made = traced.traced_for, traced.output_masks, traced.made
+        if isinstance(runner, CourseRunner):
+            runner.minibatches = self._minibatches_at_once()
         return runner
 
     def _kind_of_runner(self) -> Any:
@@ -194,223 +99,24 @@ class PipelineStrategy:
             return Pipeline
         if not self._scheme.asynchronous:
             return ProgramRunner
-        on_workers = any(map(is_remote, self.placement.replica_devices))
+        on_workers = any(map(is_remote, self.planner.layout.devices))
         return CourseRunner if on_workers or self._minibatches_at_once() > 1 else Pipeline
 
     def _minibatches_at_once(self) -> int:
-        return self.placement.minibatches_at_once(known(known(self._fit).session.rows))
+        """How many minibatches a call has in the ``fit`` that is under way: what is asked, or as it is estimated."""
+        if self._steps is not None:
+            return min(self._steps, MOST_STEPS)
+        rows = known(known(self._fit).session.rows)
+        return minibatches_of_call(self.planner.chain, self.planner.layout.stages, rows)
 
-    def _run_settings(self) -> RunSettings:
-        """Asked when the weights are taken from the model."""
-        self._stages.adopt_from(self._compilation.optimizer)
-        session = known(self._fit).session
-        return RunSettings(
-            updates=self._steps(),
-            loss_scale=LossScale.of(self._compilation.optimizer),
-            steps=self._fitted(),
-            snapshot_every=session.snapshot_every,
-            loss_is_mean=self._compilation.loss_is_mean,
-            exact_times=session.exact_trace,
-            is_traced=session.is_traced,
-        )
 
-    def _updates(self) -> int:
-        """Those of the optimizer up to the last drain."""
-        return int(count_of(self._compilation.optimizer).numpy()) - int(self._counted.numpy())
+def minibatches_of_call(chain: Chain, stages: int, rows: int) -> int:
+    """How many minibatches of so many rows take a call's time in a pipeline of so many stages, by estimate.
 
-    def _steps(self) -> int:
-        """The steps among these; of a scaled loss, those that were not skipped, as counted at the last drain."""
-        compilation = self._compilation
-        return int(count_of(compilation.steps).numpy()) if is_dynamic(compilation.optimizer) else self._updates()
-
-    def _set_fitted(self, updates: int) -> None:
-        self._fitted_before, self._made_before = updates, self._pipeline.made if self._pipeline else 0
-
-    def _fitted(self) -> int:
-        """Updates since the start of ``fit``, up to the last drain."""
-        return self._fitted_before + self._pipeline.made - self._made_before if self._pipeline else 0
-
-    def build_metrics(self, own: Callable[[Any, Any], None], epoch_iterator: Any, batch: Any) -> None:
-        """Keras' own, which without a distribution strategy leaves it to the first results: no data are read."""
-        own(epoch_iterator, batch)
-
-    def begin_epoch(self, steps: int | None) -> None:
-        """The next step reads from a new iterator, at most so many minibatches."""
-        known(self._fit).begin_epoch(steps)
-
-    def train_function(self, own: Callable[[], StepFunction]) -> StepFunction:
-        """One minibatch in and one result out; what callbacks then do with the model's variables is noticed."""
-        return self._step
-
-    def _step(self, iterator: Iterator[Any]) -> Any:
-        self._away.rest()
-        logs = known(self._fit).step(iterator)
-        if not known(self._pipeline).is_drained:
-            self._away.begin(self._held, [count_of(self._compilation.optimizer)])
-        return logs
-
-    def _held(self) -> Iterator[Any]:
-        """All variables of model and optimizer of which the stages have newer values, or that they are changing."""
-        yield from self.model.variables
-        yield from beside(self.model)
-        yield from (slot.variable for slot in self._stages.slots())
-        yield from (variable for shared in self._stages.shared() for variable in shared)
-        if self._compilation.steps is not self._compilation.optimizer:
-            yield count_of(self._compilation.steps)  # which knows only after a drain which steps were skipped
-
-    def loss_of_part(self, loss: Any, x: Any, y_pred: Any, training: bool) -> Any:
-        """The loss itself: nobody has a part of the rows."""
-        return loss
-
-    def _pipeline_for_data(self) -> Pipeline:
-        """The pipeline, when the first minibatch has been read: all that has waited for it is made."""
-        data, session = self._compilation.data, known(self._fit).session
-        # What a resumed run reads first may be the last minibatch of an epoch, which may have fewer rows.
-        session.rows = session.rows or max(data.rows, session.rows_before or 0)
-        check_rows(session.rows, self.microbatches)
-        self._compilation.measure_loss()
-        is_new = self._pipeline is not None and self._pipeline.traced_for != data.targets
-        self._compilation.check_trained(is_new)
-        if is_new and self._made_as != trained_in(self.model):
-            self._pipeline = None  # a callback has changed it before the first minibatch
-        if self._pipeline is None:
-            self.placement.learn(data.shapes)
-            self._make_pipeline(session.rows)
-        pipeline = known(self._pipeline)
-        if pipeline.trace_for(data.targets):
-            self._compilation.check_traced(self._stages.first)
-            self._stages.traced()
-            self._pipeline = pipeline = self._of_traced(pipeline)
-        self._compilation.traced()
-        self._compilation.check_masks(pipeline.output_masks)
-        return pipeline
-
-    def drain(self) -> None:
-        """Whatever is in flight finishes, and the weights flow back into the model.
-
-        Of an epoch that was stopped, the metrics count the minibatches that no step takes any more.
-        """
-        self.evaluator.drain()
-        self._away.end()
-        if self._pipeline is not None:
-            with self._counting(self._pipeline):
-                self._pipeline.drain()
-        if self._fit is not None:
-            self._fit.count_stopped()
-
-    def finish(self) -> None:
-        """The end of training."""
-        self.drain()
-        self._fit = None
-
-    def abort(self, store: bool) -> None:
-        """Stop at once; hand the weights back if ``store``."""
-        self._away.end()
-        self._fit = None
-        if self._pipeline is not None:
-            try:
-                with self._counting(self._pipeline):
-                    self._pipeline.abort(store)
-            except ConnectionError:  # a worker was lost meanwhile
-                self._forget()
-                raise
-            if not store:  # what is not finite is in the optimizers too
-                self._forget()
-
-    def _forget(self) -> None:
-        """Nothing is left of the stages and their optimizers."""
-        self._pipeline, self._stages = None, OptimizedStages()
-        forget(self._compilation.steps)
-
-    def lose(self, error: Exception) -> None:
-        """From another thread, repeatedly: a worker is lost. Nobody waits for it any longer, but is given the error."""
-        self.evaluator.lose(error)
-        if (pipeline := self._pipeline) is not None:
-            pipeline.lose(error)
-
-    @contextmanager
-    def _counting(self, pipeline: Pipeline) -> Iterator[None]:
-        """What the pipeline updates, the optimizer counts: from where it is, should someone have set it.
-
-        Each step counts its own minibatch; here those are added that are ahead of the last step. The optimizer that
-        another one wraps, to scale the loss, counts the minibatches that made a step: only here.
-        """
-        before = pipeline.made
-        try:
-            yield
-        finally:
-            if ahead := pipeline.made - before - int(self._counted.numpy()):
-                count_of(self._compilation.optimizer).assign_add(ahead)
-            self._counted.assign(0)
-            if pipeline.made > before:
-                pipeline.loss_scale.hand_back(self._compilation.optimizer)
-
-    @contextmanager
-    def changing(self) -> Iterator[None]:
-        """Drained: the stages take the model's weights when they start again."""
-        self.drain()
-        yield
-
-    def evaluating(self, owner: keras.Model, steps: int | None) -> AbstractContextManager[None]:
-        """Meanwhile Keras' ``evaluate`` of the owner takes its results from a pipeline that only runs forwards."""
-        return self.evaluator.evaluating(owner, steps, lambda targets: self._compilation.metrics.of_testing(targets))
-
-    def predicting(self, owner: keras.Model, steps: int | None) -> AbstractContextManager[None]:
-        """Meanwhile Keras' ``predict`` of the owner reads predictions instead of data, and computes nothing."""
-        return self.evaluator.predicting(owner, steps, self.distribution)
-
-    def snapshots(self) -> Iterator[int]:
-        """Each version kept by now; see ``handed_out``."""
-        if self._scheme.asynchronous and not self.in_flight:  # at rest: none may be left to a checkpoint's past
-            self.drain()
-        if self._pipeline is not None:
-            with self._away.resting():
-                yield from handed_out(self._pipeline, self.model)
-
-    @property
-    def trace(self) -> Trace:
-        """What happened up to the last drain."""
-        return self._pipeline.trace if self._pipeline else Trace(())
-
-    @property
-    def in_flight(self) -> int:
-        """How many minibatches are under way whose results no step has taken."""
-        return self._fit.in_flight if self._fit else 0
-
-    def about(self) -> dict[str, Any]:
-        """How the model is cut, and how many updates this ``fit`` has made."""
-        return {"fitted": self._fitted(), **self.placement.about()}
-
-    def state(self) -> Arrays:
-        """All that training needs to go on; drains."""
-        self.drain()
-        arrays = collected(self.model, self._stages.slots(), self._stages.shared())
-        return arrays | scale_arrays(self._compilation.optimizer)
-
-    def _kinds_beside(self) -> list[str]:
-        """What training needs to go on that no slot of the compiled optimizer holds."""
-        stages = self.placement.stages
-        rules = {self._scheme.rule(stage, stages, self.microbatches) for stage in range(stages)}
-        return sorted({kind for rule in rules for kind in kinds_beside(self._compilation.steps, rule)})
-
-    def restore(self, arrays: Arrays, layout: Layout, updates: int, fitted: int) -> list[str]:
-        """Go on from there, after so many updates, ``fitted`` of them of this ``fit``; gives what was not there.
-
-        ``layout`` is that run's.
-        """
-        self.drain()
-        if self.placement.adopt(layout.ends, layout.compiled):
-            self._pipeline, self._stages = None, OptimizedStages()
-        if self._pipeline is None:
-            self._prepare(known(self._fit).session.rows, self.placement.shapes or layout.shapes)
-        if self._pipeline is None:
-            raise ValueError(
-                "The model leaves dimensions of its inputs open, and neither the checkpoint nor the data say, before "
-                f"the first minibatch, what they are. Received: stages={self.placement.stages}, a checkpoint of "
-                f"{len(layout.ends)} stages. Try partition(input_shapes=...) before fit, or as many stages."
-            )
-        missing = assign(self.model, arrays, self._stages.slots(), self._stages.shared())
-        count_of(self._compilation.optimizer).assign(updates)
-        assign_scale(self._compilation.optimizer, arrays, updates)
-        self._set_fitted(fitted)
-        return missing
+    What is measured would be another number each time, and learning rates take effect by it.
+    """
+    try:
+        minibatch_s = estimated_s(chain, rows) / stages
+    except (AttributeError, TypeError, ValueError):  # nothing is known of such layers
+        return 1
+    return max(1, min(MOST_AT_ONCE, int(CALL_S / max(minibatch_s, CALL_S / MOST_AT_ONCE))))

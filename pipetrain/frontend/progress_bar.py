@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-from pipetrain.frontend.epoch_metrics import NAMES
+from pipetrain.frontend.runner_fit import NAMES
 
 BAR, TIMES = 20, len(" 99999s 999ms/step")  # characters of Keras' bar, and of its times at most
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import keras
 
+from pipetrain.compute.graph.blocks import Chain
 from pipetrain.frontend.auto import AutoStrategy
 from pipetrain.frontend.checks.grid import checked_devices
 from pipetrain.frontend.checks.model import check_model, check_precision
@@ -27,12 +28,14 @@ from pipetrain.frontend.coded_strategy import CodedStrategy
 from pipetrain.frontend.data_parallel import DataParallelStrategy
 from pipetrain.frontend.device_choice import resolve
 from pipetrain.frontend.grid_strategy import GridStrategy
+from pipetrain.frontend.layout import laid_out
 from pipetrain.frontend.options import Options
 from pipetrain.frontend.pipeline_strategy import PipelineStrategy
-from pipetrain.frontend.placement import Placement
+from pipetrain.frontend.planner import Planner
 from pipetrain.frontend.strategy import Strategy
 from pipetrain.frontend.transfer_strategy import TransferStrategy
 from pipetrain.plan.memory import Training
+from pipetrain.plan.stages import Partition
 from pipetrain.schemes.grid import Grid, check_grid
 from pipetrain.schemes.options import (
     AllReduce,
@@ -75,90 +78,94 @@ def checked(options: Options) -> Options:
     return options._replace(stages=stages, microbatches=microbatches)
 
 
-def strategy_of(model: keras.Model, options: Options) -> Strategy:
-    """What trains the model by the scheme that the options name. Raises ValueError, TypeError for what cannot be."""
-    return OTHERS.get(options.name, _pipeline)(model, options)
+def strategy_of(model: keras.Model, options: Options, among: Options | None = None) -> Strategy:
+    """What trains the model by the scheme that the options name.
+
+    Among the ways to train on the devices, and within the memory, of the options ``among``, if it was chosen so.
+    Raises ValueError, TypeError for what cannot be.
+    """
+    return OTHERS.get(options.name, _pipeline)(model, options, among or options)
 
 
-def _auto(model: keras.Model, options: Options) -> Strategy:
+def _auto(model: keras.Model, options: Options, among: Options) -> Strategy:
     check_model(model)
-    on, own, laid_out = resolve(options.devices), options_of(options.scheme), None
+    on, own, chain = resolve(options.devices), options_of(options.scheme), Chain(model)
     assert isinstance(own, Auto)
-    if options.layout != (None, None, None):
+    if options.layout == (None, None, None):
+        training = Training("single", recompute=options.recompute)
+        layout, given = laid_out(chain, 1, None, None, on), None
+    else:
         check_synchronous(own.staleness, True)
-        laid_out = Placement(
-            model,
-            *options.layout[:2],
-            on,
-            options.layout[2],
-            training=lambda stages: Training(
-                "1f1b", microbatches=options.microbatches or 1, recompute=options.recompute
-            ),
-            memory_bytes=options.memory_bytes,
-        )
-        laid_out.compare_on([], None)  # what keeps to the limit is chosen with its schedule
-    return AutoStrategy(model, on, own.staleness, laid_out, options)
+        training = Training("1f1b", microbatches=options.microbatches or 1, recompute=options.recompute)
+        layout = laid_out(chain, *options.layout, on, memory_bytes=options.memory_bytes)
+        given = options.stages if isinstance(options.stages, Partition) else None
+    # Without a limit of memory: what keeps to it is chosen with its schedule.
+    planner = Planner(chain, layout, training, given)
+    return AutoStrategy(planner, chosen_scheme(training.scheme), on, own.staleness, options)
 
 
-def _data_parallel(model: keras.Model, options: Options) -> Strategy:
+def _data_parallel(model: keras.Model, options: Options, among: Options) -> Strategy:
     on = resolve(options.devices)
     workers = checked_workers(options.stages, len(on), DATA_PARALLEL)
-    return DataParallelStrategy(model, _on_each(model, on[:workers]))
+    return DataParallelStrategy(_on_each(model, on[:workers], options, among))
 
 
-def _pipeline(model: keras.Model, options: Options) -> Strategy:
+def _pipeline(model: keras.Model, options: Options, among: Options) -> Strategy:
     name, policy, on = scheduled(options.scheme), options.policy, resolve(options.devices)
-    scheme = chosen_scheme(name, **policy)
-
-    def training(stages: int) -> Training:
-        count = checked_microbatches(options.microbatches, scheme, stages)
-        check_schedule(scheme, stages, count)
-        return Training(
-            name,
-            microbatches=count,
-            recompute=options.recompute,
-            horizon=policy["horizon"],
-            stretch_momentum=policy["stretch_momentum"],
-        )
-
-    placement = Placement(
-        model, options.stages, options.cuts, on, options.replicas, scheme.schedule, training, options.memory_bytes
-    )
+    scheme, chain = chosen_scheme(name, **policy), Chain(model)
+    layout = laid_out(chain, *options.layout, on, scheme.schedule, options.memory_bytes)
+    microbatches = checked_microbatches(options.microbatches, scheme, layout.stages)
+    check_schedule(scheme, layout.stages, microbatches)
     check_model(model)
-    check_precision(placement.chain.blocks, scheme)
+    check_precision(chain.blocks, scheme)
+    given = options.stages if isinstance(options.stages, Partition) else None
     if scheme.name == "single":
-        placement = Placement(model, 1, None, on, training=training)
-    return PipelineStrategy(model, placement, scheme)
+        layout, given = laid_out(chain, 1, None, None, on), None
+    training = Training(
+        name,
+        microbatches=microbatches,
+        recompute=options.recompute,
+        horizon=policy["horizon"],
+        stretch_momentum=policy["stretch_momentum"],
+    )
+    return PipelineStrategy(Planner(chain, layout, training, given, *_compared(options, among)), scheme)
 
 
-def _on_each(model: keras.Model, devices: Sequence[str]) -> Placement:
-    """One stage, the whole model, on each of these devices."""
+def _compared(options: Options, among: Options) -> tuple[int | None, Sequence[str]]:
+    """The limit of memory, and the devices on which other ways are compared; its own where nothing was chosen."""
+    return among.memory_bytes, () if among is options else resolve(among.devices)
+
+
+def _on_each(model: keras.Model, devices: Sequence[str], options: Options, among: Options) -> Planner:
+    """Of one stage, the whole model, on each of these devices."""
     check_model(model)
-    return Placement(model, 1, None, devices, (len(devices),), training=lambda stages: Training("single"))
+    chain = Chain(model)
+    layout = laid_out(chain, 1, None, (len(devices),), devices)
+    return Planner(chain, layout, Training("single"), None, *_compared(options, among))
 
 
-def _transferring(model: keras.Model, options: Options) -> Strategy:
+def _transferring(model: keras.Model, options: Options, among: Options) -> Strategy:
     own, on = options_of(options.scheme), resolve(options.devices)
     assert isinstance(own, AllReduce)
     workers = checked_workers(options.stages, len(on), own.name)
     servers = checked_servers(own.servers if isinstance(own, ParameterServer) else None, workers)
-    return TransferStrategy(model, _on_each(model, on[:workers]), TRANSFERRING[own.name], own.order, servers)
+    return TransferStrategy(_on_each(model, on[:workers], options, among), TRANSFERRING[own.name], own.order, servers)
 
 
-def _coded(model: keras.Model, options: Options) -> Strategy:
+def _coded(model: keras.Model, options: Options, among: Options) -> Strategy:
     own, on = options_of(options.scheme), resolve(options.devices)
     assert isinstance(own, CodedReduce)
     check_workers(own.tree, options.stages, on)
-    return CodedStrategy(model, _on_each(model, on[: own.tree.workers]), own.tree)
+    return CodedStrategy(_on_each(model, on[: own.tree.workers], options, among), own.tree)
 
 
-def _grid(model: keras.Model, options: Options) -> Strategy:
+def _grid(model: keras.Model, options: Options, among: Options) -> Strategy:
     grid, on = check_grid(options.scheme if isinstance(options.scheme, Grid) else None, GRID), resolve(options.devices)
-    return GridStrategy(model, _on_each(model, checked_devices(grid, on, options.stages)), GRIDS[GRID], grid)
+    return GridStrategy(_on_each(model, checked_devices(grid, on, options.stages), options, among), GRIDS[GRID], grid)
 
 
 # Strategies of the schemes that are no pipelines.
-OTHERS: dict[str, Callable[[keras.Model, Options], Strategy]] = {
+OTHERS: dict[str, Callable[[keras.Model, Options, Options], Strategy]] = {
     AUTO: _auto,
     DATA_PARALLEL: _data_parallel,
     **dict.fromkeys(TRANSFERRING, _transferring),

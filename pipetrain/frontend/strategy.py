@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import keras
 import tensorflow as tf
 
-from pipetrain.checkpoint.session import FitSession, Resumable
-from pipetrain.frontend.placement import Placement
+from pipetrain.frontend.fit_session import FitSession, Resumable
+from pipetrain.frontend.planner import Planner
 from pipetrain.schemes.options import AnyScheme
 from pipetrain.trace.trace import Trace
 
@@ -20,9 +20,9 @@ StepFunction = Callable[[Iterator[Any]], Any]  # takes a minibatch from an itera
 class Strategy(Resumable, Protocol):
     """How a model is trained, from its first ``compile`` on; Keras' own loop asks for one minibatch after another.
 
-    The order is ``keras_arguments``, ``compiled``, then for every ``fit``: ``begin``, ``begin_epoch`` for each epoch,
-    steps, and ``finish`` or ``abort``. ``drain`` and ``changing`` may come at any time, and so, once drained, may
-    ``evaluating`` and ``predicting``.
+    The order is ``keras_arguments``, ``compiled``, then for every ``fit``: ``begin``, steps, and ``finish`` or
+    ``abort``. ``drain`` and ``changing`` may come at any time, and so, once drained, may ``evaluating`` and
+    ``predicting``.
     """
 
     @property
@@ -30,8 +30,8 @@ class Strategy(Resumable, Protocol):
         """The model whose variables Keras sees: the wrapped one, or a copy of it."""
 
     @property
-    def placement(self) -> Placement:
-        """The model's devices, and how it is cut for them."""
+    def planner(self) -> Planner:
+        """What decides on the model's layout, and knows its devices."""
 
     @property
     def distribution(self) -> tf.distribute.Strategy:

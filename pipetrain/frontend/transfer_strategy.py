@@ -26,12 +26,12 @@ from pipetrain.frontend.attributes import known
 from pipetrain.frontend.checks.optimizer import check_loss_scaling, check_whole
 from pipetrain.frontend.device_choice import described
 from pipetrain.frontend.input_data import DEFAULT_ROWS
-from pipetrain.frontend.pipeline_strategy import PipelineStrategy
-from pipetrain.frontend.placement import Placement
+from pipetrain.frontend.planner import Planner
+from pipetrain.frontend.runner_strategy import RunnerStrategy
 from pipetrain.frontend.transfer_planning import embeddings, input_bytes, is_measured, planned, workload_of
 from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.run_off import TURNS, fastest, finalists
-from pipetrain.run.pipeline import HOST, Pipeline
+from pipetrain.run.pipeline import HOST
 from pipetrain.run.step_runner import StepRunner
 from pipetrain.run.trial import minibatch_s
 from pipetrain.run.worker_rows import WorkerRows
@@ -47,14 +47,13 @@ from pipetrain.simulation.data_parallel.setting import Setting
 FORGETTING = (FloatingPointError, ConnectionError, tf.errors.OpError)
 
 
-class TransferStrategy(PipelineStrategy):
+class TransferStrategy(RunnerStrategy):
     """A stage that is the whole model, on several devices, whose steps are one function each.
 
     What a ``fit`` has to do with Keras' loop, metrics, checkpoints and evaluation is as for a pipeline of this stage.
 
     Args:
-        model: the model to train.
-        placement: one stage, whose replicas are the workers.
+        planner: of the model, whose layout is one stage, whose replicas are the workers.
         scheme: one of ``TRANSFERRING``.
         order: of the transfers, by name or as a plan.
         servers: on how many of the devices the weights are, if the scheme has servers.
@@ -63,12 +62,10 @@ class TransferStrategy(PipelineStrategy):
     is the simplest that is near the fastest by trials and simulation together; every order gives the same weights.
     """
 
-    def __init__(
-        self, model: keras.Model, placement: Placement, scheme: Scheme, order: str | Plan | None, servers: int
-    ) -> None:
-        super().__init__(model, placement, scheme)
+    def __init__(self, planner: Planner, scheme: Scheme, order: str | Plan | None, servers: int) -> None:
+        super().__init__(planner, scheme)
         self._serves, self._order, self._servers = scheme.name == SERVING, order or AUTO, servers
-        self._devices = placement.replica_devices
+        self._devices = planner.layout.devices
         self._plans: dict[Plan, float] = {}  # as simulated, the shortest 1; one, once it is known which is taken
 
     def compiled(self, owner: keras.Model, loss: Any, jit_compile: Any) -> None:
@@ -82,7 +79,8 @@ class TransferStrategy(PipelineStrategy):
         self._plans = {}
 
     def _built(self, rows: int | None) -> Sequence[list[Stage]]:
-        self._segment = segment = self.placement.whole()
+        (segment,) = self.planner.layout.segments(self.planner.chain)
+        self._segment = segment
         self._plans = self._plans or self._planned(rows)
         self.plan = next(iter(self._plans))
         loss = self._compilation.metrics.loss
@@ -94,7 +92,7 @@ class TransferStrategy(PipelineStrategy):
 
     def _of_servers(self) -> list[list[WeightsPart]]:
         """The weights, once: the part that each server has; there may be fewer of them than servers."""
-        workload = workload_of(self.placement.chain, self._segment.trainable_variables, None, Message(), 1)
+        workload = workload_of(self.planner.chain, self._segment.trainable_variables, None, Message(), 1)
         held = workload.on_servers(self._servers)
         parts = [WeightsPart(device, each) for device, each in zip(self._devices, held, strict=False)]
         return [[part for part in parts if part.numbers] or parts[:1]]
@@ -106,7 +104,7 @@ class TransferStrategy(PipelineStrategy):
         groups = [[n for n in every if n not in late], *([sorted(late)] if late else [])]
         return [[WeightsPart(device, each) for each in groups] for device in self._devices]
 
-    def _runner(self) -> Any:
+    def _new_runner(self) -> Any:
         count = len(self._devices)
         workers = [Worker(self._segment, device, n, count) for n, device in enumerate(self._devices)]
         reads = self._compilation.metrics.read_predictions
@@ -120,13 +118,13 @@ class TransferStrategy(PipelineStrategy):
             self._compilation.learning_rate,
         )
 
-    def _pipeline_for_data(self) -> Pipeline:
+    def _runner_for_data(self) -> Any:
         """The runner of the plan that is taken, which is tried before if there are several."""
-        runner = super()._pipeline_for_data()
+        runner = super()._runner_for_data()
         if len(self._plans) == 1:
             return runner
         del runner  # which is not to be there while one with other parts of the weights is tried
-        fitted = self._fitted()
+        fitted = self._count.fitted(self._runner)
         with self._kept():
             taken = self._fastest(self._plans, fitted)
         runner = self._by(taken, (), fitted)
@@ -137,14 +135,14 @@ class TransferStrategy(PipelineStrategy):
         """The simplest near the fastest. Those near it are tried again in turns, since a machine's speed drifts."""
         plans, first_s = [*simulated], []
         try:
-            progress = Progress(f"Trying {len(plans)} orders of transfers.", len(plans) * self.placement.verbose)
+            progress = Progress(f"Trying {len(plans)} orders of transfers.", len(plans) * self.planner.verbose)
             for plan in plans:
                 first_s.append(self._tried_s(plan, plans, fitted))
                 progress.add(1)
             both = [math.sqrt(each_s * part) for each_s, part in zip(first_s, simulated.values(), strict=True)]
             near = finalists(both)
             trials_s = {n: [first_s[n]] for n in near or range(len(plans))}
-            turns = len(near) * (TURNS - 1) * self.placement.verbose
+            turns = len(near) * (TURNS - 1) * self.planner.verbose
             progress = Progress(f"Trying {len(near)} of them again, in turns.", turns)
             last = [plans[n] for n in near]
             here = [n for n in reversed(near) if self._takes(plans[n])]
@@ -162,13 +160,12 @@ class TransferStrategy(PipelineStrategy):
             return minibatch_s(self._by(plan, keeps, fitted), known(self._compilation.data.first))
         except BaseException as error:
             if not isinstance(error, FORGETTING):
-                self._pipeline = None  # the next trial is of another plan
+                self._runner = None  # the next trial is of another plan
             raise
 
     def _takes(self, plan: Plan) -> bool:
         """Whether there is a runner that can make steps by this plan."""
-        runner: Any = self._pipeline
-        return runner is not None and bool(runner.takes(plan))
+        return self._runner is not None and bool(self._runner.takes(plan))
 
     def _by(self, plan: Plan, keeps: Sequence[Plan], fitted: int) -> Any:
         """The runner of steps by this plan, after so many updates of this ``fit``: the one that is there, if it can.
@@ -177,15 +174,14 @@ class TransferStrategy(PipelineStrategy):
         """
         self._plans = {plan: 1.0}
         if self._takes(plan):
-            runner: Any = self._pipeline
-            runner.take(plan, keeps)
+            self._runner.take(plan, keeps)
             self.plan = plan
         else:
-            self._pipeline = None
+            self._runner = None
             gc.collect()  # its functions, before there are others
-            self._make_pipeline(known(self._fit).session.rows)
-        self._set_fitted(fitted)
-        return super()._pipeline_for_data()
+            self._make_runner(known(self._fit).session.rows)
+        self._count.set_fitted(fitted, self._runner)
+        return super()._runner_for_data()
 
     @contextmanager
     def _kept(self) -> Iterator[None]:
@@ -202,17 +198,17 @@ class TransferStrategy(PipelineStrategy):
         If it ``is_measured``, the model is profiled, and links and what messages take of the processors are measured;
         else nothing takes time.
         """
-        variables, placement, workers = self._segment.trainable_variables, self.placement, len(self._devices)
+        variables, planner, workers = self._segment.trainable_variables, self.planner, len(self._devices)
         profile, message, work, cluster = None, Message(), Message(), Cluster()
         if is_measured:
             cluster = described(self._devices, within_functions=True)
             message = message_of(cluster, workers, self._serves)
             if message != Message():  # else no order hides anything
-                profile = placement.profile(rows or DEFAULT_ROWS, workers)
+                profile = planner.profile(rows or DEFAULT_ROWS, workers)
                 work = Message(*message_work(self._devices, cluster))
                 message = replace(message, overhead_s=message.overhead_s + 2 * work.overhead_s)  # at either end
-        workload = workload_of(placement.chain, variables, profile, message, workers)
-        sent = input_bytes(self.model, placement.shapes, (rows or DEFAULT_ROWS) // workers)
+        workload = workload_of(planner.chain, variables, profile, message, workers)
+        sent = input_bytes(self.model, planner.shapes, (rows or DEFAULT_ROWS) // workers)
         return Setting(
             workload,
             workers,

@@ -21,7 +21,7 @@ from pipetrain.compute.cores import OWN_POOLS
 from pipetrain.compute.functions import kernels
 from pipetrain.compute.graph.blocks import Chain
 from pipetrain.compute.profiling import block_functions, compiled_seconds, profiler
-from pipetrain.frontend import placement
+from pipetrain.frontend import planner
 from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import plan
 from pipetrain.plan.profile import BlockProfile, Profile, Seconds
@@ -161,7 +161,7 @@ def test_an_evaluation_before_training_runs_the_kernels_that_are_faster(ops, mon
         asked = self.training.jit_compile
         return cut if asked == "auto" else replace(cut, stages=[replace(each, compiled=asked) for each in cut.stages])
 
-    monkeypatch.setattr(placement.Placement, "_measured", measured)
+    monkeypatch.setattr(planner.Planner, "_measured", measured)
     pm = networks.pipeline(model, stages=3, scheme="spectrain")
     for jit_compile, about in ((True, ABOUT), ("auto", ABOUT[1:2]), (False, []), ("auto", ABOUT[1:2])):
         pm.compile("sgd", networks.crossentropy(), jit_compile=jit_compile)
@@ -196,7 +196,7 @@ def test_a_block_that_xla_cannot_compile_keeps_its_stage_from_it():
 
 @pytest.mark.wide
 def test_little_work_is_not_profiled_and_not_compiled(ops, monkeypatch):
-    monkeypatch.setattr(placement, "cached_profile", None)
+    monkeypatch.setattr(planner, "cached_profile", None)
     pm = networks.pipeline(networks.mlp(), scheme="spectrain")
     networks.fit(pm, *networks.data(60), validation_data=networks.data(60))
     assert not ops

@@ -26,7 +26,7 @@ from pipetrain.compute.profiling import (
     workspace,
 )
 from pipetrain.compute.profiling.kinds import Kinds
-from pipetrain.frontend import placement
+from pipetrain.frontend import planner
 from pipetrain.plan.cluster import SHARED_MEMORY, Cluster, Level
 from pipetrain.plan.partition import partition
 from pipetrain.plan.profile import BlockProfile, Profile, Seconds
@@ -166,7 +166,7 @@ def test_pipelines_that_split_minibatches_are_planned_for_their_microbatches(mon
         asked.append(given[-1])
         return profile_cache.cached_profile(*given)
 
-    monkeypatch.setattr(placement, "cached_profile", noted)
+    monkeypatch.setattr(planner, "cached_profile", noted)
     for scheme, microbatches in (("1f1b", 4), ("spectrain", None)):
         pipetrain.PipelineModel(networks.mlp(), 2, scheme, microbatches=microbatches).partition(12)
     assert asked == [4, 1]

@@ -15,7 +15,7 @@ import pytest
 import tensorflow as tf
 from networks import assert_alike, assert_equal, compiled, fit, fresh, without_figures
 
-from pipetrain.frontend import epoch_metrics, input_data
+from pipetrain.frontend import input_data, runner_fit
 
 C = keras.callbacks
 X, Y = networks.data(70)  # three minibatches of 20, one of 10
@@ -230,7 +230,7 @@ def test_tensorboard(tmp_path):
         train(model, board, epochs=2, validation_data=(X, Y))
         found = summaries(folder)
         found.pop(("train/keras", 0), None)  # the picture of the layers, which Keras draws for its own classes only
-        figures = {f"train/epoch_{name}" for name in epoch_metrics.NAMES}  # of a pipeline alone
+        figures = {f"train/epoch_{name}" for name in runner_fit.NAMES}  # of a pipeline alone
         return {key: value if value.ndim == 0 else value.shape for key, value in found.items() if key[0] not in figures}
 
     pm, found = assert_alike(written)

@@ -153,12 +153,12 @@ def test_a_cut_that_nothing_has_decided_is_not_decided_by_evaluating():
     model, pm = pair(networks.mlp(3), networks.crossentropy(), stages=2)
     assert_same(*both(model, pm, x, y))
     stages = inside.evaluating_stages(pm)
-    assert len(stages) == 2 and inside.placement(pm).ends is None
+    assert len(stages) == 2 and inside.layout(pm).ends is None
     pm.predict(x, verbose=0)
     assert inside.evaluating_stages(pm) is stages  # measured and traced once
     pm.fit(x, y, verbose=0)
     assert_same(*both(model, pm, x, y))
-    assert inside.evaluator(pm)._decision.ends == inside.placement(pm).ends
+    assert inside.evaluator(pm)._layout.ends == inside.layout(pm).ends
     again = pipetrain.PipelineModel(model, stages=pm.partition(), scheme="spectrain")
     np.testing.assert_allclose(again.predict(x, verbose=0), model.predict(x, verbose=0), rtol=1e-5, atol=1e-6)
 

@@ -16,7 +16,7 @@ import pipetrain
 from pipetrain.callbacks import PipelineCheckpoint
 from pipetrain.cli import main as command_line
 from pipetrain.compute.graph.input_shapes import checked_shapes, shapes_of_data, shapes_of_model
-from pipetrain.frontend.placement import cached_profile
+from pipetrain.frontend.planner import cached_profile
 
 SCHEMES = [
     "single", "data-parallel", "vanilla", "weight-stashing", "vertical-sync", "spectrain", "spike-compensation", "2bw",
@@ -107,7 +107,7 @@ def profiled(monkeypatch):
         found.append(list(shapes))
         return cached_profile(chain, batch_size, shapes, *others, **settings)
 
-    monkeypatch.setattr("pipetrain.frontend.placement.cached_profile", noted)
+    monkeypatch.setattr("pipetrain.frontend.planner.cached_profile", noted)
     return found
 
 

@@ -224,7 +224,7 @@ def test_numbers_of_numpy_are_numbers(tmp_path):
     """They come from arithmetic on shapes; a checkpoint, which is JSON, has them as Python's."""
     how = {"stages": 2, "replicas": (np.int64(2), np.int32(1)), "recompute": np.bool_(True)}
     pm = networks.pipeline(**how, scheme="gpipe", microbatches=np.int64(3))
-    assert inside.microbatches(pm) == 3 and inside.placement(pm).replicas == (2, 1)
+    assert inside.microbatches(pm) == 3 and inside.layout(pm).replicas == (2, 1)
     pm = networks.pipeline(scheme="vanilla", spike_compensation=np.bool_(True), rescale_steps=np.int64(8))
     saving = PipelineCheckpoint(tmp_path, every_steps=np.int64(2), keep=np.int64(1))
     networks.fit(pm, *networks.data(80), callbacks=[saving, Snapshots(np.int64(2), lambda *_: None)])

@@ -145,7 +145,7 @@ def test_a_layer_whose_call_was_interrupted_is_not_called_any_more(monkeypatch):
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(keras.layers.Layer, "_get_call_context", interrupted)
-        patch.setattr(type(pm), "settle", lambda self, *given: self.model.layers[0](np.zeros((1, networks.FEATURES))))
+        patch.setattr(type(pm), "_settle", lambda self, *given: self.model.layers[0](np.zeros((1, networks.FEATURES))))
         networks.fit(pm, X, Y)
     assert keras.src.backend.common.global_state.get_global_attribute("current_call_ctx") is None
 

@@ -552,7 +552,7 @@ FRONTEND = [
     ),
     Fault(
         "rate-of-what-is-resumed",
-        "pipetrain/checkpoint/session.py",
+        "pipetrain/frontend/fit_session.py",
         'about["begun_rate"] == self._begun_rate:',
         'about["begun_rate"] != self._begun_rate:',
         "Training that is resumed has the learning rate that callbacks had set, unless the user has set another.",
@@ -587,16 +587,16 @@ FRONTEND = [
     ),
     Fault(
         "bubble-of-an-epoch",
-        "pipetrain/frontend/epoch_metrics.py",
+        "pipetrain/frontend/runner_fit.py",
         "busy = (now.busy_s - since.busy_s) / (passed_s * activity.ranks)",
         "busy = (now.busy_s - since.busy_s) / passed_s",
         "An epoch's bubble is a share of the time of all devices.",
     ),
     Fault(
         "updates-ahead",
-        "pipetrain/frontend/pipeline_strategy.py",
-        "if ahead := pipeline.made - before - int(self._counted.numpy()):",
-        "if ahead := pipeline.made - before:",
+        "pipetrain/frontend/update_count.py",
+        "if ahead := runner.made - before - int(self.told.numpy()):",
+        "if ahead := runner.made - before:",
         "After a drain the optimizer has counted every update once.",
     ),
 ]

@@ -225,7 +225,7 @@ def test_only_stages_run_their_forward_again(monkeypatch):
         monkeypatch.setattr(AutoStrategy, "choice", lambda self, rows, shapes, choice=choice: choice)
         pm = pipetrain.PipelineModel(network(), scheme="auto", devices=("CPU:0", "CPU:1"), recompute=True)
         trained(pm, epochs=1)
-        assert inside.placement(pm).training.recompute == again
+        assert inside.planner(pm).training.recompute == again
 
 
 @pytest.mark.wide

@@ -209,7 +209,7 @@ def test_bytes_are_those_that_the_planner_counts(kind, grid):
     """Uneven parts included."""
     make, (x, y) = EXACT[kind] if kind in EXACT else (MODELS[kind][0], (MODELS[kind][1], DATA[1]))
     pm, found = sent(make(), (x, y), grid, 23)
-    chain = inside.placement(pm).chain
+    chain = inside.planner(pm).chain
     wide = wide_layers(chain.blocks)
     divided = [layer.name for layer in wide if layer.size >= grid[0]]
     expected = traffic(network_of(chain, wide), Grid(*grid), divided, 23)

@@ -26,7 +26,6 @@ from pipetrain.plan.partition import plan
 from pipetrain.run import channels
 from pipetrain.run.channels import joined, take
 from pipetrain.schemes.splitting import reduction_bytes, rows_of, shared_out
-from pipetrain.schemes.table import scheme
 from pipetrain.simulation.simulator import simulate
 from pipetrain.trace.trace import Trace
 
@@ -198,9 +197,7 @@ def test_a_partition_brings_its_replicas():
     cut = plan(pipetrain.profile(model, 16, verbose=False, budget_s=None), [4, 6], replicas=[2, 1])
     pm = pipetrain.PipelineModel(model, stages=cut, scheme="vanilla")
     assert pm.partition().replicas == (2, 1)
-    placement = inside.placement(networks.pipeline(model, stages=cut))
-    stages = placement.build(16, keras.optimizers.SGD(), None, scheme("vanilla"))
-    assert [len(replicas) for replicas in stages] == [2, 1]
+    assert inside.layout(pm).replicas == (2, 1)
 
 
 @pytest.mark.wide

@@ -11,8 +11,8 @@ import tensorflow as tf
 from orders import by_twos
 
 import pipetrain
-from pipetrain.frontend.pipeline_strategy import PipelineStrategy
-from pipetrain.frontend.placement import Placement
+from pipetrain.compute.graph.blocks import Chain
+from pipetrain.frontend.pipeline_strategy import PipelineStrategy, minibatches_of_call
 from pipetrain.run.course_runner import CourseRunner
 from pipetrain.schemes.policies import VanillaPolicy, WeightStashingPolicy
 from pipetrain.schemes.schedules import Schedule
@@ -31,7 +31,7 @@ OWN = Scheme("by twos", Schedule(by_twos, flushes=False, found=twice), VanillaPo
 
 def in_calls_of(count, patch):
     """A call has so many minibatches, whatever they take."""
-    patch.setattr(Placement, "minibatches_at_once", lambda self, batch_size: count)
+    patch.setattr(PipelineStrategy, "_minibatches_at_once", lambda self: count)
     patch.setattr(PipelineStrategy, "_kind_of_runner", lambda self: CourseRunner)
 
 
@@ -83,7 +83,7 @@ def test_the_weights_are_those_of_threads(settings, monkeypatch):
 def test_calls_have_as_many_minibatches_as_take_a_call_s_time():
     def at_once(units, rows):
         model = keras.Sequential([keras.Input((units,)), *[keras.layers.Dense(units) for _ in range(8)]])
-        return Placement.minibatches_at_once(inside.placement(networks.pipeline(model, stages=2)), rows)
+        return minibatches_of_call(Chain(model), 2, rows)
 
     assert at_once(8, 8) == 8
     assert 1 < at_once(256, 128) < 8
@@ -105,7 +105,7 @@ def test_keras_argument_says_how_many_minibatches_a_call_has(steps):
     assert seen == 2 * [*range(7)]
     networks.assert_equal(*trained)
     assert inside.is_program(pm) is (steps > 1)
-    assert inside.placement(pm).minibatches_at_once(BATCH) == steps
+    assert getattr(inside.runner(pm), "minibatches", 1) == steps
 
 
 def test_what_a_callback_has_been_told_ends_the_fit(monkeypatch):
@@ -140,7 +140,8 @@ def test_an_interrupt_counts_what_all_stages_have_updated(monkeypatch):
         interrupting = keras.callbacks.LambdaCallback(on_train_batch_end=interrupt)
         pm.fit(*networks.data(ROWS), batch_size=BATCH, shuffle=False, verbose=0, callbacks=[interrupting])
     made = [count for (stage,) in inside.replicas(pm) for count in stage.counts()]
-    assert int(pm.optimizer.iterations) == min(made) >= 6
+    # The sixth result is there before the first stage's backward, which may be in a call that is not made any more.
+    assert int(pm.optimizer.iterations) == min(made) >= 5
 
 
 def test_no_stage_goes_on_while_a_snapshot_is_looked_at(monkeypatch):

@@ -9,8 +9,8 @@ import parameters
 import pytest
 
 import pipetrain
-from pipetrain.checkpoint.session import FitSession
 from pipetrain.frontend.data_parallel import DataParallelStrategy
+from pipetrain.frontend.fit_session import FitSession
 from pipetrain.frontend.grid_strategy import GridStrategy
 from pipetrain.frontend.pipeline_strategy import PipelineStrategy
 from pipetrain.frontend.strategy import Strategy

@@ -1,36 +1,69 @@
-"""``fit`` and ``train_on_batch``: Keras' own, whose steps a strategy takes."""
+"""Keras' own loop, whose steps a strategy takes: ``fit``, ``train_on_batch``, ``evaluate`` and ``predict``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any
 
+import keras
 import tensorflow as tf
 
-from pipetrain.checkpoint.session import FitSession
-from pipetrain.cluster.health import WorkerLost
+from pipetrain.cluster.health import HealthMonitor, WorkerLost
 from pipetrain.compute.functions.undone import undone
 from pipetrain.compute.graph.input_shapes import shapes_of_data
-from pipetrain.compute.keras_private import built_when_traced, end_without_waiting
+from pipetrain.compute.keras_private import (
+    HUB_LOOP,
+    OF_FIT,
+    built_when_traced,
+    end_without_waiting,
+    overridden,
+    replace_layer,
+)
 from pipetrain.compute.optimizer.loss_scaling import stepping
-from pipetrain.frontend.attributes import Meanwhile
-from pipetrain.frontend.auto_mixin import AutoMixin
+from pipetrain.frontend.attributes import Meanwhile, known
+from pipetrain.frontend.auto import AutoStrategy
 from pipetrain.frontend.checks.data import check_data
 from pipetrain.frontend.checks.loop import check_callbacks
 from pipetrain.frontend.checks.optimizer import check_compiled
-from pipetrain.frontend.delegation import DelegationMixin
 from pipetrain.frontend.fit_callback import FitCallback, as_list, with_last
+from pipetrain.frontend.fit_session import FitSession
 from pipetrain.frontend.input_data import first_rows
-from pipetrain.frontend.preprocessing import fit_arguments, minibatch
+from pipetrain.frontend.keras_methods import PREDICTING
+from pipetrain.frontend.options import Options
+from pipetrain.frontend.preprocessing import fit_arguments, minibatch, minibatches
+from pipetrain.frontend.strategies import checked, strategy_of
 from pipetrain.frontend.strategy import StepFunction
+from pipetrain.frontend.wrapped_model import WrappedModel
+from pipetrain.plan.choice import Choice
+from pipetrain.schemes.options import AnyScheme
 
 
-class FitMixin(AutoMixin, DelegationMixin):
-    """Training: each call of Keras' loop that concerns it goes to the strategy, or to the session of this ``fit``."""
+class KerasLoop(WrappedModel):
+    """Each call of Keras' loop that concerns training goes to the strategy, or to the session of this ``fit``.
 
+    Attributes:
+        session: the ``fit`` that is under way, None if there is none.
+        data_reader: what makes data sets in place of the strategy's distribution.
+        is_verbose: whether work that takes long is shown.
+        way: the arguments of ``PipelineModel`` that ``scheme="auto"`` has chosen: the scheme's name, its options and
+            the others, each by its name; None before, and for other schemes.
+    """
+
+    session: FitSession | None = None
+    data_reader: Any = None
+    is_verbose: bool = True
+    way: Mapping[str, Any] | None = None
     exact_trace: bool
     is_traced: bool
+    scheme: str
+    options: dict[str, Any]
+    _watch: HealthMonitor | None = None
+    _compile_again: partial[None] | None = None
+    _choice: Choice | None = None
+    _chosen_scheme: AnyScheme
+    _by: Callable[[keras.Model, Options], KerasLoop]  # a model that is trained by these options
 
     def fit(
         self,
@@ -108,7 +141,7 @@ class FitMixin(AutoMixin, DelegationMixin):
         self.check_compile_called(method)
         check_data(x, y)
         with self._saying(verbose):
-            self.settle(x, y, batch_size, users)
+            self._settle(x, y, batch_size, users)
         with self._saying(verbose), self._watched() as watch:
             session = self._begin(x, y, batch_size, users, first_epoch)
             try:
@@ -125,6 +158,20 @@ class FitMixin(AutoMixin, DelegationMixin):
                 self.session = None
                 session.end()
 
+    def _settle(self, x: Any, y: Any, batch_size: int | None, callbacks: Sequence[Any]) -> None:
+        """Choose the way to train if it is open: a strategy of that way takes the place of the one that chose it."""
+        auto = self._strategy
+        if not isinstance(auto, AutoStrategy):
+            return
+        again = known(self._compile_again)
+        taken = auto.taken(x, y, batch_size, callbacks, partial(self._by, self.model), again.keywords)
+        options = checked(auto.options_of(taken.way, taken.cut))
+        strategy = self._strategy = strategy_of(self.model, options, auto.given)
+        replace_layer(self, "inner", strategy.trained)
+        self.scheme, self.options, self._chosen_scheme = options.name, options.policy, options.scheme
+        self._choice, self.way = taken.choice, auto.way_told(taken, options, strategy.planner.layout)
+        again()
+
     def _begin(self, x: Any, y: Any, batch_size: int | None, users: Any, first_epoch: int) -> FitSession:
         check_compiled(self.optimizer, self._strategy.optimizer)
         check_callbacks(users, stepping(self.optimizer))
@@ -138,7 +185,7 @@ class FitMixin(AutoMixin, DelegationMixin):
         """What Keras' loop calls for every step: the strategy's function."""
 
         def own() -> StepFunction:
-            super(FitMixin, self).make_train_function(force)
+            super(KerasLoop, self).make_train_function(force)
             return self.train_function
 
         self.train_function = self._strategy.train_function(own)
@@ -196,3 +243,99 @@ class FitMixin(AutoMixin, DelegationMixin):
         """
         with nullcontext() if self.session is None else self.session.time.paused():
             yield from self._strategy.snapshots()
+
+    def evaluate(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        verbose: Any = "auto",
+        sample_weight: Any = None,
+        steps: int | None = None,
+        callbacks: Any = None,
+        return_dict: bool = False,
+        **settings: Any,
+    ) -> Any:
+        """Keras' ``evaluate`` through the pipeline's stages, with the weights of all minibatches so far."""
+        self.check_compile_called("evaluate")
+        if not settings.get(OF_FIT):  # whose validation data have been preprocessed
+            x, y, sample_weight, batch_size = minibatches(self.model, x, y, sample_weight, batch_size)
+        shown = self.is_verbose if settings.get(OF_FIT) else verbose
+        with self._saying(shown), self._drained(), self._strategy.evaluating(self, steps):
+            return super().evaluate(
+                x, y, batch_size, verbose, sample_weight, steps, callbacks, return_dict=return_dict, **settings
+            )
+
+    def test_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False) -> Any:
+        """Keras' ``test_on_batch``: one minibatch through the pipeline's stages."""
+        self.check_compile_called("test_on_batch")
+        x, y, sample_weight = minibatch(self.model, x, y, sample_weight)
+        with self._saying(0), self._drained(), self._strategy.evaluating(self, 1):
+            return super().test_on_batch(x, y, sample_weight, return_dict)
+
+    def predict(
+        self,
+        x: Any,
+        batch_size: int | None = None,
+        verbose: Any = "auto",
+        steps: int | None = None,
+        callbacks: Any = None,
+    ) -> Any:
+        """Keras' ``predict`` through the pipeline's stages, with the weights of all minibatches so far.
+
+        A model whose class has a ``predict_step`` of its own predicts by itself.
+        """
+        if overridden(self.model, PREDICTING, HUB_LOOP):
+            with self._drained():
+                return self.model.predict(x, batch_size, verbose, steps=steps, callbacks=callbacks)
+        x, _, _, batch_size = minibatches(self.model, x, None, None, batch_size)
+        with self._saying(verbose), self._drained(), self._strategy.predicting(self, steps):
+            return super().predict(x, batch_size, verbose, steps, callbacks)
+
+    def predict_on_batch(self, x: Any) -> Any:
+        """The wrapped model's ``predict_on_batch``, on its own device."""
+        with self._drained():
+            return self.model.predict_on_batch(x)
+
+    @contextmanager
+    def _drained(self) -> Iterator[None]:
+        """All minibatches so far are done; meanwhile Keras' loop is no part of the ``fit`` that may be under way."""
+        with self._watched():
+            self._strategy.drain()
+            with nullcontext() if self.session is None else self.session.evaluating():
+                yield
+
+    @property
+    def distribute_strategy(self) -> Any:
+        """Where Keras' loop takes its data sets from; while it predicts, predictions in place of data."""
+        return self.data_reader or self._strategy.distribution
+
+    @property
+    def _session_in_loop(self) -> FitSession | None:
+        """The session of the ``fit`` that Keras' loop is in, unless what it does is an evaluation within."""
+        return None if self.session is None or self.session.is_evaluating else self.session
+
+    def end_interrupted(self) -> None:
+        """Forget the call that was interrupted while it let go of what it had set here."""
+        for name in ("session", "data_reader", "_watch"):
+            if vars(self).get(name) is not None:
+                setattr(self, name, None)
+        if not self.is_verbose:
+            self.is_verbose = True
+
+    @contextmanager
+    def _watched(self) -> Iterator[HealthMonitor]:
+        """Meanwhile workers that are lost are noticed; within itself it is the one that there is."""
+        if self._watch is not None:
+            yield self._watch
+            return
+        strategy = self._strategy
+        with HealthMonitor(strategy.planner.layout.stages_on, strategy.lose) as watch, Meanwhile(self, _watch=watch):
+            yield watch
+
+    @contextmanager
+    def _saying(self, verbose: Any) -> Iterator[None]:
+        """Meanwhile work that takes long is shown as ``verbose``, an argument of Keras' loop, says."""
+        shown = bool(verbose)
+        with Meanwhile(self, is_verbose=shown), Meanwhile(self._strategy.planner, verbose=shown):
+            yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import keras
 import numpy as np
@@ -17,21 +17,8 @@ from pipetrain.compute.graph.input_shapes import Shapes
 from pipetrain.compute.keras_private import count_of, set_initial_epoch
 from pipetrain.compute.optimizer.loss_scaling import stepping
 from pipetrain.compute.optimizer.rates import is_scheduled
+from pipetrain.frontend.layout import KeptLayout
 from pipetrain.run.window import never
-
-
-class Layout(NamedTuple):
-    """Of a run: where it was cut, which stages XLA compiled, and what its inputs were like, as far as that is known."""
-
-    ends: list[int]
-    compiled: list[bool]
-    shapes: Shapes | None
-
-    @classmethod
-    def of(cls, about: dict[str, Any]) -> Layout:
-        """That of a checkpoint; where old ones say nothing of it, XLA compiled no stage."""
-        shapes = about.get("input_shapes") and tuple(map(tuple, about["input_shapes"]))
-        return cls(about["ends"], about.get("compiled", [False] * len(about["ends"])), shapes)
 
 
 class Resumable(Protocol):
@@ -48,13 +35,10 @@ class Resumable(Protocol):
     def about(self) -> dict[str, Any]:
         """How the model is cut and how many updates this ``fit`` has made, up to the last drain, for JSON."""
 
-    def begin_epoch(self, steps: int | None) -> None:
-        """The next steps read from a new iterator, at most so many minibatches."""
-
     def state(self) -> Arrays:
         """All that training needs to go on; drains."""
 
-    def restore(self, arrays: Arrays, layout: Layout, updates: int, fitted: int) -> list[str]:
+    def restore(self, arrays: Arrays, kept: KeptLayout, updates: int, fitted: int) -> list[str]:
         """Go on from there, after so many updates, ``fitted`` of them of this ``fit``; gives what was not there."""
 
 
@@ -71,6 +55,7 @@ class FitSession:
         drains_after: ``drains_after(n)`` says after which updates nothing may be in flight: see ``Window``.
         at_end: called when all callbacks have seen the end of training.
         exits: what callbacks want done whichever way ``fit`` ends.
+        epoch_begins: called when the next steps read from a new iterator, at most so many minibatches.
         figures: gives numbers for the logs of an epoch that has ended, beside its metrics.
         stopped: whether the epoch was left after a minibatch because a callback wanted training to stop.
         time: that training takes, without evaluations and snapshots.
@@ -100,6 +85,7 @@ class FitSession:
         self.drains_after: Callable[[int], bool] = never
         self.at_end: Callable[[], None] | None = None
         self.exits, self.time = ExitStack(), TrainingTime()
+        self.epoch_begins: Callable[[int | None], None] = lambda steps: None
         self.figures: Callable[[], Mapping[str, float]] = dict
         self.stopped = False
         self._snapshot_every = self._steps_done = self._evaluations = 0
@@ -197,7 +183,7 @@ class FitSession:
                 f"epoch {position.epoch} (the first is 0). Try the initial_epoch that it was made with."
             )
         self.rows_before = about.get("batch_size")
-        missing = self._trainer.restore(arrays, Layout.of(about), about["updates"], about["fitted"])
+        missing = self._trainer.restore(arrays, KeptLayout.of(about), about["updates"], about["fitted"])
         if self._begun_rate is not None and about["begun_rate"] == self._begun_rate:  # else the user has set another
             self._owner.optimizer.learning_rate = about["epoch_rate"]
             self._rate_within = about["learning_rate"] if position.step else None
@@ -217,7 +203,7 @@ class FitSession:
         What is resumed has the rate and the metrics of its middle.
         """
         left, self._steps_done = steps and steps - self._steps_done, 0
-        self._trainer.begin_epoch(left)
+        self.epoch_begins(left)
         if self._rate_within is not None:
             self._owner.optimizer.learning_rate, self._rate_within = self._rate_within, None
         if len(self._metrics) == len(self._owner.metrics_variables):  # not sooner: a callback may have evaluated

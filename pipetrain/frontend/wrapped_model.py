@@ -1,4 +1,4 @@
-"""What a PipelineModel has of the wrapped model: its methods and properties, and the attributes that it alone has."""
+"""A Keras model around another one, with what that one has."""
 
 from __future__ import annotations
 
@@ -11,16 +11,28 @@ from typing import Any
 import keras
 
 from pipetrain.compute.keras_private import COMPILED as LENT
-from pipetrain.compute.keras_private import OF_LOOP
+from pipetrain.compute.keras_private import OF_LOOP, HookedModel
+from pipetrain.frontend.compile_arguments import without_one_step
 from pipetrain.frontend.keras_methods import ABSENT, COMPILED, DELEGATED, DRAINED, OF_SEQUENTIAL
-from pipetrain.frontend.strategy_model import StrategyModel
+from pipetrain.frontend.strategy import Strategy
 
 
-class DelegationMixin(StrategyModel):
+class WrappedModel(HookedModel):
     """What Keras' methods, or a class of the user's or of KerasHub's, do with a model, the wrapped one does.
 
-    Its own attributes, such as a task's ``backbone`` and ``preprocessor``, are read and set here as there.
+    Its own attributes, such as a task's ``backbone`` and ``preprocessor``, are read and set here as there. Weights and
+    files are its own, all minibatches so far applied.
+
+    ``inner`` is the model whose variables Keras sees: the wrapped one, or a copy of it.
     """
+
+    _strategy: Strategy
+    inner: keras.Model
+
+    @property
+    def model(self) -> keras.Model:
+        """The wrapped model."""
+        return self._strategy.model
 
     def __getattr__(self, name: str) -> Any:
         """An attribute that only the wrapped model has; a method of it finds all minibatches so far applied."""
@@ -57,6 +69,54 @@ class DelegationMixin(StrategyModel):
         """The model whose variables Keras sees, compiled meanwhile as this one is."""
         return compiled_as(self.inner, self)
 
+    def get_weights(self) -> Any:
+        """The wrapped model's weights, all minibatches so far applied."""
+        self._strategy.drain()
+        return self.model.get_weights()
+
+    def set_weights(self, weights: Any) -> None:
+        """Set the wrapped model's weights, in its order."""
+        with self._strategy.changing():
+            self.model.set_weights(weights)
+
+    def save(self, filepath: Any, *args: Any, **settings: Any) -> None:
+        """Save the wrapped model, compiled as this one is: an ordinary Keras file, which needs no pipetrain to load."""
+        self._strategy.drain()
+        with self._compiled_alone() as model:
+            model.save(filepath, *args, **settings)
+
+    def save_weights(self, filepath: Any, *args: Any, **settings: Any) -> None:
+        """Save the wrapped model's weights and the optimizer's slots, as Keras' own ``save_weights`` does."""
+        self._strategy.drain()
+        with self._compiled_alone() as model:
+            model.save_weights(filepath, *args, **settings)
+
+    def load_weights(self, filepath: Any, *args: Any, **settings: Any) -> None:
+        """Load the wrapped model's weights, and the optimizer's slots if it is built, as Keras' own does."""
+        with self._strategy.changing(), self._compiled_alone() as model:
+            model.load_weights(filepath, *args, **settings)
+
+    def get_state_tree(self, *args: Any, **settings: Any) -> Any:
+        """Keras' ``get_state_tree`` of the wrapped model, compiled as this one is."""
+        self._strategy.drain()
+        with self._compiled_alone() as model:
+            return model.get_state_tree(*args, **settings)
+
+    def set_state_tree(self, state_tree: Any) -> None:
+        """Keras' ``set_state_tree`` of the wrapped model, compiled as this one is."""
+        with self._strategy.changing(), self._compiled_alone() as model:
+            model.set_state_tree(state_tree)
+
+    @contextmanager
+    def _compiled_alone(self) -> Iterator[keras.Model]:
+        """The wrapped model, compiled meanwhile as this one is: for Keras, one that trained."""
+        with compiled_as(self.model, self) as model:
+            yield model
+
+    def compile_from_config(self, config: Any) -> None:
+        """``compile`` as another model was, by what its ``get_compile_config`` gives."""
+        self.compile(**without_one_step(keras.saving.deserialize_keras_object(config)))
+
 
 Lend = Callable[[Any], AbstractContextManager[keras.Model]]
 
@@ -67,17 +127,17 @@ def _delegated(name: str, lend: Lend) -> Any:
     if not isinstance(own, property):
 
         @wraps(own)
-        def call(self: DelegationMixin, *args: Any, **settings: Any) -> Any:
+        def call(self: WrappedModel, *args: Any, **settings: Any) -> Any:
             with lend(self) as model:
                 return getattr(model, name)(*args, **settings)
 
         return call
 
-    def read(self: DelegationMixin) -> Any:
+    def read(self: WrappedModel) -> Any:
         with lend(self) as model:
             return getattr(model, name)
 
-    def write(self: DelegationMixin, value: Any) -> None:
+    def write(self: WrappedModel, value: Any) -> None:
         setattr(self.model, name, value)
 
     return property(read, write if own.fset else None, doc=own.__doc__)
@@ -85,13 +145,13 @@ def _delegated(name: str, lend: Lend) -> Any:
 
 def _refusing(name: str, what: str, remedy: str) -> Any:
     @wraps(getattr(keras.Model, name))
-    def call(self: DelegationMixin, *_: Any, **__: Any) -> Any:
+    def call(self: WrappedModel, *_: Any, **__: Any) -> Any:
         raise _absent(self, name, what, remedy)
 
     return call
 
 
-def _drained(owner: DelegationMixin, method: Callable[..., Any]) -> Callable[..., Any]:
+def _drained(owner: WrappedModel, method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def call(*args: Any, **settings: Any) -> Any:
         with owner.at_rest():
@@ -125,16 +185,16 @@ def compiled_as(model: keras.Model, other: keras.Model) -> Iterator[keras.Model]
 def _fill() -> None:
     """Give the class what the tables say."""
     lent: dict[tuple[str, ...], Lend] = {
-        DELEGATED: DelegationMixin._as_it_is,
-        DRAINED: DelegationMixin.at_rest,
-        COMPILED: DelegationMixin._compiled_within,
+        DELEGATED: WrappedModel._as_it_is,
+        DRAINED: WrappedModel.at_rest,
+        COMPILED: WrappedModel._compiled_within,
     }
     for names, lend in lent.items():
         for name in names:
             if hasattr(keras.Model, name):  # older versions of Keras lack some
-                setattr(DelegationMixin, name, _delegated(name, lend))
+                setattr(WrappedModel, name, _delegated(name, lend))
     for name, (what, remedy) in ABSENT.items():
-        setattr(DelegationMixin, name, _refusing(name, what, remedy))
+        setattr(WrappedModel, name, _refusing(name, what, remedy))
 
 
 _fill()

@@ -1,0 +1,208 @@
+"""Where the stages of a model are: between which blocks it is cut, on which devices they are, and by which kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from pipetrain.compute.graph.blocks import Chain
+from pipetrain.compute.graph.cuts import cut_points, why_together
+from pipetrain.compute.graph.input_shapes import Shapes
+from pipetrain.compute.graph.segment import Segment
+from pipetrain.frontend.device_choice import assign
+from pipetrain.plan.stages import Partition
+from pipetrain.plan.text_table import counted
+from pipetrain.schemes.arguments import is_count
+from pipetrain.schemes.schedules import Schedule
+from pipetrain.schemes.table import ONE_FORWARD_ONE_BACKWARD
+
+
+class Layout(NamedTuple):
+    """The stages of a model. What is decided later, by a profile or a checkpoint, makes another one.
+
+    Attributes:
+        replicas: how many devices each stage has.
+        devices: full TensorFlow names, one for every replica of the first stage, the second, and so on.
+        ends: the number of blocks up to the end of each stage; None while the cut is open.
+        compiled: of each stage, whether XLA compiles it; None while that is open.
+    """
+
+    replicas: tuple[int, ...]
+    devices: tuple[str, ...]
+    ends: tuple[int, ...] | None = None
+    compiled: tuple[bool, ...] | None = None
+
+    @property
+    def stages(self) -> int:
+        """How many there are."""
+        return len(self.replicas)
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether neither the cut nor the kernels are open."""
+        return self.ends is not None and self.compiled is not None
+
+    @property
+    def devices_of_stages(self) -> list[list[str]]:
+        """For each stage those of its replicas."""
+        devices = iter(self.devices)
+        return [[next(devices) for _ in range(count)] for count in self.replicas]
+
+    @property
+    def distinct_devices(self) -> list[str]:
+        """The devices in use, each once."""
+        return list(dict.fromkeys(self.devices))
+
+    @property
+    def stages_on(self) -> dict[str, list[int]]:
+        """The stages on every device in use."""
+        found: dict[str, list[int]] = {device: [] for device in self.devices}
+        for stage, devices in enumerate(self.devices_of_stages):
+            for device in devices:
+                found[device].append(stage)
+        return found
+
+    def segments(self, chain: Chain) -> list[Segment]:
+        """Every stage's blocks. Raises ValueError if what a replicated stage gets or gives has no rows to divide."""
+        assert self.ends is not None
+        self._check_rows_first(chain)
+        return [chain.segment(first, end) for first, end in zip([0, *self.ends[:-1]], self.ends, strict=True)]
+
+    def _check_rows_first(self, chain: Chain) -> None:
+        if any(tensor.shape[:1] != (None,) for tensor in chain.specs(0)):
+            return  # the number of rows is fixed: nothing to tell them by
+        for n, end in enumerate((self.ends or ())[:-1]):
+            for tensor in chain.specs(end) if max(self.replicas[n : n + 2]) > 1 else ():
+                if tensor.shape[:1] != (None,):
+                    raise ValueError(
+                        "What crosses from or to a replicated stage must have the batch first. Received: a tensor of "
+                        f"shape {tuple(tensor.shape)} after {chain.blocks[end - 1].name!r}, replicas="
+                        f"{self.replicas}. Try a cut somewhere else, or replicas=1 there."
+                    )
+
+
+class KeptLayout(NamedTuple):
+    """What a checkpoint says of its run: where it was cut, which stages XLA compiled, and the inputs' shapes."""
+
+    ends: tuple[int, ...]
+    compiled: tuple[bool, ...]
+    shapes: Shapes | None
+
+    @classmethod
+    def of(cls, about: dict[str, Any]) -> KeptLayout:
+        """That of a checkpoint's ``about``; where old ones say nothing of it, XLA compiled no stage."""
+        shapes = about.get("input_shapes") and tuple(map(tuple, about["input_shapes"]))
+        ends = tuple(about["ends"])
+        return cls(ends, tuple(about.get("compiled", [False] * len(ends))), shapes)
+
+
+def laid_out(
+    chain: Chain,
+    stages: int | Partition | None,
+    cuts: Sequence[str] | None,
+    replicas: Sequence[int] | None,
+    devices: Sequence[str],
+    schedule: Schedule = ONE_FORWARD_ONE_BACKWARD,
+    memory_bytes: int | None = None,
+) -> Layout:
+    """The layout that the arguments of ``PipelineModel`` ask for; where they leave the cut open, it is open.
+
+    Args:
+        chain: the model's blocks.
+        stages: their number, a ``Partition`` of this model, or None for one per device.
+        cuts: the last layer of every stage but the final one, instead of ``stages``.
+        replicas: how many devices each stage has; None for those of a ``Partition``, or one.
+        devices: full TensorFlow device names.
+        schedule: how many stages a device has, and which.
+        memory_bytes: what a device may hold; None for no limit.
+
+    Raises:
+        ValueError, TypeError: for a model whose layers cannot be seen, for more stages than blocks, for cuts or a
+            partition that are not this model's.
+    """
+    if not chain.blocks:
+        raise ValueError(f"There is nothing to cut. Received: model={chain.model.name!r} without layers. Try one with.")
+    given = stages if isinstance(stages, Partition) else None
+    if given is not None:
+        cuts, replicas = _of_partition(given, cuts, replicas)
+    ends = None if cuts is None else tuple(cut_points(chain.blocks, cuts))
+    wanted = len(replicas) if stages is None and isinstance(replicas, Sequence) else stages
+    count = len(ends) if ends else _checked_count(chain, wanted, len(devices), schedule.chunks)
+    if isinstance(wanted, int) and wanted != count:
+        raise ValueError(
+            f"The cuts make {count} stages. Received: stages={wanted}, cuts={cuts!r}. Try leaving stages out."
+        )
+    counts = _checked_replicas(replicas, count)
+    on = _assigned(devices, count, counts, schedule)
+    if memory_bytes is not None and schedule.chunks == 1 and len(devices) < sum(counts):
+        raise ValueError(
+            "What several stages hold together on a device is not planned. Received: "
+            f"memory_bytes={memory_bytes}, {sum(counts)} stages and replicas, {len(devices)} devices. "
+            "Try as many devices, or leaving memory_bytes out."
+        )
+    if given is not None:  # which may have left some out, to begin a stage on the next host
+        planned = [stage.device + n for stage in given.stages for n in range(stage.replicas)]
+        on = [devices[n] for n in planned] if max(planned) < len(devices) else on
+    return Layout(counts, tuple(on), (len(chain.blocks),) if count == 1 else ends)
+
+
+def _of_partition(
+    given: Partition, cuts: Sequence[str] | None, replicas: Sequence[int] | None
+) -> tuple[Sequence[str], Sequence[int]]:
+    """Its cuts and replicas, which nobody gives twice."""
+    if cuts is not None:
+        raise ValueError("Stages are given twice. Received: stages=Partition and cuts. Try one of them.")
+    if tuple(replicas or given.replicas) != given.replicas:
+        raise ValueError(
+            f"Replicas are given twice. Received: replicas={replicas!r}, a partition with those of "
+            f"{given.replicas}. Try leaving replicas out."
+        )
+    return given.cuts, given.replicas
+
+
+def _checked_count(chain: Chain, stages: object, devices: int, chunks: int) -> int:
+    blocks = len(chain.blocks)
+    if blocks < chunks:
+        raise ValueError(
+            f"The schedule has {chunks} stages on each device, and the model {chain.model.name!r} only "
+            f"{counted(blocks, 'layer')} to make stages of{why_together(chain.blocks)}. Received: "
+            f"stages={stages!r}. Try a schedule of one stage a device, such as scheme='1f1b'."
+        )
+    count = max(1, min(devices, blocks // chunks)) * chunks if stages is None else stages
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= blocks:
+        if blocks == 1:
+            raise ValueError(
+                f"The model {chain.model.name!r} can only be one stage{why_together(chain.blocks)}. "
+                f"Received: stages={stages!r}. Try stages=1, or a model that has layers to cut between."
+            )
+        raise ValueError(
+            f"The model {chain.model.name!r} has {blocks} layers, each in one stage"
+            f"{why_together(chain.blocks)}. Received: stages={stages!r}. Try a number from 1 to {blocks}."
+        )
+    return count
+
+
+def _checked_replicas(replicas: Sequence[int] | None, stages: int) -> tuple[int, ...]:
+    if replicas is None:
+        return (1,) * stages
+    counts = tuple(replicas) if isinstance(replicas, Sequence) else ()
+    if len(counts) != stages or not all(map(is_count, counts)):
+        raise ValueError(
+            f"Replicas are one number from 1 up for each of {stages} stages. Received: replicas={replicas!r}. "
+            f"Try {(2, *(1,) * (stages - 1))}."
+        )
+    return tuple(map(int, counts))
+
+
+def _assigned(devices: Sequence[str], stages: int, replicas: tuple[int, ...], schedule: Schedule) -> list[str]:
+    """The device of each stage's replicas, in order. Raises ValueError for stages that the schedule cannot have."""
+    count = schedule.devices(stages)
+    if schedule.chunks == 1:
+        return assign(devices, sum(replicas))
+    if max(replicas) > 1:
+        raise ValueError(
+            f"A schedule of {schedule.chunks} stages a device has no replicas. Received: "
+            f"replicas={replicas}. Try replicas=None, or a schedule of one stage a device."
+        )
+    on = assign(devices, count)
+    return [on[schedule.place(stage, count)] for stage in range(stages)]

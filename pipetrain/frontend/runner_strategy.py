@@ -1,0 +1,344 @@
+"""Training by a runner of stages: feeds it Keras' data, and keeps the model's weights in step with it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from pipetrain.checkpoint.arrays import Arrays, assign, assign_scale, collected, scale_arrays
+from pipetrain.compute.functions.stage import Stage
+from pipetrain.compute.gc_pause import gc_paused
+from pipetrain.compute.graph.beside import beside
+from pipetrain.compute.graph.input_shapes import Shapes
+from pipetrain.compute.keras_private import count_of, supports_xla
+from pipetrain.compute.optimizer.adoption import forget
+from pipetrain.compute.optimizer.loss_scaling import LossScale, stepping
+from pipetrain.compute.optimizer.momenta import with_known_momentum
+from pipetrain.compute.optimizer.update import kinds_beside
+from pipetrain.compute.variable_watch import VariableWatch
+from pipetrain.frontend.attributes import known
+from pipetrain.frontend.checks.data import check_rows
+from pipetrain.frontend.checks.loop import check_backup, checked_steps
+from pipetrain.frontend.compilation import Compilation, trained_in
+from pipetrain.frontend.evaluation import Evaluator
+from pipetrain.frontend.fit_session import FitSession
+from pipetrain.frontend.input_data import Untuned
+from pipetrain.frontend.layout import KeptLayout
+from pipetrain.frontend.planner import Planner
+from pipetrain.frontend.runner_fit import RunnerFit
+from pipetrain.frontend.snapshots import handed_out
+from pipetrain.frontend.stages import OptimizedStages
+from pipetrain.frontend.strategy import StepFunction
+from pipetrain.frontend.update_count import UpdateCount
+from pipetrain.run.run_settings import RunSettings
+from pipetrain.schemes.options import AnyScheme
+from pipetrain.schemes.scheme import Scheme
+from pipetrain.trace.trace import Trace
+
+_logger = logging.getLogger(__name__)
+MANY_STAGES = 5  # from which on the paper's prediction is clearly worse than one to a single target
+
+
+class RunnerStrategy:
+    """A ``Strategy`` of stages. Between two drains the weights live in the stages; otherwise in the model.
+
+    A subclass says what its stages are (``_built``) and what runs them (``_new_runner``).
+
+    Args:
+        planner: of the model, which decides on its layout.
+        scheme: order of actions and choice of weights.
+    """
+
+    def __init__(self, planner: Planner, scheme: Scheme) -> None:
+        self.model = self.trained = planner.chain.model
+        self.planner, self.microbatches = planner, planner.training.microbatches
+        self.distribution = Untuned(tf.distribute.get_strategy())
+        self.evaluator = Evaluator(planner)
+        self._scheme = self._chosen = scheme  # ``compile`` may make another of what is chosen
+        self._last_compilation: Compilation | None = None
+        self._steps: int | None = None  # minibatches of a call, if that is asked
+        self._stages = OptimizedStages()
+        self._runner: Any = None
+        self._made_for_rows = 0  # of the runner; 0 where that is not known
+        self._made_as: list[tuple[str, bool]] = []  # what was trainable then
+        self._fit: RunnerFit | None = None
+        self._away = VariableWatch(self.drain)  # of what the stages have newer values than the model
+        self._count = UpdateCount()
+
+    @property
+    def optimizer(self) -> keras.optimizers.Optimizer | None:
+        """The compiled optimizer."""
+        return self._last_compilation.optimizer if self._last_compilation else None
+
+    @property
+    def _compilation(self) -> Compilation:
+        return known(self._last_compilation)
+
+    def explanation(self, batch_size: int, scheme: AnyScheme) -> str:
+        """A text: how the model is cut, and the estimates of other ways to train it."""
+        return self.planner.explanation(batch_size, scheme)
+
+    def keras_arguments(self, optimizer: Any, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The optimizer and the other arguments of ``compile``, but for how many minibatches a call has.
+
+        That is the runner's matter: Keras' loop gives minibatches one by one, and callbacks see each.
+        """
+        others = dict(settings)
+        self._steps = checked_steps(others.pop("steps_per_execution", None))
+        return optimizer, others
+
+    def compiled(self, owner: keras.Model, loss: Any, jit_compile: Any) -> None:
+        """The optimizer and the loss are new: stages are made anew when the next ``fit`` begins."""
+        planner, scheme = self.planner, with_known_momentum(self._chosen, stepping(owner.optimizer))
+        compilation = Compilation(owner, loss, scheme, planner, self._count.told, self._metrics_built)
+        planner.learn_training(
+            planner.training._replace(
+                slots=compilation.slots,
+                gathers=compilation.gathers,
+                jit_compile=supports_xla(self.model) and jit_compile,
+            )
+        )
+        if self._last_compilation is None or compilation.steps is not self._last_compilation.steps:
+            self._stages = OptimizedStages()
+        self._last_compilation, self._runner, self._scheme = compilation, None, scheme
+        self._count.learn_optimizer(compilation.optimizer)
+        self.evaluator.forget()
+
+    def _metrics_built(self) -> None:
+        if self._fit is not None:
+            self._fit.session.metrics_built()
+
+    def begin(self, session: FitSession) -> None:
+        """A ``fit`` begins: make the stages, if there are none for this compilation.
+
+        Where the cut is to be decided, and not all of the inputs' shapes are known, the first minibatch is awaited.
+        """
+        self._prepare(session.rows, session.shapes)
+        check_backup(session.callbacks, self._scheme.name, self._kinds_beside)
+        fit = RunnerFit(session, self._compilation, self._runner_for_data, self._count, self._scheme.asynchronous)
+        self._fit = fit
+        session.exits.callback(fit.end)
+        self._count.set_fitted(0, self._runner)
+        session.epoch_begins, session.figures = fit.begin_epoch, fit.figures
+
+    def _prepare(self, rows: int | None, shapes: Shapes | None) -> None:
+        self.planner.learn_shapes(shapes)
+        check_rows(rows, self.microbatches)
+        if self._runner is not None and self._runner.is_lost:
+            self._forget()  # a worker was lost when all steps had been made
+        if self._runner is not None and not self._runner.is_drained:
+            self.abort(store=True)  # an interrupt cut an abort short
+        self._compilation.check()
+        if self.microbatches > 1 and self._made_for_rows and (rows or self._made_for_rows + 1) > self._made_for_rows:
+            self._runner = None  # what its stages keep of a minibatch was decided for fewer rows
+        if self._runner is None and self.planner.can_decide:
+            self._make_runner(rows)
+        if self._runner is not None:
+            self._stages.adopt_from(self.optimizer)
+
+    def _make_runner(self, rows: int | None) -> None:
+        """Make the stages for this compilation; compiled again, the same optimizer keeps what it has gathered."""
+        self._compilation.check_trained()
+        self._made_as = trained_in(self.model)
+        with gc_paused():
+            weights = self.model.trainable_variables
+            self._made_for_rows = rows or 0
+            stages = OptimizedStages(self._built(rows), weights)
+            stages.go_on_from(self._stages)
+            self._stages = stages
+            self._runner = self._new_runner()
+
+    def _built(self, rows: int | None) -> Sequence[list[Stage]]:
+        """Every stage's replicas, for minibatches of so many rows if that is known."""
+        raise NotImplementedError
+
+    def _new_runner(self) -> Any:
+        """What runs the stages."""
+        raise NotImplementedError
+
+    def _traced(self, runner: Any) -> Any:
+        """What runs the stages once they have been traced."""
+        return runner
+
+    def _run_settings(self) -> RunSettings:
+        """Asked when the weights are taken from the model."""
+        self._stages.adopt_from(self._compilation.optimizer)
+        session = known(self._fit).session
+        return RunSettings(
+            updates=self._count.steps,
+            loss_scale=LossScale.of(self._compilation.optimizer),
+            steps=self._count.fitted(self._runner),
+            snapshot_every=session.snapshot_every,
+            loss_is_mean=self._compilation.loss_is_mean,
+            exact_times=session.exact_trace,
+            is_traced=session.is_traced,
+        )
+
+    def build_metrics(self, own: Callable[[Any, Any], None], epoch_iterator: Any, batch: Any) -> None:
+        """Keras' own, which without a distribution strategy leaves it to the first results: no data are read."""
+        own(epoch_iterator, batch)
+
+    def train_function(self, own: Callable[[], StepFunction]) -> StepFunction:
+        """One minibatch in and one result out; what callbacks then do with the model's variables is noticed."""
+        return self._step
+
+    def _step(self, iterator: Iterator[Any]) -> Any:
+        self._away.rest()
+        logs = known(self._fit).step(iterator)
+        if not known(self._runner).is_drained:
+            self._away.begin(self._held, [self._count.variable])
+        return logs
+
+    def _held(self) -> Iterator[Any]:
+        """All variables of model and optimizer of which the stages have newer values, or that they are changing."""
+        yield from self.model.variables
+        yield from beside(self.model)
+        yield from (slot.variable for slot in self._stages.slots())
+        yield from (variable for shared in self._stages.shared() for variable in shared)
+        if self._compilation.steps is not self._compilation.optimizer:
+            yield count_of(self._compilation.steps)  # which knows only after a drain which steps were skipped
+
+    def loss_of_part(self, loss: Any, x: Any, y_pred: Any, training: bool) -> Any:
+        """The loss itself: nobody has a part of the rows."""
+        return loss
+
+    def _runner_for_data(self) -> Any:
+        """The runner, when the first minibatch has been read: all that has waited for it is made."""
+        data, session = self._compilation.data, known(self._fit).session
+        # What a resumed run reads first may be the last minibatch of an epoch, which may have fewer rows.
+        session.rows = session.rows or max(data.rows, session.rows_before or 0)
+        check_rows(session.rows, self.microbatches)
+        self._compilation.measure_loss()
+        is_new = self._runner is not None and self._runner.traced_for != data.targets
+        self._compilation.check_trained(is_new)
+        if is_new and self._made_as != trained_in(self.model):
+            self._runner = None  # a callback has changed it before the first minibatch
+        if self._runner is None:
+            self.planner.learn_shapes(data.shapes)
+            self._make_runner(session.rows)
+        pipeline = known(self._runner)
+        if pipeline.trace_for(data.targets):
+            self._compilation.check_traced(self._stages.first)
+            self._stages.traced()
+            self._runner = pipeline = self._traced(pipeline)
+        self._compilation.traced()
+        self._compilation.check_masks(pipeline.output_masks)
+        return pipeline
+
+    def drain(self) -> None:
+        """Whatever is in flight finishes, and the weights flow back into the model.
+
+        Of an epoch that was stopped, the metrics count the minibatches that no step takes any more.
+        """
+        self.evaluator.drain()
+        self._away.end()
+        if self._runner is not None:
+            with self._count.during(self._runner):
+                self._runner.drain()
+        if self._fit is not None:
+            self._fit.count_stopped()
+
+    def finish(self) -> None:
+        """The end of training."""
+        self.drain()
+        self._fit = None
+
+    def abort(self, store: bool) -> None:
+        """Stop at once; hand the weights back if ``store``."""
+        self._away.end()
+        self._fit = None
+        if self._runner is not None:
+            try:
+                with self._count.during(self._runner):
+                    self._runner.abort(store)
+            except ConnectionError:  # a worker was lost meanwhile
+                self._forget()
+                raise
+            if not store:  # what is not finite is in the optimizers too
+                self._forget()
+
+    def _forget(self) -> None:
+        """Nothing is left of the stages and their optimizers."""
+        self._runner, self._stages = None, OptimizedStages()
+        forget(self._compilation.steps)
+
+    def lose(self, error: Exception) -> None:
+        """From another thread, repeatedly: a worker is lost. Nobody waits for it any longer, but is given the error."""
+        self.evaluator.lose(error)
+        if (pipeline := self._runner) is not None:
+            pipeline.lose(error)
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Drained: the stages take the model's weights when they start again."""
+        self.drain()
+        yield
+
+    def evaluating(self, owner: keras.Model, steps: int | None) -> AbstractContextManager[None]:
+        """Meanwhile Keras' ``evaluate`` of the owner takes its results from a pipeline that only runs forwards."""
+        return self.evaluator.evaluating(owner, steps, lambda targets: self._compilation.metrics.of_testing(targets))
+
+    def predicting(self, owner: keras.Model, steps: int | None) -> AbstractContextManager[None]:
+        """Meanwhile Keras' ``predict`` of the owner reads predictions instead of data, and computes nothing."""
+        return self.evaluator.predicting(owner, steps, self.distribution)
+
+    def snapshots(self) -> Iterator[int]:
+        """Each version kept by now; see ``handed_out``."""
+        if self._scheme.asynchronous and not self.in_flight:  # at rest: none may be left to a checkpoint's past
+            self.drain()
+        if self._runner is not None:
+            with self._away.resting():
+                yield from handed_out(self._runner, self.model)
+
+    @property
+    def trace(self) -> Trace:
+        """What happened up to the last drain."""
+        return self._runner.trace if self._runner else Trace(())
+
+    @property
+    def in_flight(self) -> int:
+        """How many minibatches are under way whose results no step has taken."""
+        return self._fit.in_flight if self._fit else 0
+
+    def about(self) -> dict[str, Any]:
+        """How the model is cut, and how many updates this ``fit`` has made."""
+        return {"fitted": self._count.fitted(self._runner), **self.planner.about()}
+
+    def state(self) -> Arrays:
+        """All that training needs to go on; drains."""
+        self.drain()
+        arrays = collected(self.model, self._stages.slots(), self._stages.shared())
+        return arrays | scale_arrays(self._compilation.optimizer)
+
+    def _kinds_beside(self) -> list[str]:
+        """What training needs to go on that no slot of the compiled optimizer holds."""
+        stages = self.planner.layout.stages
+        rules = {self._scheme.rule(stage, stages, self.microbatches) for stage in range(stages)}
+        return sorted({kind for rule in rules for kind in kinds_beside(self._compilation.steps, rule)})
+
+    def restore(self, arrays: Arrays, kept: KeptLayout, updates: int, fitted: int) -> list[str]:
+        """Go on from there, after so many updates, ``fitted`` of them of this ``fit``; gives what was not there.
+
+        ``kept`` is the layout of that run.
+        """
+        self.drain()
+        if self.planner.adopt(kept):
+            self._runner, self._stages = None, OptimizedStages()
+        if self._runner is None:
+            self._prepare(known(self._fit).session.rows, self.planner.shapes or kept.shapes)
+        if self._runner is None:
+            raise ValueError(
+                "The model leaves dimensions of its inputs open, and neither the checkpoint nor the data say, before "
+                f"the first minibatch, what they are. Received: stages={self.planner.layout.stages}, a checkpoint of "
+                f"{len(kept.ends)} stages. Try partition(input_shapes=...) before fit, or as many stages."
+            )
+        missing = assign(self.model, arrays, self._stages.slots(), self._stages.shared())
+        self._count.set(updates)
+        assign_scale(self._compilation.optimizer, arrays, updates)
+        self._count.set_fitted(fitted, self._runner)
+        return missing
