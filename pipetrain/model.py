@@ -8,14 +8,12 @@ from typing import Any
 
 import keras
 
-from pipetrain.frontend.checks.optimizer import check_optimizer_kind
-from pipetrain.frontend.checks.options import check_jit_compile
-from pipetrain.frontend.compile_arguments import arguments_of, resolved
+from pipetrain.frontend.compilation import arguments_of, resolved
 from pipetrain.frontend.input_data import DEFAULT_ROWS
 from pipetrain.frontend.keras_loop import KerasLoop
-from pipetrain.frontend.old_keywords import taken_over, taken_over_trace
-from pipetrain.frontend.options import Options
-from pipetrain.frontend.strategies import checked, strategy_of
+from pipetrain.frontend.options import Options, check_jit_compile, checked, taken_over, taken_over_trace
+from pipetrain.frontend.refusals import check_optimizer_kind
+from pipetrain.frontend.strategies import strategy_of
 from pipetrain.frontend.turn import Turn, taking_turns
 from pipetrain.plan.choice import Choice
 from pipetrain.plan.stages import Partition

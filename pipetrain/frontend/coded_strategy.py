@@ -10,13 +10,29 @@ import keras
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.transfers.coded import Root
 from pipetrain.compute.transfers.weights import WeightsPart
-from pipetrain.frontend.checks.optimizer import check_loss_scaling
 from pipetrain.frontend.planner import Planner
+from pipetrain.frontend.refusals import check_loss_scaling
 from pipetrain.frontend.runner_strategy import RunnerStrategy
 from pipetrain.run.coded_runner import CodedRunner
 from pipetrain.run.pipeline import HOST
+from pipetrain.schemes.arguments import is_count
 from pipetrain.schemes.coding.coded_reduce import Tree
 from pipetrain.schemes.table import CODED, TREES
+
+
+def check_workers(tree: Tree, stages: Any, devices: Sequence[str]) -> None:
+    """Refuse fewer devices than workers, and another number of ``stages``, which would be that of the workers."""
+    about = f"children={tree.children}, depth={tree.depth}"
+    if stages is not None and (not is_count(stages) or stages != tree.workers):
+        raise ValueError(
+            f"The tree has {tree.workers} workers, each on a device. Received: stages={stages!r}, {about}. "
+            "Try leaving stages out."
+        )
+    if len(devices) < tree.workers:
+        raise ValueError(
+            f"The tree has {tree.workers} workers, each on a device. Received: {len(devices)} devices, {about}. "
+            f"Try pipetrain.set_cpu_devices({tree.workers}), or as many workers in pipetrain.connect."
+        )
 
 
 class CodedStrategy(RunnerStrategy):

@@ -1,8 +1,8 @@
-"""What one ``compile`` decides for a pipeline: the optimizer, the loss, the metrics, and how minibatches are read."""
+"""What one ``compile`` decides for stages: the optimizer, the loss, the metrics, and how minibatches are read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,19 +13,51 @@ from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.graph.blocks import Chain
 from pipetrain.compute.graph.input_order import structure_of
 from pipetrain.compute.graph.input_shapes import Shapes
-from pipetrain.compute.keras_private import flat_layers, rate_of, weights_of
+from pipetrain.compute.keras_private import compile_arguments, flat_layers, overridden, rate_of, weights_of
 from pipetrain.compute.optimizer.loss_scaling import is_dynamic, stepping
 from pipetrain.compute.optimizer.rates import is_scheduled
 from pipetrain.compute.optimizer.update import gathers, slots_per_weight
-from pipetrain.frontend.checks.loop import check_loop
-from pipetrain.frontend.checks.loss import check_minimised
-from pipetrain.frontend.checks.model import check_assignments
-from pipetrain.frontend.checks.optimizer import check_optimizer, check_own
+from pipetrain.frontend.attributes import known
 from pipetrain.frontend.input_data import InputData
-from pipetrain.frontend.loss_of_parts import LossOfParts
+from pipetrain.frontend.loss_of_parts import LossOfParts, check_minimised
 from pipetrain.frontend.metrics import TrackedMetrics
 from pipetrain.frontend.planner import Planner
+from pipetrain.frontend.refusals import check_assignments, check_loop, check_optimizer, check_own
 from pipetrain.schemes.scheme import Scheme
+
+
+def resolved(model: keras.Model, given: dict[str, Any]) -> dict[str, Any]:
+    """Those that the model's own ``compile`` makes of what it is given, such as a task's optimizer and loss.
+
+    It is compiled by that. Raises TypeError if it does not call Keras' ``compile``.
+    """
+    if not overridden(model, ["compile"]):
+        return given
+    before = compile_arguments(model)
+    model.compile(**given)
+    if (made := compile_arguments(model)) is None or made is before:
+        raise TypeError(
+            f"The model's own compile does not call Keras'. Received: model={model.name!r} of class "
+            f"{type(model).__name__}. Try super().compile(...) in it."
+        )
+    kept = {name: given[name] for name in ("jit_compile", "auto_scale_loss") if name in given}
+    return _without_defaults(made) | kept
+
+
+def arguments_of(model: keras.Model) -> dict[str, Any]:
+    """Those with which a compiled model goes on as it is, with its very optimizer; XLA is for profiles to decide on."""
+    made = _without_defaults(known(compile_arguments(model)))
+    return made | {"optimizer": model.optimizer, "auto_scale_loss": False}
+
+
+def without_one_step(made: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments without ``steps_per_execution=1``, Keras' value where nothing is asked: then the runner chooses."""
+    return {name: value for name, value in made.items() if name != "steps_per_execution" or value != 1}
+
+
+def _without_defaults(made: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments without what Keras has made where nothing is asked: of XLA they tell nothing."""
+    return {name: value for name, value in without_one_step(made).items() if name != "jit_compile"}
 
 
 class Compilation:

@@ -33,14 +33,14 @@ from pipetrain.compute.optimizer.clone import clone
 from pipetrain.compute.optimizer.slots import Slot, slots
 from pipetrain.compute.tensorflow_private import one_replica
 from pipetrain.frontend.attributes import Meanwhile, known
-from pipetrain.frontend.checks.devices import check_local, check_remembered
-from pipetrain.frontend.checks.loss import check_added
-from pipetrain.frontend.checks.optimizer import check_loss_scaling, check_optimizer, check_own
+from pipetrain.frontend.device_choice import check_local, check_remembered
 from pipetrain.frontend.device_loss import DeviceLoss
 from pipetrain.frontend.fit_session import FitSession
 from pipetrain.frontend.layout import KeptLayout
+from pipetrain.frontend.loss_of_parts import check_added
 from pipetrain.frontend.mirroring import Mirroring
 from pipetrain.frontend.planner import Planner
+from pipetrain.frontend.refusals import check_loss_scaling, check_optimizer, check_own
 from pipetrain.frontend.strategy import StepFunction
 from pipetrain.schemes.options import AnyScheme
 from pipetrain.schemes.table import DATA_PARALLEL

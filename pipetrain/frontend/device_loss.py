@@ -12,10 +12,8 @@ import keras
 import tensorflow as tf
 
 from pipetrain.compute.keras_private import mask_of
-from pipetrain.frontend.checks.loss import check_masks
-from pipetrain.frontend.loss_of_parts import named
-from pipetrain.frontend.loss_reduction import divides, is_known, ways
-from pipetrain.frontend.loss_trial import FEWEST_ROWS, found_way
+from pipetrain.frontend.loss_of_parts import check_masks, named
+from pipetrain.frontend.loss_reduction import FEWEST_ROWS, divides, found_way, is_known, ways
 from pipetrain.plan.text_table import counted
 
 TOO_FEW = "data-parallel: a minibatch leaves a device without rows, and a layer keeps statistics of its rows."

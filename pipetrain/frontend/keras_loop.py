@@ -24,16 +24,14 @@ from pipetrain.compute.keras_private import (
 from pipetrain.compute.optimizer.loss_scaling import stepping
 from pipetrain.frontend.attributes import Meanwhile, known
 from pipetrain.frontend.auto import AutoStrategy
-from pipetrain.frontend.checks.data import check_data
-from pipetrain.frontend.checks.loop import check_callbacks
-from pipetrain.frontend.checks.optimizer import check_compiled
 from pipetrain.frontend.fit_callback import FitCallback, as_list, with_last
 from pipetrain.frontend.fit_session import FitSession
-from pipetrain.frontend.input_data import first_rows
+from pipetrain.frontend.input_data import check_data, first_rows
 from pipetrain.frontend.keras_methods import PREDICTING
-from pipetrain.frontend.options import Options
+from pipetrain.frontend.options import Options, checked
 from pipetrain.frontend.preprocessing import fit_arguments, minibatch, minibatches
-from pipetrain.frontend.strategies import checked, strategy_of
+from pipetrain.frontend.refusals import check_callbacks, check_compiled
+from pipetrain.frontend.strategies import strategy_of
 from pipetrain.frontend.strategy import StepFunction
 from pipetrain.frontend.wrapped_model import WrappedModel
 from pipetrain.plan.choice import Choice

@@ -1,20 +1,109 @@
-"""How the compiled loss of a minibatch is put together from those of its microbatches and replicas."""
+"""How the compiled loss of a minibatch is put together from those of its microbatches and replicas, if it can."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
-from pipetrain.frontend.checks.loss import check_hinges, check_masks
-from pipetrain.frontend.divided_loss import undivided
+from pipetrain.compute.functions.stage import Stage
+from pipetrain.compute.keras_private import mask_of
 from pipetrain.frontend.input_data import Weigh
-from pipetrain.frontend.known_masks import are_masked, masks_from_inputs
-from pipetrain.frontend.loss_reduction import Way, divides, hinges, is_known, ways
-from pipetrain.frontend.loss_trial import found_way
-from pipetrain.frontend.metrics import TrackedMetrics
+from pipetrain.frontend.loss_reduction import Way, divides, found_way, hinges, is_known, ways
+from pipetrain.frontend.metrics import TrackedMetrics, undivided
+
+Masks = Callable[[Sequence[tf.Tensor]], list[Any]]  # of a minibatch's inputs those of all outputs, None for some
+
+
+def are_masked(model: keras.Model) -> list[bool]:
+    """Which of the outputs carry a mask, as far as the model's own graph has it."""
+    return [mask_of(each) is not None for each in model.outputs]
+
+
+def masks_from_inputs(model: keras.Model) -> Masks | None:
+    """A function of the inputs that gives the masks; None if there are none, or weights or chance have a part in one.
+
+    A mask that is not of the shape of its output without the last dimension is not meant for the entries of a loss.
+    """
+    masks = {n: mask_of(each) for n, each in enumerate(model.outputs) if mask_of(each) is not None}
+    if not masks or not all(_fits(mask, model.outputs[n]) for n, mask in masks.items()):
+        return None
+    of_inputs = keras.Function(model.inputs, list(masks.values()))
+    if any(getattr(each, "variables", None) for each in of_inputs.operations):
+        return None
+
+    def given(inputs: Sequence[tf.Tensor]) -> list[Any]:
+        found = dict(zip(masks, of_inputs(list(inputs)), strict=True))
+        return [found.get(n) for n in range(len(model.outputs))]
+
+    return given
+
+
+def _fits(mask: Any, output: Any) -> bool:
+    return tf.TensorShape(mask.shape[1:]).is_compatible_with(output.shape[1:-1])
+
+
+def check_masks(masks: Sequence[Any], divides: bool, parts: int) -> None:
+    """Raise ValueError for masked outputs whose loss is a mean over what the mask leaves, a piece at a time."""
+    if parts > 1 and divides and any(mask is not None for mask in masks):
+        raise ValueError(
+            "An output of the model is masked, and Keras divides its loss by the number of entries that are not: it "
+            f"cannot be put together from those of its microbatches and replicas. Received: {parts} parts of a "
+            "batch. Try reduction='sum', or microbatches=1 and one replica of the last stage."
+        )
+
+
+def check_added(summed: Sequence[bool]) -> None:
+    """Raise ValueError if some of the losses that layers add are sums over rows, of which Keras takes devices' mean."""
+    if any(summed):
+        raise ValueError(
+            "A layer adds a loss that is a sum over rows, and MirroredStrategy would take the mean of the devices'. "
+            "Received: scheme='data-parallel'. Try a mean over rows in add_loss, or scheme='all-reduce'."
+        )
+
+
+def check_hinges(hinges: Sequence[bool], labels: Sequence[Any]) -> None:
+    """Raise ValueError for labels of 0 beside others than 1: a part without these would take 0 for -1.
+
+    ``hinges`` are those among the losses, ``labels`` what these are given; one loss may be for all.
+    """
+    pairs = zip(hinges if len(hinges) == len(labels) else [any(hinges)] * len(labels), labels, strict=True)
+    for y in (np.asarray(each) for is_hinge, each in pairs if is_hinge and each is not None):
+        if np.any(y == 0) and not np.isin(y, (0, 1)).all():
+            raise ValueError(
+                "The loss of a batch cannot be put together from its parts': hinge losses take 0 for -1 where a batch "
+                f"has no other labels than 0 and 1. Received: labels from {y.min():g} to {y.max():g}, 0 among them. "
+                "Try labels of -1 and 1, or microbatches=1 and one replica of the last stage."
+            )
+
+
+def check_minimised(loss: Any, stages: Sequence[Stage]) -> None:
+    """Refuse what has no loss, and weights of which none gets a gradient; warn of those that get none, as Keras does.
+
+    ``stages`` have been traced.
+    """
+    if loss is None and not any(stage.is_penalized for stage in stages):
+        raise ValueError(
+            "There is nothing to minimise: no layer adds a loss. Received: compile with loss=None. Try loss='mse'."
+        )
+    trained = {id(each): each for stage in stages for each in stage.segment.trainable_variables}
+    reached = {id(each) for stage in stages for each in stage.reached}
+    untrained = [variable.path for each, variable in trained.items() if each not in reached]
+    if untrained and not reached:
+        raise ValueError(
+            "No gradient of the loss reaches a weight that is trained. Received: trainable variables "
+            f"{_some(untrained)}. Try a loss of outputs that depend on them, or a model without stop_gradient."
+        )
+    if untrained:
+        warnings.warn(f"The loss has no gradient by these variables, which stay: {_some(untrained)}.", stacklevel=2)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 12 else f"{', '.join(names[:6])}, ... ({len(names)} in all)"
 
 
 class LossOfParts:

@@ -22,19 +22,16 @@ from pipetrain.compute.optimizer.momenta import with_known_momentum
 from pipetrain.compute.optimizer.update import kinds_beside
 from pipetrain.compute.variable_watch import VariableWatch
 from pipetrain.frontend.attributes import known
-from pipetrain.frontend.checks.data import check_rows
-from pipetrain.frontend.checks.loop import check_backup, checked_steps
 from pipetrain.frontend.compilation import Compilation, trained_in
 from pipetrain.frontend.evaluation import Evaluator
 from pipetrain.frontend.fit_session import FitSession
-from pipetrain.frontend.input_data import Untuned
+from pipetrain.frontend.input_data import Untuned, check_rows
 from pipetrain.frontend.layout import KeptLayout
 from pipetrain.frontend.planner import Planner
-from pipetrain.frontend.runner_fit import RunnerFit
-from pipetrain.frontend.snapshots import handed_out
+from pipetrain.frontend.refusals import check_backup, checked_steps
+from pipetrain.frontend.runner_fit import RunnerFit, UpdateCount, handed_out
 from pipetrain.frontend.stages import OptimizedStages
 from pipetrain.frontend.strategy import StepFunction
-from pipetrain.frontend.update_count import UpdateCount
 from pipetrain.run.run_settings import RunSettings
 from pipetrain.schemes.options import AnyScheme
 from pipetrain.schemes.scheme import Scheme

@@ -8,30 +8,21 @@ import keras
 
 from pipetrain.compute.graph.blocks import Chain
 from pipetrain.frontend.auto import AutoStrategy
-from pipetrain.frontend.checks.grid import checked_devices
-from pipetrain.frontend.checks.model import check_model, check_precision
-from pipetrain.frontend.checks.options import (
-    check_copies,
-    check_cuts,
-    check_laid_out,
-    check_memory,
-    check_microbatches,
-    check_recompute,
-    check_replicas,
+from pipetrain.frontend.coded_strategy import CodedStrategy, check_workers
+from pipetrain.frontend.data_parallel import DataParallelStrategy
+from pipetrain.frontend.device_choice import resolve
+from pipetrain.frontend.grid_strategy import GridStrategy, checked_devices
+from pipetrain.frontend.layout import laid_out
+from pipetrain.frontend.options import (
+    Options,
     check_schedule,
     checked_microbatches,
     checked_servers,
     checked_workers,
 )
-from pipetrain.frontend.checks.tree import check_workers
-from pipetrain.frontend.coded_strategy import CodedStrategy
-from pipetrain.frontend.data_parallel import DataParallelStrategy
-from pipetrain.frontend.device_choice import resolve
-from pipetrain.frontend.grid_strategy import GridStrategy
-from pipetrain.frontend.layout import laid_out
-from pipetrain.frontend.options import Options
 from pipetrain.frontend.pipeline_strategy import PipelineStrategy
 from pipetrain.frontend.planner import Planner
+from pipetrain.frontend.refusals import check_model, check_precision
 from pipetrain.frontend.strategy import Strategy
 from pipetrain.frontend.transfer_strategy import TransferStrategy
 from pipetrain.plan.memory import Training
@@ -48,34 +39,6 @@ from pipetrain.schemes.options import (
 )
 from pipetrain.schemes.table import AUTO, CODED, DATA_PARALLEL, GRID, GRIDS, TRANSFERRING
 from pipetrain.schemes.table import scheme as chosen_scheme
-from pipetrain.schemes.text_form import chosen, microbatches_of, stages_of
-
-
-def checked(options: Options) -> Options:
-    """The options, with a file's schedule in place of its name.
-
-    Raises ValueError, TypeError, before a model is looked at, for what the scheme does not have.
-    """
-    if isinstance(options.scheme, str) and options.scheme != AUTO:
-        options = options._replace(scheme=chosen(options.scheme))
-    name = options.name
-    check_memory(options.memory_bytes, name)
-    check_recompute(options.recompute, name)
-    if name == AUTO:
-        check_laid_out(options.microbatches, options.layout)
-        check_microbatches(options.microbatches, "1f1b")
-        return options
-    scheme = scheduled(options.scheme)
-    stages, microbatches = options.stages, options.microbatches
-    if options.cuts is None and stages is None:
-        stages = stages_of(scheme)
-    if microbatches is None:
-        microbatches = microbatches_of(scheme)
-    check_microbatches(microbatches, scheme, options.policy["horizon"])
-    check_replicas(name, options.replicas)
-    check_cuts(options.cuts, name)
-    check_copies(stages, options.devices, name)
-    return options._replace(stages=stages, microbatches=microbatches)
 
 
 def strategy_of(model: keras.Model, options: Options, among: Options | None = None) -> Strategy:

@@ -12,7 +12,7 @@ import keras
 
 from pipetrain.compute.keras_private import COMPILED as LENT
 from pipetrain.compute.keras_private import OF_LOOP, HookedModel
-from pipetrain.frontend.compile_arguments import without_one_step
+from pipetrain.frontend.compilation import without_one_step
 from pipetrain.frontend.keras_methods import ABSENT, COMPILED, DELEGATED, DRAINED, OF_SEQUENTIAL
 from pipetrain.frontend.strategy import Strategy
 

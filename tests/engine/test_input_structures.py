@@ -12,7 +12,7 @@ import tensorflow as tf
 from networks import normal
 
 import pipetrain
-from pipetrain.frontend.checks.data import checked_inputs
+from pipetrain.frontend.input_data import checked_inputs
 
 L = keras.layers
 A, B, C = normal(16, 3), -normal(16, 3), np.zeros((16, 3), "float32")

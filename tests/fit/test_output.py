@@ -15,7 +15,7 @@ from pipetrain.callbacks import PipelineCheckpoint
 from pipetrain.checkpoint.store import Store
 from pipetrain.compute.functions import kernels
 from pipetrain.compute.profiling import progress
-from pipetrain.frontend import way_trials
+from pipetrain.frontend import auto
 from pipetrain.frontend.auto import AutoStrategy
 from pipetrain.plan.choice import Choice, Way
 from pipetrain.run import trial
@@ -42,7 +42,7 @@ def impatient(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name in ("WARM_UP_S", "TIMED_S"):
         monkeypatch.setattr(trial, name, 0.0)
-    monkeypatch.setattr(way_trials, "finalists", lambda seconds: [*range(len(seconds))])
+    monkeypatch.setattr(auto, "finalists", lambda seconds: [*range(len(seconds))])
     monkeypatch.setattr(AutoStrategy, "choice", lambda self, rows, shapes: Choice(8, NEAR))
 
 

@@ -573,7 +573,7 @@ FRONTEND = [
     ),
     Fault(
         "divided-by-weights",
-        "pipetrain/frontend/divided_loss.py",
+        "pipetrain/frontend/metrics.py",
         'if by == "weights":',
         'if by == "nothing":',
         "A loss that is divided by the sum of the sample weights is so for all parts of a minibatch together.",
@@ -594,7 +594,7 @@ FRONTEND = [
     ),
     Fault(
         "updates-ahead",
-        "pipetrain/frontend/update_count.py",
+        "pipetrain/frontend/runner_fit.py",
         "if ahead := runner.made - before - int(self.told.numpy()):",
         "if ahead := runner.made - before:",
         "After a drain the optimizer has counted every update once.",

@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 
 import pipetrain
 from pipetrain.compute.profiling import profile_cache
-from pipetrain.frontend.auto import AutoStrategy
+from pipetrain.frontend.auto import AutoStrategy, WayTrial, compared_s, kept
 from pipetrain.frontend.input_data import sample_of
-from pipetrain.frontend.way_trials import WayTrial, compared_s, kept
 from pipetrain.plan.choice import MARGIN, Choice, Way, least_slowest_s
 from pipetrain.plan.cluster import Cluster, Level, Link
 from pipetrain.plan.coarse import bounds_of, merged

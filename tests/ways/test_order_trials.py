@@ -11,7 +11,7 @@ from transfer_models import noisy
 from transfer_plans import late_plan
 
 import pipetrain
-from pipetrain.frontend import transfer_planning, transfer_strategy
+from pipetrain.frontend import transfer_strategy
 from pipetrain.run import trial
 from pipetrain.run.step_runner import StepRunner
 from pipetrain.run.trial import TIMED, WARM_UP
@@ -40,7 +40,7 @@ def tried(monkeypatch):
         return 1.0 + len(found) if runner.plan.name != "none" else 1.0
 
     own = transfer_strategy.minibatch_s
-    monkeypatch.setattr(transfer_planning, "near", lambda setting: every_plan(False, setting))
+    monkeypatch.setattr(transfer_strategy, "near", lambda setting: every_plan(False, setting))
     monkeypatch.setattr(transfer_strategy, "minibatch_s", minibatch_s)
     for name in ("WARM_UP_S", "TIMED_S"):
         monkeypatch.setattr(trial, name, 0.0)
@@ -67,7 +67,7 @@ def trained(order, scheme):
     ("scheme", "late_first"), [("all-reduce", False), ("all-reduce", True), ("parameter-server", False)]
 )
 def test_a_trial_leaves_nothing_in_the_model_and_the_fastest_order_trains(scheme, late_first, tried, monkeypatch):
-    monkeypatch.setattr(transfer_planning, "near", lambda setting: every_plan(late_first, setting))
+    monkeypatch.setattr(transfer_strategy, "near", lambda setting: every_plan(late_first, setting))
     (expected, *told), (pm, *found) = (trained(order, scheme) for order in ("none", "auto"))
     assert found == told and found[1] == [2, 4, 6]
     networks.assert_equal(pm.get_weights(), expected.get_weights())
@@ -157,7 +157,7 @@ def test_simulation_tells_which_of_two_that_took_about_equally_long_is_taken(lat
         plans = [plan for plan in every_plan(False, setting) if plan.name in ("layer by layer", "none")]
         return {plan: late if plan.name == "none" else 1.0 for plan in plans}
 
-    monkeypatch.setattr(transfer_planning, "near", near)
+    monkeypatch.setattr(transfer_strategy, "near", near)
     monkeypatch.setattr(transfer_strategy, "minibatch_s", lambda runner, _: 1.0 if runner.plan.name == "none" else 1.06)
     pm = compiled("auto")
     networks.fit(pm, *DATA, epochs=1)

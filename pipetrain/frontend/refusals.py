@@ -1,21 +1,66 @@
-"""Refuses optimizers that one clone per stage, or per device, would get wrong."""
+"""Models, optimizers, callbacks and ways of running Keras' loop that training by stages does not have."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from pipetrain.compute.keras_private import count_of, overridden
+from pipetrain.compute.functions.stage import Stage
+from pipetrain.compute.graph.blocks import Block
+from pipetrain.compute.keras_private import HUB_LOOP, LOOP_METHODS, count_of, overridden
 from pipetrain.compute.optimizer.clone import clone
 from pipetrain.compute.optimizer.loss_scaling import is_dynamic, stepping
 from pipetrain.compute.optimizer.momenta import momenta
 from pipetrain.compute.optimizer.overrides import NEVER, not_cloned, whole_step
 from pipetrain.compute.optimizer.spikes import check_compensable
 from pipetrain.compute.optimizer.update import overwrites
+from pipetrain.frontend.keras_methods import REPLACED
+from pipetrain.schemes.arguments import checked_count
 from pipetrain.schemes.scheme import Scheme
+
+
+def check_loop(run_eagerly: bool, steps_per_execution: int) -> None:
+    """Refuse ways of running a step that a pipeline does not have."""
+    if run_eagerly:
+        raise ValueError("Stages run as TensorFlow functions. Received: run_eagerly=True. Try run_eagerly=False.")
+    if steps_per_execution != 1:
+        raise ValueError(
+            "Keras' loop gives the pipeline minibatches one by one. Received: "
+            f"steps_per_execution={steps_per_execution}, set after compile. Try it as an argument of compile."
+        )
+
+
+def checked_steps(steps_per_execution: Any) -> int | None:
+    """How many minibatches a call is to have, None if that is not asked. Raises ValueError for what is no number."""
+    if steps_per_execution is None:
+        return None
+    problem = "The minibatches of a call are a whole number of at least 1"
+    return checked_count("steps_per_execution", steps_per_execution, problem, 1)
+
+
+def check_callbacks(callbacks: Sequence[Any], optimizer: keras.optimizers.Optimizer) -> None:
+    """Refuse the callback that swaps weights with averages of them, where none are kept."""
+    swaps = any(isinstance(each, keras.callbacks.SwapEMAWeights) for each in callbacks)
+    if swaps and not optimizer.use_ema:
+        raise ValueError(
+            "There are no averages of weights to swap with. Received: callbacks with SwapEMAWeights, "
+            f"optimizer={type(optimizer).__name__}(use_ema=False). Try an optimizer with use_ema=True."
+        )
+
+
+def check_backup(callbacks: Sequence[Any], scheme: str, beside_slots: Callable[[], Sequence[str]]) -> None:
+    """Refuse Keras' backup where training needs more to go on than a Keras file holds: ``beside_slots``."""
+    backs_up = any(isinstance(each, keras.callbacks.BackupAndRestore) for each in callbacks)
+    if backs_up and (left_out := beside_slots()):
+        raise ValueError(
+            f"Training would not go on as it was: to predict weights, {scheme!r} remembers more of the last step than "
+            f"a Keras file holds. Received: callbacks with BackupAndRestore, which leaves out {[*left_out]}. "
+            "Try pipetrain.callbacks.PipelineCheckpoint."
+        )
+
 
 WAITS = "a stage would have to wait for all stages to know whether every gradient of a minibatch is finite"
 
@@ -184,3 +229,47 @@ def check_compiled(now: Any, compiled: Any) -> None:
             f"The stages have the optimizer of compile. Received: optimizer={type(now).__name__}, set after it. "
             "Try compile again."
         )
+
+
+def check_model(model: keras.Model) -> None:
+    """Refuse a model that changes how it is trained or evaluated: a pipeline would not."""
+    for method in overridden(model, [*REPLACED, *LOOP_METHODS], HUB_LOOP):
+        raise TypeError(
+            f"A pipeline has its own training step. Received: model={model.name!r}, whose class "
+            f"{type(model).__name__} overrides {method}. Try a model without it, and instead "
+            f"{REPLACED.get(method, 'a layer, a loss or a metric of your own')}."
+        )
+
+
+def check_precision(blocks: Sequence[Block], scheme: Scheme) -> None:
+    """Refuse layers that need loss scaling, which the stages of an asynchronous scheme do not have."""
+    for call in (call for block in blocks for call in block.calls) if scheme.asynchronous else ():
+        policy = getattr(call.operation, "dtype_policy", None)
+        if policy is not None and policy.compute_dtype == "float16":
+            raise ValueError(
+                f"float16 needs loss scaling, for which {WAITS}. Received: scheme={scheme.name!r}, layer "
+                f"{call.name!r} with dtype policy {policy.name!r}. Try the policy 'mixed_bfloat16', or a synchronous "
+                "scheme: 'gpipe' or '1f1b'."
+            )
+
+
+def check_assignments(stages: Sequence[Stage], scheme: Scheme) -> None:
+    """Refuse layers that assign to trained weights where other versions of these, or other copies, are in use.
+
+    ``stages`` have been traced.
+    """
+    for stage in stages:
+        shared = {id(each) for group in stage.shared for each in group.originals}
+        for variable in stage.changed:
+            if scheme.asynchronous or id(variable) in shared:
+                why = (
+                    "its forwards read versions of the weights that later updates do not begin with"
+                    if scheme.asynchronous
+                    else "other stages have copies of it"
+                )
+                raise ValueError(
+                    f"A layer assigns, while it runs, to a weight that is trained, as SpectralNormalization does, and "
+                    f"{why}. Received: scheme={scheme.name!r}, variable {variable.path!r} of shape "
+                    f"{tuple(variable.shape)}. Try a synchronous scheme, 'gpipe' or '1f1b', with all calls of the "
+                    "layer in one stage."
+                )
