@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +71,14 @@ def add(commands: Any) -> None:
         metavar="PID",
         help="end when standard input does, or when the parent process does, whose number PID is",
     )
+    option("--expect", action="append", default=[], help=argparse.SUPPRESS)  # of a launcher: package==version
     option("--announce", type=int, help=argparse.SUPPRESS)  # of LocalWorkers: a file descriptor
     command.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
     """Serve. Raises ValueError for what cannot be served."""
+    _check_versions(options.expect)
     address, port = _place(options)
     serve(
         Serving(
@@ -118,6 +123,17 @@ def _place(options: argparse.Namespace) -> tuple[str, int]:
             f"Try one from 0 to {len(hosts.workers) - 1}."
         )
     return split(hosts.workers[task])
+
+
+def _check_versions(expected: Sequence[str]) -> None:
+    """Raise ValueError for a package of another version than a launcher expects, before TensorFlow starts."""
+    for name, version in (each.split("==") for each in expected):
+        with suppress(metadata.PackageNotFoundError):  # it may be run from its sources
+            if (here := metadata.version(name)) != version:
+                raise ValueError(
+                    f"This host has another {name}. Received: {name}=={here}, where {version} is used by who launches. "
+                    "Try the same version everywhere."
+                )
 
 
 def _most(text: str) -> int:

@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import tensorflow as tf
@@ -19,7 +20,7 @@ from pipetrain.cluster.heartbeat import Heartbeat
 from pipetrain.cluster.hosts import Hosts, split
 from pipetrain.cluster.probe import NO_HOST, probed
 from pipetrain.cluster.proxy import without_proxy_to
-from pipetrain.cluster.server import ABOUT, keep_to_loopback, listening
+from pipetrain.cluster.server import ABOUT, END, keep_to_loopback, listening
 from pipetrain.compute.cores import cores
 from pipetrain.run.lost_worker import CallThread
 
@@ -142,6 +143,22 @@ def described_by(cluster: Given) -> Hosts:
     if isinstance(cluster, tf.train.ClusterSpec):
         cluster = cluster.as_dict()
     return Hosts.given(cluster)
+
+
+def end_workers(limit_s: float = 5.0) -> None:
+    """Ask all workers that are joined to end; those that do not hear it within this time are left."""
+    threads = []
+    for task in range(_JOINED[-1].num_tasks(JOB) if _JOINED else 0):
+        threads.append(CallThread(partial(_ask_to_end, task)))
+        threads[-1].start()
+    until_s = time.monotonic() + limit_s
+    for thread in threads:
+        thread.ended(lambda: time.monotonic() > until_s)
+
+
+def _ask_to_end(task: int) -> None:
+    with tf.device(_cpu(task)):
+        tf.io.write_file(END, "")
 
 
 def remote_devices() -> list[str]:

@@ -20,7 +20,7 @@ from pipetrain.cluster.sockets import watch_workers
 from pipetrain.run.stderr import quiet_stderr
 
 # TensorFlow's file system in memory: what a process writes there, and a controller reads, on the worker's device.
-ABOUT, ALIVE = "ram://pipetrain/worker", "ram://pipetrain/controller"
+ABOUT, ALIVE, END = "ram://pipetrain/worker", "ram://pipetrain/controller", "ram://pipetrain/end"
 MOST = 1024  # devices and threads of a worker: more than any machine has cores
 GONE_S = 60.0  # a controller that has given no sign of life for so long has gone
 ATTEND_S = 0.5  # between two looks whether whoever started a worker is there
@@ -221,11 +221,11 @@ def _read_input(stop: threading.Event) -> None:
 
 
 def _wait(stop: threading.Event, waits: bool) -> None:
-    """Until asked to stop or, unless it ``waits``, left by a controller."""
+    """Until asked to stop, by a signal or a controller, or, unless it ``waits``, left by one."""
     import tensorflow as tf
 
     last, since_s = "", time.monotonic()
-    while not stop.wait(1.0):
+    while not stop.wait(1.0) and not tf.io.gfile.exists(END):
         if waits or not tf.io.gfile.exists(ALIVE):
             continue
         with tf.io.gfile.GFile(ALIVE) as file:

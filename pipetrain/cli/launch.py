@@ -1,0 +1,145 @@
+"""``pipetrain launch``: starts workers, runs a script on them, and ends all with it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from pipetrain.cli.argument_types import count
+from pipetrain.cli.help_format import Folded
+from pipetrain.cluster.hosts import is_loopback, split
+from pipetrain.cluster.membership import Member, expanded, member_of
+from pipetrain.cluster.script_run import ScriptRun
+from pipetrain.run.stderr import quiet_stderr
+
+ABOUT = """Run a script on several hosts, or on several workers of this one, and end all with it.
+
+A worker process starts on each host and serves its GPUs, or its CPU where it has none. The script runs here, in a
+process that has joined them: its PipelineModel uses their devices by default, and nothing of it has to change. What the
+hosts write comes here with their names before each line; the exit status is the script's.
+
+With --hosts the workers are started by OpenSSH, and reached through its tunnels alone: they listen on loopback
+interfaces only, and no port is open on a network. OpenSSH must reach each host without a password (a key that ssh-agent
+holds, for example), and find the same Python with the same versions there.
+
+Within srun, mpirun, an indexed job of Kubernetes, or where TF_CONFIG names this worker, the same line is run once for
+each host: each process becomes a worker, and the first one runs the script as well. There is no OpenSSH between them:
+--plain says that their network is trusted, since TensorFlow's servers ask for no password and encrypt nothing.
+"""
+EXAMPLES = """examples:
+  pipetrain launch --local 4 train.py
+  pipetrain launch --hosts a,b,c train.py --epochs 3
+  pipetrain launch --hosts localhost,gpu[1-3] -m my.training
+  srun -N4 pipetrain launch --plain train.py
+  mpirun -n 2 -host a,b pipetrain launch --plain --hosts a,b train.py
+"""
+
+
+def add(commands: Any) -> None:
+    """Add the command to those there are."""
+    command = commands.add_parser(
+        "launch",
+        help="run a script on several hosts, or on several workers of this one",
+        description=ABOUT,
+        epilog=EXAMPLES,
+        formatter_class=Folded,
+    )
+    where = command.add_mutually_exclusive_group()
+    where.add_argument(
+        "--local", type=count, metavar="N", help="so many workers on this machine, on cores of their own"
+    )
+    where.add_argument(
+        "--hosts", metavar="LIST", help="of the workers, such as a,b or node[1-4]; localhost is this machine"
+    )
+    option = command.add_argument
+    option("--cpu-devices", type=count, default=1, metavar="N", help="logical CPU devices of a worker (default: 1)")
+    option(
+        "--python", metavar="COMMAND", help=f"Python on the hosts (default: {Path(sys.executable).name}, by its path)"
+    )
+    option("--ssh", default="ssh", metavar="COMMAND", help="OpenSSH's client with options of yours (default: ssh)")
+    option("--plain", action="store_true", help="workers are reached without OpenSSH, by a network that you trust")
+    option(
+        "--port", type=int, metavar="N", help="of a host's first worker, with --plain (default: 2222; Slurm: by job)"
+    )
+    option("-m", dest="module", action="store_true", help="the script is a module's name, as for python -m")
+    option("script", help="the script to run, a file")
+    option("arguments", nargs=argparse.REMAINDER, metavar="...", help="those of the script")
+    command.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the script; its exit status. Raises ValueError, OSError for what cannot be launched."""
+    if not options.module and not Path(options.script).is_file():
+        raise ValueError(f"There is no such script. Received: {options.script!r}. Try the path of a file, or -m.")
+    arguments = [*(["-m"] if options.module else []), options.script, *options.arguments]
+    if options.local is not None:
+        return _local(options, arguments)
+    hosts = expanded(options.hosts) if options.hosts else []
+    member = member_of(os.environ, hosts, options.port)
+    if member is not None:
+        return _as_member(member, options, arguments)
+    if not hosts:
+        raise ValueError(
+            "Nothing says where to train: no --hosts, no --local, and neither Slurm, MPI, Kubernetes nor TF_CONFIG has "
+            "started this process. Try --local 2, or --hosts a,b."
+        )
+    if options.plain:
+        raise ValueError(
+            "With --plain every host starts its own process, which a scheduler does. Received: --plain, --hosts "
+            f"{options.hosts}. Try it within srun or mpirun, or leaving --plain out."
+        )
+    return _by_ssh(hosts, options, arguments)
+
+
+def _local(options: argparse.Namespace, arguments: list[str]) -> int:
+    with quiet_stderr():  # of what TensorFlow greets with
+        from pipetrain.cluster.local_workers import LocalWorkers
+
+    with LocalWorkers(options.local, options.cpu_devices) as workers:
+
+        def lost() -> dict[str, str]:
+            ended = zip(workers.addresses, workers.processes, strict=True)
+            return {address: "ended" for address, process in ended if process.poll() is not None}
+
+        return ScriptRun(arguments, workers.addresses, lost).run()
+
+
+def _by_ssh(hosts: list[str], options: argparse.Namespace, arguments: list[str]) -> int:
+    with quiet_stderr():
+        from pipetrain.cluster.ssh_workers import SshWorkers
+
+    python = shlex.split(options.python) if options.python else []
+    with SshWorkers(hosts, options.cpu_devices, python, shlex.split(options.ssh), _forward) as workers:
+        return ScriptRun(arguments, workers.addresses, lambda: workers.lost).run()
+
+
+def _forward(host: str, line: str) -> None:
+    print(f"[{host}] {line}", flush=True)
+
+
+def _as_member(member: Member, options: argparse.Namespace, arguments: list[str]) -> int:
+    """This process' worker, and the script if it is the first one."""
+    if not options.plain and not all(map(is_loopback, member.addresses)):
+        raise ValueError(
+            f"{member.scheduler} has started the workers, which reach each other without OpenSSH: whoever reaches "
+            f"their ports can run code. Received: {', '.join(member.addresses)}. Try --plain if the network is trusted."
+        )
+    host, port = split(member.address)
+    worker = [sys.executable, "-u", "-m", "pipetrain", "worker", "--address", host, "--port", str(port)]
+    worker += ["--cpu-devices", str(options.cpu_devices), "--on-controller-gone", "end", "--attended"]
+    with subprocess.Popen(worker, stdin=subprocess.PIPE) as process:
+        try:
+            if member.number > 0:
+                return process.wait()  # the first one says when it has ended
+
+            def lost() -> dict[str, str]:
+                return {} if process.poll() is None else {member.address: "ended"}
+
+            return ScriptRun(arguments, member.addresses, lost, ends_workers=True).run()
+        finally:
+            process.terminate()

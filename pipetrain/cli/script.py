@@ -1,0 +1,71 @@
+"""The process of a script that ``pipetrain launch`` runs: it joins the workers, and is the script from then on.
+
+Usage: ``python -m pipetrain.cli.script PID [--end-workers] [SCRIPT [ARGUMENT ...]]``, where PID is the process that
+launches, and TF_CONFIG names the workers. Exit status ``LOST`` says that a worker was lost.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+STARTED_S, JOINED_S = 60.0, 20.0  # for workers to answer: such as others start meanwhile, and such as serve already
+LOST = 75  # "a temporary failure", in the words of BSD's sysexits.h
+
+
+def main() -> None:
+    """Join the workers, then run the script, if there is one; its exit status."""
+    launcher, *arguments = sys.argv[1:]
+    threading.Thread(target=_attend, args=(int(launcher),), daemon=True).start()
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    from pipetrain.cluster.script_run import END
+    from pipetrain.run.stderr import quiet_stderr
+
+    with quiet_stderr():  # of what TensorFlow greets with
+        import pipetrain
+        from pipetrain.cluster.connection import end_workers
+    ends_workers = arguments[:1] == [END]
+    try:
+        with quiet_stderr():
+            pipetrain.connect(timeout_s=STARTED_S if ends_workers else JOINED_S)
+    except (ConnectionError, ValueError) as error:
+        print(f"pipetrain launch: {error}", file=sys.stderr)
+        os._exit(2)  # TensorFlow may wait for workers that do not answer
+    try:
+        if script := arguments[ends_workers:]:
+            _run(script)
+    except pipetrain.WorkerLost:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(LOST)
+    finally:
+        if ends_workers:
+            end_workers()
+
+
+def _run(arguments: list[str]) -> None:
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        sys.path[0] = os.getcwd()
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        sys.path[0] = str(Path(arguments[0]).resolve().parent)
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+def _attend(launcher: int) -> None:
+    """End with the process that launches: a script that goes on alone would hold workers that are ending."""
+    while os.getppid() == launcher:
+        time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    main()

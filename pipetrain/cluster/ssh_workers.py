@@ -1,0 +1,238 @@
+"""Worker processes on other hosts, started by OpenSSH and reached through its tunnels alone."""
+
+from __future__ import annotations
+
+import shlex
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib import metadata
+from types import TracebackType
+
+from pipetrain.cluster.local_workers import LocalWorkers
+
+LOOPBACK = "127.0.0.1"
+SAID = "Worker at "  # what a worker says when it serves
+BUSY = ("forwarding failed", "Nothing can listen", "cannot listen to port")  # what is said of ports in use
+START_S = 60.0  # TensorFlow is imported within, on a host that may be busy
+END_S = 10.0
+TRIES = 3  # with other ports
+LINES = 8  # of what a host says, told where its worker does not start
+OPTIONS = {
+    "BatchMode": "yes",  # nobody is asked for a password
+    "ConnectTimeout": "8",
+    "ExitOnForwardFailure": "yes",
+    "ServerAliveInterval": "5",
+    "ServerAliveCountMax": "3",
+    "ControlMaster": "no",  # a connection of its own, that ends with this process
+    "ControlPath": "none",
+    "ForwardAgent": "no",
+    "ForwardX11": "no",
+    "PermitLocalCommand": "no",
+}
+
+
+class SshWorkers:
+    """A worker on each host; ``connect`` takes their ``addresses``, which are loopback ones.
+
+    Workers listen on their host's loopback interface only. The ports are the same on all hosts: OpenSSH forwards those
+    of the other workers, so that each worker has the same address everywhere, and no port is open on any network. What
+    two of the hosts send each other goes through this one. It is a context manager: workers and tunnels end with the
+    context, and with this process. Users of one of the hosts can reach the workers from there.
+
+    Args:
+        hosts: as OpenSSH takes them, each once; ``localhost`` is this one, without OpenSSH.
+        cpu_devices: logical CPU devices of each worker.
+        python: the command of Python on the hosts; by default this one's path.
+        ssh: the command of OpenSSH's client, with further options.
+        say: is given what a host writes, line by line, and the host.
+
+    Raises:
+        ValueError: for a host that is given twice.
+        ConnectionError: for a host that cannot be reached, or whose worker does not start, with what it says.
+    """
+
+    def __init__(
+        self,
+        hosts: Sequence[str],
+        cpu_devices: int = 1,
+        python: Sequence[str] = (),
+        ssh: Sequence[str] = ("ssh",),
+        say: Callable[[str, str], None] = lambda host, line: None,
+    ) -> None:
+        twice = next((host for host in hosts if list(hosts).count(host) > 1), None)
+        if twice is not None or not hosts:
+            raise ValueError(
+                f"Each host has one worker. Received: hosts={','.join(hosts)!r}. Try each host once; "
+                "cpu_devices is how many devices a worker has."
+            )
+        self._hosts, self._cpu_devices, self._say = list(hosts), cpu_devices, say
+        self._python, self._ssh = list(python) or [sys.executable], list(ssh)
+        self._local: LocalWorkers | None = None
+        self.connections: dict[str, Connection] = {}
+        self.addresses: list[str] = []
+        for left in reversed(range(TRIES)):
+            try:
+                self._start(free_ports(len(hosts)))
+            except BaseException as error:
+                self.end()
+                if not (left and isinstance(error, ConnectionError) and any(each in str(error) for each in BUSY)):
+                    raise
+            else:
+                return
+
+    def _start(self, ports: Sequence[int]) -> None:
+        self.addresses = [f"{LOOPBACK}:{port}" for port in ports]
+        of_host = dict(zip(self._hosts, ports, strict=True))
+        for host, port in of_host.items():
+            if host != "localhost":
+                others = [each for each in ports if each != port]
+                self.connections[host] = Connection(host, self._command(host, port, others), self._say)
+        if "localhost" in of_host:
+            self._local = LocalWorkers(1, self._cpu_devices, [of_host["localhost"]])
+        until_s = time.monotonic() + START_S
+        while waiting := [each for each in self.connections.values() if not each.serves]:
+            for connection in waiting:
+                connection.check(until_s)
+            time.sleep(0.05)
+
+    def _command(self, host: str, port: int, others: Sequence[int]) -> list[str]:
+        """OpenSSH with a worker at the other end, whose port is brought here, and other workers' ports there."""
+        forwarded = ["-L", f"{LOOPBACK}:{port}:{LOOPBACK}:{port}"]
+        for each in others:
+            forwarded += ["-R", f"{LOOPBACK}:{each}:{LOOPBACK}:{each}"]
+        worker = [*self._python, "-u", "-m", "pipetrain", "worker", "--port", str(port)]
+        worker += ["--cpu-devices", str(self._cpu_devices), "--attended"]
+        for name in ("tensorflow", "pipetrain"):
+            with suppress(metadata.PackageNotFoundError):
+                worker += ["--expect", f"{name}=={metadata.version(name)}"]
+        options = [part for name, value in OPTIONS.items() for part in ("-o", f"{name}={value}")]
+        return [*self._ssh, "-T", *options, *forwarded, "--", host, f"exec {shlex.join(worker)} 2>&1"]
+
+    @property
+    def lost(self) -> dict[str, str]:
+        """The hosts whose connection has ended, with what was said last."""
+        return {host: each.last for host, each in self.connections.items() if each.has_ended}
+
+    def end(self) -> None:
+        """End workers and tunnels."""
+        for connection in self.connections.values():
+            connection.close()
+        until_s = time.monotonic() + END_S
+        for connection in self.connections.values():
+            connection.end(until_s)
+        self.connections = {}
+        if self._local is not None:
+            self._local.end()
+            self._local = None
+
+    def __enter__(self) -> SshWorkers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.end()
+
+
+class Connection:
+    """OpenSSH's client at work, with a worker at the other end that ends with it.
+
+    Args:
+        host: at the other end.
+        command: with its arguments.
+        say: is given the host, and each line that it writes once the worker serves.
+    """
+
+    def __init__(self, host: str, command: Sequence[str], say: Callable[[str, str], None]) -> None:
+        self.host, self._say = host, say
+        self._lines: list[str] = []  # the last ones
+        self._serves = threading.Event()
+        # A session of its own: a terminal's Ctrl-C is for the controller, which ends workers when it has drained.
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        self._reader = threading.Thread(target=self._read, name=f"output of {host}", daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            text = line.decode(errors="replace").rstrip()
+            self._lines = [*self._lines[1 - LINES :], text]
+            if self._serves.is_set():
+                self._say(self.host, text)
+            elif text.startswith(SAID):
+                self._serves.set()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there is no connection any more."""
+        return self._process.poll() is not None
+
+    @property
+    def last(self) -> str:
+        """The last line that the host, or OpenSSH, has written."""
+        return next((line for line in reversed(self._lines) if line), "")
+
+    @property
+    def serves(self) -> bool:
+        """Whether the worker has said that it serves."""
+        return self._serves.is_set()
+
+    def check(self, until_s: float) -> None:
+        """Raise ConnectionError if the worker has ended before it serves, or does not serve by then."""
+        if self.has_ended:
+            self._reader.join(1.0)
+            raise ConnectionError(self._problem())
+        if time.monotonic() > until_s:
+            raise ConnectionError(
+                f"The worker on {self.host} does not serve within {START_S:.0f} s. Received: "
+                f"{self.last or 'nothing from it'}. Try python -m pipetrain worker there."
+            )
+
+    def _problem(self) -> str:
+        status, said = self._process.returncode, " / ".join(line for line in self._lines if line) or "nothing"
+        if status == 255:  # OpenSSH's own
+            return (
+                f"OpenSSH does not reach {self.host}. Received: {said}. Try ssh {self.host} true, which must work "
+                "without a password: by a key that ssh-agent holds, for example."
+            )
+        if status in (126, 127):
+            return f"There is no such Python on {self.host}. Received: {said}. Try --python PATH, its path there."
+        return f"The worker on {self.host} does not start (exit status {status}). Received: {said}."
+
+    def close(self) -> None:
+        """Let the worker know that it is to end, by the end of its standard input."""
+        if self._process.stdin is not None:
+            with suppress(OSError):
+                self._process.stdin.close()
+
+    def end(self, until_s: float) -> None:
+        """Wait until then for the connection to end, and then end it."""
+        try:
+            self._process.wait(max(until_s - time.monotonic(), 0.1))
+        except subprocess.TimeoutExpired:
+            self._process.terminate()
+            try:
+                self._process.wait(1.0)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._reader.join(1.0)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of this host's loopback interface on which nobody listens now."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind((LOOPBACK, 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
