@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -32,6 +33,13 @@ class SshHosts:
     def on(self, number, *command):
         """The command, run on a host."""
         return ["ip", "netns", "exec", self._spaces[number], *command]
+
+    def kill(self, number, argument):
+        """Kill the host's processes with this argument."""
+        pids = subprocess.run(["ip", "netns", "pids", self._spaces[number]], check=True, capture_output=True, text=True)
+        for pid in pids.stdout.split():
+            if argument in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                os.kill(int(pid), signal.SIGKILL)
 
     def cut_off(self, number):
         """From now on nothing comes from or to this host."""

@@ -68,20 +68,22 @@ def expanded(text: str) -> list[str]:
     Raises ValueError for brackets with something else in them.
     """
     found: list[str] = []
-    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
-        match = re.fullmatch(r"([^\[\]]*)\[([^\[\]]*)\](.*)", part)
-        if match is None:
-            found.append(part.strip())
+    for part in re.split(r",(?![^\[]*\])", text):  # commas outside of brackets
+        match = re.fullmatch(r"([^\[\]]*)(?:\[([^\[\]]+)\]([^\]]*.*))?", part.strip())
+        spans = (
+            [re.fullmatch(r"(\d+)(?:-(\d+))?", each.strip()) for each in (match[2] or "0").split(",")]
+            if match
+            else [None]
+        )
+        if match is None or None in spans or not part.strip():
+            raise ValueError(f"Hosts are names with commas between. Received: {text!r}. Try a,b or node[1-3,7].")
+        if match[2] is None:
+            found.append(match[1])
             continue
-        for each in match[2].split(","):
-            span = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", each)
-            if span is None:
-                raise ValueError(f"Numbers of hosts are as in node[1-3,7]. Received: {part!r}. Try commas and -.")
+        for span in filter(None, spans):
             first, last = span[1], span[2] or span[1]
-            numbers = (str(n).zfill(len(first)) for n in range(int(first), int(last) + 1))
-            found += [name for n in numbers for name in expanded(f"{match[1]}{n}{match[3]}")]
-    if not all(found) or not found:
-        raise ValueError(f"Hosts are names with commas between. Received: {text!r}. Try a,b.")
+            for n in range(int(first), int(last) + 1):
+                found += expanded(f"{match[1]}{str(n).zfill(len(first))}{match[3]}")
     return found
 
 

@@ -23,6 +23,7 @@ from pipetrain.run.stderr import quiet_stderr
 ABOUT, ALIVE, END = "ram://pipetrain/worker", "ram://pipetrain/controller", "ram://pipetrain/end"
 MOST = 1024  # devices and threads of a worker: more than any machine has cores
 GONE_S = 60.0  # a controller that has given no sign of life for so long has gone
+LEAVES_S = 3.0  # a controller that has asked workers to end leaves within, and lets go of what it has in them
 ATTEND_S = 0.5  # between two looks whether whoever started a worker is there
 LOOPBACK_INTERFACE = b"lo\0"
 
@@ -225,7 +226,10 @@ def _wait(stop: threading.Event, waits: bool) -> None:
     import tensorflow as tf
 
     last, since_s = "", time.monotonic()
-    while not stop.wait(1.0) and not tf.io.gfile.exists(END):
+    while not stop.wait(1.0):
+        if tf.io.gfile.exists(END):
+            stop.wait(LEAVES_S)
+            return
         if waits or not tf.io.gfile.exists(ALIVE):
             continue
         with tf.io.gfile.GFile(ALIVE) as file:
