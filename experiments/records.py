@@ -14,7 +14,6 @@ from pipetrain.schemes.table import CODED, HORIZONS, has, splits, takes
 from pipetrain.schemes.text_form import chosen
 
 CHECKPOINTS = "checkpoints"  # the folder, within a run's
-LOST = 75  # exit status of a run that has lost a worker; EX_TEMPFAIL of sysexits.h
 OWN = ("grid", "order", "servers")  # options of some schemes that are no policies
 OF_TREE = {"children": "children", "depth": "tree_depth", "stragglers": "stragglers"}  # as settings call these
 

@@ -52,7 +52,6 @@ from experiments.options import (  # noqa: E402
     writable,
 )
 from experiments.records import (  # noqa: E402
-    LOST,
     OF_TREE,
     OWN,
     Settings,
@@ -63,6 +62,7 @@ from experiments.records import (  # noqa: E402
 from pipetrain.cli.help_format import Folded, listed  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
 from pipetrain.cli.scheme_options import add_scheme_options  # noqa: E402
+from pipetrain.cluster.supervision import LOST  # noqa: E402
 from pipetrain.plan.text_table import counted, text_table  # noqa: E402
 from pipetrain.schemes import table  # noqa: E402
 from pipetrain.schemes.options import DEFAULT_POLICY, check_owned  # noqa: E402
@@ -116,7 +116,7 @@ def _is_loss_of_a_worker(error: Exception) -> bool:
 
 def supervise(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Train in processes that come and go with the workers; the exit status. Raises ValueError for what cannot be."""
-    from experiments.supervision import Supervision
+    from experiments.supervision import supervised
 
     if options.cluster is None and options.local_workers is None:
         raise ValueError("Only workers can be lost. Received: --wait or --elastic. Try --cluster or --local-workers.")
@@ -130,7 +130,7 @@ def supervise(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     own.add_argument("--elastic", action="store_true")
     own.add_argument("--resume", nargs="?")
     with ExitStack() as ends:
-        return Supervision(options, own.parse_known_args(arguments)[1], folder(options, ends)).run()
+        return supervised(options, own.parse_known_args(arguments)[1], folder(options, ends))
 
 
 def folder(options: argparse.Namespace, ends: ExitStack) -> Path:

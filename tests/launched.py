@@ -31,6 +31,7 @@ if what == ["wait"]:
     time.sleep(600)
 callbacks = [PipelineCheckpoint(f"{output}.checkpoints", every_steps=2)] if what == ["resume"] else []
 if what == ["resume"]:
+    # Slowly, so that a worker can be lost meanwhile.
     slow = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: time.sleep(0.1))
     callbacks.append(slow)
     print("trains", flush=True)

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pipetrain.cli.argument_types import count
+from pipetrain.cli.argument_types import count, positive_number
 from pipetrain.cli.help_format import Folded
 from pipetrain.cluster.hosts import is_loopback, split
 from pipetrain.cluster.membership import Member, expanded, member_of
@@ -30,6 +30,10 @@ holds, for example), and find the same Python with the same versions there.
 Within srun, mpirun, an indexed job of Kubernetes, or where TF_CONFIG names this worker, the same line is run once for
 each host: each process becomes a worker, and the first one runs the script as well. There is no OpenSSH between them:
 --plain says that their network is trusted, since TensorFlow's servers ask for no password and encrypt nothing.
+
+Where a worker is lost, the script's fit raises WorkerLost. With --wait or --elastic the script then runs again, on
+workers that are back, were started anew, or are left: with the callback PipelineCheckpoint, its fit goes on from the
+newest checkpoint.
 """
 EXAMPLES = """examples:
   pipetrain launch --local 4 train.py
@@ -66,6 +70,13 @@ def add(commands: Any) -> None:
     option(
         "--port", type=int, metavar="N", help="of a host's first worker, with --plain (default: 2222; Slurm: by job)"
     )
+    option(
+        "--wait",
+        type=positive_number,
+        metavar="SECONDS",
+        help="for lost workers, then run the script again (see below)",
+    )
+    option("--elastic", action="store_true", help="without workers that do not come back, run the script again")
     option("-m", dest="module", action="store_true", help="the script is a module's name, as for python -m")
     option("script", help="the script to run, a file")
     option("arguments", nargs=argparse.REMAINDER, metavar="...", help="those of the script")
@@ -101,12 +112,7 @@ def _local(options: argparse.Namespace, arguments: list[str]) -> int:
         from pipetrain.cluster.local_workers import LocalWorkers
 
     with LocalWorkers(options.local, options.cpu_devices) as workers:
-
-        def lost() -> dict[str, str]:
-            ended = zip(workers.addresses, workers.processes, strict=True)
-            return {address: "ended" for address, process in ended if process.poll() is not None}
-
-        return ScriptRun(arguments, workers.addresses, lost).run()
+        return ScriptRun(arguments, workers.addresses, *_again(options), workers.renew).run()
 
 
 def _by_ssh(hosts: list[str], options: argparse.Namespace, arguments: list[str]) -> int:
@@ -115,7 +121,16 @@ def _by_ssh(hosts: list[str], options: argparse.Namespace, arguments: list[str])
 
     python = shlex.split(options.python) if options.python else []
     with SshWorkers(hosts, options.cpu_devices, python, shlex.split(options.ssh), _forward) as workers:
-        return ScriptRun(arguments, workers.addresses, lambda: workers.lost).run()
+        for address, host in workers.names.items():
+            _forward(
+                host, f"a worker at {address}, through OpenSSH" if host != "localhost" else f"a worker at {address}"
+            )
+        return ScriptRun(arguments, workers.addresses, *_again(options), workers.renew, workers.names).run()
+
+
+def _again(options: argparse.Namespace) -> tuple[float | None, bool]:
+    """How long lost workers are waited for, and whether the script goes on without them."""
+    return options.wait, options.elastic
 
 
 def _forward(host: str, line: str) -> None:
@@ -136,10 +151,6 @@ def _as_member(member: Member, options: argparse.Namespace, arguments: list[str]
         try:
             if member.number > 0:
                 return process.wait()  # the first one says when it has ended
-
-            def lost() -> dict[str, str]:
-                return {} if process.poll() is None else {member.address: "ended"}
-
-            return ScriptRun(arguments, member.addresses, lost, ends_workers=True).run()
+            return ScriptRun(arguments, list(member.addresses), *_again(options), ends_workers=True).run()
         finally:
             process.terminate()

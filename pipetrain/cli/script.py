@@ -16,7 +16,6 @@ import traceback
 from pathlib import Path
 
 STARTED_S, JOINED_S = 60.0, 20.0  # for workers to answer: such as others start meanwhile, and such as serve already
-LOST = 75  # "a temporary failure", in the words of BSD's sysexits.h
 
 
 def main() -> None:
@@ -25,6 +24,7 @@ def main() -> None:
     threading.Thread(target=_attend, args=(int(launcher),), daemon=True).start()
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     from pipetrain.cluster.script_run import END
+    from pipetrain.cluster.supervision import LOST
     from pipetrain.run.stderr import quiet_stderr
 
     with quiet_stderr():  # of what TensorFlow greets with

@@ -8,11 +8,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from importlib import metadata
 from types import TracebackType
 
+from pipetrain.cluster.hosts import split
 from pipetrain.cluster.local_workers import LocalWorkers
 
 LOOPBACK = "127.0.0.1"
@@ -20,6 +21,7 @@ SAID = "Worker at "  # what a worker says when it serves
 BUSY = ("forwarding failed", "Nothing can listen", "cannot listen to port")  # what is said of ports in use
 START_S = 60.0  # TensorFlow is imported within, on a host that may be busy
 END_S = 10.0
+RENEW_S = 3.0  # for the connection to a host that does not answer any more
 TRIES = 3  # with other ports
 LINES = 8  # of what a host says, told where its worker does not start
 OPTIONS = {
@@ -88,12 +90,19 @@ class SshWorkers:
     def _start(self, ports: Sequence[int]) -> None:
         self.addresses = [f"{LOOPBACK}:{port}" for port in ports]
         of_host = dict(zip(self._hosts, ports, strict=True))
-        for host, port in of_host.items():
+        for host in of_host:
             if host != "localhost":
-                others = [each for each in ports if each != port]
-                self.connections[host] = Connection(host, self._command(host, port, others), self._say)
+                self._connect(host)
         if "localhost" in of_host:
             self._local = LocalWorkers(1, self._cpu_devices, [of_host["localhost"]])
+        self._wait_until_serving()
+
+    def _connect(self, host: str) -> None:
+        ports = [split(address)[1] for address in self.addresses]
+        port = ports.pop(self._hosts.index(host))
+        self.connections[host] = Connection(host, self._command(host, port, ports), self._say)
+
+    def _wait_until_serving(self) -> None:
         until_s = time.monotonic() + START_S
         while waiting := [each for each in self.connections.values() if not each.serves]:
             for connection in waiting:
@@ -114,9 +123,24 @@ class SshWorkers:
         return [*self._ssh, "-T", *options, *forwarded, "--", host, f"exec {shlex.join(worker)} 2>&1"]
 
     @property
-    def lost(self) -> dict[str, str]:
-        """The hosts whose connection has ended, with what was said last."""
-        return {host: each.last for host, each in self.connections.items() if each.has_ended}
+    def names(self) -> dict[str, str]:
+        """The host of each address."""
+        return dict(zip(self.addresses, self._hosts, strict=True))
+
+    def renew(self, addresses: Iterable[str]) -> None:
+        """End these workers if they have not ended, and start others in their places, with the same addresses.
+
+        Raises ConnectionError, ChildProcessError for one that does not start.
+        """
+        lost = [self._hosts[self.addresses.index(address)] for address in addresses]
+        if "localhost" in lost and self._local is not None:
+            self._local.renew(self._local.addresses)
+        others = [host for host in lost if host != "localhost"]
+        for host in others:
+            self.connections[host].close()
+            self.connections[host].end(time.monotonic() + RENEW_S)
+            self._connect(host)
+        self._wait_until_serving()
 
     def end(self) -> None:
         """End workers and tunnels."""

@@ -409,11 +409,12 @@ def test_a_run_s_folder_is_its_own(tmp_path, capsys):
 
 def test_a_supervisor_knows_that_training_has_begun_whatever_the_clock(tmp_path):
     """A file server's may be behind."""
-    given = Namespace(resume=None, data_dir=None)
+    (tmp_path / "hosts.json").write_text('{"workers": ["a:1"]}')
+    given = Namespace(resume=None, data_dir=None, cluster=tmp_path / "hosts.json", wait=1.0, elastic=False)
     (tmp_path / "1f1b").mkdir()
     config = tmp_path / "1f1b" / "config.json"
     for earlier in (False, True):  # with and without a run that has ended there
-        supervised = supervision.Supervision(given, ["--steps", "9"], tmp_path)
+        supervised = supervision.SupervisedRun(given, ["--steps", "9"], tmp_path)
         assert supervised._what() == ["--steps", "9", "--output", str(tmp_path)]
         part = tmp_path / "part"
         part.write_text("{}")

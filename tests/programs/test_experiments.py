@@ -20,7 +20,8 @@ from own_schemes import NEWEST
 
 import pipetrain
 from experiments import datasets, resuming, run, training
-from experiments.records import LOST, Settings, microbatches_for
+from experiments.records import Settings, microbatches_for
+from pipetrain.cluster.supervision import LOST
 from pipetrain.schemes.table import EVERY_NAME, NAMES
 from pipetrain.trace.trace import Trace
 

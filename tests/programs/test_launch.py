@@ -60,6 +60,17 @@ def launched(*arguments, timeout_s=100):
     return process.returncode, text
 
 
+def training(process, folder):
+    """The same, when the script has written a checkpoint."""
+    while "trains" not in process.stdout.readline():
+        assert process.poll() is None
+    until_s = time.monotonic() + 60
+    while not [*folder.glob("it.checkpoints/step-*")]:
+        assert process.poll() is None and time.monotonic() < until_s
+        time.sleep(0.1)
+    return process
+
+
 def weights(path):
     found = []
     with h5py.File(f"{path}.weights.h5") as file:
@@ -177,11 +188,18 @@ class TestSsh:
         assert time.monotonic() - before_s < 20  # at most 10 s on an idle machine
 
     def test_a_host_that_is_lost_ends_the_script_by_name(self, hosts, marked, tmp_path):
-        process = hosts.launch("host1,host2", SCRIPT, tmp_path / "it", "resume")
-        while "trains" not in process.stdout.readline():
-            assert process.poll() is None
-        time.sleep(1.0)
+        process = training(hosts.launch("host1,host2", SCRIPT, tmp_path / "it", "resume"), tmp_path)
         hosts.kill(2, b"worker")
         text, _ = process.communicate(timeout=60)
         assert process.returncode == 75 and "WorkerLost" in text
         ended(marked)
+
+    @pytest.mark.parametrize("again", [["--wait", "60"], ["--elastic"]])
+    def test_the_script_runs_again_and_goes_on_from_its_checkpoint(self, again, hosts, marked, wanted, tmp_path):
+        process = training(hosts.launch("host1,host2", *again, SCRIPT, tmp_path / "it", "resume"), tmp_path)
+        hosts.kill(2, b"worker")
+        text, _ = process.communicate(timeout=100)
+        assert process.returncode == 0 and text.splitlines()[-1] == "done"
+        assert text.count("trains") == 1 and "Lost host2" in text and "running the script again" in text
+        ended(marked)
+        assert_trained(tmp_path / "it", wanted)

@@ -429,13 +429,13 @@ def supervised(monkeypatch, tmp_path):
     """A supervision of two workers whose training process has just lost one, which ``missing`` is asked about."""
     import argparse
 
-    from experiments import supervision
-    from experiments.records import LOST
+    from experiments.supervision import SupervisedRun
+    from pipetrain.cluster import supervision
 
     (tmp_path / "hosts.json").write_text('{"workers": ["a:1", "b:1"]}')
     options = argparse.Namespace(cluster=str(tmp_path / "hosts.json"), wait=60.0, elastic=False, resume=None)
-    run = supervision.Supervision(options, [], tmp_path)
-    monkeypatch.setattr(supervision.Supervision, "_train", lambda self: LOST)
+    run = SupervisedRun(options, [], tmp_path)
+    monkeypatch.setattr(SupervisedRun, "_train", lambda self: supervision.LOST)
     monkeypatch.setattr(supervision, "ASK_S", 0.01)
     monkeypatch.setattr(supervision, "missing", lambda addresses: {"b:1": "no answer"})
     return run
@@ -444,7 +444,7 @@ def supervised(monkeypatch, tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_between_two_training_processes_is_heard(supervised, number, monkeypatch, capsys):
     """While workers were started anew it was not, and while one was waited for nothing was said."""
-    monkeypatch.setattr(supervised, "_waited", lambda lost: os.kill(os.getpid(), number) or {})
+    monkeypatch.setattr(supervised, "_awaited", lambda what, lost: os.kill(os.getpid(), number) or {})
     assert supervised.run() == 128 + number
     assert "Stopped. To go on: python experiments/run.py --resume" in capsys.readouterr().out
 

@@ -1,0 +1,177 @@
+"""Training on workers that may be lost: what is lost ends a training process, and the next one goes on.
+
+The process that supervises trains nothing, so that nothing of TensorFlow's can hold it up.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import Any
+
+from pipetrain.cluster.probe import ASK_S, missing
+
+LOST = 75  # exit status of a training process that has lost a worker; EX_TEMPFAIL of sysexits.h
+LEAVE_S = 30.0  # a training process that cannot end within, after a worker was lost, is killed
+TRIES = 5  # losses without progress between them
+KILLED = (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGABRT)  # statuses of a training process that died by itself
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+KILLS = 3  # signals after which the training process is ended at once
+
+Renew = Callable[[Mapping[str, str]], None]
+
+
+class Supervision:
+    """Training processes, one after another, and the workers that they use. Signals are handed on to them.
+
+    A subclass says how a training process is started (``_started``), what it has come to (``_done``) and what is said.
+
+    Args:
+        workers: their addresses.
+        wait_s: how long lost workers are waited for, None for not at all.
+        is_elastic: whether training goes on without workers that do not come back.
+        renew: starts workers anew in the place of lost ones, whose addresses it is given; None where others do that.
+        names: what users call the workers, by address, if not by that.
+
+    ``lost`` is what the last training process was lost by: addresses, and why they do not answer.
+    """
+
+    def __init__(
+        self,
+        workers: list[str],
+        wait_s: float | None = None,
+        is_elastic: bool = False,
+        renew: Renew | None = None,
+        names: Mapping[str, str] | None = None,
+    ) -> None:
+        self.workers, self._wait_s, self._is_elastic, self._renew = list(workers), wait_s, is_elastic, renew
+        self._names = names or {}
+        self._child: subprocess.Popen[bytes] | None = None
+        self._signals: list[int] = []
+        self.lost: dict[str, str] = {}
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        """The next training process, in a session of its own: what a terminal sends comes once, from here."""
+        raise NotImplementedError
+
+    def _done(self) -> Any:
+        """How far training has come: another value, if there was progress."""
+
+    def _going_on(self) -> str:
+        """How the next training process begins, in words."""
+        raise NotImplementedError
+
+    def _without(self, lost: Mapping[str, str]) -> str:
+        """Training goes on without these; on what, in words."""
+        raise NotImplementedError
+
+    def _given_up(self, why: str) -> None:
+        """Training does not go on."""
+        say(why)
+
+    def run(self) -> int:
+        """Train until the end; the exit status of the last training process, or 1 where workers do not come back."""
+        before = {number: signal.signal(number, self._heard) for number in SIGNALS}
+        try:
+            return self._trained()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _trained(self) -> int:
+        tries, done = 0, self._done()
+        while True:
+            status = self._train()
+            lost = (self.lost or missing(self.workers)) if status else {}
+            if self._signals and status:
+                self._given_up("Stopped.")
+            goes_on = self._wait_s is not None or self._is_elastic
+            if self._signals or not goes_on or not (lost or status == LOST or status in KILLED):
+                return status if status >= 0 else 128 - status
+            before, done = done, self._done()
+            tries = tries + 1 if done == before else 1
+            if tries == TRIES:
+                self._given_up(f"Workers were lost {TRIES} times without progress in between.")
+                return 1
+            recovered = self._recovered(lost, status)
+            if self._signals:
+                self._given_up("Stopped.")
+                return 128 + self._signals[0]
+            if not recovered:
+                return 1
+
+    def _train(self) -> int:
+        """One training process to its end, whichever it is; its exit status."""
+        with self._started() as self._child:
+            if self._signals:  # before there was a process to hand it on to
+                self._child.send_signal(self._signals[0])
+            leave_by_s, self.lost = None, {}
+            while True:
+                try:
+                    return self._child.wait(ASK_S)
+                except subprocess.TimeoutExpired:
+                    pass
+                self.lost = missing(self.workers)
+                if not self.lost:
+                    leave_by_s = None
+                    continue
+                leave_by_s = leave_by_s or time.monotonic() + LEAVE_S
+                if time.monotonic() > leave_by_s:
+                    self._child.kill()
+
+    def _recovered(self, lost: Mapping[str, str], status: int) -> bool:
+        """Say what is lost and have it replaced, or do without it; False if neither can be."""
+        if not lost:
+            why = "Lost a worker, which was started anew" if status == LOST else "The training process died"
+            say(f"{why}: {self._going_on()}.")
+            return True
+        what = f"Lost {', '.join(f'{self._name(address)} ({why})' for address, why in lost.items())}"
+        if self._wait_s is not None:
+            left = self._awaited(what, lost)
+            if self._signals or not left:
+                return True
+            what, lost = f"{', '.join(map(self._name, left))} did not come back", left
+        if not self._is_elastic or not {*self.workers} - {*lost}:
+            self._given_up(f"{what}.")
+            return False
+        self.workers = [address for address in self.workers if address not in lost]
+        on = self._without(lost)
+        say(f"{what}: {self._going_on()} {on}.")
+        return True
+
+    def _name(self, address: str) -> str:
+        return self._names.get(address, address)
+
+    def _awaited(self, what: str, lost: Mapping[str, str]) -> dict[str, str]:
+        """Those that are not back in time."""
+        assert self._wait_s is not None
+        until_s, left = time.monotonic() + self._wait_s, dict(lost)
+        if self._renew is None:
+            say(f"{what}: waiting up to {self._wait_s:g} s, then {self._going_on()}.")
+        else:
+            say(f"{what}: started anew, {self._going_on()}.")
+        while left and not self._signals:
+            try:
+                if self._renew is not None:
+                    self._renew(left)
+                    return {}
+                left = missing(left)
+            except (ChildProcessError, ConnectionError) as error:
+                left = dict.fromkeys(left, str(error))
+            if time.monotonic() > until_s:
+                break
+            time.sleep(ASK_S)
+        return left
+
+    def _heard(self, number: int, frame: FrameType | None) -> None:
+        self._signals.append(number)
+        if self._child is not None and self._child.poll() is None:
+            self._child.send_signal(signal.SIGKILL if len(self._signals) >= KILLS else number)
+
+
+def say(what: str) -> None:
+    """A line of its own, below what a progress bar has written."""
+    print(f"\n{what}", flush=True)
