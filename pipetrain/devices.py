@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from pipetrain.cluster.connection import joins
 from pipetrain.compute.cores import cores, give_own_pools
 from pipetrain.schemes.arguments import checked_count
 
@@ -13,13 +14,16 @@ def set_cpu_devices(count: int) -> None:
 
     The processor's cores are divided among them, and each has a pool of threads of its own, so that stages which XLA
     compiles run at once (``TF_OVERRIDE_GLOBAL_THREADPOOL=1``, unless the variable is set). Must come before TensorFlow
-    starts (before the first tensor or model); asking again for the same number does nothing.
+    starts (before the first tensor or model); asking again for the same number does nothing. Once workers have been
+    joined, as in a script of ``pipetrain launch``, it does nothing either: their devices train.
 
     Raises:
         ValueError: count below 1.
         RuntimeError: TensorFlow has already started with another number of CPU devices.
     """
     count = checked_count("count", count, "There must be at least one CPU device", 4)
+    if joins():
+        return
     cpu = tf.config.list_physical_devices("CPU")[0]
     configured = tf.config.get_logical_device_configuration(cpu)
     if configured is not None and len(configured) == count:

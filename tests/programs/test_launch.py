@@ -12,7 +12,10 @@ from pathlib import Path
 
 import h5py
 import pytest
+import slurm_nodes
 import ssh_hosts
+
+from pipetrain.cluster.ssh_workers import free_ports
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests/launched.py"
@@ -203,3 +206,54 @@ class TestSsh:
         assert text.count("trains") == 1 and "Lost host2" in text and "running the script again" in text
         ended(marked)
         assert_trained(tmp_path / "it", wanted)
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory):
+    with slurm_nodes.SlurmNodes(tmp_path_factory.mktemp("slurm")) as nodes:
+        yield nodes
+
+
+@pytest.mark.skipif(bool(slurm_nodes.MISSING), reason=f"needs {', '.join(slurm_nodes.MISSING)}")
+@pytest.mark.wide
+class TestSlurm:
+    def srun(self, nodes, *arguments):
+        command = [sys.executable, "-m", "pipetrain", "launch", *map(str, arguments)]
+        done = subprocess.run(
+            nodes.on(0, "srun", "-N2", "-c2", *command),
+            env={**nodes.environment, MARK: os.environ[MARK], "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=100,
+        )
+        return done.returncode, done.stdout
+
+    def test_a_script_trains_on_all_nodes(self, nodes, marked, wanted, tmp_path):
+        status, text = self.srun(nodes, "--plain", SCRIPT, tmp_path / "it")
+        assert status == 0 and "done" in text.splitlines() and "Worker at node2:" in text
+        ended(marked)
+        assert_trained(tmp_path / "it", wanted)
+
+    @pytest.mark.parametrize(("what", "status"), [("fail", 1), ("kill", 137)])
+    def test_the_exit_status_is_the_script_s_and_all_tasks_end(self, what, status, nodes, marked, tmp_path):
+        assert self.srun(nodes, "--plain", SCRIPT, tmp_path / "it", what)[0] == status
+        ended(marked)
+
+    def test_it_is_asked_whether_the_network_is_trusted(self, nodes, marked, tmp_path):
+        status, text = self.srun(nodes, SCRIPT, tmp_path / "it")
+        assert status == 2 and "Try --plain if the network is trusted" in text
+
+
+@pytest.mark.wide
+def test_processes_that_know_their_number_alone_find_each_other(marked, wanted, tmp_path, monkeypatch):
+    """As pods of an indexed job of Kubernetes; these have one host."""
+    port, *_ = free_ports(1)
+    processes = []
+    for n in (1, 0):
+        monkeypatch.setenv("JOB_COMPLETION_INDEX", str(n))
+        processes.append(launching("--hosts", "localhost,localhost", "--port", port, SCRIPT, tmp_path / "it"))
+    said = [process.communicate(timeout=100)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0] and "done" in said[1].splitlines()
+    ended(marked)
+    assert_trained(tmp_path / "it", wanted)
