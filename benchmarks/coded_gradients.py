@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from pipetrain.cli.scheme_options import add_scheme_options
+from pipetrain.cli.arguments import add_scheme_options
 from pipetrain.plan.cluster import Cluster, Level, Link
 from pipetrain.plan.profile import BlockProfile, Profile
 from pipetrain.plan.text_table import text_table
-from pipetrain.schemes.coding.coded_reduce import Tree
+from pipetrain.schemes.coded_reduce import Tree
 from pipetrain.simulation.coded_reduce import simulate_tree
 from pipetrain.simulation.data_parallel.profiled import simulate_order
 

@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.emulated_hosts import ENVIRONMENT, PORT, ROOT, Hosts, emulated
-from pipetrain.plan.balance import break_even_rows, choice
-from pipetrain.plan.layer_shape import LayerShape
+from pipetrain.plan.balance import LayerShape, break_even_rows, choice
 from pipetrain.plan.text_table import text_table
 from pipetrain.schemes.options import with_options
 
@@ -90,8 +89,7 @@ class Way:
 
     def told(self) -> dict[str, Any]:
         """What it took, the grid that it had, and what that sends by the formula."""
-        from pipetrain.compute.graph.network import network_of
-        from pipetrain.compute.graph.wide_layers import wide_layers
+        from pipetrain.compute.graph.wide_layers import network_of, wide_layers
         from pipetrain.plan.grid_cost import traffic
 
         strategy = self._pm._strategy

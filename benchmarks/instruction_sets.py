@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 
-from pipetrain.compute.onednn import BY_DEFAULT
-from pipetrain.compute.onednn import VARIABLE as ONEDNN
-from pipetrain.compute.processor import instructions
+from pipetrain.compute.processor import BY_DEFAULT, instructions
+from pipetrain.compute.processor import VARIABLE as ONEDNN
 
 # What hides the rest of a processor's instruction sets from oneDNN and from the compiler of XLA.
 MASKS = {"avx2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "XLA_FLAGS": "--xla_cpu_max_isa=AVX2"}}

@@ -26,9 +26,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from pipetrain.plan.capacity import NoPlan
 from pipetrain.plan.cluster import PCIE_3, Cluster, Level, Link
-from pipetrain.plan.partition import partition
+from pipetrain.plan.partition import NoPlan, partition
 from pipetrain.plan.profile import BlockProfile, Profile
 from pipetrain.plan.text_table import text_table
 
@@ -63,7 +62,7 @@ def applications() -> Iterator[Profile]:
     import keras
 
     from pipetrain.compute.graph.blocks import Chain
-    from pipetrain.compute.graph.network import network_of
+    from pipetrain.compute.graph.wide_layers import network_of
     from pipetrain.compute.profiling.operation_count import operation_counts
     from pipetrain.plan.roofline import TESLA_P40, roofline
 

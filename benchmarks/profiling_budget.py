@@ -47,7 +47,7 @@ def measure(name: str, known: dict[str, Any]) -> dict[str, Any]:
     """The times of every kind of a network's blocks; what is ``known`` from another network is not run again."""
     from pipetrain.compute.cores import pinned
     from pipetrain.compute.graph.blocks import Chain
-    from pipetrain.compute.graph.input_shapes import checked_shapes
+    from pipetrain.compute.graph.inputs import checked_shapes
     from pipetrain.compute.profiling import block_passes
     from pipetrain.compute.profiling.block_functions import BlockFunctions
     from pipetrain.compute.profiling.block_passes import Placed

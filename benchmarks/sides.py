@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.instruction_sets import set_onednn
 from benchmarks.networks import Network, build, data
 from pipetrain.cli.quiet import start_tensorflow
-from pipetrain.run.stderr import quiet_stderr
+from pipetrain.logs import quiet_stderr
 from pipetrain.schemes.options import with_options
 from pipetrain.schemes.table import DATA_PARALLEL
 

@@ -91,7 +91,7 @@ def measured(network: Network, scheme: str, rounds: int) -> tuple[list[Taken], l
     import numpy as np
 
     from pipetrain.run.channels import Sender
-    from pipetrain.run.device_thread import DeviceThread
+    from pipetrain.run.device_threads import DeviceThread
 
     pm, rng = model_of(network, scheme), np.random.default_rng(0)
     x = rng.normal(size=(network.steps * network.batch_size, network.width)).astype("float32")
@@ -131,7 +131,7 @@ def alone_s(network: Network) -> float:
     import tensorflow as tf
 
     from pipetrain.run.channels import Destination, Sender
-    from pipetrain.run.mailbox import Mailbox
+    from pipetrain.run.transfers import Mailbox
     from pipetrain.trace.records import Span
 
     values = [tf.zeros((network.batch_size, network.width))]

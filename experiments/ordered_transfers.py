@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from pipetrain.cli.help_format import Folded  # noqa: E402
+from pipetrain.cli.arguments import Folded  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
 from pipetrain.plan.cluster import Cluster, Level, Link  # noqa: E402
 from pipetrain.plan.profile import Profile  # noqa: E402

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments.variants import Variant
-from pipetrain.schemes.coding.coded_reduce import checked_tree
+from pipetrain.schemes.coded_reduce import checked_tree
 from pipetrain.schemes.options import DEFAULT_POLICY, AnyScheme, owners, with_options
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.table import CODED, HORIZONS, has, splits, takes

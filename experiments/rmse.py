@@ -36,7 +36,7 @@ from experiments import datasets, optimizers  # noqa: E402
 from experiments.displacement import Errors, Means, Versions, means  # noqa: E402
 from experiments.networks import NETWORKS, input_shape, sizes  # noqa: E402
 from experiments.options import add_training, fill_in, positive, scheme_among, writable  # noqa: E402
-from pipetrain.cli.help_format import Folded  # noqa: E402
+from pipetrain.cli.arguments import Folded  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
 from pipetrain.plan.text_table import text_table  # noqa: E402
 from pipetrain.schemes.table import NAMES  # noqa: E402

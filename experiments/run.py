@@ -59,9 +59,8 @@ from experiments.records import (  # noqa: E402
     microbatches_for,
     options_of,
 )
-from pipetrain.cli.help_format import Folded, listed  # noqa: E402
+from pipetrain.cli.arguments import Folded, add_scheme_options, listed  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
-from pipetrain.cli.scheme_options import add_scheme_options  # noqa: E402
 from pipetrain.cluster.supervision import LOST  # noqa: E402
 from pipetrain.plan.text_table import counted, text_table  # noqa: E402
 from pipetrain.schemes import table  # noqa: E402

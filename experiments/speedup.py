@@ -39,7 +39,7 @@ sys.path.insert(0, str(ROOT))
 import models  # noqa: E402
 from experiments.options import positive, writable  # noqa: E402
 from experiments.traffic import CLASSES, INPUTS  # noqa: E402
-from pipetrain.cli.help_format import Folded  # noqa: E402
+from pipetrain.cli.arguments import Folded  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
 from pipetrain.plan.cluster import Cluster  # noqa: E402
 from pipetrain.plan.memory import Training  # noqa: E402

@@ -32,11 +32,11 @@ sys.path.insert(0, str(ROOT))
 
 from experiments.options import positive, rate, writable  # noqa: E402
 from experiments.policies import POLICIES  # noqa: E402
-from pipetrain.cli.help_format import Folded  # noqa: E402
+from pipetrain.cli.arguments import Folded  # noqa: E402
 from pipetrain.plan.memory import Training  # noqa: E402
 from pipetrain.plan.text_table import text_table  # noqa: E402
+from pipetrain.schemes.prediction import stretched  # noqa: E402
 from pipetrain.schemes.scheme import Scheme  # noqa: E402
-from pipetrain.schemes.staleness_corrections import stretched  # noqa: E402
 
 STAGES = (1, 2, 4, 8, 16, 32)
 LEFT_OUT = ("vanilla + rescaling", "spike-compensation", "spectrain/fitted", "weight-stashing")  # the last: as vanilla

@@ -44,7 +44,7 @@ from experiments.intervals import interval, shown  # noqa: E402
 from experiments.networks import NETWORKS  # noqa: E402
 from experiments.options import owned, positive, rate, whole, writable  # noqa: E402
 from experiments.policies import MLP, POLICIES, Outcome, Run, record, recorded, train  # noqa: E402
-from pipetrain.cli.help_format import Folded  # noqa: E402
+from pipetrain.cli.arguments import Folded  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
 from pipetrain.plan.text_table import text_table  # noqa: E402
 from pipetrain.schemes.options import keywords  # noqa: E402

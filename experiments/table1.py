@@ -38,7 +38,7 @@ from experiments.networks import NETWORKS, PUBLISHED, defaults, parameters, size
 from experiments.options import learning_rate, owned, positive, rate, writable  # noqa: E402
 from experiments.records import Settings  # noqa: E402
 from experiments.variants import variant  # noqa: E402
-from pipetrain.cli.help_format import Folded  # noqa: E402
+from pipetrain.cli.arguments import Folded  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
 from pipetrain.schemes import table  # noqa: E402
 

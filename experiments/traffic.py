@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 import models  # noqa: E402
-from pipetrain.cli.help_format import Folded  # noqa: E402
+from pipetrain.cli.arguments import Folded  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
 from pipetrain.plan.partition import partition, plan  # noqa: E402
 from pipetrain.plan.profile import mib  # noqa: E402

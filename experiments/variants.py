@@ -6,7 +6,7 @@ import argparse
 import re
 from typing import NamedTuple
 
-from pipetrain.cli.argument_types import horizon
+from pipetrain.cli.arguments import horizon
 from pipetrain.schemes import table
 from pipetrain.schemes.text_form import chosen, in_full
 

@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 import models  # noqa: E402
 from experiments.options import positive  # noqa: E402
 from experiments.traffic import CLASSES, INPUTS  # noqa: E402
-from pipetrain.cli.help_format import Folded  # noqa: E402
+from pipetrain.cli.arguments import Folded  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
 from pipetrain.plan.choice import BASELINE, Choice, Way  # noqa: E402
 from pipetrain.plan.cluster import PCIE_3, Cluster, Level, Link  # noqa: E402
@@ -62,7 +62,7 @@ def cluster(gbit_per_s: float) -> Cluster:
 def profile_of(name: str) -> Profile:
     """A network's profile on the GPU, with what its layers hand on, by which grids are compared."""
     from pipetrain.compute.graph.blocks import Chain
-    from pipetrain.compute.graph.network import network_of
+    from pipetrain.compute.graph.wide_layers import network_of
     from pipetrain.compute.profiling.operation_count import operation_counts
 
     model = models.build(name, NETWORKS[name], BYTES if name == GPT else CLASSES.get(name, 10))

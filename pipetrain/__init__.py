@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from pipetrain import logs
-from pipetrain.compute import onednn
+from pipetrain.compute import processor
 
 if TYPE_CHECKING:
     from pipetrain import callbacks
@@ -80,7 +80,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 logs.set_up()
-onednn.switch_on()  # which only serves before TensorFlow is loaded
+processor.switch_on()  # which only serves before TensorFlow is loaded
 
 _HOMES = {
     "AllReduce": "pipetrain.schemes.options",

@@ -14,10 +14,8 @@ from typing import Any
 
 import keras
 
-from pipetrain.checkpoint.arrays import Arrays, array_of, not_finite
-from pipetrain.checkpoint.callback_state import recall, remembered
 from pipetrain.checkpoint.directory_lock import DirectoryLock
-from pipetrain.checkpoint.position import Position
+from pipetrain.checkpoint.state import Arrays, Position, array_of, not_finite, recall, remembered
 from pipetrain.checkpoint.store import Checkpoint, Store
 from pipetrain.compute.keras_private import count_of
 from pipetrain.frontend.fit_session import FitSession

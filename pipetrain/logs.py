@@ -1,4 +1,4 @@
-"""What pipetrain says: lines of the logger ``pipetrain``, which stand on standard output.
+"""What pipetrain says: lines of the logger ``pipetrain`` on standard output; and standard error, held back.
 
 Every module that says something has a logger of its own name. They have one handler, which prints the message alone,
 and pass nothing on to the root logger: where a program has configured that, each line would stand there twice.
@@ -7,6 +7,11 @@ and pass nothing on to the root logger: where a program has configured that, eac
 from __future__ import annotations
 
 import logging
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 LEVELS = {
     "debug": logging.DEBUG,
@@ -58,3 +63,22 @@ def set_verbosity(level: int | str) -> None:
             "Try 'info', 'warning' or 'error'."
         )
     _logger.setLevel(found)
+
+
+@contextmanager
+def quiet_stderr() -> Iterator[None]:
+    """Hold back what is written to standard error, by native code too; show it if an exception is raised."""
+    sys.stderr.flush()
+    saved = os.dup(2)
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            held.seek(0)
+            os.write(saved, held.read())
+            raise
+        finally:
+            sys.stderr.flush()
+            os.dup2(saved, 2)
+            os.close(saved)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pipetrain.cli.help_format import Folded
+from pipetrain.cli.arguments import Folded
 from plots.missing import DAMAGED, said
 
 

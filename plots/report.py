@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from pipetrain.cli.help_format import Folded
+from pipetrain.cli.arguments import Folded
 from plots import missing, page, runs, studies
 from plots.comparison import comparison
 

@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import pipetrain
-from pipetrain.cli.help_format import Folded
+from pipetrain.cli.arguments import Folded
 from pipetrain.plan.cluster import Cluster, Level, Link
 from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import partition

@@ -22,8 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from pipetrain.cli.argument_types import count
-from pipetrain.cli.help_format import Folded
+from pipetrain.cli.arguments import Folded, count
 from pipetrain.trace.idle import IdleSpan, pauses
 from pipetrain.trace.packs import messages
 from pipetrain.trace.records import Span, Spans

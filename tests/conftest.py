@@ -32,7 +32,7 @@ def start_tensorflow(on_gpus):
     With ``-m gpu``, the first card is four logical devices, and XLA makes no kernels for it that add in any order.
     """
     import pipetrain
-    from pipetrain.compute.profiling import block_timing  # noqa: F401
+    from pipetrain.compute.profiling import timing as block_timing  # noqa: F401
 
     pipetrain.set_cpu_devices(6)
     if on_gpus:
@@ -64,7 +64,7 @@ def own_cache(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def rough_profiles(request, monkeypatch):
     """Few walks decide where a test's model is cut, on a machine that the tests keep busy; not where ``measures``."""
-    block_timing = sys.modules.get("pipetrain.compute.profiling.block_timing")
+    block_timing = sys.modules.get("pipetrain.compute.profiling.timing")
     if block_timing and request.node.get_closest_marker("measures") is None:
         monkeypatch.setattr(block_timing, "MEASURE_S", 0.01)
         monkeypatch.setattr(block_timing, "AT_MOST_S", 0.1)

@@ -26,20 +26,20 @@ import networks  # noqa: E402
 import numpy as np  # noqa: E402
 
 import pipetrain  # noqa: E402
-from pipetrain.cluster import health, probe  # noqa: E402
+from pipetrain.cluster import health, sockets  # noqa: E402
 from pipetrain.cluster.health import WorkerLost  # noqa: E402
 
 
 def refusals() -> list[str]:
     """Why workers did not answer, each time that one was asked from now on."""
-    found, original = [], probe.probed
+    found, original = [], sockets.probed
 
     def probed(address: str, timeout_s: float) -> str:
         why = original(address, timeout_s)
         found.extend([why] if why else [])
         return why
 
-    health.probed = probe.probed = probed
+    health.probed = sockets.probed = probed
     return found
 
 

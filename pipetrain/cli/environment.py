@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from pipetrain.cli.help_format import Folded
+from pipetrain.cli.arguments import Folded
 
 PACKAGES = ("pipetrain", "tensorflow", "keras", "numpy", "keras-hub", "tensorflow-datasets", "matplotlib")
 ABOUT = """Print versions, the processor, the devices that TensorFlow finds, and the cache of profiles.
@@ -48,7 +48,7 @@ def _rows() -> list[tuple[str, str]]:
     import tensorflow as tf
 
     from pipetrain.compute.cores import cores
-    from pipetrain.compute.onednn import left_out
+    from pipetrain.compute.processor import left_out
     from pipetrain.compute.profiling.cache_folder import folder
 
     found = [("Python", f"{platform.python_version()} on {platform.platform()}")]

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from pipetrain.cli.argument_types import (
+from pipetrain.cli.arguments import (
     MICROBATCHES,
     budget,
     count,

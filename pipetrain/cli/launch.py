@@ -10,12 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pipetrain.cli.argument_types import count, positive_number
-from pipetrain.cli.help_format import Folded
+from pipetrain.cli.arguments import Folded, count, positive_number
 from pipetrain.cluster.hosts import is_loopback, split
 from pipetrain.cluster.membership import Member, expanded, member_of
 from pipetrain.cluster.script_run import ScriptRun
-from pipetrain.run.stderr import quiet_stderr
+from pipetrain.logs import quiet_stderr
 
 ABOUT = """Run a script on several hosts, or on several workers of this one, and end all with it.
 

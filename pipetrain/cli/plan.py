@@ -1,19 +1,63 @@
-"""``python -m pipetrain plan``: how to train a saved model on several devices, without training it."""
+"""The table of ``plan --balance``: which layers of a saved model should be divided how."""
 
 from __future__ import annotations
 
 import argparse
+import math
 from typing import Any
 
-from pipetrain.cli import balance
-from pipetrain.cli.argument_types import add_scheme
+from pipetrain.cli.arguments import Folded, add_scheme, add_scheme_options
 from pipetrain.cli.given import add_common, given, schemes_of
-from pipetrain.cli.help_format import Folded
-from pipetrain.cli.scheme_options import add_scheme_options
+from pipetrain.plan.balance import Balance
+from pipetrain.plan.cluster import Cluster
+from pipetrain.plan.profile import Profile
 from pipetrain.schemes import table
 from pipetrain.schemes.options import STALENESS, check_owned
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.simulation.every_way import Chooser
+
+PASSES = 3  # of a training step: forward, and both gradients of each product
+
+
+def add_balance(command: argparse.ArgumentParser) -> None:
+    """The options."""
+    command.add_argument(
+        "--balance",
+        action="store_true",
+        help="instead, which layers should be data-parallel and which model-parallel, by the operations that each has "
+        "for a byte that it sends",
+    )
+    command.add_argument(
+        "--no-overlap", action="store_true", help="--balance where no gradients are sent while layers compute"
+    )
+    command.add_argument(
+        "--as-printed",
+        action="store_true",
+        help="--balance by the inequality as its source prints it: one pass of model parallelism beside three of data "
+        "parallelism",
+    )
+
+
+def balance(options: argparse.Namespace, profile: Profile, cluster: Cluster) -> str:
+    """The table. The operations a second are those that the profile's seconds come to."""
+    import keras
+
+    from pipetrain.compute.graph.blocks import Chain
+    from pipetrain.compute.graph.wide_layers import wide_layers
+    from pipetrain.compute.profiling.operation_count import operation_counts
+
+    model = keras.saving.load_model(options.model, compile=False)
+    layers = [layer.shape for layer in wide_layers(Chain(model).blocks)]
+    if not layers:
+        return "No layer of this model can be divided: it has no dense layers or convolutions of their own."
+    flops = PASSES * sum(work.flops for work in operation_counts(model, options.batch_size))
+    slowest = min(
+        (cluster.link(0, n).bandwidth_bytes_per_s for n in range(1, options.devices)),
+        default=math.inf,
+    )
+    system = flops / profile.total_s / slowest
+    return str(Balance(layers, options.devices, options.batch_size, system, not options.no_overlap, options.as_printed))
+
 
 ABOUT = """Plan how to train a saved Keras model on several devices, without training it.
 
@@ -52,7 +96,7 @@ def add(commands: Any) -> None:
     add_common(command)
     about = "; decides on the memory, and what is compared (default: spectrain)"
     add_scheme(command, [*table.PIPELINES, table.AUTO], about, default="spectrain")
-    balance.add(command)
+    add_balance(command)
     add_scheme_options(command, ("horizon", "chunks", "staleness"), defaults={"staleness": STALENESS[0]})
     command.set_defaults(run=run)
 
@@ -63,7 +107,7 @@ def run(options: argparse.Namespace) -> None:
         check_owned({"staleness": options.staleness}, *schemes_of([options.scheme], options))
     profile, cluster, training, of_microbatches, _ = given(options, [options.scheme], _check_planned)
     if options.balance:
-        print(balance.balance(options, profile, cluster))
+        print(balance(options, profile, cluster))
         return
     chooser = Chooser(profile, options.devices, cluster, training, of_microbatches, options.staleness)
     if options.scheme == table.AUTO:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from pipetrain.run.stderr import quiet_stderr
+from pipetrain.logs import quiet_stderr
 
 
 def start_tensorflow(cpu_devices: int) -> None:

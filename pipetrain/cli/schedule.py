@@ -9,19 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipetrain.cli.argument_types import MICROBATCHES, add_scheme, count, scheme_named
-from pipetrain.cli.help_format import Folded
-from pipetrain.cli.scheme_options import add_scheme_options
+from pipetrain.cli.arguments import MICROBATCHES, Folded, add_scheme, add_scheme_options, count, scheme_named
 from pipetrain.plan.text_table import counted
 from pipetrain.schemes import table
 from pipetrain.schemes.actions import Action
 from pipetrain.schemes.course import calls_of_functions
-from pipetrain.schemes.dry_run import Step, grid, replay
+from pipetrain.schemes.dry_run import Step, figures, grid, replay, steady_bubble
 from pipetrain.schemes.programs import Call, Program
 from pipetrain.schemes.schedules import orders
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.text_form import check_held, microbatches_of, stages_of, written
-from pipetrain.schemes.unit_times import figures, steady_bubble
 from pipetrain.schemes.validation import check
 
 ABOUT = """Print a schedule: a row for each device, a column for each step, 2F0 being stage 2, forward, microbatch 0.

@@ -25,7 +25,7 @@ def main() -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     from pipetrain.cluster.script_run import END
     from pipetrain.cluster.supervision import LOST
-    from pipetrain.run.stderr import quiet_stderr
+    from pipetrain.logs import quiet_stderr
 
     with quiet_stderr():  # of what TensorFlow greets with
         import pipetrain

@@ -6,12 +6,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from pipetrain.cli.argument_types import add_scheme, count, positive_number, share
+from pipetrain.cli.arguments import Folded, add_scheme, add_scheme_options, count, positive_number, share
 from pipetrain.cli.given import add_common, given, schemes_of
-from pipetrain.cli.help_format import Folded
-from pipetrain.cli.scheme_options import add_scheme_options
 from pipetrain.schemes import table
-from pipetrain.schemes.coding.coded_reduce import Tree
+from pipetrain.schemes.coded_reduce import Tree
 from pipetrain.schemes.options import TREE, CodedReduce, check_owned
 from pipetrain.schemes.transfers.orders import AUTO
 from pipetrain.simulation.comparison import Comparison, compare

@@ -10,8 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from pipetrain.cli.argument_types import cores, count
-from pipetrain.cli.help_format import Folded
+from pipetrain.cli.arguments import Folded, cores, count
 from pipetrain.cluster.hosts import Hosts, split, task_of_tf_config
 from pipetrain.cluster.server import GONE_S, MOST, Serving, serve
 

@@ -1,13 +1,15 @@
-"""The controller's way to the workers of a cluster, through TensorFlow's own runtime."""
+"""The controller's way to the workers of a cluster, through TensorFlow's own runtime, and its signs of life."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import json
 import math
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,13 +18,38 @@ from typing import Any, TypeVar, cast
 
 import tensorflow as tf
 
-from pipetrain.cluster.heartbeat import Heartbeat
 from pipetrain.cluster.hosts import Hosts, split
-from pipetrain.cluster.probe import NO_HOST, probed
-from pipetrain.cluster.proxy import without_proxy_to
-from pipetrain.cluster.server import ABOUT, END, keep_to_loopback, listening
+from pipetrain.cluster.server import ABOUT, ALIVE, END, keep_to_loopback, listening, without_proxy_to
+from pipetrain.cluster.sockets import NO_HOST, probed
 from pipetrain.compute.cores import cores
-from pipetrain.run.lost_worker import CallThread
+from pipetrain.run.threads import CallThread
+
+BEAT_S = 5.0
+
+
+class Heartbeat(threading.Thread):
+    """Writes to one worker every so many seconds, for as long as the process lasts."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__(name=f"heartbeat to {device}", daemon=True)
+        self._device, self._ended = device, threading.Event()
+        atexit.register(self.end)
+
+    def run(self) -> None:
+        """The thread's body."""
+        while not self._ended.is_set():
+            try:
+                with tf.device(self._device):
+                    tf.io.write_file(ALIVE, f"{os.getpid()} {time.time()}")
+            except tf.errors.OpError:  # it has died; one that is started anew, and joined, gets them again
+                pass
+            self._ended.wait(BEAT_S)
+
+    def end(self) -> None:
+        """Write no more; waits a moment for one that is on its way, and no longer: the worker may be gone."""
+        self._ended.set()
+        self.join(1.0)
+
 
 JOB = "worker"
 RETRY_S = 0.2

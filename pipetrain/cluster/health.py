@@ -10,8 +10,7 @@ from types import TracebackType
 import tensorflow as tf
 
 from pipetrain.cluster.connection import JOB, worker_of
-from pipetrain.cluster.probe import ANSWER_S, ASK_S, MISSED, missing, probed
-from pipetrain.cluster.sockets import SEVER_S, sever
+from pipetrain.cluster.sockets import ANSWER_S, ASK_S, MISSED, SEVER_S, missing, probed, sever
 
 NOTICED_S = MISSED * (ASK_S + ANSWER_S)  # a worker that is lost is noticed within so long
 

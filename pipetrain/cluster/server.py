@@ -15,9 +15,24 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipetrain.cluster.hosts import is_loopback, split, with_port
-from pipetrain.cluster.proxy import without_proxy
 from pipetrain.cluster.sockets import watch_workers
-from pipetrain.run.stderr import quiet_stderr
+from pipetrain.logs import quiet_stderr
+
+PROXY = "grpc_proxy"  # goes before https_proxy and http_proxy
+EXCEPTIONS = ("no_grpc_proxy", "no_proxy")  # the first of them that is set
+
+
+def without_proxy() -> None:
+    """Let gRPC use none in this process; what reads ``http_proxy`` itself goes on with it."""
+    os.environ[PROXY] = ""
+
+
+def without_proxy_to(hosts: Iterable[str]) -> None:
+    """Let gRPC use none to these hosts, and to other hosts the one that it would."""
+    found = (os.environ[name] for name in EXCEPTIONS if name in os.environ)
+    known = [each.strip() for each in next(found, "").split(",") if each.strip()]
+    os.environ[EXCEPTIONS[0]] = ",".join(dict.fromkeys([*known, *hosts]))
+
 
 # TensorFlow's file system in memory: what a process writes there, and a controller reads, on the worker's device.
 ABOUT, ALIVE, END = "ram://pipetrain/worker", "ram://pipetrain/controller", "ram://pipetrain/end"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
-from pipetrain.cluster.probe import ASK_S, missing
+from pipetrain.cluster.sockets import ASK_S, missing
 
 LOST = 75  # exit status of a training process that has lost a worker; EX_TEMPFAIL of sysexits.h
 LEAVE_S = 30.0  # a training process that cannot end within, after a worker was lost, is killed

@@ -15,13 +15,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from pipetrain.checkpoint.arrays import assign, collected
+from pipetrain.checkpoint.state import assign, collected
 from pipetrain.compute.cores import is_remote
-from pipetrain.compute.graph.input_shapes import Shapes, shapes_of_data
+from pipetrain.compute.graph.inputs import Shapes, shapes_of_data
 from pipetrain.compute.keras_private import rate_of
 from pipetrain.compute.optimizer.clone import clone
-from pipetrain.compute.optimizer.loss_scaling import stepping
-from pipetrain.compute.profiling.kept_trials import KeptTrials
+from pipetrain.compute.optimizer.gradient_scaling import stepping
+from pipetrain.compute.profiling.cache_folder import KeptTrials
 from pipetrain.compute.profiling.progress import Progress
 from pipetrain.frontend.attributes import known
 from pipetrain.frontend.device_choice import described
@@ -34,7 +34,7 @@ from pipetrain.frontend.preprocessing import preprocesses
 from pipetrain.plan.choice import Choice, Way
 from pipetrain.plan.run_off import TURNS, finalists, settled
 from pipetrain.plan.stages import Partition
-from pipetrain.run.trial import TrialClock
+from pipetrain.run.window import TrialClock
 from pipetrain.schemes.options import AnyScheme, flat, keywords, name_of, scheduled, with_options
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.table import COPIED, UNCUT

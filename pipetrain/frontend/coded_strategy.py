@@ -16,7 +16,7 @@ from pipetrain.frontend.runner_strategy import RunnerStrategy
 from pipetrain.run.coded_runner import CodedRunner
 from pipetrain.run.pipeline import HOST
 from pipetrain.schemes.arguments import is_count
-from pipetrain.schemes.coding.coded_reduce import Tree
+from pipetrain.schemes.coded_reduce import Tree
 from pipetrain.schemes.table import CODED, TREES
 
 

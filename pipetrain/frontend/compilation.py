@@ -11,11 +11,10 @@ import tensorflow as tf
 
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.graph.blocks import Chain
-from pipetrain.compute.graph.input_order import structure_of
-from pipetrain.compute.graph.input_shapes import Shapes
+from pipetrain.compute.graph.inputs import Shapes, structure_of
 from pipetrain.compute.keras_private import compile_arguments, flat_layers, overridden, rate_of, weights_of
-from pipetrain.compute.optimizer.loss_scaling import is_dynamic, stepping
-from pipetrain.compute.optimizer.rates import is_scheduled
+from pipetrain.compute.optimizer.clone import is_scheduled
+from pipetrain.compute.optimizer.gradient_scaling import is_dynamic, stepping
 from pipetrain.compute.optimizer.update import gathers, slots_per_weight
 from pipetrain.frontend.attributes import known
 from pipetrain.frontend.input_data import InputData

@@ -11,8 +11,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from pipetrain.checkpoint.arrays import Arrays, assign, collected
-from pipetrain.compute.functions.penalties import summed_over_rows
+from pipetrain.checkpoint.state import Arrays, assign, collected
+from pipetrain.compute.functions.stage_function import summed_over_rows
 from pipetrain.compute.graph.beside import beside, memories
 from pipetrain.compute.graph.sharing import is_seed
 from pipetrain.compute.keras_private import (
@@ -28,9 +28,8 @@ from pipetrain.compute.keras_private import (
     weights_of,
     weights_of_layer,
 )
-from pipetrain.compute.optimizer.adoption import OptimizerPart, adopt, built
 from pipetrain.compute.optimizer.clone import clone
-from pipetrain.compute.optimizer.slots import Slot, slots
+from pipetrain.compute.optimizer.slots import OptimizerPart, Slot, adopt, built, slots
 from pipetrain.compute.tensorflow_private import one_replica
 from pipetrain.frontend.attributes import Meanwhile, known
 from pipetrain.frontend.device_choice import check_local, check_remembered

@@ -11,8 +11,7 @@ import keras
 import tensorflow as tf
 
 from pipetrain.cluster.connection import joins
-from pipetrain.compute.functions.inference import Inference
-from pipetrain.compute.functions.tracing import trace_stages
+from pipetrain.compute.functions.inference import Inference, trace_stages
 from pipetrain.frontend.attributes import Meanwhile
 from pipetrain.frontend.input_data import InputData, InputsAlone, untuned
 from pipetrain.frontend.layout import Layout
@@ -20,9 +19,9 @@ from pipetrain.frontend.metrics import StepMetrics
 from pipetrain.frontend.planner import Planner
 from pipetrain.frontend.stages import inference_stages
 from pipetrain.run.collector import Result
+from pipetrain.run.control import RunSettings
 from pipetrain.run.forward_runner import ForwardRunner, is_one_call
 from pipetrain.run.pipeline import Pipeline
-from pipetrain.run.run_settings import RunSettings
 from pipetrain.run.window import Minibatch, Window
 from pipetrain.schemes.table import INFERENCE
 

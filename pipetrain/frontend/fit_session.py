@@ -9,14 +9,12 @@ from typing import Any, Protocol
 import keras
 import numpy as np
 
-from pipetrain.checkpoint.arrays import Arrays, array_of, check_weights, numbered
-from pipetrain.checkpoint.position import Position, start_at
+from pipetrain.checkpoint.state import Arrays, Position, TrainingTime, array_of, check_weights, numbered, start_at
 from pipetrain.checkpoint.store import Checkpoint
-from pipetrain.checkpoint.training_time import TrainingTime
-from pipetrain.compute.graph.input_shapes import Shapes
+from pipetrain.compute.graph.inputs import Shapes
 from pipetrain.compute.keras_private import count_of, set_initial_epoch
-from pipetrain.compute.optimizer.loss_scaling import stepping
-from pipetrain.compute.optimizer.rates import is_scheduled
+from pipetrain.compute.optimizer.clone import is_scheduled
+from pipetrain.compute.optimizer.gradient_scaling import stepping
 from pipetrain.frontend.layout import KeptLayout
 from pipetrain.run.window import never
 

@@ -8,12 +8,11 @@ from typing import Any
 import keras
 
 from pipetrain.compute.functions.stage import Stage
-from pipetrain.compute.graph.network import network_of
-from pipetrain.compute.graph.wide_layers import WideLayer, wide_layers
+from pipetrain.compute.graph.wide_layers import WideLayer, network_of, wide_layers
 from pipetrain.compute.grid.step import GridStep
 from pipetrain.compute.grid.weights import GridWeights
-from pipetrain.compute.optimizer.loss_scaling import stepping
-from pipetrain.compute.transfers.worker import Worker
+from pipetrain.compute.optimizer.gradient_scaling import stepping
+from pipetrain.compute.transfers.weights import Worker
 from pipetrain.frontend.device_choice import described
 from pipetrain.frontend.input_data import DEFAULT_ROWS
 from pipetrain.frontend.options import checked_workers
@@ -22,8 +21,7 @@ from pipetrain.frontend.refusals import check_loss_scaling
 from pipetrain.frontend.runner_strategy import RunnerStrategy
 from pipetrain.plan.grid_cost import best_grid
 from pipetrain.run.pipeline import HOST
-from pipetrain.run.step_runner import StepRunner
-from pipetrain.run.worker_rows import WorkerRows
+from pipetrain.run.step_runner import StepRunner, WorkerRows
 from pipetrain.schemes.grid import Grid
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.transfers.plan import Phase, Plan

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from pipetrain.cluster.health import HealthMonitor, WorkerLost
 from pipetrain.compute.functions.undone import undone
-from pipetrain.compute.graph.input_shapes import shapes_of_data
+from pipetrain.compute.graph.inputs import shapes_of_data
 from pipetrain.compute.keras_private import (
     HUB_LOOP,
     OF_FIT,
@@ -21,7 +21,7 @@ from pipetrain.compute.keras_private import (
     overridden,
     replace_layer,
 )
-from pipetrain.compute.optimizer.loss_scaling import stepping
+from pipetrain.compute.optimizer.gradient_scaling import stepping
 from pipetrain.frontend.attributes import Meanwhile, known
 from pipetrain.frontend.auto import AutoStrategy
 from pipetrain.frontend.fit_callback import FitCallback, as_list, with_last

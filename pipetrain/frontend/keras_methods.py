@@ -1,6 +1,6 @@
 """How a PipelineModel has each public method and property of ``keras.Model``, and what becomes of overridden ones.
 
-Those of optimizers are in ``pipetrain.compute.optimizer.overrides``. Every method of Keras is in one of these tables;
+Those of optimizers are in ``pipetrain.compute.optimizer.clone``. Every method of Keras is in one of these tables;
 ``tests/fit/test_keras_methods.py`` goes through all that Keras has, so that what a new version adds is noticed until it
 is decided.
 """

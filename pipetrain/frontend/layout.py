@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from pipetrain.compute.graph.blocks import Chain
 from pipetrain.compute.graph.cuts import cut_points, why_together
-from pipetrain.compute.graph.input_shapes import Shapes
+from pipetrain.compute.graph.inputs import Shapes
 from pipetrain.compute.graph.segment import Segment
 from pipetrain.frontend.device_choice import assign
 from pipetrain.plan.stages import Partition

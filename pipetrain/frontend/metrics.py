@@ -13,7 +13,7 @@ from pipetrain.compute.functions.kernels import direct
 from pipetrain.compute.functions.stage_values import BoundaryTensors
 from pipetrain.compute.functions.undone import undone
 from pipetrain.compute.functions.weight_binding import any_rows
-from pipetrain.compute.graph.input_order import packed
+from pipetrain.compute.graph.inputs import packed
 from pipetrain.compute.keras_private import (
     built_when_traced,
     compiled_loss,

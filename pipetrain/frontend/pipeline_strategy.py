@@ -11,7 +11,7 @@ import keras
 from pipetrain.compute.cores import is_remote
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.graph.blocks import Chain
-from pipetrain.compute.optimizer.momenta import told
+from pipetrain.compute.optimizer.clone import told
 from pipetrain.compute.profiling.operation_count import estimated_s
 from pipetrain.frontend.attributes import known
 from pipetrain.frontend.fit_session import FitSession

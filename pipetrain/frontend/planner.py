@@ -10,8 +10,8 @@ from pipetrain.cluster.connection import place
 from pipetrain.compute.cores import is_remote
 from pipetrain.compute.graph.blocks import Chain
 from pipetrain.compute.graph.cuts import cut_points
-from pipetrain.compute.graph.input_shapes import Shapes, checked_shapes, shapes_of_model
-from pipetrain.compute.onednn import left_out
+from pipetrain.compute.graph.inputs import Shapes, checked_shapes, shapes_of_model
+from pipetrain.compute.processor import left_out
 from pipetrain.compute.profiling.operation_count import is_little
 from pipetrain.compute.profiling.profile_cache import cached_profile
 from pipetrain.frontend.device_choice import described

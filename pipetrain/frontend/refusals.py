@@ -11,11 +11,8 @@ import tensorflow as tf
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.graph.blocks import Block
 from pipetrain.compute.keras_private import HUB_LOOP, LOOP_METHODS, count_of, overridden
-from pipetrain.compute.optimizer.clone import clone
-from pipetrain.compute.optimizer.loss_scaling import is_dynamic, stepping
-from pipetrain.compute.optimizer.momenta import momenta
-from pipetrain.compute.optimizer.overrides import NEVER, not_cloned, whole_step
-from pipetrain.compute.optimizer.spikes import check_compensable
+from pipetrain.compute.optimizer.clone import NEVER, check_compensable, clone, momenta, not_cloned, whole_step
+from pipetrain.compute.optimizer.gradient_scaling import is_dynamic, stepping
 from pipetrain.compute.optimizer.update import overwrites
 from pipetrain.frontend.keras_methods import REPLACED
 from pipetrain.schemes.arguments import checked_count

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from pipetrain.checkpoint.training_time import TrainingTime
-from pipetrain.compute.gc_pause import gc_paused
+from pipetrain.checkpoint.state import TrainingTime
 from pipetrain.compute.graph.beside import beside
+from pipetrain.compute.interpreter import gc_paused
 from pipetrain.compute.keras_private import count_of
-from pipetrain.compute.optimizer.loss_scaling import is_dynamic, stepping
+from pipetrain.compute.optimizer.gradient_scaling import is_dynamic, stepping
 from pipetrain.frontend.attributes import known
 from pipetrain.frontend.compilation import Compilation
 from pipetrain.frontend.fit_session import FitSession

@@ -10,15 +10,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from pipetrain.checkpoint.arrays import Arrays, assign, assign_scale, collected, scale_arrays
+from pipetrain.checkpoint.state import Arrays, assign, assign_scale, collected, scale_arrays
 from pipetrain.compute.functions.stage import Stage
-from pipetrain.compute.gc_pause import gc_paused
 from pipetrain.compute.graph.beside import beside
-from pipetrain.compute.graph.input_shapes import Shapes
+from pipetrain.compute.graph.inputs import Shapes
+from pipetrain.compute.interpreter import gc_paused
 from pipetrain.compute.keras_private import count_of, supports_xla
-from pipetrain.compute.optimizer.adoption import forget
-from pipetrain.compute.optimizer.loss_scaling import LossScale, stepping
-from pipetrain.compute.optimizer.momenta import with_known_momentum
+from pipetrain.compute.optimizer.clone import with_known_momentum
+from pipetrain.compute.optimizer.gradient_scaling import LossScale, stepping
+from pipetrain.compute.optimizer.slots import forget
 from pipetrain.compute.optimizer.update import kinds_beside
 from pipetrain.compute.variable_watch import VariableWatch
 from pipetrain.frontend.attributes import known
@@ -32,7 +32,7 @@ from pipetrain.frontend.refusals import check_backup, checked_steps
 from pipetrain.frontend.runner_fit import RunnerFit, UpdateCount, handed_out
 from pipetrain.frontend.stages import OptimizedStages
 from pipetrain.frontend.strategy import StepFunction
-from pipetrain.run.run_settings import RunSettings
+from pipetrain.run.control import RunSettings
 from pipetrain.schemes.options import AnyScheme
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.trace.trace import Trace

@@ -11,12 +11,11 @@ from pipetrain.compute.functions.inference import Inference
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.functions.stage_function import LossFunction
 from pipetrain.compute.functions.state import Division
-from pipetrain.compute.functions.weight_group import Shared
+from pipetrain.compute.functions.weight_groups import Shared
 from pipetrain.compute.graph.blocks import Chain
 from pipetrain.compute.graph.sharing import sharing
-from pipetrain.compute.optimizer.adoption import adopt
-from pipetrain.compute.optimizer.loss_scaling import build_scale, stepping
-from pipetrain.compute.optimizer.slots import Slot
+from pipetrain.compute.optimizer.gradient_scaling import build_scale, stepping
+from pipetrain.compute.optimizer.slots import Slot, adopt
 from pipetrain.frontend.layout import Layout
 from pipetrain.schemes.schedules import has_halves
 from pipetrain.schemes.scheme import Scheme, UpdateRule

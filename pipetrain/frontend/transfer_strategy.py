@@ -12,20 +12,18 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from pipetrain.checkpoint.arrays import assign, collected
-from pipetrain.cluster.message_work import message_work
+from pipetrain.checkpoint.state import assign, collected
+from pipetrain.cluster.bandwidth import message_work
 from pipetrain.compute.functions.split import size_bytes, specs
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.graph.blocks import Chain
-from pipetrain.compute.graph.input_shapes import Shapes
+from pipetrain.compute.graph.inputs import Shapes
 from pipetrain.compute.keras_private import flat_layers
-from pipetrain.compute.optimizer.clipping import limit
-from pipetrain.compute.optimizer.loss_scaling import stepping
-from pipetrain.compute.optimizer.overrides import whole_step
+from pipetrain.compute.optimizer.clone import whole_step
+from pipetrain.compute.optimizer.gradient_scaling import limit, stepping
 from pipetrain.compute.profiling.progress import Progress
 from pipetrain.compute.transfers.step import TransferStep
-from pipetrain.compute.transfers.weights import Weights, WeightsPart
-from pipetrain.compute.transfers.worker import Worker
+from pipetrain.compute.transfers.weights import Weights, WeightsPart, Worker
 from pipetrain.frontend.attributes import known
 from pipetrain.frontend.device_choice import described
 from pipetrain.frontend.input_data import DEFAULT_ROWS
@@ -36,9 +34,8 @@ from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.profile import Profile, Seconds
 from pipetrain.plan.run_off import TURNS, fastest, finalists
 from pipetrain.run.pipeline import HOST
-from pipetrain.run.step_runner import StepRunner
-from pipetrain.run.trial import minibatch_s
-from pipetrain.run.worker_rows import WorkerRows
+from pipetrain.run.step_runner import StepRunner, WorkerRows
+from pipetrain.run.window import minibatch_s
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.table import SERVING
 from pipetrain.schemes.transfers.orders import AUTO, MEASURED, ORDERS

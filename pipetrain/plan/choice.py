@@ -9,7 +9,7 @@ from functools import cached_property
 from textwrap import wrap
 from typing import Any, NamedTuple
 
-from pipetrain.plan.capacity import NoPlan
+from pipetrain.plan.partition import NoPlan
 from pipetrain.plan.profile import Profile, mib, unsteady
 from pipetrain.plan.stages import Partition
 from pipetrain.plan.text_table import text_table

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipetrain.plan.grid_network import GridNetwork
+from pipetrain.plan.grid_cost import GridNetwork
 from pipetrain.plan.text_table import counted, text_table
 
 NOISY = 0.1  # a spread that people should know of

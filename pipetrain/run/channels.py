@@ -15,14 +15,10 @@ import tensorflow as tf
 from pipetrain.compute.cores import is_remote
 from pipetrain.compute.functions.stage_values import BoundaryTensors
 from pipetrain.compute.tensorflow_private import current_device
-from pipetrain.run.gradient_exchange import GradientExchange
-from pipetrain.run.mailbox import Mailbox
-from pipetrain.run.reduction import Reduction
-from pipetrain.run.shared_gradients import SharedGradients
-from pipetrain.run.transfers import size_bytes, transfer
+from pipetrain.run.gradient_exchange import GradientExchange, Reduction, SharedGradients
+from pipetrain.run.transfers import Mailbox, size_bytes, transfer
 from pipetrain.schemes.splitting import rows_of
-from pipetrain.trace.recent import Recent
-from pipetrain.trace.records import Transfer, Transfers, What
+from pipetrain.trace.records import Recent, Transfer, Transfers, What
 
 Rows = BoundaryTensors | list[tf.Tensor] | None
 Message = TypeVar("Message")

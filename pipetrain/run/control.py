@@ -1,16 +1,36 @@
-"""What the threads of a pipeline share: where they report, the switch that pauses them, and what ends them."""
+"""What the threads of a pipeline share: settings, where they report, what pauses them, and what ends them."""
 
 from __future__ import annotations
 
 import sys
 import threading
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from pipetrain.compute.cores import finish
-from pipetrain.run.mailbox import Closed, Mailbox
-from pipetrain.run.messages import OutputReport, UpdateReport
-from pipetrain.run.run_settings import RunSettings
+from pipetrain.compute.optimizer.gradient_scaling import LossScale
+from pipetrain.run.collector import OutputReport, UpdateReport
+from pipetrain.run.transfers import Closed, Mailbox
+
+
+class RunSettings(NamedTuple):
+    """Settings that hold from one start of the threads to the next drain.
+
+    ``updates``: the steps of the optimizer so far. ``steps``: the updates of this ``fit`` so far, from which snapshots
+    count. ``snapshot_every``: the weights are kept whenever this number of updates has been made; 0 for never.
+    ``loss_is_mean``: whether a minibatch's loss is the mean (else the sum) over its rows. ``exact_times``: whether
+    threads wait for GPUs and workers, so that the trace has their times of completion. ``loss_scale``: that of the
+    first minibatch. ``is_traced``: whether a trace is kept.
+    """
+
+    updates: int = 0
+    steps: int = 0
+    snapshot_every: int = 0
+    loss_is_mean: bool = True
+    exact_times: bool = False
+    loss_scale: LossScale = LossScale()
+    is_traced: bool = True
+
 
 Value = TypeVar("Value")
 

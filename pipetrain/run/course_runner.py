@@ -12,16 +12,15 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from pipetrain.compute.functions.stage import Stage
-from pipetrain.compute.gc_pause import gc_paused
-from pipetrain.compute.program.arguments import Settings
+from pipetrain.compute.interpreter import gc_paused
+from pipetrain.compute.program.arguments import ProgramResult, Settings
+from pipetrain.compute.program.clock import ProgramTimes
 from pipetrain.compute.program.function import ProgramFunction, ProgramInputs, traced
-from pipetrain.compute.program.result import ProgramResult
-from pipetrain.run.caller import Caller
 from pipetrain.run.collector import Result, Snapshot
+from pipetrain.run.control import RunSettings
 from pipetrain.run.pipeline import HOST, RESTING
 from pipetrain.run.program_runner import ProgramRunner
-from pipetrain.run.program_times import ProgramTimes
-from pipetrain.run.run_settings import RunSettings
+from pipetrain.run.threads import Caller
 from pipetrain.schemes import policies
 from pipetrain.schemes.course import Course
 from pipetrain.schemes.programs import Program

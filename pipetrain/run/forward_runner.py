@@ -12,13 +12,12 @@ import tensorflow as tf
 
 from pipetrain.compute.cores import is_processor
 from pipetrain.compute.functions.inference import Inference
-from pipetrain.compute.program.arguments import Settings
+from pipetrain.compute.program.arguments import ProgramResult, Settings
 from pipetrain.compute.program.function import ProgramFunction, ProgramInputs
-from pipetrain.compute.program.result import ProgramResult
-from pipetrain.run.caller import Caller
 from pipetrain.run.collector import Result
+from pipetrain.run.control import RunSettings
 from pipetrain.run.program_runner import ProgramRunner
-from pipetrain.run.run_settings import RunSettings
+from pipetrain.run.threads import Caller
 from pipetrain.schemes.table import INFERENCE
 
 

@@ -13,22 +13,19 @@ import numpy as np
 import tensorflow as tf
 
 from pipetrain.compute.cores import is_prompt
-from pipetrain.compute.functions.inference import Replica
+from pipetrain.compute.functions.inference import Replica, trace_stages
 from pipetrain.compute.functions.stage_values import BoundaryTensors
-from pipetrain.compute.functions.tracing import trace_stages
-from pipetrain.compute.optimizer.loss_scaling import LossScale
+from pipetrain.compute.interpreter import let_go, shorten
+from pipetrain.compute.optimizer.gradient_scaling import LossScale
 from pipetrain.run.channels import take
-from pipetrain.run.collector import Result, Snapshot
-from pipetrain.run.lost_worker import LostWorker
-from pipetrain.run.messages import Microbatch, OutputReport, UpdateReport
-from pipetrain.run.run_settings import RunSettings
-from pipetrain.run.running import Running
-from pipetrain.run.switch_interval import let_go, shorten
+from pipetrain.run.collector import Microbatch, OutputReport, Result, Snapshot, UpdateReport
+from pipetrain.run.control import RunSettings
+from pipetrain.run.device_threads import Running
+from pipetrain.run.threads import LostWorker
 from pipetrain.run.transfers import here
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.splitting import microbatch_rows, window
-from pipetrain.trace.recent import Recent
-from pipetrain.trace.records import Spans, Transfers
+from pipetrain.trace.records import Recent, Spans, Transfers
 from pipetrain.trace.trace import Trace
 
 # Where data are read. Rows taken of them on the default device, a GPU, would wait for the stage there.

@@ -12,29 +12,26 @@ from typing import Any
 import tensorflow as tf
 
 from pipetrain.compute.cores import is_processor, is_remote
+from pipetrain.compute.functions.inference import trace_stages
 from pipetrain.compute.functions.stage import Stage
-from pipetrain.compute.functions.tracing import trace_stages
-from pipetrain.compute.gc_pause import gc_paused
-from pipetrain.compute.optimizer.loss_scaling import LossScale
-from pipetrain.compute.program.arguments import Settings
-from pipetrain.compute.program.clock import ahead_s
+from pipetrain.compute.interpreter import gc_paused
+from pipetrain.compute.optimizer.gradient_scaling import LossScale
+from pipetrain.compute.program.arguments import ProgramResult, Settings
+from pipetrain.compute.program.clock import ProgramTimes, ahead_s
 from pipetrain.compute.program.function import ProgramFunction, ProgramInputs, traced, walked
-from pipetrain.compute.program.result import ProgramResult
 from pipetrain.compute.program.stage_trace import StagePlace
 from pipetrain.compute.program.walk import Failed
 from pipetrain.compute.tensorflow_private import is_deterministic
 from pipetrain.run import pipeline
 from pipetrain.run.collector import Result
-from pipetrain.run.control import add_note
+from pipetrain.run.control import RunSettings, add_note
 from pipetrain.run.pipeline import HOST, LOCAL_HOST, Activity
-from pipetrain.run.program_times import ProgramTimes
-from pipetrain.run.run_settings import RunSettings
 from pipetrain.run.stepwise import Stepwise
 from pipetrain.schemes.actions import Action, Op
-from pipetrain.schemes.parts import Parts
 from pipetrain.schemes.policies import FlushPolicy
 from pipetrain.schemes.programs import Program, of_minibatch
 from pipetrain.schemes.scheme import Scheme
+from pipetrain.schemes.splitting import Parts
 from pipetrain.trace.trace import Trace
 
 ACTION = re.compile(r"action_\d+_\d+")  # as TensorFlow names in its errors what has failed

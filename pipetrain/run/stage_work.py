@@ -9,8 +9,8 @@ from typing import Any, ClassVar, cast
 import tensorflow as tf
 
 from pipetrain.compute.functions.inference import Replica
-from pipetrain.compute.functions.penalties import as_mean
 from pipetrain.compute.functions.stage import Stage
+from pipetrain.compute.functions.stage_function import as_mean
 from pipetrain.compute.functions.stage_values import (
     BackwardResult,
     BoundaryTensors,
@@ -19,13 +19,11 @@ from pipetrain.compute.functions.stage_values import (
     Operands,
     SavedForBackward,
 )
-from pipetrain.compute.optimizer.loss_scaling import LossScale
+from pipetrain.compute.optimizer.gradient_scaling import LossScale
 from pipetrain.run.channels import Channels, take
+from pipetrain.run.collector import Microbatch, OutputReport
 from pipetrain.run.control import Control
-from pipetrain.run.messages import Microbatch, OutputReport
-from pipetrain.run.stage_id import StageId
-from pipetrain.run.stage_updates import StageUpdates
-from pipetrain.run.stage_weights import StageWeights
+from pipetrain.run.stage_weights import StageId, StageUpdates, StageWeights
 from pipetrain.schemes.actions import OPERATIONS, Action
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.trace.records import Transfers

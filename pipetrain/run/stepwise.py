@@ -11,14 +11,13 @@ from typing import Any
 import tensorflow as tf
 
 from pipetrain.compute.cores import finish
-from pipetrain.compute.optimizer.loss_scaling import LossScale
+from pipetrain.compute.optimizer.gradient_scaling import LossScale
 from pipetrain.run import pipeline
 from pipetrain.run.collector import Result, Snapshot
-from pipetrain.run.lost_worker import LostWorker
+from pipetrain.run.control import RunSettings
 from pipetrain.run.pipeline import Activity
-from pipetrain.run.run_settings import RunSettings
-from pipetrain.trace.recent import Recent
-from pipetrain.trace.records import Spans, Transfers
+from pipetrain.run.threads import LostWorker
+from pipetrain.trace.records import Recent, Spans, Transfers
 from pipetrain.trace.trace import Trace
 
 

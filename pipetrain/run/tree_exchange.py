@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
 from pipetrain.compute.transfers.coded import Computed, Messages
-from pipetrain.run.mailbox import Closed
-from pipetrain.schemes.coding.coded_reduce import ROOT, Tree
-from pipetrain.schemes.coding.codes import decoding
+from pipetrain.run.transfers import Closed
+from pipetrain.schemes.coded_reduce import ROOT, Tree
+from pipetrain.schemes.gradient_codes import decoding
 
 Value = TypeVar("Value")
 

@@ -22,14 +22,12 @@ from pipetrain.compute.transfers.coded import (
 )
 from pipetrain.run.channels import take
 from pipetrain.run.control import Control
-from pipetrain.run.mailbox import Closed
 from pipetrain.run.pipeline import HOST
-from pipetrain.run.stoppable_thread import StoppableThread
-from pipetrain.run.transfers import here
+from pipetrain.run.threads import StoppableThread
+from pipetrain.run.transfers import Closed, here
 from pipetrain.run.tree_exchange import Delivered, Over, TreeExchange, TreeStep
-from pipetrain.schemes.coding.coded_reduce import ROOT, Allocation, CellsPart, Tree, allocated
-from pipetrain.trace.recent import Recent
-from pipetrain.trace.records import Span, Spans, Transfer, Transfers
+from pipetrain.schemes.coded_reduce import ROOT, Allocation, CellsPart, Tree, allocated
+from pipetrain.trace.records import Recent, Span, Spans, Transfer, Transfers
 
 KEPT_NUMBERS = 64  # of minibatches of different numbers of rows, whose parts' numbers are kept on a device
 

@@ -16,9 +16,9 @@ from itertools import count, islice, takewhile
 from typing import Any, NamedTuple
 
 from pipetrain.schemes.actions import Action
+from pipetrain.schemes.dry_run import UNITS
 from pipetrain.schemes.programs import Program, calls_of, of_minibatch
 from pipetrain.schemes.schedules import Schedule, asynchronous
-from pipetrain.schemes.unit_times import UNITS
 
 
 class _Planned(NamedTuple):

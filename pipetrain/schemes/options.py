@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from numbers import Real
 from typing import Any, ClassVar
 
-from pipetrain.schemes.coding.coded_reduce import Tree, checked_tree
+from pipetrain.schemes.coded_reduce import Tree, checked_tree
 from pipetrain.schemes.grid import Grid, check_grid
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.table import (

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
-from pipetrain.schemes.staleness_corrections import reaches
+from pipetrain.schemes.prediction import reaches
 
 
 class Read(NamedTuple):
@@ -149,7 +149,7 @@ class OneTargetPolicy:
 
     Microbatch m is to read version ``A = (m_F + c*(N-1)) / M`` at every stage, ``m_F = max(0, m - (N-1-k))``: F(m) from
     version ``v_F = floor(m_F/M)``, ``s = A - v_F`` updates ahead; B(m) from version ``i = floor(m/M)``,
-    ``s = max(0, A - i)`` ahead. ``c`` is 1.5 where momentum is stretched, else 1 (``staleness_corrections.reaches``).
+    ``s = max(0, A - i)`` ahead. ``c`` is 1.5 where momentum is stretched, else 1 (``prediction.reaches``).
     Shared weights are predicted from the version that is there to the same A.
 
     ``stretch``: whether momentum is stretched; ``"auto"`` until the optimizer is known, by which it is decided.

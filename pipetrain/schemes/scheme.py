@@ -7,15 +7,15 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from pipetrain.schemes.policies import OneTargetPolicy, Policy, Read, Reader
+from pipetrain.schemes.prediction import stretch
 from pipetrain.schemes.schedules import Schedule
-from pipetrain.schemes.staleness_corrections import stretch
 
 
 class UpdateRule(NamedTuple):
     """What the updates of one stage do in addition to the optimizer's own step.
 
     ``predicts``: the velocity is wanted; ``horizons``: for so many updates ahead (none: for any number); ``fits``: its
-    best multiple is learnt; ``spikes``, ``rescale_steps``, ``stretch``: see ``staleness_corrections``.
+    best multiple is learnt; ``spikes``, ``rescale_steps``, ``stretch``: see ``prediction``.
     """
 
     predicts: bool = False

@@ -10,11 +10,9 @@ from typing import Any
 
 from pipetrain.schemes import policies, schedules
 from pipetrain.schemes.arguments import checked_bool, checked_count
-from pipetrain.schemes.families.interleaved import interleaved, looped_bfs
-from pipetrain.schemes.families.v_shape import V_HALF, V_MIN, ZB_V
-from pipetrain.schemes.families.zero_bubble import ZB_H1, ZB_H2
-from pipetrain.schemes.schedules import Schedule
+from pipetrain.schemes.schedules import Schedule, interleaved, looped_bfs
 from pipetrain.schemes.scheme import Scheme
+from pipetrain.schemes.zero_bubble import V_HALF, V_MIN, ZB_H1, ZB_H2, ZB_V
 
 ASYNCHRONOUS = Schedule(schedules.asynchronous, flushes=False, found=schedules.unflushed)
 GPIPE = Schedule(schedules.gpipe)
@@ -90,7 +88,7 @@ TRANSFERRING: dict[str, Scheme] = {
         (SERVING, "data parallelism, weights on servers"),
     )
 }
-# The same, whose gradients come up a tree that bears workers that are late, see ``coding.coded_reduce``.
+# The same, whose gradients come up a tree that bears workers that are late, see ``schemes.coded_reduce``.
 CODED = "coded-reduce"
 TREES = {
     CODED: Scheme(
@@ -160,10 +158,10 @@ def scheme(
             backward, which reads the same predicted weights; ``fitted``, the paper's with the multiple of the velocity
             that came nearest to the weights actually reached; ``target``, to one version for all stages, see
             ``policies.OneTargetPolicy``. How far ``2bw`` predicts: a number of updates, 0 as published by default.
-        spike_compensation: for asynchronous schemes, see ``staleness_corrections.spike``.
+        spike_compensation: for asynchronous schemes, see ``prediction.spike``.
         rescale_steps: for asynchronous schemes but ``2bw``, the steps over which
-            ``staleness_corrections.rescaled`` fades away.
-        stretch_momentum: whether the horizon ``target`` stretches momentum, see ``staleness_corrections.stretch``;
+            ``prediction.rescaled`` fades away.
+        stretch_momentum: whether the horizon ``target`` stretches momentum, see ``prediction.stretch``;
             ``"auto"``: that of an optimizer that has one which is known.
     """
     check_options(name, horizon, spike_compensation, rescale_steps, stretch_momentum)

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.profile import Profile
 from pipetrain.schemes.arguments import checked_count
-from pipetrain.schemes.coding.coded_reduce import ROOT, Tree, checked_tree
-from pipetrain.schemes.coding.codes import decoding
+from pipetrain.schemes.coded_reduce import ROOT, Tree, checked_tree
+from pipetrain.schemes.gradient_codes import decoding
 from pipetrain.simulation.data_parallel.clock import Processors, SimulatedClock, varying
 from pipetrain.simulation.network import Network, Route
 from pipetrain.trace.records import Span, Transfer, What

@@ -14,7 +14,7 @@ from pipetrain.plan.memory import Training
 from pipetrain.plan.profile import Profile
 from pipetrain.plan.stages import DEFAULT_TRAINING, Partition
 from pipetrain.plan.text_table import text_table
-from pipetrain.schemes.coding.coded_reduce import Tree, widest
+from pipetrain.schemes.coded_reduce import Tree, widest
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.table import (
     CODED,

@@ -9,7 +9,7 @@ from pipetrain.plan.cluster import SHARED_MEMORY, Cluster
 from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import everywhere
 from pipetrain.plan.profile import Profile
-from pipetrain.schemes.coding.coded_reduce import Tree, widest
+from pipetrain.schemes.coded_reduce import Tree, widest
 from pipetrain.schemes.grid import Grid
 from pipetrain.schemes.options import AllReduce, AnyScheme, CodedReduce, ParameterServer, name_of
 from pipetrain.schemes.table import CODED, DATA_PARALLEL, GRID, SERVING, TRANSFERRING

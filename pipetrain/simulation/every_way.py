@@ -7,13 +7,11 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from pipetrain.plan.capacity import NoPlan
 from pipetrain.plan.choice import BASELINE, SAME, Choice, Way, least_slowest_s
 from pipetrain.plan.cluster import Cluster
-from pipetrain.plan.coarse import bounds_of, merged
-from pipetrain.plan.division import divided, undisturbed
+from pipetrain.plan.derived_profile import bounds_of, divided, merged, undisturbed
 from pipetrain.plan.memory import Training
-from pipetrain.plan.partition import DEVICES, checked_training, everywhere, partition, plan
+from pipetrain.plan.partition import DEVICES, NoPlan, checked_training, everywhere, partition, plan
 from pipetrain.plan.profile import Profile
 from pipetrain.plan.roofline import UPDATE_PASSES
 from pipetrain.plan.stages import Partition

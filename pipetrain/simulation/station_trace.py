@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from pipetrain.simulation.journal import SimulationRecord
 from pipetrain.simulation.stations import SimulatedReduction, Station, Wire
-from pipetrain.trace.columns import Names
-from pipetrain.trace.records import Spans, Transfers
+from pipetrain.trace.records import Names, Spans, Transfers
 from pipetrain.trace.trace import Trace
 
 

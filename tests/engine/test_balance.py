@@ -9,8 +9,16 @@ import pytest
 from pipetrain.cli import main as command_line
 from pipetrain.compute.graph.blocks import Chain
 from pipetrain.compute.graph.wide_layers import wide_layers
-from pipetrain.plan.balance import Balance, break_even_rows, choice, data_ratio, least_rows, model_ratio, most_devices
-from pipetrain.plan.layer_shape import LayerShape
+from pipetrain.plan.balance import (
+    Balance,
+    LayerShape,
+    break_even_rows,
+    choice,
+    data_ratio,
+    least_rows,
+    model_ratio,
+    most_devices,
+)
 
 # OverFeat-FAST: the first and the fifth convolution, and the first dense layer.
 C1 = LayerShape("C1", 96, 231 * 231 * 3, 56 * 56 * 96, 96 * 11 * 11 * 3, 11 * 11, 56 * 56, 231 * 231)

@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 from pipetrain.compute.functions.stage import Stage
-from pipetrain.compute.optimizer.clipping import clipped, squared_norm
+from pipetrain.compute.optimizer.gradient_scaling import clipped, squared_norm
 from pipetrain.compute.optimizer.update import Update
 from pipetrain.run.gradient_exchange import GradientExchange
 from pipetrain.schemes.schedules import gpipe, one_forward_one_backward, orders

@@ -20,7 +20,7 @@ import pipetrain
 from pipetrain.compute.cores import OWN_POOLS
 from pipetrain.compute.functions import kernels
 from pipetrain.compute.graph.blocks import Chain
-from pipetrain.compute.profiling import block_functions, compiled_seconds, profiler
+from pipetrain.compute.profiling import block_costs, block_functions, profiler
 from pipetrain.frontend import planner
 from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import plan
@@ -204,7 +204,7 @@ def test_little_work_is_not_profiled_and_not_compiled(ops, monkeypatch):
 
 def measure_all(monkeypatch):
     """Try XLA on the smallest model too, to the end."""
-    monkeypatch.setattr(compiled_seconds, "may_win", lambda *seconds: True)
+    monkeypatch.setattr(block_costs, "may_win", lambda *seconds: True)
     monkeypatch.setattr(profiler, "LITTLE_S", 0.0)
     monkeypatch.setattr(profiler, "is_little", lambda chain, batch_size: False)
 

@@ -11,7 +11,7 @@ import keras
 import pytest
 
 import pipetrain
-from pipetrain.compute import onednn, processor
+from pipetrain.compute import processor
 
 ROOT = Path(__file__).parents[2]
 PROCESSORS = {
@@ -34,8 +34,8 @@ def on(monkeypatch, tmp_path):
     def on(name, loaded=False):
         path = tmp_path / "cpuinfo"
         monkeypatch.setattr(processor, "PATH", described(path, name) if name else path)
-        monkeypatch.delenv(onednn.VARIABLE, raising=False)
-        monkeypatch.setattr(onednn, "_came_late", False)
+        monkeypatch.delenv(processor.VARIABLE, raising=False)
+        monkeypatch.setattr(processor, "_came_late", False)
         if not loaded:
             monkeypatch.delitem(sys.modules, "tensorflow")
 
@@ -47,25 +47,25 @@ def on(monkeypatch, tmp_path):
 )
 def test_it_is_on_where_tensorflow_leaves_fused_multiply_adds_unused(name, value, on):
     on(name)
-    onednn.switch_on()
-    assert os.environ.get(onednn.VARIABLE) == value
-    assert not onednn.left_out()
+    processor.switch_on()
+    assert os.environ.get(processor.VARIABLE) == value
+    assert not processor.left_out()
 
 
 @pytest.mark.parametrize("value", ["0", "1"])
 def test_what_the_user_has_set_stays(value, on, monkeypatch):
     on("fma")
-    monkeypatch.setenv(onednn.VARIABLE, value)
-    onednn.switch_on()
-    assert os.environ[onednn.VARIABLE] == value
+    monkeypatch.setenv(processor.VARIABLE, value)
+    processor.switch_on()
+    assert os.environ[processor.VARIABLE] == value
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize(("name", "said"), [("fma", True), ("fma and vnni", False), ("old", False)])
 def test_too_late_explain_says_so(name, said, on):
     on(name, loaded=True)
-    onednn.switch_on()
-    assert onednn.VARIABLE not in os.environ
+    processor.switch_on()
+    assert processor.VARIABLE not in os.environ
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2), keras.layers.Dense(2)])
     line = "Import pipetrain before tensorflow and keras, or set TF_ENABLE_ONEDNN_OPTS=1."
     assert pipetrain.PipelineModel(model, stages=2, scheme="spectrain").explain(8).endswith(line) == said
@@ -84,9 +84,9 @@ read_text = pathlib.Path.read_text
 cpuinfo = pathlib.Path({str(described(tmp_path / "cpuinfo", "fma"))!r})
 pathlib.Path.read_text = lambda path, **given: read_text(cpuinfo if "cpuinfo" in str(path) else path, **given)
 {"; ".join(f"import {each}" for each in imports)}
-print(os.environ.get("{onednn.VARIABLE}"))
+print(os.environ.get("{processor.VARIABLE}"))
 """
-    environment = {name: text for name, text in os.environ.items() if name != onednn.VARIABLE}
+    environment = {name: text for name, text in os.environ.items() if name != processor.VARIABLE}
     environment["PYTHONPATH"] = str(ROOT)
     run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert run.stdout.split() == [str(value)]

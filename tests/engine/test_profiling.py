@@ -15,16 +15,8 @@ import tensorflow as tf
 
 import pipetrain
 from pipetrain.compute.graph.blocks import Chain
-from pipetrain.compute.profiling import (
-    block_passes,
-    block_seconds,
-    block_timing,
-    loss_timing,
-    profile_cache,
-    profiler,
-    progress,
-    workspace,
-)
+from pipetrain.compute.profiling import block_costs, block_passes, profile_cache, profiler, progress, timing
+from pipetrain.compute.profiling import kinds as block_kinds
 from pipetrain.compute.profiling.kinds import Kinds
 from pipetrain.frontend import planner
 from pipetrain.plan.cluster import SHARED_MEMORY, Cluster, Level
@@ -94,7 +86,7 @@ class Sleeper(L.Layer):
 def test_the_profile_finds_the_sleepers(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(block_passes, "time", clock)
-    monkeypatch.setattr(block_seconds, "others", lambda device: [])  # which would sleep meanwhile
+    monkeypatch.setattr(block_costs, "others", lambda device: [])  # which would sleep meanwhile
     layers = [Sleeper(clock, *each) for each in [(), (0.02,), (), (0, 0.03), ()]]
     model = keras.Sequential([keras.Input((4,)), L.Dense(4), *layers, L.Dense(2)])
     measured = pipetrain.profile(model, batch_size=8, verbose=False, budget_s=None)
@@ -142,9 +134,9 @@ def test_a_profile_of_microbatches_is_measured_with_the_rows_of_one(microbatches
 
     def time_blocks(blocks, *_):
         measured.append([spec.shape[0] for spec in blocks[0].inputs])
-        return block_timing.MeasuredSeconds(np.ones(len(blocks)), 2 * np.ones(len(blocks)), 6.0, 0.0)
+        return timing.MeasuredSeconds(np.ones(len(blocks)), 2 * np.ones(len(blocks)), 6.0, 0.0)
 
-    monkeypatch.setattr(block_seconds, "time_blocks", time_blocks)
+    monkeypatch.setattr(block_costs, "time_blocks", time_blocks)
     monkeypatch.setattr(profiler, "may_be_compiled", lambda *_: False)
     model, rows = networks.mlp(), 7 if microbatches == 3 else 20
     got = pipetrain.profile(model, 20, verbose=False, budget_s=None, microbatches=microbatches)
@@ -233,14 +225,14 @@ def test_a_noisy_machine_is_measured_longer_and_said_so():
     def whole(taken):
         return taken.whole
 
-    steady, timing = block_timing.until_steady(lambda: block_passes.TimedBlocks([0.01], [0.02], 0.03, []), whole)
-    assert timing == pytest.approx((0.06, 0.0))
-    assert len(steady) == block_timing.PASSES
-    noisy, timing = block_timing.until_steady(
+    steady, found = timing.until_steady(lambda: block_passes.TimedBlocks([0.01], [0.02], 0.03, []), whole)
+    assert found == pytest.approx((0.06, 0.0))
+    assert len(steady) == timing.PASSES
+    noisy, found = timing.until_steady(
         lambda: block_passes.TimedBlocks([rng.choice([0.1, 0.3])], [0.0], 0.0, []), whole
     )
-    assert timing.error_s > block_timing.STEADY * timing.median_s
-    assert sum(each.whole for each in noisy) == pytest.approx(block_timing.AT_MOST_S, abs=0.3)
+    assert found.error_s > timing.STEADY * found.median_s
+    assert sum(each.whole for each in noisy) == pytest.approx(timing.AT_MOST_S, abs=0.3)
     profile = Profile("m", 1, (BlockProfile("b", 0.1, 0.1, 0, 0),), spread=0.2)
     assert "(within 20%)" in str(profile)
     assert "too busy" in str(profile)
@@ -299,16 +291,16 @@ def test_the_loss_of_large_outputs_is_measured():
 @pytest.mark.parametrize("remote", [False, True])
 def test_a_loss_is_timed_for_outputs_of_several_kinds(remote, monkeypatch):
     """On a worker by its own clock; numbers of examples, which have no scores, take nothing."""
-    monkeypatch.setattr(loss_timing, "is_remote", lambda device: remote)
+    monkeypatch.setattr(timing, "is_remote", lambda device: remote)
     outputs = [
         tf.TensorSpec([64, 5000], tf.float32),
         tf.TensorSpec([8, 4, 100], tf.bfloat16),
         tf.TensorSpec([], tf.float32),
         tf.TensorSpec([64, 10], tf.int32),
     ]
-    for seconds in loss_timing.time_loss(outputs, "/device:CPU:0", []):
+    for seconds in timing.time_loss(outputs, "/device:CPU:0", []):
         assert 0 < seconds < 10
-    assert loss_timing.time_loss(outputs[1:], "/device:CPU:0", []) == (0.0, 0.0)
+    assert timing.time_loss(outputs[1:], "/device:CPU:0", []) == (0.0, 0.0)
 
 
 def test_a_profile_keeps_and_scales_its_loss():
@@ -367,11 +359,11 @@ def test_a_progress_bar_ends_where_xla_is_not_tried(monkeypatch, capsys):
 
 def test_workspaces_are_measured_on_gpus_as_the_process_uses_them(monkeypatch):
     """Sessions with other logical devices than the process are refused, and their operations put on a CPU."""
-    used = workspace.gpu_options()
-    assert workspace._config().gpu_options == used
+    used = block_kinds.gpu_options()
+    assert block_kinds._config().gpu_options == used
     used.experimental.virtual_devices.add(memory_limit_mb=[64.0, 64.0])
-    monkeypatch.setattr(workspace, "gpu_options", lambda: used)
-    assert workspace._config().gpu_options == used
+    monkeypatch.setattr(block_kinds, "gpu_options", lambda: used)
+    assert block_kinds._config().gpu_options == used
 
 
 @pytest.mark.wide

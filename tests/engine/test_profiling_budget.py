@@ -18,11 +18,11 @@ import pipetrain
 from pipetrain.cli import given as given_options
 from pipetrain.cli import main
 from pipetrain.compute.graph.blocks import Chain
-from pipetrain.compute.graph.input_shapes import checked_shapes
-from pipetrain.compute.profiling import block_seconds, compiled_seconds, profile_cache, profiler, progress
-from pipetrain.compute.profiling.block_timing import MeasuredSeconds, until_steady
+from pipetrain.compute.graph.inputs import checked_shapes
+from pipetrain.compute.profiling import block_costs, profile_cache, profiler, progress
 from pipetrain.compute.profiling.budget import Budget
 from pipetrain.compute.profiling.kinds import Kind, Kinds
+from pipetrain.compute.profiling.timing import MeasuredSeconds, until_steady
 from pipetrain.plan.profile import BlockProfile, Profile, Seconds
 from pipetrain.plan.roofline import USUAL, FittedRoofline, Measured, Product, Work
 
@@ -65,7 +65,7 @@ def profiled(monkeypatch):
         return MeasuredSeconds(each_s, 2 * each_s, 1e-3 * len(blocks), 0.0)
 
     monkeypatch.setattr(Kind, "trace", slow)
-    monkeypatch.setattr(block_seconds, "time_blocks", time_blocks)
+    monkeypatch.setattr(block_costs, "time_blocks", time_blocks)
     monkeypatch.setattr(profiler, "Budget", lambda seconds: Budget(seconds, clock))
 
     def profiled(model, budget_s, rows=4, with_xla=False):
@@ -332,15 +332,15 @@ def test_whatever_was_measured_no_block_takes_no_time(taken, other):
     ],
 )
 def test_xla_may_win_where_a_stage_may(plain_s, compiled_s, expected):
-    assert compiled_seconds.may_win(plain_s, compiled_s) == expected
+    assert block_costs.may_win(plain_s, compiled_s) == expected
 
 
 @pytest.mark.parametrize(("part", "tried"), [(10.0, 2), (1.0, 4), (0.5, 5)])
 def test_xla_is_tried_only_while_it_can_win(part, tried, profiled, monkeypatch):
     """The longest kind first: here blocks take 5%, 36%, 36%, 18%, 5% and 1%, and stages at least 20%."""
-    trial = Mock(side_effect=lambda block, device: compiled_seconds._Trial(object(), part))
-    monkeypatch.setattr(compiled_seconds, "_trial", trial)
-    monkeypatch.setattr(compiled_seconds, "STAGE", 0.2)
+    trial = Mock(side_effect=lambda block, device: block_costs._Trial(object(), part))
+    monkeypatch.setattr(block_costs, "_trial", trial)
+    monkeypatch.setattr(block_costs, "STAGE", 0.2)
     monkeypatch.setattr(profiler, "LITTLE_S", 0.0)
     found, _ = profiled(perceptron(), 13.0, with_xla=True)
     assert not any(block.estimated for block in found.blocks)
@@ -355,9 +355,9 @@ def test_what_cannot_be_compiled_is_in_no_compiled_stage(profiled, monkeypatch):
 
     def trial(block, device):
         name = block.segment.about
-        return compiled_seconds._Trial(None if name == "c" else object(), 1.0 if name == "c" else 0.5)
+        return block_costs._Trial(None if name == "c" else object(), 1.0 if name == "c" else 0.5)
 
-    monkeypatch.setattr(compiled_seconds, "_trial", trial)
+    monkeypatch.setattr(block_costs, "_trial", trial)
     found, _ = profiled(perceptron(), 13.0, with_xla=True)
     assert [block.compiled is None for block in found.blocks] == [False, False, False, True, False, False]
 
@@ -368,6 +368,6 @@ def test_a_block_is_tried_with_either_kernels():
     kinds = Kinds(Chain(model), 4, ((8,),))
     kinds.all[0].trace()
     with tf.device(DEVICE):
-        trial = compiled_seconds._trial(kinds.placed(0), DEVICE)
+        trial = block_costs._trial(kinds.placed(0), DEVICE)
     assert trial.functions.compiled
     assert trial.part > 0

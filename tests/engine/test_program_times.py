@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipetrain.compute.program.clock import Clock, Crossing, Timed
-from pipetrain.run.program_times import ProgramTimes
+from pipetrain.compute.program.clock import Clock, Crossing, ProgramTimes, Timed
 from pipetrain.schemes.actions import Action
 
 

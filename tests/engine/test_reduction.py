@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from pipetrain.compute.transfers.message import Order
-from pipetrain.compute.transfers.reduction import reduced
+from pipetrain.compute.transfers.message import Order, reduced
 from pipetrain.schemes.transfers.plan import Pack, Phase
 
 DEVICES = [f"/job:localhost/replica:0/task:0/device:CPU:{n}" for n in range(3)]

@@ -21,7 +21,7 @@ import pytest
 
 import pipetrain
 from pipetrain.callbacks import Snapshots
-from pipetrain.checkpoint.training_time import TrainingTime
+from pipetrain.checkpoint.state import TrainingTime
 from pipetrain.frontend.runner_fit import EpochMetrics
 from pipetrain.run import pipeline
 from pipetrain.run.pipeline import Activity

@@ -15,7 +15,7 @@ from keras import layers as L
 import pipetrain
 from pipetrain.callbacks import PipelineCheckpoint
 from pipetrain.cli import main as command_line
-from pipetrain.compute.graph.input_shapes import checked_shapes, shapes_of_data, shapes_of_model
+from pipetrain.compute.graph.inputs import checked_shapes, shapes_of_data, shapes_of_model
 from pipetrain.frontend.planner import cached_profile
 
 SCHEMES = [

@@ -16,18 +16,18 @@ import pytest
 
 import pipetrain
 from pipetrain.compute.keras_private import LOOP_METHODS, overridden
-from pipetrain.compute.optimizer import overrides
+from pipetrain.compute.optimizer import clone
 from pipetrain.frontend.keras_methods import ABSENT, COMPILED, DELEGATED, DRAINED, KEPT, OWN, PREDICTING, REPLACED
 
 L = keras.layers
 TABLES = {
     keras.Model: [DELEGATED, DRAINED, COMPILED, OWN, KEPT, ABSENT, PREDICTING, REPLACED],
     keras.optimizers.Optimizer: [
-        overrides.PER_WEIGHT,
-        overrides.WHOLE,
-        overrides.OF_COMPILED,
-        overrides.UNASKED,
-        overrides.NEVER,
+        clone.PER_WEIGHT,
+        clone.WHOLE,
+        clone.OF_COMPILED,
+        clone.UNASKED,
+        clone.NEVER,
     ],
 }
 
@@ -143,20 +143,20 @@ def test_whatever_keras_asks_of_a_layer_a_pipeline_asks_too(scheme):
 @pytest.mark.wide
 @pytest.mark.parametrize("scheme", ["1f1b", "all-reduce", "single"])
 def test_whatever_keras_asks_of_an_optimizer_a_pipeline_asks_too(scheme):
-    left_out = overrides.WHOLE if scheme == "1f1b" else ()
-    names = [name for name in of_keras(keras.optimizers.Adam) if name not in (*overrides.NEVER, *left_out)]
+    left_out = clone.WHOLE if scheme == "1f1b" else ()
+    names = [name for name in of_keras(keras.optimizers.Adam) if name not in (*clone.NEVER, *left_out)]
     asked, asked_of_ours = set(), set()
     used(network(), spied(keras.optimizers.Adam, names, asked)(use_ema=True))
     used(wrapped(network(), scheme), spied(keras.optimizers.Adam, names, asked_of_ours)(use_ema=True))
     assert {"update_step", "learning_rate", "finalize_variable_values"} <= asked <= asked_of_ours
 
 
-@pytest.mark.parametrize("name", overrides.WHOLE)
+@pytest.mark.parametrize("name", clone.WHOLE)
 def test_an_optimizer_that_looks_at_all_gradients_is_refused_where_none_is_given_them(name):
     if name not in dir(keras.optimizers.Optimizer):
         pytest.skip("this version of Keras has none")
     optimizer = spied(keras.optimizers.SGD, [name], set())(0.1)
-    assert overridden(optimizer, overrides.WHOLE) == [name]
+    assert overridden(optimizer, clone.WHOLE) == [name]
     for scheme, servers in (("1f1b", None), ("spectrain", None), ("parameter-server", 2)):
         pm = networks.in_way(network(), scheme=scheme, stages=2, servers=servers)
         with pytest.raises(ValueError, match=f"OwnSGD, whose class overrides {name}. Try"):

@@ -10,7 +10,7 @@ import parameters
 import pytest
 from keras import optimizers
 
-from pipetrain.compute.optimizer.momenta import stretched_settings
+from pipetrain.compute.optimizer.clone import stretched_settings
 from pipetrain.run.stage_work import StageWork
 
 ROWS = 12 * 16

@@ -18,7 +18,7 @@ from pipetrain.compute.profiling import progress
 from pipetrain.frontend import auto
 from pipetrain.frontend.auto import AutoStrategy
 from pipetrain.plan.choice import Choice, Way
-from pipetrain.run import trial
+from pipetrain.run import window
 
 TENSORFLOWS = re.compile(r"\d{4}-\d\d-\d\d .*: [IWEF] |[IWEF]\d{4} |WARNING: All log messages before absl")
 NEAR = [
@@ -41,7 +41,7 @@ def impatient(monkeypatch, tmp_path):
     monkeypatch.setattr(kernels, "PATIENCE_S", 0.0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name in ("WARM_UP_S", "TIMED_S"):
-        monkeypatch.setattr(trial, name, 0.0)
+        monkeypatch.setattr(window, name, 0.0)
     monkeypatch.setattr(auto, "finalists", lambda seconds: [*range(len(seconds))])
     monkeypatch.setattr(AutoStrategy, "choice", lambda self, rows, shapes: Choice(8, NEAR))
 

@@ -17,10 +17,11 @@ import tensorflow as tf
 from networks import fit
 
 import pipetrain
+from pipetrain.compute import interpreter
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.program.stage_trace import StageTrace
-from pipetrain.run import control, stage_work, switch_interval
-from pipetrain.run.run_settings import RunSettings
+from pipetrain.run import control, stage_work
+from pipetrain.run.control import RunSettings
 from pipetrain.schemes.table import SCHEMES as SCHEME_TABLE
 
 ROWS, BATCH = 12 * 16, 16
@@ -170,13 +171,13 @@ def test_pipelines_that_overlap_leave_pythons_switch_interval_as_it_was(ended_fi
     usual_s = sys.getswitchinterval()
     holders = [object(), object()]
     for holder in holders:
-        switch_interval.shorten(holder)
-        switch_interval.shorten(holder)  # started again after an interrupt
-    assert sys.getswitchinterval() == pytest.approx(switch_interval.SHORT_S)
+        interpreter.shorten(holder)
+        interpreter.shorten(holder)  # started again after an interrupt
+    assert sys.getswitchinterval() == pytest.approx(interpreter.SHORT_S)
     for _ in range(2):  # an end that was interrupted comes again
-        switch_interval.let_go(holders[ended_first])
-    assert sys.getswitchinterval() == pytest.approx(switch_interval.SHORT_S)
-    switch_interval.let_go(holders[1 - ended_first])
+        interpreter.let_go(holders[ended_first])
+    assert sys.getswitchinterval() == pytest.approx(interpreter.SHORT_S)
+    interpreter.let_go(holders[1 - ended_first])
     assert sys.getswitchinterval() == pytest.approx(usual_s)
 
 
@@ -213,7 +214,7 @@ def test_models_trained_at_once_leave_pythons_switch_interval_as_it_was(ended_fi
     for thread in threads:
         thread.join()
     assert not errors and [int(each.optimizer.iterations) for each in models] == [3, 3]
-    assert seen_s == pytest.approx([switch_interval.SHORT_S] * 6)
+    assert seen_s == pytest.approx([interpreter.SHORT_S] * 6)
     assert sys.getswitchinterval() == pytest.approx(usual_s)
 
 

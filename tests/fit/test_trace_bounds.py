@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 import pipetrain
 from pipetrain.run import pipeline
 from pipetrain.run.stage_work import StageWork
-from pipetrain.trace import recent
-from pipetrain.trace.recent import Recent
-from pipetrain.trace.records import Span, Spans, Transfers
+from pipetrain.trace import records
+from pipetrain.trace.records import Recent, Span, Spans, Transfers
 
 BATCH, STEPS = 8, 30
 
@@ -31,7 +30,7 @@ def span(n):
 def test_the_newest_records_are_those_of_a_list(appended, count, chunk):
     """One is appended (None), or several at once; more than a quarter more than those kept are never there."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recent, "CHUNK", chunk)
+        patch.setattr(records, "TUPLES", chunk)
         kept, every = Recent(Spans, count), []
         for several in appended:
             new = [span(len(every) + n) for n in range(1 if several is None else several)]
@@ -117,7 +116,7 @@ def test_a_fit_that_never_drains_records_no_more_than_so_many(way, monkeypatch):
     gc.collect()
     monkeypatch.setattr(pipeline, "KEPT_SPANS", 40)
     monkeypatch.setattr("pipetrain.run.coded_runner.KEPT_SPANS", 40)
-    monkeypatch.setattr(recent, "CHUNK", 4)
+    monkeypatch.setattr(records, "TUPLES", 4)
     x, y = networks.data(BATCH * STEPS)
     before = sum(each._packed + len(each._new) for each in gc.get_objects() if isinstance(each, Recent))
     counting, pm = Count(), made(way)

@@ -33,14 +33,14 @@ SCHEMES = [
     ),
     Fault(
         "interleaved-warm-up",
-        "pipetrain/schemes/families/interleaved.py",
+        "pipetrain/schemes/schedules.py",
         "max(map(len, pieces)) + 2 * (devices - 1 - device)",
         "max(map(len, pieces)) + (devices - 1 - device)",
         "Interleaved 1F1B makes as many forwards first as its source says.",
     ),
     Fault(
         "zero-bubble-limit",
-        "pipetrain/schemes/families/whole.py",
+        "pipetrain/schemes/zero_bubble.py",
         "self._held < self._limit",
         "self._held <= self._limit",
         "A device of a zero-bubble schedule holds no more microbatches than its limit.",
@@ -110,7 +110,7 @@ SCHEMES = [
     ),
     Fault(
         "code-of-subtrees",
-        "pipetrain/schemes/coding/coded_reduce.py",
+        "pipetrain/schemes/coded_reduce.py",
         "piece._replace(coefficient=piece.coefficient * tree.code.coefficients[place][part])",
         "piece._replace(coefficient=tree.code.coefficients[place][part])",
         "In a tree of two levels the coefficients of both multiply.",
@@ -183,7 +183,7 @@ PLAN = [
     ),
     Fault(
         "faster-in-microbatches",
-        "pipetrain/plan/division.py",
+        "pipetrain/plan/derived_profile.py",
         "(part if last_s > first_s else min(part, 1.0))",
         "part",
         "What a block gains in microbatches is not carried beyond those that were measured.",
@@ -291,7 +291,7 @@ SIMULATION = [
     ),
     Fault(
         "newest-records",
-        "pipetrain/trace/recent.py",
+        "pipetrain/trace/records.py",
         "joined[np.arange(max(0, len(joined) - self._count), len(joined))]",
         "joined[np.arange(0, min(len(joined), self._count))]",
         "A long training's trace keeps the newest actions.",
@@ -315,7 +315,7 @@ COMPUTE = [
     ),
     Fault(
         "summed-penalty",
-        "pipetrain/compute/functions/penalties.py",
+        "pipetrain/compute/functions/stage_function.py",
         "else (scaled_share, scale)",
         "else (scaled_share, scaled_share)",
         "A layer's own loss that is a sum over rows counts fully for each part of a minibatch.",
@@ -364,28 +364,28 @@ COMPUTE = [
     ),
     Fault(
         "growth-of-the-loss-scale",
-        "pipetrain/compute/optimizer/loss_scaling.py",
+        "pipetrain/compute/optimizer/gradient_scaling.py",
         "if self.finite_steps == self.growth_steps - 1:",
         "if self.finite_steps == self.growth_steps:",
         "A dynamic loss scale is doubled after as many steps as in Keras.",
     ),
     Fault(
         "decay-under-stretched-momentum",
-        "pipetrain/compute/optimizer/momenta.py",
+        "pipetrain/compute/optimizer/clone.py",
         "optimizer.weight_decay / factor",
         "optimizer.weight_decay * factor",
         "Where momentum is stretched, weight decay stays what it is.",
     ),
     Fault(
         "slots-of-replicas",
-        "pipetrain/compute/optimizer/adoption.py",
+        "pipetrain/compute/optimizer/slots.py",
         "for part in parts[1:]:",
         "for part in parts[2:]:",
         "Every replica goes on with what the compiled optimizer has gathered.",
     ),
     Fault(
         "observed-displacement",
-        "pipetrain/compute/optimizer/horizon_fit.py",
+        "pipetrain/compute/optimizer/velocity.py",
         "tf.reduce_sum(tf.cast(variable.value - left, tf.float32) * by) / tf.cast(steps, tf.float32)",
         "tf.reduce_sum(tf.cast(variable.value - left, tf.float32) * by)",
         "The fitted multiple is that of the velocity for one update.",
@@ -441,7 +441,7 @@ COMPUTE = [
     ),
     Fault(
         "bytes-after-a-block",
-        "pipetrain/compute/profiling/block_bytes.py",
+        "pipetrain/compute/profiling/block_costs.py",
         "for value in chain.crossing(index + 1))",
         "for value in chain.crossing(index))",
         "A profile says what crosses a cut after each block.",
@@ -479,14 +479,14 @@ RUN = [
     ),
     Fault(
         "share-of-a-microbatch",
-        "pipetrain/schemes/parts.py",
+        "pipetrain/schemes/splitting.py",
         "return len(self.microbatch(number)) / self.rows if self.rows else 1 / self.microbatches",
         "return 1 / self.microbatches",
         "Microbatches with more rows than others count for as much more.",
     ),
     Fault(
         "penalty-beside-a-sum",
-        "pipetrain/compute/program/result.py",
+        "pipetrain/compute/program/arguments.py",
         "_scaled(each.penalty, each.share.of_minibatch)",
         "_scaled(each.penalty, each.share.of_loss)",
         "Beside a loss that is a sum over rows, regularization still counts once a minibatch.",
@@ -538,7 +538,7 @@ RUN = [
 FRONTEND = [
     Fault(
         "epochs-passed-over",
-        "pipetrain/checkpoint/position.py",
+        "pipetrain/checkpoint/state.py",
         "for _ in range(first_epoch, position.epoch):",
         "for _ in range(first_epoch + 1, position.epoch):",
         "Training that is resumed reads the minibatches in the order that they would have had.",

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from pipetrain.cli.main import main
-from pipetrain.cluster import bandwidth, connection, proxy
+from pipetrain.cluster import bandwidth, connection, server
+from pipetrain.cluster.bandwidth import message_work
 from pipetrain.cluster.connection import connect, described_by
 from pipetrain.cluster.hosts import Hosts, is_loopback, split, task_of_tf_config, with_port
 from pipetrain.cluster.local_workers import LocalWorkers
-from pipetrain.cluster.message_work import message_work
 from pipetrain.plan.cluster import Cluster, Level, Link
 from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import partition
@@ -167,13 +167,13 @@ def test_connect_wants_a_time(timeout_s):
 def test_grpc_has_no_proxy_to_workers(monkeypatch):
     for name in ("no_grpc_proxy", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
-    proxy.without_proxy_to(["10.0.0.1"])
-    assert os.environ[proxy.EXCEPTIONS[0]] == "10.0.0.1"
+    server.without_proxy_to(["10.0.0.1"])
+    assert os.environ[server.EXCEPTIONS[0]] == "10.0.0.1"
     monkeypatch.delenv("no_grpc_proxy")
     monkeypatch.setenv("no_proxy", "example.com, 10.0.0.1,")
     for _ in range(2):
-        proxy.without_proxy_to(["10.0.0.1", "10.0.0.2"])
-    assert os.environ[proxy.EXCEPTIONS[0]] == "example.com,10.0.0.1,10.0.0.2"
+        server.without_proxy_to(["10.0.0.1", "10.0.0.2"])
+    assert os.environ[server.EXCEPTIONS[0]] == "example.com,10.0.0.1,10.0.0.2"
     monkeypatch.delenv("no_grpc_proxy")
 
 
@@ -473,7 +473,7 @@ def test_what_messages_take_of_workers_is_measured():
 import math
 import pipetrain
 from pipetrain.cluster.bandwidth import joined_within_functions
-from pipetrain.cluster.message_work import message_work
+from pipetrain.cluster.bandwidth import message_work
 with pipetrain.LocalWorkers(2) as workers:
     devices = pipetrain.connect(workers.addresses)
     taken = message_work(devices, joined_within_functions(devices))

@@ -23,13 +23,13 @@ import pytest
 import tensorflow as tf
 from transfer_models import noisy
 
-from pipetrain.cluster import health, probe
+from pipetrain.cluster import health, sockets
 from pipetrain.cluster.health import NOTICED_S, HealthMonitor, WorkerLost
 from pipetrain.cluster.sockets import remote_addresses, sever
 from pipetrain.compute.keras_private import global_seed
-from pipetrain.run import lost_worker
-from pipetrain.run.lost_worker import LOST_S, LostWorker
+from pipetrain.run import threads
 from pipetrain.run.stage_work import StageWork
+from pipetrain.run.threads import LOST_S, LostWorker
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).parents[1] / "worker_loss.py"
@@ -41,7 +41,7 @@ RUN_S = 900  # no run here takes nearly so long, not on a busy machine either; o
 @pytest.fixture
 def impatient(monkeypatch):
     """Questions come fast, and answers have to."""
-    for module in (probe, health):
+    for module in (sockets, health):
         monkeypatch.setattr(module, "ASK_S", 0.05)
         monkeypatch.setattr(module, "ANSWER_S", 0.1)
 
@@ -58,9 +58,9 @@ def hanging(monkeypatch):
 def test_missing_workers_are_named_with_the_reason(impatient, hanging):
     with socket.create_server(("127.0.0.1", 0)) as once:
         closed = f"127.0.0.1:{once.getsockname()[1]}"
-    assert probe.missing([closed, hanging]) == {closed: "connection refused", hanging: "no answer"}
-    assert probe.missing([]) == {}
-    assert probe.missing(["no..host:1"]) == {"no..host:1": probe.NO_HOST}
+    assert sockets.missing([closed, hanging]) == {closed: "connection refused", hanging: "no answer"}
+    assert sockets.missing([]) == {}
+    assert sockets.missing(["no..host:1"]) == {"no..host:1": sockets.NO_HOST}
 
 
 def test_a_call_that_waits_for_a_hanging_worker_is_set_free(impatient, hanging):
@@ -93,7 +93,7 @@ def test_a_worker_that_was_started_anew_is_lost_too(impatient, monkeypatch):
     """It answers, but knows nothing of what it was given."""
     addresses = {f"/job:worker/replica:0/task:{n}/device:CPU:0": f"127.0.0.1:{n + 1}" for n in range(2)}
     monkeypatch.setattr(health, "worker_of", addresses.get)
-    for module in (health, probe):
+    for module in (health, sockets):
         monkeypatch.setattr(module, "probed", lambda address, timeout_s: "")
     says = "Unable to find a context_id matching the specified one. From /job:worker/replica:0/task:1"
     stages = {device: [n] for n, device in enumerate(addresses)}
@@ -127,7 +127,7 @@ def test_fit_says_which_worker_was_killed():
     found = lost(signal.SIGKILL)
     assert found["workers"] == [1]
     assert re.search(r"127\.0\.0\.1:\d+, stage 1: connection refused\. .*goes on from the newest", found["message"])
-    assert 1 <= found["refusals"] <= 2 * probe.MISSED  # those of the watch, and when the call had failed
+    assert 1 <= found["refusals"] <= 2 * sockets.MISSED  # those of the watch, and when the call had failed
     assert found["threads"] == [] and found["kept"]
 
 
@@ -143,7 +143,7 @@ def test_calls_after_the_end_of_a_worker_are_not_waited_for(method, scheme, idle
 
 @pytest.mark.wide
 def test_a_thread_whose_call_does_not_return_is_left_when_a_worker_is_lost(monkeypatch):
-    monkeypatch.setattr(lost_worker, "LOST_S", 2.0)  # in which the other threads end
+    monkeypatch.setattr(threads, "LOST_S", 2.0)  # in which the other threads end
     inside.by_threads(monkeypatch)
     waiting, back = threading.Event(), threading.Event()
     perform = StageWork.perform
@@ -179,7 +179,7 @@ def test_a_thread_whose_call_does_not_return_is_left_when_a_worker_is_lost(monke
 
 
 def test_a_call_to_workers_is_left_if_one_is_lost(monkeypatch):
-    monkeypatch.setattr(lost_worker, "LOST_S", 0.3)
+    monkeypatch.setattr(threads, "LOST_S", 0.3)
     lost, back = LostWorker(["/job:worker/replica:0/task:0/device:CPU:0"]), threading.Event()
     assert lost.unless_lost(lambda: 3) == 3
     with pytest.raises(ZeroDivisionError):
@@ -217,7 +217,7 @@ def test_calls_of_another_thread_draw_what_this_one_would(monkeypatch, settings)
         return [*pm.get_weights(), np.array(global_seed())]
 
     expected = trained()
-    monkeypatch.setattr("pipetrain.run.lost_worker.is_remote", lambda device: True)
+    monkeypatch.setattr("pipetrain.run.threads.is_remote", lambda device: True)
     networks.assert_equal(trained(), expected)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import pipetrain
 from pipetrain.plan.cluster import Cluster, Level, Link
 from pipetrain.plan.profile import BlockProfile, Profile
-from pipetrain.schemes.coding.coded_reduce import Tree
+from pipetrain.schemes.coded_reduce import Tree
 from pipetrain.simulation.coded_reduce import simulate_tree
 from pipetrain.simulation.comparison import compare
 from pipetrain.trace.late import late_steps

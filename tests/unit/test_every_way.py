@@ -11,19 +11,17 @@ from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 from parameters import by_default, widely
 
-from pipetrain.plan.capacity import NoPlan
 from pipetrain.plan.choice import BASELINE, MARGIN, Choice, Way
 from pipetrain.plan.cluster import Cluster, Level, Link
-from pipetrain.plan.division import divided
+from pipetrain.plan.derived_profile import divided
 from pipetrain.plan.memory import Training
-from pipetrain.plan.partition import partition
+from pipetrain.plan.partition import NoPlan, partition
 from pipetrain.plan.profile import BlockProfile, Profile, Seconds
-from pipetrain.schemes.dry_run import replay
+from pipetrain.schemes.dry_run import figures, replay
 from pipetrain.schemes.options import AllReduce, CodedReduce, Interleaved, ParameterServer, SpecTrain, scheduled
 from pipetrain.schemes.schedules import orders
 from pipetrain.schemes.table import UNCUT, scheme
 from pipetrain.schemes.text_form import scheme_of, written
-from pipetrain.schemes.unit_times import figures
 from pipetrain.simulation import minibatch
 from pipetrain.simulation.comparison import compare
 from pipetrain.simulation.every_way import ROUNDS, Chooser, PipelineLayout, choose

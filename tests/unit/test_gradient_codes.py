@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipetrain.schemes.coding.coded_reduce import ROOT, Tree, allocated, checked_tree
-from pipetrain.schemes.coding.codes import ERROR, Code, amplification, code, cyclic, decoding, fractional_repetition
+from pipetrain.schemes.coded_reduce import ROOT, Tree, allocated, checked_tree
+from pipetrain.schemes.gradient_codes import ERROR, Code, amplification, code, cyclic, decoding, fractional_repetition
 
 SIZE = 200  # elements of a gradient
 SMALL = (Tree(3, 2, 1), Tree(4, 2, 1), Tree(4, 2, 2), Tree(4, 3, 1))

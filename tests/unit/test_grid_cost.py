@@ -13,13 +13,13 @@ from pipetrain.plan.cluster import Cluster, Level, Link
 from pipetrain.plan.grid_cost import (
     PUBLISHED,
     SENT,
+    GridNetwork,
     best_division,
     best_grid,
     layer_seconds,
     seconds,
     traffic,
 )
-from pipetrain.plan.grid_network import GridNetwork
 from pipetrain.plan.profile import BlockProfile, Profile
 from pipetrain.schemes.grid import Grid
 from pipetrain.simulation.comparison import compare

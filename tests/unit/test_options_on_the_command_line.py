@@ -7,9 +7,8 @@ from dataclasses import MISSING, fields
 
 import pytest
 
-from pipetrain.cli.help_format import Folded, listed
+from pipetrain.cli.arguments import SCHEMES, Folded, add_scheme_options, listed
 from pipetrain.cli.main import main
-from pipetrain.cli.scheme_options import SCHEMES, add_scheme_options
 from pipetrain.schemes.grid import Grid
 from pipetrain.schemes.options import OPTIONS, owners, with_options
 from pipetrain.schemes.table import GRID

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pipetrain.plan.capacity import NoPlan
 from pipetrain.plan.cluster import PCIE_3, SHARED_MEMORY, Cluster, Level, Link, bandwidth_bytes_per_s, size_bytes
 from pipetrain.plan.memory import Training, demand
-from pipetrain.plan.partition import partition, plan
+from pipetrain.plan.partition import NoPlan, partition, plan
 from pipetrain.plan.profile import BlockProfile, Profile, Seconds
 from pipetrain.simulation.every_way import choose
 

@@ -7,10 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipetrain.schemes.actions import OPERATIONS
-from pipetrain.schemes.parts import Parts
 from pipetrain.schemes.programs import of_minibatch
 from pipetrain.schemes.schedules import orders
-from pipetrain.schemes.splitting import rows_of
+from pipetrain.schemes.splitting import Parts, rows_of
 from pipetrain.schemes.table import PIPELINES
 
 SYNCHRONOUS = [name for name, scheme in PIPELINES.items() if scheme.schedule.flushes]

@@ -10,18 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from parameters import by_default
 
-from pipetrain.plan.capacity import NoPlan
 from pipetrain.plan.cluster import Cluster, Level, Link
 from pipetrain.plan.memory import Training
-from pipetrain.plan.partition import partition, plan
+from pipetrain.plan.partition import NoPlan, partition, plan
 from pipetrain.plan.profile import BlockProfile, Profile
-from pipetrain.schemes import dry_run, schedules
+from pipetrain.schemes import dry_run, schedules, zero_bubble
 from pipetrain.schemes.actions import Action
-from pipetrain.schemes.families import interleaved, v_shape, zero_bubble
+from pipetrain.schemes.dry_run import figures
 from pipetrain.schemes.schedules import orders
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.table import PIPELINES, SCHEDULED, check_name, chunked, scheme
-from pipetrain.schemes.unit_times import figures
 from pipetrain.schemes.validation import check
 from pipetrain.simulation.simulator import simulate
 
@@ -148,13 +146,13 @@ def test_the_validator_takes_them(name, devices, microbatches):
 @pytest.mark.parametrize(
     ("module", "schedule", "devices", "microbatches"),
     [
-        (interleaved, PIPELINES["interleaved"].schedule, 2, 4),
-        (interleaved, PIPELINES["looped-bfs"].schedule, 2, 4),
+        (schedules, PIPELINES["interleaved"].schedule, 2, 4),
+        (schedules, PIPELINES["looped-bfs"].schedule, 2, 4),
         (zero_bubble, zero_bubble.ZB_H1, 4, 6),
         (zero_bubble, zero_bubble.ZB_H2, 4, 7),
-        (v_shape, v_shape.ZB_V, 2, 3),
-        (v_shape, v_shape.V_HALF, 2, 3),
-        (v_shape, v_shape.V_MIN, 2, 3),
+        (zero_bubble, zero_bubble.ZB_V, 2, 3),
+        (zero_bubble, zero_bubble.V_HALF, 2, 3),
+        (zero_bubble, zero_bubble.V_MIN, 2, 3),
     ],
 )
 def test_docstrings_show_the_grids(module, schedule, devices, microbatches):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipetrain.schemes import dry_run, prediction, schedules, staleness_corrections
+from pipetrain.schemes import dry_run, prediction, schedules
 from pipetrain.schemes.actions import OPERATIONS, Action
 from pipetrain.schemes.table import SCHEMES, check_name, scheme
 from pipetrain.schemes.weight_versions import WeightVersions
@@ -254,9 +254,9 @@ def test_how_often_weights_are_predicted(chosen, stages, microbatches, expected)
 
 def test_momentum_is_stretched_where_microbatches_are_few():
     """``(1 - mu)`` by 0.2 at eight stages and one microbatch, as ``1.6 / (1 + 7)``."""
-    assert staleness_corrections.stretched(0.9, staleness_corrections.stretch(8, 1)) == pytest.approx(0.98)
-    assert [staleness_corrections.stretch(8, m) for m in (2, 4, 7, 8, 9)] == [1.6 / 4.5, 1.6 / 2.75, 0.8, 1, 1]
-    assert staleness_corrections.stretch(1, 1) == 1
+    assert prediction.stretched(0.9, prediction.stretch(8, 1)) == pytest.approx(0.98)
+    assert [prediction.stretch(8, m) for m in (2, 4, 7, 8, 9)] == [1.6 / 4.5, 1.6 / 2.75, 0.8, 1, 1]
+    assert prediction.stretch(1, 1) == 1
     rules = [scheme("spectrain", "target", stretch_momentum=each).rule(3, 8, 2) for each in ("auto", True, False)]
     assert [rule.stretch for rule in rules] == [1.6 / 4.5, 1.6 / 4.5, 1]
     assert scheme("spectrain").rule(3, 8).stretch == 1
@@ -275,15 +275,15 @@ def test_spikes_move_the_weights_as_far_as_gradients_in_time():
     """A gradient of -1 that comes D steps late: from then on, the sum of updates is that of momentum without delay."""
     for late in range(6):
         in_time = [sum(0.9**j for j in range(n + late)) for n in range(1, 5)]
-        a, b = staleness_corrections.spike(0.9, late)
+        a, b = prediction.spike(0.9, late)
         delayed = [sum(a * 0.9**j for j in range(n)) + b for n in range(1, 5)]
         assert delayed == pytest.approx(in_time, rel=1e-13)
 
 
 def test_rates_are_rescaled_by_staleness_that_fades():
-    assert [staleness_corrections.rescaled(1.0, stale, 0, 10) for stale in range(5)] == [1, 1, 1 / 2, 1 / 3, 1 / 4]
-    assert staleness_corrections.rescaled(1.0, 4, 5, 10) == 1 / 2
-    assert staleness_corrections.rescaled(1.0, 4, 10, 10) == staleness_corrections.rescaled(1.0, 4, 99, 10) == 1
+    assert [prediction.rescaled(1.0, stale, 0, 10) for stale in range(5)] == [1, 1, 1 / 2, 1 / 3, 1 / 4]
+    assert prediction.rescaled(1.0, 4, 5, 10) == 1 / 2
+    assert prediction.rescaled(1.0, 4, 10, 10) == prediction.rescaled(1.0, 4, 99, 10) == 1
 
 
 def test_the_ratio_is_that_of_least_squares():

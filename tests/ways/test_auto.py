@@ -23,14 +23,13 @@ from pipetrain.frontend.auto import AutoStrategy, WayTrial, compared_s, kept
 from pipetrain.frontend.input_data import sample_of
 from pipetrain.plan.choice import MARGIN, Choice, Way, least_slowest_s
 from pipetrain.plan.cluster import Cluster, Level, Link
-from pipetrain.plan.coarse import bounds_of, merged
-from pipetrain.plan.division import undisturbed
-from pipetrain.plan.grid_network import GridNetwork
+from pipetrain.plan.derived_profile import bounds_of, merged, undisturbed
+from pipetrain.plan.grid_cost import GridNetwork
 from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import partition, plan
 from pipetrain.plan.profile import BlockProfile, Profile
-from pipetrain.run import trial
-from pipetrain.run.trial import TrialClock
+from pipetrain.run import window
+from pipetrain.run.window import TrialClock
 from pipetrain.schemes.grid import Grid
 from pipetrain.schemes.options import Interleaved, SpecTrain, name_of
 from pipetrain.simulation.every_way import choose
@@ -269,7 +268,7 @@ def no_trials(tmp_path, monkeypatch):
     """None is kept from before; they are short."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for name in ("WARM_UP_S", "TIMED_S"):
-        monkeypatch.setattr(trial, name, 0.0)
+        monkeypatch.setattr(window, name, 0.0)
 
 
 def near_ways(seconds=(1.0, 1.1, 1.2)):

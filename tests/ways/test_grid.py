@@ -11,8 +11,7 @@ import pytest
 from interrupted import assert_goes_on, assert_keeps_steps
 
 import pipetrain
-from pipetrain.compute.graph.network import network_of
-from pipetrain.compute.graph.wide_layers import wide_layers
+from pipetrain.compute.graph.wide_layers import network_of, wide_layers
 from pipetrain.compute.grid.step import GridStep
 from pipetrain.plan.grid_cost import traffic
 from pipetrain.schemes.grid import Grid

@@ -12,9 +12,9 @@ from transfer_plans import late_plan
 
 import pipetrain
 from pipetrain.frontend import transfer_strategy
-from pipetrain.run import trial
+from pipetrain.run import window
 from pipetrain.run.step_runner import StepRunner
-from pipetrain.run.trial import TIMED, WARM_UP
+from pipetrain.run.window import TIMED, WARM_UP
 from pipetrain.schemes.transfers.orders import ORDERS
 
 DATA = networks.data(60)
@@ -43,7 +43,7 @@ def tried(monkeypatch):
     monkeypatch.setattr(transfer_strategy, "near", lambda setting: every_plan(False, setting))
     monkeypatch.setattr(transfer_strategy, "minibatch_s", minibatch_s)
     for name in ("WARM_UP_S", "TIMED_S"):
-        monkeypatch.setattr(trial, name, 0.0)
+        monkeypatch.setattr(window, name, 0.0)
     return found
 
 

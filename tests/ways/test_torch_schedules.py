@@ -23,11 +23,10 @@ from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import partition
 from pipetrain.plan.profile import BlockProfile, Profile
 from pipetrain.schemes.actions import Action
-from pipetrain.schemes.dry_run import ScheduleError
+from pipetrain.schemes.dry_run import ScheduleError, figures
 from pipetrain.schemes.schedules import orders
 from pipetrain.schemes.table import PIPELINES
 from pipetrain.schemes.text_form import microbatches_of, scheme_of, stages_of
-from pipetrain.schemes.unit_times import figures
 from pipetrain.schemes.validation import check
 from pipetrain.simulation.simulator import simulate
 

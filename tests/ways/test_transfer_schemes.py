@@ -15,12 +15,11 @@ from transfer_plans import late_plan, returned_plan
 
 import models
 import pipetrain
-from pipetrain.compute.transfers import reduction
+from pipetrain.compute.transfers import message
 from pipetrain.compute.transfers.step import TransferStep
 from pipetrain.run import stepwise
-from pipetrain.run.step_runner import StepRunner
+from pipetrain.run.step_runner import StepRunner, WorkerRows
 from pipetrain.run.window import Minibatch, Window
-from pipetrain.run.worker_rows import WorkerRows
 from pipetrain.schemes.transfers.orders import orders
 from pipetrain.schemes.transfers.plan import Pack, Phase, Plan
 from pipetrain.trace.packs import inverted
@@ -102,7 +101,7 @@ def test_gradients_whose_shapes_tensorflow_does_not_know_travel_in_packs(workers
 def test_rows_of_a_word_are_summed_before_they_are_sent_unless_they_are_squared(name, summed, monkeypatch):
     """Adam in Keras squares the rows of an embedding's gradient one by one, as a norm does, and a bound cuts each."""
     x, y = np.random.default_rng(0).integers(1, 20, (24, 6)), DATA[1][:24]
-    sent, send = [], reduction.reduced
+    sent, send = [], message.reduced
 
     def noted(order, made, sinks, like):
         for device, gradients in made:

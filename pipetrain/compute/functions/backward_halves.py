@@ -4,7 +4,7 @@ An operation of the backward's graph that leads to the gradient of one weight an
 of a dense layer's inputs and the gradients of its outputs, a convolution's filter gradient. All others lead to the
 inputs' gradients, or to several weights', and are done first: the chain from layer to layer, and all of a layer whose
 gradients are made in one operation, such as a normalization. A loop over a recurrent layer's turns is done first too,
-but the products of its kernels' gradients come after it, see ``loop_products``, and wait. Nothing is done twice. What
+but the products of its kernels' gradients come after it, see ``weight_products``, and wait. Nothing is done twice. What
 the second half reads of the first one and of the residuals are its *operands*: in a dense layer its inputs and the
 gradients of its outputs.
 """
@@ -16,9 +16,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipetrain.compute.functions.flattening import packer
-from pipetrain.compute.functions.graph_rewrite import inputs_of, only_for, some_of
-from pipetrain.compute.functions.packed import SEPARATE, Packing
+from pipetrain.compute.functions.graph_rewrite import inputs_of, only_for, packer, some_of
+from pipetrain.compute.functions.residuals import SEPARATE, Packing
 
 Gradients = list[Any]
 

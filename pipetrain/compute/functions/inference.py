@@ -1,4 +1,4 @@
-"""A stage for inference: a segment of the model on one device, in inference mode."""
+"""A stage for inference: a segment of the model on one device, in inference mode, and the tracing of all stages."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import tensorflow as tf
 
 from pipetrain.compute.cores import is_prompt
 from pipetrain.compute.functions.kernels import Kernels, calls_python
-from pipetrain.compute.functions.penalties import summed_over_rows, total_penalty
 from pipetrain.compute.functions.split import specs
 from pipetrain.compute.functions.stage import Stage
+from pipetrain.compute.functions.stage_function import summed_over_rows, total_penalty
 from pipetrain.compute.functions.stage_values import BoundaryTensors, Forward
 from pipetrain.compute.functions.state import Division, HeldTensors, State, read_where_it_is
 from pipetrain.compute.functions.weight_binding import Newest, Weights, any_rows
-from pipetrain.compute.functions.weight_group import WeightGroup
+from pipetrain.compute.functions.weight_groups import WeightGroup
 from pipetrain.compute.graph.segment import Segment, assigned_to
 from pipetrain.compute.keras_private import mask_of
 
@@ -171,3 +171,18 @@ class Inference:
 
 
 Replica = Stage | Inference  # what runs a stage's part of a pipeline: in training, and where only forwards run
+
+
+def trace_stages(stages: Sequence[Sequence[Replica]], targets: Any) -> Sequence[Any]:
+    """Trace all stages, the last one for labels and sample weights of these specs; gives the specs of outputs' masks.
+
+    Stages on whose outputs the loss does not depend are traced again with this knowledge.
+    """
+    masks: list[list[Any]] = [[None] * len(stages[0][0].segment.inputs)]
+    for stage in stages:
+        last = stage is stages[-1]
+        masks.append([replica.trace(masks[-1], targets if last else None) for replica in stage][-1])
+    for above, given, below in list(zip(stages, masks, stages[1:], strict=False))[::-1]:
+        for replica in above if below[0].unreached else ():
+            replica.trace(given, None, below[0].unreached)
+    return masks[-1]

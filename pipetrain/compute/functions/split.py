@@ -28,9 +28,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from pipetrain.compute.functions.flattening import packer
-from pipetrain.compute.functions.graph_rewrite import made_when_needed, operations
-from pipetrain.compute.functions.loop_products import once_after_loops
+from pipetrain.compute.functions.graph_rewrite import made_when_needed, operations, packer
+from pipetrain.compute.functions.weight_products import once_after_loops
 from pipetrain.compute.tensorflow_private import body_of, traced_for_xla
 
 Run = Callable[[Sequence[tf.Tensor], Sequence[tf.Tensor], Sequence[tf.Tensor], Any], tuple[Sequence[tf.Tensor], Any]]

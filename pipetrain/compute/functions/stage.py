@@ -12,15 +12,13 @@ import tensorflow as tf
 
 from pipetrain.compute.cores import is_prompt, is_remote
 from pipetrain.compute.functions.backward import Backward, BackwardAdditions, Results, added
-from pipetrain.compute.functions.complete_gradients import CompleteGradients
-from pipetrain.compute.functions.constants import Constants
 from pipetrain.compute.functions.kernels import Kernels, calls_python
-from pipetrain.compute.functions.penalties import penalty_gradient
-from pipetrain.compute.functions.repeat import repeatable
-from pipetrain.compute.functions.stage_function import LossFunction, StageFunction
+from pipetrain.compute.functions.residuals import repeatable
+from pipetrain.compute.functions.stage_function import LossFunction, StageFunction, penalty_gradient
 from pipetrain.compute.functions.stage_values import (
     BackwardResult,
     BoundaryTensors,
+    Constants,
     Forward,
     Inputs,
     Operands,
@@ -28,15 +26,13 @@ from pipetrain.compute.functions.stage_values import (
     Step,
 )
 from pipetrain.compute.functions.state import Division, State
-from pipetrain.compute.functions.update_step import UpdateStep
+from pipetrain.compute.functions.update_step import CompleteGradients, UpdateStep
 from pipetrain.compute.functions.weight_binding import BoundFunction, Newest, OfGroups, Weights
-from pipetrain.compute.functions.weight_group import Shared
-from pipetrain.compute.functions.weight_groups import WeightGroups
+from pipetrain.compute.functions.weight_groups import Shared, WeightGroups
 from pipetrain.compute.graph.segment import Segment
 from pipetrain.compute.keras_private import count_of
-from pipetrain.compute.optimizer.adoption import OptimizerPart
-from pipetrain.compute.optimizer.loss_scaling import is_dynamic, stepping
-from pipetrain.compute.optimizer.slots import Slot
+from pipetrain.compute.optimizer.gradient_scaling import is_dynamic, stepping
+from pipetrain.compute.optimizer.slots import OptimizerPart, Slot
 from pipetrain.compute.tensorflow_private import is_deterministic
 from pipetrain.schemes.scheme import UpdateRule
 

@@ -1,19 +1,156 @@
-"""A Keras model as a chain of blocks: its layer calls in the order they run, and what crosses every cut."""
+"""A Keras model as a chain of blocks: its layer calls in the order they run, and what may cross every cut."""
 
 from __future__ import annotations
 
+import graphlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
+import tensorflow as tf
 
-from pipetrain.compute.graph.calls import RecordedCalls
-from pipetrain.compute.graph.checks import check_crossing_types, check_graph, check_outputs
-from pipetrain.compute.graph.composite import composites
-from pipetrain.compute.graph.grouping import grouped
-from pipetrain.compute.graph.segment import NONE, Call, GlobalDraws, Segment, is_differentiable
-from pipetrain.compute.graph.sharing import with_unread
+from pipetrain.compute.graph.calls import RecordedCalls, is_graph, sorted_topologically
+from pipetrain.compute.graph.segment import NONE, Call, GlobalDraws, Segment, is_composite, is_differentiable
+from pipetrain.compute.graph.sharing import state_variables, with_unread
+from pipetrain.compute.keras_private import history, is_own
+
+# Layers of Keras' own that may make a ragged or sparse tensor without saying so of their outputs.
+UNDECLARED = ("Lambda", "StringLookup", "IntegerLookup", "TextVectorization", "TFSMLayer")
+
+
+def composites(calls: Sequence[Call], symbols: Sequence[Any]) -> dict[int, str]:
+    """The kind, ragged or sparse, of each value that is composite, by the value's number.
+
+    A symbolic tensor's own declaration is not reliable: a layer need not declare it, and some operations declare it
+    wrongly. Therefore all calls that may make such a value are traced: those that declare it, those of layers that are
+    not Keras' own, and those that read a composite value.
+    """
+    known = _of_inputs(calls, symbols)
+    for call in calls:
+        if any(_is_declared(symbols[value]) for value in call.writes) or _may_differ(call, known):
+            made = zip(call.writes, _traced(call, symbols, known), strict=True)
+            known.update((value, spec) for value, spec in made if is_composite(spec))
+    return {value: "sparse" if isinstance(spec, tf.SparseTensorSpec) else "ragged" for value, spec in known.items()}
+
+
+def _of_inputs(calls: Sequence[Call], symbols: Sequence[Any]) -> dict[int, Any]:
+    """The specs of the model's composite inputs, which declare their kind themselves."""
+    made = {value for call in calls for value in call.writes}
+    given = {value: symbols[value] for call in calls for value in call.reads if value not in made}
+    return {value: _spec(symbol) for value, symbol in given.items() if _is_declared(symbol)}
+
+
+def _may_differ(call: Call, known: dict[int, Any]) -> bool:
+    kind = type(call.operation)
+    own = is_own(kind) and kind.__name__ not in UNDECLARED
+    return not own or any(value in known for value in call.reads)
+
+
+def _is_declared(symbol: Any) -> bool:
+    return bool(symbol.sparse or symbol.ragged)
+
+
+def _traced(call: Call, symbols: Sequence[Any], known: dict[int, Any]) -> Iterator[Any]:
+    """The specs of the call's outputs."""
+    reads = list(dict.fromkeys(call.reads))
+    nothing = [False] * len(symbols)
+    segment = Segment([call], reads, call.writes, symbols, nothing[: len(reads)], nothing[: len(call.writes)])
+    given = [known.get(value) or tf.TensorSpec(symbols[value].shape, symbols[value].dtype) for value in reads]
+    with keras.StatelessScope():
+        made = tf.function(segment.values, autograph=False).get_concrete_function(given).structured_outputs
+    return map(tf.type_spec_from_value, made)
+
+
+def _spec(symbol: Any) -> Any:
+    if symbol.sparse:
+        return tf.SparseTensorSpec(symbol.shape, symbol.dtype)
+    return tf.RaggedTensorSpec(symbol.shape, symbol.dtype, symbol.ragged_rank)
+
+
+def check_graph(model: Any) -> None:
+    """Raise TypeError unless the model is Sequential or Functional, ValueError for a Sequential one without shape."""
+    if not isinstance(model, keras.Model):
+        raise TypeError(f"Not a Keras model. Received: model={model!r}. Try a keras.Sequential or Functional model.")
+    if isinstance(model, keras.Sequential) and not model.built:
+        raise ValueError(
+            f"The Sequential {model.name!r} has no input shape yet. Try keras.Input(...) as its first layer."
+        )
+    if not is_graph(model):
+        raise TypeError(
+            f"Cannot see the layers of a subclassed model. Received: model={model.name!r} ({type(model).__name__}). "
+            "Try a Functional model: keras.Model(inputs, outputs). Called on a keras.Input inside one, "
+            f"{type(model).__name__} becomes one block of it, which stays whole."
+        )
+
+
+def check_outputs(model: keras.Model, composite: Sequence[str | None]) -> None:
+    """Raise ValueError for an output that is ragged or sparse; ``composite`` has the kind of each, or None."""
+    for tensor, kind in zip(model.outputs, composite, strict=True):
+        if kind is not None:
+            operation = history(tensor)[0].name
+            raise ValueError(
+                f"An output of a model that is cut must be dense. Received: model={model.name!r}, whose output from "
+                f"{operation!r} is {kind}. Try {'to_tensor()' if kind == 'ragged' else 'tf.sparse.to_dense'} after it."
+            )
+
+
+def check_crossing_types(crossing: Sequence[Any], name: str) -> None:
+    """Raise ValueError for numbers that cross the cut after block ``name`` in a type that has no gradients."""
+    for tensor in crossing:
+        if tf.as_dtype(tensor.dtype).is_floating and not is_differentiable(tensor.dtype):
+            raise ValueError(
+                f"No gradient crosses a cut in the type {tensor.dtype}. Received: a cut after {name!r}, which "
+                f"{tensor.name!r} crosses. Try a cut before or after what works in that type."
+            )
+
+
+def grouped(calls: Sequence[Call], composite: Container[int]) -> list[list[Call]]:
+    """The calls as blocks in running order.
+
+    Calls that share state (BatchNorm's statistics) are in one block with all calls between them, and so are those that
+    make and read a ``composite`` value. Weights may be shared by calls in different blocks.
+    """
+    owner = _DisjointSets(len(calls))
+    users: dict[int, int] = {}
+    makers = {value: index for index, call in enumerate(calls) for value in call.writes}
+    for index, call in enumerate(calls):
+        for variable in state_variables(call.operation):
+            owner.join(users.setdefault(id(variable), index), index)
+        for value in call.reads:
+            if value in makers and value in composite:
+                owner.join(makers[value], index)
+    while True:
+        needs: dict[int, set[int]] = {owner.of(index): set() for index in range(len(calls))}
+        for index, call in enumerate(calls):
+            made_by = {owner.of(makers[value]) for value in call.reads if value in makers}
+            needs[owner.of(index)] |= made_by - {owner.of(index)}
+        try:
+            order = list(sorted_topologically(needs))
+        except graphlib.CycleError as error:  # what runs between two calls of a group belongs to it
+            for member in error.args[1]:
+                owner.join(error.args[1][0], member)
+            continue
+        members: dict[int, list[Call]] = {group: [] for group in order}
+        for index, call in enumerate(calls):
+            members[owner.of(index)].append(call)
+        return list(members.values())
+
+
+class _DisjointSets:
+    """Disjoint sets of the numbers below ``count``, each known by its smallest member."""
+
+    def __init__(self, count: int) -> None:
+        self._parent = list(range(count))
+
+    def of(self, member: int) -> int:
+        while self._parent[member] != member:
+            self._parent[member] = member = self._parent[self._parent[member]]
+        return member
+
+    def join(self, one: int, other: int) -> None:
+        low, high = sorted((self.of(one), self.of(other)))
+        self._parent[high] = low
 
 
 class Block(NamedTuple):

@@ -1,17 +1,31 @@
-"""The layer calls of a model, as Keras recorded them."""
+"""The layer calls of a model, as Keras recorded them, in a topological order."""
 
 from __future__ import annotations
 
+import graphlib
+import heapq
 from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any
 
 import keras
 
-from pipetrain.compute.graph.input_order import in_order
+from pipetrain.compute.graph.inputs import in_order
 from pipetrain.compute.graph.segment import Call
-from pipetrain.compute.graph.topological_order import sorted_topologically
 from pipetrain.compute.keras_private import call_node, history, keeps_call
+
+
+def sorted_topologically(needs: dict[Any, set[Any]]) -> Iterator[Any]:
+    """The keys, each after those it needs, the smallest possible one first. Raises graphlib.CycleError."""
+    sorter = graphlib.TopologicalSorter(needs)
+    sorter.prepare()
+    ready: list[Any] = []
+    while sorter.is_active():
+        for key in sorter.get_ready():
+            heapq.heappush(ready, key)
+        key = heapq.heappop(ready)
+        yield key
+        sorter.done(key)
 
 
 class RecordedCalls:

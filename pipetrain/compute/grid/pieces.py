@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from pipetrain.compute.functions.flattening import unpacker
-from pipetrain.compute.functions.graph_rewrite import sharing_constants
+from pipetrain.compute.functions.graph_rewrite import sharing_constants, unpacker
 from pipetrain.compute.functions.kernels import Kernels
 from pipetrain.compute.functions.split import SplitFunction
 from pipetrain.compute.functions.stage_function import LossFunction, StageFunction
@@ -18,7 +17,7 @@ from pipetrain.compute.functions.state import Division, State
 from pipetrain.compute.graph.blocks import Chain
 from pipetrain.compute.graph.segment import Segment
 from pipetrain.compute.graph.wide_layers import WideLayer
-from pipetrain.compute.transfers.placing import placed
+from pipetrain.compute.transfers.weights import placed
 
 Masks = dict[int, Any]  # by value, where there is one
 

@@ -14,9 +14,7 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
-from pipetrain.compute.transfers.message import sent
-from pipetrain.compute.transfers.record import Record
-from pipetrain.compute.transfers.reduction import in_order
+from pipetrain.compute.transfers.message import Record, in_order, sent
 
 Layout = Literal["rows", "channels"]
 Parts = list[Any]  # of each device of the group, None for one that has none

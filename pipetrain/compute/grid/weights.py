@@ -13,14 +13,12 @@ from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.functions.stage_function import LossFunction
 from pipetrain.compute.functions.stage_values import BoundaryTensors
 from pipetrain.compute.functions.state import Division
-from pipetrain.compute.functions.weight_group import WeightGroup
+from pipetrain.compute.functions.weight_groups import WeightGroup
 from pipetrain.compute.graph.blocks import Chain
 from pipetrain.compute.graph.wide_layers import WideLayer
 from pipetrain.compute.grid.pieces import Masks, pieces_of
-from pipetrain.compute.optimizer.clipping import squared_norm
-from pipetrain.compute.optimizer.loss_scaling import SCALE, stepping
-from pipetrain.compute.transfers.message import sent
-from pipetrain.compute.transfers.reduction import Gradients
+from pipetrain.compute.optimizer.gradient_scaling import SCALE, squared_norm, stepping
+from pipetrain.compute.transfers.message import Gradients, sent
 from pipetrain.compute.transfers.weights import likes
 from pipetrain.schemes.grid import Grid
 

@@ -9,13 +9,9 @@ import keras
 import tensorflow as tf
 
 from pipetrain.compute.keras_private import averages_of, count_of, decay_of, rate_of
-from pipetrain.compute.optimizer.clone import clone
-from pipetrain.compute.optimizer.horizon_fit import HorizonFit
-from pipetrain.compute.optimizer.overrides import whole_step
-from pipetrain.compute.optimizer.rates import Rescaled
+from pipetrain.compute.optimizer.clone import Rescaled, SpikeCompensated, clone, whole_step
 from pipetrain.compute.optimizer.slots import Slot, slots
-from pipetrain.compute.optimizer.spikes import SpikeCompensated
-from pipetrain.compute.optimizer.velocity import Velocity, is_adam, velocity_of
+from pipetrain.compute.optimizer.velocity import HorizonFit, Velocity, is_adam, velocity_of
 from pipetrain.schemes.prediction import decayed, predict
 from pipetrain.schemes.scheme import UpdateRule
 

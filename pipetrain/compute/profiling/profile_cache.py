@@ -12,15 +12,25 @@ from pathlib import Path
 import tensorflow as tf
 
 from pipetrain.compute.graph.blocks import Chain
-from pipetrain.compute.graph.input_shapes import Shapes
-from pipetrain.compute.graph.network import network_of
+from pipetrain.compute.graph.inputs import Shapes
+from pipetrain.compute.graph.wide_layers import network_of
+from pipetrain.compute.processor import described
 from pipetrain.compute.profiling.budget import BUDGET_S, checked_budget
 from pipetrain.compute.profiling.cache_folder import folder
-from pipetrain.compute.profiling.conditions import conditions
 from pipetrain.compute.profiling.kinds import cost_key
 from pipetrain.compute.profiling.operation_count import LITTLE_S
 from pipetrain.compute.profiling.profiler import may_be_compiled, profile_chain
+from pipetrain.compute.tensorflow_private import is_deterministic
 from pipetrain.plan.profile import NOISY, Profile
+
+CHOOSING = ("TF_CUDNN_", "TF_DISABLE_", "TF_ENABLE_", "TF_XLA_", "XLA_", "ONEDNN_", "DNNL_")  # variables' first letters
+
+
+def conditions() -> tuple[str, ...]:
+    """The processor with its instruction sets, and the settings that switch kernels on or off."""
+    chosen = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(CHOOSING))
+    return platform.machine(), *described(), *chosen, f"deterministic={is_deterministic()}"
+
 
 FORMAT = 13  # of what is kept; profiles of other formats are measured anew
 

@@ -11,17 +11,15 @@ import tensorflow as tf
 
 from pipetrain.compute.cores import full_name, has_pool
 from pipetrain.compute.graph.blocks import Chain
-from pipetrain.compute.graph.input_shapes import Shapes, checked_shapes
-from pipetrain.compute.graph.network import network_of
+from pipetrain.compute.graph.inputs import Shapes, checked_shapes
+from pipetrain.compute.graph.wide_layers import network_of
 from pipetrain.compute.keras_private import supports_xla
-from pipetrain.compute.profiling.block_bytes import block_bytes
-from pipetrain.compute.profiling.block_seconds import TIMING, others, timed
+from pipetrain.compute.profiling.block_costs import TIMING, block_bytes, others, timed, with_compiled
 from pipetrain.compute.profiling.budget import BUDGET_S, Budget, checked_budget
-from pipetrain.compute.profiling.compiled_seconds import with_compiled
 from pipetrain.compute.profiling.kinds import Kinds
-from pipetrain.compute.profiling.loss_timing import time_loss
 from pipetrain.compute.profiling.operation_count import LITTLE_S, is_little
 from pipetrain.compute.profiling.progress import Progress
+from pipetrain.compute.profiling.timing import time_loss
 from pipetrain.plan.profile import Profile
 from pipetrain.schemes.arguments import checked_count
 from pipetrain.schemes.splitting import microbatch_rows

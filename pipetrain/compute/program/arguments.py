@@ -1,18 +1,71 @@
-"""What a program's function is given: a minibatch, of which replicas have parts, and numbers of the parts' rows."""
+"""What a program's function is given of a minibatch and its rows, and what it gives of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from pipetrain.compute.cores import is_prompt, is_remote
 from pipetrain.compute.functions.stage import Stage
-from pipetrain.compute.program.numbers import Numbers
-from pipetrain.compute.program.stage_trace import Share
-from pipetrain.schemes.parts import Parts, RowsPiece
+from pipetrain.compute.functions.stage_values import BoundaryTensors
+from pipetrain.compute.program.stage_trace import Output, Share
 from pipetrain.schemes.programs import Program
+from pipetrain.schemes.splitting import Parts, RowsPiece
+
+KEPT = 8  # calls whose tensors are kept, by their minibatches' rows: most data have two numbers of them
+
+
+class Numbers(NamedTuple):
+    """One array of numbers on a device: its type and size, and what it is for a minibatch's parts and loss scale.
+
+    ``minibatch`` is the number of that minibatch.
+    """
+
+    minibatch: int
+    device: str
+    dtype: tf.DType
+    size: int
+    of: Callable[[Parts, float], list[Any]]
+
+    @property
+    def spec(self) -> tf.TensorSpec:
+        """Of the argument."""
+        return tf.TensorSpec([self.size], self.dtype)
+
+
+class NumberArguments:
+    """The arrays that a function is given, made for each number of rows and kept on their devices.
+
+    Args:
+        numbers: the arrays.
+        microbatches: of a minibatch.
+    """
+
+    def __init__(self, numbers: list[Numbers], microbatches: int) -> None:
+        self._numbers, self._microbatches = numbers, microbatches
+        self._made: dict[Any, list[tf.Tensor]] = {}
+
+    def __call__(self, rows: Mapping[int, int], scale: float) -> list[tf.Tensor]:
+        """For minibatches of so many rows, by their numbers, whose loss is multiplied by the scale."""
+        if not self._numbers:
+            return []
+        key = tuple(rows.values()), scale
+        made = self._made.get(key)
+        if made is None:  # several threads may make them
+            if len(self._made) >= KEPT:
+                self._made.clear()
+            parts = {number: Parts(each, self._microbatches) for number, each in rows.items()}
+            self._made[key] = made = [_array(each, parts[each.minibatch], scale) for each in self._numbers]
+        return made
+
+
+def _array(numbers: Numbers, parts: Parts, scale: float) -> tf.Tensor:
+    with tf.device(numbers.device):
+        return tf.constant(np.array(numbers.of(parts, scale), numbers.dtype.as_numpy_dtype))
+
 
 FIRST, LAST = 0, -1  # the ends of a pipeline: inputs go in at the first stage, labels and sample weights at the last
 
@@ -224,3 +277,53 @@ def _cuts(wanted: Sequence[tuple[int, int, int]], senders: int, receivers: int) 
         return found
 
     return of
+
+
+class MinibatchResult(NamedTuple):
+    """A minibatch's loss, a number or one for every row, and the model's outputs, on this process's device."""
+
+    loss: tf.Tensor
+    predictions: BoundaryTensors
+
+
+class ProgramResult(NamedTuple):
+    """What comes of some minibatches, and what the next function of a course goes on with.
+
+    ``finite`` says whether all gradients were, where steps with others are skipped. ``times`` are times of day, see
+    ``Clock``, which notes ``sizes``, too. ``snapshots`` are weights and state, by minibatch and stage.
+    """
+
+    minibatches: list[MinibatchResult]
+    finite: tf.Tensor | None
+    times: tf.Tensor | None
+    sizes: tf.Tensor | None
+    snapshots: list[Any]
+    held: list[tf.Tensor]
+
+
+def joined_loss(outputs: Sequence[Output]) -> tf.Tensor:
+    """A minibatch's loss from those of its parts: ``sum(share of the loss * loss + share of the rows * penalty)``.
+
+    Losses of single rows are concatenated, each with the penalty added.
+    """
+    terms = [_scaled(each.loss, each.share.of_loss) for each in outputs]
+    added = [_scaled(each.penalty, each.share.of_minibatch) for each in outputs if each.penalty is not None]
+    if terms[0].shape.rank:
+        return sum(added, start=tf.concat(terms, axis=0))
+    terms += added
+    return terms[0] if len(terms) == 1 else tf.add_n(terms)
+
+
+def _scaled(value: tf.Tensor, factor: Any) -> tf.Tensor:
+    value = tf.cast(value, tf.float32)
+    return value if isinstance(factor, float) and factor == 1.0 else value * factor
+
+
+def joined_predictions(parts: Sequence[BoundaryTensors]) -> BoundaryTensors:
+    """The rows of all parts one after another."""
+    tensors, masks = (zip(*each, strict=True) for each in zip(*parts, strict=True))
+    return BoundaryTensors([_whole(rows) for rows in tensors], [_whole(rows) for rows in masks])
+
+
+def _whole(rows: Sequence[Any]) -> Any:
+    return rows[0] if len(rows) == 1 or rows[0] is None else tf.concat(rows, 0)

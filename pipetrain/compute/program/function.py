@@ -13,12 +13,10 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from pipetrain.compute.cores import is_remote
-from pipetrain.compute.functions.flattening import packer, unpacker
+from pipetrain.compute.functions.graph_rewrite import packer, unpacker
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.functions.weight_binding import any_rows
-from pipetrain.compute.program.arguments import FIRST, LAST, Arguments, Settings
-from pipetrain.compute.program.numbers import NumberArguments
-from pipetrain.compute.program.result import ProgramResult
+from pipetrain.compute.program.arguments import FIRST, LAST, Arguments, NumberArguments, ProgramResult, Settings
 from pipetrain.compute.program.walk import Failed, Walk
 from pipetrain.compute.tensorflow_private import UNORDERED, call_of
 from pipetrain.schemes.programs import Program

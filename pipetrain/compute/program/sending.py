@@ -11,7 +11,7 @@ from pipetrain.compute.cores import is_prompt
 from pipetrain.compute.program.arguments import Arguments, Settings
 from pipetrain.compute.program.clock import Clock, Crossing
 from pipetrain.compute.program.stage_trace import ForwardMessage, StagePlace
-from pipetrain.schemes.parts import RowsPiece
+from pipetrain.schemes.splitting import RowsPiece
 from pipetrain.trace.records import What
 
 

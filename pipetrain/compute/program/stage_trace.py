@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, cast
 
 import tensorflow as tf
 
-from pipetrain.compute.functions.penalties import as_mean
 from pipetrain.compute.functions.stage import Stage
+from pipetrain.compute.functions.stage_function import as_mean
 from pipetrain.compute.functions.stage_values import (
     BackwardResult,
     BoundaryTensors,

@@ -11,7 +11,7 @@ import tensorflow as tf
 from pipetrain.compute.functions.backward import over_stages
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.functions.stage_values import Step
-from pipetrain.compute.functions.weight_group import WeightGroup
+from pipetrain.compute.functions.weight_groups import WeightGroup
 from pipetrain.compute.program.clock import Clock, Crossing
 from pipetrain.compute.program.stage_trace import StageTrace
 from pipetrain.schemes.splitting import reduction_bytes, shared_out

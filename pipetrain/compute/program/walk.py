@@ -12,10 +12,18 @@ import tensorflow as tf
 
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.functions.stage_values import BoundaryTensors
-from pipetrain.compute.program.arguments import FIRST, LAST, Arguments, Settings
+from pipetrain.compute.program.arguments import (
+    FIRST,
+    LAST,
+    Arguments,
+    MinibatchResult,
+    ProgramResult,
+    Settings,
+    joined_loss,
+    joined_predictions,
+)
 from pipetrain.compute.program.clock import Clock, Timed
 from pipetrain.compute.program.late_sums import LateSums
-from pipetrain.compute.program.result import MinibatchResult, ProgramResult, joined_loss, joined_predictions
 from pipetrain.compute.program.sending import Sending
 from pipetrain.compute.program.stage_trace import ForwardMessage, HeldStage, StagePlace, StageTrace
 from pipetrain.compute.program.sums import Sums

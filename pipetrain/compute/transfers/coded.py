@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from pipetrain.compute.functions.flattening import unpacker
-from pipetrain.compute.functions.graph_rewrite import sharing_constants
+from pipetrain.compute.functions.graph_rewrite import sharing_constants, unpacker
 from pipetrain.compute.functions.kernels import direct
 from pipetrain.compute.functions.split import specs
 from pipetrain.compute.functions.stage_values import BoundaryTensors

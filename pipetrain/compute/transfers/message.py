@@ -1,15 +1,90 @@
-"""Packs of a plan as messages, and messages on their way between devices, all within one traced function."""
+"""Packs of a plan as messages on their way between devices, their times, and sums of them, in one traced function.
+
+Sums are added in the order of the devices, whatever arrives first and however it was packed: all orders of transfers
+give bitwise equal sums.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import tensorflow as tf
 
-from pipetrain.compute.transfers.record import Record, What
+from pipetrain.compute.functions.backward import added
 from pipetrain.schemes.splitting import rows_of
 from pipetrain.schemes.transfers.plan import Pack, Phase
+
+What = Literal["pull", "push", "late", "return", "gather", "scatter"]
+
+
+class RecordedMessage(NamedTuple):
+    """A part of a pack of a phase, sent from one device to another, with its bytes."""
+
+    kind: What
+    pack: int
+    source: str
+    sink: str
+    size_bytes: int | None
+
+
+class Record:
+    """Collects times of day while a function is traced; its results are then returned by the function.
+
+    ``messages`` are in the order in which they were added; each has two times, that of its leaving its source and that
+    of its arrival.
+    """
+
+    def __init__(self) -> None:
+        self.messages: list[RecordedMessage] = []
+        self._times: list[tuple[tf.Tensor, tf.Tensor]] = []
+
+    def add(self, kind: What, pack: int, source: str, sink: str, there: tf.Tensor) -> tf.Tensor:
+        """A message has arrived as this tensor, a copy of the one that left; gives the time of that."""
+        (leaving,) = there.op.inputs
+        count = leaving.shape.num_elements()
+        size_bytes = None if count is None else count * leaving.dtype.size
+        self.messages.append(RecordedMessage(kind, pack, source, sink, size_bytes))
+        number = len(self.messages)
+        self._times.append((_time(source, leaving, 2 * number), _time(sink, there, 2 * number + 1)))
+        return self._times[-1][1]
+
+    def times(self, host: str) -> tf.Tensor:
+        """The times of day of all messages, of shape (messages, 2), on this process's device."""
+        by_device: dict[str, list[tuple[int, tf.Tensor]]] = {}
+        for n, (message, pair) in enumerate(zip(self.messages, self._times, strict=True)):
+            for side, (device, time) in enumerate(zip((message.source, message.sink), pair, strict=True)):
+                by_device.setdefault(device, []).append((2 * n + side, time))
+        stacked, places = [], list[int]()
+        for device, times in by_device.items():  # one message from each device
+            with tf.device(device):
+                stacked.append(tf.stack([time for _, time in times]))
+            places += [place for place, _ in times]
+        with tf.device(host):
+            if not stacked:
+                return tf.zeros([0, 2], tf.float64)
+            joined = tf.concat([tf.identity(each) for each in stacked], 0)
+            order: Sequence[Any] = sorted(range(len(places)), key=lambda n: places[n])
+            return tf.reshape(tf.gather(joined, order), [-1, 2])
+
+
+def _time(device: str, tensor: tf.Tensor, number: int) -> tf.Tensor:
+    """The time of day when the tensor was there, on its device.
+
+    In a call that TensorFlow takes for one without side effects: it would let each time wait for the one before. The
+    number, another for each call, keeps it from making one of them.
+    """
+    with tf.device(device), tf.control_dependencies([tensor.op]):
+        (time,) = tf.raw_ops.PartitionedCall(args=[tf.constant(number)], Tout=[tf.float64], f=_clock())
+    return time
+
+
+def _clock() -> Any:
+    def now(number: tf.Tensor) -> tf.Tensor:
+        with tf.control_dependencies([number]):
+            return tf.timestamp()
+
+    return tf.function(now, autograph=False).get_concrete_function(tf.TensorSpec([], tf.int32))
 
 
 class MessageLayout:
@@ -143,3 +218,98 @@ def shaped(values: tf.Tensor, shape: tf.TensorShape) -> tf.Tensor:
 
 def _elements(spec: tf.TensorSpec) -> int:
     return int(spec.shape.num_elements())
+
+
+Gradients = Mapping[int, Any]  # by the variables' numbers; rows of an embedding are IndexedSlices
+
+
+def reduced(order: Order, made: Sequence[tuple[str, Gradients]], sinks: Sequence[str], like: Gradients) -> list[Any]:
+    """The sums of a phase's gradients on each of the ``sinks``, by the variables' numbers, pack after pack.
+
+    Args:
+        order: in which the phase's packs are sent.
+        made: of each device that has rows, its name and its gradients.
+        sinks: the devices that need the sums.
+        like: the specs of the gradients; those that are not there are not sent.
+    """
+    found = [Received(like) for _ in sinks]
+    for pack in order.packs():
+        present = [n for n in pack.variables if n in like]
+        dense = [n for n in present if not isinstance(like[n], tf.IndexedSlices)]
+        if dense:
+            layout = MessageLayout(pack._replace(variables=tuple(dense)), like)
+            messages = [_at(device, layout.messages, gradients) for device, gradients in made]
+            for place, sums in enumerate(_summed(order, messages, [device for device, _ in made], sinks)):
+                values = _at(sinks[place], layout.values, sums)
+                _at(sinks[place], found[place].add, pack, values)  # chunks are put together there
+        for n in (n for n in present if n not in dense):
+            for place, sink in enumerate(sinks):
+                found[place].add(Pack((n,), 0), {n: _rows(order, [(at, each[n]) for at, each in made], sink, like[n])})
+    return [each.values for each in found]
+
+
+def _at(device: str, function: Any, *arguments: Any) -> Any:
+    with tf.device(device):
+        return function(*arguments)
+
+
+def _summed(
+    order: Order, messages: Sequence[list[tf.Tensor]], sources: Sequence[str], sinks: Sequence[str]
+) -> list[list[tf.Tensor]]:
+    """On each sink the sums of the sources' messages, of which there is one for each type."""
+    reduce = _scattered if len(sinks) > 2 and len(sources) > 2 else _direct
+    sums = [reduce(order, each, sources, sinks) for each in zip(*messages, strict=True)]
+    return [list(each) for each in zip(*sums, strict=True)]
+
+
+def _direct(
+    order: Order, messages: Sequence[tf.Tensor], sources: Sequence[str], sinks: Sequence[str]
+) -> list[tf.Tensor]:
+    """Every source sends all to every sink, which adds: as many bytes as need be, to one sink or between two."""
+    sums = []
+    for sink in sinks:
+        there = [order.send(each, source, sink) for each, source in zip(messages, sources, strict=True)]
+        with tf.device(sink):
+            sums.append(in_order(there))
+    return sums
+
+
+def in_order(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Their sum, added one after another."""
+    total = tensors[0]
+    for each in tensors[1:]:  # what is between keeps TensorFlow from adding all at once, in an order of its own
+        total = tf.raw_ops.Snapshot(input=total + each)
+    return total
+
+
+def _scattered(
+    order: Order, messages: Sequence[tf.Tensor], sources: Sequence[str], sinks: Sequence[str]
+) -> list[tf.Tensor]:
+    """Reduce-scatter and gather: each of r sources adds an r-th and sends it to all, ``2 (r-1)/r`` of the bytes."""
+    shape, count = messages[0].shape, len(sources)
+    values = [_at(source, flat, each) for source, each in zip(sources, messages, strict=True)]
+    parts: list[list[tf.Tensor]] = [[] for _ in sinks]
+    for part, owner in enumerate(sources):
+        rows = rows_of(int(shape.num_elements()), part, count)
+        if not rows:
+            continue
+        slices = [_at(at, tf.slice, each, [rows.start], [len(rows)]) for each, at in zip(values, sources, strict=True)]
+        (total,) = _direct(order, slices, sources, [owner])
+        for place, sink in enumerate(sinks):
+            parts[place].append(order.send(total, owner, sink, waits=False))
+    return [_at(sink, _joined, each, shape) for sink, each in zip(sinks, parts, strict=True)]
+
+
+def _joined(parts: Sequence[tf.Tensor], shape: tf.TensorShape) -> tf.Tensor:
+    return shaped(tf.concat(parts, 0), shape)
+
+
+def _rows(order: Order, made: Sequence[tuple[str, Any]], sink: str, like: tf.IndexedSlices) -> tf.IndexedSlices:
+    """An embedding's gradient on a sink: the rows of all sources, as the whole minibatch would give them."""
+    total = None
+    for device, rows in made:
+        there = [order.send(each, device, sink) for each in tf.nest.flatten(rows, expand_composites=True)]
+        with tf.device(sink):
+            mine = tf.IndexedSlices(*there)
+            total = mine if total is None else added([total], [mine], [like])[0]
+    return total

@@ -13,17 +13,21 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from pipetrain.compute.functions.flattening import unpacker
-from pipetrain.compute.functions.graph_rewrite import sharing_constants
+from pipetrain.compute.functions.graph_rewrite import sharing_constants, unpacker
 from pipetrain.compute.functions.split import size_bytes, specs
 from pipetrain.compute.functions.stage_values import BoundaryTensors, without_rows
-from pipetrain.compute.functions.weight_group import WeightGroup
-from pipetrain.compute.transfers.message import MessageLayout, Order, Received, sent
-from pipetrain.compute.transfers.placing import placed
-from pipetrain.compute.transfers.record import Record, RecordedMessage, What
-from pipetrain.compute.transfers.reduction import reduced
-from pipetrain.compute.transfers.weights import Made, Shares, Weights
-from pipetrain.compute.transfers.worker import Worker
+from pipetrain.compute.functions.weight_groups import WeightGroup
+from pipetrain.compute.transfers.message import (
+    MessageLayout,
+    Order,
+    Received,
+    Record,
+    RecordedMessage,
+    What,
+    reduced,
+    sent,
+)
+from pipetrain.compute.transfers.weights import Made, Shares, Weights, Worker, placed
 from pipetrain.schemes.transfers.plan import Phase, Plan
 
 

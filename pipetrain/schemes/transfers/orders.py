@@ -1,4 +1,4 @@
-"""The table of orders of transfers by their names."""
+"""The table of orders of transfers by their names, and the plans that need no measurement."""
 
 from __future__ import annotations
 
@@ -7,17 +7,43 @@ from typing import Any
 
 from pipetrain.schemes.arguments import checked_count
 from pipetrain.schemes.table import SERVING, TRANSFERRING
-from pipetrain.schemes.transfers import caramel, ibatch, layerwise, tictac
-from pipetrain.schemes.transfers.plan import Plan
-from pipetrain.schemes.transfers.workload import Workload
+from pipetrain.schemes.transfers import caramel, ibatch, tictac
+from pipetrain.schemes.transfers.plan import Phase, Plan
+from pipetrain.schemes.transfers.workload import Workload, backward_order
+
+
+def unordered(workload: Workload, serves: bool) -> Plan:
+    """A message for each variable, whenever it is ready: the runtime's own order."""
+    pulls = Phase(tuple(workload.pack([n]) for n in sorted(workload.owner)) if serves else (), 0)
+    return Plan(pulls, Phase(tuple(workload.pack([n]) for n in backward_order(workload)), 0), name="none")
+
+
+def layerwise(workload: Workload, serves: bool) -> Plan:
+    """A message for each layer, weights in the order of the forward, gradients as the backward makes them."""
+    packs = tuple(workload.pack(variables) for variables in workload.owned if variables)
+    return Plan(Phase(packs if serves else ()), Phase(packs[::-1], 0), name="layer by layer")
+
+
+def push_pull(workload: Workload) -> Plan:
+    """A message for each layer, as the backward makes gradients; weights are returned as soon as they are updated.
+
+    Both ways of a link are then used at once, and weights hide behind the backward. The last that are returned are
+    those that the next forward needs first.
+
+    Source of returning weights that were not asked for: Jayarajan et al., *Priority-based Parameter Propagation for
+    Distributed DNN Training*, SysML 2019 (arXiv 1905.03960), whose slices and priorities this plan does not have.
+    """
+    pushes = layerwise(workload, serves=True).pushes
+    return Plan(Phase(), pushes, name="push-pull", returned=pushes)
+
 
 AUTO = "auto"  # the simplest of these that is about the fastest
 
 # The simplest first: one that leaves all to the runtime, one that waits for no acknowledgement, and the others.
 ORDERS: dict[str, Callable[[Workload, bool], Plan]] = {
-    "none": layerwise.unordered,
-    "push-pull": lambda workload, serves: layerwise.push_pull(workload),
-    "layerwise": layerwise.layerwise,
+    "none": unordered,
+    "push-pull": lambda workload, serves: push_pull(workload),
+    "layerwise": layerwise,
     "tic": tictac.tic,
     "tac": tictac.tac,
     "ibatch": ibatch.ibatch,

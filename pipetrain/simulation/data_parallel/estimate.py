@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from pipetrain.plan.cluster import Cluster, Level, Link
-from pipetrain.plan.coarse import even_bounds
+from pipetrain.plan.derived_profile import even_bounds
 from pipetrain.plan.profile import Profile
 from pipetrain.schemes.table import SERVING
 from pipetrain.schemes.transfers.orders import ORDERS

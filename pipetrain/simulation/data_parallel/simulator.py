@@ -12,8 +12,7 @@ from pipetrain.simulation.data_parallel.clock import SimulatedDevice, varying
 from pipetrain.simulation.data_parallel.messages import SimulatedMessage
 from pipetrain.simulation.data_parallel.setting import COUNTED, Setting
 from pipetrain.simulation.data_parallel.training import SimulatedTraining
-from pipetrain.trace.columns import Names
-from pipetrain.trace.records import Spans, Transfers
+from pipetrain.trace.records import Names, Spans, Transfers
 from pipetrain.trace.trace import Trace
 
 

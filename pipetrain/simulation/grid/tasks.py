@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from pipetrain.plan.grid_cost import FLOAT_BYTES
-from pipetrain.plan.grid_network import Use, uses
+from pipetrain.plan.grid_cost import FLOAT_BYTES, Use, uses
 from pipetrain.plan.profile import Profile
 from pipetrain.schemes.actions import Op
 from pipetrain.schemes.grid import Grid

@@ -1,0 +1,251 @@
+"""The state of a training run, as a checkpoint has it: weights, optimizers' slots, callbacks, position and time."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from pipetrain.checkpoint.store import Checkpoint
+from pipetrain.compute import keras_private
+from pipetrain.compute.graph.beside import beside
+from pipetrain.compute.keras_private import CALLBACK_STATE, count_of, global_seed
+from pipetrain.compute.optimizer.gradient_scaling import is_dynamic, stepping
+from pipetrain.compute.optimizer.slots import Slot
+from pipetrain.compute.profiling.progress import Progress
+
+
+class TrainingTime:
+    """A stopwatch that stands still while the stages rest for something else: an evaluation, a look at a snapshot.
+
+    Args:
+        now_s: a clock, in seconds.
+    """
+
+    def __init__(self, now_s: Callable[[], float] = time.perf_counter) -> None:
+        self._now_s, self._start_s = now_s, now_s()
+        self._paused = 0
+        self._paused_s = self._paused_at_s = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Since it was made, but for the pauses."""
+        now_s = self._paused_at_s if self._paused else self._now_s()
+        return now_s - self._start_s - self._paused_s
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Meanwhile it stands still; pauses within a pause change nothing."""
+        if not self._paused:
+            self._paused_at_s = self._now_s()
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+            if not self._paused:
+                self._paused_s += self._now_s() - self._paused_at_s
+
+
+PASSED_UNREAD = ("ArrayDataAdapter", "TFDatasetAdapter")  # whose every epoch reads anew
+
+
+class Position(NamedTuple):
+    """So many minibatches of an epoch (the first is 0) are done."""
+
+    epoch: int
+    step: int
+
+
+def start_at(epoch_iterator: Any, position: Position, first_epoch: int, verbose: bool = True) -> None:
+    """Make Keras' loop over epochs begin at this position, with the very minibatches that are due there.
+
+    Of the epochs before it, whatever decides on the order of later ones happens again: iterators are made, generators
+    are read, a PyDataset is told of its epochs. ``first_epoch`` is the one that ``fit`` would begin with;
+    ``verbose``: whether it is shown if it takes long.
+    """
+    enumerate_epoch = keras_private.steps_of(epoch_iterator)
+
+    def resumed() -> Iterator[Any]:
+        keras_private.set_steps(epoch_iterator, None)  # the next epochs are Keras' own
+        progress = Progress("Passing over the data of epochs that are done", (position.epoch - first_epoch) * verbose)
+        for _ in range(first_epoch, position.epoch):
+            _pass_over(epoch_iterator, enumerate_epoch())
+            progress.add(1)
+        steps = enumerate_epoch()
+        progress = Progress("Passing over minibatches that are done", position.step * verbose)
+        for done in range(position.step):
+            try:
+                *_, iterator = next(steps)
+                next(iterator)
+                progress.add(1)
+            except StopIteration:
+                raise ValueError(
+                    f"The data end before the place where training stopped. Received: {done} minibatches, of which "
+                    f"{position.step} are done. Try the data and the batch size of the run that is resumed."
+                ) from None
+        yield from steps
+
+    keras_private.set_steps(epoch_iterator, resumed)
+
+
+def _pass_over(epoch_iterator: Any, steps: Iterator[Any]) -> None:
+    kind = type(epoch_iterator.data_adapter).__name__
+    unread = epoch_iterator.steps_per_epoch is None and epoch_iterator.num_batches and kind in PASSED_UNREAD
+    with warnings.catch_warnings(), epoch_iterator.catch_stop_iteration():
+        warnings.simplefilter("ignore")
+        for *_, iterator in steps:
+            if not unread:
+                next(iterator)
+
+
+Arrays = dict[str, np.ndarray]
+
+
+def collected(model: keras.Model, slots: Iterable[Slot], shared: Iterable[Sequence[Any]]) -> Arrays:
+    """Arrays by name: ``weight/N`` of the model's N-th variable, ``slot/N/KIND`` of its slots, ``shared/N``.
+
+    ``beside/N`` are states of recurrent layers and, last, Keras' global seed if there is one.
+
+    Nothing here depends on how the model is cut; of several replicas, and of what optimizers have in common, the first
+    is taken.
+    """
+    numbers = {id(variable): n for n, variable in enumerate(model.variables)}
+    arrays = {f"weight/{n}": array_of(variable) for n, variable in enumerate(model.variables)}
+    arrays |= {f"beside/{n}": array_of(variable) for n, variable in enumerate(beside(model))}
+    for slot in slots:
+        key = f"slot/{numbers[id(slot.weight)]}/{slot.kind}"
+        if key not in arrays:
+            arrays[key] = array_of(slot.variable)
+    first: Sequence[Any] = next(iter(shared), ())
+    return arrays | {f"shared/{n}": array_of(variable) for n, variable in enumerate(first)}
+
+
+def check_weights(model: keras.Model, arrays: Arrays, path: Path) -> None:
+    """Raise ValueError where the arrays, of this file, are another model's."""
+    here = [tuple(variable.shape) for variable in model.variables]
+    there = [array.shape for array in numbered(arrays, "weight")]
+    if here != there:
+        different = next((n for n, pair in enumerate(zip(here, there, strict=False)) if pair[0] != pair[1]), None)
+        what = f"{len(there)} variables for {len(here)}"
+        if different is not None:
+            what = f"shape {there[different]} for {model.variables[different].path!r} of shape {here[different]}"
+        raise ValueError(
+            f"The checkpoint is of another model. Received: {str(path)!r} with {what} of {model.name!r}. "
+            "Try the model that it was made with, or another directory."
+        )
+
+
+def assign(model: keras.Model, arrays: Arrays, slots: Iterable[Slot], shared: Iterable[Sequence[Any]]) -> list[str]:
+    """Put the arrays back where ``collected`` found them; gives the kinds of slots that were not among them."""
+    numbers = {id(variable): n for n, variable in enumerate(model.variables)}
+    for n, variable in enumerate(model.variables):
+        variable.assign(arrays[f"weight/{n}"])
+    state = numbered(arrays, "beside")
+    if len(state) > len(beside(model)):
+        global_seed()  # is made
+    for variable, array in zip(beside(model), state, strict=False):  # older files have none
+        _assign(variable, array)
+    missing = set()
+    for slot in slots:
+        if not _assign(slot.variable, arrays.get(f"slot/{numbers[id(slot.weight)]}/{slot.kind}")):
+            missing.add(slot.kind.strip("_"))
+    for variables in shared:
+        for n, variable in enumerate(variables):
+            _assign(variable, arrays.get(f"shared/{n}"))
+    return sorted(missing)
+
+
+def not_finite(arrays: Arrays) -> set[str]:
+    """The names of weights, and of optimizers' slots, that have a NaN or an infinity."""
+    kept = {name: array for name, array in arrays.items() if name.startswith(("weight/", "slot/"))}
+    return {name for name, array in kept.items() if array.dtype.kind == "f" and not np.isfinite(array).all()}
+
+
+def scale_arrays(optimizer: keras.optimizers.Optimizer) -> Arrays:
+    """Of an optimizer that scales the loss and may skip steps: ``loss_scale``, ``finite_steps`` and ``steps`` made."""
+    return {name: array_of(variable) for name, variable in _of_scale(optimizer).items()}
+
+
+def assign_scale(optimizer: keras.optimizers.Optimizer, arrays: Arrays, updates: int) -> None:
+    """Put them back; without them, no step was skipped in as many ``updates``."""
+    for name, variable in _of_scale(optimizer).items():
+        value = arrays.get(name, np.asarray(updates) if name == "steps" else array_of(variable))
+        variable.assign(tf.cast(value, variable.dtype))
+
+
+def _of_scale(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
+    if not is_dynamic(optimizer):
+        return {}
+    steps = count_of(stepping(optimizer))
+    return {"loss_scale": optimizer.dynamic_scale, "finite_steps": optimizer.step_counter, "steps": steps}
+
+
+def array_of(variable: Any) -> np.ndarray:
+    """A variable's value, in a type that NumPy can write: bfloat16 as float32, which holds it exactly."""
+    value = tf.convert_to_tensor(variable)
+    return (tf.cast(value, tf.float32) if value.dtype == tf.bfloat16 else value).numpy()
+
+
+def _assign(variable: Any, array: np.ndarray | None) -> bool:
+    if array is None or tuple(variable.shape) != array.shape:
+        return False
+    variable.assign(tf.cast(array, variable.dtype))
+    return True
+
+
+def numbered(arrays: Arrays, kind: str) -> list[np.ndarray]:
+    """The arrays ``KIND/0``, ``KIND/1``, ... in order."""
+    keys = (key for key in arrays if key.startswith(f"{kind}/"))
+    return [arrays[key] for key in sorted(keys, key=lambda key: int(key.split("/")[1]))]
+
+
+def remembered(callbacks: list[Any]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """What callbacks know that decides on what they do later: in JSON, and lists of arrays."""
+    plain: dict[str, Any] = {}
+    arrays: dict[str, np.ndarray] = {}
+    for key, callback, name in _attributes(callbacks):
+        value = getattr(callback, name)
+        if isinstance(value, list):
+            arrays |= {f"{key}/{n}": array_of(each) for n, each in enumerate(value)}
+        else:
+            plain[key] = float(value) if isinstance(value, np.generic) else value
+    plain |= {key: each.get_state() for key, each in _named(callbacks) if hasattr(each, "get_state")}
+    return plain, arrays
+
+
+def recall(callbacks: list[Any], found: Checkpoint) -> None:
+    """Give callbacks back what ``remembered`` took from them."""
+    plain = found.about["callbacks"]
+    for key, callback, name in _attributes(callbacks):
+        listed = [found.arrays[each] for each in found.arrays if each.startswith(f"{key}/")]
+        if listed or key in plain:
+            setattr(callback, name, listed or plain[key])
+    for key, each in _named(callbacks):
+        if hasattr(each, "set_state") and key in plain:
+            each.set_state(plain[key])
+
+
+def _attributes(callbacks: list[Any]) -> Iterator[tuple[str, Any, str]]:
+    """Key, callback and attribute of what Keras' own callbacks remember."""
+    for key, callback in _named(callbacks):
+        for kind, names in CALLBACK_STATE.items():
+            if isinstance(callback, kind):
+                yield from ((f"{key}/{name}", callback, name) for name in names)
+
+
+def _named(callbacks: list[Any]) -> Iterator[tuple[str, Any]]:
+    """Every callback by its class, and which of the class it is: others may come between."""
+    seen: Counter[str] = Counter()
+    for callback in callbacks:
+        name = type(callback).__name__
+        yield f"callback/{name}/{seen[name]}", callback
+        seen[name] += 1
