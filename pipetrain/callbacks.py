@@ -19,6 +19,7 @@ from pipetrain.checkpoint.state import Arrays, Position, array_of, not_finite, r
 from pipetrain.checkpoint.store import Checkpoint, Store
 from pipetrain.compute.keras_private import count_of
 from pipetrain.frontend.fit_session import FitSession
+from pipetrain.frontend.status_page import StatusPage as StatusPage
 from pipetrain.logs import BELOW_BAR
 from pipetrain.plan.text_table import counted
 from pipetrain.schemes.arguments import checked_count
@@ -106,6 +107,12 @@ class PipelineCheckpoint(keras.callbacks.Callback):
     def resumed_at(self) -> int | None:
         """The update from which this ``fit`` resumed; None if it began anew."""
         return self._resumed.about["updates"] if self._resumed else None
+
+    @property
+    def saved_at(self) -> int | None:
+        """The update of the newest checkpoint of this ``fit``; None if it has none yet."""
+        saved = getattr(self, "_saved_at", -1)
+        return saved if saved >= 0 else None
 
     def way_of_run(self, verbose: bool = True) -> dict[str, Any] | None:
         """The way to train that ``scheme="auto"`` chose for the run to go on with; None if there is none.

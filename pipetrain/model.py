@@ -143,6 +143,11 @@ class PipelineModel(KerasLoop):
         return self._choice
 
     @property
+    def stages_on(self) -> dict[str, list[int]]:
+        """The numbers of the stages on every device in use, by its full TensorFlow name."""
+        return self._strategy.planner.layout.stages_on
+
+    @property
     def stragglers(self) -> tuple[int, ...]:
         """Of ``coded-reduce``, for every worker the steps since ``compile`` that ended without it.
 

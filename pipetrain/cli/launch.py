@@ -69,6 +69,7 @@ def add(commands: Any) -> None:
     option(
         "--port", type=int, metavar="N", help="of a host's first worker, with --plain (default: 2222; Slurm: by job)"
     )
+    option("--status-port", type=count, metavar="N", help="a page of the script's training, http://127.0.0.1:N/")
     option(
         "--wait",
         type=positive_number,
@@ -84,6 +85,8 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the script; its exit status. Raises ValueError, OSError for what cannot be launched."""
+    if options.status_port is not None:
+        os.environ["PIPETRAIN_STATUS_PORT"] = str(options.status_port)
     if not options.module and not Path(options.script).is_file():
         raise ValueError(f"There is no such script. Received: {options.script!r}. Try the path of a file, or -m.")
     arguments = [*(["-m"] if options.module else []), options.script, *options.arguments]

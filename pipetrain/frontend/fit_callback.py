@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -91,13 +92,15 @@ def as_list(callbacks: Any) -> list[Any]:
     return [each for each in keras.tree.flatten(callbacks) if each is not None]
 
 
-def with_last(callbacks: Any, added: keras.callbacks.Callback, shows_progress: bool) -> Any:
-    """The same, with one more at the end, and a bar that ``shows_progress`` if there is none."""
+def with_last(callbacks: Any, added: Sequence[keras.callbacks.Callback], shows_progress: bool) -> Any:
+    """The same, with some more at the end, and a bar that ``shows_progress`` if there is none."""
     if isinstance(callbacks, keras.callbacks.CallbackList):
-        added.set_params(callbacks.params)
-        added.set_model(callbacks.model)
-        callbacks.callbacks[:] = [*(each for each in callbacks.callbacks if not isinstance(each, FitCallback)), added]
+        for each in added:
+            each.set_params(callbacks.params)
+            each.set_model(callbacks.model)
+        kinds = tuple(map(type, added))  # of an earlier ``fit``
+        callbacks.callbacks[:] = [*(each for each in callbacks.callbacks if not isinstance(each, kinds)), *added]
         return callbacks
     users = as_list(callbacks)
     has_bar = any(isinstance(each, keras.callbacks.ProgbarLogger) for each in users)
-    return [*users, added, *([ProgressBar()] if shows_progress and not has_bar else [])]
+    return [*users, *added, *([ProgressBar()] if shows_progress and not has_bar else [])]

@@ -31,6 +31,7 @@ from pipetrain.frontend.keras_methods import PREDICTING
 from pipetrain.frontend.options import Options, checked
 from pipetrain.frontend.preprocessing import fit_arguments, minibatch, minibatches
 from pipetrain.frontend.refusals import check_callbacks, check_compiled
+from pipetrain.frontend.status_page import asked_for
 from pipetrain.frontend.strategies import strategy_of
 from pipetrain.frontend.strategy import StepFunction
 from pipetrain.frontend.wrapped_model import WrappedModel
@@ -104,7 +105,8 @@ class KerasLoop(WrappedModel):
         given = fit_arguments(self.model, data)
         read = given["x"], given["y"], given["batch_size"]
         with self._training("fit", *read, users, initial_epoch, verbose) as session:
-            callbacks = with_last(callbacks, FitCallback(session), shows_progress=verbose != 0)
+            added = [*asked_for(users), FitCallback(session)]
+            callbacks = with_last(callbacks, added, shows_progress=verbose != 0)
             return super().fit(callbacks=callbacks, validation_freq=validation_freq, **loop, **given)
 
     def train_on_batch(
