@@ -10,6 +10,7 @@ from types import TracebackType
 import tensorflow as tf
 
 from pipetrain.cluster.connection import JOB, worker_of
+from pipetrain.cluster.hosts import named
 from pipetrain.cluster.sockets import ANSWER_S, ASK_S, MISSED, SEVER_S, missing, probed, sever
 
 NOTICED_S = MISSED * (ASK_S + ANSWER_S)  # a worker that is lost is noticed within so long
@@ -121,7 +122,9 @@ class HealthMonitor:
         with self._changed:
             if self.lost is not None:
                 return
-            what = "; ".join(f"{address}, {_place(self._stages[address])}: {each}" for address, each in why.items())
+            what = "; ".join(
+                f"{named(address)}, {_place(self._stages[address])}: {each}" for address, each in why.items()
+            )
             who = "a worker" if len(why) == 1 else "workers"
             self.lost = WorkerLost(
                 f"{'No longer joined to' if is_there else 'Lost'} {who}: {what}. The model keeps the weights "

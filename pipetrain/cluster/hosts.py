@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+NAMES = "PIPETRAIN_WORKER_NAMES"  # the hosts of addresses, as JSON
 EXAMPLE = '{"workers": ["10.0.0.1:2222", "10.0.0.2:2222"]}'
 
 
@@ -23,6 +24,12 @@ def split(address: str) -> tuple[str, int]:
             f"{address!r} is not an address such as 10.0.0.1:2222 or [fd00::1]:2222, with a port from 1 to {2**16 - 1}"
         )
     return match[2] or match[1], int(match[3])
+
+
+def named(address: str) -> str:
+    """A worker's address with the name of its host before it, if the launcher that started it has told that."""
+    name = json.loads(os.environ.get(NAMES) or "{}").get(address)
+    return f"{name} ({address})" if name else address
 
 
 def with_port(host: str, port: int) -> str:

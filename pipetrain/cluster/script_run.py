@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pipetrain.cluster.hosts import NAMES
 from pipetrain.cluster.supervision import Renew, Supervision
 from pipetrain.plan.text_table import counted
 
@@ -54,7 +55,8 @@ class ScriptRun(Supervision):
         command = [sys.executable, "-m", "pipetrain.cli.script", str(os.getpid()), *ends, *self._arguments]
         tf_config = json.dumps({"cluster": {"worker": self.workers}})
         self._begun_s = time.monotonic()
-        return subprocess.Popen(command, env={**os.environ, "TF_CONFIG": tf_config}, start_new_session=True)
+        told = {"TF_CONFIG": tf_config, NAMES: json.dumps(self._names)}
+        return subprocess.Popen(command, env={**os.environ, **told}, start_new_session=True)
 
     def _done(self) -> Any:
         self._periods += time.monotonic() - self._begun_s > AWHILE_S

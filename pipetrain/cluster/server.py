@@ -96,7 +96,7 @@ def serve(serving: Serving) -> None:
     if serving.attended is not None:
         threading.Thread(target=_attend, args=(stop, starter), daemon=True).start()
         threading.Thread(target=_read_input, args=(stop,), daemon=True).start()
-    _wait(stop, serving.waits)
+    _wait(stop, serving.waits, serving.announce is None)
     # TensorFlow's server cannot be stopped, and interpreter and server may wait for each other at the end.
     with contextlib.suppress(OSError):  # whoever read standard output may have gone
         sys.stdout.flush()
@@ -236,21 +236,34 @@ def _read_input(stop: threading.Event) -> None:
     stop.set()
 
 
-def _wait(stop: threading.Event, waits: bool) -> None:
-    """Until asked to stop, by a signal or a controller, or, unless it ``waits``, left by one."""
+def _wait(stop: threading.Event, waits: bool, says: bool) -> None:
+    """Until asked to stop, by a signal or a controller, or, unless it ``waits``, left by one.
+
+    It ``says`` when controllers come and go.
+    """
     import tensorflow as tf
 
-    last, since_s = "", time.monotonic()
+    last, since_s, is_joined = "", time.monotonic(), False
     while not stop.wait(1.0):
         if tf.io.gfile.exists(END):
+            _say("The controller has ended: the worker ends.", says)
             stop.wait(LEAVES_S)
             return
-        if waits or not tf.io.gfile.exists(ALIVE):
+        if not tf.io.gfile.exists(ALIVE):
             continue
         with tf.io.gfile.GFile(ALIVE) as file:
             sign = file.read()
         if sign != last:
-            last, since_s = sign, time.monotonic()
-        elif time.monotonic() - since_s > GONE_S:
-            print(f"The controller has given no sign of life for {GONE_S:.0f} s: the worker ends.", flush=True)
-            return
+            if not is_joined:
+                _say("A controller has joined.", says)
+            last, since_s, is_joined = sign, time.monotonic(), True
+        elif is_joined and time.monotonic() - since_s > GONE_S:
+            is_joined, what = False, "waits for the next one" if waits else "ends"
+            _say(f"The controller has given no sign of life for {GONE_S:.0f} s: the worker {what}.", says or not waits)
+            if not waits:
+                return
+
+
+def _say(what: str, says: bool) -> None:
+    if says:
+        print(f"{time.strftime('%H:%M:%S')} {what}", flush=True)

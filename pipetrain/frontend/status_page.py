@@ -16,6 +16,7 @@ from typing import Any
 import keras
 
 from pipetrain.cluster.connection import worker_of
+from pipetrain.cluster.hosts import named
 from pipetrain.schemes.arguments import checked_count
 
 LOOPBACK, NAMES = "127.0.0.1", ("127.0.0.1", "localhost", "[::1]")
@@ -141,7 +142,11 @@ def asked_for(users: list[Any]) -> list[StatusPage]:
 def _devices(model: Any) -> list[dict[str, Any]]:
     """Each device in use, its host, and its stages."""
     found = model.stages_on.items()
-    return [{"device": device, "worker": worker_of(device), "stages": stages} for device, stages in found]
+    workers = {device: worker_of(device) for device, _ in found}
+    return [
+        {"device": device, "worker": (at := workers[device]) and named(at), "stages": stages}
+        for device, stages in found
+    ]
 
 
 def _handler(state: Any) -> type[BaseHTTPRequestHandler]:
