@@ -13,12 +13,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import tensorflow as tf
+
 from pipetrain.cluster.hosts import split
 from pipetrain.cluster.server import MOST, check_port
 from pipetrain.compute.cores import cores
 from pipetrain.schemes.arguments import is_count
 
-HOST = "127.0.0.1"
+HOST, VISIBLE = "127.0.0.1", "CUDA_VISIBLE_DEVICES"
 # Python would put the current folder first on the path of modules, where anybody may have written; -P is of 3.11 on.
 MAIN = """
 import sys
@@ -33,7 +35,7 @@ END_S = 5.0
 
 
 class LocalWorkers:
-    """Workers on this machine, each on cores of its own; ``connect`` takes their ``addresses``.
+    """Workers on this machine, each on cores and GPUs of its own; ``connect`` takes their ``addresses``.
 
     It is a context manager: the workers end with the context, and with this process, however that ends and whatever
     processes it has forked. What they write goes to the standard output and error of this process. Every user of this
@@ -52,6 +54,7 @@ class LocalWorkers:
         _check(count, cpu_devices, ports)
         known, self._cpu_devices = cores(), cpu_devices
         self._cores: list[list[int]] = []
+        self._gpus = divided_gpus(len(tf.config.list_physical_devices("GPU")), count, os.environ.get(VISIBLE))
         self._announcements: dict[int, int] = {}  # of workers that are starting, the descriptors to read addresses from
         self.processes: list[subprocess.Popen[bytes]] = []
         self.addresses: list[str] = []
@@ -80,7 +83,7 @@ class LocalWorkers:
     def _start(self, n: int, port: int) -> None:
         source, sink = os.pipe()
         try:
-            process = _started(self._cores[n], self._cpu_devices, port, sink)
+            process = _started(self._cores[n], self._gpus[n], self._cpu_devices, port, sink)
         except BaseException:
             os.close(source)
             raise
@@ -138,14 +141,32 @@ def _reap(process: subprocess.Popen[bytes]) -> None:
         process.stdin.close()
 
 
-def _started(own: Sequence[int], cpu_devices: int, port: int, announce: int) -> subprocess.Popen[bytes]:
+def divided_gpus(gpus: int, workers: int, visible: str | None) -> list[str | None]:
+    """For each worker the value of CUDA_VISIBLE_DEVICES, where there are so many GPUs, or those that are ``visible``.
+
+    With more workers than GPUs neighbours share one. None, as it is, where there are none.
+    """
+    if gpus == 0:
+        return [None] * workers
+    names = visible.split(",")[:gpus] if visible else list(map(str, range(gpus)))
+    if workers >= gpus:
+        return [names[n * gpus // workers] for n in range(workers)]
+    return [",".join(names[n * gpus // workers : (n + 1) * gpus // workers]) for n in range(workers)]
+
+
+def _started(
+    own: Sequence[int], gpus: str | None, cpu_devices: int, port: int, announce: int
+) -> subprocess.Popen[bytes]:
     # This very package, wherever the program has it from.
     command = [sys.executable, "-c", MAIN, str(Path(__file__).parents[2]), "worker"]
     command += ["--port", str(port), "--cpu-devices", str(cpu_devices), "--cores", ",".join(map(str, own))]
     command += ["--attended", str(os.getpid()), "--announce", str(announce)]
     # A session of its own: Ctrl-C is for the controller, which ends them when it has drained. Its output is inherited:
     # a pipe that nobody reads would hold it up when that is full.
-    return subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[announce], start_new_session=True)
+    environment = {**os.environ, **({} if gpus is None else {VISIBLE: gpus})}
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, pass_fds=[announce], start_new_session=True, env=environment
+    )
 
 
 def _address(process: subprocess.Popen[bytes], source: int, until_s: float) -> str:

@@ -56,6 +56,7 @@ class ScriptRun(Supervision):
         tf_config = json.dumps({"cluster": {"worker": self.workers}})
         self._begun_s = time.monotonic()
         told = {"TF_CONFIG": tf_config, NAMES: json.dumps(self._names)}
+        told["CUDA_VISIBLE_DEVICES"] = "-1"  # GPUs are the workers': TensorFlow would take this host's memory of all
         return subprocess.Popen(command, env={**os.environ, **told}, start_new_session=True)
 
     def _done(self) -> Any:

@@ -15,6 +15,7 @@ import pytest
 import slurm_nodes
 import ssh_hosts
 
+from pipetrain.cluster.local_workers import divided_gpus
 from pipetrain.cluster.ssh_workers import free_ports
 
 ROOT = Path(__file__).parents[2]
@@ -257,3 +258,17 @@ def test_processes_that_know_their_number_alone_find_each_other(marked, wanted, 
     assert [process.returncode for process in processes] == [0, 0] and "done" in said[1].splitlines()
     ended(marked)
     assert_trained(tmp_path / "it", wanted)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "workers", "visible", "wanted"),
+    [
+        (0, 2, None, [None, None]),
+        (4, 2, None, ["0,1", "2,3"]),
+        (3, 2, None, ["0", "1,2"]),
+        (2, 4, None, ["0", "0", "1", "1"]),
+        (2, 2, "5,7,9", ["5", "7"]),
+    ],
+)
+def test_local_workers_divide_the_gpus(gpus, workers, visible, wanted):
+    assert divided_gpus(gpus, workers, visible) == wanted
