@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 TIMEOUT_S = 240
+QUIET = ("applications", "fine_tune", "language_model", "resume", "sequential", "skips")
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,7 @@ def accuracies(said, name="val_accuracy"):
 
 def test_all_examples_are_in_the_guide():
     """Programs by their commands; the others are shown, and test_extending.py trains with them."""
-    programs = {"applications.py", "fine_tune.py", "language_model.py", "resume.py", "sequential.py", "skips.py"}
+    programs = {f"{name}.py" for name in (*QUIET, "ray_workers")}
     assert {path.name for path in EXAMPLES.glob("*.py")} == programs | {"own_policy.py", "own_schedule.py"}
     guide = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "guide").glob("*.md"))
     for path in EXAMPLES.glob("*.py"):
@@ -76,7 +77,7 @@ def test_where_things_go_is_where_they_are():
     assert [each for each in named if not (ROOT / each).exists() and not (ROOT / "pipetrain" / each).exists()] == []
 
 
-@pytest.mark.parametrize("name", ["applications", "fine_tune", "language_model", "resume", "sequential", "skips"])
+@pytest.mark.parametrize("name", QUIET)
 def test_tensorflow_is_quiet(name):
     """It is started before Keras imports it, and before a module of pipetrain that imports Keras."""
     text = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
@@ -179,3 +180,10 @@ def test_resume(start, tmp_path):
     assert int(done[1]) == 6 * 157
     assert float(done[2]) > 0.75
     assert len(list((tmp_path / "runs" / "resume").glob("step-*.npz"))) == 3
+
+
+@pytest.mark.wide
+def test_ray_places_workers(start):
+    pytest.importorskip("ray")
+    said = output(start("ray_workers.py"))
+    assert re.search(r"Trained on [\d.]+:\d+, [\d.]+:\d+: accuracy 0\.[4-9]", said)
