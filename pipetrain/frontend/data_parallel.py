@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from pipetrain.checkpoint.state import Arrays, assign, collected
+from pipetrain.checkpoint.state import Arrays, assign, assign_scale, collected, scale_arrays
 from pipetrain.compute.functions.stage_function import summed_over_rows
 from pipetrain.compute.graph.beside import beside, memories
 from pipetrain.compute.graph.sharing import is_seed
@@ -39,7 +39,7 @@ from pipetrain.frontend.layout import KeptLayout
 from pipetrain.frontend.loss_of_parts import check_added
 from pipetrain.frontend.mirroring import Mirroring
 from pipetrain.frontend.planner import Planner
-from pipetrain.frontend.refusals import check_loss_scaling, check_optimizer, check_own
+from pipetrain.frontend.refusals import check_optimizer, check_own
 from pipetrain.frontend.strategy import StepFunction
 from pipetrain.schemes.options import AnyScheme
 from pipetrain.schemes.table import DATA_PARALLEL
@@ -143,7 +143,6 @@ class DataParallelStrategy:
 
         It takes no variables of other devices' than its own, as Keras' ``"auto"`` knows.
         """
-        check_loss_scaling(optimizer, DATA_PARALLEL, None)
         if settings.get("jit_compile") is True and self._devices > 1:
             warnings.warn("XLA cannot compile a step of several devices, which run without it.", stacklevel=3)
             settings = {**settings, "jit_compile": False}
@@ -229,12 +228,14 @@ class DataParallelStrategy:
         """All that training needs to go on; each device gets the first one's statistics, as it will again then."""
         self._mirroring.agree()
         self.drain()
-        return collected(self.model, self._slots(), [self._part().shared])
+        arrays = collected(self.model, self._slots(), [self._part().shared])
+        return arrays | scale_arrays(known(self.optimizer))
 
     def restore(self, arrays: Arrays, kept: KeptLayout, updates: int, fitted: int) -> list[str]:
         """Go on from there, after so many updates, ``fitted`` of them of this ``fit``; gives what was not there."""
         missing = assign(self.model, arrays, self._slots(), [self._part().shared])
         count_of(known(self.optimizer)).assign(updates)
+        assign_scale(known(self.optimizer), arrays, updates)
         self._fitted_from = updates - fitted
         return missing
 

@@ -88,8 +88,8 @@ def check_optimizer(optimizer: keras.optimizers.Optimizer, scheme: str, chosen: 
 
     ``chosen`` is the scheme of this name, None for data-parallel.
     """
-    check_loss_scaling(optimizer, scheme, chosen)
     if chosen is not None:
+        check_loss_scaling(optimizer, scheme, chosen)
         _check_overrides(optimizer, scheme, chosen, stages)
     optimizer = stepping(optimizer)
     name = type(optimizer).__name__

@@ -272,12 +272,26 @@ def test_asynchronous_schemes_are_refused_with_the_reason():
     ("scheme", "message"),
     [
         ("vanilla", r"wait for all stages.*scheme='vanilla', optimizer=LossScaleOptimizer.*'mixed_bfloat16'.*'1f1b'"),
-        ("data-parallel", r"copy of the scale.*scheme='data-parallel', optimizer=LossScaleOptimizer"),
+        ("all-reduce", r"copy of the scale.*scheme='all-reduce', optimizer=LossScaleOptimizer"),
     ],
 )
 def test_an_optimizer_that_scales_the_loss_is_refused_where_no_step_can_be_skipped(scheme, message):
     with pytest.raises(ValueError, match=message):
         networks.compiled(scheme, optimizer=scaled())
+
+
+@pytest.mark.usefixtures("mixed")
+@pytest.mark.parametrize("name", ["momentum", pytest.param("adam", marks=pytest.mark.wide)])
+def test_data_parallel_skips_a_step_on_all_devices_or_on_none(name, tmp_path):
+    """Keras under MirroredStrategy asks the first device alone. A run that is resumed goes on with the scale."""
+    plain, pm = (trained(scaled(name), settings=each, sample_weight=HUGE)[0] for each in (None, COPIES))
+    assert scale_of(pm) == scale_of(plain) and scale_of(pm)[2] == 8
+    networks.assert_close(pm.get_weights(), plain.get_weights(), rounding(plain, networks.mlp))
+    for epochs in (1, 2):
+        resumed, kept = compiled(scaled(name), settings=COPIES), PipelineCheckpoint(tmp_path, every_steps=2)
+        networks.fit(resumed, X, Y, epochs=epochs, sample_weight=HUGE, callbacks=[kept])
+    networks.assert_equal(resumed.get_weights(), pm.get_weights())
+    assert scale_of(resumed) == scale_of(pm)
 
 
 def test_two_scales_are_refused():
