@@ -32,7 +32,7 @@ from pipetrain.plan.profile import BlockProfile, Profile
 from pipetrain.plan.text_table import text_table
 from pipetrain.schemes.coded_reduce import Tree
 from pipetrain.simulation.coded_reduce import simulate_tree
-from pipetrain.simulation.data_parallel.profiled import simulate_order
+from pipetrain.simulation.profiled import simulate_order
 
 if TYPE_CHECKING:
     import keras

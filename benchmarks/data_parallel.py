@@ -139,7 +139,7 @@ class Way:
 
     def predicted_ms(self, part: str) -> float | None:
         """What the simulator says of its plan; None of a part of a step."""
-        from pipetrain.simulation.data_parallel.simulator import simulate_plan
+        from pipetrain.simulation.data_parallel import simulate_plan
 
         setting = self._pm._strategy._setting(self._rows)
         return None if part == "forward" else 1e3 * simulate_plan(setting, self.plan, 4).step_s

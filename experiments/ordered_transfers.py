@@ -36,9 +36,9 @@ from pipetrain.plan.text_table import text_table  # noqa: E402
 from pipetrain.schemes.transfers.orders import ORDERS  # noqa: E402
 from pipetrain.schemes.transfers.plan import Phase, Plan  # noqa: E402
 from pipetrain.schemes.transfers.workload import Workload, backward_order  # noqa: E402
-from pipetrain.simulation.data_parallel.profiled import message_of, workload_of  # noqa: E402
-from pipetrain.simulation.data_parallel.setting import Setting  # noqa: E402
-from pipetrain.simulation.data_parallel.simulator import simulate_plan  # noqa: E402
+from pipetrain.simulation.data_parallel import simulate_plan  # noqa: E402
+from pipetrain.simulation.profiled import message_of, workload_of  # noqa: E402
+from pipetrain.simulation.setting import Setting  # noqa: E402
 
 if TYPE_CHECKING:
     import keras

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
         WeightStashing,
     )
     from pipetrain.simulation.coded_reduce import simulate_tree
-    from pipetrain.simulation.data_parallel.profiled import simulate_order
     from pipetrain.simulation.every_way import choose
-    from pipetrain.simulation.grid.simulator import simulate_grid
+    from pipetrain.simulation.grid import simulate_grid
+    from pipetrain.simulation.profiled import simulate_order
     from pipetrain.simulation.simulator import simulate
     from pipetrain.trace.idle import idle
     from pipetrain.trace.trace import Trace
@@ -110,8 +110,8 @@ _HOMES = {
     "set_cpu_devices": "pipetrain.devices",
     "set_verbosity": "pipetrain.logs",
     "simulate": "pipetrain.simulation.simulator",
-    "simulate_grid": "pipetrain.simulation.grid.simulator",
-    "simulate_order": "pipetrain.simulation.data_parallel.profiled",
+    "simulate_grid": "pipetrain.simulation.grid",
+    "simulate_order": "pipetrain.simulation.profiled",
     "simulate_tree": "pipetrain.simulation.coded_reduce",
 }
 

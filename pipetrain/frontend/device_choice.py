@@ -11,7 +11,7 @@ from pipetrain.cluster.bandwidth import joined, joined_within_functions
 from pipetrain.cluster.connection import remote_devices
 from pipetrain.compute.cores import cores, full_name, is_remote
 from pipetrain.plan.cluster import PCIE_3, SHARED_MEMORY, Cluster, Level
-from pipetrain.simulation.minibatch import THREAD_ACTION_S
+from pipetrain.simulation.action_costs import THREAD_ACTION_S
 
 
 def available() -> list[str]:

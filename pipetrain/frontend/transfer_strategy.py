@@ -41,9 +41,8 @@ from pipetrain.schemes.table import SERVING
 from pipetrain.schemes.transfers.orders import AUTO, MEASURED, ORDERS
 from pipetrain.schemes.transfers.plan import Phase, Plan, check_plan
 from pipetrain.schemes.transfers.workload import Layer, Message, Workload
-from pipetrain.simulation.data_parallel.choice import near
-from pipetrain.simulation.data_parallel.profiled import message_of
-from pipetrain.simulation.data_parallel.setting import Setting
+from pipetrain.simulation.profiled import message_of, near
+from pipetrain.simulation.setting import Setting
 
 
 def workload_of(

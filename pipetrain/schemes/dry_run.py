@@ -6,9 +6,9 @@ These are the units in which papers state bubbles; a whole backward takes two.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from pipetrain.schemes.actions import HELD, OPERATIONS, SENT, Action, Value, held
 from pipetrain.schemes.schedules import Order, groups_of
@@ -72,30 +72,92 @@ def replay(orders: Sequence[Sequence[Action]], feed: Feed | None = None, stages:
     stages = stages or 1 + max((action.stage for action in every), default=0)
     check_complete(every, stages, sum(map(len, feed.groups)) if feed else None)
     _check_sequence(orders, stages)
-    made: Made = set()
-    firsts = [min((action.stage for action in order), default=0) for order in orders]
-    waiting = feed.results(every, stages) if feed else []
-    position, taken = [0] * len(orders), 0
+    caller = _Caller(feed, every, stages) if feed else None
+    devices = [OrderedDevice(order, stages, number, caller) for number, order in enumerate(orders)]
     steps: list[Step] = []
-    while any(position[k] < len(order) for k, order in enumerate(orders)):
-        while feed and taken < len(waiting) and not waiting[taken]:
-            taken += 1
-        step: Step = [None] * len(orders)
-        for k, order in enumerate(orders):
-            if position[k] == len(order) or missing(order[position[k]], stages, made):
-                continue
-            if feed is None or feed.arrived(k, position[k], firsts[k], taken + feed.ahead, made):
-                step[k] = order[position[k]]
-        if not any(step):
-            raise ScheduleError("Deadlock: no device can go on.\n" + _stuck(orders, steps, position, stages, made))
+    for step in stepped(devices):
+        steps.append(step)
+        for action in step:
+            if caller and action is not None:
+                caller.note(action)
+    if any(device.left for device in devices):
+        raise ScheduleError("Deadlock: no device can go on.\n" + _stuck(orders, steps, stages))
+    return steps
+
+
+class _Caller:
+    """Takes the results of all these actions, and posts minibatches as its feed says."""
+
+    def __init__(self, feed: Feed, actions: Sequence[Action], stages: int) -> None:
+        self.feed, self._stages, self._waiting, self._taken = feed, stages, feed.results(actions, stages), 0
+
+    @property
+    def posted(self) -> int:
+        """How many groups are posted."""
+        while self._taken < len(self._waiting) and not self._waiting[self._taken]:
+            self._taken += 1
+        return self._taken + self.feed.ahead
+
+    def note(self, action: Action) -> None:
+        """An action is done."""
+        if self.feed.reports(action, self._stages):
+            self._waiting[action.microbatch // len(self.feed.groups[0])] -= 1
+
+
+class UnitDevice(Protocol):
+    """A device in unit times, and how many actions it has left."""
+
+    @property
+    def left(self) -> int:
+        """How many actions are left."""
+
+    def next(self, made: Made) -> Action | None:
+        """The action that it begins now that this is made; None if it waits."""
+
+
+class OrderedDevice:
+    """A device that does its actions in their order, each once what it needs is made and what it asks for is there."""
+
+    def __init__(self, order: Sequence[Action], stages: int, number: int = 0, caller: _Caller | None = None) -> None:
+        self._order, self._stages, self._number, self._caller = order, stages, number, caller
+        self._first, self._position = min((action.stage for action in order), default=0), 0
+
+    @property
+    def left(self) -> int:
+        """How many actions are left."""
+        return len(self._order) - self._position
+
+    def next(self, made: Made) -> Action | None:
+        """The next action of the order, if it can begin."""
+        if not self.left or missing(action := self._order[self._position], self._stages, made):
+            return None
+        caller, place = self._caller, (self._number, self._position, self._first)
+        if caller is not None and not caller.feed.arrived(*place, caller.posted, made):
+            return None
+        self._position += 1
+        return action
+
+
+def stepped(devices: Sequence[UnitDevice], units: Mapping[str, int] | None = None) -> Iterator[Step]:
+    """What each device begins in each unit of time, until none can go on.
+
+    An action takes one unit, or those of its operation, and has made what it makes at their end.
+    """
+    made: Made = set()
+    ending: dict[int, list[Action]] = {}
+    free, now = [0] * len(devices), 0
+    while any(device.left for device in devices):
+        step = [device.next(made) if free[k] <= now else None for k, device in enumerate(devices)]
         for k, action in enumerate(step):
             if action is not None:
-                made.update((value, action.stage, action.microbatch) for value in action.operation.makes)
-                position[k] += 1
-                if feed and feed.reports(action, stages):
-                    waiting[action.microbatch // len(feed.groups[0])] -= 1
-        steps.append(step)
-    return steps
+                free[k] = now + (units[action.op] if units else 1)
+                ending.setdefault(free[k], []).append(action)
+        if not ending:
+            return
+        yield step
+        now += 1
+        for action in ending.pop(now, ()):
+            made.update((value, action.stage, action.microbatch) for value in action.operation.makes)
 
 
 def grid(steps: Sequence[Step]) -> str:
@@ -180,14 +242,15 @@ def _check_sequence(orders: Sequence[Sequence[Action]], stages: int) -> None:
                     raise ScheduleError(f"Microbatches overtake each other: {takes} comes where {gives} has sent.")
 
 
-def _stuck(
-    orders: Sequence[Sequence[Action]], steps: Sequence[Step], position: Sequence[int], stages: int, made: Made
-) -> str:
+def _stuck(orders: Sequence[Sequence[Action]], steps: Sequence[Step], stages: int) -> str:
+    done = [action for step in steps for action in step if action is not None]
+    made: Made = {(value, each.stage, each.microbatch) for each in done for value in each.operation.makes}
     rows = grid(steps).split("\n") if steps else [f"{device}:" for device in range(len(orders))]
     for device, order in enumerate(orders):
-        if position[device] < len(order):
-            needed = missing(order[position[device]], stages, made) or ["a minibatch that is posted after it"]
-            rows[device] += f"  {order[position[device]]} <-- ERROR HERE: needs {', '.join(needed)}"
+        position = sum(step[device] is not None for step in steps)
+        if position < len(order):
+            needed = missing(order[position], stages, made) or ["a minibatch that is posted after it"]
+            rows[device] += f"  {order[position]} <-- ERROR HERE: needs {', '.join(needed)}"
     return "\n".join(rows)
 
 
@@ -236,17 +299,8 @@ def _ends(orders: Sequence[Sequence[Action]]) -> list[list[int]]:
     """When each action ends, begun as soon as its device is free and what it needs is there."""
     stages = 1 + max(action.stage for order in orders for action in order)
     ends: list[list[int]] = [[] for _ in orders]
-    made: Made = set()
-    at: dict[tuple[str, int, int], int] = {}
-    while any(len(mine) < len(order) for mine, order in zip(ends, orders, strict=True)):
-        for mine, order in zip(ends, orders, strict=True):
-            while len(mine) < len(order) and not missing(action := order[len(mine)], stages, made):
-                ready = [
-                    at.get((need.value, action.stage + need.stage, action.microbatch), 0)
-                    for need in action.operation.needs
-                ]
-                mine.append(max([*mine[-1:], *ready]) + UNITS[action.op])
-                values = [(value, action.stage, action.microbatch) for value in action.operation.makes]
-                made.update(values)
-                at.update(dict.fromkeys(values, mine[-1]))
+    for now, step in enumerate(stepped([OrderedDevice(order, stages) for order in orders], UNITS)):
+        for mine, action in zip(ends, step, strict=True):
+            if action is not None:
+                mine.append(now + UNITS[action.op])
     return ends

@@ -50,7 +50,7 @@ from itertools import product
 from typing import NamedTuple
 
 from pipetrain.schemes.actions import Action, Op
-from pipetrain.schemes.dry_run import Made, missing
+from pipetrain.schemes.dry_run import Made, missing, stepped
 from pipetrain.schemes.schedules import Groups, Order, Schedule
 
 Orders = Sequence[Sequence[Action]]  # of every device
@@ -84,35 +84,38 @@ def with_weight_gradients(plan: SchedulePlan) -> Orders:
     between F and I.
     """
     stages = 1 + max(action.stage for order in plan.orders for action in order)
-    devices = [_PlannedDevice(order, plan.limit) for order in plan.orders]
-    made: Made = set()
-    while any(device.left or device.operands for device in devices):
-        step = [device.next(stages, made) for device in devices]
-        if not any(step):
-            raise RuntimeError(f"No device goes on, each of which holds at most {plan.limit} microbatches.")
-        for action in filter(None, step):
-            made.update((value, action.stage, action.microbatch) for value in action.operation.makes)
+    devices = [_PlannedDevice(order, plan.limit, stages) for order in plan.orders]
+    for _ in stepped(devices):
+        pass
+    if any(device.left for device in devices):
+        raise RuntimeError(f"No device goes on, each of which holds at most {plan.limit} microbatches.")
     return [device.order for device in devices]
 
 
 class _PlannedDevice:
     """A device that executes its plan, and what it holds."""
 
-    def __init__(self, planned: Sequence[Action], limit: int) -> None:
-        self.left, self._limit, self._held = deque(planned), limit, 0
-        self.operands: deque[Action] = deque()  # the I whose W is not made yet
+    def __init__(self, planned: Sequence[Action], limit: int, stages: int) -> None:
+        self._planned, self._limit, self._stages, self._held = deque(planned), limit, stages, 0
+        self._operands: deque[Action] = deque()  # the I whose W is not made yet
         self.order: list[Action] = []
 
-    def next(self, stages: int, made: Made) -> Action | None:
+    @property
+    def left(self) -> int:
+        """How many actions are left, as far as is known."""
+        return len(self._planned) + len(self._operands)
+
+    def next(self, made: Made) -> Action | None:
         """What it does in this unit of time; None if it waits."""
-        action = self.left[0] if self.left else None
-        if action is not None and not missing(action, stages, made) and (action.op != "F" or self._held < self._limit):
-            self.left.popleft()
+        action = self._planned[0] if self._planned else None
+        is_free = action is not None and (action.op != "F" or self._held < self._limit)
+        if action is not None and is_free and not missing(action, self._stages, made):
+            self._planned.popleft()
             self._held += action.op == "F"
             if action.op == "I":
-                self.operands.append(action)
-        elif self.operands:
-            action = self.operands.popleft()._replace(op="W")
+                self._operands.append(action)
+        elif self._operands:
+            action = self._operands.popleft()._replace(op="W")
             self._held -= 1
         else:
             return None

@@ -16,9 +16,9 @@ from pipetrain.schemes.actions import OPERATIONS, SENT, Action, completes
 from pipetrain.schemes.schedules import groups_of
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.splitting import microbatch_rows, rows_of
+from pipetrain.simulation.action_costs import Adding, StageCosts, additions
 from pipetrain.simulation.network import Network
 from pipetrain.simulation.reduction import Ring, Server
-from pipetrain.simulation.stage_costs import Adding, StageCosts, additions
 from pipetrain.simulation.stations import NOTHING, Station, StationWork, Wire
 
 
@@ -62,7 +62,7 @@ class StationBuilder:
     ) -> None:
         self._stages, self._devices, self._batch_size = stages, devices, batch_size
         self._scheme, self._options, self._network = scheme, options, Network(cluster)
-        self._costs = StageCosts(stages, batch_size, scheme, options.microbatches)
+        self._costs = StageCosts(stages, batch_size, scheme, options.microbatches, options.overhead_s)
         self._shares = [
             [[piece[r.start : r.stop] for r in _split(len(piece), len(each))] for piece in self._microbatch_rows()]
             for each in devices
@@ -106,8 +106,7 @@ class StationBuilder:
         for replica, (number, on) in enumerate(zip(self._numbers[device], self._devices[device], strict=True)):
             speed = options.speeds[on] if options.speeds else 1.0
             compute_s = [
-                options.overhead_s
-                + self._costs.compute_s(stage, op, len(share[replica]), added.get((op, stage, n), Adding()), speed)
+                self._costs.compute_s(stage, op, len(share[replica]), added.get((op, stage, n), Adding()), speed)
                 for n, share in enumerate(self._shares[device])
                 for stage, op in kinds
             ]

@@ -12,9 +12,10 @@ from pipetrain.plan.profile import Profile
 from pipetrain.schemes.arguments import checked_count
 from pipetrain.schemes.coded_reduce import ROOT, Tree, checked_tree
 from pipetrain.schemes.gradient_codes import decoding
-from pipetrain.simulation.data_parallel.clock import Processors, SimulatedClock, varying
-from pipetrain.simulation.network import Network, Route
-from pipetrain.trace.records import Span, Transfer, What
+from pipetrain.simulation.action_costs import between_steps_s
+from pipetrain.simulation.kernel import Kernel, SimulatedMessage, varying
+from pipetrain.simulation.simulated_trace import trace_of_devices
+from pipetrain.trace.records import What
 from pipetrain.trace.trace import Trace
 
 OVER = -2  # the step when none is
@@ -88,7 +89,7 @@ def simulate_tree(
     update_s = sum(block.seconds.update_s for block in blocks)
     size_bytes = own + sum(shared.values())
     cluster = cluster or Cluster()
-    caller_s = profile.metric_s + cluster.overhead_s
+    caller_s = between_steps_s(profile, cluster)
     setting = TreeSetting(tree, float(tree.load) * whole_s, size_bytes, update_s, caller_s, cluster, factor)
     return TreeTraining(setting, minibatches).run()
 
@@ -107,20 +108,17 @@ class TreeTraining:
 
     def __init__(self, setting: TreeSetting, steps: int) -> None:
         self._setting, self._tree, self._steps = setting, setting.tree, steps
-        self._clock, self._network = SimulatedClock(), Network(setting.cluster)
-        self._processors = Processors(setting.cluster.processors)
-        self._routes: dict[tuple[int, int], Route] = {}
+        factors = [partial(setting.factor, worker) for worker in range(self._tree.workers)]
+        self._kernel = Kernel(setting.cluster, [lambda: 1.0, *factors], switched=False)
         self._workers = [_Worker() for _ in range(self._tree.workers)]
         self._step = -1
         self._arrived: dict[int, list[int]] = {}
-        self._spans: list[Span] = []
-        self._transfers: list[Transfer] = []
 
     def run(self) -> Trace:
         """All steps."""
         self._begin()
-        self._clock.run()
-        return Trace.of(self._spans, self._transfers)
+        self._kernel.clock.run()
+        return trace_of_devices(self._kernel, joined=False)
 
     def _begin(self) -> None:
         self._step += 1
@@ -147,17 +145,9 @@ class TreeTraining:
         self._workers[number].has_weights = True
         for child in self._tree.below(number):
             self._offer(number, child)
-        self._processors.take(partial(self._start, number, step))
+        self._kernel.devices[number + 1].do(self._setting.seconds, "FB", step, partial(self._computed, number, step))
 
-    def _start(self, number: int, step: int) -> None:
-        start_s = self._clock.now
-        end_s = start_s + self._setting.seconds * self._setting.factor(number)
-        device = f"device:{number + 1}"
-        self._spans.append(Span("FB", 0, step, device, start_s, end_s, step, number + 1))
-        self._clock.at(end_s, partial(self._computed, number, step))
-
-    def _computed(self, number: int, step: int) -> None:
-        self._processors.release()
+    def _computed(self, number: int, step: int, start_s: float) -> None:
         worker = self._workers[number]
         self._free(number)
         if step != self._step:
@@ -213,35 +203,20 @@ class TreeTraining:
 
     def _update(self) -> None:
         """The root has the sum: whoever is late is left behind."""
-        number, self._step = self._step, OVER
-        self._processors.take(partial(self._updating, number))
+        step, self._step = self._step, OVER
+        self._kernel.devices[0].do(self._setting.update_s, "B", step, partial(self._updated, step))
 
-    def _updating(self, number: int) -> None:
-        start_s = self._clock.now
-        end_s = start_s + self._setting.update_s
-        self._spans.append(Span("B", 0, number, "device:0", start_s, end_s, number, 0))
-
+    def _updated(self, step: int, start_s: float) -> None:
         def go_on() -> None:
-            self._step = number
+            self._step = step
             self._begin()
 
-        self._clock.at(end_s, self._processors.release)
-        self._clock.at(end_s + self._setting.caller_s, go_on)
+        self._kernel.clock.at(self._kernel.clock.now + self._setting.caller_s, go_on)
 
     def _send(self, what: What, source: int, sink: int, arrives: Callable[[], None]) -> None:
-        """Send weights or gradients, if there are any, when both ports and what is between them are free."""
+        """Send weights or gradients, if there are any."""
         if not self._setting.size_bytes:
-            self._clock.at(self._clock.now, arrives)
+            self._kernel.clock.at(self._kernel.clock.now, arrives)
             return
-        route, now = self._route(source + 1, sink + 1), self._clock.now
-        arrived_s = self._network.send(route, self._setting.size_bytes, now)
-        ends = 0, source + 1, 0, sink + 1
-        self._transfers.append(Transfer(what, self._step, *ends, self._setting.size_bytes, now, arrived_s))
-        self._clock.at(arrived_s, arrives)
-
-    def _route(self, source: int, sink: int) -> Route:
-        if (source, sink) not in self._routes:
-            route, medium = self._network.route(source, sink), self._network.medium
-            media = {medium("device", "out", source), *route.media, medium("device", "in", sink)}
-            self._routes[source, sink] = route._replace(media=tuple(sorted(media)))
-        return self._routes[source, sink]
+        message = SimulatedMessage(what, self._step, source + 1, sink + 1, self._setting.size_bytes)
+        self._kernel.send(message, arrives)

@@ -27,9 +27,9 @@ from pipetrain.schemes.table import (
 )
 from pipetrain.schemes.transfers.orders import AUTO
 from pipetrain.simulation.coded_reduce import simulate_tree
-from pipetrain.simulation.data_parallel.profiled import simulate_order
 from pipetrain.simulation.every_way import Chooser
-from pipetrain.simulation.grid.simulator import simulate_grid
+from pipetrain.simulation.grid import simulate_grid
+from pipetrain.simulation.profiled import simulate_order
 from pipetrain.simulation.simulator import simulate
 from pipetrain.trace.idle import Idle, idle
 from pipetrain.trace.trace import Trace

@@ -25,13 +25,14 @@ from pipetrain.schemes.table import (
 )
 from pipetrain.schemes.validation import check_own
 from pipetrain.simulation.build import SimulationOptions, StationBuilder
-from pipetrain.simulation.events import Simulation
+from pipetrain.simulation.pipeline import PipelineSimulation
 from pipetrain.simulation.reduction import REDUCTIONS
-from pipetrain.simulation.station_trace import trace_of
+from pipetrain.simulation.simulated_trace import trace_of_stations
 from pipetrain.simulation.stations import SimulatedCaller
 from pipetrain.simulation.vectorized import VectorizedSimulation, suits
 from pipetrain.trace.trace import Trace
 
+MINIBATCHES = 3  # of a schedule that flushes: each is like the one before, once all devices have begun
 COUNTED = "A simulation counts from 1 up"
 UNSTAGED = {  # schemes without stages: why, and what simulates them
     CODED: ("A tree of workers has no stages", "pipetrain.simulate_tree(profile, children)"),
@@ -119,8 +120,27 @@ def simulate(
     if built.plain and suits(built.stations, cluster, group):
         record = VectorizedSimulation(built.stations, caller, not chosen.asynchronous).run()
     else:
-        record = Simulation(built.stations, caller, not chosen.asynchronous, cluster.processors).run()
-    return trace_of(built.stations, record, None if chosen.schedule.chunks == 1 else len(built.stations))
+        record = PipelineSimulation(built.stations, caller, not chosen.asynchronous, cluster.processors).run()
+    return trace_of_stations(built.stations, record, None if chosen.schedule.chunks == 1 else len(built.stations))
+
+
+def simulated(cut: Partition, cluster: Cluster) -> Trace:
+    """A few minibatches of the training that the cut was made for; ``step_s`` is that of one of them.
+
+    Raises ScheduleError for a schedule that cannot run.
+    """
+    microbatches = min(cut.training.microbatches_of(len(cut.stages)), cut.batch_size)
+    return simulate(cut, cut.training.scheme, cluster, MINIBATCHES, microbatches=microbatches)
+
+
+def timed(cut: Partition, cluster: Cluster) -> Partition:
+    """The cut with ``simulated_s``, if it has several stages and its schedule flushes.
+
+    Others take what their slowest stage takes.
+    """
+    if len(cut.stages) == 1 or cut.training.chosen.asynchronous:
+        return cut
+    return replace(cut, simulated_s=simulated(cut, cluster).step_s)
 
 
 def _check_staged(scheme: AnyScheme) -> None:

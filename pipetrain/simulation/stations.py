@@ -7,6 +7,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
+from pipetrain.simulation.kernel import Happens
 from pipetrain.simulation.network import Network, Route
 
 NOTHING = -1
@@ -39,8 +42,9 @@ class Station:
     """
 
     __slots__ = (
-        "awaits", "compute_s", "device", "factors", "free_s", "inputs", "kinds", "number", "order", "outputs", "period",
-        "place", "position", "reduction", "start_s", "update_s", "updating", "waits_at", "work",
+        "awaits", "begins", "compute_s", "device", "ends", "factors", "free_s", "inputs", "kinds", "length", "number",
+        "order", "outputs", "period", "place", "position", "reduction", "reports", "seconds", "slots", "start_s",
+        "update_s", "updates", "work",
     )  # fmt: skip
 
     def __init__(
@@ -53,14 +57,24 @@ class Station:
         factors: array[float] | None = None,
     ) -> None:
         self.number, self.place, self.device, self.work = number, place, device, work
-        self.order, self.compute_s, self.waits_at = work.order, work.compute_s, work.inputs
+        self.order, self.compute_s, self.updates, self.reports = work.order, work.compute_s, work.updates, work.reports
         self.kinds, self.period = len(work.kinds), len(work.compute_s)
         self.update_s, self.factors = update_s, factors
         slots = 1 + max(work.inputs)
         self.inputs: list[list[Arrivals]] = [[] for _ in range(slots + 1)]  # the last one is NOTHING's: always empty
         self.outputs: list[list[Wire]] = [[] for _ in work.kinds]
         self.reduction: SimulatedReduction | None = None
-        self.position, self.start_s, self.free_s, self.awaits, self.updating = 0, 0.0, 0.0, NOTHING, False
+        self.position, self.start_s, self.free_s, self.awaits = 0, 0.0, 0.0, NOTHING
+
+    def prepare(self, begins: Happens, ends: Happens) -> None:
+        """Get ready to be simulated action by action: what happens when one could begin, and at its end."""
+        codes = np.frombuffer(self.order, dtype=np.int32)
+        seconds = np.array(self.compute_s)[codes % self.period]
+        if self.factors is not None:
+            seconds *= np.frombuffer(self.factors)
+        self.begins, self.ends, self.length = begins, ends, len(codes)
+        self.seconds: list[float] = seconds.tolist()  # of each action
+        self.slots: list[int] = np.array(self.work.inputs)[codes % self.kinds].tolist()  # where each waits
 
     def where(self, position: int) -> str:
         """For people: which device it is, and which action it has at this position of its order."""

@@ -1,4 +1,4 @@
-"""Simulating many stages at once: what the kernel of ``events`` gives, sooner, where nothing is shared."""
+"""Simulating many stages at once: what ``pipeline`` gives, sooner, where nothing is shared."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from pipetrain.plan.cluster import Cluster
 from pipetrain.schemes.dry_run import ScheduleError
-from pipetrain.simulation.journal import Seconds, SimulationRecord
+from pipetrain.simulation.kernel import Seconds, SimulationRecord
 from pipetrain.simulation.stations import SimulatedCaller, Station
 
 AT_ONCE = 30  # stations that have something to do, on average, from which on arrays are faster than a heap
@@ -49,7 +49,7 @@ class VectorizedSimulation:
 
     Args:
         stations: in the order of their stages.
-        caller: see ``events.Simulation``.
+        caller: see ``PipelineSimulation``.
         synchronous: likewise.
     """
 

@@ -24,7 +24,7 @@ from pipetrain.plan.profile import BlockProfile, Profile
 from pipetrain.schemes.grid import Grid
 from pipetrain.simulation.comparison import compare
 from pipetrain.simulation.every_way import Chooser, choose
-from pipetrain.simulation.grid.simulator import chosen_grid, simulate_grid
+from pipetrain.simulation.grid import chosen_grid, simulate_grid
 from pipetrain.trace.idle import idle
 from pipetrain.trace.packs import packs
 

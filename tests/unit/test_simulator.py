@@ -439,7 +439,7 @@ def test_what_cannot_be_simulated(options, message):
         simulate(cut([(1, 1, 0, 0, 0)] * 3), **options)
 
 
-@pytest.mark.parametrize(("stages", "kernel"), [(2, "Simulation"), (80, "VectorizedSimulation")])
+@pytest.mark.parametrize(("stages", "kernel"), [(2, "PipelineSimulation"), (80, "VectorizedSimulation")])
 def test_stations_that_wait_for_each_other_say_where(stages, kernel, monkeypatch):
     monkeypatch.setattr(simulator, "StationBuilder", backward_first)
     with (

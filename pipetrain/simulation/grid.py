@@ -1,62 +1,136 @@
-"""What the devices of a grid do in one step, and the messages between: who waits for what."""
+"""The program of a step on a grid, and what a run would be: the same kind of trace as training records."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
-from pipetrain.plan.grid_cost import FLOAT_BYTES, Use, uses
+from pipetrain.plan.cluster import Cluster
+from pipetrain.plan.grid_cost import FLOAT_BYTES, Use, best_grid, elsewhere_bytes, uses
 from pipetrain.plan.profile import Profile
 from pipetrain.schemes.actions import Op
-from pipetrain.schemes.grid import Grid
-from pipetrain.trace.records import What
+from pipetrain.schemes.arguments import checked_count
+from pipetrain.schemes.grid import Grid, check_grid
+from pipetrain.simulation.action_costs import between_steps_s
+from pipetrain.simulation.kernel import Kernel, varying
+from pipetrain.simulation.setting import COUNTED
+from pipetrain.simulation.simulated_trace import trace_of_devices
+from pipetrain.simulation.steps import Send, StepProgram, StepSimulation, Task
+from pipetrain.trace.trace import Trace
+
+STEPS = 4  # of which the middle ones are alike
 
 
-@dataclass
-class Send:
-    """A message that leaves when all that it ``awaits`` is done: tasks' and other messages' numbers."""
+def simulate_grid(
+    profile: Profile,
+    devices: int,
+    cluster: Cluster | None = None,
+    grid: object = None,
+    minibatches: int = STEPS,
+    slowdown: float = 0.0,
+    seed: int = 0,
+) -> Trace:
+    """Simulate the scheme ``grid`` of a profiled model.
 
-    what: What
-    source: int
-    sink: int
-    size_bytes: float
-    awaits: list[int]
+    A device takes its share of a block's seconds: of the rows, and of the outputs of a divided layer.
+
+    Args:
+        profile: what the blocks cost for a whole minibatch.
+        devices: how many there are.
+        cluster: how they are joined. A link's latency is what a message takes beside its bytes.
+        grid: as for ``PipelineModel``; by default the one that sends the least.
+        minibatches: how many are trained.
+        slowdown: how much the seconds vary: the standard deviation, as a part of the mean, of random factors
+            (lognormal, with mean 1).
+        seed: of these.
+
+    Raises ValueError for a grid of another number of devices, and for more devices than rows.
+    """
+    cluster = cluster or Cluster()
+    chosen = chosen_grid(profile, devices, cluster, grid)
+    checked_count("minibatches", minibatches, COUNTED, 8)
+    kernel = Kernel(cluster, [varying(slowdown, seed)] * chosen.devices)
+    program = _GridStep(profile, chosen, between_steps_s(profile, cluster)).program
+    StepSimulation(kernel, [program] * minibatches).run()
+    return trace_of_devices(kernel)
 
 
-@dataclass
-class Task:
-    """A piece of a device's work, which begins when its messages have come and its earlier ones are done."""
+def chosen_grid(profile: Profile, devices: int, cluster: Cluster, grid: object = None) -> Grid:
+    """The grid that is asked for, or the one that sends the least, with the layers that it divides."""
+    if profile.network is None:
+        raise ValueError(
+            f"It is not known which layers can be divided. Received: a profile of {profile.model!r} without a network. "
+            "Try profiling the model again."
+        )
+    if devices > profile.batch_size:
+        raise ValueError(
+            f"Every device has a row at least. Received: {devices} devices, batch_size={profile.batch_size}. "
+            f"Try {profile.batch_size} devices."
+        )
+    checked = check_grid(grid, "grid")
+    if not isinstance(checked, Grid):
+        if devices == 1:
+            return Grid(1, 1, ())
+        return best_grid(profile.network, devices, profile.batch_size, cluster.slowest(devices))
+    if checked.devices != devices:
+        raise ValueError(
+            f"A grid has a device in each of its places. Received: grid={tuple(checked)[:2]}, {devices} devices. "
+            f"Try {checked.devices} devices."
+        )
+    if checked.layers is None:
+        wide = tuple(layer.name for layer in profile.network.layers if layer.wide >= checked.outputs)
+        return checked._replace(layers=wide)
+    return checked
 
-    device: int
-    op: Op
-    seconds: float
-    awaits: list[int] = field(default_factory=list)
+
+class GridEstimate(NamedTuple):
+    """A grid, the seconds of a step, and what a device need not have of the whole model: other devices' parts."""
+
+    grid: Grid
+    step_s: float
+    elsewhere_bytes: int
 
 
-class StepTasks:
-    """The tasks and messages of a step, numbered together, in an order in which each device may do its own.
+def estimated_grid(
+    profile: Profile, devices: int, cluster: Cluster, slots: int, asked: Grid | None = None
+) -> GridEstimate | None:
+    """The grid that is asked for, or that of so many devices that sends the least; with ``slots`` for each weight.
+
+    None where it is not known which layers can be divided, and where none should be: that grid is an all-reduce.
+    """
+    if profile.network is None:
+        return None
+    grid = chosen_grid(profile, devices, cluster, asked)
+    if grid.outputs == 1 and asked is None:
+        return None
+    elsewhere = elsewhere_bytes(profile.network, grid, grid.layers or (), slots)
+    return GridEstimate(grid, simulate_grid(profile, devices, cluster, grid).step_s, elsewhere)
+
+
+class _GridStep:
+    """A step as a program, whose tasks are in an order in which each device may do its own.
+
+    A device does the first of its tasks whose messages have come: sums may come later than what follows them.
 
     Args:
         profile: what blocks take for a whole minibatch, with the model's network.
-        grid: the devices.
-        divided: the names of the layers whose outputs are divided.
+        grid: the devices, with the layers that they divide.
+        pause_s: between two steps.
     """
 
-    def __init__(self, profile: Profile, grid: Grid, divided: Collection[str]) -> None:
+    def __init__(self, profile: Profile, grid: Grid, pause_s: float) -> None:
         assert profile.network is not None  # asked before
         self._profile, self._grid, self._network = profile, grid, profile.network
-        self._divided = set(divided) if grid.outputs > 1 else set()
+        self._divided = {*(grid.layers or ())} if grid.outputs > 1 else set[str]()
         self._counts = grid.counts(profile.batch_size)
         self._uses = {use.value: use for use in uses(self._network, self._divided)}
-        self.items: list[Task | Send] = []
+        self.program = StepProgram(pause_s)
         self._made: dict[tuple[str, int, int], int] = {}  # a device's forward or backward of a block, by their numbers
-        self._summing: list[list[int]] = []
         self._forward()
         self._backward()
 
-    def _add(self, item: Task | Send) -> int:
-        self.items.append(item)
-        return len(self.items) - 1
+    def _do(self, device: int, op: Op, seconds: float, awaits: Iterable[int]) -> int:
+        return self.program.add(Task(device, op, seconds, priority=len(self.program.items)), awaits)
 
     def _share(self, block: int, device: int) -> float:
         """What of a block's work for the minibatch a device has."""
@@ -86,7 +160,7 @@ class StepTasks:
                         there[key] = list(self._gathers(value, device, whole))
                     awaits += there[key]
                 seconds = block.seconds.forward_s * self._share(number, device)
-                self._made["F", number, device] = self._add(Task(device, "F", seconds, awaits))
+                self._made["F", number, device] = self._do(device, "F", seconds, awaits)
         for value in self._network.outputs:
             for device in range(self._grid.devices):
                 if (device, value, False) not in there:
@@ -104,7 +178,7 @@ class StepTasks:
         for source in self._group(sink):
             size = self._size(use, source, sink, whole)
             if source != sink and size:
-                yield self._add(Send("F", source, sink, size, [self._made["F", maker, source]]))
+                yield self.program.add(Send("F", source, sink, size), [self._made["F", maker, source]])
 
     def _size(self, use: Use, source: int, sink: int, whole: bool) -> float:
         """The bytes of a value's part on its way from who made it to who reads it."""
@@ -124,7 +198,7 @@ class StepTasks:
                 if number == len(self._network.layers) - 1:
                     awaits += self._outputs[device]
                 seconds = block.seconds.backward_s * self._share(number, device)
-                self._made["B", number, device] = self._add(Task(device, "B", seconds, awaits))
+                self._made["B", number, device] = self._do(device, "B", seconds, awaits)
             self._sum(number)
 
     def _scatters(self, value: int, maker: int) -> dict[int, list[int]]:
@@ -140,7 +214,7 @@ class StepTasks:
                 for sink in self._group(source):
                     size = self._size(use, sink, source, whole)
                     if source != sink and size:
-                        found.setdefault(sink, []).append(self._add(Send("B", source, sink, size, awaits)))
+                        found.setdefault(sink, []).append(self.program.add(Send("B", source, sink, size), awaits))
         return found
 
     def _sum(self, number: int) -> None:
@@ -155,14 +229,15 @@ class StepTasks:
             arrived = self._reduced(number, devices, FLOAT_BYTES * layer.weights * own)
             for device in devices:
                 mine = arrived.get(device, [self._made["B", number, device]])
-                self._add(Task(device, "B", block.seconds.update_s * own, mine))
+                self._do(device, "B", block.seconds.update_s * own, mine)
 
     def _reduced(self, number: int, devices: Sequence[int], size: float) -> dict[int, list[int]]:
         """What each device awaits of the sums: between two all of the other's, among more a part of each, summed."""
         count, made = len(devices), {device: self._made["B", number, device] for device in devices}
         part = size if count == 2 else size / count
+        add = self.program.add
         first: dict[int, list[int]] = {
-            sink: [self._add(Send("R", source, sink, part, [made[source]])) for source in devices if source != sink]
+            sink: [add(Send("R", source, sink, part), [made[source]]) for source in devices if source != sink]
             for sink in devices
         }
         if count <= 2:
@@ -172,7 +247,7 @@ class StepTasks:
                 made[sink],
                 *first[sink],
                 *(
-                    self._add(Send("R", source, sink, part, [made[source], *first[source]]))
+                    add(Send("R", source, sink, part), [made[source], *first[source]])
                     for source in devices
                     if source != sink
                 ),

@@ -1,4 +1,4 @@
-"""What the stations of a simulation did, as a trace."""
+"""What happened in a simulation, as a trace: of the kernel's devices, and of a pipeline's stations."""
 
 from __future__ import annotations
 
@@ -8,13 +8,55 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipetrain.simulation.journal import SimulationRecord
+from pipetrain.simulation.kernel import DeviceWork, Kernel, SimulatedMessage, SimulationRecord
 from pipetrain.simulation.stations import SimulatedReduction, Station, Wire
-from pipetrain.trace.records import Names, Spans, Transfers
+from pipetrain.trace.records import Names, Spans, Transfer, Transfers
 from pipetrain.trace.trace import Trace
 
 
-def trace_of(stations: Sequence[Station], record: SimulationRecord, ranks: int | None) -> Trace:
+def trace_of_devices(kernel: Kernel, joined: bool = True) -> Trace:
+    """The spans of what devices did, and the messages; a device's number is that of the replica.
+
+    ``joined``: what a device did of one operation of a step without a pause is one span, and what took no time none.
+    """
+    names = tuple(f"device:{n}" for n in range(len(kernel.devices)))
+    columns = zip(*kernel.work, strict=True) if kernel.work else [()] * len(DeviceWork._fields)
+    work = [np.array(column) for column in columns]
+    device, op, step, start_s, end_s = _joined(work) if joined else work
+    spans = Spans(
+        op=op.astype(Spans.dtypes[0]),
+        stage=np.zeros(len(device), dtype=np.int32),
+        microbatch=step.astype(np.int32),
+        device=Names(device.astype(np.int32), names),
+        start_s=start_s.astype(float),
+        end_s=end_s.astype(float),
+        version=step.astype(np.int32),
+        replica=device.astype(np.int32),
+    )
+    return Trace.of(spans, Transfers.of(_transfer(each) for each in kernel.messages if each.what is not None))
+
+
+def _joined(work: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
+    """The columns of work, of one device after another, joined where nothing is between."""
+    order = np.argsort(work[0], kind="stable")
+    order = order[(work[4] > work[3])[order]]
+    device, op, step, start_s, end_s = (each[order] for each in work)
+    goes_on = (device[1:] == device[:-1]) & (op[1:] == op[:-1]) & (step[1:] == step[:-1])
+    breaks = ~(goes_on & (start_s[1:] == end_s[:-1]))
+    begins, ends = (np.insert(breaks, at, True)[: len(device)] for at in (0, len(breaks)))
+    return [*(each[begins] for each in (device, op, step, start_s)), end_s[ends]]
+
+
+def _transfer(message: SimulatedMessage) -> Transfer:
+    kept_s, size_bytes = max(0.0, message.used_s - message.arrived_s), round(message.size_bytes)
+    assert message.what is not None
+    ends = 0, message.source, 0, message.sink
+    return Transfer(
+        message.what, message.step, *ends, size_bytes, message.left_s, message.arrived_s, message.pack, kept_s
+    )
+
+
+def trace_of_stations(stations: Sequence[Station], record: SimulationRecord, ranks: int | None) -> Trace:
     """The spans of all actions and the transfers over all wires and among replicas.
 
     ``ranks`` is the number of devices where these have several stages each, otherwise None.

@@ -1,17 +1,32 @@
-"""How long a device takes for the operations of a stage."""
+"""How long a device takes for the operations of a stage, and what actions cost beside their computing."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
+from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.cost import PREDICTING
+from pipetrain.plan.profile import Profile
 from pipetrain.plan.stages import StagePlan
 from pipetrain.schemes.actions import OPERATIONS, Action
 from pipetrain.schemes.schedules import has_halves, joined
 from pipetrain.schemes.scheme import Scheme
 
+ACTION_S = 5e-5  # what an action takes at least beside its computing, see docs/benchmarks/overhead.md
+THREAD_ACTION_S = 3e-4  # and one of a device's thread, as GPUs have
 ADDING = 0.6  # of an update: adding gradients reads two and writes one where SGD with momentum reads three, writes two
+
+
+def acting(cluster: Cluster) -> Cluster:
+    """The cluster, whose actions take ``ACTION_S`` each beside their computing, or what it says if that is more."""
+    return replace(cluster, overhead_s=max(cluster.overhead_s, ACTION_S))
+
+
+def between_steps_s(profile: Profile, cluster: Cluster) -> float:
+    """Seconds between two steps where a step is one call of every device: the caller's, and what an action takes."""
+    return profile.metric_s + cluster.overhead_s
 
 
 class Adding(NamedTuple):
@@ -37,16 +52,20 @@ def additions(actions: Sequence[Action], microbatches: int) -> dict[tuple[str, i
 
 
 class StageCosts:
-    """Seconds of the stages' operations and updates, without what every action takes in addition.
+    """Seconds of the stages' operations and updates.
 
     Args:
         stages: what they cost, for a whole minibatch.
         batch_size: rows of a minibatch.
         scheme: which says where weights are predicted.
         microbatches: of a minibatch.
+        overhead_s: what every action takes beside its computing, on a device of any speed.
     """
 
-    def __init__(self, stages: Sequence[StagePlan], batch_size: int, scheme: Scheme, microbatches: int) -> None:
+    def __init__(
+        self, stages: Sequence[StagePlan], batch_size: int, scheme: Scheme, microbatches: int, overhead_s: float
+    ) -> None:
+        self._overhead_s = overhead_s
         self._stages, self._batch_size, self._scheme, self._microbatches = stages, batch_size, scheme, microbatches
         schedule = scheme.schedule
         self._halved = has_halves(schedule.order, schedule.devices(len(stages)), microbatches)
@@ -62,7 +81,7 @@ class StageCosts:
         predicting_s = sum(PREDICTING * plan.update_s / speed * often[way] for way in operation.reads)
         once = adding.in_one_call or self._products_once(stage)
         adding_s = ADDING * plan.update_s * self._summed(stage, once) / speed if adding.adds else 0.0
-        return whole_s * rows / self._batch_size / speed + adding_s + predicting_s
+        return self._overhead_s + (whole_s * rows / self._batch_size / speed + adding_s + predicting_s)
 
     def update_s(self, stage: int) -> float:
         """Seconds of a stage's update, with the weight gradients that are made or sent to other stages only then."""

@@ -1,20 +1,22 @@
-"""The simulator's kernel: a heap of timed events, one for each action."""
+"""Pipelines on the kernel: the stations' actions in the order of time, an event for each."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from heapq import heappop, heappush
+from functools import partial
+from heapq import heappush
 
 from pipetrain.schemes.dry_run import ScheduleError
-from pipetrain.simulation.journal import Journal, SimulationRecord
-from pipetrain.simulation.stations import NOTHING, Arrivals, SimulatedCaller, Station
+from pipetrain.simulation.kernel import Happens, Journal, Processors, SimulatedClock, SimulationRecord
+from pipetrain.simulation.stations import NOTHING, Arrivals, Due, SimulatedCaller, Station
 
-# What happens at an event, in the order of (time, kind * stations + station)
-COMPUTED, READY, UPDATED, REDUCED = range(4)
+# What happens at one time, in this order after the ends of actions, and of each in the order of the stations: they are
+# ready for an action, have updated, have the sums of gradients
+READY, UPDATED, REDUCED = range(1, 4)
 
 
-class Simulation:
+class PipelineSimulation:
     """Stations at work, from the first action to the last.
 
     An action begins when the one before it in its station's order has ended and its inputs have arrived; what it sends
@@ -33,16 +35,18 @@ class Simulation:
         self, stations: Sequence[Station], caller: SimulatedCaller, synchronous: bool, processors: float
     ) -> None:
         self._stations, self._caller, self._synchronous = stations, caller, synchronous
-        self._limited, self._idle = processors < len(stations), processors
+        self._clock, self._processors = SimulatedClock(), Processors(processors)
+        self._limited, self._heap = processors < len(stations), self._clock.heap
         self._first = [station for station in stations if station.work.kinds[0][0] == 0]
         for station in self._first:
             arrivals: Arrivals = deque()
             caller.inputs.append(arrivals)
             station.inputs[0].append(arrivals)
-        self._heap: list[tuple[float, int]] = []
-        self._queue: deque[Station] = deque()
+        for station in stations:
+            begins = partial(self._processors.take, partial(self._compute, station))
+            station.prepare(begins, partial(self._computed, station))
         self._wires = sum(len(wires) for station in stations for wires in station.outputs)
-        self._worked, self._reduced, self._updated, self._arrived = Journal(2), Journal(), Journal(), Journal()
+        self._worked, self._sums, self._updates, self._arrived = Journal(2), Journal(), Journal(), Journal()
         starts_s, ends_s = self._worked.seconds
         self._note_number, self._note_start, self._note_end = (
             self._worked.numbers.append,
@@ -53,32 +57,25 @@ class Simulation:
 
     def run(self) -> SimulationRecord:
         """Until all is done; gives what happened. Raises ScheduleError if the stations wait for each other."""
-        heap, stations, count, computed = self._heap, self._stations, len(self._stations), self._computed
+        stations, count = self._stations, len(self._stations)
         self._caller.begin()
         for station in stations:
             self._begin(station)
-        while heap:
-            now, event = heappop(heap)
-            if event < count:
-                computed(stations[event], now)
-            else:
-                kind, number = divmod(event, count)
-                self._other(kind, stations[number], now)
+        self._clock.run()
         for station in stations:
             if station.position < len(station.order):
                 raise ScheduleError(f"Deadlock: {station.where(station.position)}.")
         start_s, computed_s = self._worked.of_each(count)
-        (updated_s,), (reduced_s,) = self._updated.of_each(count), self._reduced.of_each(count)
+        (updated_s,), (reduced_s,) = self._updates.of_each(count), self._sums.of_each(count)
         (arrived_s,) = self._arrived.of_each(self._wires)
         return SimulationRecord(start_s, computed_s, updated_s, reduced_s, arrived_s)
 
     def _begin(self, station: Station) -> None:
         """Begin the station's next action, if the end of all that it waits for is known."""
-        position, order = station.position, station.order
-        if position == len(order):
+        position = station.position
+        if position == station.length:
             return
-        code = order[position]
-        slot = station.waits_at[code % station.kinds]
+        slot = station.slots[position]
         inputs = station.inputs[slot]
         for arrivals in inputs:
             if not arrivals:
@@ -91,17 +88,19 @@ class Simulation:
                 start_s = arrived_s
         station.awaits = NOTHING
         if self._limited:
-            self._push(READY, station, start_s)
+            self._push(READY, station, start_s, station.begins)
             return
         station.start_s = start_s
-        taken_s = station.compute_s[code % station.period]
-        if station.factors is not None:
-            taken_s *= station.factors[position]
-        heappush(self._heap, (start_s + taken_s, station.number))
+        heappush(self._heap, (start_s + station.seconds[position], station.number, station.ends))
 
-    def _computed(self, station: Station, now: float) -> None:
+    def _compute(self, station: Station) -> None:
+        """Begin the action on the processor that the station now has."""
+        station.start_s = now = self._clock.now
+        heappush(self._heap, (now + station.seconds[station.position], station.number, station.ends))
+
+    def _computed(self, station: Station) -> None:
         """Send what is computed, update after the last backward of a minibatch, go on."""
-        position = station.position
+        now, position = self._clock.now, station.position
         microbatch, kind = divmod(station.order[position], station.kinds)
         self._note_number(station.number)
         self._note_start(station.start_s)
@@ -112,13 +111,13 @@ class Simulation:
             reader = wire.reader
             if reader.awaits == wire.slot:
                 self._begin(reader)
-        if station.work.updates[position]:
+        if station.updates[position]:
             self._gathered(station, now)
             return
-        if station.work.reports[position] and not self._synchronous:
+        if station.reports[position] and not self._synchronous:
             self._report(station.order[position] // station.period, now)
         if self._limited:
-            self._release(now)
+            self._processors.release()
         station.free_s = now
         station.position = position + 1
         self._begin(station)
@@ -126,24 +125,44 @@ class Simulation:
     def _gathered(self, station: Station, now: float) -> None:
         """All gradients of a minibatch are there."""
         if station.reduction is None:
-            self._update(station, now)
+            self._update(station)
             return
         if self._limited:
-            self._release(now)
-        for due_s, number in station.reduction.enter(station.number, now):
-            self._push(REDUCED, self._stations[number], due_s)
+            self._processors.release()
+        self._reduce(station.reduction.enter(station.number, now))
 
-    def _update(self, station: Station, now: float) -> None:
+    def _reduce(self, due: Due) -> None:
+        """The sums of gradients will be there."""
+        for due_s, number in due:
+            station = self._stations[number]
+            self._push(REDUCED, station, due_s, partial(self._reduced, station))
+
+    def _reduced(self, station: Station) -> None:
+        self._sums.note(station.number, self._clock.now)
+        if self._limited:
+            self._processors.take(partial(self._update, station))
+        else:
+            self._update(station)
+
+    def _update(self, station: Station) -> None:
         taken_s = station.update_s[station.order[station.position] % station.kinds]
         if station.factors is not None:
             taken_s *= station.factors[station.position]
+        end_s = self._clock.now + taken_s
         if self._limited or station.reduction is not None:
-            self._push(UPDATED, station, now + taken_s)
+            self._push(UPDATED, station, end_s, partial(self._updated, station))
         else:
-            self._go_on(station, now + taken_s)
+            self._go_on(station, end_s)
+
+    def _updated(self, station: Station) -> None:
+        if self._limited:
+            self._processors.release()
+        if station.reduction is not None:
+            self._reduce(station.reduction.updated(station.number, self._clock.now))
+        self._go_on(station, self._clock.now)
 
     def _go_on(self, station: Station, now: float) -> None:
-        self._updated.note(station.number, now)
+        self._updates.note(station.number, now)
         station.free_s = now
         if self._synchronous:
             self._report(station.order[station.position] // station.period, now)
@@ -156,48 +175,5 @@ class Simulation:
                 if station.awaits == 0:
                     self._begin(station)
 
-    def _other(self, kind: int, station: Station, now: float) -> None:
-        if kind == READY:
-            self._ask(station, now)
-        elif kind == REDUCED:
-            self._reduced.note(station.number, now)
-            if self._limited:
-                station.updating = True
-                self._ask(station, now)
-            else:
-                self._update(station, now)
-        else:
-            if self._limited:
-                self._release(now)
-            if station.reduction is not None:
-                for due_s, number in station.reduction.updated(station.number, now):
-                    self._push(REDUCED, self._stations[number], due_s)
-            self._go_on(station, now)
-
-    def _push(self, kind: int, station: Station, now: float) -> None:
-        heappush(self._heap, (now, kind * len(self._stations) + station.number))
-
-    def _ask(self, station: Station, now: float) -> None:
-        """Take a processor, or wait for one."""
-        if self._idle > 0:
-            self._idle -= 1
-            self._go(station, now)
-        else:
-            self._queue.append(station)
-
-    def _release(self, now: float) -> None:
-        """Give a processor back, to who has waited longest."""
-        if self._queue:
-            self._go(self._queue.popleft(), now)
-        else:
-            self._idle += 1
-
-    def _go(self, station: Station, now: float) -> None:
-        if station.updating:
-            station.updating = False
-            self._update(station, now)
-            return
-        code, position = station.order[station.position], station.position
-        factor = 1.0 if station.factors is None else station.factors[position]
-        station.start_s = now
-        heappush(self._heap, (now + station.compute_s[code % station.period] * factor, station.number))
+    def _push(self, kind: int, station: Station, time_s: float, happens: Happens) -> None:
+        heappush(self._heap, (time_s, kind * len(self._stations) + station.number, happens))

@@ -1,0 +1,267 @@
+"""The program of data parallelism's steps, by all-reduce or parameter server, and what a run of a plan would be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipetrain.schemes.arguments import checked_count
+from pipetrain.schemes.transfers.plan import Pack, Phase, Plan, check_plan
+from pipetrain.schemes.transfers.workload import Workload
+from pipetrain.simulation.kernel import Kernel, varying
+from pipetrain.simulation.setting import COUNTED, Setting
+from pipetrain.simulation.simulated_trace import trace_of_devices
+from pipetrain.simulation.steps import Acknowledgement, Join, Send, StepProgram, StepSimulation, Task
+from pipetrain.trace.trace import Trace
+
+
+def simulate_plan(setting: Setting, plan: Plan, minibatches: int = 8, slowdown: float = 0.0, seed: int = 0) -> Trace:
+    """Simulate so many steps of data parallelism whose transfers this plan orders.
+
+    The spans of a worker are the pieces of its forward, ``F``, and of its backward and updates, ``B``, that it does
+    without a pause; where it waits between them for weights or sums, there is a pause. ``W`` are messages of weights,
+    ``R`` of gradients, each from when it leaves.
+
+    Args:
+        setting: the workers, how they are joined, and what they compute.
+        plan: of the transfers.
+        minibatches: how many are trained.
+        slowdown: how much the seconds of layers and updates vary: the standard deviation, as a part of the mean, of
+            random factors (lognormal, with mean 1).
+        seed: of these.
+
+    Raises ValueError for a plan that does not move every variable once each way, and for counts below 1.
+    """
+    check_plan(plan, setting.workload.sizes_bytes, setting.serves)
+    checked_count("minibatches", minibatches, COUNTED, 8)
+    kernel = Kernel(setting.cluster, [varying(slowdown, seed)] * setting.workers, setting.message_work)
+    programs, before = programs_of(setting, plan, minibatches), _first_rows(setting)
+    StepSimulation(kernel, [*before, *programs], -len(before)).run()
+    return trace_of_devices(kernel)
+
+
+def programs_of(setting: Setting, plan: Plan, steps: int) -> list[StepProgram]:
+    """Of each step: the first one has nothing late of another before, the last one sends no rows for another."""
+    made: dict[tuple[bool, bool], StepProgram] = {}
+    programs = []
+    for step in range(steps):
+        has_late, has_next = step > 0 and bool(plan.late.packs), step + 1 < steps and setting.input_bytes > 0
+        if (has_late, has_next) not in made:
+            made[has_late, has_next] = _ExchangeStep(setting, plan, has_late, has_next).program
+        programs.append(made[has_late, has_next])
+    return programs
+
+
+def _first_rows(setting: Setting) -> list[StepProgram]:
+    """What comes before the first step: its rows, without which it does not begin."""
+    program = StepProgram()
+    for worker in range(1, setting.workers if setting.input_bytes else 1):
+        program.add(_rows_for(setting, worker))
+    return [program] if program.items else []
+
+
+def _rows_for(setting: Setting, worker: int) -> Send:
+    return Send(None, 0, worker, setting.input_bytes)
+
+
+class _ExchangeStep:
+    """A step of all workers, as a program.
+
+    A step updates each pack's variables where its sums are, when all of them have come. Weights that are returned
+    are sent to all workers when they are updated; those of the first step are there when it begins. Gradients that are
+    late are sent and updated at the beginning of the next step, before the forward of the layers that read the
+    variables. Rows of the next step are sent when all workers have the weights.
+    """
+
+    def __init__(self, setting: Setting, plan: Plan, has_late: bool, has_next: bool) -> None:
+        self._setting, self._plan, self.program = setting, plan, StepProgram(setting.caller_s)
+        self._workers = range(setting.workers)
+        self._weights: list[int] = []  # what brings them to workers
+        # Of each worker and layer what brings the weights that its forward awaits, and the messages that it uses then
+        layers = setting.workload.layers
+        self._there: list[list[dict[int, None]]] = [[{} for _ in layers] for _ in self._workers]
+        self._used: list[list[list[int]]] = [[[] for _ in layers] for _ in self._workers]
+        late = plan.late if has_late else Phase()
+        if setting.serves:
+            self._pull()
+        else:
+            self._sum_late(late)
+        if has_next:
+            there = self.program.add(Join(), self._weights)
+            for worker in self._workers[1:]:
+                self.program.add(_rows_for(setting, worker), [there])
+        self._compute(self._pushes(len(late.packs)))
+
+    def _pull(self) -> None:
+        """Every server sends its part of each pack to every worker, to each in the phase's order, itself first."""
+        phases, count = self._setting.of_servers(self._plan.pulls), len(self._workers)
+        turns = [(server, (server + turn) % count) for turn in range(count) for server in range(len(phases))]
+        pairs = [(server, worker) for server, worker in turns if server != worker]
+        places = {(server, worker): _Places(self.program, phases[server]) for server, worker in pairs}
+        together = {pair: self.program.add(Join(shared=True)) for pair in pairs if not phases[pair[0]].window}
+        for place in range(max(len(phase.packs) for phase in phases)):
+            for server, worker in pairs:
+                for pack in phases[server].packs[place : place + 1]:
+                    message = Send("W", server, worker, pack.size_bytes, place, places[server, worker].behind(place))
+                    sent = places[server, worker].send(place, message)
+                    there = together.get((server, worker), sent)
+                    if there != sent:
+                        self.program.wait(there, sent)
+                        self.program.used[there].append(sent)
+                    self._bring(worker, pack, there, [sent])
+
+    def _bring(self, worker: int, pack: Pack, there: int, used: Sequence[int]) -> None:
+        """A pack's weights are at a worker once this is done."""
+        self._weights.append(there)
+        for layer in dict.fromkeys(self._setting.workload.owner[n] for n in pack.variables):
+            self._there[worker][layer][there] = None
+            self._used[worker][layer] += used
+
+    def _sum_late(self, phase: Phase) -> None:
+        sums = _GradientSums(self.program, phase, 0, len(self._workers), self._workers)
+        for place, pack in enumerate(phase.packs):
+            for sink in self._workers:
+                self._bring(sink, pack, sums.update(place, Task(sink, "F", self._update_s(pack))), [])
+            for worker in self._workers:
+                sums.offer(place, worker, [])
+
+    def _pushes(self, before: int) -> list[_GradientSums]:
+        """The sums of each server's gradients, or of all devices', with the updates, and what is then returned."""
+        setting, plan = self._setting, self._plan
+        phases = setting.of_servers(plan.pushes) if setting.serves else [plan.pushes]
+        returned = setting.of_servers(plan.returned) if plan.returned.packs else [Phase()] * len(phases)
+        found = []
+        for server, (phase, back) in enumerate(zip(phases, returned, strict=True)):
+            sinks = range(server, server + 1) if setting.serves else self._workers
+            sums = _GradientSums(self.program, phase, before, len(self._workers), sinks)
+            updates = []
+            for place, pack in enumerate(phase.packs):
+                seconds = self._update_s(pack) / (setting.parts if setting.serves else 1)
+                updates += [(pack, sums.update(place, Task(sink, "B", seconds))) for sink in sinks]
+            self._return(server, back, updates)
+            found.append(sums)
+        return found
+
+    def _return(self, server: int, phase: Phase, updates: Sequence[tuple[Pack, int]]) -> None:
+        """Send weights to the other workers, each pack when all of its variables have been updated."""
+        before = len(self._setting.of_servers(self._plan.pulls)[server].packs) if phase.packs else 0
+        places = {worker: _Places(self.program, phase) for worker in self._workers if worker != server}
+        for place, pack in enumerate(phase.packs):
+            awaits = [n for each, n in updates if self._setting.at_once or {*each.variables} & {*pack.variables}]
+            for worker, each in places.items():
+                message = Send("W", server, worker, pack.size_bytes, before + place, each.behind(place))
+                each.send(place, message, awaits)
+
+    def _compute(self, pushes: Sequence[_GradientSums]) -> None:
+        """Every layer forward when what it needs is there, then every layer backward, and what is made is sent."""
+        workload, add = self._setting.workload, self.program.add
+        last: list[list[int]] = [[] for _ in self._workers]
+        for layer, each in enumerate(workload.layers):
+            for worker in self._workers:
+                awaits = [*last[worker], *self._there[worker][layer]]
+                last[worker] = [add(Task(worker, "F", each.forward_s), awaits, self._used[worker][layer])]
+        made_after = [_by_first(sums.phase, workload) for sums in pushes]
+        for layer in reversed(range(len(workload.layers))):
+            for worker in self._workers:
+                last[worker] = [add(Task(worker, "B", workload.layers[layer].backward_s), last[worker])]
+                for n in beginning_with(worker, range(len(pushes))):
+                    for place in made_after[n][layer]:
+                        pushes[n].offer(place, worker, last[worker])
+
+    def _update_s(self, pack: Pack) -> float:
+        return sum(self._setting.workload.update_s[n] for n in pack.variables) / pack.chunks
+
+
+class _Places:
+    """The messages of a phase's packs, and acknowledgements of those that others of them wait behind."""
+
+    def __init__(self, program: StepProgram, phase: Phase) -> None:
+        self._program, self._awaited = program, phase.awaited
+        self._acknowledged = {
+            place: program.add(Acknowledgement()) for place in dict.fromkeys(self._awaited) if place is not None
+        }
+
+    def behind(self, place: int) -> int | None:
+        """The acknowledgement behind which the messages of the pack at this place are sent."""
+        before = self._awaited[place]
+        return None if before is None else self._acknowledged[before]
+
+    def send(self, place: int, message: Send, awaits: Sequence[int] = ()) -> int:
+        """One of the messages of the pack at this place."""
+        sent = self._program.add(message, awaits)
+        if place in self._acknowledged:
+            self._program.wait(self._acknowledged[place], sent)
+        return sent
+
+
+class _GradientSums:
+    """The sums of a phase's gradients: on the server whose phase it is, or on every worker.
+
+    Among more than two workers each adds a part of the pack and sends the sum to all others.
+
+    Args:
+        program: of the step.
+        phase: the packs.
+        before: packs of other phases that the step has sent.
+        count: of the workers.
+        sinks: the devices that need the sums.
+    """
+
+    def __init__(self, program: StepProgram, phase: Phase, before: int, count: int, sinks: range) -> None:
+        self.phase, self._program, self._before, self._workers, self._sinks = (
+            phase,
+            program,
+            before,
+            range(count),
+            sinks,
+        )
+        self._places = _Places(program, phase)
+        self._scatters = len(sinks) > 2
+        self._added = [{sink: program.add(Join()) for sink in sinks} for _ in phase.packs]
+        self._there: list[dict[int, int]] = []  # by place and sink: what says that all parts of the sum are there
+        self._came: list[dict[int, list[int]]] = [{sink: [] for sink in sinks} for _ in phase.packs]
+        for place, added in enumerate(self._added):
+            self._there.append({sink: program.add(Join()) for sink in sinks} if self._scatters else added)
+            for sink in sinks if self._scatters else ():
+                for worker in beginning_with(sink, self._workers):
+                    there = added[sink]
+                    if worker != sink:
+                        there = self._send(place, sink, worker, None, [there])
+                        self._came[place][worker].append(there)
+                    program.wait(self._there[place][worker], there)
+
+    def update(self, place: int, task: Task) -> int:
+        """A task that awaits the sum of a pack on its device, and uses the messages that brought it."""
+        number = self._program.add(task, [self._there[place][task.device]])
+        self._program.used[number] = self._came[place][task.device]  # to which messages are still added
+        return number
+
+    def offer(self, place: int, worker: int, awaits: Sequence[int]) -> None:
+        """A worker has its gradients of the pack at this place of the phase when all these are done."""
+        for sink in beginning_with(worker, self._sinks):
+            if sink == worker:
+                for awaited in awaits:
+                    self._program.wait(self._added[place][sink], awaited)
+                continue
+            sent = self._send(place, worker, sink, self._places.behind(place), awaits)
+            self._program.wait(self._added[place][sink], sent)
+            if not self._scatters:
+                self._came[place][sink].append(sent)
+
+    def _send(self, place: int, source: int, sink: int, behind: int | None, awaits: Sequence[int]) -> int:
+        size_bytes = self.phase.packs[place].size_bytes / (len(self._sinks) if self._scatters else 1)
+        message = Send("R", source, sink, size_bytes, self._before + place, behind)
+        return self._places.send(place, message, awaits)
+
+
+def beginning_with(device: int, others: range) -> list[int]:
+    """The others, beginning with this device's place: so that not all send to the same one first."""
+    first = device % len(others)
+    return [*others[first:], *others[:first]]
+
+
+def _by_first(phase: Phase, workload: Workload) -> list[list[int]]:
+    """For each layer the places in the phase of the packs that are complete when it has run backward."""
+    found: list[list[int]] = [[] for _ in workload.layers]
+    for place, pack in enumerate(phase.packs):
+        found[workload.first(pack)].append(place)
+    return found
