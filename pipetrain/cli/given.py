@@ -87,8 +87,11 @@ def given(options: argparse.Namespace, names: Sequence[str], check: Callable[[st
     pipelines = [each for each in schemes if isinstance(each, Scheme) or each in table.PIPELINES]
     trained = pipelines[0] if len(schemes) == len(pipelines) == 1 else "spectrain"
     microbatches = options.microbatches or microbatches_of(trained) or MICROBATCHES
-    gathers = options.slots != 1  # SGD with momentum alone uses each gradient at once
-    training = Training(trained, options.slots, microbatches, options.recompute, options.horizon, gathers)
+    slots = options.slots
+    gathers, temporaries = slots not in (1, 2), 0 if slots == 1 else 2  # 1: SGD with momentum; 2: Adam
+    training = Training(
+        trained, slots, microbatches, options.recompute, options.horizon, gathers, temporaries=temporaries
+    )
     pieces = min(options.devices, options.batch_size)
     of_microbatches = measured(pieces) if pieces > 1 else None
     return PlanningInputs(measured(1), cluster, training, of_microbatches, schemes)

@@ -15,7 +15,7 @@ from pipetrain.compute.graph.inputs import Shapes, structure_of
 from pipetrain.compute.keras_private import compile_arguments, flat_layers, overridden, rate_of, weights_of
 from pipetrain.compute.optimizer.clone import is_scheduled
 from pipetrain.compute.optimizer.gradient_scaling import is_dynamic, stepping
-from pipetrain.compute.optimizer.update import gathers, slots_per_weight
+from pipetrain.compute.optimizer.update import gathers, slots_per_weight, temporaries
 from pipetrain.frontend.attributes import known
 from pipetrain.frontend.input_data import InputData
 from pipetrain.frontend.loss_of_parts import LossOfParts, check_minimised
@@ -71,7 +71,8 @@ class Compilation:
         built: called when the metrics have their variables.
 
     ``optimizer`` is the compiled one, ``steps`` the one that makes the steps, which another may wrap to scale the loss;
-    ``slots`` are its variables for each weight, and it ``gathers`` if it uses all gradients at once.
+    ``slots`` are its variables for each weight, ``temporaries`` what an update makes beside, in multiples of the weight
+    at work, and it ``gathers`` if it uses all gradients at once.
 
     Raises:
         ValueError: for an optimizer, a loss or a way to run steps that a pipeline does not have.
@@ -97,7 +98,7 @@ class Compilation:
         self._check_own()
         rule = scheme.rule(0, 2 * stages)
         self.gathers = is_dynamic(self.optimizer) or gathers(steps, rule, self._model.trainable_variables)
-        self.slots = slots_per_weight(steps, rule)
+        self.slots, self.temporaries = slots_per_weight(steps, rule), temporaries(steps)
         self.metrics = TrackedMetrics(owner, self._model.outputs, planner.chain.pack, counted, built)
         self._scheduled = is_scheduled(steps)  # then each stage's own copy knows the rate
         self._trained_as: list[tuple[str, bool]] = []  # when training was traced first

@@ -29,7 +29,9 @@ from pipetrain.compute.keras_private import (
     weights_of_layer,
 )
 from pipetrain.compute.optimizer.clone import clone
+from pipetrain.compute.optimizer.gradient_scaling import stepping
 from pipetrain.compute.optimizer.slots import OptimizerPart, Slot, adopt, built, slots
+from pipetrain.compute.optimizer.update import slots_per_weight, temporaries
 from pipetrain.compute.tensorflow_private import one_replica
 from pipetrain.frontend.attributes import Meanwhile, known
 from pipetrain.frontend.device_choice import check_local, check_remembered
@@ -42,6 +44,7 @@ from pipetrain.frontend.planner import Planner
 from pipetrain.frontend.refusals import check_optimizer, check_own
 from pipetrain.frontend.strategy import StepFunction
 from pipetrain.schemes.options import AnyScheme
+from pipetrain.schemes.scheme import UpdateRule
 from pipetrain.schemes.table import DATA_PARALLEL
 from pipetrain.trace.trace import Trace
 
@@ -152,6 +155,9 @@ class DataParallelStrategy:
         """Keras has compiled the owner. Raises ValueError for what several devices would not train alike."""
         check_optimizer(owner.optimizer, DATA_PARALLEL, None, self.planner.layout.stages)
         self._owner, self.optimizer = owner, owner.optimizer
+        steps, training = stepping(owner.optimizer), self.planner.training
+        slots = slots_per_weight(steps, UpdateRule())
+        self.planner.learn_training(training._replace(slots=slots, gathers=False, temporaries=temporaries(steps)))
         self._check_own()
         self._mirroring.forget(self.model.variables)  # another optimizer's slots, and metrics
         self._loss = DeviceLoss(loss, self._devices, self.model.outputs, self._keeps_statistics())

@@ -97,6 +97,7 @@ class RunnerStrategy:
             planner.training._replace(
                 slots=compilation.slots,
                 gathers=compilation.gathers,
+                temporaries=compilation.temporaries,
                 jit_compile=supports_xla(self.model) and jit_compile,
             )
         )

@@ -65,15 +65,20 @@ class Memory:
     """Bytes that one device of every possible stage keeps at its fullest.
 
     ``running.of(i, j)``, what grows with every block, and the largest ``work`` of blocks i to j-1, shape (blocks,).
+    ``brief[j] - brief[i]`` of what grows is there only while an action is at work.
     """
 
-    def __init__(self, running: Affine, work: Floats) -> None:
-        self._running, self._work = running, work
+    def __init__(self, running: Affine, work: Floats, brief: Floats) -> None:
+        self._running, self._work, self._brief = running, work, brief
         self._ends: dict[float, NDArray[np.int64]] = {}
 
     def of(self, i: int, j: int) -> float:
         """The bytes of blocks i to j-1."""
         return self._running.of(i, j) + float(self._work[i:j].max())
+
+    def work(self, i: int, j: int) -> float:
+        """Those of them that are there only while an action is at work."""
+        return float(self._work[i:j].max()) + float(self._brief[j] - self._brief[i])
 
     def fits(self, limit_bytes: float) -> NDArray[np.bool_]:
         """Whether blocks i to j-1 keep to the limit, for every i and j: shape (blocks, blocks + 1).
@@ -147,12 +152,16 @@ class Costs:
         self._weights = _sums([block.weight_bytes for block in blocks])
         self._kept = _sums([block.activation_bytes for block in blocks])
         self._fixed = _sums([block.fixed_bytes for block in blocks])
+        self._products = _sums([block.product_bytes for block in blocks])
         self._sharing = SharingCosts(blocks) if any(block.shared for block in blocks) else None
         self._memory: dict[tuple[int, Demand], Memory] = {}
         self._overhead_s = 2 * microbatches * cluster.overhead_s
         # nothing is sent before the first block and after the last one
         self._crossing = np.array([0.0, *(float(block.output_bytes) for block in blocks[:-1]), 0.0])
         self._outputs = np.array([float(block.output_bytes) for block in blocks])
+        # of products over rows, whose factors are the inputs and the gradients of the outputs
+        factors = np.where([block.product_bytes > 0 for block in blocks], self._crossing[:-1] + self._outputs, 0.0)
+        self._factors = _sums(factors.tolist())
 
     def ways(self, place: Place) -> list[Place]:
         """The same place with the kernels that a stage may have there."""
@@ -206,23 +215,29 @@ class Costs:
 
         While a block runs backward, its inputs and outputs and the gradients of both are there too, and what passes of
         its weights, gradients and predicted ones; where replicas sum gradients, those of all blocks. So is what its
-        kernels have for themselves.
+        kernels have for themselves. Where gradients are made once for all microbatches, the factors of which they are
+        made take the place of their sums.
         """
         if (replicas, demand) not in self._memory:
             share = self._share(replicas)
             stays, passes = (0.0, demand.passing) if replicas == 1 else (demand.passing, 0.0)
             running = (demand.weights + stays) * self._weights + self._fixed
+            products = self._products if demand.factors and replicas == 1 else 0.0 * self._products
+            running = running + demand.gradients * (self._weights - products)
+            brief = demand.brief * self._weights + demand.brief_gradients * (self._weights - products)
+            if demand.factors and replicas == 1:
+                running = running + demand.factors * self._factors
             running = running + share * demand.activations * self._kept
             start = running - share * (demand.activations + demand.inputs) * self._crossing
             work = 2 * share * demand.work * (self._crossing[:-1] + self._outputs)
             rows = share * demand.work * self._batch_size
             work = work + [block.workspace_of(rows, self._batch_size) for block in self._chain]
-            work = work + passes * np.diff(self._weights)
+            work = work + (passes + demand.beside) * np.diff(self._weights)
             beside = None
             if self._sharing:
                 sums = demand.sums * self._sharing.shared_bytes
-                beside = sums - (demand.weights + stays) * self._sharing.repeated_bytes
-            self._memory[replicas, demand] = Memory(Affine(running, start, beside), work)
+                beside = sums - (demand.weights + stays + demand.gradients) * self._sharing.repeated_bytes
+            self._memory[replicas, demand] = Memory(Affine(running, start, beside), work, brief)
         return self._memory[replicas, demand]
 
     def computing(self, i: int, j: int, compiled: bool) -> Seconds:

@@ -189,10 +189,17 @@ def seconds(network: GridNetwork, grid: Grid, divided: Collection[str], rows: in
     return sent + link.latency_s * (SENT * wide * outputs + 2 * wide * rows_of + 2 * others * devices)
 
 
-def elsewhere_bytes(network: GridNetwork, grid: Grid, divided: Collection[str], slots: int) -> int:
-    """What of weights, their gradients and ``slots`` of each a device need not have, as others have those parts."""
-    weights = sum(layer.weights for layer in network.layers if layer.name in divided)
-    return FLOAT_BYTES * (2 + slots) * weights * (grid.outputs - 1) // grid.outputs
+def elsewhere_bytes(
+    network: GridNetwork, grid: Grid, divided: Collection[str], slots: int, temporaries: int = 0
+) -> int:
+    """What of weights, their gradients and ``slots`` of each a device need not have, as others have those parts.
+
+    Nor has the update of the largest layer as large ``temporaries``, if that is divided.
+    """
+    sizes = [layer.weights for layer in network.layers if layer.name in divided]
+    is_largest = max(sizes, default=0) == max((layer.weights for layer in network.layers), default=0)
+    count = (2 + slots) * sum(sizes) + temporaries * is_largest * max(sizes, default=0)
+    return FLOAT_BYTES * count * (grid.outputs - 1) // grid.outputs
 
 
 def best_division(network: GridNetwork, grid: Grid, rows: int, link: Link) -> tuple[str, ...]:

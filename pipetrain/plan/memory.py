@@ -22,8 +22,10 @@ class Training(NamedTuple):
 
     ``slots`` are the optimizer's variables per weight: 1 for SGD with momentum, 2 for Adam, one more where it averages
     weights or accumulates gradients; ``gathers``: whether all gradients of a stage are there before the first is used,
-    as with all optimizers but SGD with momentum, and there too where gradients are clipped or accumulated, weights
-    constrained or overwritten by averages, spikes compensated or Nesterov momentum predicted.
+    as with all optimizers but SGD with momentum and Adam, and there too where gradients are clipped or accumulated,
+    weights constrained or overwritten by averages, spikes compensated or Nesterov momentum predicted; ``temporaries``:
+    what the update of a weight makes beside its gradient, in multiples of the weight: two with Keras' operations
+    (Adam's ``m * rate`` and ``sqrt(v) + epsilon``), none where one kernel does it all, as for SGD with momentum.
     ``jit_compile``: whether XLA compiles the stages, as in Keras; ``"auto"``: those that it makes clearly faster, none
     where backwards are in halves.
     ``stretch_momentum``: as ``schemes.table.scheme`` takes it; ``"auto"`` counts as for an optimizer with a momentum.
@@ -37,6 +39,7 @@ class Training(NamedTuple):
     gathers: bool = False
     jit_compile: bool | str = "auto"
     stretch_momentum: bool | str = "auto"
+    temporaries: int = 0
 
     @property
     def chosen(self) -> Scheme:
@@ -81,7 +84,11 @@ class Demand(NamedTuple):
     ``inputs`` counts minibatches of which only the stage's inputs are kept, ``work`` those a block works on at once.
     ``passing`` are what a block needs beside in multiples of its own weights, while it is at work: gradients and
     predicted weights; all blocks at once where replicas sum their gradients. ``sums`` are the gradients of weights that
-    other stages have too, in multiples of these weights, that wait to be summed or used.
+    other stages have too, in multiples of these weights, that wait to be summed or used. ``gradients`` are sums over
+    the microbatches so far; ``factors`` the minibatches of which, in place of such sums, the factors of products over
+    rows wait to be joined, where the gradients of a block are made of these once for all microbatches. ``beside`` is
+    what the update of a block's weights makes beside their gradients, in multiples of them. ``brief`` and
+    ``brief_gradients`` are what of ``weights`` and ``gradients`` is there only while an action is at work.
     """
 
     weights: float
@@ -90,6 +97,11 @@ class Demand(NamedTuple):
     work: float = 1.0
     passing: float = 0.0
     sums: float = 0.0
+    gradients: float = 0.0
+    factors: float = 0.0
+    beside: float = 0.0
+    brief: float = 0.0
+    brief_gradients: float = 0.0
 
 
 def demand(training: Training, stage: int, stages: int) -> Demand:
@@ -98,9 +110,11 @@ def demand(training: Training, stage: int, stages: int) -> Demand:
     Weights: the newest, the optimizer's slots, every old version that is still to be read, as it will be read; where
     the multiple of the velocity is fitted, the weights and the velocity that the observation under
     way began with, and at its end how far the weights have gone. Gradients are there while their block is at work and
-    until its weights are updated, unless the optimizer gathers them or those of several microbatches are summed, and
-    likewise what is predicted to be read once. Sums of shared weights' gradients go up and down the pipeline, each
-    way in the time of ``N-1`` actions, and wait on the devices between which they go, half of them on each.
+    until its weights are updated, unless the optimizer gathers them, and likewise what is predicted to be read once,
+    and what an update makes beside. Of several microbatches the sum so far and the new one are there; of products over
+    rows their factors instead, as many as there have been microbatches. Sums of shared weights' gradients go up and
+    down the pipeline, each way in the time of ``N-1`` actions, and wait on the devices between which they go, half of
+    them on each.
     Activations: of all microbatches in flight; with recomputation of one, and the inputs of the others.
 
     Raises ScheduleError, a ValueError, for a scheme of one's own that cannot run.
@@ -112,13 +126,20 @@ def demand(training: Training, stage: int, stages: int) -> Demand:
 class Holding(NamedTuple):
     """What a stage holds beside what it always does.
 
-    Of microbatches the activations, or operands for W; copies of its weights: old versions, gradients; and of each
-    block's weights while the block is at work.
+    Of microbatches the activations, or operands for W; copies of its weights: old versions, gathered gradients; of each
+    block's weights while the block is at work; sums of gradients over microbatches; and of microbatches the factors of
+    weight gradients that are made later; what an update makes beside; and what of the copies and the sums is there only
+    while an action is at work.
     """
 
     microbatches: float
     copies: float
     passing: int = 0
+    gradients: float = 0
+    factors: float = 0
+    beside: int = 0
+    brief: int = 0
+    brief_gradients: int = 0
 
 
 class Moment(NamedTuple):
@@ -151,9 +172,12 @@ def even_demand(training: Training, stage: int, stages: int) -> Demand:
     microbatches = max(sum(holding.microbatches for holding in holdings) for holdings in each)
     copies = max(sum(holding.copies for holding in holdings) for holdings in each)
     passing = max(holding.passing for holdings in each for holding in holdings)
-    return demand_of(
-        training, stage, stages, Holding(microbatches / schedule.chunks, copies / schedule.chunks, passing)
-    )
+    gradients = max(sum(holding.gradients for holding in holdings) for holdings in each)
+    factors = max(sum(holding.factors for holding in holdings) for holdings in each)
+    most = (each / schedule.chunks for each in (microbatches, copies, gradients, factors))
+    microbatches, copies, gradients, factors = most
+    holding = Holding(microbatches, copies, passing, gradients, factors, training.temporaries)
+    return demand_of(training, stage, stages, holding)
 
 
 @cache
@@ -182,11 +206,13 @@ def demand_of(training: Training, stage: int, stages: int, holding: Holding, wor
     weights: float = 1 + training.slots + observed + holding.copies
     sums = 1 + ((stages - 1) / 2 if trained.asynchronous and microbatches == 1 else 0)
     in_flight, work = holding.microbatches / microbatches, works / microbatches
+    summed = holding.gradients, holding.factors / microbatches
+    others = holding.passing, sums, *summed, *holding[5:]
     if not training.recompute:
-        return Demand(weights, in_flight, work=work, passing=holding.passing, sums=sums)
+        return Demand(weights, in_flight, 0.0, work, *others)
     if not _versions(training, stage, stages).lasts(3 * stages * microbatches):
         weights += in_flight - (0 if trained.policy.predicts else 1)  # every forward's, for running it again
-    return Demand(weights, work, in_flight, work, holding.passing, sums)
+    return Demand(weights, work, in_flight, work, *others)
 
 
 def _versions(training: Training, stage: int, stages: int) -> WeightVersions:
@@ -215,33 +241,41 @@ def _holdings(
 ) -> Iterator[tuple[Holding, Holding]]:
     """What a stage holds at most during each of its actions, and after it.
 
-    Copies of weights: old versions, and predicted ones. Of gradients: this microbatch's, the sum so far, and the new
-    sum.
+    Copies of weights: old versions, and predicted ones. Where one device's backwards are whole, factors of a
+    microbatch's weight gradients wait from its backward to the update, its activations not.
     """
-    microbatches, versions = training.microbatches_of(stages), _versions(training, stage, stages)
-    gathers = microbatches > 1 or training.gathers or training.chosen.spikes
+    trained, microbatches = training.chosen, training.microbatches_of(stages)
+    versions = _versions(training, stage, stages)
+    gathers = training.gathers or trained.spikes
+    halved = has_halves(trained.schedule.order, trained.schedule.devices(stages), microbatches)
     observed, last = _observed(training, stage, stages), stage == stages - 1
-    in_flight, gathered = 0, 0
+    in_flight, gathered, waiting = 0, 0, 0
     for action, completed in zip(order, completes(order, microbatches), strict=True):
         before, held, predicted = versions.kept, versions.old, 0
         for way in action.operation.reads:
             read = (versions.forward if way == "forward" else versions.backward)(action.microbatch)
             predicted = 1 if read else predicted  # and not kept
-        gradients = 1 + 2 * gathered if action.updates else gathered
-        whole = gradients if gathers else 0
+        whole = 1 if gathers and action.updates and (microbatches == 1 or completed) else 0
         if predicted and last:  # for the forward, and the backward in the same call
             whole, predicted = whole + predicted, 0
-        passing = predicted + (1 if action.updates and not gathers else 0)
-        copies = max(before, versions.kept) + whole  # it may be given what was kept for it
-        gathered = 1 if action.updates else gathered
+        passing = predicted + (1 if action.updates and not (gathers and microbatches == 1) else 0)
+        beside = training.temporaries if completed else 0
+        copies = max(before, versions.kept) + whole
+        sums = factors = 0
+        if microbatches > 1:
+            sums = 1 + gathered if action.updates else gathered  # the call has the old sum until it ends
+            gathered = 1 if action.updates else gathered
+            waiting += 1 if action.updates and not halved else 0
+            factors = waiting
         if completed:
-            gathered = 0
+            gathered, waiting = 0, 0
             versions.before_update()
             held |= versions.old  # what the update's own backward has read is there until it ends
             copies = max(copies, len(held) + (1 if gathers or observed else 0))
         during, after = action.operation.holds
+        brief = copies - min(before, versions.kept), sums - min(sums, gathered)
         yield (
-            Holding(in_flight + during, copies, passing),
-            Holding(in_flight + after, versions.kept + (gathered if gathers else 0)),
+            Holding(in_flight + during, copies, passing, sums, factors, beside, *brief),
+            Holding(in_flight + after, versions.kept, 0, gathered, waiting),
         )
         in_flight += after

@@ -57,7 +57,11 @@ class Copies:
         """One of them, with the options that it has; None for a grid where no layer is known that it could divide."""
         name = name_of(scheme)
         if name == DATA_PARALLEL:
-            return self._way(scheme, self._whole.step_s)
+            # The sum of all gradients is there beside the device's own. Keras' own step of SGD with momentum makes all
+            # of ``m * momentum`` before any gradient is there.
+            copies = 1 + (self._training.slots == 1)
+            own_bytes = sum(each.weight_bytes for each in self._whole.stages)
+            return self._way(scheme, self._whole.step_s, -copies * own_bytes)
         if name in TRANSFERRING:
             return self._transferring(name, scheme)
         if name == GRID:
@@ -65,8 +69,9 @@ class Copies:
         tree = scheme.tree if isinstance(scheme, CodedReduce) else Tree(*widest(self._devices))
         step_s = simulate_tree(self._profile, *tree, self._cluster).step_s
         weights_bytes, _ = on_fullest_server(self._profile, self._devices, self._cluster)
-        slots_bytes = int(self._training.slots * weights_bytes)  # which the root has, in this process
-        return self._way(CodedReduce(*tree), step_s, slots_bytes, tree.workers)
+        # The root, in this process, has the slots; a worker's gradients become one message, which is a copy.
+        elsewhere_bytes = int((self._training.slots - 1) * weights_bytes)
+        return self._way(CodedReduce(*tree), step_s, elsewhere_bytes, tree.workers)
 
     def _transferring(self, name: str, scheme: AnyScheme) -> Way:
         """With its order, if that has a name, and its servers.
@@ -84,7 +89,7 @@ class Copies:
         return self._way(scheme, step_s, int((self._training.slots + shared) * (weights_bytes - own_bytes)))
 
     def _grid(self, asked: Grid | None) -> Way | None:
-        found = estimated_grid(self._profile, self._devices, self._cluster, self._training.slots, asked)
+        found = estimated_grid(self._profile, self._devices, self._cluster, self._training, asked)
         if found is None:
             return None
         grid = asked or Grid(found.grid.outputs, found.grid.rows)

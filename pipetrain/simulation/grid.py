@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.grid_cost import FLOAT_BYTES, Use, best_grid, elsewhere_bytes, uses
+from pipetrain.plan.memory import Training
 from pipetrain.plan.profile import Profile
 from pipetrain.schemes.actions import Op
 from pipetrain.schemes.arguments import checked_count
@@ -92,9 +93,9 @@ class GridEstimate(NamedTuple):
 
 
 def estimated_grid(
-    profile: Profile, devices: int, cluster: Cluster, slots: int, asked: Grid | None = None
+    profile: Profile, devices: int, cluster: Cluster, training: Training, asked: Grid | None = None
 ) -> GridEstimate | None:
-    """The grid that is asked for, or that of so many devices that sends the least; with ``slots`` for each weight.
+    """The grid that is asked for, or that of so many devices that sends the least; with the training's optimizer.
 
     None where it is not known which layers can be divided, and where none should be: that grid is an all-reduce.
     """
@@ -103,7 +104,7 @@ def estimated_grid(
     grid = chosen_grid(profile, devices, cluster, asked)
     if grid.outputs == 1 and asked is None:
         return None
-    elsewhere = elsewhere_bytes(profile.network, grid, grid.layers or (), slots)
+    elsewhere = elsewhere_bytes(profile.network, grid, grid.layers or (), training.slots, training.temporaries)
     return GridEstimate(grid, simulate_grid(profile, devices, cluster, grid).step_s, elsewhere)
 
 

@@ -198,9 +198,9 @@ PLAN = [
     Fault(
         "sums-in-memory",
         "pipetrain/plan/memory.py",
-        "gradients = 1 + 2 * gathered if action.updates else gathered",
-        "gradients = 1 + gathered if action.updates else gathered",
-        "While gradients are added the old sum, the new one and the summand are in memory.",
+        "sums = 1 + gathered if action.updates else gathered",
+        "sums = 1 if action.updates else gathered",
+        "While gradients are added the old sum and the new one are in memory.",
     ),
     Fault(
         "largest-stage-that-fits",

@@ -1,0 +1,16 @@
+"""The memory that the plan names for every way to train, against that of a real run on four devices."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.memory_of_ways import MOMENTUM_ONLY, WAYS, Network, apart
+
+ALL = [way for way in WAYS if way not in MOMENTUM_ONLY]
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("way", ALL)
+def test_all_devices_together_hold_what_is_planned(way):
+    peaks = apart(way, Network(), "adam")
+    assert peaks.measured == pytest.approx(peaks.planned, rel=0.15)
