@@ -29,7 +29,7 @@ from benchmarks.networks import COMPARED, WORDS, Network, build, data
 from benchmarks.networks import NETWORKS as LARGE
 from benchmarks.quartiles import quartiles
 from benchmarks.sides import KerasJob, compiled, start
-from pipetrain.plan.text_table import text_table
+from pipetrain.logs import text_table
 from pipetrain.schemes.options import Auto, SpecTrain
 
 DEVICES, FIRST = 2, 3

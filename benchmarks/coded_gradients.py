@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from pipetrain.cli.arguments import add_scheme_options
+from pipetrain.logs import text_table
 from pipetrain.plan.cluster import Cluster, Level, Link
 from pipetrain.plan.profile import BlockProfile, Profile
-from pipetrain.plan.text_table import text_table
 from pipetrain.schemes.coded_reduce import Tree
 from pipetrain.simulation.coded_reduce import simulate_tree
 from pipetrain.simulation.profiled import simulate_order

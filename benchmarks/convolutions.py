@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from pipetrain.cli.quiet import start_tensorflow
-from pipetrain.plan.text_table import text_table
+from pipetrain.logs import text_table
 
 if TYPE_CHECKING:
     import keras

@@ -40,7 +40,7 @@ from benchmarks.emulated_hosts import ENVIRONMENT, PORT, ROOT, Hosts, emulated
 from benchmarks.quartiles import quartiles
 from benchmarks.steal import stolen_part, ticks
 from pipetrain.cli.arguments import add_scheme_options
-from pipetrain.plan.text_table import text_table
+from pipetrain.logs import text_table
 from pipetrain.schemes.options import with_options
 from pipetrain.schemes.table import SERVING, TRANSFERRING
 from pipetrain.schemes.transfers.orders import AUTO, orders

@@ -63,7 +63,7 @@ def advised(
 
     From a profile of whole minibatches and one of ``MICROBATCHES`` it estimates what other numbers take.
     """
-    from pipetrain.frontend.device_choice import described
+    from pipetrain.frontend.layout import described
     from pipetrain.simulation.every_way import Chooser
 
     rates, recommended = {}, None
@@ -93,7 +93,7 @@ class Expected:
     ) -> None:
         from pipetrain.compute.graph.blocks import Chain
         from pipetrain.compute.graph.cuts import cut_points
-        from pipetrain.frontend.device_choice import described
+        from pipetrain.frontend.layout import described
 
         self._model, self._network, self._partitions = model, network, dict(partitions)
         self._cluster = described(devices)

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.emulated_hosts import ENVIRONMENT, PORT, ROOT, Hosts, emulated
+from pipetrain.logs import text_table
 from pipetrain.plan.balance import LayerShape, break_even_rows, choice
-from pipetrain.plan.text_table import text_table
 from pipetrain.schemes.options import with_options
 
 if TYPE_CHECKING:

@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from pipetrain.cli.quiet import start_tensorflow
+from pipetrain.logs import text_table
 from pipetrain.plan.profile import mib
-from pipetrain.plan.text_table import text_table
 from pipetrain.schemes.grid import Grid
 from pipetrain.schemes.options import CodedReduce, SpecTrain, name_of
 from pipetrain.schemes.table import CODED, COPIED, DATA_PARALLEL, EVERY_NAME, GRID, SERVING

@@ -26,10 +26,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from pipetrain.logs import text_table
 from pipetrain.plan.cluster import PCIE_3, Cluster, Level, Link
 from pipetrain.plan.partition import NoPlan, partition
 from pipetrain.plan.profile import BlockProfile, Profile
-from pipetrain.plan.text_table import text_table
 
 HOST, ROWS = 8, 256  # devices and rows of --applications
 HOSTS_OF_8 = (Level(PCIE_3, 8), Level(Link(1.25e9, 50e-6)))

@@ -30,7 +30,7 @@ from benchmarks.simulation import FIRST
 from benchmarks.turns import taking_turns
 from experiments.variants import Variant, variant
 from pipetrain.cli.quiet import start_tensorflow
-from pipetrain.plan.text_table import text_table
+from pipetrain.logs import text_table
 from pipetrain.schemes.options import with_options
 from pipetrain.schemes.table import COPIED
 
@@ -75,7 +75,7 @@ def work(job: Job) -> Iterator[Round | None]:
 
     import pipetrain
     from benchmarks.expected import MICROBATCHES, Expected, advised, microbatches, profiles, training
-    from pipetrain.frontend.device_choice import available, described
+    from pipetrain.frontend.layout import available, described
     from pipetrain.plan.partition import partition
 
     keras.utils.set_random_seed(0)

@@ -33,10 +33,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from pipetrain.logs import text_table
 from pipetrain.plan.partition import partition, plan
 from pipetrain.plan.profile import BlockProfile, Profile
 from pipetrain.plan.roofline import FittedRoofline, Measured, Product, Work, block_profile
-from pipetrain.plan.text_table import text_table
 
 ROWS, DEVICE, STAGES, PASSES, LEAST_PASSES, PASSES_S = 16, "/device:CPU:0", 4, 20, 6, 10.0
 SIZES = (32, 64, 75, None)  # of images; the least that a network takes, or its own
@@ -139,7 +139,7 @@ def largest_first(found: dict[str, Any]) -> list[int]:
 
 def reached(found: dict[str, Any]) -> int:
     """How many kinds the default budget has the time to trace, on a processor of its own."""
-    from pipetrain.compute.profiling.budget import BUDGET_S
+    from pipetrain.compute.profiling.limits import BUDGET_S
     from pipetrain.compute.profiling.profiler import TRACING
 
     before_s = np.cumsum([0.0, *(found["kinds"][n]["trace_s"] for n in largest_first(found))])[:-1]

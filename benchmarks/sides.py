@@ -136,7 +136,7 @@ def pipelines(job: KerasJob) -> tuple[dict[str, Any], Expected | None]:
     import pipetrain
     from benchmarks.expected import Expected, microbatches, profiled, training
     from experiments.variants import variant
-    from pipetrain.frontend.device_choice import available, described
+    from pipetrain.frontend.layout import available, described
     from pipetrain.plan.partition import partition
 
     model, devices = build(job.network), available()

@@ -27,7 +27,7 @@ from benchmarks import networks
 from benchmarks.networks import Network
 from benchmarks.turns import taking_turns
 from pipetrain.cli.quiet import start_tensorflow
-from pipetrain.plan.text_table import text_table
+from pipetrain.logs import text_table
 
 if TYPE_CHECKING:
     import keras
@@ -91,7 +91,7 @@ def work(job: Job) -> Iterator[Rates | None]:
     import pipetrain
     from pipetrain.compute.graph.blocks import Chain
     from pipetrain.compute.graph.cuts import cut_points
-    from pipetrain.frontend.device_choice import available, described
+    from pipetrain.frontend.layout import available, described
     from pipetrain.plan.memory import Training
     from pipetrain.plan.partition import partition, plan
     from pipetrain.simulation.simulator import simulate

@@ -20,8 +20,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from pipetrain.logs import text_table
 from pipetrain.plan.stages import Partition, StagePlan
-from pipetrain.plan.text_table import text_table
 from pipetrain.schemes.table import NAMES
 from pipetrain.simulation.simulator import simulate
 

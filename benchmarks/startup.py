@@ -28,7 +28,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from pipetrain.plan.text_table import text_table
+from pipetrain.logs import text_table
 
 ROOT = Path(__file__).parents[1]
 CACHES = ("cold", "warm")

@@ -41,7 +41,7 @@ from benchmarks.networks import COMPARED, Network
 from benchmarks.sides import FIRST, Figures, KerasJob, plain_names
 from benchmarks.turns import teams_taking_turns
 from experiments.variants import NAMES, variant
-from pipetrain.plan.text_table import text_table
+from pipetrain.logs import text_table
 
 CORES = 2
 DEFAULT = ("spectrain", "vanilla", "weight-stashing", "1f1b", "gpipe", "data-parallel")

@@ -25,7 +25,7 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from pipetrain.cli.quiet import start_tensorflow
-from pipetrain.plan.text_table import text_table
+from pipetrain.logs import text_table
 from pipetrain.schemes.actions import Action
 from pipetrain.schemes.table import SCHEMES
 
@@ -131,7 +131,7 @@ def alone_s(network: Network) -> float:
     import tensorflow as tf
 
     from pipetrain.run.channels import Destination, Sender
-    from pipetrain.run.transfers import Mailbox
+    from pipetrain.run.gradient_exchange import Mailbox
     from pipetrain.trace.records import Span
 
     values = [tf.zeros((network.batch_size, network.width))]

@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import sides, turns  # noqa: E402
 from benchmarks.networks import COMPARED, Network  # noqa: E402
-from pipetrain.plan.text_table import text_table  # noqa: E402
+from pipetrain.logs import text_table  # noqa: E402
 
 ORDERS = ("1f1b", "zb-h1", "zb-h2")
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pipetrain.compute.profiling.cache_folder import folder
+from pipetrain.compute.profiling.limits import folder
 
 EMBEDDED = Path(__file__).parent / "data" / "fashion_mnist_small.npz"
 TFDS = ("fashion_mnist", "cifar10", "imdb_reviews")

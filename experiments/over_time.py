@@ -35,10 +35,10 @@ from experiments.records import Settings  # noqa: E402
 from experiments.variants import Variant, variant  # noqa: E402
 from pipetrain.cli.arguments import Folded  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
+from pipetrain.logs import text_table  # noqa: E402
 from pipetrain.plan.cluster import Cluster  # noqa: E402
 from pipetrain.plan.memory import Training  # noqa: E402
 from pipetrain.plan.partition import partition  # noqa: E402
-from pipetrain.plan.text_table import text_table  # noqa: E402
 from pipetrain.simulation.simulator import simulate  # noqa: E402
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from pathlib import Path
 from experiments import resuming
 from experiments.intervals import interval, shown
 from experiments.records import Settings, Summary
-from pipetrain.plan.text_table import counted, text_table
+from pipetrain.logs import counted, text_table
 from pipetrain.schemes.table import DATA_PARALLEL, NAMES
 
 REFERENCES = (DATA_PARALLEL, "single")  # synchronous, the same gradient of each minibatch; the first that was run

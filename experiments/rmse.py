@@ -38,7 +38,7 @@ from experiments.networks import NETWORKS, input_shape, sizes  # noqa: E402
 from experiments.options import add_training, fill_in, positive, scheme_among, writable  # noqa: E402
 from pipetrain.cli.arguments import Folded  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
-from pipetrain.plan.text_table import text_table  # noqa: E402
+from pipetrain.logs import text_table  # noqa: E402
 from pipetrain.schemes.table import NAMES  # noqa: E402
 
 if TYPE_CHECKING:

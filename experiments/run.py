@@ -62,7 +62,7 @@ from experiments.records import (  # noqa: E402
 from pipetrain.cli.arguments import Folded, add_scheme_options, listed  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
 from pipetrain.cluster.supervision import LOST  # noqa: E402
-from pipetrain.plan.text_table import counted, text_table  # noqa: E402
+from pipetrain.logs import counted, text_table  # noqa: E402
 from pipetrain.schemes import table  # noqa: E402
 from pipetrain.schemes.options import DEFAULT_POLICY, check_owned  # noqa: E402
 from pipetrain.schemes.scheme import Scheme  # noqa: E402

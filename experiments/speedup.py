@@ -41,13 +41,13 @@ from experiments.options import positive, writable  # noqa: E402
 from experiments.traffic import CLASSES, INPUTS  # noqa: E402
 from pipetrain.cli.arguments import Folded  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
+from pipetrain.logs import text_table  # noqa: E402
 from pipetrain.plan.cluster import Cluster  # noqa: E402
 from pipetrain.plan.memory import Training  # noqa: E402
 from pipetrain.plan.partition import partition, plan  # noqa: E402
 from pipetrain.plan.profile import Profile  # noqa: E402
 from pipetrain.plan.roofline import TESLA_P40, Device, roofline  # noqa: E402
 from pipetrain.plan.stages import Partition  # noqa: E402
-from pipetrain.plan.text_table import text_table  # noqa: E402
 from pipetrain.simulation.simulator import simulate  # noqa: E402
 from pipetrain.trace.idle import idle  # noqa: E402
 from pipetrain.trace.trace import Trace  # noqa: E402

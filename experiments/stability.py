@@ -33,8 +33,8 @@ sys.path.insert(0, str(ROOT))
 from experiments.options import positive, rate, writable  # noqa: E402
 from experiments.policies import POLICIES  # noqa: E402
 from pipetrain.cli.arguments import Folded  # noqa: E402
+from pipetrain.logs import text_table  # noqa: E402
 from pipetrain.plan.memory import Training  # noqa: E402
-from pipetrain.plan.text_table import text_table  # noqa: E402
 from pipetrain.schemes.prediction import stretched  # noqa: E402
 from pipetrain.schemes.scheme import Scheme  # noqa: E402
 

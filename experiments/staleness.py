@@ -46,7 +46,7 @@ from experiments.options import owned, positive, rate, whole, writable  # noqa: 
 from experiments.policies import MLP, POLICIES, Outcome, Run, record, recorded, train  # noqa: E402
 from pipetrain.cli.arguments import Folded  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
-from pipetrain.plan.text_table import text_table  # noqa: E402
+from pipetrain.logs import text_table  # noqa: E402
 from pipetrain.schemes.options import keywords  # noqa: E402
 
 STAGES = (2, 4, 8)

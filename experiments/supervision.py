@@ -16,8 +16,7 @@ from experiments.records import CHECKPOINTS
 from pipetrain.checkpoint.store import steps_done
 from pipetrain.cluster.hosts import Hosts
 from pipetrain.cluster.supervision import Supervision, say
-from pipetrain.logs import quiet_stderr
-from pipetrain.plan.text_table import counted
+from pipetrain.logs import counted, quiet_stderr
 
 if TYPE_CHECKING:
     from pipetrain.cluster.local_workers import LocalWorkers

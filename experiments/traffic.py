@@ -30,9 +30,9 @@ sys.path.insert(0, str(ROOT))
 import models  # noqa: E402
 from pipetrain.cli.arguments import Folded  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
+from pipetrain.logs import text_table  # noqa: E402
 from pipetrain.plan.partition import partition, plan  # noqa: E402
 from pipetrain.plan.profile import mib  # noqa: E402
-from pipetrain.plan.text_table import text_table  # noqa: E402
 
 # What each network reads, as published: CIFAR-10 images, 20 words, and Inception v4's own images of 299 pixels.
 INPUTS = {

@@ -21,7 +21,7 @@ from experiments.datasets import Dataset
 from experiments.networks import input_shape
 from experiments.records import CHECKPOINTS, Settings, Summary
 from pipetrain.callbacks import PipelineCheckpoint, Snapshots
-from pipetrain.frontend.device_choice import available, check_local
+from pipetrain.frontend.layout import available, check_local
 from pipetrain.schemes.table import AUTO, DATA_PARALLEL, UNCUT, check_microbatches
 
 EVALUATION_ROWS = 500  # per batch; evaluation is no part of what is timed

@@ -27,11 +27,11 @@ from experiments.options import positive  # noqa: E402
 from experiments.traffic import CLASSES, INPUTS  # noqa: E402
 from pipetrain.cli.arguments import Folded  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
+from pipetrain.logs import text_table  # noqa: E402
 from pipetrain.plan.choice import BASELINE, Choice, Way  # noqa: E402
 from pipetrain.plan.cluster import PCIE_3, Cluster, Level, Link  # noqa: E402
 from pipetrain.plan.profile import Profile  # noqa: E402
 from pipetrain.plan.roofline import TESLA_P40, roofline  # noqa: E402
-from pipetrain.plan.text_table import text_table  # noqa: E402
 from pipetrain.simulation.action_costs import THREAD_ACTION_S  # noqa: E402
 from pipetrain.simulation.every_way import choose  # noqa: E402
 

@@ -20,8 +20,7 @@ from pipetrain.checkpoint.store import Checkpoint, Store
 from pipetrain.compute.keras_private import count_of
 from pipetrain.frontend.fit_session import FitSession
 from pipetrain.frontend.status_page import StatusPage as StatusPage
-from pipetrain.logs import BELOW_BAR
-from pipetrain.plan.text_table import counted
+from pipetrain.logs import BELOW_BAR, counted
 from pipetrain.schemes.arguments import checked_count
 
 _logger = logging.getLogger(__name__)

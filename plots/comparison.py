@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipetrain.schemes.table import GRIDS, HORIZONS, PIPELINES, TRANSFERRING, TREES
-from pipetrain.trace.packs import messages
+from pipetrain.trace.idle import messages
 from pipetrain.trace.trace import Trace
 from plots import breakdown, learning_curves, memory, page, runs, throughput, timeline, transfers
 from plots.missing import attempt

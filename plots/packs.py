@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from pipetrain.trace.packs import PackTimes, packs
+from pipetrain.trace.idle import PackTimes, packs
 from pipetrain.trace.trace import Trace
 
 # Okabe and Ito's palette; what is told apart by colour is told apart by hatching too.

@@ -23,8 +23,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from pipetrain.cli.arguments import Folded, count
-from pipetrain.trace.idle import IdleSpan, pauses
-from pipetrain.trace.packs import messages
+from pipetrain.trace.idle import IdleSpan, messages, pauses
 from pipetrain.trace.records import Span, Spans
 from pipetrain.trace.trace import Trace
 from plots import command, packs

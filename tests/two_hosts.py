@@ -13,7 +13,7 @@ import keras
 import numpy as np
 
 import pipetrain
-from pipetrain.frontend.device_choice import described
+from pipetrain.frontend.layout import described
 
 BATCH, STEPS, INPUTS, WIDTH, NARROW = 512, 40, 64, 1024, 32
 

@@ -29,7 +29,7 @@ ROWS, BATCH = 96, 16
 def joined(workers: pipetrain.LocalWorkers, devices: list[str]) -> dict:
     """What is known of the workers, and what joining others says."""
     from pipetrain.cluster.connection import about
-    from pipetrain.frontend.device_choice import available, described
+    from pipetrain.frontend.layout import available, described
 
     cluster = described(devices)
     try:

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from pipetrain.checkpoint.store import Checkpoint
 from pipetrain.compute import keras_private
-from pipetrain.compute.graph.beside import beside
+from pipetrain.compute.graph.inputs import beside
 from pipetrain.compute.keras_private import CALLBACK_STATE, count_of, global_seed
 from pipetrain.compute.optimizer.gradient_scaling import is_dynamic, stepping
 from pipetrain.compute.optimizer.slots import Slot

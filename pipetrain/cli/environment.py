@@ -49,7 +49,7 @@ def _rows() -> list[tuple[str, str]]:
 
     from pipetrain.compute.cores import cores
     from pipetrain.compute.processor import left_out
-    from pipetrain.compute.profiling.cache_folder import folder
+    from pipetrain.compute.profiling.limits import folder
 
     found = [("Python", f"{platform.python_version()} on {platform.platform()}")]
     for name in PACKAGES:

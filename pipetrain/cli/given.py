@@ -20,7 +20,7 @@ from pipetrain.cli.arguments import (
     slots,
 )
 from pipetrain.cli.quiet import start_tensorflow
-from pipetrain.compute.profiling.budget import BUDGET_S
+from pipetrain.compute.profiling.limits import BUDGET_S
 from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.memory import Training
 from pipetrain.plan.profile import Profile
@@ -103,7 +103,7 @@ def on_this_machine(options: argparse.Namespace) -> tuple[Callable[[int], Profil
     import keras
 
     from pipetrain.compute.profiling.profiler import profile
-    from pipetrain.frontend.device_choice import available, described
+    from pipetrain.frontend.layout import available, described
 
     device = available()[0]
     model = keras.saving.load_model(options.model, compile=False)

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from pipetrain.cli.arguments import Folded, count, positive_number
-from pipetrain.cluster.hosts import is_loopback, split
-from pipetrain.cluster.membership import Member, expanded, member_of
-from pipetrain.cluster.script_run import ScriptRun
+from pipetrain.cluster.hosts import Member, expanded, is_loopback, member_of, split
+from pipetrain.cluster.supervision import ScriptRun
 from pipetrain.logs import quiet_stderr
 
 ABOUT = """Run a script on several hosts, or on several workers of this one, and end all with it.

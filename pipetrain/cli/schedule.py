@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipetrain.cli.arguments import MICROBATCHES, Folded, add_scheme, add_scheme_options, count, scheme_named
-from pipetrain.plan.text_table import counted
+from pipetrain.logs import counted
 from pipetrain.schemes import table
 from pipetrain.schemes.actions import Action
 from pipetrain.schemes.course import calls_of_functions

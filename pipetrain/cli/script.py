@@ -23,8 +23,7 @@ def main() -> None:
     launcher, *arguments = sys.argv[1:]
     threading.Thread(target=_attend, args=(int(launcher),), daemon=True).start()
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    from pipetrain.cluster.script_run import END
-    from pipetrain.cluster.supervision import LOST
+    from pipetrain.cluster.supervision import END, LOST
     from pipetrain.logs import quiet_stderr
 
     with quiet_stderr():  # of what TensorFlow greets with

@@ -12,9 +12,9 @@ from pipetrain.schemes import table
 from pipetrain.schemes.coded_reduce import Tree
 from pipetrain.schemes.options import TREE, CodedReduce, check_owned
 from pipetrain.schemes.transfers.orders import AUTO
+from pipetrain.simulation.build import REDUCTIONS
 from pipetrain.simulation.comparison import Comparison, compare
 from pipetrain.simulation.every_way import choose
-from pipetrain.simulation.reduction import REDUCTIONS
 
 ABOUT = """Simulate training a saved Keras model on devices that need not be there.
 

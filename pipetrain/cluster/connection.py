@@ -22,7 +22,7 @@ from pipetrain.cluster.hosts import Hosts, split
 from pipetrain.cluster.server import ABOUT, ALIVE, END, keep_to_loopback, listening, without_proxy_to
 from pipetrain.cluster.sockets import NO_HOST, probed
 from pipetrain.compute.cores import cores
-from pipetrain.run.threads import CallThread
+from pipetrain.run.control import CallThread
 
 BEAT_S = 5.0
 

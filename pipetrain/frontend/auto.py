@@ -21,18 +21,16 @@ from pipetrain.compute.graph.inputs import Shapes, shapes_of_data
 from pipetrain.compute.keras_private import rate_of
 from pipetrain.compute.optimizer.clone import clone
 from pipetrain.compute.optimizer.gradient_scaling import stepping
-from pipetrain.compute.profiling.cache_folder import KeptTrials
+from pipetrain.compute.profiling.limits import KeptTrials
 from pipetrain.compute.profiling.progress import Progress
 from pipetrain.frontend.attributes import known
-from pipetrain.frontend.device_choice import described
 from pipetrain.frontend.input_data import DEFAULT_ROWS, first_rows, sample_of
-from pipetrain.frontend.layout import Layout
+from pipetrain.frontend.layout import Layout, described
 from pipetrain.frontend.options import Options
 from pipetrain.frontend.pipeline_strategy import PipelineStrategy
 from pipetrain.frontend.planner import Planner
 from pipetrain.frontend.preprocessing import preprocesses
-from pipetrain.plan.choice import Choice, Way
-from pipetrain.plan.run_off import TURNS, finalists, settled
+from pipetrain.plan.choice import TURNS, Choice, Way, finalists, settled
 from pipetrain.plan.stages import Partition
 from pipetrain.run.window import TrialClock
 from pipetrain.schemes.options import AnyScheme, flat, keywords, name_of, scheduled, with_options

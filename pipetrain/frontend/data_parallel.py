@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from pipetrain.checkpoint.state import Arrays, assign, assign_scale, collected, scale_arrays
 from pipetrain.compute.functions.stage_function import summed_over_rows
-from pipetrain.compute.graph.beside import beside, memories
+from pipetrain.compute.graph.inputs import beside, memories
 from pipetrain.compute.graph.sharing import is_seed
 from pipetrain.compute.keras_private import (
     built_when_traced,
@@ -34,12 +34,10 @@ from pipetrain.compute.optimizer.slots import OptimizerPart, Slot, adopt, built,
 from pipetrain.compute.optimizer.update import slots_per_weight, temporaries
 from pipetrain.compute.tensorflow_private import one_replica
 from pipetrain.frontend.attributes import Meanwhile, known
-from pipetrain.frontend.device_choice import check_local, check_remembered
-from pipetrain.frontend.device_loss import DeviceLoss
 from pipetrain.frontend.fit_session import FitSession
-from pipetrain.frontend.layout import KeptLayout
+from pipetrain.frontend.layout import KeptLayout, check_local, check_remembered
 from pipetrain.frontend.loss_of_parts import check_added
-from pipetrain.frontend.mirroring import Mirroring
+from pipetrain.frontend.mirroring import DeviceLoss, Mirroring
 from pipetrain.frontend.planner import Planner
 from pipetrain.frontend.refusals import check_optimizer, check_own
 from pipetrain.frontend.strategy import StepFunction

@@ -13,8 +13,8 @@ from pipetrain.compute.grid.step import GridStep
 from pipetrain.compute.grid.weights import GridWeights
 from pipetrain.compute.optimizer.gradient_scaling import stepping
 from pipetrain.compute.transfers.weights import Worker
-from pipetrain.frontend.device_choice import described
 from pipetrain.frontend.input_data import DEFAULT_ROWS
+from pipetrain.frontend.layout import described
 from pipetrain.frontend.options import checked_workers
 from pipetrain.frontend.planner import Planner
 from pipetrain.frontend.refusals import check_loss_scaling

@@ -11,8 +11,7 @@ import tensorflow as tf
 
 from pipetrain.compute.functions.kernels import direct
 from pipetrain.compute.functions.weight_binding import any_rows
-from pipetrain.compute.graph.beside import memory_rows
-from pipetrain.compute.graph.inputs import Shapes, in_order
+from pipetrain.compute.graph.inputs import Shapes, in_order, memory_rows
 from pipetrain.compute.graph.segment import adapted
 from pipetrain.compute.profiling.block_passes import sample
 from pipetrain.compute.tensorflow_private import type_spec_of

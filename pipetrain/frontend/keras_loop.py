@@ -11,7 +11,6 @@ import keras
 import tensorflow as tf
 
 from pipetrain.cluster.health import HealthMonitor, WorkerLost
-from pipetrain.compute.functions.undone import undone
 from pipetrain.compute.graph.inputs import shapes_of_data
 from pipetrain.compute.keras_private import (
     HUB_LOOP,
@@ -22,7 +21,7 @@ from pipetrain.compute.keras_private import (
     replace_layer,
 )
 from pipetrain.compute.optimizer.gradient_scaling import stepping
-from pipetrain.frontend.attributes import Meanwhile, known
+from pipetrain.frontend.attributes import Meanwhile, known, undone
 from pipetrain.frontend.auto import AutoStrategy
 from pipetrain.frontend.fit_callback import FitCallback, as_list, with_last
 from pipetrain.frontend.fit_session import FitSession

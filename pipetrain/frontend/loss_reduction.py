@@ -1,4 +1,4 @@
-"""How a minibatch's loss follows from those of its parts, as far as the losses themselves tell."""
+"""How a minibatch's loss follows from those of its parts: as the losses themselves tell, or by trial."""
 
 from __future__ import annotations
 

@@ -11,7 +11,6 @@ import tensorflow as tf
 
 from pipetrain.compute.functions.kernels import direct
 from pipetrain.compute.functions.stage_values import BoundaryTensors
-from pipetrain.compute.functions.undone import undone
 from pipetrain.compute.functions.weight_binding import any_rows
 from pipetrain.compute.graph.inputs import packed
 from pipetrain.compute.keras_private import (
@@ -26,6 +25,7 @@ from pipetrain.compute.keras_private import (
     untracked,
     update_loss,
 )
+from pipetrain.frontend.attributes import undone
 from pipetrain.frontend.loss_reduction import Divisor, divides_by, ignored_class
 from pipetrain.run.collector import Result
 from pipetrain.run.window import Minibatch

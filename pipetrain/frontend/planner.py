@@ -14,9 +14,8 @@ from pipetrain.compute.graph.inputs import Shapes, checked_shapes, shapes_of_mod
 from pipetrain.compute.processor import left_out
 from pipetrain.compute.profiling.operation_count import is_little
 from pipetrain.compute.profiling.profile_cache import cached_profile
-from pipetrain.frontend.device_choice import described
 from pipetrain.frontend.input_data import DEFAULT_ROWS
-from pipetrain.frontend.layout import KeptLayout, Layout
+from pipetrain.frontend.layout import KeptLayout, Layout, described
 from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import partition, plan

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from pipetrain.checkpoint.state import TrainingTime
-from pipetrain.compute.graph.beside import beside
+from pipetrain.compute.graph.inputs import beside
 from pipetrain.compute.interpreter import gc_paused
 from pipetrain.compute.keras_private import count_of
 from pipetrain.compute.optimizer.gradient_scaling import is_dynamic, stepping

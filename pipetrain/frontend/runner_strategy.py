@@ -12,8 +12,7 @@ import tensorflow as tf
 
 from pipetrain.checkpoint.state import Arrays, assign, assign_scale, collected, scale_arrays
 from pipetrain.compute.functions.stage import Stage
-from pipetrain.compute.graph.beside import beside
-from pipetrain.compute.graph.inputs import Shapes
+from pipetrain.compute.graph.inputs import Shapes, beside
 from pipetrain.compute.interpreter import gc_paused
 from pipetrain.compute.keras_private import count_of, supports_xla
 from pipetrain.compute.optimizer.clone import with_known_momentum

@@ -10,9 +10,8 @@ from pipetrain.compute.graph.blocks import Chain
 from pipetrain.frontend.auto import AutoStrategy
 from pipetrain.frontend.coded_strategy import CodedStrategy, check_workers
 from pipetrain.frontend.data_parallel import DataParallelStrategy
-from pipetrain.frontend.device_choice import resolve
 from pipetrain.frontend.grid_strategy import GridStrategy, checked_devices
-from pipetrain.frontend.layout import laid_out
+from pipetrain.frontend.layout import laid_out, resolve
 from pipetrain.frontend.options import (
     Options,
     check_schedule,

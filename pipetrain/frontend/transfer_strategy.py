@@ -25,14 +25,14 @@ from pipetrain.compute.profiling.progress import Progress
 from pipetrain.compute.transfers.step import TransferStep
 from pipetrain.compute.transfers.weights import Weights, WeightsPart, Worker
 from pipetrain.frontend.attributes import known
-from pipetrain.frontend.device_choice import described
 from pipetrain.frontend.input_data import DEFAULT_ROWS
+from pipetrain.frontend.layout import described
 from pipetrain.frontend.planner import Planner
 from pipetrain.frontend.refusals import check_loss_scaling, check_whole
 from pipetrain.frontend.runner_strategy import RunnerStrategy
+from pipetrain.plan.choice import TURNS, fastest, finalists
 from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.profile import Profile, Seconds
-from pipetrain.plan.run_off import TURNS, fastest, finalists
 from pipetrain.run.pipeline import HOST
 from pipetrain.run.step_runner import StepRunner, WorkerRows
 from pipetrain.run.window import minibatch_s
@@ -41,8 +41,8 @@ from pipetrain.schemes.table import SERVING
 from pipetrain.schemes.transfers.orders import AUTO, MEASURED, ORDERS
 from pipetrain.schemes.transfers.plan import Phase, Plan, check_plan
 from pipetrain.schemes.transfers.workload import Layer, Message, Workload
+from pipetrain.simulation.data_parallel import Setting
 from pipetrain.simulation.profiled import message_of, near
-from pipetrain.simulation.setting import Setting
 
 
 def workload_of(

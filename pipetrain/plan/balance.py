@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pipetrain.plan.text_table import text_table
+from pipetrain.logs import text_table
 from pipetrain.schemes.arguments import checked_count
 
 

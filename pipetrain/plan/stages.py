@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from pipetrain.logs import counted, text_table
 from pipetrain.plan.cost import PREDICTING, Costs, Place
 from pipetrain.plan.memory import Holding, Training, demand, demand_of, moments
 from pipetrain.plan.profile import Profile, mib
 from pipetrain.plan.search import StageChoice
-from pipetrain.plan.text_table import counted, text_table
 from pipetrain.schemes.dry_run import waiting
 from pipetrain.schemes.schedules import Schedule
 

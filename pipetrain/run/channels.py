@@ -15,8 +15,7 @@ import tensorflow as tf
 from pipetrain.compute.cores import is_remote
 from pipetrain.compute.functions.stage_values import BoundaryTensors
 from pipetrain.compute.tensorflow_private import current_device
-from pipetrain.run.gradient_exchange import GradientExchange, Reduction, SharedGradients
-from pipetrain.run.transfers import Mailbox, size_bytes, transfer
+from pipetrain.run.gradient_exchange import GradientExchange, Mailbox, Reduction, SharedGradients, size_bytes, transfer
 from pipetrain.schemes.splitting import rows_of
 from pipetrain.trace.records import Recent, Transfer, Transfers, What
 

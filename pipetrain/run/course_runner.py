@@ -17,10 +17,9 @@ from pipetrain.compute.program.arguments import ProgramResult, Settings
 from pipetrain.compute.program.clock import ProgramTimes
 from pipetrain.compute.program.function import ProgramFunction, ProgramInputs, traced
 from pipetrain.run.collector import Result, Snapshot
-from pipetrain.run.control import RunSettings
+from pipetrain.run.control import Caller, RunSettings
 from pipetrain.run.pipeline import HOST, RESTING
 from pipetrain.run.program_runner import ProgramRunner
-from pipetrain.run.threads import Caller
 from pipetrain.schemes import policies
 from pipetrain.schemes.course import Course
 from pipetrain.schemes.programs import Program

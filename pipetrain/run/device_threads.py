@@ -14,12 +14,10 @@ from pipetrain.compute.functions.stage import Stage
 from pipetrain.run.channels import Channels, Destination, Receiver, Sender
 from pipetrain.run.channels import joined as joined_rows
 from pipetrain.run.collector import Collector, Microbatch
-from pipetrain.run.control import Control, RunSettings
-from pipetrain.run.gradient_exchange import GradientExchange, Reduction, SharedGradients
+from pipetrain.run.control import Control, RunSettings, StoppableThread
+from pipetrain.run.gradient_exchange import Closed, GradientExchange, Mailbox, Reduction, SharedGradients
 from pipetrain.run.stage_weights import StageId
 from pipetrain.run.stage_work import StageWork
-from pipetrain.run.threads import StoppableThread
-from pipetrain.run.transfers import Closed, Mailbox
 from pipetrain.schemes.actions import Action, Op
 from pipetrain.schemes.schedules import fused, fusible, joined
 from pipetrain.schemes.scheme import Scheme

@@ -15,9 +15,8 @@ from pipetrain.compute.functions.inference import Inference
 from pipetrain.compute.program.arguments import ProgramResult, Settings
 from pipetrain.compute.program.function import ProgramFunction, ProgramInputs
 from pipetrain.run.collector import Result
-from pipetrain.run.control import RunSettings
+from pipetrain.run.control import Caller, RunSettings
 from pipetrain.run.program_runner import ProgramRunner
-from pipetrain.run.threads import Caller
 from pipetrain.schemes.table import INFERENCE
 
 

@@ -19,10 +19,9 @@ from pipetrain.compute.interpreter import let_go, shorten
 from pipetrain.compute.optimizer.gradient_scaling import LossScale
 from pipetrain.run.channels import take
 from pipetrain.run.collector import Microbatch, OutputReport, Result, Snapshot, UpdateReport
-from pipetrain.run.control import RunSettings
+from pipetrain.run.control import LostWorker, RunSettings
 from pipetrain.run.device_threads import Running
-from pipetrain.run.threads import LostWorker
-from pipetrain.run.transfers import here
+from pipetrain.run.gradient_exchange import here
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.splitting import microbatch_rows, window
 from pipetrain.trace.records import Recent, Spans, Transfers

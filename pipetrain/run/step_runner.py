@@ -18,11 +18,10 @@ from pipetrain.compute.transfers.step import Rows
 from pipetrain.compute.transfers.weights import Shares, Worker
 from pipetrain.run.channels import take
 from pipetrain.run.collector import Result
-from pipetrain.run.control import RunSettings
+from pipetrain.run.control import LostWorker, RunSettings, StoppableThread
+from pipetrain.run.gradient_exchange import here
 from pipetrain.run.pipeline import HOST
 from pipetrain.run.stepwise import Stepwise
-from pipetrain.run.threads import LostWorker, StoppableThread
-from pipetrain.run.transfers import here
 from pipetrain.schemes.splitting import rows_of
 from pipetrain.schemes.transfers.plan import Plan
 from pipetrain.trace.records import Span, Transfer, What

@@ -14,9 +14,8 @@ from pipetrain.compute.cores import finish
 from pipetrain.compute.optimizer.gradient_scaling import LossScale
 from pipetrain.run import pipeline
 from pipetrain.run.collector import Result, Snapshot
-from pipetrain.run.control import RunSettings
+from pipetrain.run.control import LostWorker, RunSettings
 from pipetrain.run.pipeline import Activity
-from pipetrain.run.threads import LostWorker
 from pipetrain.trace.records import Recent, Spans, Transfers
 from pipetrain.trace.trace import Trace
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
 from pipetrain.compute.transfers.coded import Computed, Messages
-from pipetrain.run.transfers import Closed
+from pipetrain.run.gradient_exchange import Closed
 from pipetrain.schemes.coded_reduce import ROOT, Tree
 from pipetrain.schemes.gradient_codes import decoding
 

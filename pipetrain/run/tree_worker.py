@@ -21,10 +21,9 @@ from pipetrain.compute.transfers.coded import (
     streams_of,
 )
 from pipetrain.run.channels import take
-from pipetrain.run.control import Control
+from pipetrain.run.control import Control, StoppableThread
+from pipetrain.run.gradient_exchange import Closed, here
 from pipetrain.run.pipeline import HOST
-from pipetrain.run.threads import StoppableThread
-from pipetrain.run.transfers import Closed, here
 from pipetrain.run.tree_exchange import Delivered, Over, TreeExchange, TreeStep
 from pipetrain.schemes.coded_reduce import ROOT, Allocation, CellsPart, Tree, allocated
 from pipetrain.trace.records import Recent, Span, Spans, Transfer, Transfers

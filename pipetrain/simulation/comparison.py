@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from pipetrain.logs import text_table
 from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.memory import Training
 from pipetrain.plan.profile import Profile
 from pipetrain.plan.stages import DEFAULT_TRAINING, Partition
-from pipetrain.plan.text_table import text_table
 from pipetrain.schemes.coded_reduce import Tree, widest
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.table import (

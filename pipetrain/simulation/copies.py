@@ -11,10 +11,9 @@ from itertools import pairwise
 
 from pipetrain.plan.choice import BASELINE, Way
 from pipetrain.plan.cluster import SHARED_MEMORY, Cluster, Level, Link
-from pipetrain.plan.derived_profile import even_bounds
 from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import everywhere
-from pipetrain.plan.profile import Profile
+from pipetrain.plan.profile import Profile, even_bounds
 from pipetrain.schemes.coded_reduce import Tree, widest
 from pipetrain.schemes.grid import Grid
 from pipetrain.schemes.options import AllReduce, AnyScheme, CodedReduce, ParameterServer, name_of
@@ -22,10 +21,9 @@ from pipetrain.schemes.table import CODED, DATA_PARALLEL, GRID, SERVING, TRANSFE
 from pipetrain.schemes.transfers.orders import ORDERS
 from pipetrain.schemes.transfers.workload import Layer, Workload
 from pipetrain.simulation.coded_reduce import simulate_tree
-from pipetrain.simulation.data_parallel import simulate_plan
+from pipetrain.simulation.data_parallel import Setting, simulate_plan
 from pipetrain.simulation.grid import estimated_grid
 from pipetrain.simulation.profiled import STEPS, auto, setting_of
-from pipetrain.simulation.setting import Setting
 
 MOST_WORKERS, MOST_LAYERS = 4, 48  # that are simulated as they are
 MOST_EXCHANGING = 16  # devices every two of which exchange messages, or that are a tree: what is simulated then

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 from pipetrain.plan.choice import BASELINE, SAME, Choice, Way, least_slowest_s
 from pipetrain.plan.cluster import Cluster
-from pipetrain.plan.derived_profile import bounds_of, divided, merged, undisturbed
 from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import DEVICES, NoPlan, checked_training, everywhere, partition, plan
-from pipetrain.plan.profile import Profile
+from pipetrain.plan.profile import Profile, bounds_of, divided, merged, undisturbed
 from pipetrain.plan.roofline import UPDATE_PASSES
 from pipetrain.plan.stages import Partition
 from pipetrain.schemes.arguments import checked_count

@@ -13,8 +13,8 @@ from pipetrain.schemes.actions import Op
 from pipetrain.schemes.arguments import checked_count
 from pipetrain.schemes.grid import Grid, check_grid
 from pipetrain.simulation.action_costs import between_steps_s
+from pipetrain.simulation.data_parallel import COUNTED
 from pipetrain.simulation.kernel import Kernel, varying
-from pipetrain.simulation.setting import COUNTED
 from pipetrain.simulation.simulated_trace import trace_of_devices
 from pipetrain.simulation.steps import Send, StepProgram, StepSimulation, Task
 from pipetrain.trace.trace import Trace

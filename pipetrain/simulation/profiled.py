@@ -12,8 +12,7 @@ from pipetrain.schemes.transfers.orders import AUTO, ORDERS, check_order, check_
 from pipetrain.schemes.transfers.plan import Plan
 from pipetrain.schemes.transfers.workload import Layer, Message, Workload
 from pipetrain.simulation.action_costs import between_steps_s
-from pipetrain.simulation.data_parallel import simulate_plan
-from pipetrain.simulation.setting import Setting
+from pipetrain.simulation.data_parallel import Setting, simulate_plan
 from pipetrain.trace.trace import Trace
 
 STEPS = 4  # of which the middle ones are alike

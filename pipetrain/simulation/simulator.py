@@ -24,9 +24,8 @@ from pipetrain.schemes.table import (
     check_name,
 )
 from pipetrain.schemes.validation import check_own
-from pipetrain.simulation.build import SimulationOptions, StationBuilder
+from pipetrain.simulation.build import REDUCTIONS, SimulationOptions, StationBuilder
 from pipetrain.simulation.pipeline import PipelineSimulation
-from pipetrain.simulation.reduction import REDUCTIONS
 from pipetrain.simulation.simulated_trace import trace_of_stations
 from pipetrain.simulation.stations import SimulatedCaller
 from pipetrain.simulation.vectorized import VectorizedSimulation, suits

@@ -15,7 +15,7 @@ from schedule_training import assert_as, compare, pipelined, plain_mlp, trained
 
 import pipetrain
 from pipetrain.compute.functions.backward_halves import BackwardHalves
-from pipetrain.compute.functions.residuals import SEPARATE
+from pipetrain.compute.functions.stage_values import SEPARATE
 from pipetrain.schemes import Schedule, Scheme
 from pipetrain.schemes.dry_run import replay
 from pipetrain.schemes.policies import FlushPolicy, VanillaPolicy

@@ -14,7 +14,7 @@ import pytest
 
 import pipetrain
 from pipetrain.compute.profiling import profile_cache
-from pipetrain.compute.profiling.cache_folder import KeptTrials
+from pipetrain.compute.profiling.limits import KeptTrials
 from pipetrain.plan.profile import Profile
 
 CHOICE = SimpleNamespace(batch_size=8, near=[SimpleNamespace(told={}, step_s=1.0, memory_bytes=1)])

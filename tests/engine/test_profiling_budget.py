@@ -20,8 +20,8 @@ from pipetrain.cli import main
 from pipetrain.compute.graph.blocks import Chain
 from pipetrain.compute.graph.inputs import checked_shapes
 from pipetrain.compute.profiling import block_costs, profile_cache, profiler, progress
-from pipetrain.compute.profiling.budget import Budget
 from pipetrain.compute.profiling.kinds import Kind, Kinds
+from pipetrain.compute.profiling.limits import Budget
 from pipetrain.compute.profiling.timing import MeasuredSeconds, until_steady
 from pipetrain.plan.profile import BlockProfile, Profile, Seconds
 from pipetrain.plan.roofline import USUAL, FittedRoofline, Measured, Product, Work

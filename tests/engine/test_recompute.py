@@ -143,7 +143,7 @@ def test_what_a_layer_counts_is_counted_once(recompute):
 
 
 def test_a_forward_without_state_is_traced_once():
-    from pipetrain.compute.functions.residuals import PACKED, repeatable
+    from pipetrain.compute.functions.stage_values import PACKED, repeatable
 
     spec = tf.TensorSpec([None])
     plain = tf.function(lambda x: ((x,), [2.0 * x])).get_concrete_function(spec)

@@ -22,8 +22,8 @@ from pipetrain.compute.functions.graph_rewrite import (
     updated_one_by_one,
     updated_when_read,
 )
-from pipetrain.compute.functions.residuals import packed, packed_specs, unpacked
 from pipetrain.compute.functions.split import specs, split
+from pipetrain.compute.functions.stage_values import packed, packed_specs, unpacked
 from pipetrain.compute.graph.blocks import Chain
 from pipetrain.compute.optimizer.update import Update
 from pipetrain.compute.profiling.block_functions import either

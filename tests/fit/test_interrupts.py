@@ -215,7 +215,7 @@ def alarms_interrupt():
 @pytest.mark.wide
 @pytest.mark.parametrize(
     "kind, method",
-    [("pipetrain.run.device_threads.DeviceThread", "ended"), ("pipetrain.run.threads.Caller", "ended")],
+    [("pipetrain.run.device_threads.DeviceThread", "ended"), ("pipetrain.run.control.Caller", "ended")],
 )
 def test_a_second_interrupt_while_threads_end_leaves_a_model_that_trains(kind, method, monkeypatch):
     pm, x, y = networks.pipeline(), *networks.data(200)

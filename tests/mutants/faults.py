@@ -183,7 +183,7 @@ PLAN = [
     ),
     Fault(
         "faster-in-microbatches",
-        "pipetrain/plan/derived_profile.py",
+        "pipetrain/plan/profile.py",
         "(part if last_s > first_s else min(part, 1.0))",
         "part",
         "What a block gains in microbatches is not carried beyond those that were measured.",
@@ -211,7 +211,7 @@ PLAN = [
     ),
     Fault(
         "shared-inside-one-stage",
-        "pipetrain/plan/sharing.py",
+        "pipetrain/plan/cost.py",
         "((inside > 0) & (inside < len(places)))",
         "(inside > 0)",
         "Weights that are shared within one stage alone cost no messages.",
@@ -580,7 +580,7 @@ FRONTEND = [
     ),
     Fault(
         "rows-of-a-device",
-        "pipetrain/frontend/device_loss.py",
+        "pipetrain/frontend/mirroring.py",
         'factor = self._devices * tf.cast(rows, "float32") / tf.cast(_of_all(rows), "float32")',
         "factor = tf.ones([])",
         "With data parallelism a device with fewer rows than others counts for as much less.",

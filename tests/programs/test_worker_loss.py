@@ -27,9 +27,9 @@ from pipetrain.cluster import health, sockets
 from pipetrain.cluster.health import NOTICED_S, HealthMonitor, WorkerLost
 from pipetrain.cluster.sockets import remote_addresses, sever
 from pipetrain.compute.keras_private import global_seed
-from pipetrain.run import threads
+from pipetrain.run import control
+from pipetrain.run.control import LOST_S, LostWorker
 from pipetrain.run.stage_work import StageWork
-from pipetrain.run.threads import LOST_S, LostWorker
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).parents[1] / "worker_loss.py"
@@ -143,7 +143,7 @@ def test_calls_after_the_end_of_a_worker_are_not_waited_for(method, scheme, idle
 
 @pytest.mark.wide
 def test_a_thread_whose_call_does_not_return_is_left_when_a_worker_is_lost(monkeypatch):
-    monkeypatch.setattr(threads, "LOST_S", 2.0)  # in which the other threads end
+    monkeypatch.setattr(control, "LOST_S", 2.0)  # in which the other threads end
     inside.by_threads(monkeypatch)
     waiting, back = threading.Event(), threading.Event()
     perform = StageWork.perform
@@ -179,7 +179,7 @@ def test_a_thread_whose_call_does_not_return_is_left_when_a_worker_is_lost(monke
 
 
 def test_a_call_to_workers_is_left_if_one_is_lost(monkeypatch):
-    monkeypatch.setattr(threads, "LOST_S", 0.3)
+    monkeypatch.setattr(control, "LOST_S", 0.3)
     lost, back = LostWorker(["/job:worker/replica:0/task:0/device:CPU:0"]), threading.Event()
     assert lost.unless_lost(lambda: 3) == 3
     with pytest.raises(ZeroDivisionError):
@@ -217,7 +217,7 @@ def test_calls_of_another_thread_draw_what_this_one_would(monkeypatch, settings)
         return [*pm.get_weights(), np.array(global_seed())]
 
     expected = trained()
-    monkeypatch.setattr("pipetrain.run.threads.is_remote", lambda device: True)
+    monkeypatch.setattr("pipetrain.run.control.is_remote", lambda device: True)
     networks.assert_equal(trained(), expected)
 
 

@@ -13,7 +13,7 @@ from pipetrain.plan.profile import BlockProfile, Profile
 from pipetrain.schemes.coded_reduce import Tree
 from pipetrain.simulation.coded_reduce import simulate_tree
 from pipetrain.simulation.comparison import compare
-from pipetrain.trace.late import late_steps
+from pipetrain.trace.idle import late_steps
 from pipetrain.trace.trace import Trace
 
 

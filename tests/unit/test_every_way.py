@@ -13,10 +13,9 @@ from parameters import by_default, widely
 
 from pipetrain.plan.choice import BASELINE, MARGIN, Choice, Way
 from pipetrain.plan.cluster import Cluster, Level, Link
-from pipetrain.plan.derived_profile import divided
 from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import NoPlan, partition
-from pipetrain.plan.profile import BlockProfile, Profile, Seconds
+from pipetrain.plan.profile import BlockProfile, Profile, Seconds, divided
 from pipetrain.schemes.dry_run import figures, replay
 from pipetrain.schemes.options import AllReduce, CodedReduce, Interleaved, ParameterServer, SpecTrain, scheduled
 from pipetrain.schemes.schedules import orders

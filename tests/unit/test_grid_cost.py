@@ -25,8 +25,7 @@ from pipetrain.schemes.grid import Grid
 from pipetrain.simulation.comparison import compare
 from pipetrain.simulation.every_way import Chooser, choose
 from pipetrain.simulation.grid import chosen_grid, simulate_grid
-from pipetrain.trace.idle import idle
-from pipetrain.trace.packs import packs
+from pipetrain.trace.idle import idle, packs
 
 LINK = Link(12.5e6, 1e-3)
 CLUSTER = Cluster((Level(LINK, contention="port"),))

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from pipetrain.cluster.membership import SLURM_PORTS, expanded, member_of
+from pipetrain.cluster.hosts import SLURM_PORTS, expanded, member_of
 
 SLURM = {
     "SLURM_JOB_ID": "41",

@@ -19,8 +19,7 @@ from pipetrain.plan.partition import partition, plan
 from pipetrain.plan.profile import BlockProfile, Profile
 from pipetrain.schemes.transfers.plan import Phase, Plan
 from pipetrain.schemes.transfers.workload import Message, Workload
-from pipetrain.simulation.data_parallel import simulate_plan
-from pipetrain.simulation.setting import Setting
+from pipetrain.simulation.data_parallel import Setting, simulate_plan
 from pipetrain.simulation.simulator import simulate
 from pipetrain.trace.records import Span, Transfer
 from pipetrain.trace.trace import Trace

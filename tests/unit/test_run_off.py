@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from pipetrain.plan.run_off import fastest, finalists, settled
+from pipetrain.plan.choice import fastest, finalists, settled
 
 
 @pytest.mark.parametrize(

@@ -528,7 +528,7 @@ def chain(blocks):
 
 
 def test_schemes_side_by_side():
-    cluster = Cluster((Level(Link(12e9, 1e-5)),), memory_bytes=3 * 10**8)
+    cluster = Cluster((Level(Link(12e9, 1e-5)),), memory_bytes=5 * 10**8)
     both = compare(chain(8), 4, ["data-parallel", "spectrain"], cluster, minibatches=80)
     assert [*both.traces] == ["data-parallel", "spectrain"]
     lines = str(both).splitlines()[-2:]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipetrain.plan.text_table import TERMINAL, counted, text_table
+from pipetrain.logs import TERMINAL, counted, text_table
 
 
 @pytest.mark.parametrize(

@@ -24,11 +24,10 @@ from pipetrain.schemes.transfers.workload import Layer, Message, Workload, pulle
 from pipetrain.simulation import action_costs
 from pipetrain.simulation.comparison import compare
 from pipetrain.simulation.copies import estimated_step_s
-from pipetrain.simulation.data_parallel import simulate_plan
+from pipetrain.simulation.data_parallel import Setting, simulate_plan
 from pipetrain.simulation.every_way import Chooser, choose
 from pipetrain.simulation.profiled import WORTH, auto, setting_of, workload_of
-from pipetrain.simulation.setting import Setting
-from pipetrain.trace.packs import packs
+from pipetrain.trace.idle import packs
 from pipetrain.trace.trace import Trace
 
 

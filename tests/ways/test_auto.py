@@ -23,11 +23,10 @@ from pipetrain.frontend.auto import AutoStrategy, WayTrial, compared_s, kept
 from pipetrain.frontend.input_data import sample_of
 from pipetrain.plan.choice import MARGIN, Choice, Way, least_slowest_s
 from pipetrain.plan.cluster import Cluster, Level, Link
-from pipetrain.plan.derived_profile import bounds_of, merged, undisturbed
 from pipetrain.plan.grid_cost import GridNetwork
 from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import partition, plan
-from pipetrain.plan.profile import BlockProfile, Profile
+from pipetrain.plan.profile import BlockProfile, Profile, bounds_of, merged, undisturbed
 from pipetrain.run import window
 from pipetrain.run.window import TrialClock
 from pipetrain.schemes.grid import Grid

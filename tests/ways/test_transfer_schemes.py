@@ -22,7 +22,7 @@ from pipetrain.run.step_runner import StepRunner, WorkerRows
 from pipetrain.run.window import Minibatch, Window
 from pipetrain.schemes.transfers.orders import orders
 from pipetrain.schemes.transfers.plan import Pack, Phase, Plan
-from pipetrain.trace.packs import inverted
+from pipetrain.trace.idle import inverted
 
 SCHEMES = ("all-reduce", "parameter-server")
 OPTIMIZERS = {

@@ -9,8 +9,8 @@ import tensorflow as tf
 
 from pipetrain.compute.functions.backward_halves import BackwardHalves
 from pipetrain.compute.functions.graph_rewrite import inlined, updated_one_by_one, updated_when_read
-from pipetrain.compute.functions.residuals import Packing
 from pipetrain.compute.functions.split import SplitFunction, specs, symbolic_gradients
+from pipetrain.compute.functions.stage_values import Packing
 from pipetrain.compute.functions.update_step import UpdateStep
 from pipetrain.compute.functions.weight_binding import BoundFunction, Weights
 from pipetrain.compute.functions.weight_products import WeightProduct, counted, made, of_parts, over_any_rows

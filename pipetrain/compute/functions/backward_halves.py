@@ -17,7 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from pipetrain.compute.functions.graph_rewrite import inputs_of, only_for, packer, some_of
-from pipetrain.compute.functions.residuals import SEPARATE, Packing
+from pipetrain.compute.functions.stage_values import SEPARATE, Packing
 
 Gradients = list[Any]
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from pipetrain.compute.functions.graph_rewrite import operations, packer, unpacker
-from pipetrain.compute.functions.residuals import PACKED, SEPARATE, Packing
+from pipetrain.compute.functions.stage_values import PACKED, SEPARATE, Packing
 from pipetrain.compute.interpreter import gc_paused
 from pipetrain.compute.tensorflow_private import NOT_INLINED, UNORDERED, note_captured_shapes
 

@@ -13,7 +13,6 @@ import tensorflow as tf
 from pipetrain.compute.cores import is_prompt, is_remote
 from pipetrain.compute.functions.backward import Backward, BackwardAdditions, Results, added
 from pipetrain.compute.functions.kernels import Kernels, calls_python
-from pipetrain.compute.functions.residuals import repeatable
 from pipetrain.compute.functions.stage_function import LossFunction, StageFunction, penalty_gradient
 from pipetrain.compute.functions.stage_values import (
     BackwardResult,
@@ -24,6 +23,7 @@ from pipetrain.compute.functions.stage_values import (
     Operands,
     SavedForBackward,
     Step,
+    repeatable,
 )
 from pipetrain.compute.functions.state import Division, State
 from pipetrain.compute.functions.update_step import CompleteGradients, UpdateStep

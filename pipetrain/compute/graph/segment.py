@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from pipetrain.compute.graph.beside import memories
+from pipetrain.compute.graph.inputs import memories
 from pipetrain.compute.keras_private import global_seed, mask_of, set_mask
 
 NONE: Mapping[int, int] = MappingProxyType({})

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from pipetrain.compute.graph.beside import memories
+from pipetrain.compute.graph.inputs import memories
 from pipetrain.compute.graph.segment import Call, Segment
 from pipetrain.compute.keras_private import weights_of_layer
 

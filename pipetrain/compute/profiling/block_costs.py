@@ -17,8 +17,8 @@ from pipetrain.compute.graph.blocks import Chain
 from pipetrain.compute.graph.sharing import shared_by_blocks
 from pipetrain.compute.profiling.block_functions import BlockFunctions, Keeps
 from pipetrain.compute.profiling.block_passes import Placed, lone_pass
-from pipetrain.compute.profiling.budget import Budget
 from pipetrain.compute.profiling.kinds import Kind, Kinds, Workspace
+from pipetrain.compute.profiling.limits import Budget
 from pipetrain.compute.profiling.progress import Progress
 from pipetrain.compute.profiling.timing import time_blocks
 from pipetrain.plan.cost import CLEAR

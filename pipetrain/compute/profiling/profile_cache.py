@@ -15,9 +15,8 @@ from pipetrain.compute.graph.blocks import Chain
 from pipetrain.compute.graph.inputs import Shapes
 from pipetrain.compute.graph.wide_layers import network_of
 from pipetrain.compute.processor import described
-from pipetrain.compute.profiling.budget import BUDGET_S, checked_budget
-from pipetrain.compute.profiling.cache_folder import folder
 from pipetrain.compute.profiling.kinds import cost_key
+from pipetrain.compute.profiling.limits import BUDGET_S, checked_budget, folder
 from pipetrain.compute.profiling.operation_count import LITTLE_S
 from pipetrain.compute.profiling.profiler import may_be_compiled, profile_chain
 from pipetrain.compute.tensorflow_private import is_deterministic

@@ -15,8 +15,8 @@ from pipetrain.compute.graph.inputs import Shapes, checked_shapes
 from pipetrain.compute.graph.wide_layers import network_of
 from pipetrain.compute.keras_private import supports_xla
 from pipetrain.compute.profiling.block_costs import TIMING, block_bytes, others, timed, with_compiled
-from pipetrain.compute.profiling.budget import BUDGET_S, Budget, checked_budget
 from pipetrain.compute.profiling.kinds import Kinds
+from pipetrain.compute.profiling.limits import BUDGET_S, Budget, checked_budget
 from pipetrain.compute.profiling.operation_count import LITTLE_S, is_little
 from pipetrain.compute.profiling.progress import Progress
 from pipetrain.compute.profiling.timing import time_loss
