@@ -33,8 +33,7 @@ def microbatches(scheme: str) -> int | None:
 
 def training(scheme: str) -> Training:
     """What to plan a scheme's stages for."""
-    name, horizon, *_ = variant(scheme)
-    return Training(name, microbatches=microbatches(scheme) or 1, horizon=horizon)
+    return Training(variant(scheme).way, microbatches=microbatches(scheme) or 1)
 
 
 def profiled(model: keras.Model, network: Network, scheme: str) -> Profile:

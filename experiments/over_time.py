@@ -162,11 +162,11 @@ def step_seconds(
 def simulated_s(profile: Profile, chosen: Variant, stages: int, cluster: Cluster, overhead_s: float) -> float:
     """Seconds of a minibatch of one scheme, which is cut as the planner cuts for it."""
     pieces = chosen.microbatches or 4 if chosen.splits else 1
-    training = Training(chosen.scheme, microbatches=pieces, horizon=chosen.horizon)
+    training = Training(chosen.way, microbatches=pieces)
     devices = 1 if chosen.scheme == "single" else stages
     cut = partition(profile, devices, cluster, training=training)
     split = pieces if chosen.splits else None
-    trace = simulate(cut, chosen.scheme, cluster, MINIBATCHES, microbatches=split, overhead_s=overhead_s)
+    trace = simulate(cut, chosen.way, cluster, MINIBATCHES, microbatches=split, overhead_s=overhead_s)
     return trace.step_s
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from experiments.variants import Variant
 from pipetrain.schemes.coded_reduce import checked_tree
-from pipetrain.schemes.options import DEFAULT_POLICY, AnyScheme, owners, with_options
+from pipetrain.schemes.options import DEFAULT_POLICY, AnyScheme, owners, splits, with_horizon, with_options
 from pipetrain.schemes.scheme import Scheme
-from pipetrain.schemes.table import CODED, HORIZONS, has, splits, takes
+from pipetrain.schemes.table import CODED, HORIZONS, has, takes
 from pipetrain.schemes.text_form import chosen
 
 CHECKPOINTS = "checkpoints"  # the folder, within a run's
@@ -106,7 +106,7 @@ def microbatches_for(
     scheme: str | Scheme, schemes: Iterable[str | Scheme], microbatches: int | None, horizon: str | float = HORIZONS[0]
 ) -> int | None:
     """Those of this scheme in a run of several: none where it does not split minibatches and another one does."""
-    splitting = [name for name in schemes if splits(name, horizon)]
+    splitting = [name for name in schemes if splits(with_horizon(name, horizon))]
     return microbatches if scheme in splitting or not splitting else None
 
 

@@ -22,7 +22,8 @@ from experiments.networks import input_shape
 from experiments.records import CHECKPOINTS, Settings, Summary
 from pipetrain.callbacks import PipelineCheckpoint, Snapshots
 from pipetrain.frontend.layout import available, check_local
-from pipetrain.schemes.table import AUTO, DATA_PARALLEL, UNCUT, check_microbatches
+from pipetrain.schemes.options import check_microbatches, with_horizon
+from pipetrain.schemes.table import AUTO, DATA_PARALLEL, UNCUT
 
 EVALUATION_ROWS = 500  # per batch; evaluation is no part of what is timed
 TIMED_STEPS = (50, 250)  # samples per second are measured between these, or over the second half of a shorter run
@@ -119,7 +120,7 @@ def pipelined(model: keras.Model, settings: Settings) -> pipetrain.PipelineModel
 
 def check(settings: Settings) -> None:
     """Raise ValueError, before anything is trained, for settings that no network can be trained with."""
-    check_microbatches(settings.microbatches, settings.way, settings.horizon)
+    check_microbatches(settings.microbatches, with_horizon(settings.way, settings.horizon))
     if settings.scheme != DATA_PARALLEL:
         layers = [keras.layers.Dense(1) for _ in range(settings.stages)]
         pipelined(keras.Sequential([keras.Input((1,)), *layers]), settings)

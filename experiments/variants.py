@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from pipetrain.cli.arguments import horizon
 from pipetrain.schemes import table
+from pipetrain.schemes.options import AnyScheme, check_microbatches, splits, with_horizon
 from pipetrain.schemes.text_form import chosen, in_full
 
 NAMES = (*table.NAMES, *table.SCHEDULED)
@@ -30,9 +31,14 @@ class Variant(NamedTuple):
         return "/".join(filter(None, (self.scheme, "" if ahead == table.HORIZONS[0] else ahead, pieces)))
 
     @property
+    def way(self) -> AnyScheme:
+        """The scheme with its horizon."""
+        return with_horizon(chosen(self.file or self.scheme), self.horizon)
+
+    @property
     def splits(self) -> bool:
         """Whether it divides minibatches into microbatches."""
-        return table.splits(chosen(self.file or self.scheme), self.horizon)
+        return splits(self.way)
 
 
 def variant(text: str) -> Variant:
@@ -46,7 +52,7 @@ def variant(text: str) -> Variant:
             raise ValueError(f"unknown scheme {name!r}. Try {table.instead_of(name, NAMES)}")
         table.check_name(way)
         table.check_horizon(way, ahead)
-        table.check_microbatches(pieces, way, ahead)
+        check_microbatches(pieces, with_horizon(way, ahead))
     except (OSError, ValueError) as error:
         raise argparse.ArgumentTypeError(str(error).replace("%", "%%")) from error
     return Variant(str(way), ahead, pieces, in_full(name))

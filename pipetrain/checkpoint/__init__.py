@@ -1,4 +1,4 @@
 """The state of a training run and its files.
 
-Checkpoint files, arrays, the position in the data, and one ``fit`` from its beginning to its end.
+Checkpoint files, arrays, the position in the data, callbacks' state. Who goes on from them is in ``frontend``.
 """

@@ -25,6 +25,7 @@ from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.memory import Training
 from pipetrain.plan.profile import Profile
 from pipetrain.schemes import table
+from pipetrain.schemes.options import AnyScheme, name_of, scheduled, with_horizon
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.text_form import microbatches_of, stages_of
 
@@ -32,21 +33,22 @@ from pipetrain.schemes.text_form import microbatches_of, stages_of
 class PlanningInputs(NamedTuple):
     """A profile, the devices and how they are joined, how it is trained; a profile of microbatches, if it has any.
 
-    ``schemes`` are those that are named, with a file's schedule in place of its name. Where they are one pipeline,
-    ``training`` has it.
+    ``schemes`` are those that are named, with their options, and a file's schedule in place of its name. Where they are
+    one pipeline, ``training`` has it.
     """
 
     profile: Profile
     cluster: Cluster
     training: Training
     of_microbatches: Profile | None
-    schemes: Sequence[str | Scheme]
+    schemes: Sequence[AnyScheme]
 
 
-def check_horizon(schemes: Sequence[str | Scheme], horizon: str | float) -> None:
-    """Refuse a horizon that none of the schemes has."""
+def ahead(schemes: Sequence[str | Scheme], horizon: str | float) -> list[AnyScheme]:
+    """The schemes, with this horizon as far as they have it. Raises ValueError for one that none of them has."""
     if not any(table.takes(each, horizon) for each in schemes):
         table.check_horizon(schemes[0], horizon)
+    return [with_horizon(each, horizon) for each in schemes]
 
 
 def schemes_of(names: Sequence[str], options: argparse.Namespace) -> list[str | Scheme]:
@@ -78,23 +80,21 @@ def given(options: argparse.Namespace, names: Sequence[str], check: Callable[[st
     schemes = schemes_of(names, options)
     for scheme in schemes:
         check(scheme)
-    check_horizon(schemes, options.horizon)
+    asked = ahead(schemes, options.horizon)
     of_file = Cluster.load(options.cluster) if options.cluster else None
     measured, here = on_this_machine(options)
     cluster = of_file or here
     if options.memory is not None:
         cluster = replace(cluster, memory_bytes=options.memory)
-    pipelines = [each for each in schemes if isinstance(each, Scheme) or each in table.PIPELINES]
-    trained = pipelines[0] if len(schemes) == len(pipelines) == 1 else "spectrain"
-    microbatches = options.microbatches or microbatches_of(trained) or MICROBATCHES
+    pipelines = [each for each in asked if isinstance(each, Scheme) or name_of(each) in table.PIPELINES]
+    trained = pipelines[0] if len(asked) == len(pipelines) == 1 else "spectrain"
+    microbatches = options.microbatches or microbatches_of(scheduled(trained)) or MICROBATCHES
     slots = options.slots
     gathers, temporaries = slots not in (1, 2), 0 if slots == 1 else 2  # 1: SGD with momentum; 2: Adam
-    training = Training(
-        trained, slots, microbatches, options.recompute, options.horizon, gathers, temporaries=temporaries
-    )
+    training = Training(trained, slots, microbatches, options.recompute, gathers, temporaries=temporaries)
     pieces = min(options.devices, options.batch_size)
     of_microbatches = measured(pieces) if pieces > 1 else None
-    return PlanningInputs(measured(1), cluster, training, of_microbatches, schemes)
+    return PlanningInputs(measured(1), cluster, training, of_microbatches, asked)
 
 
 def on_this_machine(options: argparse.Namespace) -> tuple[Callable[[int], Profile], Cluster]:

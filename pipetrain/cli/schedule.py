@@ -15,6 +15,7 @@ from pipetrain.schemes import table
 from pipetrain.schemes.actions import Action
 from pipetrain.schemes.course import calls_of_functions
 from pipetrain.schemes.dry_run import Step, figures, grid, replay, steady_bubble
+from pipetrain.schemes.options import check_microbatches
 from pipetrain.schemes.programs import Call, Program
 from pipetrain.schemes.schedules import orders
 from pipetrain.schemes.scheme import Scheme
@@ -80,7 +81,7 @@ def run(options: argparse.Namespace) -> None:
     chosen = table.scheme(scheme_named(options.scheme, options.chunks))
     stages = options.stages or stages_of(chosen) or max(4, 2 * chosen.schedule.chunks)
     microbatches = options.microbatches or microbatches_of(chosen) or (MICROBATCHES if chosen.splits else 1)
-    table.check_microbatches(microbatches, chosen)
+    check_microbatches(microbatches, chosen)
     check(chosen, stages, microbatches)
     if options.csv and chosen.asynchronous:
         raise ValueError(

@@ -33,10 +33,9 @@ from pipetrain.frontend.preprocessing import preprocesses
 from pipetrain.plan.choice import TURNS, Choice, Way, finalists, settled
 from pipetrain.plan.stages import Partition
 from pipetrain.run.window import TrialClock
-from pipetrain.schemes.options import AnyScheme, flat, keywords, name_of, scheduled, with_options
+from pipetrain.schemes.options import AnyScheme, built, flat, keywords, name_of, with_options
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.table import COPIED, UNCUT
-from pipetrain.schemes.table import scheme as scheme_of_table
 from pipetrain.simulation.every_way import PipelineLayout, choose
 
 MOST = 10**6  # minibatches, of which the clock needs fewer
@@ -299,8 +298,7 @@ class AutoStrategy(PipelineStrategy):
 
     def _check_layout(self, way: Mapping[str, Any]) -> None:
         """Refuse to go on, in a layout, with a run that was none of a synchronous pipeline of one stage a device."""
-        scheme = scheduled(way["scheme"])
-        pipeline = None if name_of(scheme) in UNCUT else scheme_of_table(scheme)
+        pipeline = None if name_of(way["scheme"]) in UNCUT else built(way["scheme"])
         if pipeline is None or pipeline.asynchronous or pipeline.schedule.chunks > 1:
             given = {name: value for name, value in zip(LAYOUT, self.given.layout, strict=True) if value is not None}
             raise ValueError(

@@ -13,6 +13,7 @@ from pipetrain.schemes.options import (
     DEFAULT_POLICY,
     EVERY_OPTION,
     AnyScheme,
+    check_microbatches,
     keywords,
     name_of,
     policy_of,
@@ -22,7 +23,7 @@ from pipetrain.schemes.options import (
 )
 from pipetrain.schemes.schedules import groups_of
 from pipetrain.schemes.scheme import Scheme
-from pipetrain.schemes.table import AUTO, COPIED, UNCUT, check_microbatches
+from pipetrain.schemes.table import AUTO, COPIED, UNCUT
 from pipetrain.schemes.text_form import chosen, microbatches_of, stages_of
 from pipetrain.schemes.validation import check
 
@@ -78,7 +79,7 @@ def checked(options: Options) -> Options:
         stages = stages_of(scheme)
     if microbatches is None:
         microbatches = microbatches_of(scheme)
-    check_microbatches(microbatches, scheme, options.policy["horizon"])
+    check_microbatches(microbatches, options.scheme)
     check_replicas(name, options.replicas)
     check_cuts(options.cuts, name)
     check_copies(stages, options.devices, name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -35,9 +34,6 @@ from pipetrain.run.control import RunSettings
 from pipetrain.schemes.options import AnyScheme
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.trace.trace import Trace
-
-_logger = logging.getLogger(__name__)
-MANY_STAGES = 5  # from which on the paper's prediction is clearly worse than one to a single target
 
 
 class RunnerStrategy:

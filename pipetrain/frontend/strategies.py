@@ -32,12 +32,11 @@ from pipetrain.schemes.options import (
     Auto,
     CodedReduce,
     ParameterServer,
+    built,
     check_synchronous,
     options_of,
-    scheduled,
 )
 from pipetrain.schemes.table import AUTO, CODED, DATA_PARALLEL, GRID, GRIDS, TRANSFERRING
-from pipetrain.schemes.table import scheme as chosen_scheme
 
 
 def strategy_of(model: keras.Model, options: Options, among: Options | None = None) -> Strategy:
@@ -63,7 +62,7 @@ def _auto(model: keras.Model, options: Options, among: Options) -> Strategy:
         given = options.stages if isinstance(options.stages, Partition) else None
     # Without a limit of memory: what keeps to it is chosen with its schedule.
     planner = Planner(chain, layout, training, given)
-    return AutoStrategy(planner, chosen_scheme(training.scheme), on, own.staleness, options)
+    return AutoStrategy(planner, training.chosen, on, own.staleness, options)
 
 
 def _data_parallel(model: keras.Model, options: Options, among: Options) -> Strategy:
@@ -73,8 +72,7 @@ def _data_parallel(model: keras.Model, options: Options, among: Options) -> Stra
 
 
 def _pipeline(model: keras.Model, options: Options, among: Options) -> Strategy:
-    name, policy, on = scheduled(options.scheme), options.policy, resolve(options.devices)
-    scheme, chain = chosen_scheme(name, **policy), Chain(model)
+    on, scheme, chain = resolve(options.devices), built(options.scheme), Chain(model)
     layout = laid_out(chain, *options.layout, on, scheme.schedule, options.memory_bytes)
     microbatches = checked_microbatches(options.microbatches, scheme, layout.stages)
     check_schedule(scheme, layout.stages, microbatches)
@@ -83,13 +81,7 @@ def _pipeline(model: keras.Model, options: Options, among: Options) -> Strategy:
     given = options.stages if isinstance(options.stages, Partition) else None
     if scheme.name == "single":
         layout, given = laid_out(chain, 1, None, None, on), None
-    training = Training(
-        name,
-        microbatches=microbatches,
-        recompute=options.recompute,
-        horizon=policy["horizon"],
-        stretch_momentum=policy["stretch_momentum"],
-    )
+    training = Training(options.scheme, microbatches=microbatches, recompute=options.recompute)
     return PipelineStrategy(Planner(chain, layout, training, given, *_compared(options, among)), scheme)
 
 

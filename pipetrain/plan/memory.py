@@ -7,11 +7,10 @@ from functools import cache
 from typing import NamedTuple
 
 from pipetrain.schemes.actions import Action, completes
-from pipetrain.schemes.options import AnyScheme, SchemeOptions, policy_of, scheduled
+from pipetrain.schemes.options import AnyScheme, built, scheduled
 from pipetrain.schemes.policies import FlushPolicy
 from pipetrain.schemes.schedules import groups_of, has_halves
 from pipetrain.schemes.scheme import Scheme
-from pipetrain.schemes.table import HORIZONS, scheme, takes
 from pipetrain.schemes.text_form import microbatches_of
 from pipetrain.schemes.validation import check_own
 from pipetrain.schemes.weight_versions import WeightVersions
@@ -28,23 +27,21 @@ class Training(NamedTuple):
     (Adam's ``m * rate`` and ``sqrt(v) + epsilon``), none where one kernel does it all, as for SGD with momentum.
     ``jit_compile``: whether XLA compiles the stages, as in Keras; ``"auto"``: those that it makes clearly faster, none
     where backwards are in halves.
-    ``stretch_momentum``: as ``schemes.table.scheme`` takes it; ``"auto"`` counts as for an optimizer with a momentum.
+    ``scheme`` has its options; a momentum that is stretched where the optimizer's is known counts as known.
     """
 
-    scheme: str | Scheme = "spectrain"
+    scheme: AnyScheme = "spectrain"
     slots: int = 1
     microbatches: int = 1
     recompute: bool = False
-    horizon: str | float = HORIZONS[0]
     gathers: bool = False
     jit_compile: bool | str = "auto"
-    stretch_momentum: bool | str = "auto"
     temporaries: int = 0
 
     @property
     def chosen(self) -> Scheme:
         """The scheme itself."""
-        return scheme(self.scheme, self.horizon, stretch_momentum=self.stretch_momentum)
+        return built(self.scheme)
 
     def microbatches_of(self, stages: int) -> int:
         """How many microbatches a minibatch has in a pipeline of so many stages."""
@@ -63,19 +60,10 @@ class Training(NamedTuple):
         return False if halved else self.jit_compile
 
     def under(self, scheme: AnyScheme) -> Training:
-        """The same with another scheme, which may not have this horizon, or if of a file its own microbatches.
-
-        A scheme that is an object has its own horizon.
-        """
-        if isinstance(scheme, SchemeOptions):
-            policy = policy_of(scheme)
-            own = {name: policy[name] for name in ("horizon", "stretch_momentum")}
-            return self._replace(scheme=scheduled(scheme), **own)
-        scheme = scheduled(scheme)
-        other = self._replace(scheme=scheme, microbatches=microbatches_of(scheme) or self.microbatches)
-        if takes(scheme, self.horizon):
-            return other
-        return other._replace(horizon=HORIZONS[0], stretch_momentum="auto")
+        """The same with another scheme, if of a file with its own microbatches; this one's name keeps its options."""
+        if isinstance(scheme, str) and scheme == str(self.scheme):
+            return self
+        return self._replace(scheme=scheme, microbatches=microbatches_of(scheduled(scheme)) or self.microbatches)
 
 
 class Demand(NamedTuple):

@@ -13,7 +13,6 @@ from pipetrain.plan.profile import Profile, mib
 from pipetrain.plan.search import CLOSE, HUGE, Limit, Problem, Reach, StageChoice, fastest, most_even
 from pipetrain.plan.stages import DEFAULT_TRAINING, Partition, described, located, predictions
 from pipetrain.schemes.arguments import checked_count, is_count
-from pipetrain.schemes.options import SchemeOptions
 from pipetrain.schemes.table import HORIZONS
 
 Need = Callable[[Training, int, int], Demand]
@@ -121,8 +120,9 @@ class Capacity:
     def _what_would_fit(self, limit_bytes: int, leanest: Partition) -> str:
         together = max(leanest.on_devices, key=lambda stages: sum(stage.memory_bytes for stage in stages))
         keep = " and ".join(f"stage {leanest.stages.index(each)} ({each.first} - {each.last})" for each in together)
-        plain = self._training._replace(horizon=HORIZONS[0])
-        others = {} if plain == self._training else {"horizon='round-trip'": plain}
+        horizon = getattr(self._training.scheme, "horizon", HORIZONS[0])
+        plain = self._training._replace(scheme=str(self._training.scheme))
+        others = {} if horizon == HORIZONS[0] else {"horizon='round-trip'": plain}
         others |= {
             "recompute=True": self._training._replace(recompute=True),
             "scheme='vanilla', which keeps no old weights": self._training.under("vanilla"),
@@ -134,13 +134,13 @@ class Capacity:
             if self._training.chosen.schedule.chunks == training.chosen.schedule.chunks
             and Capacity(self._profile, self._costs, self._problem, training).any(limit_bytes)
         ]
-        horizon = "" if plain == self._training else f", horizon={self._training.horizon!r}"
+        asked = "" if horizon == HORIZONS[0] else f", {horizon=}"
         return (
             f"No cut of {self._profile.model!r} fits the devices' memory: in the leanest one, {keep} "
             f"keep{'s' * (len(together) == 1)} {mib(leanest.fullest_bytes)} MiB a device, "
             f"{mib(leanest.fullest_bytes - limit_bytes)} MiB too much. Received: memory_bytes={limit_bytes} "
             f"({mib(limit_bytes)} MiB), devices={self._problem.devices // self._training.chosen.schedule.chunks}, "
-            f"scheme={str(self._training.scheme)!r}{horizon}. "
+            f"scheme={str(self._training.scheme)!r}{asked}. "
             f"Try {'; '.join([*helps, 'a smaller batch; or more devices'])}."
         )
 
@@ -270,8 +270,6 @@ def checked_training(training: Training | None) -> Training:
         raise ValueError(
             f"What is planned for is a Training. Received: training={training!r}. Try training=Training('spectrain')."
         )
-    if isinstance(training.scheme, SchemeOptions):
-        training = training.under(training.scheme)
     checked_count("training.microbatches", training.microbatches, "A batch has at least one microbatch", 4)
     checked_count("training.slots", training.slots, "An optimizer has no variables for a weight, or more", 1, least=0)
     if not isinstance(training.jit_compile, bool) and training.jit_compile != "auto":

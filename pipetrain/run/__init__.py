@@ -1,5 +1,6 @@
-"""The execution of a pipeline in one process.
+"""The execution of a training step, again and again: runners, which are given minibatches and give their results.
 
-Threads that execute the schedules of ``schemes``, what they send each other, and what they report. Nothing here chooses
-the order of actions, and nothing depends on Keras' ``fit``.
+Most call functions over all devices; others have a thread for each device, which makes its actions in the order of its
+schedule, or a tree of threads for coded gradients. Nothing here chooses the order of actions, and nothing depends on
+Keras' ``fit``.
 """

@@ -1,7 +1,7 @@
 """What a scheme is, as pure functions of numbers.
 
-Actions, their order, the weights that each reads, and corrections for staleness. Nothing here depends on tensors,
-threads, seconds or bytes. The names that your own schemes need are exported here.
+Actions, their order, the weights that each reads, corrections for staleness, and plans of transfers. Nothing here
+depends on tensors or threads. The names that your own schemes need are exported here.
 """
 
 from pipetrain.schemes.actions import Action

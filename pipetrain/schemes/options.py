@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from numbers import Real
 from typing import Any, ClassVar
 
+from pipetrain.schemes.arguments import checked_count
 from pipetrain.schemes.coded_reduce import Tree, checked_tree
 from pipetrain.schemes.grid import Grid, check_grid
 from pipetrain.schemes.scheme import Scheme
@@ -19,11 +21,13 @@ from pipetrain.schemes.table import (
     CODED,
     GRID,
     HORIZONS,
+    PIPELINES,
     RECOMMENDED,
     SERVING,
     check_name,
     check_options,
     chunked,
+    takes,
 )
 from pipetrain.schemes.table import scheme as scheme_of_table
 from pipetrain.schemes.transfers.orders import AUTO as BEST_ORDER
@@ -71,6 +75,11 @@ class SchemeOptions:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.given.items())})"
 
     @property
+    def scheme(self) -> Scheme:
+        """The schedule and the policy, with these options. Raises ValueError for what is no pipeline."""
+        return scheme_of_table(self.name)
+
+    @property
     def given(self) -> dict[str, Any]:
         """The options that are not the default, by name."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -88,15 +97,16 @@ class AsynchronousOptions(SchemeOptions):
         return {**DEFAULT_POLICY, **{name: getattr(self, name) for name in DEFAULT_POLICY if hasattr(self, name)}}
 
     @property
+    def scheme(self) -> Scheme:
+        """The schedule and the policy, with these options."""
+        return scheme_of_table(self.name, **self.policy)
+
+    @property
     def policy(self) -> dict[str, Any]:
         """All options of ``table.scheme``, with numbers that JSON can hold."""
-        horizon, spikes, steps, stretch = self._policy().values()
-        return {
-            "horizon": horizon if isinstance(horizon, str) else float(horizon),
-            "spike_compensation": bool(spikes),
-            "rescale_steps": None if steps is None else int(steps),
-            "stretch_momentum": "auto" if isinstance(stretch, str) else bool(stretch),
-        }
+        found = {name: value.item() if hasattr(value, "item") else value for name, value in self._policy().items()}
+        horizon = found["horizon"]
+        return found | {"horizon": horizon if isinstance(horizon, str) else float(horizon)}
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -217,6 +227,11 @@ class Interleaved(SchemeOptions):
 
     name: ClassVar[str] = "interleaved"
     chunks: int = field(default=2, metadata=described("stages on a device", metavar="N"))
+
+    @property
+    def scheme(self) -> Scheme:
+        """The schedule with so many stages on a device."""
+        return scheme_of_table(chunked(self.name, self.chunks))
 
     def _check(self) -> None:
         chunked(self.name, self.chunks)
@@ -358,6 +373,38 @@ def name_of(scheme: AnyScheme) -> str:
         check_grid(scheme, GRID)
         return GRID
     return AUTO if scheme == AUTO else check_name(scheme)
+
+
+@cache
+def built(scheme: AnyScheme) -> Scheme:
+    """The scheme itself, with its options. Raises ValueError for what is no pipeline."""
+    if isinstance(scheme, SchemeOptions):
+        return scheme.scheme
+    return scheme_of_table(scheme if isinstance(scheme, Scheme) else name_of(scheme))
+
+
+def with_horizon(scheme: str | Scheme, horizon: str | float) -> AnyScheme:
+    """The scheme with this horizon, if it has it."""
+    return with_options(scheme, horizon=horizon) if takes(scheme, horizon) else scheme
+
+
+def splits(scheme: AnyScheme) -> bool:
+    """Whether the scheme divides minibatches into microbatches."""
+    return (isinstance(scheme, Scheme) or name_of(scheme) in PIPELINES) and built(scheme).splits
+
+
+def check_microbatches(microbatches: Any, scheme: AnyScheme) -> None:
+    """Refuse anything but None or a count, and several microbatches of a scheme that does not split minibatches."""
+    if microbatches is None:
+        return
+    count = checked_count("microbatches", microbatches, "A batch has at least one microbatch", 4)
+    if count > 1 and not splits(scheme):
+        splitting = [each.name for each in PIPELINES.values() if each.splits]
+        raise ValueError(
+            f"This scheme does not split a minibatch. Received: microbatches={microbatches!r}, "
+            f"scheme={name_of(scheme)!r}. Try leaving it out, or one of: {', '.join(splitting)}; "
+            "or horizon='target' for spectrain."
+        )
 
 
 def policy_of(scheme: AnyScheme) -> dict[str, Any]:

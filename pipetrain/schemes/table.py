@@ -281,23 +281,3 @@ def check_options(
                 f"Received: {option}={value!r}, scheme={str(name)!r}. "
                 f"Try an asynchronous scheme such as vanilla, or without {option}."
             )
-
-
-def check_microbatches(microbatches: Any, name: str | Scheme, horizon: object = HORIZONS[0]) -> None:
-    """Refuse anything but None or a count, and several microbatches of a scheme that does not split minibatches."""
-    if microbatches is None:
-        return
-    count = checked_count("microbatches", microbatches, "A batch has at least one microbatch", 4)
-    if count > 1 and not splits(name, horizon):
-        splitting = [each.name for each in PIPELINES.values() if each.splits]
-        raise ValueError(
-            f"This scheme does not split a minibatch. Received: microbatches={microbatches!r}, "
-            f"scheme={str(name)!r}. Try leaving it out, or one of: {', '.join(splitting)}; "
-            "or horizon='target' for spectrain."
-        )
-
-
-def splits(name: str | Scheme, horizon: object = HORIZONS[0]) -> bool:
-    """Whether the scheme, or that of this name and horizon, divides minibatches into microbatches."""
-    chosen = name if isinstance(name, Scheme) else PIPELINES.get(name)
-    return chosen is not None and (chosen.splits or (horizon == "target" and takes(name, horizon)))

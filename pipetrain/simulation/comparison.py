@@ -15,15 +15,12 @@ from pipetrain.plan.memory import Training
 from pipetrain.plan.profile import Profile
 from pipetrain.plan.stages import DEFAULT_TRAINING, Partition
 from pipetrain.schemes.coded_reduce import Tree, widest
-from pipetrain.schemes.scheme import Scheme
+from pipetrain.schemes.options import AnyScheme, check_microbatches, name_of, splits
 from pipetrain.schemes.table import (
     CODED,
     GRID,
     SERVING,
     TRANSFERRING,
-    check_microbatches,
-    check_name,
-    splits,
 )
 from pipetrain.schemes.transfers.orders import AUTO
 from pipetrain.simulation.coded_reduce import simulate_tree
@@ -93,7 +90,7 @@ def _busy_shares(trace: Trace, causes: Mapping[tuple[int, int], Idle]) -> dict[s
 def compare(
     profile: Profile,
     num_devices: int,
-    schemes: Sequence[str | Scheme],
+    schemes: Sequence[AnyScheme],
     cluster: Cluster | None = None,
     training: Training | None = None,
     microbatches: int | None = None,
@@ -129,9 +126,9 @@ def compare(
         ValueError: what cannot be planned or simulated; ``microbatches`` where none of the schemes splits minibatches.
     """
     cluster, training = cluster or Cluster(), training or DEFAULT_TRAINING
-    split = {scheme: splits(scheme, training.under(scheme).horizon) for scheme in schemes}
+    split = {scheme: splits(training.under(scheme).scheme) for scheme in schemes}
     for scheme in [each for each in schemes if split[each]] or schemes:
-        check_microbatches(microbatches, scheme, training.under(scheme).horizon)
+        check_microbatches(microbatches, training.under(scheme).scheme)
     chooser = Chooser(profile, num_devices, cluster, training, of_microbatches)
     parts = chooser.copies
     unstaged: dict[str, Callable[..., Trace]] = {
@@ -151,7 +148,7 @@ def compare(
         GRID: partial(simulate_grid, parts, num_devices, chooser.cluster, grid),
     }
     partitions: dict[str, Partition | None] = {}
-    named = {check_name(scheme): scheme for scheme in schemes}
+    named = {name_of(scheme): scheme for scheme in schemes}
     for name, scheme in named.items():
         way, cut = chooser.of(scheme, microbatches if split[scheme] else None)
         partitions[name] = cut if way.fits else None

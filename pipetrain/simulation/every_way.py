@@ -128,8 +128,7 @@ class Chooser:
         name = name_of(scheme)
         if name in UNCUT:
             return self._uncut(scheme, name)
-        if scheme in ("spectrain", "2bw"):
-            scheme = with_options(scheme, horizon=self._training.under(scheme).horizon)
+        scheme = self._training.under(scheme).scheme
         training = self._trained(scheme, microbatches or self._training.under(scheme).microbatches)
         training = training if training.chosen.splits else training._replace(microbatches=1)
         count = training.microbatches_of(len(self._layout.replicas) if self._layout else self._devices)

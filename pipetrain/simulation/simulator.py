@@ -10,7 +10,7 @@ from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.partition import checked_training
 from pipetrain.plan.stages import Partition, StagePlan
 from pipetrain.schemes.arguments import checked_count
-from pipetrain.schemes.options import AnyScheme, name_of, scheduled
+from pipetrain.schemes.options import AnyScheme, check_microbatches, name_of, scheduled
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.splitting import window as window_of
 from pipetrain.schemes.table import (
@@ -20,7 +20,6 @@ from pipetrain.schemes.table import (
     GRID,
     SCHEMES,
     TRANSFERRING,
-    check_microbatches,
     check_name,
 )
 from pipetrain.schemes.validation import check_own
@@ -97,7 +96,7 @@ def simulate(
     training = checked_training(partition.training).under(scheme)
     scheme = scheduled(scheme)
     chosen = SCHEMES["single"] if check_name(scheme) == DATA_PARALLEL else training.chosen
-    check_microbatches(microbatches, scheme, training.horizon)
+    check_microbatches(microbatches, scheme if scheme == DATA_PARALLEL else chosen)
     stages, devices = _placed(partition, chosen, scheme == DATA_PARALLEL)
     cluster = cluster or Cluster(processors=partition.processors)
     pieces = _pieces(chosen, len(stages), partition, microbatches)

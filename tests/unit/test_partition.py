@@ -15,6 +15,7 @@ from pipetrain.plan.cluster import PCIE_3, SHARED_MEMORY, Cluster, Level, Link, 
 from pipetrain.plan.memory import Training, demand
 from pipetrain.plan.partition import NoPlan, partition, plan
 from pipetrain.plan.profile import BlockProfile, Profile, Seconds
+from pipetrain.schemes.options import SpecTrain, TwoBW, with_horizon
 from pipetrain.simulation.every_way import choose
 
 HOSTS_OF_2 = Cluster((Level(Link(2.0, 0.25), 2), Level(Link(0.5, 1.0))))
@@ -75,12 +76,8 @@ blocks = st.lists(st.tuples(numbers, numbers, st.integers(0, 20), numbers, st.in
 schemes = st.sampled_from(["spectrain", "vanilla", "weight-stashing", "vertical-sync", "2bw", "gpipe", "1f1b"])
 jit_compile = st.sampled_from(["auto", "auto", True, False])
 settings_of_training = (st.integers(0, 2), st.integers(1, 3), st.booleans())
-same = {"stretch_momentum": st.just("auto")}  # True is for one of the horizons alone
-horizons = st.sampled_from(["local", "fitted", "target"])
-trainings = st.one_of(
-    st.builds(Training, schemes, *settings_of_training, st.just("round-trip"), jit_compile=jit_compile, **same),
-    st.builds(Training, st.just("spectrain"), *settings_of_training, horizons, jit_compile=jit_compile, **same),
-)
+horizons = st.sampled_from([SpecTrain(horizon=each) for each in ("local", "fitted", "target")])
+trainings = st.builds(Training, st.one_of(schemes, horizons), *settings_of_training, jit_compile=jit_compile)
 with_xla = st.lists(st.one_of(st.none(), numbers, numbers, numbers), max_size=7)
 shared_weights = st.one_of(
     st.just([]), st.lists(st.tuples(st.integers(1, 20), st.sets(st.integers(0, 6), min_size=2)), max_size=3)
@@ -244,7 +241,7 @@ def test_a_replicated_stage_by_hand():
 def test_memory_in_multiples_of_the_weights(scheme, weights, passing):
     """Weights, momentum; what each scheme keeps besides; gradients and predicted weights, of a block at a time."""
     name, _, horizon = scheme.partition("/")
-    demands = [demand(Training(name, horizon=horizon or "round-trip"), stage, 4) for stage in range(4)]
+    demands = [demand(Training(with_horizon(name, horizon or "round-trip")), stage, 4) for stage in range(4)]
     assert [each.weights for each in demands] == weights
     assert [each.passing for each in demands] == passing
     assert [each.activations for each in demands] == [4, 3, 2, 1]
@@ -254,19 +251,19 @@ def test_memory_in_multiples_of_the_weights(scheme, weights, passing):
 def test_one_target_stores_nothing_and_two_predicted_versions_what_two_do(microbatches):
     for stage in range(4):
         vanilla, target, one = (
-            demand(Training(name, horizon=horizon, microbatches=microbatches), stage, 4)
-            for name, horizon in (("vanilla", "round-trip"), ("spectrain", "target"), ("1f1b", "round-trip"))
+            demand(Training(each, microbatches=microbatches), stage, 4)
+            for each in ("vanilla", SpecTrain(horizon="target"), "1f1b")
         )
         assert target.activations == (4 - stage) / microbatches
         # the last stage predicts for a forward and the backward in the same call, others a block at a time
         assert target.weights == (vanilla.weights if microbatches == 1 else one.weights) + (stage == 3)
-        two = [demand(Training("2bw", horizon=s, microbatches=microbatches), stage, 4) for s in ("round-trip", 1.5)]
+        two = [demand(Training(TwoBW(horizon=s), microbatches=microbatches), stage, 4) for s in (0, 1.5)]
         assert two[0].weights == two[1].weights
 
 
 def test_what_is_predicted_without_a_longer_momentum_is_planned_so():
     """The first stage's backward is then at the target already; a scheme without it forgets the setting."""
-    auto, plain = (Training("spectrain", horizon="target", stretch_momentum=each) for each in ("auto", False))
+    auto, plain = (Training(SpecTrain(horizon="target", stretch_momentum=each)) for each in ("auto", False))
     assert [each.chosen.predictions(0, 4) for each in (auto, plain)] == [(1, 1), (1, 0)]
     assert plain.under("1f1b") == auto.under("1f1b") == Training("1f1b")
     assert plain.under("spectrain") == plain
@@ -451,7 +448,6 @@ def test_numbers_of_numpy_are_numbers():
     [
         (Training("nonsense"), "Unknown scheme. Received: scheme='nonsense'. Try one of: single"),
         (Training("data-parallel"), "no schedule.*Received: scheme='data-parallel'. Try scheme='single'"),
-        (Training("vanilla", horizon="local"), "horizon='local', scheme='vanilla'"),
         (Training("gpipe", microbatches=2.0), "training.microbatches=2.0"),
         (Training(slots=-1), "training.slots=-1"),
         ("gpipe", "training='gpipe'. Try training=Training"),

@@ -24,6 +24,7 @@ from pipetrain.plan.partition import plan
 from pipetrain.plan.profile import BlockProfile, Profile
 from pipetrain.schemes import ScheduleError, dry_run, schedules
 from pipetrain.schemes.actions import Action
+from pipetrain.schemes.options import SpecTrain
 from pipetrain.schemes.table import NAMES, SCHEMES
 from pipetrain.simulation import simulator, vectorized
 from pipetrain.simulation.build import StationBuilder
@@ -111,7 +112,7 @@ def test_asynchronous_microbatches_have_no_bubble(microbatches):
     """A flush costs ``(N-1)/M`` of a minibatch, which is not lost where all stages predict one target."""
     one = (1.0, 2.0, 0, 0, 0)
     plain = cut([one] * 8, 32, microbatches=microbatches)
-    partition = replace(plain, training=Training("spectrain", horizon="target", microbatches=microbatches))
+    partition = replace(plain, training=Training(SpecTrain(horizon="target"), microbatches=microbatches))
     assert partition.step_s == pytest.approx(3)
     trace = simulate(partition, "spectrain", AT_ONCE, 60)
     assert trace.step_s == pytest.approx(3)
@@ -123,7 +124,7 @@ def test_asynchronous_microbatches_have_no_bubble(microbatches):
 def test_one_target_predicts_in_every_forward_and_backward():
     """Each time for 3/5 of an update; the last stage's backward has what its forward has predicted."""
     one = (3.0, 6.0, 1.0, 0, 0)
-    partition = replace(cut([one] * 4, 30), training=Training("spectrain", horizon="target", microbatches=3))
+    partition = replace(cut([one] * 4, 30), training=Training(SpecTrain(horizon="target"), microbatches=3))
     spans = simulate(partition, "spectrain", AT_ONCE, 20).spans
     for span in spans:
         if 30 <= span.microbatch < 45:
