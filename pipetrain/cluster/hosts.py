@@ -190,7 +190,7 @@ def member_of(environment: Mapping[str, str], hosts: Sequence[str] = (), port: i
     Raises:
         ValueError: for variables that do not fit together, or hosts that are missing.
     """
-    if environment.get("TF_CONFIG"):
+    if environment.get("TF_CONFIG") and not hosts:
         text = environment["TF_CONFIG"]
         number = task_of_tf_config(text)
         if number is None:

@@ -120,7 +120,8 @@ class SshWorkers:
             with suppress(metadata.PackageNotFoundError):
                 worker += ["--expect", f"{name}=={metadata.version(name)}"]
         options = [part for name, value in OPTIONS.items() for part in ("-o", f"{name}={value}")]
-        return [*self._ssh, "-T", *options, *forwarded, "--", host, f"exec {shlex.join(worker)} 2>&1"]
+        said = f"exec {shlex.join(worker)} 2>&1"  # to a shell that is known, whichever the user's is
+        return [*self._ssh, "-T", *options, *forwarded, "--", host, shlex.join(["sh", "-c", said])]
 
     @property
     def names(self) -> dict[str, str]:

@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 import time
+import warnings
 from collections import deque
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -22,6 +23,7 @@ from pipetrain.schemes.arguments import checked_count
 LOOPBACK, NAMES = "127.0.0.1", ("127.0.0.1", "localhost", "[::1]")
 VARIABLE = "PIPETRAIN_STATUS_PORT"  # which ``pipetrain launch --status-port`` sets
 WINDOW_S = 10.0  # over which the rate is the mean
+POLL_S = 0.1  # between two looks whether training has ended
 EVERY_S = 0.5  # between two states that are made known
 _logger = logging.getLogger(__name__)
 STYLE = """
@@ -49,6 +51,7 @@ class StatusPage(keras.callbacks.Callback):
 
     def __init__(self, port: int = 8000) -> None:
         super().__init__()
+        self._is_asked_for = True  # by the program, which is told where it cannot be
         self.port = port and checked_count("port", port, "A port is a number, 0 for any that is free", 8000)
         self._server: ThreadingHTTPServer | None = None
         self._state: dict[str, Any] = {}
@@ -63,12 +66,14 @@ class StatusPage(keras.callbacks.Callback):
         try:
             self._server = ThreadingHTTPServer((LOOPBACK, self.port), _handler(lambda: self._state))
         except OSError as error:
-            raise ValueError(
-                f"No page can be served there: {error.strerror}. Received: port={self.port}. Try another, or 0."
-            ) from error
+            said = f"No page can be served there: {error.strerror}. Received: port={self.port}. Try another, or 0."
+            if self._is_asked_for:
+                raise ValueError(said) from error
+            warnings.warn(said, stacklevel=2)
+            return
         self._server.daemon_threads = True
         self.port = self._server.server_address[1]
-        threading.Thread(target=self._server.serve_forever, name="status page", daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(POLL_S,), name="status page", daemon=True).start()
         session.exits.callback(self._end)
         if self.model.is_verbose:
             _logger.info("Status of this training: http://%s:%d/", LOOPBACK, self.port)
@@ -136,7 +141,11 @@ class StatusPage(keras.callbacks.Callback):
 def asked_for(users: list[Any]) -> list[StatusPage]:
     """The page that the environment asks for, unless the user has one."""
     port = os.environ.get(VARIABLE, "")
-    return [StatusPage(int(port))] if port and not any(isinstance(each, StatusPage) for each in users) else []
+    if not port or any(isinstance(each, StatusPage) for each in users):
+        return []
+    page = StatusPage(int(port))
+    page._is_asked_for = False  # another ``fit`` of the program may have it
+    return [page]
 
 
 def _devices(model: Any) -> list[dict[str, Any]]:

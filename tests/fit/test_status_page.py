@@ -64,6 +64,11 @@ def test_the_environment_may_ask_for_it(monkeypatch):
     looking = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(got(port)))
     pm.fit(x, y, verbose=0, callbacks=[looking])
     pm.fit(x, y, verbose=0, callbacks=[own])  # the user's takes its place
+    with socket.socket() as taken, pytest.warns(UserWarning, match="No page can be served there"):
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        monkeypatch.setenv("PIPETRAIN_STATUS_PORT", str(taken.getsockname()[1]))
+        pm.fit(x, y, verbose=0)
     assert len(seen) == 1 and own.port not in (0, port)
 
 

@@ -69,6 +69,7 @@ def test_tf_config_names_one_of_its_workers():
     cluster = {"cluster": {"worker": ["a:1", "b:2"]}}
     found = member_of({"TF_CONFIG": json.dumps({**cluster, "task": {"type": "worker", "index": 1}}), **SLURM})
     assert found == ("TF_CONFIG", ("a:1", "b:2"), 1)
+    assert member_of({"TF_CONFIG": json.dumps(cluster)}, ["a", "b"]) is None  # hosts that are given go first
     with pytest.raises(ValueError, match="TF_CONFIG names no worker"):
         member_of({"TF_CONFIG": json.dumps(cluster)})
 
