@@ -100,6 +100,13 @@ def size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def port(text: str) -> int:
+    """A number of a port; 0 for any that is free."""
+    if not text.isdigit() or int(text) >= 2**16:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 to {2**16 - 1}")
+    return int(text)
+
+
 def cores(text: str) -> list[int]:
     """Processor cores, such as ``0,2-3``."""
     try:

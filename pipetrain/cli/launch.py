@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pipetrain.cli.arguments import Folded, count, positive_number
+from pipetrain.cli.arguments import Folded, count, port, positive_number
 from pipetrain.cluster.hosts import Member, expanded, is_loopback, member_of, split
 from pipetrain.cluster.supervision import ScriptRun
 from pipetrain.logs import quiet_stderr
@@ -66,9 +66,9 @@ def add(commands: Any) -> None:
     option("--ssh", default="ssh", metavar="COMMAND", help="OpenSSH's client with options of yours (default: ssh)")
     option("--plain", action="store_true", help="workers are reached without OpenSSH, by a network that you trust")
     option(
-        "--port", type=int, metavar="N", help="of a host's first worker, with --plain (default: 2222; Slurm: by job)"
+        "--port", type=port, metavar="N", help="of a host's first worker, with --plain (default: 2222; Slurm: by job)"
     )
-    option("--status-port", type=count, metavar="N", help="a page of the script's training, http://127.0.0.1:N/")
+    option("--status-port", type=port, metavar="N", help="a page of the script's training, http://127.0.0.1:N/")
     option(
         "--wait",
         type=positive_number,

@@ -15,7 +15,7 @@ import time
 import traceback
 from pathlib import Path
 
-STARTED_S, JOINED_S = 60.0, 20.0  # for workers to answer: such as others start meanwhile, and such as serve already
+STARTED_S, JOINED_S, END_S = 60.0, 20.0, 5.0
 
 
 def main() -> None:
@@ -30,14 +30,16 @@ def main() -> None:
         import pipetrain
         from pipetrain.cluster.connection import end_workers
     ends_workers = arguments[:1] == [END]
+    script = arguments[ends_workers:]
     try:
         with quiet_stderr():
-            pipetrain.connect(timeout_s=STARTED_S if ends_workers else JOINED_S)
+            pipetrain.connect(timeout_s=_patience_s(ends_workers, script))
     except (ConnectionError, ValueError) as error:
-        print(f"pipetrain launch: {error}", file=sys.stderr)
+        if script:
+            print(f"pipetrain launch: {error}", file=sys.stderr)
         os._exit(2)  # TensorFlow may wait for workers that do not answer
     try:
-        if script := arguments[ends_workers:]:
+        if script:
             _run(script)
     except pipetrain.WorkerLost:
         traceback.print_exc()
@@ -46,6 +48,13 @@ def main() -> None:
     finally:
         if ends_workers:
             end_workers()
+
+
+def _patience_s(ends_workers: bool, script: list[str]) -> float:
+    """How long workers may take to answer: such as others start meanwhile, such as serve, and such as are to end."""
+    if not script:
+        return END_S
+    return STARTED_S if ends_workers else JOINED_S
 
 
 def _run(arguments: list[str]) -> None:

@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from pipetrain.cli.arguments import Folded, cores, count
+from pipetrain.cli.arguments import Folded, cores, count, port
 from pipetrain.cluster.hosts import Hosts, split, task_of_tf_config
 from pipetrain.cluster.server import GONE_S, MOST, Serving, serve
 
@@ -43,7 +43,7 @@ def add(commands: Any) -> None:
     )
     option = command.add_argument
     option("--address", metavar="HOST", help="of this machine, where it is reached (default: 127.0.0.1)")
-    option("--port", type=_port, metavar="N", help="0 for any that is free (default: 2222)")
+    option("--port", type=port, metavar="N", help="0 for any that is free (default: 2222)")
     option("--cluster", type=Path, metavar="FILE", help="a hosts file that has address and port, see below")
     option("--task", type=int, metavar="N", help="which of its workers this is, from 0")
     option("--cores", type=cores, metavar="LIST", help="processor cores to keep to, such as 0,2-3 (default: all)")
@@ -139,9 +139,3 @@ def _most(text: str) -> int:
     if count(text) > MOST:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {MOST}")
     return count(text)
-
-
-def _port(text: str) -> int:
-    if not text.isdigit() or int(text) >= 2**16:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 to {2**16 - 1}")
-    return int(text)

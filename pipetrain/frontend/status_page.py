@@ -53,6 +53,8 @@ class StatusPage(keras.callbacks.Callback):
         super().__init__()
         self._is_asked_for = True  # by the program, which is told where it cannot be
         self.port = port and checked_count("port", port, "A port is a number, 0 for any that is free", 8000)
+        if self.port >= 2**16:
+            raise ValueError(f"A port is a number up to {2**16 - 1}. Received: port={port}. Try 8000.")
         self._server: ThreadingHTTPServer | None = None
         self._state: dict[str, Any] = {}
         self._done: deque[tuple[float, int]] = deque()  # times, and steps done by then

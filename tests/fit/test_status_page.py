@@ -89,3 +89,5 @@ def test_a_port_in_use_is_told_before_training():
     pm.fit(x, y, verbose=0, callbacks=[first, keras.callbacks.LambdaCallback(on_train_begin=begin)])
     with pytest.raises(ValueError, match="A port is a number"):
         StatusPage(-1)
+    with pytest.raises(ValueError, match="A port is a number up to 65535"):
+        StatusPage(70000)
