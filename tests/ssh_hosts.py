@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -24,7 +24,8 @@ class SshHosts:
     ``names`` are those of the hosts for OpenSSH, by the file ``config``.
     """
 
-    def __init__(self, count, folder):
+    def __init__(self, count, folder, **settings):
+        self._settings = settings  # of the servers
         self.names = [f"host{n}" for n in range(count)]
         self.addresses = [f"10.79.0.{n + 1}" for n in range(count)]
         self._spaces = [f"ssh{os.getpid()}-{n}" for n in range(count)]
@@ -40,6 +41,12 @@ class SshHosts:
         for pid in pids.stdout.split():
             if argument in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
                 os.kill(int(pid), signal.SIGKILL)
+
+    def _end_all(self, space):
+        pids = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True).stdout.split()
+        for pid in map(int, pids):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def cut_off(self, number):
         """From now on nothing comes from or to this host."""
@@ -64,6 +71,7 @@ class SshHosts:
         for n, (space, address) in enumerate(zip(self._spaces, self.addresses, strict=True)):
             run("ip", "netns", "add", space)
             self._ends.callback(run, "ip", "netns", "delete", space)
+            self._ends.callback(self._end_all, space)
             port = f"{self._bridge}p{n}"
             run("ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", space)
             run("ip", "link", "set", port, "master", self._bridge, "up")
@@ -82,6 +90,7 @@ class SshHosts:
             "PermitRootLogin": "yes",
             "PasswordAuthentication": "no",
             "PidFile": "none",
+            **self._settings,
         }
         (self.folder / "sshd_config").write_text("".join(f"{name} {value}\n" for name, value in settings.items()))
         lines = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 from pipetrain.cli.arguments import Folded, count, port, positive_number
 from pipetrain.cluster.hosts import Member, expanded, is_loopback, member_of, split
+from pipetrain.cluster.server import GONE_S
 from pipetrain.cluster.supervision import ScriptRun
 from pipetrain.logs import quiet_stderr
 
@@ -121,7 +123,8 @@ def _by_ssh(hosts: list[str], options: argparse.Namespace, arguments: list[str])
         from pipetrain.cluster.ssh_workers import SshWorkers
 
     python = shlex.split(options.python) if options.python else []
-    with SshWorkers(hosts, options.cpu_devices, python, shlex.split(options.ssh), _forward) as workers:
+    gone_s = GONE_S + (options.wait or 0)
+    with SshWorkers(hosts, options.cpu_devices, python, shlex.split(options.ssh), _forward, gone_s) as workers:
         for address, host in workers.names.items():
             _forward(
                 host, f"a worker at {address}, through OpenSSH" if host != "localhost" else f"a worker at {address}"
@@ -145,13 +148,22 @@ def _as_member(member: Member, options: argparse.Namespace, arguments: list[str]
             f"{member.scheduler} has started the workers, which reach each other without OpenSSH: whoever reaches "
             f"their ports can run code. Received: {', '.join(member.addresses)}. Try --plain if the network is trusted."
         )
-    host, port = split(member.address)
-    worker = [sys.executable, "-u", "-m", "pipetrain", "worker", "--address", host, "--port", str(port)]
+    host, number = split(member.address)
+    worker = [sys.executable, "-u", "-m", "pipetrain", "worker", "--address", host, "--port", str(number)]
     worker += ["--cpu-devices", str(options.cpu_devices), "--on-controller-gone", "end", "--attended"]
-    with subprocess.Popen(worker, stdin=subprocess.PIPE) as process:
+    worker += ["--gone-after", str(GONE_S + (options.wait or 0))]
+    if member.number > 0:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process hands it to the script, which drains
+        with subprocess.Popen(worker, stdin=subprocess.PIPE, start_new_session=True) as process:
+            return process.wait()  # the first one says when it has ended
+    source, sink = os.pipe()
+    worker += ["--announce", str(sink)]
+    with subprocess.Popen(worker, stdin=subprocess.PIPE, pass_fds=[sink], start_new_session=True) as process:
+        os.close(sink)
         try:
-            if member.number > 0:
-                return process.wait()  # the first one says when it has ended
+            with os.fdopen(source) as announced:
+                if not announced.readline():  # its port is in use: whoever answers there is another's
+                    return process.wait()
             return ScriptRun(arguments, list(member.addresses), *_again(options), ends_workers=True).run()
         finally:
             process.terminate()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -14,6 +15,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     try:
         return int(options.run(options) or 0)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     except (OSError, TypeError, ValueError) as error:
         print(f"pipetrain {options.command}: {error}", file=sys.stderr)
         return 2

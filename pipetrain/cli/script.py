@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 STARTED_S, JOINED_S, END_S = 60.0, 20.0, 5.0
@@ -43,7 +44,9 @@ def main() -> None:
             _run(script)
     except pipetrain.WorkerLost:
         traceback.print_exc()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):
+                stream.flush()
         os._exit(LOST)
     finally:
         if ends_workers:

@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from pipetrain.cli.arguments import Folded, cores, count, port
+from pipetrain.cli.arguments import Folded, cores, count, port, positive_number
 from pipetrain.cluster.hosts import Hosts, split, task_of_tf_config
 from pipetrain.cluster.server import GONE_S, MOST, Serving, serve
 
@@ -71,6 +71,8 @@ def add(commands: Any) -> None:
         help="end when standard input does, or when the parent process does, whose number PID is",
     )
     option("--expect", action="append", default=[], help=argparse.SUPPRESS)  # of a launcher: package==version
+    option("--forwarded", type=_ports, default=[], help=argparse.SUPPRESS)  # of a launcher: ports of other workers
+    option("--gone-after", type=positive_number, default=GONE_S, help=argparse.SUPPRESS)  # of a launcher that waits
     option("--announce", type=int, help=argparse.SUPPRESS)  # of LocalWorkers: a file descriptor
     command.set_defaults(run=run)
 
@@ -90,6 +92,8 @@ def run(options: argparse.Namespace) -> None:
             options.on_controller_gone == "wait",
             options.attended,
             options.announce,
+            options.gone_after,
+            options.forwarded,
         )
     )
 
@@ -122,6 +126,10 @@ def _place(options: argparse.Namespace) -> tuple[str, int]:
             f"Try one from 0 to {len(hosts.workers) - 1}."
         )
     return split(hosts.workers[task])
+
+
+def _ports(text: str) -> list[int]:
+    return [port(each) for each in text.split(",")]
 
 
 def _check_versions(expected: Sequence[str]) -> None:

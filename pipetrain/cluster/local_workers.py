@@ -18,6 +18,7 @@ import tensorflow as tf
 from pipetrain.cluster.hosts import split
 from pipetrain.cluster.server import MOST, check_port
 from pipetrain.compute.cores import cores
+from pipetrain.logs import quiet_stderr
 from pipetrain.schemes.arguments import is_count
 
 HOST, VISIBLE = "127.0.0.1", "CUDA_VISIBLE_DEVICES"
@@ -54,7 +55,9 @@ class LocalWorkers:
         _check(count, cpu_devices, ports)
         known, self._cpu_devices = cores(), cpu_devices
         self._cores: list[list[int]] = []
-        self._gpus = divided_gpus(len(tf.config.list_physical_devices("GPU")), count, os.environ.get(VISIBLE))
+        with quiet_stderr():  # of what TensorFlow says where there is no driver
+            gpus = len(tf.config.list_physical_devices("GPU"))
+        self._gpus = divided_gpus(gpus, count, os.environ.get(VISIBLE))
         self._announcements: dict[int, int] = {}  # of workers that are starting, the descriptors to read addresses from
         self.processes: list[subprocess.Popen[bytes]] = []
         self.addresses: list[str] = []

@@ -37,6 +37,7 @@ def without_proxy_to(hosts: Iterable[str]) -> None:
 # TensorFlow's file system in memory: what a process writes there, and a controller reads, on the worker's device.
 ABOUT, ALIVE, END = "ram://pipetrain/worker", "ram://pipetrain/controller", "ram://pipetrain/end"
 MOST = 1024  # devices and threads of a worker: more than any machine has cores
+JOINS_S = 600.0  # in which a controller joins a worker that was started for it
 GONE_S = 60.0  # a controller that has given no sign of life for so long has gone
 LEAVES_S = 3.0  # a controller that has asked workers to end leaves within, and lets go of what it has in them
 ATTEND_S = 0.5  # between two looks whether whoever started a worker is there
@@ -58,6 +59,8 @@ class Serving(NamedTuple):
             a worker that goes on.
         announce: a file descriptor to which its address is written, and which is then closed, in place of a line on
             standard output.
+        gone_s: a controller that has given no sign of life for so long has gone.
+        forwarded: ports of this machine that OpenSSH forwards to other workers: only loopback addresses may have them.
     """
 
     address: str = "127.0.0.1"
@@ -69,6 +72,8 @@ class Serving(NamedTuple):
     waits: bool = True
     attended: int | None = None
     announce: int | None = None
+    gone_s: float = GONE_S
+    forwarded: Sequence[int] = ()
 
 
 def serve(serving: Serving) -> None:
@@ -79,6 +84,7 @@ def serve(serving: Serving) -> None:
     """
     starter = serving.attended or os.getppid()
     check_port(serving.address, serving.port)
+    check_forwarded(serving.forwarded)
     _pin(serving.cores)
     without_proxy()
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -96,7 +102,7 @@ def serve(serving: Serving) -> None:
     if serving.attended is not None:
         threading.Thread(target=_attend, args=(stop, starter), daemon=True).start()
         threading.Thread(target=_read_input, args=(stop,), daemon=True).start()
-    _wait(stop, serving.waits, serving.announce is None)
+    _wait(stop, serving)
     # TensorFlow's server cannot be stopped, and interpreter and server may wait for each other at the end.
     with contextlib.suppress(OSError):  # whoever read standard output may have gone
         sys.stdout.flush()
@@ -210,6 +216,20 @@ def check_port(address: str, port: int) -> None:
         ) from error
 
 
+def check_forwarded(ports: Sequence[int]) -> None:
+    """Raise ValueError for a port that OpenSSH's server forwards on other addresses than loopback ones."""
+    for table in ("tcp", "tcp6"):
+        path = Path(f"/proc/self/net/{table}")
+        for line in path.read_text(encoding="ascii").splitlines()[1:] if path.exists() and ports else ():
+            _, local, _, state, *_ = line.split()
+            host, _, port = local.rpartition(":")
+            if state == "0A" and int(port, 16) in ports and not (host.endswith("7F") or host.endswith("01000000")):
+                raise ValueError(
+                    "OpenSSH's server on this host opens forwarded ports to its network. Received: port "
+                    f"{int(port, 16)}. Try GatewayPorts no, or clientspecified, in its sshd_config."
+                )
+
+
 def _pin(cores: Sequence[int] | None) -> None:
     if cores is None:
         return
@@ -236,20 +256,25 @@ def _read_input(stop: threading.Event) -> None:
     stop.set()
 
 
-def _wait(stop: threading.Event, waits: bool, says: bool) -> None:
+def _wait(stop: threading.Event, serving: Serving) -> None:
     """Until asked to stop, by a signal or a controller, or, unless it ``waits``, left by one.
 
-    It ``says`` when controllers come and go.
+    A worker that somebody attends to is also left by a controller that never joins. It says when controllers come and
+    go, unless it announces its address to who started it.
     """
     import tensorflow as tf
 
+    waits, says = serving.waits, serving.announce is None
     last, since_s, is_joined = "", time.monotonic(), False
     while not stop.wait(1.0):
+        passed_s = time.monotonic() - since_s
         if tf.io.gfile.exists(END):
             _say("The controller has ended: the worker ends.", says)
             stop.wait(LEAVES_S)
             return
         if not tf.io.gfile.exists(ALIVE):
+            if not waits and serving.attended is not None and passed_s > JOINS_S:
+                return _say(f"No controller has joined within {JOINS_S:.0f} s: the worker ends.", True)
             continue
         with tf.io.gfile.GFile(ALIVE) as file:
             sign = file.read()
@@ -257,9 +282,12 @@ def _wait(stop: threading.Event, waits: bool, says: bool) -> None:
             if not is_joined:
                 _say("A controller has joined.", says)
             last, since_s, is_joined = sign, time.monotonic(), True
-        elif is_joined and time.monotonic() - since_s > GONE_S:
+        elif is_joined and passed_s > serving.gone_s:
             is_joined, what = False, "waits for the next one" if waits else "ends"
-            _say(f"The controller has given no sign of life for {GONE_S:.0f} s: the worker {what}.", says or not waits)
+            _say(
+                f"The controller has given no sign of life for {serving.gone_s:.0f} s: the worker {what}.",
+                says or not waits,
+            )
             if not waits:
                 return
 

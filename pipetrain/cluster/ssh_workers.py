@@ -15,6 +15,7 @@ from types import TracebackType
 
 from pipetrain.cluster.hosts import split
 from pipetrain.cluster.local_workers import LocalWorkers
+from pipetrain.cluster.server import GONE_S
 
 LOOPBACK = "127.0.0.1"
 SAID = "Worker at "  # what a worker says when it serves
@@ -52,6 +53,7 @@ class SshWorkers:
         python: the command of Python on the hosts; by default this one's path.
         ssh: the command of OpenSSH's client, with further options.
         say: is given what a host writes, line by line, and the host.
+        gone_s: workers that are cut off from this host end after so long without a sign of life.
 
     Raises:
         ValueError: for a host that is given twice.
@@ -65,6 +67,7 @@ class SshWorkers:
         python: Sequence[str] = (),
         ssh: Sequence[str] = ("ssh",),
         say: Callable[[str, str], None] = lambda host, line: None,
+        gone_s: float = GONE_S,
     ) -> None:
         twice = next((host for host in hosts if list(hosts).count(host) > 1), None)
         if twice is not None or not hosts:
@@ -72,7 +75,7 @@ class SshWorkers:
                 f"Each host has one worker. Received: hosts={','.join(hosts)!r}. Try each host once; "
                 "cpu_devices is how many devices a worker has."
             )
-        self._hosts, self._cpu_devices, self._say = list(hosts), cpu_devices, say
+        self._hosts, self._cpu_devices, self._say, self._gone_s = list(hosts), cpu_devices, say, gone_s
         self._python, self._ssh = list(python) or [sys.executable], list(ssh)
         self._local: LocalWorkers | None = None
         self.connections: dict[str, Connection] = {}
@@ -116,12 +119,14 @@ class SshWorkers:
             forwarded += ["-R", f"{LOOPBACK}:{each}:{LOOPBACK}:{each}"]
         worker = [*self._python, "-u", "-m", "pipetrain", "worker", "--port", str(port)]
         worker += ["--cpu-devices", str(self._cpu_devices), "--attended"]
+        worker += ["--on-controller-gone", "end", "--gone-after", str(self._gone_s)]
+        worker += ["--forwarded", ",".join(map(str, others))] if others else []
         for name in ("tensorflow", "pipetrain"):
             with suppress(metadata.PackageNotFoundError):
                 worker += ["--expect", f"{name}=={metadata.version(name)}"]
         options = [part for name, value in OPTIONS.items() for part in ("-o", f"{name}={value}")]
         said = f"exec {shlex.join(worker)} 2>&1"  # to a shell that is known, whichever the user's is
-        return [*self._ssh, "-T", *options, *forwarded, "--", host, shlex.join(["sh", "-c", said])]
+        return [*self._ssh, "-T", *options, *forwarded, "--", host, f"exec {shlex.join(['sh', '-c', said])}"]
 
     @property
     def names(self) -> dict[str, str]:
@@ -190,7 +195,8 @@ class Connection:
             text = line.decode(errors="replace").rstrip()
             self._lines = [*self._lines[1 - LINES :], text]
             if self._serves.is_set():
-                self._say(self.host, text)
+                with suppress(OSError):  # nobody reads it any more
+                    self._say(self.host, text)
             elif text.startswith(SAID):
                 self._serves.set()
 
@@ -222,6 +228,11 @@ class Connection:
 
     def _problem(self) -> str:
         status, said = self._process.returncode, " / ".join(line for line in self._lines if line) or "nothing"
+        if any(each in said for each in BUSY):
+            return (
+                f"A port is in use on {self.host}, or is forwarded by OpenSSH's own configuration. Received: {said}. "
+                "Try again; localhost for this machine; a host by one name only."
+            )
         if status == 255:  # OpenSSH's own
             return (
                 f"OpenSSH does not reach {self.host}. Received: {said}. Try ssh {self.host} true, which must work "

@@ -7,6 +7,7 @@ training process, which has joined the workers before its first line.
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -80,7 +81,9 @@ class Supervision:
 
     def run(self) -> int:
         """Train until the end; the exit status of the last training process, or 1 where workers do not come back."""
-        before = {number: signal.signal(number, self._heard) for number in SIGNALS}
+        # One that is ignored, as nohup does, stays so.
+        heeded = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, self._heard) for number in heeded}
         try:
             return self._trained()
         finally:
@@ -126,7 +129,10 @@ class Supervision:
                     continue
                 leave_by_s = leave_by_s or time.monotonic() + LEAVE_S
                 if time.monotonic() > leave_by_s:
+                    what = ", ".join(f"{self._name(at)} ({why})" for at, why in self.lost.items())
+                    say(f"Lost {what}: the training process did not end within {LEAVE_S:.0f} s, and is killed.")
                     self._child.kill()
+                    leave_by_s = math.inf
 
     def _recovered(self, lost: Mapping[str, str], status: int) -> bool:
         """Say what is lost and have it replaced, or do without it; False if neither can be."""
@@ -160,22 +166,32 @@ class Supervision:
         else:
             say(f"{what}: started anew, {self._going_on()}.")
         while left and not self._signals:
-            try:
-                if self._renew is not None:
-                    self._renew(left)
-                    return {}
-                left = missing(left)
-            except (ChildProcessError, ConnectionError) as error:
-                left = dict.fromkeys(left, str(error))
+            left = missing(left) if self._renew is None else self._not_renewed(left)
             if time.monotonic() > until_s:
                 break
             time.sleep(ASK_S)
         return left
 
+    def _not_renewed(self, lost: Mapping[str, str]) -> dict[str, str]:
+        """Those that could not be started anew, and why."""
+        left = {}
+        for address in lost:
+            try:
+                assert self._renew is not None
+                self._renew({address: lost[address]})
+            except (ChildProcessError, ConnectionError) as error:
+                left[address] = str(error)
+        return left
+
     def _heard(self, number: int, frame: FrameType | None) -> None:
         self._signals.append(number)
         if self._child is not None and self._child.poll() is None:
-            self._child.send_signal(signal.SIGKILL if len(self._signals) >= KILLS else number)
+            if len(self._signals) >= KILLS:
+                os.killpg(self._child.pid, signal.SIGKILL)  # what it has started, too
+            elif number == signal.SIGHUP:
+                os.killpg(self._child.pid, number)  # as a terminal's end does
+            else:
+                self._child.send_signal(number)
 
 
 def say(what: str) -> None:
@@ -214,8 +230,10 @@ class ScriptRun(Supervision):
     def run(self) -> int:
         """Until the script has ended; its exit status, 128 and more where a signal ended it."""
         status = super().run()
-        if self._ends_workers and status != 0:  # it may not have asked them
-            self._arguments, self._ends_workers = [], True
+        lost = missing(self.workers) if self._ends_workers and status != 0 else {}
+        self.workers = [address for address in self.workers if address not in lost]
+        if self._ends_workers and status != 0 and self.workers:  # it may not have asked them
+            self._arguments = []
             self._started().wait()
         return status
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import logging
+import math
 import os
 import threading
 import time
@@ -117,7 +118,7 @@ class StatusPage(keras.callbacks.Callback):
             "in_flight": session.in_flight,
             "samples_per_s": self._rate(session.rows),
             "running_s": round(time.time() - self._begun_s, 1),
-            "logs": {name: float(value) for name, value in logs.items()},
+            "logs": {name: float(value) for name, value in logs.items() if math.isfinite(value)},
             "last_checkpoint": self._checkpoint(session.callbacks),
             "devices": _devices(model),
         }
@@ -163,6 +164,8 @@ def _devices(model: Any) -> list[dict[str, Any]]:
 def _handler(state: Any) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         """Answers GET with the state, as a page or as JSON."""
+
+        timeout = 5  # seconds, for a connection that asks nothing
 
         def do_GET(self) -> None:
             """The page, or the JSON."""

@@ -191,6 +191,13 @@ class TestSsh:
         ended(marked)
         assert time.monotonic() - before_s < 20  # at most 10 s on an idle machine
 
+    def test_a_server_that_opens_forwarded_ports_to_its_network_is_refused(self, marked, tmp_path):
+        with ssh_hosts.SshHosts(3, tmp_path, GatewayPorts="yes") as open_hosts:
+            process = open_hosts.launch("host1,host2", SCRIPT, tmp_path / "it")
+            text, _ = process.communicate(timeout=60)
+            assert process.returncode == 2 and "opens forwarded ports to its network" in text
+            ended(marked)
+
     def test_a_host_that_is_lost_ends_the_script_by_name(self, hosts, marked, tmp_path):
         process = training(hosts.launch("host1,host2", SCRIPT, tmp_path / "it", "resume"), tmp_path)
         hosts.kill(2, b"worker")
@@ -272,3 +279,47 @@ def test_processes_that_know_their_number_alone_find_each_other(marked, wanted, 
 )
 def test_local_workers_divide_the_gpus(gpus, workers, visible, wanted):
     assert divided_gpus(gpus, workers, visible) == wanted
+
+
+@pytest.mark.wide
+def test_a_second_launch_at_the_same_ports_touches_nothing_of_the_first(marked, tmp_path, monkeypatch):
+    port, *_ = free_ports(1)
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "0")
+    at = ["--hosts", "localhost", "--port", port, SCRIPT, tmp_path / "it"]
+    first = launching(*at, "wait")
+    while "waits" not in first.stdout.readline():
+        assert first.poll() is None
+    status, text = launched(*at)
+    assert status == 2 and "Nothing can listen there" in text and first.poll() is None
+    first.terminate()
+    first.communicate(timeout=30)
+    ended(marked)
+
+
+@pytest.mark.wide
+def test_a_hangup_that_is_ignored_stays_so(marked, tmp_path):
+    process = subprocess.Popen(
+        [
+            "nohup",
+            sys.executable,
+            "-m",
+            "pipetrain",
+            "launch",
+            "--local",
+            "1",
+            str(SCRIPT),
+            str(tmp_path / "it"),
+            "wait",
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    while "waits" not in process.stdout.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGHUP)
+    time.sleep(2.0)
+    assert process.poll() is None
+    process.terminate()
+    process.communicate(timeout=20)
+    ended(marked)
