@@ -90,7 +90,7 @@ def given(options: argparse.Namespace, names: Sequence[str], check: Callable[[st
     trained = pipelines[0] if len(asked) == len(pipelines) == 1 else "spectrain"
     microbatches = options.microbatches or microbatches_of(scheduled(trained)) or MICROBATCHES
     slots = options.slots
-    gathers, temporaries = slots not in (1, 2), 0 if slots == 1 else 2  # 1: SGD with momentum; 2: Adam
+    gathers, temporaries = slots != 1, 0 if slots == 1 else 2  # 1: SGD with momentum, which uses each gradient at once
     training = Training(trained, slots, microbatches, options.recompute, gathers, temporaries=temporaries)
     pieces = min(options.devices, options.batch_size)
     of_microbatches = measured(pieces) if pieces > 1 else None

@@ -21,7 +21,7 @@ class Training(NamedTuple):
 
     ``slots`` are the optimizer's variables per weight: 1 for SGD with momentum, 2 for Adam, one more where it averages
     weights or accumulates gradients; ``gathers``: whether all gradients of a stage are there before the first is used,
-    as with all optimizers but SGD with momentum and Adam, and there too where gradients are clipped or accumulated,
+    as with all optimizers but SGD with momentum, and there too where gradients are clipped or accumulated,
     weights constrained or overwritten by averages, spikes compensated or Nesterov momentum predicted; ``temporaries``:
     what the update of a weight makes beside its gradient, in multiples of the weight: two with Keras' operations
     (Adam's ``m * rate`` and ``sqrt(v) + epsilon``), none where one kernel does it all, as for SGD with momentum.

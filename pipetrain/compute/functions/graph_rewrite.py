@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
 import tensorflow as tf
 
-from pipetrain.compute.tensorflow_private import number_of, read_instead, run_after, waiting_for
+from pipetrain.compute.tensorflow_private import number_of, run_after, waiting_for
 
 
 def unpacker(structure: Any) -> Callable[[Any, list[Any]], None]:
@@ -245,25 +244,6 @@ def updated_one_by_one(gradients: Sequence[Any], handles: Sequence[tf.Tensor]) -
     """
     made = zip(gradients, _writing(handles), strict=True)
     _one_by_one([(each, writing) for each, writing in made if each is not None and writing])
-
-
-@contextmanager
-def handed_on_alone() -> Iterator[None]:
-    """In what is traced meanwhile, tensors that one operation hands on together are read before it.
-
-    Keras hands all gradients of an optimizer's step through one ``IdentityN``, whose outputs wait for all of its
-    inputs: all gradients would be in memory before the first is used.
-    """
-    if not tf.inside_function():
-        yield
-        return
-    graph = tf.compat.v1.get_default_graph()
-    before = len(graph.get_operations())
-    yield
-    for operation in graph.get_operations()[before:]:
-        if operation.type == "IdentityN":
-            for given, handed in zip(operation.inputs, operation.outputs, strict=True):
-                read_instead(handed, given)
 
 
 def made_one_by_one(gradients: Sequence[Any]) -> None:

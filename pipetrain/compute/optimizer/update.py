@@ -8,7 +8,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from pipetrain.compute.functions.graph_rewrite import handed_on_alone
 from pipetrain.compute.keras_private import averages_of, count_of, decay_of, rate_of
 from pipetrain.compute.optimizer.clone import Rescaled, SpikeCompensated, clone, whole_step
 from pipetrain.compute.optimizer.slots import Slot, slots
@@ -86,8 +85,7 @@ class Update:
         if _is_momentum(self._optimizer) and self._plain(gradients):
             self._momentum_step(gradients)
         elif present:  # a class of the user's may look at what is missing, too
-            with handed_on_alone():
-                self._optimizer.apply_gradients(every if self._is_whole else present)
+            self._optimizer.apply_gradients(every if self._is_whole else present)
         else:  # which Keras' own ``apply`` refuses: the weights that are trained may be other stages'
             self._end_step()
         if velocity := self._velocity:
@@ -206,12 +204,6 @@ def _is_momentum(optimizer: keras.optimizers.Optimizer) -> bool:
     return type(optimizer) is keras.optimizers.SGD and bool(optimizer.momentum) and not optimizer.weight_decay
 
 
-def _is_plain_adam(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether Keras updates one weight after another, each by its own gradient alone."""
-    others = optimizer.gradient_accumulation_steps or overwrites(optimizer) or optimizer.weight_decay
-    return is_adam(optimizer) and not others
-
-
 def overwrites(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether the weights are replaced by their averages from time to time."""
     return bool(optimizer.use_ema and optimizer.ema_overwrite_frequency)
@@ -219,8 +211,7 @@ def overwrites(optimizer: keras.optimizers.Optimizer) -> bool:
 
 def gathers(optimizer: keras.optimizers.Optimizer, rule: UpdateRule, variables: Sequence[keras.Variable]) -> bool:
     """Whether all gradients of a stage are there before the first is used."""
-    known = _is_momentum(optimizer) or _is_plain_adam(optimizer)
-    if rule.spikes or not known or _clips(optimizer) or _constrained(variables):
+    if rule.spikes or not _is_momentum(optimizer) or _clips(optimizer) or _constrained(variables):
         return True
     return rule.predicts and bool(getattr(optimizer, "nesterov", False))  # the slots are then kept as before the step
 
