@@ -48,10 +48,6 @@ class SshHosts:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    def cut_off(self, number):
-        """From now on nothing comes from or to this host."""
-        run("ip", "-n", self._spaces[number], "link", "set", "eth0", "down")
-
     def __enter__(self):
         self._ends = ExitStack()
         try:

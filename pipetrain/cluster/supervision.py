@@ -129,8 +129,8 @@ class Supervision:
                     continue
                 leave_by_s = leave_by_s or time.monotonic() + LEAVE_S
                 if time.monotonic() > leave_by_s:
-                    what = ", ".join(f"{self._name(at)} ({why})" for at, why in self.lost.items())
-                    say(f"Lost {what}: the training process did not end within {LEAVE_S:.0f} s, and is killed.")
+                    late = f"the training process did not end within {LEAVE_S:.0f} s, and is killed"
+                    say(f"{self._told(self.lost)}: {late}.")
                     self._child.kill()
                     leave_by_s = math.inf
 
@@ -140,7 +140,7 @@ class Supervision:
             why = "Lost a worker, which was started anew" if status == LOST else "The training process died"
             say(f"{why}: {self._going_on()}.")
             return True
-        what = f"Lost {', '.join(f'{self._name(address)} ({why})' for address, why in lost.items())}"
+        what = self._told(lost)
         if self._wait_s is not None:
             left = self._awaited(what, lost)
             if self._signals or not left:
@@ -153,6 +153,9 @@ class Supervision:
         on = self._without(lost)
         say(f"{what}: {self._going_on()} {on}.")
         return True
+
+    def _told(self, lost: Mapping[str, str]) -> str:
+        return f"Lost {', '.join(f'{self._name(address)} ({why})' for address, why in lost.items())}"
 
     def _name(self, address: str) -> str:
         return self._names.get(address, address)
