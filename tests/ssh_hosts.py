@@ -1,81 +1,41 @@
-"""Hosts emulated by network namespaces of this machine, with OpenSSH's server on each; needs root."""
+"""Hosts with OpenSSH's server each, as network namespaces of this machine; needs root, iproute2 and sshd."""
 
 from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
-from contextlib import ExitStack, suppress
 from pathlib import Path
+
+import namespaces
 
 ROOT = Path(__file__).parents[1]
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
-NEEDED = {"root": os.geteuid() == 0, "sshd": SSHD, "ip": shutil.which("ip")}
-MISSING = [name for name, there in NEEDED.items() if not there]
+MISSING = [name for name, there in {**namespaces.NEEDED, "sshd": SSHD}.items() if not there]
 PYTHON = f"env PYTHONPATH={ROOT} TF_CPP_MIN_LOG_LEVEL=2 {sys.executable}"
 
 
-class SshHosts:
-    """A context: namespaces ``0`` to ``count - 1``, joined by a bridge; every one but the first has an sshd.
+class SshHosts(namespaces.Namespaces):
+    """A context: hosts ``0`` to ``count - 1``; every one but the first has an sshd.
 
     ``names`` are those of the hosts for OpenSSH, by the file ``config``.
     """
 
     def __init__(self, count, folder, **settings):
+        super().__init__(count, "10.79.0")
         self._settings = settings  # of the servers
         self.names = [f"host{n}" for n in range(count)]
-        self.addresses = [f"10.79.0.{n + 1}" for n in range(count)]
-        self._spaces = [f"ssh{os.getpid()}-{n}" for n in range(count)]
-        self._bridge, self.folder, self.config = f"bs{os.getpid()}", Path(folder), Path(folder) / "config"
+        self.folder, self.config = Path(folder), Path(folder) / "config"
 
     def on(self, number, *command):
         """The command, run on a host."""
-        return ["ip", "netns", "exec", self._spaces[number], *command]
-
-    def kill(self, number, argument):
-        """Kill the host's processes with this argument."""
-        pids = subprocess.run(["ip", "netns", "pids", self._spaces[number]], check=True, capture_output=True, text=True)
-        for pid in pids.stdout.split():
-            if argument in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
-                os.kill(int(pid), signal.SIGKILL)
-
-    def _end_all(self, space):
-        pids = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True).stdout.split()
-        for pid in map(int, pids):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-    def __enter__(self):
-        self._ends = ExitStack()
-        try:
-            self._make()
-        except BaseException:
-            self._ends.close()
-            raise
-        return self
-
-    def __exit__(self, *_):
-        self._ends.close()
+        return ["ip", "netns", "exec", self.spaces[number], *command]
 
     def _make(self):
-        run("ip", "link", "add", self._bridge, "type", "bridge")
-        self._ends.callback(run, "ip", "link", "delete", self._bridge)
-        run("ip", "link", "set", self._bridge, "up")
-        for n, (space, address) in enumerate(zip(self._spaces, self.addresses, strict=True)):
-            run("ip", "netns", "add", space)
-            self._ends.callback(run, "ip", "netns", "delete", space)
-            self._ends.callback(self._end_all, space)
-            port = f"{self._bridge}p{n}"
-            run("ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", space)
-            run("ip", "link", "set", port, "master", self._bridge, "up")
-            run("ip", "-n", space, "addr", "add", f"{address}/24", "dev", "eth0")
-            for device in ("eth0", "lo"):
-                run("ip", "-n", space, "link", "set", device, "up")
+        super()._make()
         for name in ("client", "server"):
-            run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / name))
+            namespaces.run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / name))
         shutil.copy(self.folder / "client.pub", self.folder / "authorized")
         Path("/run/sshd").mkdir(exist_ok=True)
         settings = {
@@ -97,15 +57,10 @@ class SshHosts:
         self.config.write_text("".join(lines))
         for n in range(1, len(self.names)):
             server = self.on(n, SSHD, "-D", "-e", "-f", str(self.folder / "sshd_config"))
-            process = subprocess.Popen(server, stderr=subprocess.DEVNULL)
-            self._ends.callback(process.wait)
-            self._ends.callback(process.terminate)
+            self.start(server)
         for name in self.names[1:]:
-            until_s = time.monotonic() + 10
             asked = self.on(0, "ssh", "-F", str(self.config), name, "true")
-            while subprocess.run(asked, capture_output=True).returncode:
-                assert time.monotonic() < until_s, "sshd does not answer"
-                time.sleep(0.2)
+            namespaces.wait(lambda asked=asked: not subprocess.run(asked, capture_output=True).returncode, "sshd")
 
     def launch(self, hosts, *arguments, **settings):
         """``pipetrain launch --hosts`` as a process on the first host."""
@@ -115,7 +70,3 @@ class SshHosts:
         return subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, **settings
         )
-
-
-def run(*command):
-    subprocess.run(command, check=True, capture_output=True, text=True)

@@ -1,0 +1,87 @@
+"""Hosts emulated by network namespaces of this machine, joined by a bridge; needs root and iproute2."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+NEEDED = {"root": os.geteuid() == 0, "ip": shutil.which("ip")}
+_number = itertools.count()
+
+
+class Namespaces:
+    """A context: ``count`` namespaces with the addresses ``<net>.1``, ``<net>.2`` ...; their processes end with it.
+
+    ``ends`` takes what a subclass has to end before the namespaces go.
+    """
+
+    def __init__(self, count, net):
+        # Several may be there at once, in one process too. A network device's name has at most 15 characters.
+        self._bridge = f"b{os.getpid()}n{next(_number)}"
+        self.addresses = [f"{net}.{n + 1}" for n in range(count)]
+        self.spaces = [f"{self._bridge}-{n}" for n in range(count)]
+
+    def __enter__(self):
+        with ExitStack() as self.ends:
+            self._make()
+            self.ends = self.ends.pop_all()
+        return self
+
+    def __exit__(self, *_):
+        self.ends.close()
+
+    def _make(self):
+        run("ip", "link", "add", self._bridge, "type", "bridge")
+        self.ends.callback(run, "ip", "link", "delete", self._bridge)
+        run("ip", "link", "set", self._bridge, "up")
+        for n, (space, address) in enumerate(zip(self.spaces, self.addresses, strict=True)):
+            run("ip", "netns", "add", space)
+            self.ends.callback(run, "ip", "netns", "delete", space)
+            self.ends.callback(self._end_all, n)
+            port = f"{self._bridge}p{n}"
+            run("ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", space)
+            run("ip", "link", "set", port, "master", self._bridge, "up")
+            run("ip", "-n", space, "addr", "add", f"{address}/24", "dev", "eth0")
+            for device in ("eth0", "lo"):
+                run("ip", "-n", space, "link", "set", device, "up")
+
+    def _processes(self, number):
+        listed = subprocess.run(["ip", "netns", "pids", self.spaces[number]], capture_output=True, text=True)
+        return map(int, listed.stdout.split())
+
+    def _end_all(self, number):
+        for pid in self._processes(number):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def kill(self, number, argument):
+        """Kill the host's processes with this argument."""
+        for pid in self._processes(number):
+            if argument in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                os.kill(pid, signal.SIGKILL)
+
+    def start(self, command, **settings):
+        """A process until the end."""
+        quiet = subprocess.DEVNULL
+        process = subprocess.Popen(command, stdout=quiet, stderr=quiet, **settings)
+        self.ends.callback(process.wait)
+        self.ends.callback(process.terminate)
+
+
+def run(*command):
+    """A command that must succeed."""
+    subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+def wait(is_there, what):
+    """Return once ``is_there()``; an error after 30 s."""
+    until_s = time.monotonic() + 30
+    while not is_there():
+        assert time.monotonic() < until_s, f"{what} does not answer"
+        time.sleep(0.2)
