@@ -77,10 +77,7 @@ class SupervisedRun(Supervision):
 
     def _without(self, lost: Mapping[str, str]) -> str:
         self._stages = self._fewer(len(self.workers))
-        return (
-            f"with {counted(self._stages, 'stage')} on {counted(len(self.workers), 'worker')} that "
-            f"{'is' if len(self.workers) == 1 else 'are'} left"
-        )
+        return f"with {counted(self._stages, 'stage')} "
 
     def _fewer(self, workers: int) -> int:
         """How many stages for so many workers: those of the run, if it does not have more than that; else their share.

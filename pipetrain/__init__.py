@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
+if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] == __name__ and sys.path[0] == os.getcwd():
+    # This is python -m pipetrain: what lies in the current folder shadows no other module.
+    sys.path.append(sys.path.pop(0))
+
 from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pipetrain.cli.arguments import Folded, count, port, positive_number
+from pipetrain.cluster.commands import launched_worker
 from pipetrain.cluster.hosts import Member, expanded, is_loopback, member_of, split
 from pipetrain.cluster.server import GONE_S
 from pipetrain.cluster.supervision import ScriptRun
@@ -149,9 +150,7 @@ def _as_member(member: Member, options: argparse.Namespace, arguments: list[str]
             f"their ports can run code. Received: {', '.join(member.addresses)}. Try --plain if the network is trusted."
         )
     host, number = split(member.address)
-    worker = [sys.executable, "-u", "-m", "pipetrain", "worker", "--address", host, "--port", str(number)]
-    worker += ["--cpu-devices", str(options.cpu_devices), "--on-controller-gone", "end", "--attended"]
-    worker += ["--gone-after", str(GONE_S + (options.wait or 0))]
+    worker = launched_worker(number, options.cpu_devices, GONE_S + (options.wait or 0), "--address", host)
     if member.number > 0:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process hands it to the script, which drains
         with subprocess.Popen(worker, stdin=subprocess.PIPE, start_new_session=True) as process:

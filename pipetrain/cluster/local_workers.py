@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 import select
 import subprocess
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import tensorflow as tf
 
+from pipetrain.cluster.commands import worker
 from pipetrain.cluster.hosts import split
 from pipetrain.cluster.server import MOST, check_port
 from pipetrain.compute.cores import cores
@@ -22,15 +21,6 @@ from pipetrain.logs import quiet_stderr
 from pipetrain.schemes.arguments import is_count
 
 HOST, VISIBLE = "127.0.0.1", "CUDA_VISIBLE_DEVICES"
-# Python would put the current folder first on the path of modules, where anybody may have written; -P is of 3.11 on.
-MAIN = """
-import sys
-sys.path = [each for each in sys.path if each]
-if (root := sys.argv.pop(1)) not in sys.path:
-    sys.path.insert(0, root)
-from pipetrain.cli.main import main
-sys.exit(main())
-"""
 START_S = 60.0  # TensorFlow is imported within
 END_S = 5.0
 
@@ -160,10 +150,8 @@ def divided_gpus(gpus: int, workers: int, visible: str | None) -> list[str | Non
 def _started(
     own: Sequence[int], gpus: str | None, cpu_devices: int, port: int, announce: int
 ) -> subprocess.Popen[bytes]:
-    # This very package, wherever the program has it from.
-    command = [sys.executable, "-c", MAIN, str(Path(__file__).parents[2]), "worker"]
-    command += ["--port", str(port), "--cpu-devices", str(cpu_devices), "--cores", ",".join(map(str, own))]
-    command += ["--attended", str(os.getpid()), "--announce", str(announce)]
+    where = ("--port", port, "--cpu-devices", cpu_devices, "--cores", ",".join(map(str, own)))
+    command = worker(*where, "--attended", os.getpid(), "--announce", announce)
     # A session of its own: Ctrl-C is for the controller, which ends them when it has drained. Its output is inherited:
     # a pipe that nobody reads would hold it up when that is full.
     environment = {**os.environ, **({} if gpus is None else {VISIBLE: gpus})}

@@ -13,6 +13,7 @@ from contextlib import suppress
 from importlib import metadata
 from types import TracebackType
 
+from pipetrain.cluster.commands import launched_worker
 from pipetrain.cluster.hosts import split
 from pipetrain.cluster.local_workers import LocalWorkers
 from pipetrain.cluster.server import GONE_S
@@ -117,13 +118,12 @@ class SshWorkers:
         forwarded = ["-L", f"{LOOPBACK}:{port}:{LOOPBACK}:{port}"]
         for each in others:
             forwarded += ["-R", f"{LOOPBACK}:{each}:{LOOPBACK}:{each}"]
-        worker = [*self._python, "-u", "-m", "pipetrain", "worker", "--port", str(port)]
-        worker += ["--cpu-devices", str(self._cpu_devices), "--attended"]
-        worker += ["--on-controller-gone", "end", "--gone-after", str(self._gone_s)]
-        worker += ["--forwarded", ",".join(map(str, others))] if others else []
+        more = ["--forwarded", ",".join(map(str, others))] if others else []
         for name in ("tensorflow", "pipetrain"):
             with suppress(metadata.PackageNotFoundError):
-                worker += ["--expect", f"{name}=={metadata.version(name)}"]
+                more += ["--expect", f"{name}=={metadata.version(name)}"]
+        # As Python finds the package there, which this host's folders say nothing of.
+        worker = launched_worker(port, self._cpu_devices, self._gone_s, *more, python=self._python, root="")
         options = [part for name, value in OPTIONS.items() for part in ("-o", f"{name}={value}")]
         said = f"exec {shlex.join(worker)} 2>&1"  # to a shell that is known, whichever the user's is
         return [*self._ssh, "-T", *options, *forwarded, "--", host, f"exec {shlex.join(['sh', '-c', said])}"]

@@ -11,18 +11,20 @@ import math
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+from pipetrain.cluster.commands import process
 from pipetrain.cluster.hosts import NAMES
 from pipetrain.cluster.sockets import ASK_S, missing
 from pipetrain.logs import counted
 
 LOST = 75  # exit status of a training process that has lost a worker; EX_TEMPFAIL of sysexits.h
 LEAVE_S = 30.0  # a training process that cannot end within, after a worker was lost, is killed
+GROUP_S = 2.0  # in which processes that a training process leaves behind end, or they are killed
 TRIES = 5  # losses without progress between them
 KILLED = (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGABRT)  # statuses of a training process that died by itself
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -71,9 +73,13 @@ class Supervision:
         """How the next training process begins, in words."""
         raise NotImplementedError
 
+    def _has_lost(self, status: int) -> bool:
+        """Whether a training process with this exit status has told of a worker that was lost."""
+        return status == LOST
+
     def _without(self, lost: Mapping[str, str]) -> str:
-        """Training goes on without these; on what, in words."""
-        raise NotImplementedError
+        """Training goes on without these; with what, in words before those of the workers that are left."""
+        return ""
 
     def _given_up(self, why: str) -> None:
         """Training does not go on."""
@@ -94,18 +100,18 @@ class Supervision:
         tries, done = 0, self._done()
         while True:
             status = self._train()
-            lost = (self.lost or missing(self.workers)) if status else {}
+            lost, has_lost = (self.lost or missing(self.workers)) if status else {}, self._has_lost(status)
             if self._signals and status:
                 self._given_up("Stopped.")
             goes_on = self._wait_s is not None or self._is_elastic
-            if self._signals or not goes_on or not (lost or status == LOST or status in KILLED):
+            if self._signals or not goes_on or not (lost or has_lost or status in KILLED):
                 return status if status >= 0 else 128 - status
             before, done = done, self._done()
             tries = tries + 1 if done == before else 1
             if tries == TRIES:
                 self._given_up(f"Workers were lost {TRIES} times without progress in between.")
                 return 1
-            recovered = self._recovered(lost, status)
+            recovered = self._recovered(lost, has_lost)
             if self._signals:
                 self._given_up("Stopped.")
                 return 128 + self._signals[0]
@@ -113,31 +119,37 @@ class Supervision:
                 return 1
 
     def _train(self) -> int:
-        """One training process to its end, whichever it is; its exit status."""
+        """One training process to its end, whichever it is, and all that it has started; its exit status."""
         with self._started() as self._child:
-            if self._signals:  # before there was a process to hand it on to
-                self._child.send_signal(self._signals[0])
-            leave_by_s, self.lost = None, {}
-            while True:
-                try:
-                    return self._child.wait(ASK_S)
-                except subprocess.TimeoutExpired:
-                    pass
-                self.lost = missing(self.workers)
-                if not self.lost:
-                    leave_by_s = None
-                    continue
-                leave_by_s = leave_by_s or time.monotonic() + LEAVE_S
-                if time.monotonic() > leave_by_s:
-                    late = f"the training process did not end within {LEAVE_S:.0f} s, and is killed"
-                    say(f"{self._told(self.lost)}: {late}.")
-                    self._child.kill()
-                    leave_by_s = math.inf
+            try:
+                return self._ended(self._child)
+            finally:
+                _end_group(self._child.pid)
 
-    def _recovered(self, lost: Mapping[str, str], status: int) -> bool:
+    def _ended(self, child: subprocess.Popen[bytes]) -> int:
+        if self._signals:  # before there was a process to hand it on to
+            child.send_signal(self._signals[0])
+        leave_by_s, self.lost = None, {}
+        while True:
+            try:
+                return child.wait(ASK_S)
+            except subprocess.TimeoutExpired:
+                pass
+            self.lost = missing(self.workers)
+            if not self.lost:
+                leave_by_s = None
+                continue
+            leave_by_s = leave_by_s or time.monotonic() + LEAVE_S
+            if time.monotonic() > leave_by_s:
+                late = f"the training process did not end within {LEAVE_S:.0f} s, and is killed"
+                say(f"{self._told(self.lost)}: {late}.")
+                child.kill()
+                leave_by_s = math.inf
+
+    def _recovered(self, lost: Mapping[str, str], has_lost: bool) -> bool:
         """Say what is lost and have it replaced, or do without it; False if neither can be."""
         if not lost:
-            why = "Lost a worker, which was started anew" if status == LOST else "The training process died"
+            why = "Lost a worker, which was started anew" if has_lost else "The training process died"
             say(f"{why}: {self._going_on()}.")
             return True
         what = self._told(lost)
@@ -150,7 +162,8 @@ class Supervision:
             self._given_up(f"{what}.")
             return False
         self.workers = [address for address in self.workers if address not in lost]
-        on = self._without(lost)
+        number = len(self.workers)
+        on = f"{self._without(lost)}on {counted(number, 'worker')} that {'is' if number == 1 else 'are'} left"
         say(f"{what}: {self._going_on()} {on}.")
         return True
 
@@ -197,6 +210,17 @@ class Supervision:
                 self._child.send_signal(number)
 
 
+def _end_group(group: int) -> None:
+    """End a process group, of which some may be left."""
+    until_s = time.monotonic() + GROUP_S
+    with suppress(OSError):  # nobody is left
+        os.killpg(group, signal.SIGTERM)
+        while time.monotonic() < until_s:
+            time.sleep(0.05)
+            os.killpg(group, 0)
+        os.killpg(group, signal.SIGKILL)
+
+
 def say(what: str) -> None:
     """A line of its own, below what a progress bar has written."""
     print(f"\n{what}", flush=True)
@@ -229,6 +253,7 @@ class ScriptRun(Supervision):
         super().__init__(workers, wait_s, is_elastic, renew, names)
         self._arguments, self._ends_workers = list(arguments), ends_workers
         self._begun_s, self._periods = time.monotonic(), 0
+        self._report: int | None = None  # a pipe on which the script's process tells of a worker that was lost
 
     def run(self) -> int:
         """Until the script has ended; its exit status, 128 and more where a signal ended it."""
@@ -238,16 +263,32 @@ class ScriptRun(Supervision):
         if self._ends_workers and status != 0 and self.workers:  # it may not have asked them
             self._arguments = []
             self._started().wait()
+        if self._report is not None:
+            os.close(self._report)
         return status
 
     def _started(self) -> subprocess.Popen[bytes]:
         ends = [END] if self._ends_workers else []
-        command = [sys.executable, "-m", "pipetrain.cli.script", str(os.getpid()), *ends, *self._arguments]
         tf_config = json.dumps({"cluster": {"worker": self.workers}})
         self._begun_s = time.monotonic()
         told = {"TF_CONFIG": tf_config, NAMES: json.dumps(self._names)}
         told["CUDA_VISIBLE_DEVICES"] = "-1"  # GPUs are the workers': TensorFlow would take this host's memory of all
-        return subprocess.Popen(command, env={**os.environ, **told}, start_new_session=True)
+        if self._report is not None:
+            os.close(self._report)
+        self._report, told_by = os.pipe()
+        command = process("pipetrain.cli.script", os.getpid(), told_by, *ends, *self._arguments)
+        try:
+            return subprocess.Popen(command, env={**os.environ, **told}, pass_fds=[told_by], start_new_session=True)
+        finally:
+            os.close(told_by)
+
+    def _has_lost(self, status: int) -> bool:
+        """By what its process has written: a script may have an exit status of its own that is LOST."""
+        assert self._report is not None
+        os.set_blocking(self._report, False)  # what the script has forked may hold the other end
+        with suppress(BlockingIOError):
+            return bool(os.read(self._report, 1))
+        return False
 
     def _done(self) -> Any:
         self._periods += time.monotonic() - self._begun_s > AWHILE_S
@@ -255,6 +296,3 @@ class ScriptRun(Supervision):
 
     def _going_on(self) -> str:
         return "running the script again"
-
-    def _without(self, lost: Mapping[str, str]) -> str:
-        return f"on {counted(len(self.workers), 'worker')} that {'is' if len(self.workers) == 1 else 'are'} left"

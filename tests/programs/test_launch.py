@@ -58,8 +58,8 @@ def launching(*arguments, **settings):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **settings)
 
 
-def launched(*arguments, timeout_s=100):
-    process = launching(*arguments)
+def launched(*arguments, timeout_s=100, **settings):
+    process = launching(*arguments, **settings)
     text, _ = process.communicate(timeout=timeout_s)
     return process.returncode, text
 
@@ -99,7 +99,7 @@ def wanted(tmp_path_factory):
 
 def test_a_script_trains_on_local_workers(marked, wanted, tmp_path):
     status, text = launched("--local", 2, SCRIPT, tmp_path / "it")
-    assert (status, text.splitlines()[-1]) == (0, "done")
+    assert (status, text) == (0, "done\n")  # and nothing of what TensorFlow says where no GPU is
     ended(marked, 3.0)
     assert_trained(tmp_path / "it", wanted)
 
@@ -133,6 +133,74 @@ def test_a_module_is_a_script_too(marked, tmp_path):
     (tmp_path / "mine.py").write_text("import sys, pipetrain\nprint(__name__, sys.argv[1:])\n")
     process = launching("--local", 1, "-m", "mine", "--x", "1", cwd=tmp_path)
     assert process.communicate(timeout=60)[0].splitlines()[-1] == "__main__ ['--x', '1']"
+
+
+SHADOWED = ("random", "tempfile", "socket", "logging", "keras", "tensorflow", "difflib", "argparse")
+
+
+def shadow(folder):
+    for name in SHADOWED:
+        (folder / f"{name}.py").write_text(f"raise SystemExit('{name} of the current folder')\n")
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("arguments", [["shown.py", "--x", "1"], ["-m", "shown", "--x"]], ids=["file", "module"])
+def test_a_script_finds_what_python_would_and_what_lies_beside_it_shadows_nothing_else(marked, arguments, tmp_path):
+    shadow(tmp_path)
+    shown = "import sys, mine\nprint([__name__, __file__, sys.argv, sys.path, mine.__file__])\n"
+    (tmp_path / "shown.py").write_text(shown)
+    (tmp_path / "mine.py").write_text("")
+    alone = subprocess.run([sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True)
+    status, text = launched("--local", 1, *arguments, cwd=tmp_path)
+    assert (status, text) == (0, alone.stdout)
+
+
+ERRORS = {
+    "raised": "def f():\n    raise KeyError('mine')\nf()\n",
+    "syntax": "print('never')\nx = = 1\n",
+    "from another": "try:\n    {}['a']\nexcept KeyError as error:\n    raise ValueError('mine') from error\n",
+    "text": "import sys\nsys.exit('why it ends')\n",
+}
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("source", ERRORS.values(), ids=ERRORS)
+def test_an_error_is_shown_as_python_shows_it(marked, source, tmp_path):
+    (tmp_path / "script.py").write_text(source)
+    alone = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert launched("--local", 1, "script.py", cwd=tmp_path) == (alone.returncode, alone.stderr)
+
+
+@pytest.mark.wide
+def test_a_script_s_own_status_of_75_is_no_lost_worker(marked, tmp_path):
+    (tmp_path / "script.py").write_text("print('once', flush=True)\nraise SystemExit(75)\n")
+    assert launched("--local", 1, "--elastic", "--wait", 5, tmp_path / "script.py") == (75, "once\n")
+
+
+STARTS = """import signal, subprocess, sys, time
+what = sys.argv[1]
+if what == "heeds":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("heard"))
+subprocess.Popen(["sh", "-c", "trap '' TERM; sleep 600 & wait"])
+print("waits", flush=True)
+time.sleep({"fails": 0, "ends": 0}.get(what, 600))
+if what == "fails":
+    raise RuntimeError
+"""
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("what", ["ends", "fails", "heeds", "is killed"])
+def test_what_a_script_has_started_ends_with_it(marked, what, tmp_path):
+    (tmp_path / "script.py").write_text(STARTS)
+    process = launching("--local", 1, tmp_path / "script.py", what)
+    while "waits" not in process.stdout.readline():
+        assert process.poll() is None
+    if what in ("heeds", "is killed"):
+        process.kill()
+    process.communicate(timeout=60)
+    assert process.returncode == {"ends": 0, "fails": 1}.get(what, -signal.SIGKILL)
+    ended(marked)
 
 
 @pytest.mark.wide
