@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from itertools import count
 from pathlib import Path
 
 import models
 from experiments import datasets, optimizers
 from experiments.networks import NETWORKS, defaults
 from pipetrain.checkpoint.directory_lock import DirectoryLock
+from pipetrain.cli.arguments import count
 from pipetrain.schemes import table
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.text_form import chosen
-
-
-def positive(text: str) -> int:
-    """A whole number of at least 1."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"a whole number of at least 1 is needed, not {text!r}")
-    return int(text)
-
-
-def whole(text: str) -> int:
-    """A whole number of at least 0."""
-    return 0 if text == "0" else positive(text)
 
 
 def scheme_among(*names: str) -> Callable[[str], str]:
@@ -74,7 +63,7 @@ def new_folder(runs: Path) -> Path:
     Raises ValueError if none can be made there.
     """
     name = time.strftime("%Y%m%d-%H%M%S")
-    for number in count(1):
+    for number in itertools.count(1):
         output = writable(runs) / (name if number == 1 else f"{name}-{number}")
         with suppress(FileExistsError):
             output.mkdir()
@@ -104,9 +93,9 @@ def add_training(parser: argparse.ArgumentParser, steps: int, output: str = "run
         "repository, the others through tensorflow-datasets. Images are resized to what the network reads",
     )
     add("--data-dir", metavar="DIR", help="where tensorflow-datasets keeps or downloads its data")
-    add("--stages", type=positive, default=4, metavar="N", help="pipeline stages (default: 4)")
-    add("--batch-size", type=positive, default=128, metavar="N", help="rows per minibatch (default: 128)")
-    add("--steps", type=positive, default=steps, metavar="N", help="minibatches (default: %(default)s)")
+    add("--stages", type=count, default=4, metavar="N", help="pipeline stages (default: 4)")
+    add("--batch-size", type=count, default=128, metavar="N", help="rows per minibatch (default: 128)")
+    add("--steps", type=count, default=steps, metavar="N", help="minibatches (default: %(default)s)")
     rates = defaults("learning_rate")
     add(
         "--optimizer",
@@ -121,8 +110,8 @@ def add_training(parser: argparse.ArgumentParser, steps: int, output: str = "run
         help=f"(default: {optimizers.ADAPTIVE_RATE} for {', '.join(optimizers.ADAPTIVE)}; else the paper's: {rates})",
     )
     add("--momentum", type=float, default=0.9, metavar="X", help="of momentum and nesterov (default: 0.9)")
-    add("--depth", type=positive, metavar="N", help="layers of the network (default: as published, 16 for snn)")
-    add("--width", type=positive, metavar="N", help="units of its layers (default: as published, 512 for snn)")
+    add("--depth", type=count, metavar="N", help="layers of the network (default: as published, 16 for snn)")
+    add("--width", type=count, metavar="N", help="units of its layers (default: as published, 512 for snn)")
     add("--seed", type=int, default=0, metavar="N", help="of weights and shuffling (default: 0)")
     add("--output", metavar="DIR", help=f"where to write results (default: {output})")
 
@@ -137,7 +126,7 @@ def add_workers(parser: argparse.ArgumentParser) -> None:
     )
     workers.add_argument(
         "--local-workers",
-        type=positive,
+        type=count,
         metavar="N",
         help="stages go to N processes on this machine, each on cores of its own, which end with the run",
     )

@@ -35,8 +35,8 @@ sys.path.insert(0, str(ROOT))
 from experiments import datasets, optimizers  # noqa: E402
 from experiments.displacement import Errors, Means, Versions, means  # noqa: E402
 from experiments.networks import NETWORKS, input_shape, sizes  # noqa: E402
-from experiments.options import add_training, fill_in, positive, scheme_among, writable  # noqa: E402
-from pipetrain.cli.arguments import Folded  # noqa: E402
+from experiments.options import add_training, fill_in, scheme_among, writable  # noqa: E402
+from pipetrain.cli.arguments import Folded, count  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
 from pipetrain.logs import text_table  # noqa: E402
 from pipetrain.schemes.table import NAMES  # noqa: E402
@@ -97,7 +97,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--horizons",
-        type=positive,
+        type=count,
         nargs="+",
         default=[1, 2, 3],
         metavar="S",

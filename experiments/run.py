@@ -46,9 +46,7 @@ from experiments.options import (  # noqa: E402
     fill_in,
     new_folder,
     owned,
-    positive,
     scheme_among,
-    whole,
     writable,
 )
 from experiments.records import (  # noqa: E402
@@ -59,7 +57,7 @@ from experiments.records import (  # noqa: E402
     microbatches_for,
     options_of,
 )
-from pipetrain.cli.arguments import Folded, add_scheme_options, listed  # noqa: E402
+from pipetrain.cli.arguments import Folded, add_scheme_options, count, listed, whole  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
 from pipetrain.cluster.supervision import LOST  # noqa: E402
 from pipetrain.logs import counted, text_table  # noqa: E402
@@ -168,13 +166,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_training(parser, steps=1000)
     parser.add_argument(
         "--microbatches",
-        type=positive,
+        type=count,
         metavar="N",
         help="for synchronous pipelines, 2bw, and spectrain with --horizon target (default: 4; for 2bw at least one "
         "per stage)",
     )
     parser.add_argument(
-        "--eval-every", type=positive, default=20, metavar="N", help="steps between validations (default: 20)"
+        "--eval-every", type=count, default=20, metavar="N", help="steps between validations (default: 20)"
     )
     parser.add_argument(
         "--checkpoint-every",

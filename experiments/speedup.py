@@ -37,9 +37,9 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 import models  # noqa: E402
-from experiments.options import positive, writable  # noqa: E402
+from experiments.options import writable  # noqa: E402
 from experiments.traffic import CLASSES, INPUTS  # noqa: E402
-from pipetrain.cli.arguments import Folded  # noqa: E402
+from pipetrain.cli.arguments import Folded, count  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
 from pipetrain.logs import text_table  # noqa: E402
 from pipetrain.plan.cluster import Cluster  # noqa: E402
@@ -306,13 +306,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=Folded)
     parser.add_argument("--model", action="append", choices=INPUTS, help="(default: all six)")
-    parser.add_argument("--devices", action="append", type=positive, metavar="N", help="(default: 2 and 4)")
-    parser.add_argument("--batch-size", type=positive, default=128, metavar="N", help="rows a minibatch (default: 128)")
+    parser.add_argument("--devices", action="append", type=count, metavar="N", help="(default: 2 and 4)")
+    parser.add_argument("--batch-size", type=count, default=128, metavar="N", help="rows a minibatch (default: 128)")
     parser.add_argument(
-        "--minibatches", type=positive, default=200, metavar="N", help="to simulate before the pipeline drains (200)"
+        "--minibatches", type=count, default=200, metavar="N", help="to simulate before the pipeline drains (200)"
     )
     parser.add_argument(
-        "--tile", type=positive, default=TESLA_P40.tile, metavar="N",
+        "--tile", type=count, default=TESLA_P40.tile, metavar="N",
         help="side of the tiles of matrix products: the smaller, the less small minibatches cost (default: 64)",
     )  # fmt: skip
     parser.add_argument("--cluster", type=Path, default=PLATFORM, metavar="FILE", help="(default: tesla_p40.json)")

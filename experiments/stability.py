@@ -30,9 +30,9 @@ import numpy as np
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from experiments.options import positive, rate, writable  # noqa: E402
+from experiments.options import rate, writable  # noqa: E402
 from experiments.policies import POLICIES  # noqa: E402
-from pipetrain.cli.arguments import Folded  # noqa: E402
+from pipetrain.cli.arguments import Folded, count  # noqa: E402
 from pipetrain.logs import text_table  # noqa: E402
 from pipetrain.plan.memory import Training  # noqa: E402
 from pipetrain.schemes.prediction import stretched  # noqa: E402
@@ -70,7 +70,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     default = " ".join(map(str, STAGES))
     parser.add_argument(
         "--stages",
-        type=positive,
+        type=count,
         action="append",
         metavar="N",
         help=f"pipeline stages; may be given several times (default: {default})",

@@ -42,9 +42,13 @@ import models  # noqa: E402
 from experiments import datasets, optimizers  # noqa: E402
 from experiments.intervals import interval, shown  # noqa: E402
 from experiments.networks import NETWORKS  # noqa: E402
-from experiments.options import owned, positive, rate, whole, writable  # noqa: E402
+from experiments.options import owned, rate, writable  # noqa: E402
 from experiments.policies import MLP, POLICIES, Outcome, Run, record, recorded, train  # noqa: E402
-from pipetrain.cli.arguments import Folded  # noqa: E402
+from pipetrain.cli.arguments import (  # noqa: E402
+    Folded,
+    count,
+    whole,
+)
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
 from pipetrain.logs import text_table  # noqa: E402
 from pipetrain.schemes.options import keywords  # noqa: E402
@@ -110,19 +114,19 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="NAME",
         help="how to deal with staleness, see below; may be given several times (default: all)",
     )
-    add("--stages", type=positive, action="append", metavar="N", help=f"pipeline stages{again % _default(STAGES)}")
+    add("--stages", type=count, action="append", metavar="N", help=f"pipeline stages{again % _default(STAGES)}")
     add("--learning-rate", type=rate, action="append", metavar="X", help=f"of SGD{again % _default(RATES)}")
     add(
         "--seeds",
-        type=positive,
+        type=count,
         default=SEEDS,
         metavar="N",
         help="runs of each, seeds S to S+N-1 (default: %(default)s)",
     )
     add("--first-seed", type=whole, default=0, metavar="S", help="the first of the seeds (default: %(default)s)")
     add("--momentum", type=float, default=0.9, metavar="X", help="of SGD (default: %(default)s)")
-    add("--steps", type=positive, default=400, metavar="N", help="minibatches (default: %(default)s)")
-    add("--batch-size", type=positive, default=64, metavar="N", help="rows per minibatch (default: %(default)s)")
+    add("--steps", type=count, default=400, metavar="N", help="minibatches (default: %(default)s)")
+    add("--batch-size", type=count, default=64, metavar="N", help="rows per minibatch (default: %(default)s)")
     add(
         "--optimizer",
         choices=optimizers.NAMES,
@@ -138,11 +142,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "of images, on the embedded one (default: %(default)s)",
     )
     add("--data-dir", metavar="DIR", help="where tensorflow-datasets keeps or downloads reviews")
-    add("--depth", type=positive, default=8, metavar="N", help="layers of the network (default: %(default)s)")
-    add("--width", type=positive, default=64, metavar="N", help="units of its layers (default: %(default)s)")
+    add("--depth", type=count, default=8, metavar="N", help="layers of the network (default: %(default)s)")
+    add("--width", type=count, default=64, metavar="N", help="units of its layers (default: %(default)s)")
     add(
         "--jobs",
-        type=positive,
+        type=count,
         default=min(2, os.cpu_count() or 1),
         metavar="N",
         help="runs at a time, each in a process of its own (default: two, if there are two cores)",

@@ -35,10 +35,10 @@ sys.path.insert(0, str(ROOT))
 
 from experiments import datasets, optimizers, results  # noqa: E402
 from experiments.networks import NETWORKS, PUBLISHED, defaults, parameters, sizes  # noqa: E402
-from experiments.options import learning_rate, owned, positive, rate, writable  # noqa: E402
+from experiments.options import learning_rate, owned, rate, writable  # noqa: E402
 from experiments.records import Settings  # noqa: E402
 from experiments.variants import variant  # noqa: E402
-from pipetrain.cli.arguments import Folded  # noqa: E402
+from pipetrain.cli.arguments import Folded, count  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
 from pipetrain.schemes import table  # noqa: E402
 
@@ -81,13 +81,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         f"them, such as spectrain/target/M=2; or FILE.csv, a schedule, or FILE.py:NAME, a scheme or a policy of your "
         f"own; may be given several times (default: {', '.join(SCHEMES)})",
     )
-    parser.add_argument("--steps", type=positive, default=5000, metavar="N", help="minibatches (default: 5000)")
-    parser.add_argument("--eval-every", type=positive, default=20, metavar="N", help="(default: 20 steps)")
+    parser.add_argument("--steps", type=count, default=5000, metavar="N", help="minibatches (default: 5000)")
+    parser.add_argument("--eval-every", type=count, default=20, metavar="N", help="(default: 20 steps)")
     parser.add_argument(
-        "--seeds", type=positive, default=3, metavar="N", help="runs of each scheme, with seeds 0 to N-1 (default: 3)"
+        "--seeds", type=count, default=3, metavar="N", help="runs of each scheme, with seeds 0 to N-1 (default: 3)"
     )
-    parser.add_argument("--stages", type=positive, default=4, metavar="N", help="pipeline stages (default: 4)")
-    parser.add_argument("--batch-size", type=positive, default=128, metavar="N", help="(default: 128 rows)")
+    parser.add_argument("--stages", type=count, default=4, metavar="N", help="pipeline stages (default: 4)")
+    parser.add_argument("--batch-size", type=count, default=128, metavar="N", help="(default: 128 rows)")
     parser.add_argument(
         "--optimizer",
         choices=optimizers.NAMES,
@@ -103,9 +103,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--momentum", type=rate, default=0.9, metavar="X", help="of SGD (default: 0.9)")
     parser.add_argument(
-        "--depth", type=positive, metavar="N", help="layers, of networks that have it (default: as run.py's)"
+        "--depth", type=count, metavar="N", help="layers, of networks that have it (default: as run.py's)"
     )
-    parser.add_argument("--width", type=positive, metavar="N", help="units of the layers (default: as run.py's)")
+    parser.add_argument("--width", type=count, metavar="N", help="units of the layers (default: as run.py's)")
     parser.add_argument(
         "--dataset", choices=datasets.NAMES, help=f"(default: that of the network: {defaults('dataset')})"
     )

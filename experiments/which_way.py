@@ -23,9 +23,8 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 import models  # noqa: E402
-from experiments.options import positive  # noqa: E402
 from experiments.traffic import CLASSES, INPUTS  # noqa: E402
-from pipetrain.cli.arguments import Folded  # noqa: E402
+from pipetrain.cli.arguments import Folded, count  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
 from pipetrain.logs import text_table  # noqa: E402
 from pipetrain.plan.choice import BASELINE, Choice, Way  # noqa: E402
@@ -74,11 +73,11 @@ def cells(names: Sequence[str], devices: Sequence[int], gbit_per_s: Sequence[int
     """Every network on every cluster."""
     for model in names:
         profile = profile_of(model)
-        for count in devices:
+        for number in devices:
             for rate in gbit_per_s:
                 begun = time.perf_counter()
-                exact, predicted = (choose(profile, count, cluster(rate), staleness=s) for s in ("none", "predicted"))
-                yield Cell(model, count, rate, exact, predicted, (time.perf_counter() - begun) / 2)
+                exact, predicted = (choose(profile, number, cluster(rate), staleness=s) for s in ("none", "predicted"))
+                yield Cell(model, number, rate, exact, predicted, (time.perf_counter() - begun) / 2)
 
 
 def row(cell: Cell) -> tuple[str, ...]:
@@ -98,8 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=Folded)
     parser.add_argument("--model", action="append", choices=NETWORKS, help="several times if wanted (default: all)")
-    parser.add_argument("--devices", action="append", type=positive, help="GPUs, four a host (default: 4, 8, 64)")
-    parser.add_argument("--gbit", action="append", type=positive, help="Gb/s between hosts (default: 10, 100)")
+    parser.add_argument("--devices", action="append", type=count, help="GPUs, four a host (default: 4, 8, 64)")
+    parser.add_argument("--gbit", action="append", type=count, help="Gb/s between hosts (default: 10, 100)")
     parser.add_argument("--table", action="store_true", help="print all ways of each cell too")
     options = parser.parse_args(arguments)
     start_tensorflow(1)

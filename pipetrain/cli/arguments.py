@@ -48,7 +48,7 @@ def count(text: str) -> int:
     return int(text)
 
 
-def slots(text: str) -> int:
+def whole(text: str) -> int:
     """A whole number from 0 up."""
     return 0 if text == "0" else count(text)
 
@@ -231,7 +231,7 @@ def _arguments(name: str) -> dict[str, Any]:
     if name in KINDS:
         return {**given, "type": KINDS[name]}
     if int in (hint, *get_args(hint)):
-        return {**given, "type": count if field.metadata.get("least", 1) else slots}
+        return {**given, "type": count if field.metadata.get("least", 1) else whole}
     return given
 
 

@@ -17,7 +17,7 @@ from pipetrain.cli.arguments import (
     input_shapes,
     scheme_named,
     size,
-    slots,
+    whole,
 )
 from pipetrain.cli.quiet import start_tensorflow
 from pipetrain.compute.profiling.limits import BUDGET_S
@@ -145,7 +145,7 @@ def add_common(command: argparse.ArgumentParser) -> None:
     command.add_argument("--memory", type=size, metavar="SIZE", help="what a device holds, such as 16GiB")
     command.add_argument(
         "--slots",
-        type=slots,
+        type=whole,
         default=1,
         metavar="N",
         help="optimizer variables a weight: 1 for momentum, 2 for Adam",

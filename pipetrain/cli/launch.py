@@ -5,15 +5,18 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pipetrain.cli.arguments import Folded, count, port, positive_number
 from pipetrain.cluster.commands import launched_worker
-from pipetrain.cluster.hosts import Member, expanded, is_loopback, member_of, split
+from pipetrain.cluster.hosts import is_loopback, split
+from pipetrain.cluster.membership import Member, expanded, member_of, without_port
 from pipetrain.cluster.server import GONE_S
 from pipetrain.cluster.supervision import ScriptRun
 from pipetrain.logs import quiet_stderr
@@ -64,12 +67,24 @@ def add(commands: Any) -> None:
     option = command.add_argument
     option("--cpu-devices", type=count, default=1, metavar="N", help="logical CPU devices of a worker (default: 1)")
     option(
-        "--python", metavar="COMMAND", help=f"Python on the hosts (default: {Path(sys.executable).name}, by its path)"
+        "--python",
+        type=_command,
+        metavar="COMMAND",
+        help=f"Python on the hosts (default: {Path(sys.executable).name}, by its path)",
     )
-    option("--ssh", default="ssh", metavar="COMMAND", help="OpenSSH's client with options of yours (default: ssh)")
+    option(
+        "--ssh",
+        type=_command,
+        default=["ssh"],
+        metavar="COMMAND",
+        help="OpenSSH's client with options of yours (default: ssh)",
+    )
     option("--plain", action="store_true", help="workers are reached without OpenSSH, by a network that you trust")
     option(
-        "--port", type=port, metavar="N", help="of a host's first worker, with --plain (default: 2222; Slurm: by job)"
+        "--port",
+        type=_known_port,
+        metavar="N",
+        help="of a host's first worker, with --plain (default: 2222; Slurm: by job)",
     )
     option("--status-port", type=port, metavar="N", help="a page of the script's training, http://127.0.0.1:N/")
     option(
@@ -89,19 +104,18 @@ def run(options: argparse.Namespace) -> int:
     """Run the script; its exit status. Raises ValueError, OSError for what cannot be launched."""
     if options.status_port is not None:
         os.environ["PIPETRAIN_STATUS_PORT"] = str(options.status_port)
-    if not options.module and not Path(options.script).is_file():
-        raise ValueError(f"There is no such script. Received: {options.script!r}. Try the path of a file, or -m.")
+    _check_script(options)
     arguments = [*(["-m"] if options.module else []), options.script, *options.arguments]
     if options.local is not None:
         return _local(options, arguments)
-    hosts = expanded(options.hosts) if options.hosts else []
+    hosts = [] if options.hosts is None else expanded(options.hosts)
     member = member_of(os.environ, hosts, options.port)
     if member is not None:
         return _as_member(member, options, arguments)
     if not hosts:
         raise ValueError(
             "Nothing says where to train: no --hosts, no --local, and neither Slurm, MPI, Kubernetes nor TF_CONFIG has "
-            "started this process. Try --local 2, or --hosts a,b."
+            "started this process. Try --local 2, or --hosts a,b, before the script's name."
         )
     if options.plain:
         raise ValueError(
@@ -109,6 +123,18 @@ def run(options: argparse.Namespace) -> int:
             f"{options.hosts}. Try it within srun or mpirun, or leaving --plain out."
         )
     return _by_ssh(hosts, options, arguments)
+
+
+def _check_script(options: argparse.Namespace) -> None:
+    """Raise ValueError for a script that cannot be run, as far as this can be known without running it."""
+    name, path = options.script, Path(options.script)
+    if not options.module and not path.is_file():
+        what = "This script is a folder" if path.is_dir() else "There is no such script"
+        raise ValueError(f"{what}. Received: {name!r}. Try the path of a file, or -m and a module's name.")
+    if not options.module and not os.access(path, os.R_OK):
+        raise ValueError(f"This script may not be read. Received: {name!r}. Try another user, or chmod.")
+    if options.module and (not name or name.startswith(".") or "/" in name or name.endswith(".py")):
+        raise ValueError(f"-m takes a module's name. Received: -m {name!r}. Try a name such as my.training, or no -m.")
 
 
 def _local(options: argparse.Namespace, arguments: list[str]) -> int:
@@ -120,17 +146,58 @@ def _local(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _by_ssh(hosts: list[str], options: argparse.Namespace, arguments: list[str]) -> int:
+    hosts = _for_ssh(hosts, options.ssh)
     with quiet_stderr():
         from pipetrain.cluster.ssh_workers import SshWorkers
 
-    python = shlex.split(options.python) if options.python else []
-    gone_s = GONE_S + (options.wait or 0)
-    with SshWorkers(hosts, options.cpu_devices, python, shlex.split(options.ssh), _forward, gone_s) as workers:
+    gone_s, python = GONE_S + (options.wait or 0), options.python or []
+    with SshWorkers(hosts, options.cpu_devices, python, options.ssh, _forward, gone_s) as workers:
         for address, host in workers.names.items():
             _forward(
                 host, f"a worker at {address}, through OpenSSH" if host != "localhost" else f"a worker at {address}"
             )
         return ScriptRun(arguments, workers.addresses, *_again(options), workers.renew, workers.names).run()
+
+
+def _for_ssh(hosts: Sequence[str], ssh: Sequence[str]) -> list[str]:
+    """The hosts as OpenSSH takes them. Raises ValueError for what it would not take."""
+    found = []
+    for host in hosts:
+        try:
+            found.append(without_port(host))
+        except ValueError as error:
+            raise ValueError(
+                f"OpenSSH takes a host's port by an option, but {error}. Received: --hosts with {host}. "
+                "Try --ssh 'ssh -p 2200', or a line Port in ~/.ssh/config."
+            ) from error
+    twice = next((host for host in found if found.count(host) > 1), None)
+    if twice is not None:
+        raise ValueError(
+            f"Each host has one worker. Received: --hosts with {twice} twice. Try each host once; --cpu-devices is how "
+            "many devices a worker has."
+        )
+    if shutil.which(ssh[0]) is None and {*found} != {"localhost"}:
+        raise ValueError(
+            f"There is no such program. Received: --ssh {shlex.join(ssh)}. Try OpenSSH's client, by its path."
+        )
+    return found
+
+
+def _command(text: str) -> list[str]:
+    """A program with options, as a shell takes it."""
+    try:
+        found = shlex.split(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no command: {str(error).lower()}") from error
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} is no command")
+    return found
+
+
+def _known_port(text: str) -> int:
+    if number := port(text):
+        return number
+    raise argparse.ArgumentTypeError("0 is a port that the other processes would not know")
 
 
 def _again(options: argparse.Namespace) -> tuple[float | None, bool]:

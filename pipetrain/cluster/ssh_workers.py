@@ -57,7 +57,6 @@ class SshWorkers:
         gone_s: workers that are cut off from this host end after so long without a sign of life.
 
     Raises:
-        ValueError: for a host that is given twice.
         ConnectionError: for a host that cannot be reached, or whose worker does not start, with what it says.
     """
 
@@ -70,12 +69,6 @@ class SshWorkers:
         say: Callable[[str, str], None] = lambda host, line: None,
         gone_s: float = GONE_S,
     ) -> None:
-        twice = next((host for host in hosts if list(hosts).count(host) > 1), None)
-        if twice is not None or not hosts:
-            raise ValueError(
-                f"Each host has one worker. Received: hosts={','.join(hosts)!r}. Try each host once; "
-                "cpu_devices is how many devices a worker has."
-            )
         self._hosts, self._cpu_devices, self._say, self._gone_s = list(hosts), cpu_devices, say, gone_s
         self._python, self._ssh = list(python) or [sys.executable], list(ssh)
         self._local: LocalWorkers | None = None

@@ -303,8 +303,8 @@ def test_a_run_of_old_goes_on_without_microbatches_that_were_ignored(tmp_path):
         (("--scheme", "fast"), "spectrain"),
         (("--model", "alexnet"), "snn"),
         (("--dataset", "mnist"), "fashion_mnist_small"),
-        (("--steps", "0"), "at least 1"),
-        (("--stages", "-2"), "at least 1"),
+        (("--steps", "0"), "not a number from 1 up"),
+        (("--stages", "-2"), "not a number from 1 up"),
     ],
 )
 def test_unknown_names_and_numbers_are_refused(arguments, match, capsys):

@@ -104,21 +104,6 @@ def test_a_script_trains_on_local_workers(marked, wanted, tmp_path):
     assert_trained(tmp_path / "it", wanted)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--local", "2", "nowhere.py"], "There is no such script. Received: 'nowhere.py'"),
-        ([str(SCRIPT)], "Nothing says where to train"),
-        (["--hosts", "a,b", "--plain", str(SCRIPT)], "every host starts its own process"),
-        (["--hosts", "a,a", str(SCRIPT)], "Each host has one worker"),
-        (["--hosts", "a,,b", str(SCRIPT)], "Hosts are names with commas between"),
-    ],
-)
-def test_what_cannot_be_launched_is_told_at_once(arguments, said, marked, capfd):
-    status, text = launched(*arguments, timeout_s=20)
-    assert status == 2 and said in text and "Traceback" not in text
-
-
 @pytest.mark.wide
 @pytest.mark.parametrize(("what", "status"), [("fail", 1), ("kill", 137)])
 def test_the_exit_status_is_the_script_s(what, status, marked, tmp_path):
@@ -153,6 +138,13 @@ def test_a_script_finds_what_python_would_and_what_lies_beside_it_shadows_nothin
     alone = subprocess.run([sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True)
     status, text = launched("--local", 1, *arguments, cwd=tmp_path)
     assert (status, text) == (0, alone.stdout)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", ["nosuch", "nosuch.module"])
+def test_a_module_that_is_not_there_is_told(marked, name, tmp_path):
+    status, text = launched("--local", 1, "-m", name, cwd=tmp_path)
+    assert status == 2 and f"There is no such module. Received: -m {name}. Try a module of {tmp_path}" in text
 
 
 ERRORS = {
@@ -322,13 +314,14 @@ class TestSlurm:
 
 
 @pytest.mark.wide
-def test_processes_that_know_their_number_alone_find_each_other(marked, wanted, tmp_path, monkeypatch):
+@pytest.mark.parametrize("hosts", ["localhost,localhost", "[::1],::1"])
+def test_processes_that_know_their_number_alone_find_each_other(marked, hosts, wanted, tmp_path, monkeypatch):
     """As pods of an indexed job of Kubernetes; these have one host."""
     port, *_ = free_ports(1)
     processes = []
     for n in (1, 0):
         monkeypatch.setenv("JOB_COMPLETION_INDEX", str(n))
-        processes.append(launching("--hosts", "localhost,localhost", "--port", port, SCRIPT, tmp_path / "it"))
+        processes.append(launching("--hosts", hosts, "--port", port, SCRIPT, tmp_path / "it"))
     said = [process.communicate(timeout=100)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0] and "done" in said[1].splitlines()
     ended(marked)

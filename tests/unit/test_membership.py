@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
-from pipetrain.cluster.hosts import SLURM_PORTS, expanded, member_of
+from pipetrain.cluster.membership import SLURM_PORTS, expanded, member_of
 
 SLURM = {
     "SLURM_JOB_ID": "41",
@@ -25,15 +26,32 @@ SLURM = {
         ("n[08-10].x,m", ["n08.x", "n09.x", "n10.x", "m"]),
         ("r[1-2]n[0-1]", ["r1n0", "r1n1", "r2n0", "r2n1"]),
         ("user@a,localhost", ["user@a", "localhost"]),
+        ("fd00::1,[fd00::2],[::1]:3000,a:7", ["fd00::1", "[fd00::2]", "[::1]:3000", "a:7"]),
     ],
 )
 def test_hosts_are_written_as_schedulers_write_them(text, names):
     assert expanded(text) == names
 
 
-@pytest.mark.parametrize("text", ["", "a,,b", "node[a-b]", "node[1-", "node[]"])
-def test_what_is_no_list_of_hosts_is_refused(text):
-    with pytest.raises(ValueError, match="Hosts are names with commas between"):
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "one is empty"),
+        ("a,,b", "one is empty"),
+        ("node[a-b]", "'a-b' is no number"),
+        ("node[1-", "brackets do not match in node[1-"),
+        ("node1]", "brackets do not match in node1]"),
+        ("node[]", "'' is no number"),
+        ("a[3-1]", "3-1 counts down"),
+        ("a b", "'a b' is none"),
+        ("-oProxyCommand=x", "'-oProxyCommand=x' is none"),
+        ("root@", "'root@' is none"),
+        ("[fd00::x]", "[fd00::x] holds no IPv6 address"),
+    ],
+)
+def test_what_is_no_list_of_hosts_is_refused(text, why):
+    said = re.escape(f"Hosts are names with commas between, but {why}")
+    with pytest.raises(ValueError, match=rf"{said}.*Received: --hosts {re.escape(repr(text))}\. Try a,b"):
         expanded(text)
 
 
@@ -57,6 +75,10 @@ def test_numbers_of_mpi_and_kubernetes_need_hosts():
     assert member_of(mpi, ["a", "b", "a"]) == ("Open MPI", ("a:2222", "b:2222", "a:2223"), 1)
     assert member_of({"JOB_COMPLETION_INDEX": "1"}, ["job-0.x", "job-1.x"], 9).address == "job-1.x:9"
     assert member_of({"PMI_RANK": "0", "PMI_SIZE": "1"}, ["a:7"]).address == "a:7"
+    ipv6 = expanded("[::1],::1,[fd00::2]:7")
+    assert member_of({"PMI_RANK": "0"}, ipv6).addresses == ("[::1]:2222", "[::1]:2223", "[fd00::2]:7")
+    with pytest.raises(ValueError, match=r"Received: --hosts with user@a\. Try a,b or"):
+        member_of({"PMI_RANK": "0"}, ["user@a"])
     with pytest.raises(ValueError, match=r"no --hosts\. Try --hosts a,b"):
         member_of(mpi)
     with pytest.raises(ValueError, match="3 processes of Open MPI, 2 --hosts"):
