@@ -1,6 +1,6 @@
 """A user's script for ``pipetrain launch``, which knows nothing of it.
 
-Usage: launched.py OUTPUT [fail | kill | wait | resume]
+Usage: launched.py OUTPUT [fail | kill | wait | resume | pause]
 """
 
 from __future__ import annotations
@@ -35,6 +35,14 @@ if what == ["resume"]:
     slow = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: time.sleep(0.1))
     callbacks.append(slow)
     print("trains", flush=True)
+if what == ["pause"]:
+
+    def pause(epoch, logs):
+        print(f"trains epoch {epoch}", flush=True)
+        while epoch and not os.path.exists(f"{output}.go"):
+            time.sleep(0.1)
+
+    callbacks.append(keras.callbacks.LambdaCallback(on_epoch_begin=pause))
 pm.fit(x, y, batch_size=32, epochs=3, verbose=0, shuffle=False, callbacks=callbacks)
 model.save_weights(f"{output}.weights.h5")
 print("done", flush=True)

@@ -17,8 +17,8 @@ from pipetrain.cli.arguments import Folded, count, port, positive_number
 from pipetrain.cluster.commands import launched_worker
 from pipetrain.cluster.hosts import is_loopback, split
 from pipetrain.cluster.membership import Member, expanded, member_of, without_port
+from pipetrain.cluster.script_run import ScriptRun
 from pipetrain.cluster.server import GONE_S
-from pipetrain.cluster.supervision import ScriptRun
 from pipetrain.logs import quiet_stderr
 
 ABOUT = """Run a script on several hosts, or on several workers of this one, and end all with it.
@@ -85,6 +85,12 @@ def add(commands: Any) -> None:
         type=_known_port,
         metavar="N",
         help="of a host's first worker, with --plain (default: 2222; Slurm: by job)",
+    )
+    option(
+        "--job",
+        metavar="NAME",
+        help="what tells workers, with --plain, from another job's at the same ports (default: the scheduler's number "
+        "of it, or the first worker's address)",
     )
     option("--status-port", type=port, metavar="N", help="a page of the script's training, http://127.0.0.1:N/")
     option(
@@ -217,7 +223,8 @@ def _as_member(member: Member, options: argparse.Namespace, arguments: list[str]
             f"their ports can run code. Received: {', '.join(member.addresses)}. Try --plain if the network is trusted."
         )
     host, number = split(member.address)
-    worker = launched_worker(number, options.cpu_devices, GONE_S + (options.wait or 0), "--address", host)
+    job = options.job or member.job
+    worker = launched_worker(number, options.cpu_devices, GONE_S + (options.wait or 0), "--address", host, "--job", job)
     if member.number > 0:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process hands it to the script, which drains
         with subprocess.Popen(worker, stdin=subprocess.PIPE, start_new_session=True) as process:
@@ -230,6 +237,6 @@ def _as_member(member: Member, options: argparse.Namespace, arguments: list[str]
             with os.fdopen(source) as announced:
                 if not announced.readline():  # its port is in use: whoever answers there is another's
                     return process.wait()
-            return ScriptRun(arguments, list(member.addresses), *_again(options), ends_workers=True).run()
+            return ScriptRun(arguments, list(member.addresses), *_again(options), job=job).run()
         finally:
             process.terminate()

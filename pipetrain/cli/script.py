@@ -1,7 +1,8 @@
 """The process of a script that ``pipetrain launch`` runs: it joins the workers, and is the script from then on.
 
 Its arguments are ``PID REPORT [--end-workers] [SCRIPT [ARGUMENT ...]]``: PID is the process that launches, and REPORT
-the file descriptor of a pipe to it, on which it is told of a worker that was lost. TF_CONFIG names the workers.
+the file descriptor of a pipe to it, on which it is told that workers were joined, and that one was lost. TF_CONFIG
+names the workers.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def main() -> int:
     atexit.register(_end_alone, os.getpid(), int(launcher))
     threading.Thread(target=_attend, args=(int(launcher),), daemon=True).start()
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    from pipetrain.cluster.supervision import END, LOST
+    from pipetrain.cluster.script_run import END, JOINED, LOST_WORKER
+    from pipetrain.cluster.supervision import LOST
     from pipetrain.logs import quiet_stderr
 
     with quiet_stderr():  # of what TensorFlow greets with
@@ -44,8 +46,11 @@ def main() -> int:
     except (ConnectionError, ValueError) as error:
         if script:
             print(f"pipetrain launch: {error}", file=sys.stderr)
+        if ends_workers:  # some may have been joined
+            end_workers()
         os._exit(2)  # TensorFlow may wait for workers that do not answer
     try:
+        os.write(int(report), JOINED)
         return _run(script) if script else 0
     except SystemExit:
         raise
@@ -58,7 +63,7 @@ def main() -> int:
             for stream in (sys.stdout, sys.stderr):
                 with suppress(OSError):
                     stream.flush()
-            os.write(int(report), b"lost")
+            os.write(int(report), LOST_WORKER)
             os._exit(LOST)
         return 1
     finally:

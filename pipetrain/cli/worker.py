@@ -70,6 +70,9 @@ def add(commands: Any) -> None:
         metavar="PID",
         help="end when standard input does, or when the parent process does, whose number PID is",
     )
+    option(
+        "--job", default="", metavar="NAME", help="whose worker this is, which pipetrain launch of another job refuses"
+    )
     option("--expect", action="append", default=[], help=argparse.SUPPRESS)  # of a launcher: package==version
     option("--forwarded", type=_ports, default=[], help=argparse.SUPPRESS)  # of a launcher: ports of other workers
     option("--gone-after", type=positive_number, default=GONE_S, help=argparse.SUPPRESS)  # of a launcher that waits
@@ -94,6 +97,7 @@ def run(options: argparse.Namespace) -> None:
             options.announce,
             options.gone_after,
             options.forwarded,
+            options.job,
         )
     )
 

@@ -8,19 +8,17 @@ import gc
 import json
 import math
 import os
-import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar, cast
 
 import tensorflow as tf
 
-from pipetrain.cluster.hosts import Hosts, split
-from pipetrain.cluster.server import ABOUT, ALIVE, END, keep_to_loopback, listening, without_proxy_to
-from pipetrain.cluster.sockets import NO_HOST, probed
+from pipetrain.cluster.checks import check_answers, check_jobs, check_versions
+from pipetrain.cluster.hosts import OF_JOB, Hosts, split
+from pipetrain.cluster.server import ABOUT, ALIVE, END, OWNER, keep_to_loopback, listening, without_proxy_to
 from pipetrain.compute.cores import cores
 from pipetrain.run.control import CallThread
 
@@ -52,7 +50,6 @@ class Heartbeat(threading.Thread):
 
 
 JOB = "worker"
-RETRY_S = 0.2
 JOINED_S = 10.0  # workers that answer join within, on a busy machine too
 TWICE = "Invalid rendezvous key"  # in what TensorFlow says where a worker is given twice
 
@@ -75,8 +72,8 @@ def connect(cluster: Given = None, timeout_s: float = 20.0) -> list[str]:
             and at least ten seconds.
 
     Raises:
-        ValueError: for an argument that describes no cluster, a worker with another version of TensorFlow, or one
-            given by two addresses.
+        ValueError: for an argument that describes no cluster, a worker with another version of TensorFlow, one
+            given by two addresses, or one of another job than the script's, which ``pipetrain launch`` runs.
         ConnectionError: for workers that do not answer, with the reason for each, or do not join.
         RuntimeError: if a variable or model was made before, or another cluster has been joined.
     """
@@ -85,24 +82,26 @@ def connect(cluster: Given = None, timeout_s: float = 20.0) -> list[str]:
     hosts = described_by(cluster)
     spec = tf.train.ClusterSpec({JOB: list(hosts.workers)})
     _check_time(spec)
-    _check_answers(hosts, timeout_s)
+    check_answers(hosts, timeout_s)
     _let_messages_in()
     without_proxy_to(split(address)[0] for address in hosts.workers)
     before = set(listening())
-    devices, versions = _within(max(timeout_s, JOINED_S), hosts, lambda: _join(spec))
+    devices, versions, jobs = _within(max(timeout_s, JOINED_S), hosts, lambda: _join(spec))
     _JOINED.append(spec)
     with contextlib.suppress(OSError):  # workers never call the controller: nobody else needs to reach it
         keep_to_loopback(set(listening()) - before)
-    _check_versions(hosts, versions)
+    check_jobs(hosts, jobs)
+    check_versions(hosts, versions)
     for task in range(len(hosts.workers)):
         _beat(task)
     return devices
 
 
-def _join(spec: tf.train.ClusterSpec) -> tuple[list[str], list[Any]]:
-    """The workers' devices and versions of TensorFlow."""
+def _join(spec: tf.train.ClusterSpec) -> tuple[list[str], list[Any], list[str]]:
+    """The workers' devices, their versions of TensorFlow, and whose they are."""
     tf.config.experimental_connect_to_cluster(spec)
-    return remote_devices(), [about(task).get("tensorflow") for task in range(spec.num_tasks(JOB))]
+    tasks = range(spec.num_tasks(JOB))
+    return remote_devices(), [about(task).get("tensorflow") for task in tasks], [_job(task) for task in tasks]
 
 
 def _within(limit_s: float, hosts: Hosts, join: Callable[[], Value]) -> Value:
@@ -173,7 +172,7 @@ def described_by(cluster: Given) -> Hosts:
 
 
 def end_workers(limit_s: float = 5.0) -> None:
-    """Ask all workers that are joined to end; those that do not hear it within this time are left."""
+    """Ask all workers of this job that are joined to end; those that do not hear it within this time are left."""
     threads = []
     for task in range(_JOINED[-1].num_tasks(JOB) if _JOINED else 0):
         threads.append(CallThread(partial(_ask_to_end, task)))
@@ -184,8 +183,9 @@ def end_workers(limit_s: float = 5.0) -> None:
 
 
 def _ask_to_end(task: int) -> None:
-    with tf.device(_cpu(task)):
-        tf.io.write_file(END, "")
+    if _job(task) == os.environ.get(OF_JOB, ""):
+        with tf.device(_cpu(task)):
+            tf.io.write_file(END, "")
 
 
 def remote_devices() -> list[str]:
@@ -221,6 +221,15 @@ def about(task: int) -> dict[str, Any]:
             return {}
 
 
+def _job(task: int) -> str:
+    """Whose worker it is; empty for one of nobody in particular."""
+    with tf.device(_cpu(task)):
+        try:
+            return str(tf.io.read_file(OWNER).numpy().decode())
+        except tf.errors.NotFoundError:
+            return ""
+
+
 def place(device: str) -> str:
     """On which host and cores a worker's device is, and with which devices beside it; empty for one of this process."""
     task = task_of(device)
@@ -238,58 +247,6 @@ def _check_time(spec: tf.train.ClusterSpec) -> None:
         raise RuntimeError(
             f"It is too late to join a cluster: TensorFlow would no longer write the {made} variables that there are. "
             "Received: pipetrain.connect after variables or models were made. Try it first."
-        )
-
-
-def _check_answers(hosts: Hosts, timeout_s: float) -> None:
-    """TensorFlow itself would wait for minutes, or end the process."""
-    until_s = time.monotonic() + timeout_s
-    _check_names(hosts)
-    with ThreadPoolExecutor(len(hosts.workers)) as pool:
-        answers = list(pool.map(lambda address: _unreachable(address, until_s), hosts.workers))
-    silent = [f"{address} ({why})" for address, why in zip(hosts.workers, answers, strict=True) if why]
-    if silent:
-        raise ConnectionError(
-            f"Workers do not answer. Received: {', '.join(silent)}, tried for {timeout_s:g} s. "
-            "Try starting them there with python -m pipetrain worker, other addresses, or opening the port."
-        )
-
-
-def _check_names(hosts: Hosts) -> None:
-    """Raise ValueError for two addresses of one worker, as far as names tell."""
-    known: dict[Any, str] = {}
-    for address in hosts.workers:
-        found = []
-        with contextlib.suppress(OSError, UnicodeError):  # no such host, which will be said
-            found = [each[4][:2] for each in socket.getaddrinfo(*split(address), type=socket.SOCK_STREAM)]
-        for each in found:
-            if known.setdefault(each, address) != address:
-                raise ValueError(
-                    f"Two of the addresses are of one worker. Received: {known[each]} and {address}. "
-                    "Try one address of each."
-                )
-
-
-def _unreachable(address: str, until_s: float) -> str:
-    """Why no gRPC server answers there; empty if one does."""
-    while True:
-        why = probed(address, max(until_s - time.monotonic(), RETRY_S))
-        if why in ("", NO_HOST) or time.monotonic() + RETRY_S > until_s:
-            return why
-        time.sleep(RETRY_S)
-
-
-def _check_versions(hosts: Hosts, versions: Sequence[str | None]) -> None:
-    """The runtimes of different versions may understand each other, and differ in what kernels compute."""
-    others = [
-        f"{address} has {version}"
-        for address, version in zip(hosts.workers, versions, strict=True)
-        if version not in (None, tf.__version__)
-    ]
-    if others:
-        raise ValueError(
-            f"Workers have another TensorFlow. Received: {', '.join(others)}; the controller has {tf.__version__}. "
-            "Try the same version everywhere, and then a new process."
         )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 NAMES = "PIPETRAIN_WORKER_NAMES"  # the hosts of addresses, as JSON
+OF_JOB = "PIPETRAIN_JOB"  # a controller joins no worker of another job than this one
 EXAMPLE = '{"workers": ["10.0.0.1:2222", "10.0.0.2:2222"]}'
 
 

@@ -10,11 +10,11 @@ from pipetrain.cluster.hosts import Hosts, is_ipv6, split, task_of_tf_config, wi
 
 PORT = 2222
 SLURM_PORTS = range(20000, 30000)  # a job's first port, by its number: jobs of several users share a node
-# A process' number among those that were started together, and how many there are.
+# A process' number among those that were started together, how many there are, and what all of them are called.
 RANKS = {
-    "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    "MPI": ("PMI_RANK", "PMI_SIZE"),
-    "Kubernetes": ("JOB_COMPLETION_INDEX", ""),
+    "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMIX_NAMESPACE"),
+    "MPI": ("PMI_RANK", "PMI_SIZE", ""),
+    "Kubernetes": ("JOB_COMPLETION_INDEX", "", ""),
 }
 
 
@@ -25,11 +25,14 @@ class Member(NamedTuple):
         scheduler: its name, for messages.
         addresses: of all workers, ``host:port``, in the order of the processes.
         number: which of them this process is, from 0.
+        job: what tells them from other jobs' that may listen at the same addresses: the scheduler's number, or where
+            there is none the first worker's address, which no two jobs have at a time.
     """
 
     scheduler: str
     addresses: tuple[str, ...]
     number: int
+    job: str
 
     @property
     def address(self) -> str:
@@ -56,9 +59,10 @@ def member_of(environment: Mapping[str, str], hosts: Sequence[str] = (), port: i
         return _member("TF_CONFIG", Hosts.of_tf_config(text).workers, number)
     if environment.get("SLURM_JOB_ID") and not hosts:
         return _of_slurm(environment, port)
-    for scheduler, (rank, size) in RANKS.items():
+    for scheduler, (rank, size, job) in RANKS.items():
         if environment.get(rank, "").isdecimal():
-            return _of_rank(scheduler, int(environment[rank]), environment.get(size), hosts, port or PORT)
+            addresses = _of_ranks(scheduler, environment[rank], environment.get(size), hosts, port or PORT)
+            return _member(scheduler, addresses, int(environment[rank]), environment.get(job))
     return None
 
 
@@ -126,10 +130,13 @@ def _of_slurm(environment: Mapping[str, str], port: int | None) -> Member:
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         counts += [int(match[1])] * int(match[2] or 1) if match else []
     addresses = [with_port(node, first + n) for node, count in zip(nodes, counts, strict=False) for n in range(count)]
-    return _member("Slurm", addresses, int(environment["SLURM_PROCID"]))
+    return _member(
+        "Slurm", addresses, int(environment["SLURM_PROCID"]), f"{job}.{environment.get('SLURM_STEP_ID', '')}"
+    )
 
 
-def _of_rank(scheduler: str, number: int, size: str | None, hosts: Sequence[str], port: int) -> Member:
+def _of_ranks(scheduler: str, number: str, size: str | None, hosts: Sequence[str], port: int) -> list[str]:
+    """The workers' addresses."""
     if not hosts:
         raise ValueError(
             f"{scheduler} says which process this is, and not where the others are. Received: number {number}, no "
@@ -155,14 +162,14 @@ def _of_rank(scheduler: str, number: int, size: str | None, hosts: Sequence[str]
             raise ValueError(
                 f"Not a host: {error}. Received: --hosts with {host}. Try a,b or [fd00::1],b:3000."
             ) from error
-    return _member(scheduler, addresses, number)
+    return addresses
 
 
-def _member(scheduler: str, addresses: Sequence[str], number: int) -> Member:
+def _member(scheduler: str, addresses: Sequence[str], number: int, job: str | None = None) -> Member:
     workers = Hosts(tuple(addresses)).workers
     if not 0 <= number < len(workers):
         raise ValueError(
             f"There is no such worker. Received: {scheduler} says number {number} of {', '.join(workers)}. "
             f"Try one from 0 to {len(workers) - 1}."
         )
-    return Member(scheduler, workers, number)
+    return Member(scheduler, workers, number, job or workers[0])

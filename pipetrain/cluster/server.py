@@ -36,6 +36,7 @@ def without_proxy_to(hosts: Iterable[str]) -> None:
 
 # TensorFlow's file system in memory: what a process writes there, and a controller reads, on the worker's device.
 ABOUT, ALIVE, END = "ram://pipetrain/worker", "ram://pipetrain/controller", "ram://pipetrain/end"
+OWNER = "ram://pipetrain/job"
 MOST = 1024  # devices and threads of a worker: more than any machine has cores
 JOINS_S = 600.0  # in which a controller joins a worker that was started for it
 GONE_S = 60.0  # a controller that has given no sign of life for so long has gone
@@ -61,6 +62,7 @@ class Serving(NamedTuple):
             standard output.
         gone_s: a controller that has given no sign of life for so long has gone.
         forwarded: ports of this machine that OpenSSH forwards to other workers: only loopback addresses may have them.
+        job: whose worker it is, which a controller of another job refuses.
     """
 
     address: str = "127.0.0.1"
@@ -74,6 +76,7 @@ class Serving(NamedTuple):
     announce: int | None = None
     gone_s: float = GONE_S
     forwarded: Sequence[int] = ()
+    job: str = ""
 
 
 def serve(serving: Serving) -> None:
@@ -139,8 +142,9 @@ def _start(serving: Serving) -> str:
             ) from error
     about = {"tensorflow": tf.__version__, "host": _host(), "cores": cores()}
     tf.io.gfile.makedirs(os.path.dirname(ABOUT))
-    with tf.io.gfile.GFile(ABOUT, "w") as file:
-        file.write(json.dumps(about))
+    for name, text in {ABOUT: json.dumps(about), OWNER: serving.job}.items():
+        with tf.io.gfile.GFile(name, "w") as file:
+            file.write(text)
     server.start()
     return with_port(serving.address, port)
 
@@ -173,16 +177,12 @@ def listening(port: int | None = None) -> list[int]:
 
 
 def _host() -> str:
-    """Equal for workers of one machine."""
+    """Equal for workers of one machine, and there of one network namespace: containers may be far apart."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip() + _network()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return boot + os.readlink("/proc/self/ns/net")
     except OSError:
         return socket.gethostname()
-
-
-def _network() -> str:
-    """Of one machine's network namespaces, which one: containers may be far apart."""
-    return os.readlink("/proc/self/ns/net")
 
 
 def _exposure(serving: Serving) -> str:

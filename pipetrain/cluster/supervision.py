@@ -1,24 +1,20 @@
 """Training on workers that may be lost: what is lost ends a training process, and the next one goes on.
 
-The process that supervises trains nothing, so that nothing of TensorFlow's can hold it up. A user's script is such a
-training process, which has joined the workers before its first line.
+The process that supervises trains nothing, so that nothing of TensorFlow's can hold it up.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from pipetrain.cluster.commands import process
-from pipetrain.cluster.hosts import NAMES
 from pipetrain.cluster.sockets import ASK_S, missing
 from pipetrain.logs import counted
 
@@ -72,6 +68,10 @@ class Supervision:
     def _going_on(self) -> str:
         """How the next training process begins, in words."""
         raise NotImplementedError
+
+    def _has_begun(self) -> bool:
+        """Whether a training process has joined the workers, which may be starting until then."""
+        return True
 
     def _has_lost(self, status: int) -> bool:
         """Whether a training process with this exit status has told of a worker that was lost."""
@@ -135,7 +135,7 @@ class Supervision:
                 return child.wait(ASK_S)
             except subprocess.TimeoutExpired:
                 pass
-            self.lost = missing(self.workers)
+            self.lost = missing(self.workers) if self._has_begun() else {}
             if not self.lost:
                 leave_by_s = None
                 continue
@@ -224,75 +224,3 @@ def _end_group(group: int) -> None:
 def say(what: str) -> None:
     """A line of its own, below what a progress bar has written."""
     print(f"\n{what}", flush=True)
-
-
-END = "--end-workers"  # the script's process asks the workers to end when it does
-AWHILE_S = 60.0  # a script that has run for so long has come further than before, as far as anybody knows
-
-
-class ScriptRun(Supervision):
-    """Runs a script, and again where a worker was lost, if that is wanted: it goes on from its newest checkpoint.
-
-    Args:
-        arguments: the script with its arguments, or ``-m``, a module's name, and its arguments.
-        workers: the addresses of those that it joins.
-        wait_s, is_elastic, renew, names: see ``Supervision``.
-        ends_workers: whether workers, which others have started, are asked to end when the script has.
-    """
-
-    def __init__(
-        self,
-        arguments: Sequence[str],
-        workers: list[str],
-        wait_s: float | None = None,
-        is_elastic: bool = False,
-        renew: Renew | None = None,
-        names: Mapping[str, str] | None = None,
-        ends_workers: bool = False,
-    ) -> None:
-        super().__init__(workers, wait_s, is_elastic, renew, names)
-        self._arguments, self._ends_workers = list(arguments), ends_workers
-        self._begun_s, self._periods = time.monotonic(), 0
-        self._report: int | None = None  # a pipe on which the script's process tells of a worker that was lost
-
-    def run(self) -> int:
-        """Until the script has ended; its exit status, 128 and more where a signal ended it."""
-        status = super().run()
-        lost = missing(self.workers) if self._ends_workers and status != 0 else {}
-        self.workers = [address for address in self.workers if address not in lost]
-        if self._ends_workers and status != 0 and self.workers:  # it may not have asked them
-            self._arguments = []
-            self._started().wait()
-        if self._report is not None:
-            os.close(self._report)
-        return status
-
-    def _started(self) -> subprocess.Popen[bytes]:
-        ends = [END] if self._ends_workers else []
-        tf_config = json.dumps({"cluster": {"worker": self.workers}})
-        self._begun_s = time.monotonic()
-        told = {"TF_CONFIG": tf_config, NAMES: json.dumps(self._names)}
-        told["CUDA_VISIBLE_DEVICES"] = "-1"  # GPUs are the workers': TensorFlow would take this host's memory of all
-        if self._report is not None:
-            os.close(self._report)
-        self._report, told_by = os.pipe()
-        command = process("pipetrain.cli.script", os.getpid(), told_by, *ends, *self._arguments)
-        try:
-            return subprocess.Popen(command, env={**os.environ, **told}, pass_fds=[told_by], start_new_session=True)
-        finally:
-            os.close(told_by)
-
-    def _has_lost(self, status: int) -> bool:
-        """By what its process has written: a script may have an exit status of its own that is LOST."""
-        assert self._report is not None
-        os.set_blocking(self._report, False)  # what the script has forked may hold the other end
-        with suppress(BlockingIOError):
-            return bool(os.read(self._report, 1))
-        return False
-
-    def _done(self) -> Any:
-        self._periods += time.monotonic() - self._begun_s > AWHILE_S
-        return self._periods
-
-    def _going_on(self) -> str:
-        return "running the script again"

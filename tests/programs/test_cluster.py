@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 
 from pipetrain.cli.main import main
-from pipetrain.cluster import bandwidth, connection, server
+from pipetrain.cluster import bandwidth, checks, server
 from pipetrain.cluster.bandwidth import message_work
 from pipetrain.cluster.connection import connect, described_by
 from pipetrain.cluster.hosts import Hosts, is_loopback, split, task_of_tf_config, with_port
 from pipetrain.cluster.local_workers import LocalWorkers
+from pipetrain.cluster.sockets import NO_HOST
 from pipetrain.plan.cluster import Cluster, Level, Link
 from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import partition
@@ -154,8 +155,8 @@ def test_a_workers_options_have_bounds(option, capsys):
 
 def test_one_worker_under_two_names_is_refused():
     with pytest.raises(ValueError, match=r"are of one worker. Received: localhost:1 and 127\.0\.0\.1:1"):
-        connection._check_names(Hosts(("localhost:1", "127.0.0.1:1")))
-    connection._check_names(Hosts(("localhost:1", "127.0.0.1:2", "nowhere.invalid:1")))
+        checks._check_names(Hosts(("localhost:1", "127.0.0.1:1")))
+    checks._check_names(Hosts(("localhost:1", "127.0.0.1:2", "nowhere.invalid:1")))
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), float("inf"), None, "5", True])
@@ -372,7 +373,7 @@ class Clock:
         self.now_s += seconds
 
 
-@pytest.mark.parametrize("why", ["no answer", "connection refused", connection.NO_HOST, ""])
+@pytest.mark.parametrize("why", ["no answer", "connection refused", NO_HOST, ""])
 def test_workers_are_asked_until_the_time_is_over(why, monkeypatch):
     clock, asked_s = Clock(), []
 
@@ -381,16 +382,16 @@ def test_workers_are_asked_until_the_time_is_over(why, monkeypatch):
         clock.sleep(timeout_s if why == "no answer" else 0.0)
         return why if clock.now_s < 100.0 else ""
 
-    monkeypatch.setattr(connection, "time", clock)
-    monkeypatch.setattr(connection, "probed", probed)
+    monkeypatch.setattr(checks, "time", clock)
+    monkeypatch.setattr(checks, "probed", probed)
     if why:
         with pytest.raises(ConnectionError, match=rf"10\.0\.0\.1:2222 \({why}\), tried for 5 s"):
-            connection._check_answers(Hosts(("10.0.0.1:2222",)), 5.0)
+            checks.check_answers(Hosts(("10.0.0.1:2222",)), 5.0)
     else:
-        connection._check_answers(Hosts(("10.0.0.1:2222",)), 5.0)
-    assert clock.now_s <= 5.0 + connection.RETRY_S
+        checks.check_answers(Hosts(("10.0.0.1:2222",)), 5.0)
+    assert clock.now_s <= 5.0 + checks.RETRY_S
     if why == "connection refused":  # it may be starting: asked again and again
-        assert len(asked_s) > 20 and asked_s[-1] > 5.0 - 2 * connection.RETRY_S
+        assert len(asked_s) > 20 and asked_s[-1] > 5.0 - 2 * checks.RETRY_S
     else:
         assert len(asked_s) == 1
 

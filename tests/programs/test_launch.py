@@ -358,6 +358,31 @@ def test_a_second_launch_at_the_same_ports_touches_nothing_of_the_first(marked, 
 
 
 @pytest.mark.wide
+def test_a_worker_of_another_job_is_refused_and_that_job_goes_on(marked, wanted, tmp_path, monkeypatch):
+    first, shared, *others = (f"localhost:{port}" for port in free_ports(4))
+    processes = []
+    for n in (1, 0):
+        monkeypatch.setenv("JOB_COMPLETION_INDEX", str(n))
+        processes.append(launching("--hosts", f"{first},{shared}", SCRIPT, tmp_path / "it", "pause"))
+    while "trains epoch 1" not in processes[1].stdout.readline():
+        assert processes[1].poll() is None
+    # The third worker is the second job's own: it is let go, too.
+    mine = ["--hosts", ",".join([others[0], shared, others[1]]), "--job", "mine", SCRIPT, tmp_path / "no"]
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "2")
+    third = launching(*mine)
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "0")
+    status, text = launched(*mine)
+    assert status == 2 and f"Received: {shared} of job {first}; this is job mine." in text
+    third.communicate(timeout=20)
+    (tmp_path / "it.go").touch()
+    assert third.returncode == 0
+    said = [process.communicate(timeout=100)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0] and "done" in said[1].splitlines()
+    ended(marked)
+    assert_trained(tmp_path / "it", wanted)
+
+
+@pytest.mark.wide
 def test_a_hangup_that_is_ignored_stays_so(marked, tmp_path):
     process = subprocess.Popen(
         [

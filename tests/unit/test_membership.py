@@ -14,6 +14,7 @@ SLURM = {
     "SLURM_STEP_NODELIST": "node[1-2],gpu7",
     "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
     "SLURM_PROCID": "3",
+    "SLURM_STEP_ID": "7",
 }
 
 
@@ -62,6 +63,7 @@ def test_a_process_of_a_step_of_slurm_knows_all_workers():
     ports = [first, first + 1, first, first + 1, first]
     assert member.addresses == tuple(f"{host}:{port}" for host, port in zip(hosts, ports))
     assert (member.scheduler, member.number, member.address) == ("Slurm", 3, f"node2:{first + 1}")
+    assert member.job == "41.7"
     assert member_of(SLURM, port=3000).address == "node2:3001"
 
 
@@ -72,7 +74,8 @@ def test_a_job_of_slurm_that_is_no_step_is_told_about_srun():
 
 def test_numbers_of_mpi_and_kubernetes_need_hosts():
     mpi = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "3"}
-    assert member_of(mpi, ["a", "b", "a"]) == ("Open MPI", ("a:2222", "b:2222", "a:2223"), 1)
+    assert member_of(mpi, ["a", "b", "a"]) == ("Open MPI", ("a:2222", "b:2222", "a:2223"), 1, "a:2222")
+    assert member_of({**mpi, "PMIX_NAMESPACE": "prterun-a-9@1"}, ["a", "b", "a"]).job == "prterun-a-9@1"
     assert member_of({"JOB_COMPLETION_INDEX": "1"}, ["job-0.x", "job-1.x"], 9).address == "job-1.x:9"
     assert member_of({"PMI_RANK": "0", "PMI_SIZE": "1"}, ["a:7"]).address == "a:7"
     ipv6 = expanded("[::1],::1,[fd00::2]:7")
@@ -90,7 +93,7 @@ def test_numbers_of_mpi_and_kubernetes_need_hosts():
 def test_tf_config_names_one_of_its_workers():
     cluster = {"cluster": {"worker": ["a:1", "b:2"]}}
     found = member_of({"TF_CONFIG": json.dumps({**cluster, "task": {"type": "worker", "index": 1}}), **SLURM})
-    assert found == ("TF_CONFIG", ("a:1", "b:2"), 1)
+    assert found == ("TF_CONFIG", ("a:1", "b:2"), 1, "a:1")
     assert member_of({"TF_CONFIG": json.dumps(cluster)}, ["a", "b"]) is None  # hosts that are given go first
     with pytest.raises(ValueError, match="TF_CONFIG names no worker"):
         member_of({"TF_CONFIG": json.dumps(cluster)})

@@ -1,0 +1,91 @@
+"""What workers must be, to be joined: there, each once, of this job, with the same TensorFlow."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import tensorflow as tf
+
+from pipetrain.cluster.hosts import OF_JOB, Hosts, split
+from pipetrain.cluster.sockets import NO_HOST, probed
+
+RETRY_S = 0.2
+
+
+def check_answers(hosts: Hosts, timeout_s: float) -> None:
+    """Raise ConnectionError for workers that do not answer: TensorFlow itself would wait for minutes, or exit.
+
+    Raises ValueError for two addresses of one worker.
+    """
+    until_s = time.monotonic() + timeout_s
+    _check_names(hosts)
+    with ThreadPoolExecutor(len(hosts.workers)) as pool:
+        answers = list(pool.map(lambda address: _unreachable(address, until_s), hosts.workers))
+    silent = [f"{address} ({why})" for address, why in zip(hosts.workers, answers, strict=True) if why]
+    if silent:
+        raise ConnectionError(
+            f"Workers do not answer. Received: {', '.join(silent)}, tried for {timeout_s:g} s. "
+            "Try starting them there with python -m pipetrain worker, other addresses, or opening the port."
+        )
+
+
+def _check_names(hosts: Hosts) -> None:
+    """Raise ValueError for two addresses of one worker, as far as names tell."""
+    known: dict[Any, str] = {}
+    for address in hosts.workers:
+        found = []
+        with contextlib.suppress(OSError, UnicodeError):  # no such host, which will be said
+            found = [each[4][:2] for each in socket.getaddrinfo(*split(address), type=socket.SOCK_STREAM)]
+        for each in found:
+            if known.setdefault(each, address) != address:
+                raise ValueError(
+                    f"Two of the addresses are of one worker. Received: {known[each]} and {address}. "
+                    "Try one address of each."
+                )
+
+
+def _unreachable(address: str, until_s: float) -> str:
+    """Why no gRPC server answers there; empty if one does."""
+    while True:
+        why = probed(address, max(until_s - time.monotonic(), RETRY_S))
+        if why in ("", NO_HOST) or time.monotonic() + RETRY_S > until_s:
+            return why
+        time.sleep(RETRY_S)
+
+
+def check_versions(hosts: Hosts, versions: Sequence[str | None]) -> None:
+    """Raise ValueError for another TensorFlow: they may understand each other, and kernels compute something else."""
+    others = [
+        f"{address} has {version}"
+        for address, version in zip(hosts.workers, versions, strict=True)
+        if version not in (None, tf.__version__)
+    ]
+    if others:
+        raise ValueError(
+            f"Workers have another TensorFlow. Received: {', '.join(others)}; the controller has {tf.__version__}. "
+            "Try the same version everywhere, and then a new process."
+        )
+
+
+def check_jobs(hosts: Hosts, jobs: Sequence[str]) -> None:
+    """Raise ValueError for workers of other jobs than this process' one; a program that is of none joins any.
+
+    Two jobs may have been given the same ports: the second one's worker cannot listen there, and the first's does.
+    """
+    own = os.environ.get(OF_JOB)
+    others = [
+        f"{address} of {f'job {job}' if job else 'no job'}"
+        for address, job in zip(hosts.workers, jobs, strict=True)
+        if own is not None and job != own
+    ]
+    if others:
+        raise ValueError(
+            f"Workers are another job's. Received: {', '.join(others)}; this is job {own}. "
+            "Try other ports by --port, or when that job has ended; --job names a job."
+        )
