@@ -1,6 +1,6 @@
 """A user's script for ``pipetrain launch``, which knows nothing of it.
 
-Usage: launched.py OUTPUT [fail | kill | wait | resume | pause]
+Usage: launched.py OUTPUT [fail | kill | wait | resume | pause | three]
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if what == ["kill"]:
 keras.utils.set_random_seed(0)
 layers = [keras.layers.Dense(16, "relu", name=f"dense_{n}") for n in range(4)]
 model = keras.Sequential([keras.Input((8,)), *layers, keras.layers.Dense(3)])
-pm = pipetrain.PipelineModel(model, cuts=["dense_1"], scheme="1f1b")
+pm = pipetrain.PipelineModel(model, cuts=["dense_0", "dense_1"] if what == ["three"] else ["dense_1"], scheme="1f1b")
 pm.compile(keras.optimizers.SGD(0.1, 0.9), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
 x = np.random.default_rng(0).normal(size=(320, 8)).astype("float32")
 y = (x[:, 0] > 0).astype("int32")

@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 NEEDED = {"root": os.geteuid() == 0, "ip": shutil.which("ip")}
@@ -51,9 +51,25 @@ class Namespaces:
             for device in ("eth0", "lo"):
                 run("ip", "-n", space, "link", "set", device, "up")
 
+    def named(self, number, name, hosts, *command):
+        """The command, run in a namespace where the machine is called so, and knows others by this file of hosts."""
+        inner = f'mount --bind {hosts} /etc/hosts && hostname {name} && exec "$@"'
+        space = f"--net=/var/run/netns/{self.spaces[number]}"
+        return ["nsenter", space, "unshare", "--uts", "--mount", "sh", "-c", inner, "sh", *map(str, command)]
+
     def _processes(self, number):
         listed = subprocess.run(["ip", "netns", "pids", self.spaces[number]], capture_output=True, text=True)
         return map(int, listed.stdout.split())
+
+    @contextmanager
+    def kept(self):
+        """A context that waits until the processes of all namespaces are those of its beginning."""
+        before = self._all_processes()
+        yield
+        wait(lambda: self._all_processes() <= before, "the end of a process")
+
+    def _all_processes(self):
+        return {pid for number in range(len(self.spaces)) for pid in self._processes(number)}
 
     def _end_all(self, number):
         for pid in self._processes(number):
@@ -83,5 +99,5 @@ def wait(is_there, what):
     """Return once ``is_there()``; an error after 30 s."""
     until_s = time.monotonic() + 30
     while not is_there():
-        assert time.monotonic() < until_s, f"{what} does not answer"
+        assert time.monotonic() < until_s, f"{what} does not come"
         time.sleep(0.2)

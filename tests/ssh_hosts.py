@@ -13,7 +13,6 @@ import namespaces
 ROOT = Path(__file__).parents[1]
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
 MISSING = [name for name, there in {**namespaces.NEEDED, "sshd": SSHD}.items() if not there]
-PYTHON = f"env PYTHONPATH={ROOT} TF_CPP_MIN_LOG_LEVEL=2 {sys.executable}"
 
 
 class SshHosts(namespaces.Namespaces):
@@ -62,11 +61,18 @@ class SshHosts(namespaces.Namespaces):
             asked = self.on(0, "ssh", "-F", str(self.config), name, "true")
             namespaces.wait(lambda asked=asked: not subprocess.run(asked, capture_output=True).returncode, "sshd")
 
-    def launch(self, hosts, *arguments, **settings):
-        """``pipetrain launch --hosts`` as a process on the first host."""
+    def launch(self, hosts, *arguments, path=(), path_there=(), **settings):
+        """``pipetrain launch --hosts`` as a process on the first host; folders before others on the path of modules."""
+        path, path_there = (":".join(map(str, [*folders, ROOT])) for folders in (path, path_there))
         command = [*self.on(0, sys.executable, "-m", "pipetrain", "launch", "--ssh", f"ssh -F {self.config}")]
-        command += ["--python", PYTHON, "--hosts", hosts, *map(str, arguments)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"}
+        command += [
+            "--python",
+            f"env PYTHONPATH={path_there} TF_CPP_MIN_LOG_LEVEL=2 {sys.executable}",
+            "--hosts",
+            hosts,
+            *map(str, arguments),
+        ]
+        environment = {**os.environ, "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "2"}
         return subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, **settings
         )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,6 +13,7 @@ import uuid
 from pathlib import Path
 
 import h5py
+import namespaces
 import pytest
 import slurm_nodes
 import ssh_hosts
@@ -53,8 +56,8 @@ def processes(mark):
     return found
 
 
-def launching(*arguments, **settings):
-    command = [sys.executable, "-m", "pipetrain", "launch", *map(str, arguments)]
+def launching(*arguments, within=(), **settings):
+    command = [*within, sys.executable, "-m", "pipetrain", "launch", *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **settings)
 
 
@@ -216,6 +219,37 @@ def hosts(tmp_path_factory):
 @by_ssh
 @pytest.mark.wide
 class TestSsh:
+    @pytest.fixture(autouse=True)
+    def nothing_left(self, hosts):
+        with hosts.kept():
+            yield
+
+    def test_another_user_of_any_of_the_hosts_reaches_all_workers(self, hosts, asks, marked, tmp_path):
+        """As SECURITY.md says."""
+        process = hosts.launch("host1,host2", tmp_path / "shows.py")
+        _, last = addresses(process)
+        for n in (0, 1, 2):
+            assert f"read: {SECRET}" in asks(last, hosts.on(n))
+        process.terminate()
+        process.communicate(timeout=20)
+
+    def test_three_hosts_train_the_same_weights(self, hosts, marked, wanted, tmp_path):
+        process = hosts.launch("host1,host2,host3", SCRIPT, tmp_path / "it", "three")
+        text, _ = process.communicate(timeout=100)
+        assert (process.returncode, text.splitlines()[-1]) == (0, "done")
+        assert_trained(tmp_path / "it", wanted)
+
+    @pytest.mark.parametrize("package", ["tensorflow", "pipetrain"])
+    def test_a_host_with_another_version_is_named(self, hosts, package, marked, tmp_path):
+        for version in ("1.2.3", "1.2.4"):
+            about = tmp_path / version / f"{package}-{version}.dist-info"
+            about.mkdir(parents=True)
+            (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+        folders = {"path": [tmp_path / "1.2.3"], "path_there": [tmp_path / "1.2.4"]}
+        text, _ = (process := hosts.launch("host1", SCRIPT, tmp_path / "it", **folders)).communicate(timeout=30)
+        assert process.returncode == 2 and "The worker on host1 does not start" in text
+        assert f"This host has another {package}. Received: {package}==1.2.4, where 1.2.3 is used" in text
+
     def test_a_script_trains_over_tunnels_and_no_port_is_open(self, hosts, marked, wanted, tmp_path):
         process = hosts.launch("host1,host2", SCRIPT, tmp_path / "it", "wait")
         while "waits" not in process.stdout.readline():
@@ -285,17 +319,38 @@ def nodes(tmp_path_factory):
 @pytest.mark.skipif(bool(slurm_nodes.MISSING), reason=f"needs {', '.join(slurm_nodes.MISSING)}")
 @pytest.mark.wide
 class TestSlurm:
-    def srun(self, nodes, *arguments):
+    @pytest.fixture(autouse=True)
+    def nothing_left(self, nodes):
+        with nodes.kept():
+            yield
+
+    def sruns(self, nodes, *arguments, options=()):
         command = [sys.executable, "-m", "pipetrain", "launch", *map(str, arguments)]
-        done = subprocess.run(
-            nodes.on(0, "srun", "-N2", "-c2", *command),
+        return subprocess.Popen(
+            nodes.on(0, "srun", "-N2", "-c2", *options, *command),
             env={**nodes.environment, MARK: os.environ[MARK], "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=100,
         )
-        return done.returncode, done.stdout
+
+    def srun(self, nodes, *arguments):
+        text, _ = (process := self.sruns(nodes, *arguments)).communicate(timeout=100)
+        return process.returncode, text
+
+    @pytest.mark.parametrize("options", [[], ["--kill-on-bad-exit=1"]], ids=["", "kill on bad exit"])
+    def test_a_task_that_is_killed_ends_the_run_and_the_next_step_goes_on(self, options, nodes, marked, tmp_path):
+        process = training(self.sruns(nodes, "--plain", SCRIPT, tmp_path / "it", "resume", options=options), tmp_path)
+        nodes.kill(2, b"worker")
+        text, _ = process.communicate(timeout=100)
+        assert process.returncode != 0 and "srun: error: node2: task 1: " in text
+        if not options:
+            assert "WorkerLost: Lost a worker: node2:" in text
+        ended(marked)
+        assert self.srun(nodes, "--plain", SCRIPT, tmp_path / "it", "resume")[0] == 0
+        assert self.srun(nodes, "--plain", SCRIPT, tmp_path / "other", "resume")[0] == 0
+        for mine, other in zip(weights(tmp_path / "it"), weights(tmp_path / "other"), strict=True):
+            assert (mine == other).all()
 
     def test_a_script_trains_on_all_nodes(self, nodes, marked, wanted, tmp_path):
         status, text = self.srun(nodes, "--plain", SCRIPT, tmp_path / "it")
@@ -380,6 +435,72 @@ def test_a_worker_of_another_job_is_refused_and_that_job_goes_on(marked, wanted,
     assert [process.returncode for process in processes] == [0, 0] and "done" in said[1].splitlines()
     ended(marked)
     assert_trained(tmp_path / "it", wanted)
+
+
+@pytest.mark.wide
+@pytest.mark.skipif(bool(ssh_hosts.MISSING), reason="needs root and iproute2")
+def test_pods_of_an_indexed_job_find_each_other_by_the_names_of_a_service(marked, wanted, tmp_path, monkeypatch):
+    with namespaces.Namespaces(2, "10.81.0") as pods:
+        names = [f"train-{n}.train" for n in range(2)]
+        known = "".join(f"{address} {name}\n" for address, name in zip(pods.addresses, names))
+        (tmp_path / "hosts").write_text(f"127.0.0.1 localhost\n{known}")
+        with pods.kept():
+            processes = []
+            for n in (1, 0):
+                monkeypatch.setenv("JOB_COMPLETION_INDEX", str(n))
+                line = [sys.executable, "-m", "pipetrain", "launch", "--plain", "--hosts", "train-[0-1].train"]
+                command = pods.named(n, f"train-{n}", tmp_path / "hosts", *line, SCRIPT, tmp_path / "it")
+                processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+            said = [process.communicate(timeout=100)[0] for process in processes]
+            assert [process.returncode for process in processes] == [0, 0] and "done" in said[1].splitlines()
+    assert_trained(tmp_path / "it", wanted)
+
+
+@pytest.mark.wide
+def test_a_port_in_use_is_told(marked, tmp_path, monkeypatch):
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "0")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        status, text = launched("--hosts", "localhost", "--port", port, SCRIPT, tmp_path / "it", timeout_s=30)
+    assert status == 2 and f"Received: localhost:{port}. Try another port" in text
+
+
+SECRET = "what only the worker's user may read"
+OWN_NETWORK = ["unshare", "--map-root-user", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+
+
+@pytest.fixture
+def asks(tmp_path):
+    """A script that prints the workers' addresses and waits, and what another user gets from one of them."""
+    (tmp_path / "shows.py").write_text("import os, time\nprint(os.environ['TF_CONFIG'], flush=True)\ntime.sleep(600)\n")
+    (tmp_path / "secret").write_text(SECRET)
+    (tmp_path / "secret").chmod(0o600)
+
+    def another_user(address, within=()):
+        command = [*within, sys.executable, str(ROOT / "tests/another_user.py"), "65534", address, tmp_path / "secret"]
+        return subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=100).stdout
+
+    yield another_user
+
+
+def addresses(process):
+    while "cluster" not in (line := process.stdout.readline()):
+        assert process.poll() is None
+    return json.loads(line)["cluster"]["worker"]
+
+
+@pytest.mark.wide
+@pytest.mark.skipif(bool(ssh_hosts.MISSING), reason="needs root and iproute2")
+@pytest.mark.parametrize("own_network", [False, True])
+def test_another_user_reaches_workers_that_have_no_network_of_their_own(own_network, asks, marked, tmp_path):
+    """As SECURITY.md says."""
+    process = launching("--local", 2, tmp_path / "shows.py", within=OWN_NETWORK if own_network else [])
+    for address in addresses(process):
+        said = asks(address)
+        assert said.startswith("may not read it itself\n")
+        assert ("connection refused" if own_network else f"read: {SECRET}") in said
+    process.terminate()
+    process.communicate(timeout=20)
 
 
 @pytest.mark.wide
