@@ -51,6 +51,10 @@ class Namespaces:
             for device in ("eth0", "lo"):
                 run("ip", "-n", space, "link", "set", device, "up")
 
+    def on(self, number, *command):
+        """The command, run in a namespace."""
+        return ["ip", "netns", "exec", self.spaces[number], *map(str, command)]
+
     def named(self, number, name, hosts, *command):
         """The command, run in a namespace where the machine is called so, and knows others by this file of hosts."""
         inner = f'mount --bind {hosts} /etc/hosts && hostname {name} && exec "$@"'

@@ -27,10 +27,6 @@ class SshHosts(namespaces.Namespaces):
         self.names = [f"host{n}" for n in range(count)]
         self.folder, self.config = Path(folder), Path(folder) / "config"
 
-    def on(self, number, *command):
-        """The command, run on a host."""
-        return ["ip", "netns", "exec", self.spaces[number], *command]
-
     def _make(self):
         super()._make()
         for name in ("client", "server"):

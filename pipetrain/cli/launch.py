@@ -228,7 +228,8 @@ def _as_member(member: Member, options: argparse.Namespace, arguments: list[str]
     if member.number > 0:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process hands it to the script, which drains
         with subprocess.Popen(worker, stdin=subprocess.PIPE, start_new_session=True) as process:
-            return process.wait()  # the first one says when it has ended
+            status = process.wait()  # the first one says when it has ended
+            return status if status >= 0 else 128 - status
     source, sink = os.pipe()
     worker += ["--announce", str(sink)]
     with subprocess.Popen(worker, stdin=subprocess.PIPE, pass_fds=[sink], start_new_session=True) as process:

@@ -29,6 +29,8 @@ def probed(address: str, timeout_s: float) -> str:
             each.settimeout(timeout_s)
             each.sendall(PREFACE)
             answer = each.recv(9)
+        if not answer:  # such as of a tunnel, behind which nobody listens
+            return "the connection is closed"
         return "" if len(answer) > 3 and answer[3] == SETTINGS_FRAME else "something else listens there"
     except (socket.gaierror, UnicodeError):  # the latter of names that cannot be any host's
         return NO_HOST

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -487,6 +488,50 @@ def addresses(process):
     while "cluster" not in (line := process.stdout.readline()):
         assert process.poll() is None
     return json.loads(line)["cluster"]["worker"]
+
+
+TLS = {**namespaces.NEEDED, **{name: shutil.which(name) for name in ("stunnel", "openssl", "nsenter")}}
+
+
+@pytest.mark.wide
+@pytest.mark.skipif(not all(TLS.values()), reason=f"needs {', '.join(TLS)}")
+def test_hosts_train_behind_mutual_tls(marked, wanted, tmp_path, monkeypatch):
+    """The example: hosts a and b have the certificate, a third one does not."""
+    names = ["-keyout", tmp_path / "job.key", "-out", tmp_path / "job.crt"]
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:3072", "-nodes", "-days", "30", "-subj", "/CN=train", *names]
+    subprocess.run(made, check=True, capture_output=True)
+    (tmp_path / "job.pem").write_text((tmp_path / "job.key").read_text() + (tmp_path / "job.crt").read_text())
+    monkeypatch.setenv("PYTHON", sys.executable)
+    with namespaces.Namespaces(3, "10.82.0") as hosts:
+        known = "".join(f"{address} {name}\n" for address, name in zip(hosts.addresses, "abc"))
+        (tmp_path / "hosts").write_text(f"127.0.0.1 localhost\n{known}")
+
+        def run(*arguments):
+            line = ["bash", ROOT / "examples/stunnel.sh"]
+            commands = [hosts.named(n, "ab"[n], tmp_path / "hosts", *line, n, "a b", *arguments) for n in (1, 0)]
+            return [
+                subprocess.Popen(each, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path)
+                for each in commands
+            ]
+
+        def asked(*certificate):
+            """What a third host gets of the second one's ports, and of its worker's, through TLS."""
+            command = hosts.on(2, sys.executable, ROOT / "tests/tls_client.py", hosts.addresses[1], *certificate)
+            return subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout.split()
+
+        with hosts.kept():
+            processes = run(SCRIPT, tmp_path / "it", "wait")
+            while "waits" not in processes[1].stdout.readline():
+                assert processes[1].poll() is None
+            assert asked() == ["4001", "refused"]
+            assert asked(tmp_path / "job.pem") == ["4001", "answered"]
+            for process in processes:
+                subprocess.run(["pkill", "-P", str(process.pid)], check=True)
+                process.communicate(timeout=30)
+            processes = run(SCRIPT, tmp_path / "it")
+            said = [process.communicate(timeout=100)[0] for process in processes]
+            assert [process.returncode for process in processes] == [0, 0] and "done" in said[1].splitlines()
+    assert_trained(tmp_path / "it", wanted)
 
 
 @pytest.mark.wide
