@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import time
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipetrain.cluster.hosts import OF_JOB, Hosts, split
+from pipetrain.cluster.hosts import Hosts, job_of, split
 from pipetrain.cluster.sockets import NO_HOST, probed
 
 RETRY_S = 0.2
@@ -74,18 +73,17 @@ def check_versions(hosts: Hosts, versions: Sequence[str | None]) -> None:
 
 
 def check_jobs(hosts: Hosts, jobs: Sequence[str]) -> None:
-    """Raise ValueError for workers of other jobs than this process' one; a program that is of none joins any.
+    """Raise ValueError for workers of other jobs than a launcher has told; a program that nobody launched joins any.
 
     Two jobs may have been given the same ports: the second one's worker cannot listen there, and the first's does.
     """
-    own = os.environ.get(OF_JOB)
-    others = [
-        f"{address} of {f'job {job}' if job else 'no job'}"
+    others = {
+        address: f"{address} of {f'job {job}' if job else 'no job'}"
         for address, job in zip(hosts.workers, jobs, strict=True)
-        if own is not None and job != own
-    ]
+        if job_of(address) not in (None, job)
+    }
     if others:
         raise ValueError(
-            f"Workers are another job's. Received: {', '.join(others)}; this is job {own}. "
-            "Try other ports by --port, or when that job has ended; --job names a job."
+            f"Workers are another job's. Received: {', '.join(others.values())}; this is job "
+            f"{job_of(next(iter(others)))}. Try other ports by --port, or when that job has ended; --job names a job."
         )

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 import tensorflow as tf
 
 from pipetrain.cluster.checks import check_answers, check_jobs, check_versions
-from pipetrain.cluster.hosts import OF_JOB, Hosts, split
+from pipetrain.cluster.hosts import Hosts, job_of, split
 from pipetrain.cluster.server import ABOUT, ALIVE, END, OWNER, keep_to_loopback, listening, without_proxy_to
 from pipetrain.compute.cores import cores
 from pipetrain.run.control import CallThread
@@ -183,7 +183,7 @@ def end_workers(limit_s: float = 5.0) -> None:
 
 
 def _ask_to_end(task: int) -> None:
-    if _job(task) == os.environ.get(OF_JOB, ""):
+    if _job(task) == (job_of(_JOINED[-1].task_address(JOB, task)) or ""):
         with tf.device(_cpu(task)):
             tf.io.write_file(END, "")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 NAMES = "PIPETRAIN_WORKER_NAMES"  # the hosts of addresses, as JSON
-OF_JOB = "PIPETRAIN_JOB"  # a controller joins no worker of another job than this one
+JOBS = "PIPETRAIN_WORKER_JOBS"  # whose workers are to be at addresses, as JSON
 EXAMPLE = '{"workers": ["10.0.0.1:2222", "10.0.0.2:2222"]}'
 
 
@@ -31,6 +31,12 @@ def named(address: str) -> str:
     """A worker's address with the name of its host before it, if the launcher that started it has told that."""
     name = json.loads(os.environ.get(NAMES) or "{}").get(address)
     return f"{name} ({address})" if name else address
+
+
+def job_of(address: str) -> str | None:
+    """Whose worker is to be there by the launcher that started it; None if it has told nothing."""
+    found = json.loads(os.environ.get(JOBS) or "{}").get(address)
+    return None if found is None else str(found)
 
 
 def with_port(host: str, port: int) -> str:

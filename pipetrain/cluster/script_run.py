@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from pipetrain.cluster.commands import process
-from pipetrain.cluster.hosts import NAMES, OF_JOB
+from pipetrain.cluster.hosts import JOBS, NAMES
 from pipetrain.cluster.sockets import missing
 from pipetrain.cluster.supervision import Renew, Supervision
 
@@ -63,7 +63,7 @@ class ScriptRun(Supervision):
         tf_config = json.dumps({"cluster": {"worker": self.workers}})
         self._begun_s = time.monotonic()
         told = {"TF_CONFIG": tf_config, NAMES: json.dumps(self._names)}
-        told |= {} if self._job is None else {OF_JOB: self._job}
+        told[JOBS] = json.dumps({} if self._job is None else dict.fromkeys(self.workers, self._job))
         told["CUDA_VISIBLE_DEVICES"] = "-1"  # GPUs are the workers': TensorFlow would take this host's memory of all
         if self._report is not None:
             os.close(self._report)

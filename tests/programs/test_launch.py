@@ -118,6 +118,17 @@ def test_the_exit_status_is_the_script_s(what, status, marked, tmp_path):
 
 
 @pytest.mark.wide
+def test_a_script_that_a_scheduler_s_launch_runs_may_launch_others(marked, tmp_path, monkeypatch):
+    (tmp_path / "inner.py").write_text("print('inner')\n")
+    line = "[sys.executable, '-m', 'pipetrain', 'launch', '--local', '1', 'inner.py']"
+    (tmp_path / "outer.py").write_text(f"import subprocess, sys\nsubprocess.run({line}, check=True)\n")
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "0")
+    at = ["--hosts", "localhost", "--port", *free_ports(1)]
+    status, text = launched(*at, "outer.py", cwd=tmp_path)
+    assert status == 0 and text.splitlines()[-1] == "inner"
+
+
+@pytest.mark.wide
 def test_a_module_is_a_script_too(marked, tmp_path):
     (tmp_path / "mine.py").write_text("import sys, pipetrain\nprint(__name__, sys.argv[1:])\n")
     process = launching("--local", 1, "-m", "mine", "--x", "1", cwd=tmp_path)
