@@ -15,6 +15,7 @@ import tensorflow as tf
 from tensorflow.core.framework.attr_value_pb2 import AttrValue
 from tensorflow.python.distribute.values import DistributedVariable
 from tensorflow.python.eager import context
+from tensorflow.python.framework import ops
 from tensorflow.python.framework.config import is_op_determinism_enabled
 from tensorflow.python.ops.control_flow_ops import XLAControlFlowContext
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
@@ -38,6 +39,22 @@ def note_captured_shapes(graph: Any) -> None:
             types = AttrValue.ListValue(type=[known.dtype])
             inner.op._set_attr("_handle_dtypes", AttrValue(list=types))
             inner.op._set_attr("_handle_shapes", AttrValue(list=AttrValue.ListValue(shape=[known.shape])))
+
+
+@contextmanager
+def without_gradients() -> Iterator[None]:
+    """No operation that is traced within is differentiated.
+
+    Else TensorFlow keeps what it has noted for a custom gradient as long as the process lives, and with it the graph
+    and all variables that the graph captures. Keras' optimizers trace such an operation.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    before = len(graph.get_operations())
+    yield
+    for operation in graph.get_operations()[before:]:
+        if operation.type == "IdentityN" and "_gradient_op_type" in operation.node_def.attr:
+            name = operation.get_attr("_gradient_op_type").decode()
+            ops.gradient_registry._registry.pop(name, None)
 
 
 def call_of(concrete: Any, is_optimized: bool = True) -> Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]]:

@@ -12,6 +12,7 @@ from pipetrain.compute.keras_private import averages_of, count_of, decay_of, rat
 from pipetrain.compute.optimizer.clone import Rescaled, SpikeCompensated, clone, whole_step
 from pipetrain.compute.optimizer.slots import Slot, slots
 from pipetrain.compute.optimizer.velocity import HorizonFit, Velocity, is_adam, velocity_of
+from pipetrain.compute.tensorflow_private import without_gradients
 from pipetrain.schemes.prediction import decayed, predict
 from pipetrain.schemes.scheme import UpdateRule
 
@@ -85,7 +86,8 @@ class Update:
         if _is_momentum(self._optimizer) and self._plain(gradients):
             self._momentum_step(gradients)
         elif present:  # a class of the user's may look at what is missing, too
-            self._optimizer.apply_gradients(every if self._is_whole else present)
+            with without_gradients():
+                self._optimizer.apply_gradients(every if self._is_whole else present)
         else:  # which Keras' own ``apply`` refuses: the weights that are trained may be other stages'
             self._end_step()
         if velocity := self._velocity:

@@ -124,8 +124,10 @@ class MessageLayout:
             if len(numbers) == 1:
                 found[numbers[0]] = message
                 continue
-            parts = tf.split(message, [_elements(self._like[n]) for n in numbers])
-            found |= {n: shaped(part, self._like[n].shape) for n, part in zip(numbers, parts, strict=True)}
+            # Of a second dimension TensorFlow copies the parts. Parts of the first share the message's memory, and what
+            # is computed in place of such a part, and kept by a variable, would keep the whole message.
+            parts = tf.split(message[tf.newaxis], [_elements(self._like[n]) for n in numbers], axis=1)
+            found |= {n: tf.reshape(part, self._like[n].shape) for n, part in zip(numbers, parts, strict=True)}
         return found
 
 
