@@ -1,7 +1,7 @@
 """Trains on files that only the workers have; prints, as JSON, what this process sent in each step and how it trained.
 
 ``python worker_files.py SCHEME FOLDER ADDRESS ...``: in the folder every worker has what ``write`` wrote there, this
-process nothing. ``python worker_files.py --write FOLDER WORKER WORKERS`` writes.
+process nothing. ``python worker_files.py --write FOLDER WORKER READERS`` writes, for the first workers, which read.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ def rows():
     return generator.normal(size=(STEPS * BATCH, WIDTH)).astype("float32"), generator.integers(5, size=STEPS * BATCH)
 
 
-def write(folder, worker, workers):
+def write(folder, worker, readers):
     """This worker's rows of every minibatch, each minibatch a file."""
     x, y = rows()
-    x, y = x.reshape(STEPS, workers, -1, WIDTH)[:, worker], y.reshape(STEPS, workers, -1)[:, worker]
-    for step in range(STEPS):
+    for step in range(STEPS) if worker < readers else ():
         name = f"{folder}/{step:03}"
-        Path(f"{name}.x").write_bytes(x[step].tobytes())
-        Path(f"{name}.y").write_bytes(y[step].astype("int32").tobytes())
+        mine = np.arange(len(x)).reshape(STEPS, readers, -1)[step, worker]
+        Path(f"{name}.x").write_bytes(x[mine].tobytes())
+        Path(f"{name}.y").write_bytes(y[mine].astype("int32").tobytes())
 
 
 def main(scheme, folder, *addresses):

@@ -30,8 +30,9 @@ def data(fn: Make) -> WorkerData:
     """Training data that each worker reads by itself, on its own host: ``pm.fit(pipetrain.data(fn), epochs=3)``.
 
     Minibatch k is the concatenation, in the order of the workers, of the k-th elements of their datasets. For a scheme
-    that divides a minibatch's rows, all-reduce and parameter-server, every device that computes is a worker. No rows
-    pass through the process that calls ``fit``.
+    that divides a minibatch's rows, all-reduce and parameter-server, every device that computes is a worker; in a
+    pipeline the first stage's device is the only one, and labels go from its host to the last stage's. No inputs pass
+    through the process that calls ``fit``; labels come to it where it has metrics to update.
 
     ``fn`` is called in that process when ``fit`` begins, once for each worker, and is traced as by ``tf.function``:
     what Python does in it (``os.listdir``, ``open``, NumPy) is done there and then; the operations of ``tf.data`` and
@@ -149,7 +150,8 @@ def check_readers(readers: Sequence[str], scheme: str) -> None:
     if not readers:
         raise ValueError(
             "With this scheme workers do not read data by themselves. Received: x=pipetrain.data(...), "
-            f"scheme={scheme!r}. Try scheme='all-reduce' or 'parameter-server', or fit with a tf.data.Dataset."
+            f"scheme={scheme!r}. Try scheme='all-reduce', 'parameter-server' or a pipeline such as '1f1b'; or fit with a "
+            "tf.data.Dataset."
         )
 
 

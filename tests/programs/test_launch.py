@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -102,6 +103,13 @@ def test_a_script_trains_on_local_workers(marked, wanted, tmp_path):
     assert (status, text.splitlines()[-1]) == (0, "done")
     ended(marked, 3.0)
     assert_trained(tmp_path / "it", wanted)
+
+
+@pytest.mark.wide
+def test_the_guide_s_example_reads_what_workers_have(marked, tmp_path):
+    process = launching("--local", 2, ROOT / "examples/worker_files.py", cwd=tmp_path)
+    text, _ = process.communicate(timeout=100)
+    assert process.returncode == 0 and float(re.findall(r"\bval_accuracy: ([0-9.]+)", text)[-1]) > 0.75, text
 
 
 @pytest.mark.parametrize(
