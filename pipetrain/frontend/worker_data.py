@@ -150,8 +150,8 @@ def check_readers(readers: Sequence[str], scheme: str) -> None:
     if not readers:
         raise ValueError(
             "With this scheme workers do not read data by themselves. Received: x=pipetrain.data(...), "
-            f"scheme={scheme!r}. Try scheme='all-reduce', 'parameter-server' or a pipeline such as '1f1b'; or fit with a "
-            "tf.data.Dataset."
+            f"scheme={scheme!r}. Try scheme='all-reduce', 'parameter-server' or a pipeline such as '1f1b'; or fit with "
+            "a tf.data.Dataset."
         )
 
 
