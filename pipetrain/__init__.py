@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pipetrain.cluster.local_workers import LocalWorkers
     from pipetrain.compute.profiling.profiler import profile
     from pipetrain.devices import set_cpu_devices
+    from pipetrain.frontend.worker_data import data
     from pipetrain.logs import set_verbosity
     from pipetrain.model import PipelineModel
     from pipetrain.plan.partition import partition
@@ -74,6 +75,7 @@ __all__ = [
     "callbacks",
     "choose",
     "connect",
+    "data",
     "idle",
     "partition",
     "profile",
@@ -111,6 +113,7 @@ _HOMES = {
     "WorkerLost": "pipetrain.cluster.health",
     "choose": "pipetrain.simulation.every_way",
     "connect": "pipetrain.cluster.connection",
+    "data": "pipetrain.frontend.worker_data",
     "idle": "pipetrain.trace.idle",
     "partition": "pipetrain.plan.partition",
     "profile": "pipetrain.compute.profiling.profiler",

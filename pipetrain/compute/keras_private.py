@@ -15,6 +15,7 @@ from keras.src.backend.common.global_state import get_global_attribute, set_glob
 from keras.src.random.seed_generator import global_seed_generator
 from keras.src.trainers.compile_utils import CompileLoss, get_loss
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from keras.src.trainers.trainer import model_supports_jit
 
 Value = TypeVar("Value")
@@ -281,6 +282,11 @@ def rows_of_minibatches(epoch_iterator: Any) -> list[int]:
     whole = [adapter.batch_size] if epoch_iterator.num_batches != 1 or not adapter.has_partial_batch else []
     is_cut_short = epoch_iterator.steps_per_epoch is not None or not adapter.has_partial_batch
     return whole if is_cut_short else [*whole, adapter.partial_batch_size]
+
+
+def weighted_by_class(dataset: Any, class_weight: Any) -> Any:
+    """The data set with sample weights by class, as Keras' loop makes it; publicly only ``fit`` does."""
+    return TFDatasetAdapter(dataset, class_weight=class_weight).get_tf_dataset()
 
 
 def flat_layers(model: keras.Model) -> list[Any]:

@@ -182,6 +182,11 @@ class AutoStrategy(PipelineStrategy):
         self.devices, self._staleness, self.given = list(devices), staleness, given
 
     @property
+    def readers(self) -> Sequence[str]:
+        """None, before a way is chosen."""
+        return ()
+
+    @property
     def is_laid_out(self) -> bool:
         """Whether a layout is given, whose schedule is to be chosen; else any way may be."""
         return self.given.layout != (None, None, None)

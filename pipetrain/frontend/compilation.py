@@ -22,6 +22,8 @@ from pipetrain.frontend.loss_of_parts import LossOfParts, check_minimised
 from pipetrain.frontend.metrics import TrackedMetrics
 from pipetrain.frontend.planner import Planner
 from pipetrain.frontend.refusals import check_assignments, check_loop, check_optimizer, check_own
+from pipetrain.run.pipeline import HOST
+from pipetrain.run.worker_rows import on_one_device
 from pipetrain.schemes.scheme import Scheme
 
 
@@ -106,7 +108,7 @@ class Compilation:
         parts = planner.training.microbatches * planner.layout.replicas[-1]  # of its rows, each with its own loss
         self._of_parts = LossOfParts(loss, parts, self.metrics, self._model)
         rate = None if self._scheduled else rate_of(steps).value
-        self.data = InputData(self._model, rate, self._of_parts.weigh)
+        self.data = InputData(self._model, rate, self._of_parts.weigh, self._of_parts.together)
 
     def _check_own(self) -> None:
         check_own(weights_of(self.steps), self._model.variables, self.steps)
@@ -155,7 +157,8 @@ class Compilation:
         first = self.data.first
         if first is not None:
             outputs = partial(output_specs, self._model, self._chain, self.data.shapes)
-            self._of_parts.try_on(first.y, first.sample_weight, outputs)
+            y, sample_weight = on_one_device((first.y, first.sample_weight), HOST)
+            self._of_parts.try_on(y, sample_weight, outputs)
 
     def check_traced(self, stages: Sequence[Stage]) -> None:
         """Raise ValueError for what only a trace shows: nothing to minimise, or assignments to trained weights."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from typing import Any
@@ -83,6 +83,11 @@ class DataParallelStrategy:
     def trace(self) -> Trace:
         """Empty: TensorFlow runs the replicas, and stages have no actions."""
         return Trace(())
+
+    @property
+    def readers(self) -> Sequence[str]:
+        """None: MirroredStrategy divides the data set of this process."""
+        return ()
 
     def build_metrics(self, own: Callable[[Any, Any], None], epoch_iterator: Any, batch: Any) -> None:
         """Keras' own, of a batch like those that will be read; and what kind the loss is."""

@@ -21,7 +21,8 @@ from pipetrain.frontend.refusals import check_loss_scaling
 from pipetrain.frontend.runner_strategy import RunnerStrategy
 from pipetrain.plan.grid_cost import best_grid
 from pipetrain.run.pipeline import HOST
-from pipetrain.run.step_runner import StepRunner, WorkerRows
+from pipetrain.run.step_runner import StepRunner
+from pipetrain.run.worker_rows import WorkerRows
 from pipetrain.schemes.grid import Grid
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.transfers.plan import Phase, Plan

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, count
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from pipetrain.cluster.connection import joins
 from pipetrain.compute.functions.kernels import direct
 from pipetrain.compute.functions.weight_binding import any_rows
 from pipetrain.compute.graph.inputs import Shapes, in_order, memory_rows
 from pipetrain.compute.graph.segment import adapted
 from pipetrain.compute.profiling.block_passes import sample
 from pipetrain.compute.tensorflow_private import type_spec_of
+from pipetrain.frontend.worker_reader import Parts, WorkersIterator, read_function
 from pipetrain.run.window import Minibatch
 
 
@@ -95,6 +97,7 @@ def is_array(value: Any) -> bool:
 
 DEFAULT_ROWS = 32  # Keras' batch size where none is given
 Weigh = Callable[[Any, Any, list[tf.Tensor]], Any]
+WeighTogether = Callable[[Sequence[Any], Sequence[str]], list[Any]]
 
 
 class InputData:
@@ -108,14 +111,22 @@ class InputData:
         model: the model to feed.
         rate: a learning rate, which every minibatch takes along as it is when the minibatch is read.
         weigh: gives what minibatches have as sample weights, of labels, sample weights and inputs.
+        together: gives the same of all parts of a minibatch, of what ``weigh`` gives of each and their devices.
     """
 
-    def __init__(self, model: keras.Model, rate: tf.Variable | None = None, weigh: Weigh | None = None) -> None:
+    def __init__(
+        self,
+        model: keras.Model,
+        rate: tf.Variable | None = None,
+        weigh: Weigh | None = None,
+        together: WeighTogether | None = None,
+    ) -> None:
         self.first: Minibatch | None = None
         self.rows, self.targets = 0, None
         self.shapes: Shapes = ()
         self.spec: Any = None
-        self._model, self._rate, self._weigh = model, rate, weigh
+        self._model, self._rate, self._weigh, self._together = model, rate, weigh, together
+        self._by_workers: dict[Any, Any] = {}  # functions that read minibatches on their hosts
         self._last = tf.function(self._taken, autograph=False)
         self._next = tf.function(self._taken_of, autograph=False)
 
@@ -129,6 +140,10 @@ class InputData:
             taken = self._last.get_concrete_function(spec)
             minibatches = self._read(taken, iterator, spec, steps, ahead)
             first, targets, self.spec = next(minibatches), taken.structured_outputs, iterator.element_spec
+        elif isinstance(iterator, WorkersIterator):
+            function = self._on_workers(iterator)
+            minibatches = self._read_by_workers(function, iterator, steps)
+            first, targets, self.spec = next(minibatches), function.structured_outputs[0][0], iterator.element_spec
         else:
             minibatches = map(self._prepared, iterator)
             first = targets = next(minibatches)
@@ -185,6 +200,26 @@ class InputData:
         (handle,) = tf.nest.flatten(iterator, expand_composites=True)
         return lambda optional: op(optional, handle)
 
+    def _on_workers(self, iterator: WorkersIterator) -> Any:
+        """The function that reads a minibatch where its rows are."""
+        key = iterator.devices, iterator.element_spec, joins()  # of before, workers that are started anew know nothing
+        if key not in self._by_workers:
+            self._by_workers[key] = read_function(iterator.devices, iterator.element_spec, self._rows, self._weighed)
+        return self._by_workers[key]
+
+    def _weighed(self, parts: Parts, devices: Sequence[str]) -> Parts:
+        if self._together is None:
+            return parts
+        weights = self._together([each.sample_weight for each in parts], devices)
+        return [each._replace(sample_weight=weight) for each, weight in zip(parts, weights, strict=True)]
+
+    def _read_by_workers(self, function: Any, iterator: WorkersIterator, steps: int | None) -> Iterator[Minibatch]:
+        for _ in count() if steps is None else range(steps):
+            minibatch = iterator.read(function)
+            if minibatch is None:
+                return
+            yield minibatch._replace(learning_rate=None if self._rate is None else float(self._rate))
+
     def _taken_of(self, optional: Any, iterator: Any) -> tuple[Minibatch, Any, tf.Tensor]:
         """The minibatch, the next one, and as one tensor whether there is one, and the learning rate if it is read."""
         minibatch, following = self._taken(optional), iterator.get_next_as_optional()
@@ -199,21 +234,27 @@ class InputData:
         return self._prepared(optional.get_value())
 
     def _prepared(self, data: Any) -> Minibatch:
+        return self._rows(data)._replace(learning_rate=None if self._rate is None else self._rate.read_value())
+
+    def _rows(self, data: Any) -> Minibatch:
+        """The minibatch without its learning rate."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         y, sample_weight = keras.tree.map_structure(_tensor, (y, sample_weight))
-        rate = None if self._rate is None else self._rate.read_value()
         inputs = checked_inputs(x, self._model)
         if self._weigh is not None:
             sample_weight = self._weigh(y, sample_weight, inputs)
-        return Minibatch(inputs, y, sample_weight, rate)
+        return Minibatch(inputs, y, sample_weight)
 
 
 class InputsAlone(InputData):
     """Reads inputs alone; labels, where there are any, may be anything."""
 
-    def _prepared(self, data: Any) -> Minibatch:
+    def _rows(self, data: Any) -> Minibatch:
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         return Minibatch(checked_inputs(x, self._model), None, None)
+
+
+READ_BY = "read_by"  # the attribute of a data set that only describes others, which are read in its place
 
 
 class Untuned:
@@ -231,8 +272,9 @@ class Untuned:
         self._strategy = strategy
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
-        """The data set, for Keras to read."""
-        return self._strategy.experimental_distribute_dataset(untuned(dataset), options)
+        """The data set, for Keras to read; workers' datasets, where it stands for these."""
+        datasets = getattr(dataset, READ_BY, None)
+        return datasets or self._strategy.experimental_distribute_dataset(untuned(dataset), options)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._strategy, name)

@@ -33,6 +33,13 @@ from pipetrain.frontend.refusals import check_callbacks, check_compiled
 from pipetrain.frontend.status_page import asked_for
 from pipetrain.frontend.strategies import strategy_of
 from pipetrain.frontend.strategy import StepFunction
+from pipetrain.frontend.worker_data import (
+    WorkerData,
+    WorkerDatasets,
+    check_not_by_workers,
+    check_readers,
+    check_worker_data,
+)
 from pipetrain.frontend.wrapped_model import WrappedModel
 from pipetrain.plan.choice import Choice
 from pipetrain.schemes.options import AnyScheme
@@ -43,6 +50,7 @@ class KerasLoop(WrappedModel):
 
     Attributes:
         session: the ``fit`` that is under way, None if there is none.
+        worker_datasets: what workers read in this ``fit``, None if they read nothing.
         data_reader: what makes data sets in place of the strategy's distribution.
         is_verbose: whether work that takes long is shown.
         way: the arguments of ``PipelineModel`` that ``scheme="auto"`` has chosen: the scheme's name, its options and
@@ -50,6 +58,7 @@ class KerasLoop(WrappedModel):
     """
 
     session: FitSession | None = None
+    worker_datasets: WorkerDatasets | None = None
     data_reader: Any = None
     is_verbose: bool = True
     way: Mapping[str, Any] | None = None
@@ -101,18 +110,36 @@ class KerasLoop(WrappedModel):
         data |= {"validation_batch_size": validation_batch_size}
         loop = {"epochs": epochs, "verbose": verbose, "initial_epoch": initial_epoch, "class_weight": class_weight}
         loop |= {"steps_per_epoch": steps_per_epoch, "validation_steps": validation_steps}
+        check_worker_data(self.model, data)
         given = fit_arguments(self.model, data)
-        read = given["x"], given["y"], given["batch_size"]
-        with self._training("fit", *read, users, initial_epoch, verbose) as session:
-            added = [*asked_for(users), FitCallback(session)]
-            callbacks = with_last(callbacks, added, shows_progress=verbose != 0)
-            return super().fit(callbacks=callbacks, validation_freq=validation_freq, **loop, **given)
+        with self._read_by_workers(given, loop):
+            read = given["x"], given["y"], given["batch_size"]
+            with self._training("fit", *read, users, initial_epoch, verbose) as session:
+                added = [*asked_for(users), FitCallback(session)]
+                callbacks = with_last(callbacks, added, shows_progress=verbose != 0)
+                return super().fit(callbacks=callbacks, validation_freq=validation_freq, **loop, **given)
+
+    @contextmanager
+    def _read_by_workers(self, given: dict[str, Any], loop: dict[str, Any]) -> Iterator[None]:
+        """Arguments of Keras' ``fit`` for data that workers read, on whose hosts the datasets are meanwhile."""
+        if not isinstance(given["x"], WorkerData):
+            yield
+            return
+        self.check_compile_called("fit")
+        check_readers(self._strategy.readers, self.scheme)
+        with self._watched():
+            datasets = given["x"].on(self._strategy.readers, loop["class_weight"])
+            datasets.check_steps(loop["steps_per_epoch"])
+            given["x"], loop["class_weight"] = datasets.described, None
+            with Meanwhile(self, worker_datasets=datasets):
+                yield
 
     def train_on_batch(
         self, x: Any, y: Any = None, sample_weight: Any = None, class_weight: Any = None, return_dict: bool = False
     ) -> Any:
         """Keras' ``train_on_batch``: one minibatch through the pipeline, which then drains."""
         self.check_no_session("train_on_batch")
+        check_not_by_workers("train_on_batch", x)
         x, y, sample_weight = minibatch(self.model, x, y, sample_weight)
         with self._training("train_on_batch", x, y, None, verbose=0) as session:
             session.begin_epoch(1)
@@ -257,6 +284,7 @@ class KerasLoop(WrappedModel):
     ) -> Any:
         """Keras' ``evaluate`` through the pipeline's stages, with the weights of all minibatches so far."""
         self.check_compile_called("evaluate")
+        check_not_by_workers("evaluate", x)
         if not settings.get(OF_FIT):  # whose validation data have been preprocessed
             x, y, sample_weight, batch_size = minibatches(self.model, x, y, sample_weight, batch_size)
         shown = self.is_verbose if settings.get(OF_FIT) else verbose
@@ -284,6 +312,7 @@ class KerasLoop(WrappedModel):
 
         A model whose class has a ``predict_step`` of its own predicts by itself.
         """
+        check_not_by_workers("predict", x)
         if overridden(self.model, PREDICTING, HUB_LOOP):
             with self._drained():
                 return self.model.predict(x, batch_size, verbose, steps=steps, callbacks=callbacks)
@@ -316,7 +345,7 @@ class KerasLoop(WrappedModel):
 
     def end_interrupted(self) -> None:
         """Forget the call that was interrupted while it let go of what it had set here."""
-        for name in ("session", "data_reader", "_watch"):
+        for name in ("session", "worker_datasets", "data_reader", "_watch"):
             if vars(self).get(name) is not None:
                 setattr(self, name, None)
         if not self.is_verbose:
@@ -328,9 +357,15 @@ class KerasLoop(WrappedModel):
         if self._watch is not None:
             yield self._watch
             return
-        strategy = self._strategy
-        with HealthMonitor(strategy.planner.layout.stages_on, strategy.lose) as watch, Meanwhile(self, _watch=watch):
+        stages_on = self._strategy.planner.layout.stages_on
+        with HealthMonitor(stages_on, self._lose) as watch, Meanwhile(self, _watch=watch):
             yield watch
+
+    def _lose(self, error: Exception) -> None:
+        """From another thread, repeatedly: a worker is lost. Nobody waits for it any longer, but is given the error."""
+        if (datasets := self.worker_datasets) is not None:
+            datasets.lost.told(error)
+        self._strategy.lose(error)
 
     @contextmanager
     def _saying(self, verbose: Any) -> Iterator[None]:

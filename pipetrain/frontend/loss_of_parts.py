@@ -12,9 +12,9 @@ import tensorflow as tf
 
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.keras_private import mask_of
-from pipetrain.frontend.input_data import Weigh
+from pipetrain.frontend.input_data import Weigh, WeighTogether
 from pipetrain.frontend.loss_reduction import Way, divides, found_way, hinges, is_known, ways
-from pipetrain.frontend.metrics import TrackedMetrics, undivided
+from pipetrain.frontend.metrics import TrackedMetrics, divided_together, undivided
 
 Masks = Callable[[Sequence[tf.Tensor]], list[Any]]  # of a minibatch's inputs those of all outputs, None for some
 
@@ -115,7 +115,8 @@ class LossOfParts:
         metrics: which compute the loss.
         model: whose outputs it is of.
 
-    ``weigh`` gives what minibatches have in place of sample weights; None where they keep them.
+    ``weigh`` gives what minibatches have in place of sample weights, ``together`` that of parts that are read apart;
+    None where they keep them.
 
     Raises:
         ValueError: for reductions that cannot be put together.
@@ -130,6 +131,7 @@ class LossOfParts:
         self._ways: list[Way] = ways(loss, parts, model.outputs, self._masks is not None)
         self._divided = metrics.divide(loss) if self._ways == ["divided"] else None
         self.weigh: Weigh | None = self._weighed if self._divided else None
+        self.together: WeighTogether | None = divided_together if self._divided else None
 
     def _weighed(self, y: Any, sample_weight: Any, inputs: Sequence[tf.Tensor]) -> Any:
         assert self._divided is not None

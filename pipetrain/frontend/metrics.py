@@ -28,7 +28,9 @@ from pipetrain.compute.keras_private import (
 from pipetrain.frontend.attributes import undone
 from pipetrain.frontend.loss_reduction import Divisor, divides_by, ignored_class
 from pipetrain.run.collector import Result
+from pipetrain.run.pipeline import HOST
 from pipetrain.run.window import Minibatch
+from pipetrain.run.worker_rows import on_one_device
 
 
 class Divided(NamedTuple):
@@ -41,6 +43,19 @@ class Divided(NamedTuple):
 def undivided(sample_weight: Any) -> Any:
     """The sample weights themselves."""
     return sample_weight.sample_weight if isinstance(sample_weight, Divided) else sample_weight
+
+
+def divided_together(parts: Sequence[Any], devices: Sequence[str]) -> list[Any]:
+    """``Divided`` sample weights of a minibatch's parts, each on its device, with what all of them is divided by."""
+    divisors = []
+    for part, device in zip(parts, devices, strict=True):
+        with tf.device(device):
+            divisors.append(tf.reduce_max(part.divisors, 0))  # every row has the same
+    found = []
+    for part, device in zip(parts, devices, strict=True):
+        with tf.device(device):
+            found.append(part._replace(divisors=tf.ones_like(part.divisors) * tf.add_n(divisors)))
+    return found
 
 
 class DividedLoss:
@@ -210,7 +225,8 @@ class TrackedMetrics:
                 update = direct(self._traced(body, (given, *targets), predictions, *others))
                 built()
             inputs = minibatch.x if self._has_own else None
-            targets_now = inputs, minibatch.y, undivided(minibatch.sample_weight)
+            given_now = inputs, minibatch.y, undivided(minibatch.sample_weight)
+            targets_now = on_one_device(given_now, HOST, body != self._update_train or self.read_predictions)
             return update(targets_now, result.predictions, result.loss, rows, updates)
 
         return step_metrics

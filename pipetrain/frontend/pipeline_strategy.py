@@ -42,6 +42,11 @@ class PipelineStrategy(RunnerStrategy):
         super().__init__(planner, scheme)
         self._to_say = ""  # at the first ``fit`` of a compilation that shows anything
 
+    @property
+    def readers(self) -> Sequence[str]:
+        """The first stage's device reads whole minibatches; labels go from its host to the last stage's."""
+        return self.planner.layout.devices[:1]
+
     def compiled(self, owner: keras.Model, loss: Any, jit_compile: Any) -> None:
         """The optimizer and the loss are new: stages are made anew when the next ``fit`` begins."""
         super().compiled(owner, loss, jit_compile)

@@ -71,6 +71,11 @@ class RunnerStrategy:
     def _compilation(self) -> Compilation:
         return known(self._last_compilation)
 
+    @property
+    def readers(self) -> Sequence[str]:
+        """None: this process reads minibatches, and sends them."""
+        return ()
+
     def explanation(self, batch_size: int, scheme: AnyScheme) -> str:
         """A text: how the model is cut, and the estimates of other ways to train it."""
         return self.planner.explanation(batch_size, scheme)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -44,6 +44,10 @@ class Strategy(Resumable, Protocol):
     @property
     def trace(self) -> Trace:
         """What was recorded of the actions of stages, up to the last drain."""
+
+    @property
+    def readers(self) -> Sequence[str]:
+        """The devices that read what ``pipetrain.data`` gives, in the order of their rows; empty if none can."""
 
     def explanation(self, batch_size: int, scheme: AnyScheme) -> str:
         """A text: how the model is cut, and the estimates of every way to train it for minibatches of so many rows."""

@@ -34,8 +34,9 @@ from pipetrain.plan.choice import TURNS, fastest, finalists
 from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.profile import Profile, Seconds
 from pipetrain.run.pipeline import HOST
-from pipetrain.run.step_runner import StepRunner, WorkerRows
+from pipetrain.run.step_runner import StepRunner
 from pipetrain.run.window import minibatch_s
+from pipetrain.run.worker_rows import WorkerRows
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.table import SERVING
 from pipetrain.schemes.transfers.orders import AUTO, MEASURED, ORDERS
@@ -133,6 +134,11 @@ class TransferStrategy(RunnerStrategy):
         self._serves, self._order, self._servers = scheme.name == SERVING, order or AUTO, servers
         self._devices = planner.layout.devices
         self._plans: dict[Plan, float] = {}  # as simulated, the shortest 1; one, once it is known which is taken
+
+    @property
+    def readers(self) -> Sequence[str]:
+        """Every worker reads its rows."""
+        return self._devices
 
     def compiled(self, owner: keras.Model, loss: Any, jit_compile: Any) -> None:
         """The optimizer and the loss are new."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 
 import inside
@@ -12,6 +13,7 @@ import tensorflow as tf
 import ways_to_train
 from checkpointed import Stop
 from interruption import Interrupting, assert_whole
+from tensorflow.python.framework.func_graph import FuncGraph
 from ways_to_train import (
     BATCH,
     EACH_MECHANISM,
@@ -151,3 +153,20 @@ def test_a_loss_that_is_not_a_number_ends_training_and_leaves_the_weights_of_bef
     assert_whole(pm)
     networks.assert_equal(pm.get_weights(), before)
     assert_bitwise(outcome(anew(way)), undisturbed(way))
+
+
+@over(default=("spike-compensation",), wide=[way for way in EACH_MECHANISM if way != "data-parallel"])
+def test_what_a_model_that_is_gone_has_held_is_free(way):
+    """TensorFlow keeps the functions of custom gradients for ever, and Keras' optimizers have one.
+
+    With data-parallel it is Keras' own function that trains, and stays.
+    """
+
+    def graphs():
+        gc.collect()
+        return sum(isinstance(each, FuncGraph) for each in gc.get_objects())
+
+    fit(made(way))
+    before = graphs()
+    fit(made(way))
+    assert graphs() == before

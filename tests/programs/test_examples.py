@@ -60,9 +60,13 @@ def accuracies(said, name="val_accuracy"):
 
 
 def test_all_examples_are_in_the_guide():
-    """Programs by their commands; the others are shown, and test_extending.py trains with them."""
+    """Programs by their commands; the others are shown, and test_extending.py and test_launch.py train with them."""
     programs = {f"{name}.py" for name in (*QUIET, "ray_workers")}
-    assert {path.name for path in EXAMPLES.glob("*.py")} == programs | {"own_policy.py", "own_schedule.py"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == programs | {
+        "own_policy.py",
+        "own_schedule.py",
+        "worker_files.py",
+    }
     guide = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "guide").glob("*.md"))
     for path in EXAMPLES.glob("*.py"):
         assert f"examples/{path.name}" in guide

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -106,6 +107,13 @@ def test_a_script_trains_on_local_workers(marked, wanted, tmp_path):
     assert (status, text) == (0, "done\n")  # and nothing of what TensorFlow says where no GPU is
     ended(marked, 3.0)
     assert_trained(tmp_path / "it", wanted)
+
+
+@pytest.mark.wide
+def test_the_guide_s_example_reads_what_workers_have(marked, tmp_path):
+    process = launching("--local", 2, ROOT / "examples/worker_files.py", cwd=tmp_path)
+    text, _ = process.communicate(timeout=100)
+    assert process.returncode == 0 and float(re.findall(r"\bval_accuracy: ([0-9.]+)", text)[-1]) > 0.75, text
 
 
 @pytest.mark.wide

@@ -18,8 +18,9 @@ import pipetrain
 from pipetrain.compute.transfers import message
 from pipetrain.compute.transfers.step import TransferStep
 from pipetrain.run import stepwise
-from pipetrain.run.step_runner import StepRunner, WorkerRows
+from pipetrain.run.step_runner import StepRunner
 from pipetrain.run.window import Minibatch, Window
+from pipetrain.run.worker_rows import WorkerRows
 from pipetrain.schemes.transfers.orders import orders
 from pipetrain.schemes.transfers.plan import Pack, Phase, Plan
 from pipetrain.trace.idle import inverted
