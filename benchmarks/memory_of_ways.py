@@ -1,10 +1,10 @@
-"""What each way to train holds at its fullest, all devices together, against what the plan says of it.
+"""What a device holds at its fullest in each way to train, against what the plan says of it.
 
-A stack of equal dense layers on four logical CPU devices of one process, with TensorFlow's kernels, whose memory
-profiles know. Measured is the peak of TensorFlow's counting allocator (TF_CPU_ALLOCATOR_USE_BFC=1), which all logical
-devices share, above what was there before: the model's own weights and a minibatch. Planned is the sum over the
-devices, of whose pipelines no more work at once than there are processors. Each way is a process of its own, about 8
-seconds.
+A stack of equal dense layers on four workers of this machine, each a process with one CPU device. Measured is the peak
+of each worker's counting allocator (TF_CPU_ALLOCATOR_USE_BFC=1); of the worker that holds most it is compared with the
+plan. Ways that train in one process, single and data-parallel, are measured there, above the model's own weights: all
+devices together, which share the sum of the gradients. Kernels are TensorFlow's, whose memory profiles know. A way
+takes about 20 seconds.
 
 examples:
   python benchmarks/memory_of_ways.py
@@ -19,7 +19,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +32,7 @@ from pipetrain.logs import text_table
 from pipetrain.plan.profile import mib
 from pipetrain.schemes.grid import Grid
 from pipetrain.schemes.options import CodedReduce, SpecTrain, name_of
-from pipetrain.schemes.table import CODED, COPIED, DATA_PARALLEL, EVERY_NAME, GRID, SERVING
+from pipetrain.schemes.table import COPIED, DATA_PARALLEL, EVERY_NAME
 
 DEVICES, STEPS = 4, 8
 MOMENTUM_ONLY = ("spike-compensation",)
@@ -44,6 +46,9 @@ WAYS |= {
     "spectrain/target": SpecTrain(horizon="target"),
 }
 OPTIMIZERS = ("adam", "momentum")
+SINGLE = "single"
+HERE = (SINGLE, DATA_PARALLEL)  # which train in one process
+HOLDS = "HOLDS"  # begins what a worker says of its memory
 
 
 class Network(NamedTuple):
@@ -55,19 +60,55 @@ class Network(NamedTuple):
 
 
 class Peaks(NamedTuple):
-    """Bytes of all devices together, planned and measured, of the fullest device as planned, and of the weights."""
+    """Bytes of the fullest device, planned and measured, and of the weights."""
 
     planned: int
-    fullest: int
     measured: int
     weights: int
 
 
 def measure(way: str, network: Network, optimizer: str) -> Peaks:
-    """Train in this process."""
+    """Train with this process as the one that calls ``fit``."""
     scheme = WAYS[way]
-    devices = scheme.tree.workers if isinstance(scheme, CodedReduce) else DEVICES
+    if name_of(scheme) in HERE:
+        return _here(scheme, network, optimizer)
+    with workers(scheme.tree.workers if isinstance(scheme, CodedReduce) else DEVICES) as (addresses, peaks):
+        start_tensorflow(1)
+        import pipetrain
+
+        devices = pipetrain.connect(addresses)
+        pipe, minibatches = _pipe(scheme, network, optimizer, devices)
+        planned = planned_bytes(pipe, scheme, network.rows)
+        before = [now for now, _ in peaks()]
+        pipe.fit(minibatches, verbose=0)  # traces, which takes memory too
+        gc.collect()
+        peaks()
+        pipe.fit(minibatches, verbose=0)
+        measured = max(peak - base for (_, peak), base in zip(peaks(), before, strict=True))
+        return Peaks(planned, measured, _weights_bytes(pipe))
+
+
+def _here(scheme: Any, network: Network, optimizer: str) -> Peaks:
+    """A way of one process, whose logical CPU devices share one allocator."""
+    devices = 1 if name_of(scheme) == SINGLE else DEVICES
     start_tensorflow(devices)
+    import tensorflow as tf
+
+    pipe, minibatches = _pipe(scheme, network, optimizer, None)
+    planned = planned_bytes(pipe, scheme, network.rows)
+    gc.collect()
+    before = tf.config.experimental.get_memory_info("CPU:0")["current"]
+    pipe.fit(minibatches, verbose=0)
+    gc.collect()
+    tf.config.experimental.reset_memory_stats("CPU:0")
+    pipe.fit(minibatches, verbose=0)
+    measured = tf.config.experimental.get_memory_info("CPU:0")["peak"] - before
+    weights = _weights_bytes(pipe)
+    return Peaks(planned * devices - (devices - 1) * weights, measured, weights)
+
+
+def _pipe(scheme: Any, network: Network, optimizer: str, devices: Sequence[str] | None) -> tuple[Any, Any]:
+    """A compiled model and minibatches."""
     import keras
     import tensorflow as tf
 
@@ -76,46 +117,72 @@ def measure(way: str, network: Network, optimizer: str) -> Peaks:
     layers = [keras.layers.Dense(network.width, "relu") for _ in range(network.layers)]
     model = keras.Sequential([keras.Input((network.width,)), *layers])
     x = tf.random.normal([network.rows, network.width])
-    minibatches = tf.data.Dataset.from_tensors((x, x)).repeat(STEPS)
-    pipe = pipetrain.PipelineModel(model, scheme=scheme)
+    pipe = pipetrain.PipelineModel(model, scheme=scheme, devices=devices)
     steps = keras.optimizers.Adam(1e-4) if optimizer == "adam" else keras.optimizers.SGD(1e-4, momentum=0.9)
     pipe.compile(steps, "mse", jit_compile=False)
-    planned = planned_bytes(pipe, scheme, network.rows)
-    gc.collect()
-    before = tf.config.experimental.get_memory_info("CPU:0")["current"]
-    pipe.fit(minibatches, verbose=0)  # traces, which takes memory too
-    gc.collect()
-    tf.config.experimental.reset_memory_stats("CPU:0")
-    pipe.fit(minibatches, verbose=0)
-    measured = tf.config.experimental.get_memory_info("CPU:0")["peak"] - before
-    weights = sum(4 * each.shape.num_elements() for each in model.trainable_variables)
-    return Peaks(*planned, measured, weights)
+    return pipe, tf.data.Dataset.from_tensors((x, x)).repeat(STEPS)
 
 
-def planned_bytes(pipe: Any, scheme: Any, rows: int) -> tuple[int, int]:
-    """Of all devices together, and of the fullest one."""
+def _weights_bytes(pipe: Any) -> int:
+    return sum(4 * each.shape.num_elements() for each in pipe.model.trainable_variables)
+
+
+def planned_bytes(pipe: Any, scheme: Any, rows: int) -> int:
+    """Of the fullest device."""
     if str(name_of(scheme)) not in COPIED:
-        cut = pipe.partition(rows)
-        return cut.together_bytes, cut.fullest_bytes
+        return int(pipe.partition(rows).fullest_bytes)
     from pipetrain.simulation.every_way import Chooser
 
     planner = pipe._strategy.planner
     devices = len(planner.layout.devices)
     whole, parts = planner.profile(rows, 1), planner.profile(rows, devices)
-    training = planner.training
-    way, cut = Chooser(whole, devices, planner._cluster, training, parts).of(scheme)
-    waiting = cut.devices * cut.fullest_bytes - cut.together_bytes  # what is there only where a device works
-    weights, host = sum(stage.weight_bytes for stage in cut.stages), 0
-    if name_of(scheme) in (GRID, CODED):  # whose process keeps the whole model and its optimizer beside the devices
-        host = (1 + training.slots) * weights
-    if name_of(scheme) == DATA_PARALLEL:  # whose sum of gradients logical CPU devices share
-        waiting += (devices - 1) * weights
-    if name_of(scheme) == SERVING:  # what a device that waits has sent, servers have added
-        waiting += max(devices - int(cut.processors), 0) * weights
-    if name_of(scheme) == CODED:  # the weights as a message; a worker makes its own message while it works
-        host += weights
-        waiting += max(devices - int(cut.processors), 0) * weights
-    return devices * way.memory_bytes - waiting + host, way.memory_bytes
+    way, _ = Chooser(whole, devices, planner._cluster, planner.training, parts).of(scheme)
+    return way.memory_bytes
+
+
+@contextmanager
+def workers(count: int) -> Iterator[tuple[list[str], Any]]:
+    """Workers' addresses, and a function: what each holds now and held at most since it was last asked."""
+    command, quiet = [sys.executable, __file__, "--worker"], subprocess.DEVNULL
+    started = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=quiet, text=True)
+        for _ in range(count)
+    ]
+
+    def line_of(worker: Any, start: str) -> str:
+        return next(line for line in worker.stdout if line.startswith(start))
+
+    def peaks() -> list[tuple[int, ...]]:
+        found = []
+        for worker in started:
+            worker.stdin.write("\n")
+            worker.stdin.flush()
+            found.append(tuple(map(int, line_of(worker, HOLDS).split()[1:])))
+        return found
+
+    try:
+        yield [line_of(worker, "Worker at").split()[2].rstrip(",") for worker in started], peaks
+    finally:
+        for worker in started:
+            worker.kill()
+            worker.wait()
+
+
+def serve_and_tell() -> None:
+    """A worker that says for each line of standard input what it holds, and then counts its peak anew."""
+    from pipetrain.cluster.server import Serving, serve
+
+    def tell() -> None:
+        import tensorflow as tf
+
+        for _ in sys.stdin:
+            info = tf.config.experimental.get_memory_info("CPU:0")
+            print(HOLDS, info["current"], info["peak"], flush=True)
+            tf.config.experimental.reset_memory_stats("CPU:0")
+        os._exit(0)
+
+    threading.Thread(target=tell, daemon=True).start()
+    serve(Serving(port=0))
 
 
 def apart(way: str, network: Network, optimizer: str) -> Peaks:
@@ -132,7 +199,7 @@ def row_of(way: str, peaks: Peaks) -> tuple[str, ...]:
     """A row of the table."""
     of_weights = (f"{each / peaks.weights:.2f}" for each in (peaks.planned, peaks.measured))
     ratio = f"{peaks.measured / peaks.planned:.2f}"
-    return way, mib(peaks.fullest), mib(peaks.planned), mib(peaks.measured), *of_weights, ratio
+    return way, mib(peaks.planned), mib(peaks.measured), *of_weights, ratio
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -144,7 +211,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=128)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adam")
     parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if options.worker:
+        serve_and_tell()
     if options.one:
         way, network, optimizer = json.loads(options.one)
         print(json.dumps(measure(way, Network(*network), optimizer)))
@@ -155,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for way in ways:
         rows.append(row_of(way, apart(way, network, options.optimizer)))
         print(*rows[-1], file=sys.stderr, flush=True)
-    header = ("way", "planned MiB a device", "in all", "measured", "planned / weights", "measured / weights", "ratio")
+    header = ("way", "planned MiB", "measured", "planned / weights", "measured / weights", "ratio")
     print(text_table(header, rows))
 
 

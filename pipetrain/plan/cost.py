@@ -105,20 +105,15 @@ class Memory:
     """Bytes that one device of every possible stage keeps at its fullest.
 
     ``running.of(i, j)``, what grows with every block, and the largest ``work`` of blocks i to j-1, shape (blocks,).
-    ``brief[j] - brief[i]`` of what grows is there only while an action is at work.
     """
 
-    def __init__(self, running: Affine, work: Floats, brief: Floats) -> None:
-        self._running, self._work, self._brief = running, work, brief
+    def __init__(self, running: Affine, work: Floats) -> None:
+        self._running, self._work = running, work
         self._ends: dict[float, NDArray[np.int64]] = {}
 
     def of(self, i: int, j: int) -> float:
         """The bytes of blocks i to j-1."""
         return self._running.of(i, j) + float(self._work[i:j].max())
-
-    def work(self, i: int, j: int) -> float:
-        """Those of them that are there only while an action is at work."""
-        return float(self._work[i:j].max()) + float(self._brief[j] - self._brief[i])
 
     def fits(self, limit_bytes: float) -> NDArray[np.bool_]:
         """Whether blocks i to j-1 keep to the limit, for every i and j: shape (blocks, blocks + 1).
@@ -264,7 +259,6 @@ class Costs:
             running = (demand.weights + stays) * self._weights + self._fixed
             products = self._products if demand.factors and replicas == 1 else 0.0 * self._products
             running = running + demand.gradients * (self._weights - products)
-            brief = demand.brief * self._weights + demand.brief_gradients * (self._weights - products)
             if demand.factors and replicas == 1:
                 running = running + demand.factors * self._factors
             running = running + share * demand.activations * self._kept
@@ -277,7 +271,7 @@ class Costs:
             if self._sharing:
                 sums = demand.sums * self._sharing.shared_bytes
                 beside = sums - (demand.weights + stays + demand.gradients) * self._sharing.repeated_bytes
-            self._memory[replicas, demand] = Memory(Affine(running, start, beside), work, brief)
+            self._memory[replicas, demand] = Memory(Affine(running, start, beside), work)
         return self._memory[replicas, demand]
 
     def computing(self, i: int, j: int, compiled: bool) -> Seconds:

@@ -75,8 +75,7 @@ class Demand(NamedTuple):
     other stages have too, in multiples of these weights, that wait to be summed or used. ``gradients`` are sums over
     the microbatches so far; ``factors`` the minibatches of which, in place of such sums, the factors of products over
     rows wait to be joined, where the gradients of a block are made of these once for all microbatches. ``beside`` is
-    what the update of a block's weights makes beside their gradients, in multiples of them. ``brief`` and
-    ``brief_gradients`` are what of ``weights`` and ``gradients`` is there only while an action is at work.
+    what the update of a block's weights makes beside their gradients, in multiples of them.
     """
 
     weights: float
@@ -88,8 +87,6 @@ class Demand(NamedTuple):
     gradients: float = 0.0
     factors: float = 0.0
     beside: float = 0.0
-    brief: float = 0.0
-    brief_gradients: float = 0.0
 
 
 def demand(training: Training, stage: int, stages: int) -> Demand:
@@ -116,8 +113,7 @@ class Holding(NamedTuple):
 
     Of microbatches the activations, or operands for W; copies of its weights: old versions, gathered gradients; of each
     block's weights while the block is at work; sums of gradients over microbatches; and of microbatches the factors of
-    weight gradients that are made later; what an update makes beside; and what of the copies and the sums is there only
-    while an action is at work.
+    weight gradients that are made later; what an update makes beside.
     """
 
     microbatches: float
@@ -126,8 +122,6 @@ class Holding(NamedTuple):
     gradients: float = 0
     factors: float = 0
     beside: int = 0
-    brief: int = 0
-    brief_gradients: int = 0
 
 
 class Moment(NamedTuple):
@@ -243,7 +237,8 @@ def _holdings(
         for way in action.operation.reads:
             read = (versions.forward if way == "forward" else versions.backward)(action.microbatch)
             predicted = 1 if read else predicted  # and not kept
-        whole = 1 if gathers and action.updates and (microbatches == 1 or completed) else 0
+        # Sums of microbatches' gradients are whole already; factors of products are joined for the update.
+        joined = whole = 1 if gathers and action.updates and (microbatches == 1 or (completed and not halved)) else 0
         if predicted and last:  # for the forward, and the backward in the same call
             whole, predicted = whole + predicted, 0
         passing = predicted + (1 if action.updates and not (gathers and microbatches == 1) else 0)
@@ -259,11 +254,10 @@ def _holdings(
             gathered, waiting = 0, 0
             versions.before_update()
             held |= versions.old  # what the update's own backward has read is there until it ends
-            copies = max(copies, len(held) + (1 if gathers or observed else 0))
+            copies = max(copies, len(held) + (1 if joined or observed else 0))
         during, after = action.operation.holds
-        brief = copies - min(before, versions.kept), sums - min(sums, gathered)
         yield (
-            Holding(in_flight + during, copies, passing, sums, factors, beside, *brief),
+            Holding(in_flight + during, copies, passing, sums, factors, beside),
             Holding(in_flight + after, versions.kept, 0, gathered, waiting),
         )
         in_flight += after

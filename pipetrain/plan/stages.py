@@ -24,12 +24,11 @@ class StagePlan:
 
     Forward, backward and update seconds and ``sent_bytes`` are per minibatch, for all replicas together; ``total_s`` is
     what one replica takes per minibatch, transfers and predicting weights included; ``memory_bytes`` what each holds
-    when its device holds most, ``working_bytes`` what of that is there only while an action is at work; ``compiled``
-    whether XLA compiles it; ``prediction_s`` what predicting weights takes of ``total_s``; ``product_bytes`` and
-    ``product_s`` the weights whose gradients are made once for all microbatches of a minibatch, and what that takes of
-    ``backward_s``; ``shared_bytes`` the weights that other stages have too, and ``summing_s`` what sending their
-    gradients takes of ``total_s``; ``late_s`` what those weight gradients take of ``backward_s`` that may be made later
-    than the gradients of the stage's inputs.
+    when its device holds most; ``compiled`` whether XLA compiles it; ``prediction_s`` what predicting weights takes of
+    ``total_s``; ``product_bytes`` and ``product_s`` the weights whose gradients are made once for all microbatches of a
+    minibatch, and what that takes of ``backward_s``; ``shared_bytes`` the weights that other stages have too, and
+    ``summing_s`` what sending their gradients takes of ``total_s``; ``late_s`` what those weight gradients take of
+    ``backward_s`` that may be made later than the gradients of the stage's inputs.
     """
 
     first: str
@@ -52,7 +51,6 @@ class StagePlan:
     shared_bytes: int = 0
     summing_s: float = 0.0
     late_s: float = 0.0
-    working_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -95,18 +93,6 @@ class Partition:
     def fullest_bytes(self) -> int:
         """The peak memory of the device that needs most, for all of its stages."""
         return max(sum(stage.memory_bytes for stage in together) for together in self.on_devices)
-
-    @property
-    def together_bytes(self) -> int:
-        """The peak memory of all devices together, of which no more work at once than there are processors."""
-        kept, working = 0, list[int]()
-        for together in self.on_devices:
-            count = together[0].replicas
-            works = max(stage.working_bytes for stage in together)
-            kept += count * (sum(stage.memory_bytes for stage in together) - works)
-            working += count * [works]
-        at_once = len(working) if math.isinf(self.processors) else max(int(self.processors), 1)
-        return kept + sum(sorted(working, reverse=True)[:at_once])
 
     @property
     def on_devices(self) -> list[list[StagePlan]]:
@@ -226,8 +212,7 @@ def described(
                 replicas=place.replicas,
                 device=place.device,
                 sent_bytes=int(costs.sent_bytes(first, end, place.replicas)),
-                memory_bytes=math.ceil(each_bytes[n][0]),
-                working_bytes=math.floor(each_bytes[n][1]),
+                memory_bytes=math.ceil(each_bytes[n]),
                 compiled=place.compiled,
                 prediction_s=PREDICTING * place.predictions * seconds.update_s,
                 product_bytes=sum(block.product_bytes for block in part),
@@ -241,33 +226,27 @@ def described(
     return Partition(profile.model, profile.batch_size, tuple(stages), training, processors, profile.metric_s)
 
 
-def _memory_bytes(costs: Costs, choices: Sequence[StageChoice], training: Training) -> list[tuple[float, float]]:
-    """What each stage holds at its fullest, and what of that only while it works.
-
-    Of a device's several stages, when they hold most together.
-    """
+def _memory_bytes(costs: Costs, choices: Sequence[StageChoice], training: Training) -> list[float]:
+    """What each stage holds at its fullest; of a device's several stages, when they hold most together."""
     stages, schedule = len(choices), training.chosen.schedule
     if schedule.chunks == 1:
-        each_memory = (costs.memory(each.place.replicas, demand(training, n, stages)) for n, each in enumerate(choices))
         return [
-            (memory.of(first, end), memory.work(first, end))
-            for memory, (first, end, _) in zip(each_memory, choices, strict=True)
+            costs.memory(place.replicas, demand(training, n, stages)).of(first, end)
+            for n, (first, end, place) in enumerate(choices)
         ]
     training.chosen.check()
 
     @cache
-    def stage_bytes(stage: int, holding: Holding, works: bool) -> tuple[float, float]:
+    def stage_bytes(stage: int, holding: Holding, works: bool) -> float:
         first, end, _ = choices[stage]
-        memory = costs.memory(1, demand_of(training, stage, stages, holding, works))
-        return memory.of(first, end), memory.work(first, end) if works else 0.0
+        return costs.memory(1, demand_of(training, stage, stages, holding, works)).of(first, end)
 
-    found: dict[int, tuple[float, float]] = {}
+    found: dict[int, float] = {}
     for device in range(schedule.devices(stages)):
         own = schedule.stages_on(device, stages)
         each = (
             [stage_bytes(n, holding, n == moment.stage) for n, holding in zip(own, moment.holdings, strict=True)]
             for moment in moments(training, device, stages)
         )
-        fullest = max(each, key=lambda together: sum(size_bytes for size_bytes, _ in together))
-        found.update(zip(own, fullest, strict=True))
+        found.update(zip(own, max(each, key=sum), strict=True))
     return [found[stage] for stage in range(stages)]

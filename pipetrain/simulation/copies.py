@@ -67,8 +67,10 @@ class Copies:
         tree = scheme.tree if isinstance(scheme, CodedReduce) else Tree(*widest(self._devices))
         step_s = simulate_tree(self._profile, *tree, self._cluster).step_s
         weights_bytes, _ = on_fullest_server(self._profile, self._devices, self._cluster)
-        # The root, in this process, has the slots; a worker's gradients become one message, which is a copy.
-        elsewhere_bytes = int((self._training.slots - 1) * weights_bytes)
+        # The root, in this process, has the slots; a worker's gradients become one message, which is a copy. Messages
+        # that come from other processes are copies, too: the weights, and one from each child.
+        copies = 1 + (0 if self._shares_memory else 1 + tree.children * (tree.depth > 1))
+        elsewhere_bytes = int((self._training.slots - copies) * weights_bytes)
         return self._way(CodedReduce(*tree), step_s, elsewhere_bytes, tree.workers)
 
     def _transferring(self, name: str, scheme: AnyScheme) -> Way:
@@ -80,11 +82,15 @@ class Copies:
         servers = scheme.servers if isinstance(scheme, ParameterServer) else None
         named = order if isinstance(order, str) else None
         step_s = estimated_step_s(self._profile, name, self._devices, self._cluster, servers, named)
-        if name != SERVING:
-            return self._way(scheme, step_s)
         weights_bytes, own_bytes = on_fullest_server(self._profile, self._devices, self._cluster, servers)
-        shared = self._cluster.slowest(self._devices) == SHARED_MEMORY
-        return self._way(scheme, step_s, int((self._training.slots + shared) * (weights_bytes - own_bytes)))
+        if name != SERVING:  # what comes from other processes is added beside the device's own gradients
+            return self._way(scheme, step_s, 0 if self._shares_memory else -int(weights_bytes))
+        copies = self._training.slots + self._shares_memory
+        return self._way(scheme, step_s, int(copies * (weights_bytes - own_bytes)))
+
+    @property
+    def _shares_memory(self) -> bool:
+        return self._cluster.slowest(self._devices) == SHARED_MEMORY
 
     def _grid(self, asked: Grid | None) -> Way | None:
         found = estimated_grid(self._profile, self._devices, self._cluster, self._training, asked)
