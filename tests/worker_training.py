@@ -3,6 +3,7 @@
 The case ``join`` says what was joined and how it ended instead.
 
 ``python worker_training.py WORKERS CASE ...``: a process of its own, for TensorFlow joins one cluster, before all else.
+WORKERS is how many are to be started, or the addresses of workers that wait, with commas between.
 """
 
 from __future__ import annotations
@@ -125,9 +126,10 @@ def difference(a: object, b: object) -> float:
 
 
 if __name__ == "__main__":
-    count, cases = int(sys.argv[1]), sys.argv[2:]
-    with pipetrain.LocalWorkers(count) as running:
-        remote = pipetrain.connect(running.addresses)
+    given, *cases = sys.argv[1:]
+    with contextlib.nullcontext() if ":" in given else pipetrain.LocalWorkers(int(given)) as running:
+        addresses = running.addresses if running else given.split(",")
+        count, remote = len(addresses), pipetrain.connect(addresses)
         import keras
         import networks
         import numpy as np

@@ -294,4 +294,5 @@ def _wait(stop: threading.Event, serving: Serving) -> None:
 
 def _say(what: str, says: bool) -> None:
     if says:
-        print(f"{time.strftime('%H:%M:%S')} {what}", flush=True)
+        with contextlib.suppress(OSError):  # whoever read standard output may have gone: the worker serves on
+            print(f"{time.strftime('%H:%M:%S')} {what}", flush=True)
