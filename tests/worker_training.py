@@ -75,6 +75,13 @@ def settings(case: str, workers: int) -> dict:
     return given if name == "single" else given | {"cuts": networks.cuts(6, workers)}
 
 
+def looping() -> keras.Model:
+    """With a layer that loops over steps, whose backward needs something of each step."""
+    networks.draw_from(0)
+    layers = [keras.layers.Dense(12, name="d0"), keras.layers.Reshape((4, 3)), keras.layers.LSTM(5, name="d2")]
+    return keras.Sequential([keras.Input((networks.FEATURES,)), *layers, keras.layers.Dense(networks.CLASSES)])
+
+
 def trained(case: str, workers: int, devices: list[str]) -> tuple[list, dict]:
     """Weights, and what fit, evaluate and predict gave: two epochs, so one drain in the midst, the last batch short."""
     x, y = networks.data(rows=ROWS + 5)
@@ -82,8 +89,9 @@ def trained(case: str, workers: int, devices: list[str]) -> tuple[list, dict]:
         devices = devices * workers  # each worker of a tree has one
 
     def pipeline() -> pipetrain.PipelineModel:
+        model = looping() if case.endswith("/loop") else None
         optimizer = keras.optimizers.SGD(0.05, momentum=0.9, global_clipnorm=0.1 if case.endswith("/norm") else None)
-        return networks.pipeline(optimizer=optimizer, devices=devices, **settings(case, workers))
+        return networks.pipeline(model, optimizer, devices=devices, **settings(case, workers))
 
     if case.endswith("/resumed"):
         return resumed(pipeline, x, y)

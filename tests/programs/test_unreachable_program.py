@@ -11,20 +11,14 @@ from pathlib import Path
 import namespaces
 import pytest
 
-from pipetrain.schemes.table import DATA_PARALLEL, EVERY_NAME
+from pipetrain.schemes.table import PIPELINES
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = str(ROOT / "tests/worker_training.py")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
 MISSING = [name for name, there in namespaces.NEEDED.items() if not there]
 PORT = 2222
-CASES = (
-    *(name for name in EVERY_NAME if name != DATA_PARALLEL),  # which trains in one process alone
-    *(f"spectrain/{option}" for option in ("local", "fitted", "resumed")),
-    "vanilla/recompute",
-    "gpipe/norm",
-    "gpipe/resumed",
-)
+CASES = (*PIPELINES, "spectrain/fitted", "spectrain/resumed", "vanilla/recompute", "vanilla/loop")
 
 
 class Hosts(namespaces.Namespaces):

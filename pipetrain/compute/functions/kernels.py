@@ -49,13 +49,18 @@ class Kernels:
         self.is_shown: Callable[[], bool] = lambda: True
 
     @property
-    def packing(self) -> Packing:
-        """How residuals leave a function.
+    def returns_tensors(self) -> bool:
+        """Whether residuals leave a function as plain tensors, and no pack or list of them.
 
-        XLA knows no packs. A pack that a worker's function returns has its handle in this process, from which the
-        worker would have to fetch it for the next function: it may not reach this process.
+        XLA knows no others. A pack or list that a worker's function returns has its handle in this process, from which
+        the worker would have to fetch it for the next function; and it may not reach this process.
         """
-        return SEPARATE if self.compiled or self._remote else PACKED
+        return self.compiled or self._remote
+
+    @property
+    def packing(self) -> Packing:
+        """How residuals leave a function."""
+        return SEPARATE if self.returns_tensors else PACKED
 
     def op(self, function: Callable[..., Any], *specs: Any) -> Callable[..., Any]:
         """The function, traced for arguments of these specs, as an op that runs on the caller's thread."""
