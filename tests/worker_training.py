@@ -3,6 +3,7 @@
 The case ``join`` says what was joined and how it ended instead.
 
 ``python worker_training.py WORKERS CASE ...``: a process of its own, for TensorFlow joins one cluster, before all else.
+WORKERS is how many are to be started, or the addresses of workers that wait, with commas between.
 """
 
 from __future__ import annotations
@@ -74,6 +75,13 @@ def settings(case: str, workers: int) -> dict:
     return given if name == "single" else given | {"cuts": networks.cuts(6, workers)}
 
 
+def looping() -> keras.Model:
+    """With a layer that loops over steps, whose backward needs something of each step."""
+    networks.draw_from(0)
+    layers = [keras.layers.Dense(12, name="d0"), keras.layers.Reshape((4, 3)), keras.layers.LSTM(5, name="d2")]
+    return keras.Sequential([keras.Input((networks.FEATURES,)), *layers, keras.layers.Dense(networks.CLASSES)])
+
+
 def trained(case: str, workers: int, devices: list[str]) -> tuple[list, dict]:
     """Weights, and what fit, evaluate and predict gave: two epochs, so one drain in the midst, the last batch short."""
     x, y = networks.data(rows=ROWS + 5)
@@ -81,8 +89,9 @@ def trained(case: str, workers: int, devices: list[str]) -> tuple[list, dict]:
         devices = devices * workers  # each worker of a tree has one
 
     def pipeline() -> pipetrain.PipelineModel:
+        model = looping() if case.endswith("/loop") else None
         optimizer = keras.optimizers.SGD(0.05, momentum=0.9, global_clipnorm=0.1 if case.endswith("/norm") else None)
-        return networks.pipeline(optimizer=optimizer, devices=devices, **settings(case, workers))
+        return networks.pipeline(model, optimizer, devices=devices, **settings(case, workers))
 
     if case.endswith("/resumed"):
         return resumed(pipeline, x, y)
@@ -125,9 +134,10 @@ def difference(a: object, b: object) -> float:
 
 
 if __name__ == "__main__":
-    count, cases = int(sys.argv[1]), sys.argv[2:]
-    with pipetrain.LocalWorkers(count) as running:
-        remote = pipetrain.connect(running.addresses)
+    given, *cases = sys.argv[1:]
+    with contextlib.nullcontext() if ":" in given else pipetrain.LocalWorkers(int(given)) as running:
+        addresses = running.addresses if running else given.split(",")
+        count, remote = len(addresses), pipetrain.connect(addresses)
         import keras
         import networks
         import numpy as np

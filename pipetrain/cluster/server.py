@@ -97,7 +97,7 @@ def serve(serving: Serving) -> None:
     with quiet_stderr():
         address = _start(serving)
     if serving.announce is None:  # printed, not logged: the process serves alone, and other programs read its output
-        print(f"Worker at {address}, {serving.cpu_devices} CPU device(s). {_exposure(serving)}", flush=True)
+        _print(f"Worker at {address}, {serving.cpu_devices} CPU device(s). {_exposure(serving)}")
     else:
         with os.fdopen(serving.announce, "w") as announced:
             announced.write(f"{address}\n")
@@ -294,4 +294,9 @@ def _wait(stop: threading.Event, serving: Serving) -> None:
 
 def _say(what: str, says: bool) -> None:
     if says:
-        print(f"{time.strftime('%H:%M:%S')} {what}", flush=True)
+        _print(f"{time.strftime('%H:%M:%S')} {what}")
+
+
+def _print(line: str) -> None:
+    with contextlib.suppress(OSError):  # whoever read standard output may have gone: the worker goes on
+        print(line, flush=True)

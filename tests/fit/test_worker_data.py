@@ -18,6 +18,11 @@ SCHEMES = ("all-reduce", "parameter-server")
 FEATURES, CLASSES = networks.FEATURES, networks.CLASSES
 
 
+def wide(*case):
+    """A case that is not among the default ones."""
+    return pytest.param(*case, marks=pytest.mark.wide)
+
+
 def numbers(worker, workers):
     """Numbers of rows, those of each worker in an order of its own that is another one in every epoch."""
     mine = tf.data.Dataset.range(STEPS * ROWS * workers).shard(workers, worker)
@@ -72,7 +77,7 @@ def assert_bitwise(found):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", [2, wide(3)])
 def test_training_is_bitwise_that_on_the_same_rows_in_one_data_set(scheme, workers):
     assert_bitwise(both(read, scheme, workers))
 
@@ -85,7 +90,7 @@ PIPELINES = {
 }
 
 
-@pytest.mark.parametrize("scheme", PIPELINES)
+@pytest.mark.parametrize("scheme", ["1f1b", *map(wide, ["gpipe", "spectrain", "single"])])
 def test_the_first_stage_s_device_reads_for_a_pipeline(scheme):
     def make(scheme, workers):
         return model(scheme, None, **{"cuts": ["d1"], **PIPELINES[scheme]})
@@ -96,10 +101,10 @@ def test_the_first_stage_s_device_reads_for_a_pipeline(scheme):
 @pytest.mark.parametrize(
     ("fn", "settings"),
     [
-        (weighted, {}),
-        (read, {"class_weight": {0: 2.0, 1: 0.5, 2: 1.0, 3: 1.0, 4: 3.0}}),
+        wide(weighted, {}),
+        wide(read, {"class_weight": {0: 2.0, 1: 0.5, 2: 1.0, 3: 1.0, 4: 3.0}}),
         (lambda *of: read(*of).repeat(), {"steps_per_epoch": 3, "epochs": 3}),
-        (lambda *of: read(*of).filter(lambda *_: True), {}),
+        wide(lambda *of: read(*of).filter(lambda *_: True), {}),
     ],
     ids=["sample_weight", "class_weight", "steps_per_epoch", "unknown length"],
 )
@@ -117,6 +122,7 @@ def test_without_metrics_no_labels_are_fetched(monkeypatch):
     assert len(fetched) == 2  # of each epoch's first minibatch, to see what kind of loss it is
 
 
+@pytest.mark.wide
 def test_the_loss_is_divided_by_what_all_workers_have():
     """A mean over the labels that are not ignored, of which workers have different numbers."""
     found = both(weighted, make=lambda *of: model(*of, loss=networks.crossentropy(ignore_class=1)))
@@ -134,6 +140,7 @@ def test_workers_may_have_different_numbers_of_rows():
     networks.assert_close(weights, wanted)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("scheme", "stop_after"), [("all-reduce", 3), ("all-reduce", 7), ("1f1b", 7)])
 def test_stopped_and_resumed_is_bitwise_as_never_stopped(scheme, stop_after, tmp_path):
     """In the middle of an epoch, whose rows are in another order than those of the epoch before."""

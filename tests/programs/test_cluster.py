@@ -236,6 +236,18 @@ def test_what_a_worker_prints_is_printed_by_the_program(workers_of_a_killed_prog
     assert workers_of_a_killed_program["output"].count("x") == 200_000
 
 
+def test_a_worker_goes_on_when_nobody_reads_what_it_says(monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    said = []
+    with pytest.raises(BrokenPipeError), open(writer, "w") as output:  # in closing it: nobody reads it indeed
+        monkeypatch.setattr(sys, "stdout", output)
+        for what in ("A controller has joined.", "The controller has ended: the worker ends."):
+            server._say(what, True)
+            said.append(what)
+    assert len(said) == 2
+
+
 @pytest.mark.wide
 def test_a_worker_ends_with_its_program_whoever_else_lives_on(workers_of_a_killed_program):
     until_s = time.monotonic() + 20

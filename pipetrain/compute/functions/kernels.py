@@ -38,19 +38,29 @@ class Kernels:
     Args:
         compiled: whether XLA compiles.
         about: what the functions belong to, for the warning.
+        remote: whether they run in another process.
 
     ``is_shown``: asked when compiling takes long, whether a line says so.
     """
 
-    def __init__(self, compiled: bool = False, about: str = "") -> None:
-        self.compiled, self.about = compiled, about
+    def __init__(self, compiled: bool = False, about: str = "", remote: bool = False) -> None:
+        self.compiled, self.about, self._remote = compiled, about, remote
         self._has_warned = self._has_said = False
         self.is_shown: Callable[[], bool] = lambda: True
 
     @property
+    def returns_tensors(self) -> bool:
+        """Whether residuals leave a function as plain tensors, and no pack or list of them.
+
+        XLA knows no others. A pack or list that a worker's function returns has its handle in this process, from which
+        the worker would have to fetch it for the next function; and it may not reach this process.
+        """
+        return self.compiled or self._remote
+
+    @property
     def packing(self) -> Packing:
-        """How residuals leave a function: XLA knows no packs."""
-        return SEPARATE if self.compiled else PACKED
+        """How residuals leave a function."""
+        return SEPARATE if self.returns_tensors else PACKED
 
     def op(self, function: Callable[..., Any], *specs: Any) -> Callable[..., Any]:
         """The function, traced for arguments of these specs, as an op that runs on the caller's thread."""

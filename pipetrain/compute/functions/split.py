@@ -15,7 +15,8 @@ itself;
 - of a tensor of which it reads nothing but the *shape* (as gradients of sums do, where the number of rows is not
   known), only the shape is handed over: half of what some networks would keep;
 - everything else is a *residual*: returned by the forward, saved, and passed to the backward. What a loop keeps of its
-  turns is a list of tensors, which no function that XLA compiles can return or take: it is handed over as one tensor.
+  turns is a list of tensors, which no function that XLA compiles can return or take, and which no worker can hold from
+  one function to the next: there it is handed over as one tensor.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ def split(
     differentiable: Any,
     constants: Any,
     handed: Callable[[list[tf.Tensor]], Any] = list,
+    stacked: bool = False,
     compiled: bool = False,
     stays: Callable[[], Collection[int]] = tuple,
     changed: Callable[[], Collection[int]] = tuple,
@@ -76,6 +78,7 @@ def split(
         differentiable: likewise.
         constants: any nested structure of such.
         handed: what the forward is to give of its residuals; the backward takes these as they are.
+        stacked: whether a list of tensors is handed over as one tensor.
         compiled: whether XLA is to compile them.
         stays: the numbers of the state that ``run`` leaves as it is, asked when it has been traced.
         changed: the numbers of the weights that ``run`` assigns to, asked when it has been traced.
@@ -105,7 +108,7 @@ def split(
             nested = tf.function(differentiate, autograph=False).get_concrete_function(gradients)
         left_out = changed()
         read_again = {n: weight for n, weight in enumerate(weights) if n not in left_out}
-        captures = _Captures(nested, read_again, {n: state[n] for n in stays()}, stacked=compiled)
+        captures = _Captures(nested, read_again, {n: state[n] for n in stays()}, stacked)
         halves.update(nested=nested, captures=captures, gradients=gradients)
         return aux, handed(captures.residuals)
 

@@ -80,7 +80,8 @@ class Stage:
         shared: Sequence[Shared] = (),
     ) -> None:
         self.segment, self.device, self.recompute, self._loss = segment, device, recompute, loss
-        self._kernels, self._constants = Kernels(compiled, segment.about), Constants(device)
+        self._kernels = Kernels(compiled, segment.about, is_remote(device))
+        self._constants = Constants(device)
         self._state = State(segment, True, division)
         self._groups = self._grouped(shared, stepping(optimizer), rule)
         self.variables, self.shared = self._groups.variables, self._groups.shared

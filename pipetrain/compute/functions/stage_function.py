@@ -189,7 +189,7 @@ class StageFunction:
     def _split(self, differentiable: Any, constants: Any) -> SplitFunction:
         self._added, self._summed = 0, []
         kernels = self._kernels
-        handed = kernels.packing.pack, kernels.compiled, self._staying, lambda: self.changed
+        handed = kernels.packing.pack, kernels.returns_tensors, kernels.compiled, self._staying, lambda: self.changed
         weights = specs(self._segment.trainable_variables)
         given = weights, self._state.specs(), differentiable, constants, *handed
         halves = split(self._run, *given)

@@ -47,6 +47,7 @@ class BlockFunctions:
                 weights,
                 state,
                 *self._sorted(like),
+                stacked=compiled,
                 compiled=compiled,
                 stays=lambda: self._stays,
                 changed=lambda: self._changed,
