@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
+from functools import partial, reduce
 from itertools import chain
 from typing import Any
 
@@ -14,7 +14,7 @@ from pipetrain.compute.cores import is_remote
 from pipetrain.compute.keras_private import weighted_by_class
 from pipetrain.frontend.input_data import READ_BY, untuned
 from pipetrain.frontend.preprocessing import preprocesses
-from pipetrain.frontend.worker_reader import WorkersIterator
+from pipetrain.frontend.worker_reader import WorkersIterator, named
 from pipetrain.run.control import LostWorker
 
 Make = Callable[[int, int], tf.data.Dataset]  # of a worker's number and how many there are
@@ -92,10 +92,11 @@ class WorkerDatasets:
             _traced(make, worker, device, len(devices), class_weight) for worker, device in enumerate(self._devices)
         ]
         specs = [concrete.structured_outputs.element_spec for concrete in self._made]
-        self._element_spec = _common(specs, self._name)
+        name = partial(named, self._devices)
+        self._element_spec = _common(specs, name)
         self._datasets, counts = self._placed()
         self.described = tf.data.Dataset.from_generator(tuple, output_signature=_together(specs)).apply(
-            tf.data.experimental.assert_cardinality(_same(counts, self._name))
+            tf.data.experimental.assert_cardinality(_same(counts, name))
         )
         setattr(self.described, READ_BY, self)
 
@@ -117,9 +118,6 @@ class WorkerDatasets:
 
     def __iter__(self) -> WorkersIterator:
         return WorkersIterator(self._devices, self._datasets, self._element_spec, self.lost)
-
-    def _name(self, worker: int) -> str:
-        return f"worker {worker} ({self._devices[worker]})"
 
 
 def check_worker_data(model: keras.Model, given: Mapping[str, Any]) -> None:

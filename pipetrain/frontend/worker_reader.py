@@ -63,6 +63,11 @@ def read_function(
     return function.get_concrete_function([tf.data.IteratorSpec(element_spec)] * len(devices))
 
 
+def named(devices: Sequence[str], worker: int) -> str:
+    """A worker, for a message."""
+    return f"worker {worker} ({devices[worker]})"
+
+
 class WorkersIterator:
     """One pass over the workers' datasets; ``next`` passes over a minibatch, whose rows stay where they are.
 
@@ -97,7 +102,7 @@ class WorkersIterator:
             parts, there = self._lost.unless_lost(lambda: _called(function, self._iterators))
         except tf.errors.OpError as error:
             if found := READER.findall(error.message or ""):
-                add_note(error, f"Raised in reading the data of {self._name(int(found[-1]))}.")
+                add_note(error, f"Raised in reading the data of {named(self.devices, int(found[-1]))}.")
             raise
         if not any(there):
             return None
@@ -105,14 +110,11 @@ class WorkersIterator:
             first, other = there.index(False), there.index(True)
             raise ValueError(
                 f"The data of a worker end before those of others. Received: pipetrain.data with {self._minibatches} "
-                f"elements of {self._name(first)}, and more of {self._name(other)}. Try as many minibatches of every "
-                "worker: take(n) with the smallest number, or repeat() and steps_per_epoch."
+                f"elements of {named(self.devices, first)}, and more of {named(self.devices, other)}. "
+                "Try as many minibatches of every worker: take(n) with the smallest number, or repeat() and steps_per_epoch."
             )
         self._minibatches += 1
         return parts[0] if len(parts) == 1 else tf.nest.map_structure(_rows, *parts)
-
-    def _name(self, worker: int) -> str:
-        return f"worker {worker} ({self.devices[worker]})"
 
 
 def _iterators(devices: Sequence[str], datasets: Sequence[Any]) -> list[Any]:
