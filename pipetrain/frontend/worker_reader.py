@@ -111,7 +111,8 @@ class WorkersIterator:
             raise ValueError(
                 f"The data of a worker end before those of others. Received: pipetrain.data with {self._minibatches} "
                 f"elements of {named(self.devices, first)}, and more of {named(self.devices, other)}. "
-                "Try as many minibatches of every worker: take(n) with the smallest number, or repeat() and steps_per_epoch."
+                "Try as many minibatches of every worker: take(n) with the smallest number, or repeat() and "
+                "steps_per_epoch."
             )
         self._minibatches += 1
         return parts[0] if len(parts) == 1 else tf.nest.map_structure(_rows, *parts)
