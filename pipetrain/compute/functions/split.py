@@ -78,7 +78,7 @@ def split(
         differentiable: likewise.
         constants: any nested structure of such.
         handed: what the forward is to give of its residuals; the backward takes these as they are.
-        stacked: whether a list of tensors is handed over as one tensor.
+        stacked: whether a list of tensors is handed over as one tensor; it always is where XLA compiles.
         compiled: whether XLA is to compile them.
         stays: the numbers of the state that ``run`` leaves as it is, asked when it has been traced.
         changed: the numbers of the weights that ``run`` assigns to, asked when it has been traced.
@@ -108,7 +108,7 @@ def split(
             nested = tf.function(differentiate, autograph=False).get_concrete_function(gradients)
         left_out = changed()
         read_again = {n: weight for n, weight in enumerate(weights) if n not in left_out}
-        captures = _Captures(nested, read_again, {n: state[n] for n in stays()}, stacked)
+        captures = _Captures(nested, read_again, {n: state[n] for n in stays()}, stacked or compiled)
         halves.update(nested=nested, captures=captures, gradients=gradients)
         return aux, handed(captures.residuals)
 

@@ -47,7 +47,6 @@ class BlockFunctions:
                 weights,
                 state,
                 *self._sorted(like),
-                stacked=compiled,
                 compiled=compiled,
                 stays=lambda: self._stays,
                 changed=lambda: self._changed,
