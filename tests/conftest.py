@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 import threading
 from functools import cache
@@ -18,6 +19,9 @@ GPU_MIB = 2048  # of each logical GPU
 
 # A tenth of all tests' time went into looking for garbage among the modules, which stay, and among graphs being traced.
 gc.set_threshold(50_000, 10, 10)
+
+# A shell lets what it runs in the background ignore this signal, and so would all processes that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collectstart(collector):
