@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pipetrain.cluster.health import WorkerLost
     from pipetrain.cluster.local_workers import LocalWorkers
     from pipetrain.compute.profiling.profiler import profile
-    from pipetrain.devices import set_cpu_devices
+    from pipetrain.devices import on_host, set_cpu_devices
     from pipetrain.frontend.worker_data import data
     from pipetrain.logs import set_verbosity
     from pipetrain.model import PipelineModel
@@ -77,6 +77,7 @@ __all__ = [
     "connect",
     "data",
     "idle",
+    "on_host",
     "partition",
     "profile",
     "set_cpu_devices",
@@ -115,6 +116,7 @@ _HOMES = {
     "connect": "pipetrain.cluster.connection",
     "data": "pipetrain.frontend.worker_data",
     "idle": "pipetrain.trace.idle",
+    "on_host": "pipetrain.devices",
     "partition": "pipetrain.plan.partition",
     "profile": "pipetrain.compute.profiling.profiler",
     "set_cpu_devices": "pipetrain.devices",

@@ -1,11 +1,14 @@
-"""The logical CPU devices that TensorFlow has."""
+"""Which devices TensorFlow has, and where a model is made."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import tensorflow as tf
 
 from pipetrain.cluster.connection import joins
-from pipetrain.compute.cores import cores, give_own_pools
+from pipetrain.compute.cores import HOST, cores, give_own_pools
 from pipetrain.schemes.arguments import checked_count
 
 
@@ -39,3 +42,21 @@ def set_cpu_devices(count: int) -> None:
             f"TensorFlow has already started, so its CPU devices are fixed. Received: count={count}. "
             "Try calling pipetrain.set_cpu_devices first, before any tensor or model is made."
         ) from error
+
+
+@contextmanager
+def on_host() -> Iterator[None]:
+    """Within, models are made, or loaded from files, in the host's memory, and none of them on a GPU.
+
+    Keras makes a whole model on the first GPU, which may not hold it. ``PipelineModel`` gives every device the weights
+    and slots of its stages alone, so that a model of any size trains which its stages' devices hold together::
+
+        with pipetrain.on_host():
+            model = build()
+        pm = pipetrain.PipelineModel(model, stages=8)
+
+    The model's own variables stay in the host's memory. What computes with the model itself, such as
+    ``model.predict``, computes there; ``pm.predict`` and ``pm.evaluate`` compute on the stages' devices.
+    """
+    with tf.device(HOST):
+        yield

@@ -68,7 +68,7 @@ class PipelineModel(KerasLoop):
             seeds: less memory, more time, equal results. ``vanilla`` and ``spectrain``, whose backward reads newer
             weights, then also keep the forward's.
         memory_bytes: what a device may hold: what ``auto`` chooses, and where a pipeline is cut, keeps to it; by
-            default without a limit.
+            default what TensorFlow may take of the GPUs' memory, and on CPU devices without a limit.
         name: the model's name.
         options: of a scheme by keyword, as in 0.1, with a warning that shows the new line; ``trace=False``, which is
             the property ``is_traced`` now.

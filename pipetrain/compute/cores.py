@@ -9,7 +9,11 @@ from functools import cache
 
 import tensorflow as tf
 
+# Where data are read. Rows taken of them on the default device, a GPU, would wait for the stage there.
+HOST = "/device:CPU:0"
 OWN_POOLS = "TF_OVERRIDE_GLOBAL_THREADPOOL"  # TensorFlow's switch, which it reads when it makes its devices
+_LOCAL = "/job:localhost/replica:0/task:0"
+LOCAL_HOST = f"{_LOCAL}{HOST}"  # its name among those of workers
 
 
 def full_name(name: str) -> str:
@@ -40,6 +44,11 @@ def is_processor(device: str) -> bool:
 def is_prompt(device: str) -> bool:
     """Whether calls on a device are finished when they return, as they are on a CPU of this process."""
     return is_processor(device) and not is_remote(device)
+
+
+def with_job(device: str) -> str:
+    """A device's full name as variables and functions have it, this process's devices with a job too."""
+    return device if device.startswith("/job:") else f"{_LOCAL}{device}"
 
 
 def finish(device: str) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.framework.attr_value_pb2 import AttrValue
+from tensorflow.python import pywrap_tfe
+from tensorflow.python.client import pywrap_tf_session
 from tensorflow.python.distribute.values import DistributedVariable
 from tensorflow.python.eager import context
 from tensorflow.python.framework import ops
@@ -126,6 +128,23 @@ def current_device() -> str:
     """The device of the ``tf.device`` that this thread is in, by its full name; empty outside of any."""
     name: str = context.context().device_name
     return name
+
+
+def memory_of_devices() -> dict[str, int]:
+    """Bytes that TensorFlow may take of the memory of every device, those of joined workers too, by its full name.
+
+    Publicly a memory limit can be set, and not read. That of a CPU is a number which means nothing.
+    """
+    here = context.context()
+    here.ensure_initialized()
+    devices = pywrap_tfe.TFE_ContextListDevices(here._context_handle)
+    try:
+        return {
+            pywrap_tfe.TF_DeviceListName(devices, n): pywrap_tf_session.TF_DeviceListMemoryBytes(devices, n)
+            for n in range(pywrap_tfe.TF_DeviceListCount(devices))
+        }
+    finally:
+        pywrap_tfe.TF_DeleteDeviceList(devices)
 
 
 def elements_of(tensor: tf.Tensor) -> int:

@@ -7,7 +7,6 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ from pipetrain.compute.profiling.limits import KeptTrials
 from pipetrain.compute.profiling.progress import Progress
 from pipetrain.frontend.attributes import known
 from pipetrain.frontend.input_data import DEFAULT_ROWS, first_rows, sample_of
-from pipetrain.frontend.layout import Layout, described
+from pipetrain.frontend.layout import Layout, described_for
 from pipetrain.frontend.options import Options
 from pipetrain.frontend.pipeline_strategy import PipelineStrategy
 from pipetrain.frontend.planner import Planner
@@ -201,7 +200,7 @@ class AutoStrategy(PipelineStrategy):
         batch_size, pieces = rows or DEFAULT_ROWS, (layout and layout.microbatches) or devices
         whole = planner.profile(batch_size, 1)
         of_microbatches = planner.profile(batch_size, pieces) if 1 < pieces <= batch_size else None
-        cluster = replace(described(self.devices), memory_bytes=self.given.memory_bytes)
+        cluster = described_for(self.model, self.devices, self.given.memory_bytes)
         mirrored = not any(map(is_remote, self.devices))
         training = planner.training._replace(microbatches=1)
         return choose(whole, devices, cluster, training, of_microbatches, self._staleness, mirrored, layout)

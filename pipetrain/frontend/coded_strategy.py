@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from pipetrain.compute.cores import HOST
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.transfers.coded import Root
 from pipetrain.compute.transfers.weights import WeightsPart
@@ -14,7 +15,6 @@ from pipetrain.frontend.planner import Planner
 from pipetrain.frontend.refusals import check_loss_scaling
 from pipetrain.frontend.runner_strategy import RunnerStrategy
 from pipetrain.run.coded_runner import CodedRunner
-from pipetrain.run.pipeline import HOST
 from pipetrain.schemes.arguments import is_count
 from pipetrain.schemes.coded_reduce import Tree
 from pipetrain.schemes.table import CODED, TREES

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from pipetrain.compute.cores import HOST
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.graph.blocks import Chain
 from pipetrain.compute.graph.inputs import Shapes, structure_of
@@ -22,7 +23,6 @@ from pipetrain.frontend.loss_of_parts import LossOfParts, check_minimised
 from pipetrain.frontend.metrics import TrackedMetrics
 from pipetrain.frontend.planner import Planner
 from pipetrain.frontend.refusals import check_assignments, check_loop, check_optimizer, check_own
-from pipetrain.run.pipeline import HOST
 from pipetrain.run.worker_rows import on_one_device
 from pipetrain.schemes.scheme import Scheme
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from pipetrain.compute.cores import HOST
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.graph.wide_layers import WideLayer, network_of, wide_layers
 from pipetrain.compute.grid.step import GridStep
@@ -20,7 +21,6 @@ from pipetrain.frontend.planner import Planner
 from pipetrain.frontend.refusals import check_loss_scaling
 from pipetrain.frontend.runner_strategy import RunnerStrategy
 from pipetrain.plan.grid_cost import best_grid
-from pipetrain.run.pipeline import HOST
 from pipetrain.run.step_runner import StepRunner
 from pipetrain.run.worker_rows import WorkerRows
 from pipetrain.schemes.grid import Grid

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+import keras
 import tensorflow as tf
 
 from pipetrain.cluster.bandwidth import joined, joined_within_functions
 from pipetrain.cluster.connection import remote_devices
-from pipetrain.compute.cores import cores, full_name, is_remote
+from pipetrain.compute.cores import cores, full_name, is_processor, is_remote, with_job
+from pipetrain.compute.functions.split import size_bytes
 from pipetrain.compute.graph.blocks import Chain
 from pipetrain.compute.graph.cuts import cut_points, why_together
 from pipetrain.compute.graph.inputs import Shapes
 from pipetrain.compute.graph.segment import Segment
+from pipetrain.compute.tensorflow_private import memory_of_devices
 from pipetrain.logs import counted
 from pipetrain.plan.cluster import PCIE_3, SHARED_MEMORY, Cluster, Level
 from pipetrain.plan.stages import Partition
@@ -63,6 +68,21 @@ def described(devices: Sequence[str], within_functions: bool = False) -> Cluster
     if all("CPU" in device for device in devices):
         return Cluster((Level(SHARED_MEMORY),), processors=len(cores()))
     return Cluster((Level(PCIE_3),), overhead_s=THREAD_ACTION_S)
+
+
+def described_for(model: keras.Model, devices: Sequence[str], memory_bytes: int | None) -> Cluster:
+    """The same with what each of them may hold to train this model; None stands for as much as it has.
+
+    A processor has no limit. A GPU that has the model's own variables (see ``pipetrain.on_host``) has so much less for
+    training. All devices count as the smallest of them.
+    """
+    if memory_bytes is None:
+        had, taken = memory_of_devices(), Counter[str]()
+        for variable in model.variables:
+            taken[variable.value.device] += size_bytes(variable.value)
+        gpus = [with_job(device) for device in devices if not is_processor(device)]
+        memory_bytes = max(1, min(had[gpu] - taken[gpu] for gpu in gpus)) if gpus else None
+    return replace(described(devices), memory_bytes=memory_bytes)
 
 
 def check_local(devices: Sequence[str]) -> None:

@@ -11,10 +11,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from pipetrain.compute.cores import HOST
 from pipetrain.compute.functions.weight_binding import any_rows
 from pipetrain.compute.keras_private import axis_of
 from pipetrain.run.channels import take
-from pipetrain.run.pipeline import HOST
 
 # A minibatch's loss is the mean of its parts', weighted by their rows; or their sum; or the sum of what they have of
 # it when each is told by what all of it is divided.

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import keras
 import tensorflow as tf
 
+from pipetrain.compute.cores import HOST
 from pipetrain.compute.functions.kernels import direct
 from pipetrain.compute.functions.stage_values import BoundaryTensors
 from pipetrain.compute.functions.weight_binding import any_rows
@@ -28,7 +29,6 @@ from pipetrain.compute.keras_private import (
 from pipetrain.frontend.attributes import undone
 from pipetrain.frontend.loss_reduction import Divisor, divides_by, ignored_class
 from pipetrain.run.collector import Result
-from pipetrain.run.pipeline import HOST
 from pipetrain.run.window import Minibatch
 from pipetrain.run.worker_rows import on_one_device
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from pipetrain.cluster.connection import place
@@ -15,7 +14,7 @@ from pipetrain.compute.processor import left_out
 from pipetrain.compute.profiling.operation_count import is_little
 from pipetrain.compute.profiling.profile_cache import cached_profile
 from pipetrain.frontend.input_data import DEFAULT_ROWS
-from pipetrain.frontend.layout import KeptLayout, Layout, described
+from pipetrain.frontend.layout import KeptLayout, Layout, described_for
 from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import partition, plan
@@ -34,7 +33,7 @@ class Planner:
         layout: of the stages, as far as the arguments tell.
         training: how they are trained.
         given: the ``Partition`` that is given, if one is.
-        memory_bytes: what a device holds, to which the cut keeps where that is open; None for no limit.
+        memory_bytes: what a device holds, to which the cut keeps where that is open; None for what the devices have.
         compared_on: the devices on which other ways are compared with this one; by default its own.
 
     ``layout`` is what is decided by now, ``training`` with what ``compile`` has told. ``shapes`` are those of the
@@ -198,7 +197,8 @@ class Planner:
     @property
     def _cluster(self) -> Cluster:
         """How the devices are joined, and what each may hold."""
-        return replace(described(self._compared_on or self.layout.devices), memory_bytes=self._memory_bytes)
+        devices = self._compared_on or self.layout.devices
+        return described_for(self.chain.model, devices, self._memory_bytes)
 
 
 def _kernels_of(cut: Partition) -> tuple[bool, ...]:

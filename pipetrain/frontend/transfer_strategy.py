@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from pipetrain.checkpoint.state import assign, collected
 from pipetrain.cluster.bandwidth import message_work
+from pipetrain.compute.cores import HOST
 from pipetrain.compute.functions.split import size_bytes, specs
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.graph.blocks import Chain
@@ -33,7 +34,6 @@ from pipetrain.frontend.runner_strategy import RunnerStrategy
 from pipetrain.plan.choice import TURNS, fastest, finalists
 from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.profile import Profile, Seconds
-from pipetrain.run.pipeline import HOST
 from pipetrain.run.step_runner import StepRunner
 from pipetrain.run.window import minibatch_s
 from pipetrain.run.worker_rows import WorkerRows

@@ -9,10 +9,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipetrain.compute.cores import finish, is_remote
+from pipetrain.compute.cores import HOST, LOCAL_HOST, finish, is_remote
 from pipetrain.compute.tensorflow_private import UNORDERED
 from pipetrain.run.control import LostWorker, add_note
-from pipetrain.run.pipeline import HOST, LOCAL_HOST
 from pipetrain.run.worker_rows import RowsOnWorkers
 
 READER = re.compile(r"reader_(\d+)")  # as TensorFlow names in its errors what has failed

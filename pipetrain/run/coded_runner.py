@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from pipetrain.compute.cores import HOST
 from pipetrain.compute.functions.stage_values import BoundaryTensors, without_rows
 from pipetrain.compute.keras_private import count_of
 from pipetrain.compute.transfers.coded import CodedFunctions, CodedUpdate, Messages, Root
 from pipetrain.run.collector import Result
 from pipetrain.run.control import CallThread, Control, RunSettings
 from pipetrain.run.gradient_exchange import here
-from pipetrain.run.pipeline import HOST, KEPT_SPANS
+from pipetrain.run.pipeline import KEPT_SPANS
 from pipetrain.run.stepwise import Stepwise
 from pipetrain.run.tree_exchange import Delivered, TreeExchange, TreeStep
 from pipetrain.run.tree_worker import Job, TreeWorker, received

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from pipetrain.compute.cores import HOST
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.interpreter import gc_paused
 from pipetrain.compute.program.arguments import ProgramResult, Settings
@@ -18,7 +19,7 @@ from pipetrain.compute.program.clock import ProgramTimes
 from pipetrain.compute.program.function import ProgramFunction, ProgramInputs, traced
 from pipetrain.run.collector import Result, Snapshot
 from pipetrain.run.control import Caller, RunSettings
-from pipetrain.run.pipeline import HOST, RESTING
+from pipetrain.run.pipeline import RESTING
 from pipetrain.run.program_runner import ProgramRunner
 from pipetrain.schemes import policies
 from pipetrain.schemes.course import Course

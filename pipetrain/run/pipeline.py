@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import tensorflow as tf
 
-from pipetrain.compute.cores import is_prompt
+from pipetrain.compute.cores import HOST, is_prompt
 from pipetrain.compute.functions.inference import Replica, trace_stages
 from pipetrain.compute.functions.stage_values import BoundaryTensors
 from pipetrain.compute.interpreter import let_go, shorten
@@ -27,9 +27,6 @@ from pipetrain.schemes.splitting import microbatch_rows, window
 from pipetrain.trace.records import Recent, Spans, Transfers
 from pipetrain.trace.trace import Trace
 
-# Where data are read. Rows taken of them on the default device, a GPU, would wait for the stage there.
-HOST = "/device:CPU:0"
-LOCAL_HOST = f"/job:localhost/replica:0/task:0{HOST}"  # its name among those of workers
 KEPT_SPANS = 100_000  # the newest spans, of 44 bytes, and transfers, of 60, that are kept: no run is too long
 
 RESTING = (

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipetrain.compute.cores import is_processor, is_remote
+from pipetrain.compute.cores import HOST, LOCAL_HOST, is_processor, is_remote
 from pipetrain.compute.functions.inference import trace_stages
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.interpreter import gc_paused
@@ -25,7 +25,7 @@ from pipetrain.compute.tensorflow_private import is_deterministic
 from pipetrain.run import pipeline
 from pipetrain.run.collector import Result
 from pipetrain.run.control import RunSettings, add_note
-from pipetrain.run.pipeline import HOST, LOCAL_HOST, Activity
+from pipetrain.run.pipeline import Activity
 from pipetrain.run.stepwise import Stepwise
 from pipetrain.schemes.actions import Action, Op
 from pipetrain.schemes.policies import FlushPolicy

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from pipetrain.compute.cores import finish, is_prompt, is_remote, pin
+from pipetrain.compute.cores import HOST, finish, is_prompt, is_remote, pin
 from pipetrain.compute.functions.stage_values import BoundaryTensors
 from pipetrain.compute.transfers.coded import (
     CodedFunctions,
@@ -23,7 +23,6 @@ from pipetrain.compute.transfers.coded import (
 from pipetrain.run.channels import take
 from pipetrain.run.control import Control, StoppableThread
 from pipetrain.run.gradient_exchange import Closed, here
-from pipetrain.run.pipeline import HOST
 from pipetrain.run.tree_exchange import Delivered, Over, TreeExchange, TreeStep
 from pipetrain.schemes.coded_reduce import ROOT, Allocation, CellsPart, Tree, allocated
 from pipetrain.trace.records import Recent, Span, Spans, Transfer, Transfers

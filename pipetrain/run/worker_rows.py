@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from pipetrain.compute.cores import is_remote
+from pipetrain.compute.cores import HOST, is_remote
 from pipetrain.run.channels import take
 from pipetrain.run.control import LostWorker, StoppableThread
-from pipetrain.run.pipeline import HOST
 from pipetrain.schemes.splitting import rows_of
 
 
