@@ -31,12 +31,14 @@ from pipetrain.cli.quiet import start_tensorflow
 from pipetrain.logs import text_table
 from pipetrain.plan.profile import mib
 from pipetrain.schemes.grid import Grid
-from pipetrain.schemes.options import CodedReduce, SpecTrain, name_of
-from pipetrain.schemes.table import COPIED, DATA_PARALLEL, EVERY_NAME
+from pipetrain.schemes.options import CodedReduce, ParameterServer, SpecTrain, name_of, options_of
+from pipetrain.schemes.table import COPIED, DATA_PARALLEL, EVERY_NAME, SERVING, TRANSFERRING
+from pipetrain.schemes.transfers.orders import orders
 
-DEVICES, STEPS = 4, 8
+DEVICES, STEPS = 4, 32
 MOMENTUM_ONLY = ("spike-compensation",)
 WAYS: dict[str, Any] = {name: name for name in EVERY_NAME if name not in ("grid", "coded-reduce")}
+WAYS |= {f"{SERVING}/{order}": ParameterServer(order=order) for order in orders(serves=True)}
 WAYS |= {
     "grid 4x1": Grid(DEVICES, 1),
     "grid 2x2": Grid(2, 2),
@@ -81,6 +83,8 @@ def measure(way: str, network: Network, optimizer: str) -> Peaks:
         planned = planned_bytes(pipe, scheme, network.rows)
         before = [now for now, _ in peaks()]
         pipe.fit(minibatches, verbose=0)  # traces, which takes memory too
+        if name_of(scheme) in TRANSFERRING:  # of the order that was taken
+            planned = planned_bytes(pipe, type(options_of(scheme))(order=pipe._strategy.plan), network.rows)
         gc.collect()
         peaks()
         pipe.fit(minibatches, verbose=0)

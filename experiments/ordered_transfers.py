@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from pipetrain.cli.arguments import Folded  # noqa: E402
+from pipetrain.cli.arguments import Folded, count  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
 from pipetrain.logs import text_table  # noqa: E402
 from pipetrain.plan.cluster import Cluster, Level, Link  # noqa: E402
@@ -106,6 +106,20 @@ PAPERS = {
 }
 
 
+NETWORKS = {  # by whom of keras.applications they are made, for which images
+    "vgg16": ("VGG16", IMAGE),
+    "vgg19": ("VGG19", IMAGE),
+    "resnet50": ("ResNet50", IMAGE),
+    "resnet101": ("ResNet101", IMAGE),
+    "resnet152": ("ResNet152", IMAGE),
+    "inception_v3": ("InceptionV3", (299, 299, 3)),
+    "xception": ("Xception", (299, 299, 3)),
+    "densenet121": ("DenseNet121", IMAGE),
+    "mobilenet_v2": ("MobileNetV2", IMAGE),
+    "efficientnet_b0": ("EfficientNetB0", IMAGE),
+}
+
+
 class Outcome(NamedTuple):
     """One network on so many nodes: the milliseconds of a step in each way, and of a step without any transfers."""
 
@@ -131,8 +145,8 @@ def build(name: str) -> keras.Model:
 
     if name == "vgg16":
         return models.build("vgg16", IMAGE, CLASSES)
-    make = {"resnet50": keras.applications.ResNet50, "inception_v3": keras.applications.InceptionV3}[name]
-    return make(weights=None, input_shape=(299, 299, 3) if name == "inception_v3" else IMAGE, classes=CLASSES)
+    made_by, shape = NETWORKS[name]
+    return getattr(keras.applications, made_by)(weights=None, input_shape=shape, classes=CLASSES)
 
 
 def profiles(names: set[str]) -> Callable[[str, Device, int], Profile]:
@@ -216,8 +230,8 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=Folded)
     parser.add_argument("--paper", choices=PAPERS, action="append", help="(default: all)")
-    parser.add_argument("--network", action="append", help="(default: all of the paper)")
-    parser.add_argument("--nodes", type=int, action="append", metavar="N", help="(default: those of the paper)")
+    parser.add_argument("--network", choices=NETWORKS, action="append", help="(default: all of the paper)")
+    parser.add_argument("--nodes", type=count, action="append", metavar="N", help="(default: those of the paper)")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="write the figures there too")
     options = parser.parse_args()
     chosen = [PAPERS[name] for name in options.paper or PAPERS]
