@@ -16,6 +16,7 @@ from pipetrain.frontend.refusals import check_optimizer_kind
 from pipetrain.frontend.strategies import strategy_of
 from pipetrain.frontend.turn import Turn, taking_turns
 from pipetrain.plan.choice import Choice
+from pipetrain.plan.explanation import Explanation
 from pipetrain.plan.stages import Partition
 from pipetrain.schemes.arguments import checked_bool
 from pipetrain.schemes.options import AnyScheme
@@ -186,14 +187,16 @@ class PipelineModel(KerasLoop):
         with self._watched():
             return self._strategy.planner.partition(batch_size, verbose=True)
 
-    def explain(self, batch_size: int = DEFAULT_ROWS, input_shapes: Any = None) -> str:
+    def explain(self, batch_size: int = DEFAULT_ROWS, input_shapes: Any = None) -> Explanation:
         """A text: how the model is cut, and the estimates of other ways to train it on these devices.
 
-        With ``scheme="auto"`` the ways among which it chooses, or has chosen, with what they took in a trial.
+        With ``scheme="auto"`` the ways among which it chooses, or has chosen, with what they took in a trial. A
+        notebook shows it as tables; its parts are its attributes ``choice`` and ``cut``, and
+        ``pm.explain(128).choice.plot()`` draws the ways.
         ``input_shapes`` as for ``partition``.
         """
         if self.choice is not None and self.choice.batch_size == batch_size:
-            return self.choice.text()
+            return self.choice.explained()
         self._strategy.planner.ask(input_shapes)
         with self._watched():
             return self._strategy.explanation(batch_size, self._chosen_scheme)
