@@ -12,8 +12,7 @@ if TYPE_CHECKING:
 class Explanation(str):
     """The text of ``PipelineModel.explain``, which a notebook shows as tables.
 
-    Args:
-        text: the whole of it.
+    Attributes:
         choice: the ways to train.
         cut: how the model is cut, None where it is not.
         note: a remark below, may be empty.

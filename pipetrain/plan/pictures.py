@@ -60,6 +60,7 @@ def profile(shown: Profile) -> Picture:
     name_rows(times, [*(shortened(block.name, 3 * NAME) for block in blocks), *beside])
     plain(times, f"milliseconds for a minibatch of {shown.batch_size} rows")
     plain(sizes, "MiB")
+    sizes.tick_params(axis="y", left=False)
     handles = [Patch(color=TIMES[part], label=part) for part in ("forward", "backward", "update")]
     if any(block.estimated for block in blocks):
         handles.append(Patch(facecolor="white", edgecolor=GREY, hatch="///", label="estimated"))
@@ -88,11 +89,12 @@ def partition(shown: Partition, devices: Mapping[int, str] | None = None, above:
     for row, together in enumerate(rows):
         _stacked(times, row, _parts(together), 0.7)
         sizes.barh(row, held[row] / MIB, 0.7, color=BLUE)
-    _mark(times, slowest, totals[slowest] * 1e3, f"bottleneck: {totals[slowest] * 1e3:.3g} ms")
-    _mark(sizes, fullest, held[fullest] / MIB, f"fullest: {held[fullest] / MIB:.3g} MiB")
+    _mark(times, slowest, totals[slowest] * 1e3, f"bottleneck: {_rounded(totals[slowest] * 1e3)} ms")
+    _mark(sizes, fullest, held[fullest] / MIB, f"fullest: {_rounded(held[fullest] / MIB)} MiB")
     name_rows(times, [_row_name(shown, together, devices or {}) for together in rows])
     plain(times, f"milliseconds for a minibatch of {shown.batch_size} rows")
     plain(sizes, "MiB held by each of its devices")
+    sizes.tick_params(axis="y", left=False)
     names = {"forward": "forward", "backward": "backward", "other": "update, transfers, predicting weights"}
     _legend(figure, [Patch(color=TIMES[part], label=name) for part, name in names.items()])
     about = "at most" if shown.simulated_s is None else "about"
@@ -143,7 +145,7 @@ def choice(shown: Choice) -> Picture:
     panel.set_xlim(0, ROOM * most)
     panel.xaxis.set_major_formatter("{x:,.0f}")
     plain(panel, f"samples/s with minibatches of {shown.batch_size} rows")
-    handles = [_dot("o", SKY, BLUE, f"predicted ±{around:.0%}")]
+    handles = [_dot("o", SKY, BLUE, f"predicted ±{around:.0%}" if around >= 0.005 else "predicted")]
     if not all(way.fits for way in ways):
         handles.append(_dot("o", "white", BLUE, "predicted, and does not fit the memory"))
     if any(way.trial_s is not None for way in ways):
@@ -180,6 +182,11 @@ def _mark(panel: Axes, row: int, longest: float, text: str) -> None:
         text, (0, row - 0.36), (2, 2), textcoords="offset points", va="bottom", fontsize=9, color=VERMILION,
         fontweight="bold", annotation_clip=False,
     )  # fmt: skip
+
+
+def _rounded(value: float) -> str:
+    """To three digits, larger numbers to ones."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _row_name(shown: Partition, together: Sequence[StagePlan], devices: Mapping[int, str]) -> str:

@@ -280,6 +280,15 @@ def test_the_pictures_of_schedules_are_drawn(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.wide
+def test_the_pictures_of_plans_are_drawn(tmp_path):
+    from plots import plans
+
+    blocks = tuple(BlockProfile(f"b{n}", 1e-3, 2e-3, 10**5, 10**6, 10**6) for n in range(8))
+    names = ("profile", "partition", "choice", "trace")
+    assert plans.draw(Profile("made up", 64, blocks), SLOW_LINK, tmp_path) == [tmp_path / f"{n}.png" for n in names]
+
+
+@pytest.mark.wide
 def test_what_a_timeline_cannot_show_is_refused_with_what_can_be(tmp_path, capsys):
     made = tmp_path / "trace.json"
     with_drains(9, ()).save(made)
