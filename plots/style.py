@@ -45,6 +45,9 @@ STYLES: dict[str, Any] = {
     "parameter-server": (0, (6, 2, 1, 2)),
     "grid": (0, (2, 2)),
 }
+# Lines of one scheme that differ in their microbatches, by the number of these: from light to dark.
+TARGETS = {1: "#9E9AC8", 2: "#756BB1", 4: "#54278F", 8: "#2D004B"}
+TARGET = "spectrain-target-M"
 OTHER = GREY
 NEIGHBOURS = 20  # of a point, that it is averaged with
 NARROW = 4.8  # inches: as wide as a figure can be whose letters are to be read on a phone
@@ -53,6 +56,9 @@ ROW = 0.3  # inches of height of a bar
 
 def colour_of(name: str) -> str:
     """Of a scheme, or of a variant of it: ``spectrain-target-M2``."""
+    count = name.removeprefix(TARGET)
+    if count != name and count.isdigit() and int(count) in TARGETS:
+        return TARGETS[int(count)]
     return COLOURS.get(scheme_of(name), OTHER)
 
 
