@@ -92,7 +92,7 @@ class Overview:
         rows, planned = self.rows, self.planned
         lines = [self.line]
         if rows:
-            header: tuple[str, ...] = ("stage", "layers", "devices", "parameters")
+            header: tuple[str, ...] = ("stage", "layers", "devices", "trained parameters")
             cells: list[tuple[str, ...]] = [
                 (
                     f"{n}: {row.first}" + (f" - {row.last}" if row.blocks > 1 else ""),
