@@ -26,7 +26,7 @@ BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 YELLOW, BLUE, VERMILION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
 GREY, LIGHT = "#666666", "#BBBBBB"  # what is secondary
 
-WIDTH = 10.0  # inches of a figure that is to be read at the width of a page
+WIDTH = 8.5  # inches of a figure that is to be read at the width of a page
 ROW, MARGIN = 0.27, 1.3  # inches of height: of a row of bars, and of what is around them
 TALLEST = 14.0  # inches
 DPI = 150

@@ -37,7 +37,7 @@ LABELS = {
     "fill": "idle: filling, draining",
 }
 LARGE = "Large: the {number}. Small, below it: {small}."
-VERSIONS = "the version of the weights (how many updates the stage had made by then)"
+VERSIONS = "the version of the weights (updates of the stage by then)"
 STAGES = "the stage"
 MARGIN = 1.2  # inches of width that are not a row
 NUMBER, SMALL = 9.0, 7.0  # points
@@ -45,7 +45,7 @@ SMALLEST = 6.0  # points: a number that has less room is left out
 SLIM = 0.66 / 72  # inches that a character takes at most for each point of its size
 FILLED = 0.93  # of the width of a box, by a number
 VISIBLE = 1e-3  # of the figure's width: what is idle for less is not shown
-LINE = 118  # characters of the caption's lines
+LINE = 110  # characters of the caption's lines
 
 
 @on_white
