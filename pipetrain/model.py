@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import keras
 
+from pipetrain.frontend.auto import AutoStrategy
 from pipetrain.frontend.compilation import arguments_of, resolved
 from pipetrain.frontend.input_data import DEFAULT_ROWS
 from pipetrain.frontend.keras_loop import KerasLoop
 from pipetrain.frontend.options import Options, check_jit_compile, checked, taken_over, taken_over_trace
+from pipetrain.frontend.overview import Overview
 from pipetrain.frontend.refusals import check_optimizer_kind
 from pipetrain.frontend.strategies import strategy_of
 from pipetrain.frontend.turn import Turn, taking_turns
 from pipetrain.plan.choice import Choice
+from pipetrain.plan.explanation import Explanation
 from pipetrain.plan.stages import Partition
 from pipetrain.schemes.arguments import checked_bool
 from pipetrain.schemes.options import AnyScheme
 from pipetrain.trace.trace import Trace
+
+if TYPE_CHECKING:
+    from pipetrain.pictures.figure import Picture
 
 
 @taking_turns
@@ -176,6 +183,45 @@ class PipelineModel(KerasLoop):
             "exact_trace", wanted, "A trace's times are either exact (True) or not (False)"
         )
 
+    def __repr__(self) -> str:
+        return f"<PipelineModel {self._overview.line}>" if "_strategy" in vars(self) else super().__repr__()
+
+    @property
+    def _overview(self) -> Overview:
+        strategy = self._strategy
+        planner = strategy.planner
+        devices = strategy.devices if isinstance(strategy, AutoStrategy) else planner.layout.distinct_devices
+        return Overview(self.name, self.scheme, planner, self._choice, devices)
+
+    def summary(
+        self,
+        line_length: int | None = None,
+        positions: Sequence[float] | None = None,
+        print_fn: Callable[..., Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        """A table of the stages, and below it Keras' own ``summary`` of the wrapped model, with these arguments.
+
+        Of each stage its layers, devices, parameters, and the memory that it needs where a plan has told that. Nothing
+        is measured or decided for it: what is open is said.
+        """
+        (print_fn or print)(f"{self._overview.text}\n")
+        self.model.summary(line_length=line_length, positions=positions, print_fn=print_fn, **settings)
+
+    def plot(self, path: str | Path | None = None) -> Picture:
+        """Bars of what the stages take and hold on their devices, with the device that all others wait for.
+
+        Where nothing is planned, since the cut is given and little work, their parameters. What stages did in training
+        ``trace.plot()`` shows. Needs matplotlib: ``pip install "pipetrain[plot]"``.
+
+        Args:
+            path: a file to save it to, of the kind that its name ends in.
+
+        Returns:
+            The matplotlib figure. Raises ValueError where the way to train, or the cut, is not decided yet.
+        """
+        return self._overview.plot().saved(path)
+
     def partition(self, batch_size: int = DEFAULT_ROWS, input_shapes: Any = None) -> Partition:
         """How the model is cut; it is profiled at this batch size if it is not cut yet.
 
@@ -186,14 +232,16 @@ class PipelineModel(KerasLoop):
         with self._watched():
             return self._strategy.planner.partition(batch_size, verbose=True)
 
-    def explain(self, batch_size: int = DEFAULT_ROWS, input_shapes: Any = None) -> str:
+    def explain(self, batch_size: int = DEFAULT_ROWS, input_shapes: Any = None) -> Explanation:
         """A text: how the model is cut, and the estimates of other ways to train it on these devices.
 
-        With ``scheme="auto"`` the ways among which it chooses, or has chosen, with what they took in a trial.
+        With ``scheme="auto"`` the ways among which it chooses, or has chosen, with what they took in a trial. A
+        notebook shows it as tables; its parts are its attributes ``choice`` and ``cut``, and
+        ``pm.explain(128).choice.plot()`` draws the ways.
         ``input_shapes`` as for ``partition``.
         """
         if self.choice is not None and self.choice.batch_size == batch_size:
-            return self.choice.text()
+            return self.choice.explained()
         self._strategy.planner.ask(input_shapes)
         with self._watched():
             return self._strategy.explanation(batch_size, self._chosen_scheme)

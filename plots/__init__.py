@@ -6,5 +6,5 @@ missing = [name for name in ("matplotlib",) if find_spec(name) is None]
 if missing:
     raise ModuleNotFoundError(
         f"Figures need packages that the library does not. Missing: {', '.join(missing)}. "
-        'Try pip install "pipetrain[experiments]", or pip install ".[experiments]" in a clone.'
+        'Try pip install "pipetrain[plot]", or pip install ".[plot]" in a clone.'
     )

@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from plots import command
-from plots.style import COLOURS, save
+from plots.style import COLOURS, TARGETS, save
 
 # A colour alone does not tell ten lines apart: policies that are related share one, and differ in marker and dashes.
 LOOKS = {
@@ -30,10 +30,7 @@ LOOKS = {
     "spectrain": (COLOURS["spectrain"], "o", "-"),
     "spectrain/local": ("#0072B2", "^", "-."),
     "spectrain/fitted": ("#56B4E9", "*", "-"),
-    "spectrain/target/M=1": ("#9E9AC8", "<", "-"),
-    "spectrain/target/M=2": ("#756BB1", ">", "-"),
-    "spectrain/target/M=4": ("#54278F", "p", "-"),
-    "spectrain/target/M=8": ("#2D004B", "h", "-"),
+    **{f"spectrain/target/M={m}": (TARGETS[m], marker, "-") for m, marker in zip(TARGETS, "<>ph", strict=True)},
     "2bw/1.5": (COLOURS["2bw"], "d", "-"),
     "spike-compensation": (COLOURS["spike-compensation"], "X", "--"),
 }
@@ -46,7 +43,7 @@ def draw(study: Path, output: Path) -> Path:
         json.loads((study / f"{name}.json").read_text(encoding="utf-8")) for name in ("config", "summary")
     )
     rates = config["learning_rate"]
-    figure = Figure(figsize=(max(8.0, 6.0 * len(rates)), 7.0), layout="constrained")
+    figure = Figure(figsize=(max(8.0, 3.4 * len(rates)), 5.5), layout="constrained")
     panels = figure.subplots(1, len(rates), sharey=True, squeeze=False)[0]
     for panel, rate in zip(panels, rates, strict=True):
         _fill(panel, [row for row in summary["rows"] if row["learning_rate"] == rate], config)
@@ -59,7 +56,7 @@ def draw(study: Path, output: Path) -> Path:
         f"mean of {config['seeds']} seeds, 95% interval; what leaves the panel below diverged, a cross: no finite loss",
         fontsize="medium",
     )
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5 if len(rates) > 1 else 4)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     return save(figure, output)
 
 
@@ -83,7 +80,7 @@ def _fill(panel: Axes, rows: Sequence[dict], config: dict) -> None:
             half = some[0]["half_width"] or 0.0
             panel.axhspan(means[0] - half, means[0] + half, color=colour, alpha=0.08)
             continue
-        shift = 0.06 * (staged.index(policy) - (len(staged) - 1) / 2)
+        shift = min(0.1, 0.75 / len(staged)) * (staged.index(policy) - (len(staged) - 1) / 2)
         lost = [places[row["stages"]] + shift for row in some if row["mean"] is None]
         panel.plot(lost, [0.02] * len(lost), "x", color=colour, transform=panel.get_xaxis_transform())
         panel.errorbar(

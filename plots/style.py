@@ -14,18 +14,21 @@ matplotlib.use("Agg")
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-# Okabe and Ito's palette: one colour per scheme, the same in every figure.
+from pipetrain.pictures import figure as pictures
+from pipetrain.pictures.figure import BLACK, BLUE, DPI, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION
+
+# One colour per scheme, the same in every figure.
 COLOURS = {
-    "single": "#000000",
-    "data-parallel": "#56B4E9",
-    "vanilla": "#E69F00",
-    "weight-stashing": "#CC79A7",
+    "single": BLACK,
+    "data-parallel": SKY,
+    "vanilla": ORANGE,
+    "weight-stashing": PURPLE,
     "vertical-sync": "#A6761D",
-    "spectrain": "#D55E00",
+    "spectrain": VERMILION,
     "spike-compensation": "#7B3294",
     "2bw": "#5AAE61",
-    "gpipe": "#009E73",
-    "1f1b": "#0072B2",
+    "gpipe": GREEN,
+    "1f1b": BLUE,
     "all-reduce": "#17BECF",
     "parameter-server": "#8C6D31",
     "grid": "#393B79",
@@ -42,7 +45,10 @@ STYLES: dict[str, Any] = {
     "parameter-server": (0, (6, 2, 1, 2)),
     "grid": (0, (2, 2)),
 }
-OTHER = "#666666"
+# Lines of one scheme that differ in their microbatches, by the number of these: from light to dark.
+TARGETS = {1: "#9E9AC8", 2: "#756BB1", 4: "#54278F", 8: "#2D004B"}
+TARGET = "spectrain-target-M"
+OTHER = GREY
 NEIGHBOURS = 20  # of a point, that it is averaged with
 NARROW = 4.8  # inches: as wide as a figure can be whose letters are to be read on a phone
 ROW = 0.3  # inches of height of a bar
@@ -50,6 +56,9 @@ ROW = 0.3  # inches of height of a bar
 
 def colour_of(name: str) -> str:
     """Of a scheme, or of a variant of it: ``spectrain-target-M2``."""
+    count = name.removeprefix(TARGET)
+    if count != name and count.isdigit() and int(count) in TARGETS:
+        return TARGETS[int(count)]
     return COLOURS.get(scheme_of(name), OTHER)
 
 
@@ -91,13 +100,12 @@ def bars_for(rows: Sequence[int], extra: float) -> tuple[Figure, list[Axes]]:
 
 def name_rows(panel: Axes, names: Sequence[str], title: str) -> None:
     """Name the bars of a panel, the first of them on top."""
-    panel.set_yticks(range(len(names)), names)
-    panel.set_ylim(len(names) - 0.5, -0.5)
+    pictures.name_rows(panel, names)
     panel.set_title(title, fontsize=9, loc="left")
 
 
 def save(figure: Figure, path: Path) -> Path:
     """Write the figure as PNG, and as SVG beside it."""
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=DPI)
     figure.savefig(path.with_suffix(".svg"))
     return path

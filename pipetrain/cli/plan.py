@@ -111,11 +111,11 @@ def run(options: argparse.Namespace) -> None:
         return
     chooser = Chooser(profile, options.devices, cluster, training, of_microbatches, options.staleness)
     if options.scheme == table.AUTO:
-        print(chooser.choice().text())
+        print(chooser.choice().explained())
     else:
         way, cut = chooser.of(training.scheme)
         choice = chooser.choice((way, cut))
-        print(f"{cut.text(choice.one_s)}\n\n{choice}")
+        print(choice.explained(cut))
 
 
 def _check_planned(scheme: str | Scheme) -> None:

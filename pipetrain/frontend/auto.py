@@ -30,6 +30,7 @@ from pipetrain.frontend.pipeline_strategy import PipelineStrategy
 from pipetrain.frontend.planner import Planner
 from pipetrain.frontend.preprocessing import preprocesses
 from pipetrain.plan.choice import TURNS, Choice, Way, finalists, settled
+from pipetrain.plan.explanation import Explanation
 from pipetrain.plan.stages import Partition
 from pipetrain.run.window import TrialClock
 from pipetrain.schemes.options import AnyScheme, built, flat, keywords, name_of, with_options
@@ -205,9 +206,9 @@ class AutoStrategy(PipelineStrategy):
         training = planner.training._replace(microbatches=1)
         return choose(whole, devices, cluster, training, of_microbatches, self._staleness, mirrored, layout)
 
-    def explanation(self, batch_size: int, scheme: AnyScheme) -> str:
+    def explanation(self, batch_size: int, scheme: AnyScheme) -> Explanation:
         """The ways to train as a table, which would be taken, and its cut."""
-        return self.choice(batch_size).text()
+        return self.choice(batch_size).explained()
 
     def taken(
         self,

@@ -41,6 +41,7 @@ from pipetrain.frontend.mirroring import DeviceLoss, Mirroring
 from pipetrain.frontend.planner import Planner
 from pipetrain.frontend.refusals import check_optimizer, check_own
 from pipetrain.frontend.strategy import StepFunction
+from pipetrain.plan.explanation import Explanation
 from pipetrain.schemes.options import AnyScheme
 from pipetrain.schemes.scheme import UpdateRule
 from pipetrain.schemes.table import DATA_PARALLEL
@@ -140,7 +141,7 @@ class DataParallelStrategy:
             lambda part: self.distribution.experimental_local_results(part)[0], next(batches)
         )
 
-    def explanation(self, batch_size: int, scheme: AnyScheme) -> str:
+    def explanation(self, batch_size: int, scheme: AnyScheme) -> Explanation:
         """A text: how the model is cut, and the estimates of other ways to train it."""
         return self.planner.explanation(batch_size, scheme)
 

@@ -12,7 +12,7 @@ DELEGATED = (
     *("add_loss", "add_variable", "add_weight", "build_from_config", "compute_mask", "compute_output_shape"),
     *("compute_output_spec", "count_params", "get_build_config", "get_layer", "get_quantization_layer_structure"),
     *("input", "input_dtype", "input_spec", "layers", "output", "rematerialized_call", "stateless_call"),
-    *("summary", "supports_masking", "symbolic_call", "to_json"),
+    *("supports_masking", "symbolic_call", "to_json"),
 )
 # Likewise; they read the weights, so all minibatches so far are applied first.
 DRAINED = ("export",)
@@ -21,7 +21,7 @@ COMPILED = ("compute_metrics", "get_compile_config", "metrics", "metrics_names")
 # Written out, with the wrapped model's own at their end.
 OWN = (
     *("call", "compile", "compile_from_config", "get_metrics_result", "get_state_tree", "get_weights", "load_weights"),
-    *("predict_on_batch", "reset_metrics", "save", "save_weights", "set_state_tree", "set_weights"),
+    *("predict_on_batch", "reset_metrics", "save", "save_weights", "set_state_tree", "set_weights", "summary"),
 )
 # Of these the PipelineModel has Keras' own: the wrapped model is its one layer. Training asks no model for them.
 KEPT = (

@@ -16,6 +16,7 @@ from pipetrain.compute.profiling.profile_cache import cached_profile
 from pipetrain.frontend.input_data import DEFAULT_ROWS
 from pipetrain.frontend.layout import KeptLayout, Layout, described_for
 from pipetrain.plan.cluster import Cluster
+from pipetrain.plan.explanation import Explanation
 from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import partition, plan
 from pipetrain.plan.profile import Profile
@@ -82,6 +83,11 @@ class Planner:
         """What the user says they are like. Raises ValueError for what they cannot be."""
         if input_shapes is not None:
             self.shapes = checked_shapes(self.chain.model, input_shapes)
+
+    @property
+    def planned(self) -> Partition | None:
+        """The plan of the stages, given or made from a profile; None where nothing was measured."""
+        return self._partition
 
     @property
     def can_decide(self) -> bool:
@@ -173,7 +179,7 @@ class Planner:
         with_xla = self.training.jit_compile is not False
         return cached_profile(self.chain, batch_size, shapes, device, verbose, place(device), with_xla, pieces)
 
-    def explanation(self, batch_size: int, scheme: AnyScheme) -> str:
+    def explanation(self, batch_size: int, scheme: AnyScheme) -> Explanation:
         """A text: the cut of the model, and every way to train it on as many devices, this scheme among them.
 
         All is predicted from the same profiles as ``scheme="auto"`` chooses by.
@@ -192,7 +198,7 @@ class Planner:
         way, cut = own.of(scheme, self.training.microbatches)
         choice = every.choice((way, cut))
         shown = self._given if self._given is not None and self._given.batch_size == batch_size else cut
-        return "\n\n".join(filter(None, [shown.text(choice.one_s), str(choice), left_out()]))
+        return choice.explained(shown, left_out())
 
     @property
     def _cluster(self) -> Cluster:

@@ -30,6 +30,7 @@ from pipetrain.frontend.refusals import check_backup, checked_steps
 from pipetrain.frontend.runner_fit import RunnerFit, UpdateCount, handed_out
 from pipetrain.frontend.stages import OptimizedStages
 from pipetrain.frontend.strategy import StepFunction
+from pipetrain.plan.explanation import Explanation
 from pipetrain.run.control import RunSettings
 from pipetrain.schemes.options import AnyScheme
 from pipetrain.schemes.scheme import Scheme
@@ -76,7 +77,7 @@ class RunnerStrategy:
         """None: this process reads minibatches, and sends them."""
         return ()
 
-    def explanation(self, batch_size: int, scheme: AnyScheme) -> str:
+    def explanation(self, batch_size: int, scheme: AnyScheme) -> Explanation:
         """A text: how the model is cut, and the estimates of other ways to train it."""
         return self.planner.explanation(batch_size, scheme)
 

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from pipetrain.frontend.fit_session import FitSession, Resumable
 from pipetrain.frontend.planner import Planner
+from pipetrain.plan.explanation import Explanation
 from pipetrain.schemes.options import AnyScheme
 from pipetrain.trace.trace import Trace
 
@@ -49,7 +50,7 @@ class Strategy(Resumable, Protocol):
     def readers(self) -> Sequence[str]:
         """The devices that read what ``pipetrain.data`` gives, in the order of their rows; empty if none can."""
 
-    def explanation(self, batch_size: int, scheme: AnyScheme) -> str:
+    def explanation(self, batch_size: int, scheme: AnyScheme) -> Explanation:
         """A text: how the model is cut, and the estimates of every way to train it for minibatches of so many rows."""
 
     def keras_arguments(self, optimizer: Any, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -7,14 +7,21 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from textwrap import wrap
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipetrain.logs import text_table
+from pipetrain.pictures import html
+from pipetrain.pictures.rows import Tabular
+from pipetrain.plan.explanation import Explanation
 from pipetrain.plan.partition import NoPlan
 from pipetrain.plan.profile import Profile, mib, unsteady
 from pipetrain.plan.stages import Partition
 from pipetrain.schemes.options import flat, keywords, name_of
+
+if TYPE_CHECKING:
+    from pipetrain.pictures.figure import Picture
 
 MARGIN = 1.03  # what a less simple way must gain to be worth it
 SAME = 1.01  # seconds nearer to each other are equal
@@ -83,8 +90,10 @@ class Way(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class Choice:
+class Choice(Tabular):
     """The ways to train a model, of which one is ``taken``; prints as a table.
+
+    Its rows, for pandas and for CSV files, are the ways, the fastest by prediction first.
 
     Taken is the simplest that fits the devices' memory and is within 3% of the fastest that fits; of the ways that were
     tried, if any were. Ways that do not train as the unsplit model does are taken only where that is allowed.
@@ -220,9 +229,11 @@ class Choice:
         """The seconds of a minibatch on one device."""
         return next((way.step_s for way in self.ways if way.name == KINDS[0]), None)
 
-    def text(self) -> str:
-        """The cut of the way taken, if it is a pipeline, and the table."""
-        return f"{self.cut.text(self.one_s)}\n\n{self}" if self.cut else str(self)
+    def explained(self, shown: Partition | None = None, note: str = "") -> Explanation:
+        """A cut, that of the way taken if no other is given, the table, and a note."""
+        cut = shown or self.cut
+        parts = [cut.text(self.one_s) if cut else "", str(self), note]
+        return Explanation("\n\n".join(filter(None, parts)), self, cut, note)
 
     def __repr__(self) -> str:
         return f"<Choice of {len(self.ways)} ways: {self.fastest}>"
@@ -233,22 +244,84 @@ class Choice:
         return any(way.is_set for way in self.ways)
 
     def __str__(self) -> str:
-        ways, header = sorted(self.ways, key=lambda way: way.step_s), HEADER
-        rows = [self._row(way) for way in ways]
-        if any(way.trial_s is not None for way in ways):
-            header = (*header[:2], "tried", *header[2:])
-            rows = [(*row[:2], self._tried(way), *row[2:]) for row, way in zip(rows, ways, strict=True)]
-        lines = [text_table(header, rows)]
+        return "\n".join([text_table(self._header, self._rows), *self._told("\n")])
+
+    def _repr_html_(self) -> str:
+        return self.to_html()
+
+    def to_html(self, note: str = "") -> str:
+        """The table as HTML with what is said of it, and a note; the way taken in bold."""
+        said = "\n".join(filter(None, [*self._told(" "), note]))
+        return html.table("", self._header, self._rows, [self._ways.index(self.fastest)], said)
+
+    def plot(self, path: str | Path | None = None) -> Picture:
+        """The ways by predicted samples/s with its range, what was measured in trials, and the way taken.
+
+        Needs matplotlib: ``pip install "pipetrain[plot]"``.
+
+        Args:
+            path: a file to save it to, of the kind that its name ends in.
+
+        Returns:
+            The matplotlib figure.
+        """
+        from pipetrain.plan import pictures
+
+        return pictures.choice(self).saved(path)
+
+    @property
+    def _ways(self) -> list[Way]:
+        """The ways in the order in which they are shown."""
+        return sorted(self.ways, key=lambda way: way.step_s)
+
+    @property
+    def _is_tried(self) -> bool:
+        return any(way.trial_s is not None for way in self.ways)
+
+    @property
+    def _header(self) -> tuple[str, ...]:
+        return (*HEADER[:2], "tried", *HEADER[2:]) if self._is_tried else HEADER
+
+    @property
+    def _rows(self) -> list[tuple[str, ...]]:
+        rows = [self._row(way) for way in self._ways]
+        if not self._is_tried:
+            return rows
+        return [(*row[:2], self._tried(way), *row[2:]) for row, way in zip(rows, self._ways, strict=True)]
+
+    def _told(self, between: str) -> list[str]:
+        """What is below the table; ``between`` the lines of a long sentence."""
+        lines = []
         if self.left_out:
             lines.append(f"The model has too few layers for {', '.join(self.left_out)}.")
         word = "Recommended" if self.is_advice else "Taken"
         told = f"{word}: {keywords(self.taken.arguments)}. {self.reason}"
-        lines += ["", *wrap(told, WIDTH, break_long_words=False, break_on_hyphens=False)]
+        lines += ["", between.join(wrap(told, WIDTH, break_long_words=False, break_on_hyphens=False))]
         if self.gap is not None:
             lines.append(f"Another cut could make the slowest stage {self.gap:.0%} faster at most.")
         if warning := unsteady(self.spread):
             lines.append(warning)
-        return "\n".join(lines)
+        return lines
+
+    def _columns(self) -> dict[str, Sequence[Any]]:
+        ways, around = self._ways, ERRORS * self.spread
+        rates = [self.batch_size / way.step_s for way in ways]
+        return {
+            "way": [str(way) for way in ways],
+            "kind": [way.kind for way in ways],
+            "scheme": [way.name for way in ways],
+            "devices": [way.devices for way in ways],
+            "step_s": [way.step_s for way in ways],
+            "samples_per_second": rates,
+            "samples_per_second_low": [max(0.0, 1 - around) * rate for rate in rates],
+            "samples_per_second_high": [(1 + around) * rate for rate in rates],
+            "trial_s": [way.trial_s for way in ways],
+            "memory_bytes": [way.memory_bytes for way in ways],
+            "fits": [way.fits for way in ways],
+            "is_exact": [way.is_exact for way in ways],
+            "taken": [way == self.fastest for way in ways],
+            "not_taken": [self.why_not(way) for way in ways],
+        }
 
     def _rate(self, way: Way) -> str:
         """Its rate, and by what part of it the rate may be lower or higher."""
@@ -263,10 +336,10 @@ class Choice:
     def _row(self, way: Way) -> tuple[str, ...]:
         gain = f"{self.one_s / way.step_s:.2f}x" if self.one_s else "-"
         label = f"{way} (as set)" if way.is_set else str(way)
-        return label, self._rate(way), gain, mib(way.memory_bytes), self._why_not(way)
+        return label, self._rate(way), gain, mib(way.memory_bytes), self.why_not(way)
 
-    def _why_not(self, way: Way) -> str:
-        """Why it is not taken; empty for the one that is."""
+    def why_not(self, way: Way) -> str:
+        """Why a way is not taken; empty for the one that is."""
         if way == self.fastest:
             return ""
         if way.kind == BASELINE:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pipetrain.logs import counted, text_table
+from pipetrain.pictures import html
+from pipetrain.pictures.rows import Tabular
 from pipetrain.plan.grid_cost import GridNetwork
+
+if TYPE_CHECKING:
+    from pipetrain.pictures.figure import Picture
 
 NOISY = 0.1  # a spread that people should know of
 
@@ -97,8 +102,10 @@ class BlockProfile:
 
 
 @dataclass(frozen=True)
-class Profile:
+class Profile(Tabular):
     """The measured chain of blocks of one model at one batch size; prints as a table.
+
+    Its rows, for pandas and for CSV files, are the blocks, with the fields of ``BlockProfile``.
 
     ``spread`` is the standard error of all its seconds together, as a part of them, all errors taken to go one way;
     the larger one where it was measured with XLA too. ``loss_s`` is what a loss takes beside the blocks, on
@@ -202,30 +209,70 @@ class Profile:
         return cls.from_json(Path(path).read_text(encoding="utf-8"))
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [
-            (b.name, f"{b.forward_s * 1e3:.2f}", f"{b.backward_s * 1e3:.2f}", mib(b.output_bytes), mib(b.weight_bytes))
-            for b in self.blocks
-        ]
-        header: tuple[str, ...] = ("block", "forward ms", "backward ms", "output MiB", "weights MiB")
-        if self.is_compiled:
-            header = (*header, "with XLA: forward ms", "backward ms")
-            rows = [(*row, *_compiled_ms(block)) for row, block in zip(rows, self.blocks, strict=True)]
-        if any(block.estimated for block in self.blocks):
-            header = (*header, "seconds")
-            rows = [
-                (*row, "estimated" if b.estimated else "measured") for row, b in zip(rows, self.blocks, strict=True)
-            ]
-        for name, seconds in (("(loss)", self.loss_s), ("(metric)", self.metric_s)):
-            if seconds:
-                rows.append((name, f"{seconds * 1e3:.2f}", *["-"] * (len(header) - 2)))
+        lines = [self._title, text_table(self._header, self._rows), self.warning]
+        return "\n".join(filter(None, lines))
+
+    def _repr_html_(self) -> str:
+        return html.table(self._title, self._header, self._rows, note=self.warning)
+
+    def plot(self, path: str | Path | None = None) -> Picture:
+        """Bars of what every block takes, and of its weights and outputs.
+
+        Needs matplotlib: ``pip install "pipetrain[plot]"``.
+
+        Args:
+            path: a file to save it to, of the kind that its name ends in.
+
+        Returns:
+            The matplotlib figure.
+        """
+        from pipetrain.plan import pictures
+
+        return pictures.profile(self).saved(path)
+
+    @property
+    def _title(self) -> str:
         title = (
             f"{self.model}: {counted(len(self.blocks), 'block')}, batch {self.batch_size}, {self.total_s * 1e3:.1f} ms"
         )
         title += f" (within {self.spread:.0%})" if self.spread >= 0.005 else ""
         estimated = sum(block.estimated for block in self.blocks)
-        title += f", {counted(estimated, 'block')} estimated" if estimated else ""
-        lines = [title, text_table(header, rows)]
-        return "\n".join([*lines, *([self.warning] if self.warning else [])])
+        return title + (f", {counted(estimated, 'block')} estimated" if estimated else "")
+
+    @property
+    def _is_estimated(self) -> bool:
+        return any(block.estimated for block in self.blocks)
+
+    @property
+    def _header(self) -> tuple[str, ...]:
+        return (
+            *("block", "forward ms", "backward ms", "output MiB", "weights MiB"),
+            *(("with XLA: forward ms", "backward ms") if self.is_compiled else ()),
+            *(("seconds",) if self._is_estimated else ()),
+        )
+
+    @property
+    def _rows(self) -> list[tuple[str, ...]]:
+        rows: list[tuple[str, ...]] = [
+            (
+                *(b.name, f"{b.forward_s * 1e3:.2f}", f"{b.backward_s * 1e3:.2f}"),
+                *(mib(b.output_bytes), mib(b.weight_bytes)),
+                *(_compiled_ms(b) if self.is_compiled else ()),
+                *(("estimated" if b.estimated else "measured",) if self._is_estimated else ()),
+            )
+            for b in self.blocks
+        ]
+        for name, seconds in (("(loss)", self.loss_s), ("(metric)", self.metric_s)):
+            if seconds:
+                rows.append((name, f"{seconds * 1e3:.2f}", *["-"] * (len(self._header) - 2)))
+        return rows
+
+    def _columns(self) -> dict[str, Sequence[Any]]:
+        names = [field.name for field in fields(BlockProfile) if field.name not in ("compiled", "shared")]
+        columns: dict[str, Sequence[Any]] = {name: [getattr(block, name) for block in self.blocks] for name in names}
+        for name in ("forward_s", "backward_s", "update_s"):
+            columns[f"compiled_{name}"] = [block.compiled and getattr(block.compiled, name) for block in self.blocks]
+        return columns
 
 
 def _compiled_ms(block: BlockProfile) -> tuple[str, str]:

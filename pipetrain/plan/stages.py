@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from pipetrain.logs import counted, text_table
+from pipetrain.pictures import html
+from pipetrain.pictures.rows import Tabular
 from pipetrain.plan.cost import PREDICTING, Costs, Place
 from pipetrain.plan.memory import Holding, Training, demand, demand_of, moments
 from pipetrain.plan.profile import Profile, mib
 from pipetrain.plan.search import StageChoice
 from pipetrain.schemes.dry_run import waiting
 from pipetrain.schemes.schedules import Schedule
+
+if TYPE_CHECKING:
+    from pipetrain.pictures.figure import Picture
 
 DEFAULT_TRAINING = Training()
 
@@ -54,8 +61,10 @@ class StagePlan:
 
 
 @dataclass(frozen=True)
-class Partition:
+class Partition(Tabular):
     """A chain of blocks cut into stages, of whose devices ``processors`` work at once; prints as a table.
+
+    Its rows, for pandas and for CSV files, are the stages, with the fields of ``StagePlan``.
 
     ``metric_s`` is what a minibatch's metrics take in the caller's thread, beside the stages. ``simulated_s`` is what a
     minibatch takes where the schedule flushes, as simulated over the cluster's links; None where it was not simulated.
@@ -139,6 +148,52 @@ class Partition:
 
     def text(self, one_s: float | None = None) -> str:
         """The table of stages; ``one_s`` are the seconds of a minibatch on one device, to compare with."""
+        return f"{self._title(one_s)}\n{text_table(self._header, self._rows)}"
+
+    def to_html(self, one_s: float | None = None) -> str:
+        """The same as HTML, with the stages of the slowest device in bold."""
+        slowest = max(self.on_devices, key=lambda together: sum(stage.total_s for stage in together))
+        return html.table(self._title(one_s), self._header, self._rows, [self.stages.index(each) for each in slowest])
+
+    def _repr_html_(self) -> str:
+        return self.to_html()
+
+    def plot(self, path: str | Path | None = None) -> Picture:
+        """Bars of what the stages of every device take and hold, with the device that all others wait for.
+
+        Needs matplotlib: ``pip install "pipetrain[plot]"``.
+
+        Args:
+            path: a file to save it to, of the kind that its name ends in.
+
+        Returns:
+            The matplotlib figure.
+        """
+        from pipetrain.plan import pictures
+
+        return pictures.partition(self).saved(path)
+
+    def _title(self, one_s: float | None) -> str:
+        return (
+            f"{self.model}: {counted(len(self.stages), 'stage')}, batch {self.batch_size}, "
+            f"{'at most' if self.simulated_s is None else 'about'} "
+            f"{self.samples_per_second:.0f} samples/s "
+            f"({one_s / self.step_s if one_s else self.speedup:.2f}x one device)"
+        )
+
+    @property
+    def _is_compiled(self) -> bool:
+        return any(stage.compiled for stage in self.stages)
+
+    @property
+    def _header(self) -> tuple[str, ...]:
+        header = (
+            "stage", "blocks", "replicas", "forward ms", "backward ms", "parameters", "memory MiB", "sends MiB", "load",
+        )  # fmt: skip
+        return (*header, "kernels") if self._is_compiled else header
+
+    @property
+    def _rows(self) -> list[tuple[str, ...]]:
         rows: list[tuple[str, ...]] = [
             (
                 f"{k}: {stage.first} - {stage.last}",
@@ -153,21 +208,13 @@ class Partition:
             )
             for k, stage in enumerate(self.stages)
         ]
-        header: tuple[str, ...] = (
-            "stage", "blocks", "replicas", "forward ms", "backward ms", "parameters", "memory MiB", "sends MiB", "load",
-        )  # fmt: skip
-        if any(stage.compiled for stage in self.stages):
-            header = (*header, "kernels")
-            rows = [
-                (*row, "XLA" if stage.compiled else "TensorFlow") for row, stage in zip(rows, self.stages, strict=True)
-            ]
-        title = (
-            f"{self.model}: {counted(len(self.stages), 'stage')}, batch {self.batch_size}, "
-            f"{'at most' if self.simulated_s is None else 'about'} "
-            f"{self.samples_per_second:.0f} samples/s "
-            f"({one_s / self.step_s if one_s else self.speedup:.2f}x one device)"
-        )
-        return f"{title}\n{text_table(header, rows)}"
+        if not self._is_compiled:
+            return rows
+        return [(*row, "XLA" if stage.compiled else "TensorFlow") for row, stage in zip(rows, self.stages, strict=True)]
+
+    def _columns(self) -> dict[str, Sequence[Any]]:
+        each = [{"stage": k, **asdict(stage)} for k, stage in enumerate(self.stages)]
+        return {name: [row[name] for row in each] for name in each[0]}
 
 
 def predictions(training: Training, stage: int, stages: int) -> int:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pipetrain.logs import counted
+from pipetrain.pictures import html
+from pipetrain.pictures.rows import Tabular
 from pipetrain.trace.records import CATEGORIES, ENDING, OPS, Integers, Seconds, Span, Spans, Transfer, Transfers
+
+if TYPE_CHECKING:
+    from pipetrain.pictures.figure import Picture
 
 
 def numbered_through(spans: Spans, sent: Transfers) -> tuple[Spans, Transfers, tuple[int, ...]]:
@@ -33,8 +39,10 @@ def _before(run: NDArray[np.int64], number: NDArray[np.int32], runs: int) -> NDA
     return np.concatenate([[0], np.cumsum(counts[:-1])]).astype(np.int32)
 
 
-class Trace:
+class Trace(Tabular):
     """The spans and transfers of one run, in order of their start.
+
+    Its rows, for pandas and for CSV files, are the spans.
 
     Microbatches (of schemes that have none, minibatches) and versions are numbered through, whenever the pipeline was
     drained in between.
@@ -80,6 +88,48 @@ class Trace:
 
     def __repr__(self) -> str:
         return f"Trace({len(self.spans)} spans of {self.stages} stages, {self.duration_s:.3g} s)"
+
+    def plot(
+        self, path: str | Path | None = None, first: int | None = None, minibatches: int = 12, title: str = ""
+    ) -> Picture:
+        """A timeline: what each stage, or device of several, did and when, and why it was idle.
+
+        Needs matplotlib: ``pip install "pipetrain[plot]"``.
+
+        Args:
+            path: a file to save it to, of the kind that its name ends in.
+            first: the first minibatch, or microbatch of schemes that have them; by default one of a part in which the
+                pipeline is full.
+            minibatches: how many are shown, or microbatches.
+            title: by default what the trace is.
+
+        Returns:
+            The matplotlib figure. Raises ValueError where the trace has no such minibatches.
+        """
+        from pipetrain.trace import timeline
+
+        return timeline.draw(self, first, minibatches, title or self._title).saved(path)
+
+    @property
+    def _title(self) -> str:
+        """What it is, in a line."""
+        rows = f"{self.ranks} devices" if self.devices_are_shared else counted(self.stages, "stage")
+        return f"Timeline of {rows}: {self.steady_bubble():.0%} idle in the steady state"
+
+    def _repr_html_(self) -> str:
+        from pipetrain.trace.idle import idle
+
+        waited, total_s = idle(self), self.duration_s or 1.0
+        rows = [
+            (name, *(f"{part:.1%}" for part in (1 - why.total_s / total_s, *(each / total_s for each in why))))
+            for name, why in zip(self.row_names(), waited.values(), strict=True)
+        ]
+        title = f"Trace of {counted(len(self.spans), 'action')}, {self.duration_s:.3g} s"
+        header = ("stage", "at work", "idle: transfers", "idle: imbalance", "idle: filling, draining")
+        return html.table(title, header, rows)
+
+    def _columns(self) -> dict[str, Sequence[Any]]:
+        return {field.name: column.tolist() for field, column in zip(fields(Spans), self.spans.columns, strict=True)}
 
     @property
     def stages(self) -> int:

@@ -357,9 +357,9 @@ def test_the_wrapped_model_s_structure(scheme, capsys):
     assert pm.output_shape == (None, networks.CLASSES)
     assert pm.count_params() == pm.model.count_params()
     pm.summary()
+    mine = capsys.readouterr().out
     pm.model.summary()
-    both = capsys.readouterr().out
-    assert both[: len(both) // 2] == both[len(both) // 2 :]
+    assert mine.endswith(capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("scheme", ["1f1b", "spectrain"])

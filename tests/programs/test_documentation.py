@@ -8,6 +8,8 @@ import pydoc
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 ENTRY = re.compile(r"^    (\S[^:]*):", re.MULTILINE)  # of a docstring's part, the name that is described
 
@@ -55,8 +57,19 @@ def test_every_argument_is_described_by_itself():
     assert not wrong
 
 
-def test_the_build_is_strict():
+CHECKS = [ROOT / ".ci" / "run", ROOT / ".github" / "workflows" / "checks.yml"]
+
+
+@pytest.mark.parametrize("path", CHECKS, ids=lambda path: path.name)
+def test_the_build_is_strict(path):
     """With -q mkdocs counts no warnings."""
-    (line,) = [line for line in (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines() if "mkdocs" in line]
+    (line,) = [line for line in path.read_text(encoding="utf-8").splitlines() if "mkdocs" in line]
     options = line.partition("#")[0].split()
     assert "--strict" in options and not {"-q", "--quiet"} & {*options}
+
+
+def test_github_runs_the_linters_of_ci():
+    ours, theirs = (path.read_text(encoding="utf-8") for path in CHECKS)
+    linters = re.findall(r'^(?:PYTHONPATH=\. )?"\$bin/(ruff|mypy|lint-imports)"(.*)$', ours, re.MULTILINE)
+    assert len(linters) == 5
+    assert not [program for program in map("".join, linters) if f"- run: {program}\n" not in theirs]

@@ -21,6 +21,8 @@ from pipetrain.schemes.transfers.plan import Phase, Plan
 from pipetrain.schemes.transfers.workload import Message, Workload
 from pipetrain.simulation.data_parallel import Setting, simulate_plan
 from pipetrain.simulation.simulator import simulate
+from pipetrain.trace import pack_bars, steady
+from pipetrain.trace import timeline as pictured
 from pipetrain.trace.records import Span, Transfer
 from pipetrain.trace.trace import Trace
 from plots import (
@@ -29,13 +31,11 @@ from plots import (
     comparison,
     learning_curves,
     memory,
-    packs,
     report,
     rmse,
     runs,
     speedup,
     staleness,
-    steady,
     throughput,
     timeline,
     traffic,
@@ -280,6 +280,15 @@ def test_the_pictures_of_schedules_are_drawn(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.wide
+def test_the_pictures_of_plans_are_drawn(tmp_path):
+    from plots import plans
+
+    blocks = tuple(BlockProfile(f"b{n}", 1e-3, 2e-3, 10**5, 10**6, 10**6) for n in range(8))
+    names = ("profile", "partition", "choice", "trace")
+    assert plans.draw(Profile("made up", 64, blocks), SLOW_LINK, tmp_path) == [tmp_path / f"{n}.png" for n in names]
+
+
+@pytest.mark.wide
 def test_what_a_timeline_cannot_show_is_refused_with_what_can_be(tmp_path, capsys):
     made = tmp_path / "trace.json"
     with_drains(9, ()).save(made)
@@ -325,12 +334,12 @@ def test_a_timeline_shows_why_stages_are_idle(tmp_path, monkeypatch):
     sent = [Transfer("F", 1, 0, 0, 1, 0, 8, 3.0, 5.0)]
     trace = Trace.of(spans((0, 0, 0, 1), (1, 0, 1, 2), (0, 1, 2, 3), (1, 1, 5, 6)), sent)
     axes, labels = drawn(monkeypatch, trace, tmp_path, first=0)
-    assert labels == ["forward", *(timeline.LABELS[cause] for cause in ("transfer", "imbalance", "fill"))]
+    assert labels == ["forward", *(pictured.LABELS[cause] for cause in ("transfer", "imbalance", "fill"))]
     bars = {
         (round(bar.get_y() + bar.get_height() / 2), round(bar.get_x()), round(bar.get_width()), bar.get_hatch())
         for bar in axes.patches
     }
-    hatch = {cause: look.get("hatch") for cause, look in timeline.IDLE.items()}
+    hatch = {cause: look.get("hatch") for cause, look in pictured.IDLE.items()}
     assert {(1, 3000, 2000, hatch["transfer"]), (1, 2000, 1000, hatch["imbalance"])} <= bars
     assert [text.get_text() for text in axes.get_yticklabels()] == ["stage 0", "stage 1"]
     assert {"0", "1"} < {text.get_text() for text in axes.texts}
@@ -345,8 +354,8 @@ def test_a_timeline_of_devices_with_several_stages_has_a_row_for_each_of_these(t
     axes, labels = drawn(monkeypatch, trace, tmp_path, first=0)
     assert labels == ["forward", "backward and update"]
     assert [text.get_text() for text in axes.get_yticklabels()] == ["device:0", "device:1"]
-    assert "0B0" in {text.get_text() for text in axes.texts}
-    assert "the stage, the action and the microbatch" in axes.get_xlabel()
+    assert {"0", "s0", "s3"} <= {text.get_text() for text in axes.texts}
+    assert "Large: the microbatch. Small, below it: the stage." in axes.get_xlabel()
 
 
 def with_drains(steps, drains, late=()):
@@ -380,8 +389,8 @@ def test_packs_of_a_plan_are_in_the_timeline_with_what_is_out_of_order(tmp_path)
     pulls, pushes = (Phase(tuple(workload.pack([n]) for n in range(3)), window) for window in (2, 0))
     trace = simulate_plan(setting, Plan(pulls, pushes), 3)
     axes = Figure().subplots()
-    labels = [each.get_label() for each in packs.draw(axes, trace, {0: 1, 1: 3}, 0.0, trace.duration_s + 1)]
-    assert labels == [packs.LABELS["W"], packs.LABELS["R"], packs.LABELS["inverted"], "first used"]
+    labels = [each.get_label() for each in pack_bars.draw(axes, trace, {0: 1, 1: 3}, 0.0, trace.duration_s + 1)]
+    assert labels == [pack_bars.LABELS["W"], pack_bars.LABELS["R"], pack_bars.LABELS["inverted"], "first used"]
     assert len(axes.patches) == len(trace.transfers) == 3 * 6
     assert timeline.draw(trace, tmp_path / "drawn.png", 1, 2).exists()
     assert steady.pieces(trace) == 1  # though backwards wait in between, and so are several spans

@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
-
+from pipetrain.pictures.figure import BLUE, ORANGE, PURPLE, SKY, VERMILION, Line2D, Patch
 from pipetrain.trace.idle import PackTimes, packs
 from pipetrain.trace.trace import Trace
 
-# Okabe and Ito's palette; what is told apart by colour is told apart by hatching too.
+# What is told apart by colour is told apart by hatching too.
 LOOKS: dict[str, dict[str, Any]] = {
-    "F": {"facecolor": "#56B4E9", "hatch": ""},
-    "B": {"facecolor": "#E69F00", "hatch": ""},
-    "W": {"facecolor": "#CC79A7", "hatch": ""},
-    "R": {"facecolor": "#0072B2", "hatch": ""},
-    "inverted": {"facecolor": "#D55E00", "hatch": "xxxx"},
+    "F": {"facecolor": SKY, "hatch": ""},
+    "B": {"facecolor": ORANGE, "hatch": ""},
+    "W": {"facecolor": PURPLE, "hatch": ""},
+    "R": {"facecolor": BLUE, "hatch": ""},
+    "inverted": {"facecolor": VERMILION, "hatch": "xxxx"},
 }
 LABELS = {
     "F": "activations on their way",
@@ -26,7 +24,7 @@ LABELS = {
     "R": "gradients on their way",
     "inverted": "after one behind it in the plan",
 }
-USED = {"color": "black", "marker": 7, "linestyle": "", "markersize": 4}
+USED: dict[str, Any] = {"color": "black", "marker": 7, "linestyle": "", "markersize": 4}
 LANES = 4  # of a row: messages that are under way at once
 LEGIBLE = 0.012  # of the figure's width: a bar that has room for its number
 
