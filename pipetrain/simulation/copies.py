@@ -5,7 +5,7 @@ Of data parallelism on many workers there is a quick estimate: two that stand fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
@@ -18,8 +18,8 @@ from pipetrain.schemes.coded_reduce import Tree, widest
 from pipetrain.schemes.grid import Grid
 from pipetrain.schemes.options import AllReduce, AnyScheme, CodedReduce, ParameterServer, name_of
 from pipetrain.schemes.table import CODED, DATA_PARALLEL, GRID, SERVING, TRANSFERRING
-from pipetrain.schemes.transfers.orders import AUTO, ORDERS
-from pipetrain.schemes.transfers.plan import Pack, Phase, Plan
+from pipetrain.schemes.transfers.orders import ONE_BY_ONE, ORDERS
+from pipetrain.schemes.transfers.plan import Phase, Plan
 from pipetrain.schemes.transfers.workload import Layer, Workload
 from pipetrain.simulation.coded_reduce import simulate_tree
 from pipetrain.simulation.data_parallel import Setting, simulate_plan
@@ -75,22 +75,23 @@ class Copies:
         return self._way(CodedReduce(*tree), step_s, elsewhere_bytes, tree.workers)
 
     def _transferring(self, name: str, scheme: AnyScheme) -> Way:
-        """With its order, or the one that suits, and its servers.
+        """With its order, if that has a name, and its servers.
 
         Weights that come from another server are copies, unless the devices share one memory. A server uses each
         gradient when it has come; until then what is under way is in memory.
         """
-        order = scheme.order if isinstance(scheme, AllReduce) and scheme.order != AUTO else None
+        order = scheme.order if isinstance(scheme, AllReduce) and scheme.order in ORDERS else None
         servers = scheme.servers if isinstance(scheme, ParameterServer) else None
-        plan, workload, step_s = _estimated(self._profile, name, self._devices, self._cluster, servers, order)
+        named = order if isinstance(order, str) else None
+        plan, workload, step_s = _estimated(self._profile, name, self._devices, self._cluster, servers, named)
         weights_bytes, own_bytes = on_fullest_server(self._profile, self._devices, self._cluster, servers)
         if name != SERVING:  # what comes from other processes is added beside the device's own gradients
             return self._way(scheme, step_s, 0 if self._shares_memory else -int(weights_bytes))
         elsewhere_bytes = self._training.slots * (weights_bytes - own_bytes)
         if self._shares_memory:
             return self._way(scheme, step_s, int(elsewhere_bytes + weights_bytes - own_bytes))
-        one_by_one = everywhere(self._profile, self._devices, self._cluster, self._training._replace(gathers=False))
-        gathered_bytes = self._whole.fullest_bytes - one_by_one.fullest_bytes
+        # Of what is planned for devices that sum all gradients, one block's are left.
+        gathered_bytes = weights_bytes - max(block.weight_bytes for block in self._profile.blocks)
         under_way_bytes = _under_way_bytes(plan, workload, servers or self._devices)
         return self._way(scheme, step_s, int(gathered_bytes + elsewhere_bytes - under_way_bytes))
 
@@ -132,46 +133,34 @@ def estimated_step_s(
 
 
 def _estimated(
-    profile: Profile, scheme: str, workers: int, cluster: Cluster, servers: int | None, order: str | Plan | None
+    profile: Profile, scheme: str, workers: int, cluster: Cluster, servers: int | None, order: str | None
 ) -> tuple[Plan, Workload, float]:
     """The plan of a step's transfers, what it is a plan of, and the seconds of a step."""
     setting = setting_of(profile, scheme, workers, cluster, servers)
     if workers > MOST_WORKERS:
         setting = _two(setting)
     setting = replace(setting, workload=_merged(setting.workload))
-    plan = order if isinstance(order, Plan) else _ordered(setting, order)
+    plan = ORDERS[order](setting.workload, setting.serves) if order else auto(setting)
     return plan, setting.workload, simulate_plan(setting, plan, STEPS).step_s
-
-
-def _ordered(setting: Setting, order: str | None) -> Plan:
-    return ORDERS[order](setting.workload, setting.serves) if order else auto(setting)
 
 
 def _under_way_bytes(plan: Plan, workload: Workload, servers: int) -> float:
     """Of gradients, and of weights that are returned, what is in a device's memory at once, where messages are copies.
 
     A message of one variable leaves when its gradient is made. A message of several waits for the last of them, which
-    the runtime may leave for the end: of these, all gradients for other servers are counted. Of the weights that are
-    returned it is the largest message, twice if it is made of several variables, and what is made of it.
+    the runtime may leave for the end: of these, all gradients for other servers are counted. Of weights that are
+    returned it is a message, if it has several variables at both ends, and what is made of it.
     """
     held = workload.on_servers(servers)
-
-    def parts(phase: Phase) -> list[Pack]:
-        return [pack for mine in held for pack in phase.of(mine, workload.sizes_bytes).packs]
-
-    pushed = parts(plan.pushes)
     sizes_bytes = [sum(workload.sizes_bytes[n] for n in mine) for mine in held]
-    is_joined = any(len(pack.variables) > 1 for pack in pushed)
-    gradients_bytes = sum(sizes_bytes) - max(sizes_bytes) if is_joined else _largest_bytes(pushed)
-    returned = [
-        pack._replace(size_bytes=pack.size_bytes * (3 if len(pack.variables) > 1 else 1))
-        for pack in parts(plan.returned)
-    ]
-    return gradients_bytes + _largest_bytes(returned)
 
+    def largest_bytes(phase: Phase) -> float:
+        parts = (phase.of(mine, workload.sizes_bytes).packs for mine in held)
+        return max((pack.size_bytes for packs in parts for pack in packs), default=0)
 
-def _largest_bytes(packs: Sequence[Pack]) -> float:
-    return max((pack.size_bytes for pack in packs), default=0)
+    if plan.name in ONE_BY_ONE:
+        return largest_bytes(plan.pushes) + largest_bytes(plan.returned)
+    return sum(sizes_bytes) - max(sizes_bytes) + 3 * largest_bytes(plan.returned)
 
 
 def on_fullest_server(

@@ -50,6 +50,7 @@ ORDERS: dict[str, Callable[[Workload, bool], Plan]] = {
     "caramel": lambda workload, serves: caramel.caramel(workload),
 }
 SERVED, SUMMED = ("push-pull",), ("caramel",)  # orders that only a parameter server has, or only an all-reduce
+ONE_BY_ONE = ("none", "tic", "tac")  # whose messages have one variable each, the others' a layer's, or several layers'
 MEASURED = ("tac", "ibatch", "caramel")  # which need to know what layers and messages take
 
 
