@@ -236,6 +236,7 @@ def _as_member(member: Member, options: argparse.Namespace, arguments: list[str]
             with os.fdopen(source) as announced:
                 if not announced.readline():  # its port is in use: whoever answers there is another's
                     return process.wait()
-            return ScriptRun(arguments, list(member.addresses), *_again(options), job=job).run()
+            is_named = options.job is not None or member.is_named
+            return ScriptRun(arguments, list(member.addresses), *_again(options), job=job, is_named=is_named).run()
         finally:
             process.terminate()

@@ -37,7 +37,8 @@ def without_proxy_to(hosts: Iterable[str]) -> None:
 
 # TensorFlow's file system in memory: what a process writes there, and a controller reads, on the worker's device.
 ABOUT, ALIVE, END = "ram://pipetrain/worker", "ram://pipetrain/controller", "ram://pipetrain/end"
-OWNER = "ram://pipetrain/job"
+OWNER, SERVED = "ram://pipetrain/job", "ram://pipetrain/served"
+GOES_ON = "ram://pipetrain/goes-on"  # there if another launcher may take over
 MOST = 1024  # devices and threads of a worker: more than any machine has cores
 JOINS_S = 600.0  # in which a controller joins a worker that was started for it
 GONE_S = 60.0  # a controller that has given no sign of life for so long has gone
@@ -144,7 +145,8 @@ def _start(serving: Serving) -> str:
             ) from error
     about = {"tensorflow": tf.__version__, "host": _host(), "cores": cores()}
     tf.io.gfile.makedirs(os.path.dirname(ABOUT))
-    for name, text in {ABOUT: json.dumps(about), OWNER: serving.job}.items():
+    goes_on = {GOES_ON: ""} if serving.attended is None or serving.gone_s > GONE_S else {}
+    for name, text in {ABOUT: json.dumps(about), OWNER: serving.job, **goes_on}.items():
         with tf.io.gfile.GFile(name, "w") as file:
             file.write(text)
     server.start()

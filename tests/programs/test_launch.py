@@ -16,6 +16,7 @@ from pathlib import Path
 
 import h5py
 import namespaces
+import numpy as np
 import pytest
 import slurm_nodes
 import ssh_hosts
@@ -24,7 +25,7 @@ from pipetrain.cluster.local_workers import divided_gpus
 from pipetrain.cluster.ssh_workers import free_ports
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "tests/launched.py"
+SCRIPT, DATA = ROOT / "tests/launched.py", ROOT / "tests/launched_data.py"
 MARK = "PIPETRAIN_TEST_OF_LAUNCH"
 by_ssh = pytest.mark.skipif(bool(ssh_hosts.MISSING), reason=f"needs {', '.join(ssh_hosts.MISSING)}")
 
@@ -341,6 +342,32 @@ class TestSsh:
         ended(marked)
         assert_trained(tmp_path / "it", wanted)
 
+    @pytest.mark.parametrize("scheme", ["all-reduce", "parameter-server", "1f1b"])
+    def test_workers_read_their_own_data_over_tunnels_and_again_when_one_was_lost(
+        self, scheme, hosts, marked, tmp_path
+    ):
+        text, _ = (process := hosts.launch("host1,host2", DATA, tmp_path / "whole", scheme)).communicate(timeout=100)
+        assert (process.returncode, text.splitlines()[-1]) == (0, "done"), text
+        line = ["--wait", 60, DATA, tmp_path / "it", scheme, "resume"]
+        process = training(hosts.launch("host1,host2", *line), tmp_path)
+        hosts.kill(2, b"worker")
+        text, _ = process.communicate(timeout=100)
+        assert (process.returncode, text.splitlines()[-1]) == (0, "done"), text
+        assert "Lost host2" in text and "running the script again" in text
+        ended(marked)
+        found, whole = weights(tmp_path / "it"), weights(tmp_path / "whole")
+        assert len(found) == len(whole) > 10
+        assert all(np.array_equal(*each) for each in zip(found, whole))
+
+    def test_a_run_whose_workers_read_data_goes_on_without_one_of_them(self, hosts, marked, tmp_path):
+        line = ["--elastic", DATA, tmp_path / "it", "all-reduce", "resume"]
+        process = training(hosts.launch("host1,host2", *line), tmp_path)
+        hosts.kill(2, b"worker")
+        text, _ = process.communicate(timeout=100)
+        assert (process.returncode, text.splitlines()[-1]) == (0, "done"), text
+        assert "running the script again" in text
+        ended(marked)
+
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory):
@@ -466,6 +493,32 @@ def test_a_worker_of_another_job_is_refused_and_that_job_goes_on(marked, wanted,
     said = [process.communicate(timeout=100)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0] and "done" in said[1].splitlines()
     ended(marked)
+    assert_trained(tmp_path / "it", wanted)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("again", [[], ["--wait", 60], ["--job", "mine"]])
+def test_a_worker_that_an_earlier_launch_has_left_is_taken_only_if_it_is_to_go_on(
+    again, marked, wanted, tmp_path, monkeypatch
+):
+    """The first process is killed, as with its host, and started again; the other one's worker has not noticed yet."""
+    line = ["--hosts", ",".join(f"localhost:{port}" for port in free_ports(2)), *again, SCRIPT, tmp_path / "it"]
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")
+    second = launching(*line, "resume")
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "0")
+    first = training(launching(*line, "resume"), tmp_path)
+    first.kill()
+    first.communicate(timeout=30)
+    status, text = launched(*line, "resume")
+    if not again:
+        assert status == 2 and "left over from an earlier launch" in text
+        assert second.wait(20) == 0  # its worker was asked to end
+        monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")
+        second = launching(*line, "resume")
+        monkeypatch.setenv("JOB_COMPLETION_INDEX", "0")
+        status, text = launched(*line, "resume")
+    assert status == 0 and text.splitlines()[-1] == "done", text
+    second.communicate(timeout=30)
     assert_trained(tmp_path / "it", wanted)
 
 
