@@ -9,10 +9,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from pipetrain.compute.cores import is_remote, processor_of
+from pipetrain.compute.cores import LOCAL_HOST, is_remote, processor_of
 from pipetrain.compute.functions.kernels import Kernels
 
-HOST = "/job:localhost/replica:0/task:0/device:CPU:0"  # in full: methods are called in the scope of another job
 WORTH_BYTES = 1024  # what takes fewer in all is sent in less time than the worker is asked
 
 
@@ -93,7 +92,7 @@ class WorkerCopies:
 
 
 def _here(values: Iterable[Any]) -> list[Any]:
-    with tf.device(HOST):
+    with tf.device(LOCAL_HOST):
         return list(values)
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from pipetrain.compute.cores import is_remote
+from pipetrain.compute.cores import LOCAL_HOST, is_remote
 from pipetrain.compute.functions.graph_rewrite import inlined, made_one_by_one
 from pipetrain.compute.functions.kernels import Kernels
 from pipetrain.compute.functions.stage import Stage
@@ -16,7 +16,7 @@ from pipetrain.compute.functions.stage_function import LossFunction, StageFuncti
 from pipetrain.compute.functions.stage_values import BoundaryTensors
 from pipetrain.compute.functions.state import Division, State
 from pipetrain.compute.functions.weight_groups import Shared, WeightGroup, WeightGroups
-from pipetrain.compute.functions.worker_copies import HOST, WorkerCopies
+from pipetrain.compute.functions.worker_copies import WorkerCopies
 from pipetrain.compute.graph.segment import Segment
 from pipetrain.compute.optimizer.clone import is_linear
 from pipetrain.compute.optimizer.gradient_scaling import SCALE, squared_norm
@@ -57,7 +57,7 @@ class Worker:
 
     def load(self) -> bool:
         """Take the state from the model; whether that is in other variables on the device than before."""
-        with tf.device(HOST if is_remote(self.device) else self.device):
+        with tf.device(LOCAL_HOST if is_remote(self.device) else self.device):
             self._state.load(self._number)
         values = self._state.values
         like = [(each.shape, each.dtype) for each in values]
