@@ -346,7 +346,9 @@ class TestSsh:
     def test_workers_read_their_own_data_over_tunnels_and_again_when_one_was_lost(
         self, scheme, hosts, marked, tmp_path
     ):
-        text, _ = (process := hosts.launch("host1,host2", DATA, tmp_path / "whole", scheme)).communicate(timeout=100)
+        """With the same drains: at each, what layers have assigned on the workers is averaged."""
+        line = [DATA, tmp_path / "whole", scheme, "resume"]
+        text, _ = (process := hosts.launch("host1,host2", *line)).communicate(timeout=100)
         assert (process.returncode, text.splitlines()[-1]) == (0, "done"), text
         line = ["--wait", 60, DATA, tmp_path / "it", scheme, "resume"]
         process = training(hosts.launch("host1,host2", *line), tmp_path)
