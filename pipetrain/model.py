@@ -155,6 +155,16 @@ class PipelineModel(KerasLoop):
         return self._strategy.planner.layout.stages_on
 
     @property
+    def staleness(self) -> tuple[int, ...]:
+        """Of every stage, of how many updates before its own a minibatch's gradients are, once the pipeline is full.
+
+        That is the age of the weights that its forward reads, by the schedule; a scheme that predicts weights reads
+        them moved so far ahead. With synchronous schemes it is 0. A plan of all-reduce or parameter-server with late
+        updates has 1. After each drain, such as at an epoch's end, the first minibatches have less.
+        """
+        return tuple(self._strategy.staleness)
+
+    @property
     def stragglers(self) -> tuple[int, ...]:
         """Of ``coded-reduce``, for every worker the steps since ``compile`` that ended without it.
 

@@ -7,10 +7,14 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+ROOT = Path(__file__).parents[1]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
+PORT = 2222
 NEEDED = {"root": os.geteuid() == 0, "ip": shutil.which("ip")}
 _number = itertools.count()
 
@@ -92,6 +96,30 @@ class Namespaces:
         process = subprocess.Popen(command, stdout=quiet, stderr=quiet, **settings)
         self.ends.callback(process.wait)
         self.ends.callback(process.terminate)
+
+
+class Workers(Namespaces):
+    """Hosts of which the first is a program's, and each of the others has a worker, at the addresses ``workers``.
+
+    ``before(n)`` is a shell's command that each runs first, in the mount namespace of its worker alone.
+    """
+
+    def __init__(self, count, net, before=lambda n: "true"):
+        super().__init__(count + 1, net)
+        self._before = before
+        self.workers = [f"{address}:{PORT}" for address in self.addresses[1:]]
+
+    def _make(self):
+        super()._make()
+        for n, address in enumerate(self.addresses[1:]):
+            # ``ip netns exec`` has a mount namespace of its own: what is mounted in it is seen there alone.
+            worker = f"exec {sys.executable} -m pipetrain worker --address {address} --port {PORT}"
+            self.start(self.on(n + 1, "sh", "-c", f"{self._before(n)} && {worker}"), env=ENVIRONMENT)
+
+    def program(self, *command):
+        """A Python program on the first host, when it has ended."""
+        line = self.on(0, sys.executable, *command)
+        return subprocess.run(line, capture_output=True, text=True, timeout=280, cwd=ROOT, env=ENVIRONMENT)
 
 
 def run(*command):

@@ -45,6 +45,9 @@ def main(scheme, folder, *addresses):
         def on_train_batch_end(self, batch, logs=None):
             sent.append(int(SENT.read_text()))
 
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.get_weights()
+
     def decoded(name):
         x = tf.io.decode_raw(tf.io.read_file(name), tf.float32)
         y = tf.io.decode_raw(tf.io.read_file(tf.strings.regex_replace(name, "x$", "y")), tf.int32)

@@ -19,6 +19,7 @@ from pipetrain.cluster.hosts import is_loopback, split
 from pipetrain.cluster.membership import Member, expanded, member_of, without_port
 from pipetrain.cluster.script_run import ScriptRun
 from pipetrain.cluster.server import GONE_S
+from pipetrain.cluster.ssh_workers import SshWorkers
 from pipetrain.logs import quiet_stderr
 
 ABOUT = """Run a script on several hosts, or on several workers of this one, and end all with it.
@@ -153,9 +154,6 @@ def _local(options: argparse.Namespace, arguments: list[str]) -> int:
 
 def _by_ssh(hosts: list[str], options: argparse.Namespace, arguments: list[str]) -> int:
     hosts = _for_ssh(hosts, options.ssh)
-    with quiet_stderr():
-        from pipetrain.cluster.ssh_workers import SshWorkers
-
     gone_s, python = GONE_S + (options.wait or 0), options.python or []
     with SshWorkers(hosts, options.cpu_devices, python, options.ssh, _forward, gone_s) as workers:
         for address, host in workers.names.items():
@@ -238,6 +236,7 @@ def _as_member(member: Member, options: argparse.Namespace, arguments: list[str]
             with os.fdopen(source) as announced:
                 if not announced.readline():  # its port is in use: whoever answers there is another's
                     return process.wait()
-            return ScriptRun(arguments, list(member.addresses), *_again(options), job=job).run()
+            is_named = options.job is not None or member.is_named
+            return ScriptRun(arguments, list(member.addresses), *_again(options), job=job, is_named=is_named).run()
         finally:
             process.terminate()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import time
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipetrain.cluster.hosts import Hosts, job_of, split
+from pipetrain.cluster.hosts import RUN, Hosts, job_of, split
 from pipetrain.cluster.sockets import NO_HOST, probed
 
 RETRY_S = 0.2
@@ -86,4 +87,16 @@ def check_jobs(hosts: Hosts, jobs: Sequence[str]) -> None:
         raise ValueError(
             f"Workers are another job's. Received: {', '.join(others.values())}; this is job "
             f"{job_of(next(iter(others)))}. Try other ports by --port, or when that job has ended; --job names a job."
+        )
+
+
+def check_served(hosts: Hosts, runs: Sequence[str]) -> None:
+    """Raise ValueError for workers that another launcher's scripts have used, and that are not to go on after it."""
+    run = os.environ.get(RUN, "")
+    left = [address for address, other in zip(hosts.workers, runs, strict=True) if run and other not in ("", run)]
+    if left:
+        raise ValueError(
+            f"Workers are left over from an earlier launch, and are asked to end. Received: {', '.join(left)}. Try "
+            "again; or --wait, or one name for both by --job, on all hosts, for workers that go on with who launches "
+            "next."
         )

@@ -16,9 +16,19 @@ from typing import Any, TypeVar, cast
 
 import tensorflow as tf
 
-from pipetrain.cluster.checks import check_answers, check_jobs, check_versions
-from pipetrain.cluster.hosts import Hosts, job_of, split
-from pipetrain.cluster.server import ABOUT, ALIVE, END, OWNER, keep_to_loopback, listening, without_proxy_to
+from pipetrain.cluster.checks import check_answers, check_jobs, check_served, check_versions
+from pipetrain.cluster.hosts import RUN, Hosts, job_of, split
+from pipetrain.cluster.server import (
+    ABOUT,
+    ALIVE,
+    END,
+    GOES_ON,
+    OWNER,
+    SERVED,
+    keep_to_loopback,
+    listening,
+    without_proxy_to,
+)
 from pipetrain.compute.cores import cores
 from pipetrain.run.control import CallThread
 
@@ -73,7 +83,8 @@ def connect(cluster: Given = None, timeout_s: float = 20.0) -> list[str]:
 
     Raises:
         ValueError: for an argument that describes no cluster, a worker with another version of TensorFlow, one
-            given by two addresses, or one of another job than the script's, which ``pipetrain launch`` runs.
+            given by two addresses, or one of another job than the script's, which ``pipetrain launch`` runs, or of an
+            earlier launch.
         ConnectionError: for workers that do not answer, with the reason for each, or do not join.
         RuntimeError: if a variable or model was made before, or another cluster has been joined.
     """
@@ -86,22 +97,25 @@ def connect(cluster: Given = None, timeout_s: float = 20.0) -> list[str]:
     _let_messages_in()
     without_proxy_to(split(address)[0] for address in hosts.workers)
     before = set(listening())
-    devices, versions, jobs = _within(max(timeout_s, JOINED_S), hosts, lambda: _join(spec))
+    devices, versions, jobs, runs = _within(max(timeout_s, JOINED_S), hosts, lambda: _join(spec))
     _JOINED.append(spec)
     with contextlib.suppress(OSError):  # workers never call the controller: nobody else needs to reach it
         keep_to_loopback(set(listening()) - before)
     check_jobs(hosts, jobs)
     check_versions(hosts, versions)
+    check_served(hosts, runs)
     for task in range(len(hosts.workers)):
+        _take(task)
         _beat(task)
     return devices
 
 
-def _join(spec: tf.train.ClusterSpec) -> tuple[list[str], list[Any], list[str]]:
-    """The workers' devices, their versions of TensorFlow, and whose they are."""
+def _join(spec: tf.train.ClusterSpec) -> tuple[list[str], list[Any], list[str], list[str]]:
+    """The workers' devices, their versions of TensorFlow, whose they are, and of which launcher's run they were."""
     tf.config.experimental_connect_to_cluster(spec)
     tasks = range(spec.num_tasks(JOB))
-    return remote_devices(), [about(task).get("tensorflow") for task in tasks], [_job(task) for task in tasks]
+    versions, jobs = [about(task).get("tensorflow") for task in tasks], [_job(task) for task in tasks]
+    return remote_devices(), versions, jobs, [_run(task) for task in tasks]
 
 
 def _within(limit_s: float, hosts: Hosts, join: Callable[[], Value]) -> Value:
@@ -223,11 +237,30 @@ def about(task: int) -> dict[str, Any]:
 
 def _job(task: int) -> str:
     """Whose worker it is; empty for one of nobody in particular."""
+    return _noted(task, OWNER) or ""
+
+
+def _run(task: int) -> str:
+    """Which launcher's run the worker was of; empty for one that may be of any."""
+    if not os.environ.get(RUN) or _noted(task, GOES_ON) is not None:
+        return ""
+    return _noted(task, SERVED) or ""
+
+
+def _take(task: int) -> None:
+    """Note that the worker is of this launcher's run."""
+    if run := os.environ.get(RUN):
+        with tf.device(_cpu(task)):
+            tf.io.write_file(SERVED, run)
+
+
+def _noted(task: int, name: str) -> str | None:
+    """What a file in the worker's memory holds; None without it."""
     with tf.device(_cpu(task)):
         try:
-            return str(tf.io.read_file(OWNER).numpy().decode())
+            return str(tf.io.read_file(name).numpy().decode())
         except tf.errors.NotFoundError:
-            return ""
+            return None
 
 
 def place(device: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 NAMES = "PIPETRAIN_WORKER_NAMES"  # the hosts of addresses, as JSON
 JOBS = "PIPETRAIN_WORKER_JOBS"  # whose workers are to be at addresses, as JSON
+RUN = "PIPETRAIN_RUN"  # what tells a launcher from an earlier one, if the job's name does not
 EXAMPLE = '{"workers": ["10.0.0.1:2222", "10.0.0.2:2222"]}'
 
 

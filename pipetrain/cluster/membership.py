@@ -39,6 +39,11 @@ class Member(NamedTuple):
         """Its own."""
         return self.addresses[self.number]
 
+    @property
+    def is_named(self) -> bool:
+        """Whether the job has the scheduler's number, which no other has had."""
+        return self.job != self.addresses[0]
+
 
 def member_of(environment: Mapping[str, str], hosts: Sequence[str] = (), port: int | None = None) -> Member | None:
     """What the environment variables of TF_CONFIG, Slurm, MPI or Kubernetes say of this process; None without any.

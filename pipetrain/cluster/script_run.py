@@ -6,12 +6,13 @@ import json
 import os
 import subprocess
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from pipetrain.cluster.commands import process
-from pipetrain.cluster.hosts import JOBS, NAMES
+from pipetrain.cluster.hosts import JOBS, NAMES, RUN
 from pipetrain.cluster.sockets import missing
 from pipetrain.cluster.supervision import Renew, Supervision
 
@@ -28,6 +29,7 @@ class ScriptRun(Supervision):
         workers: the addresses of those that it joins.
         wait_s, is_elastic, renew, names: see ``Supervision``.
         job: of workers that others have started, which are asked to end when the script has; None for other workers.
+        is_named: whether the job's name is no other job's, now or before.
     """
 
     def __init__(
@@ -39,9 +41,11 @@ class ScriptRun(Supervision):
         renew: Renew | None = None,
         names: Mapping[str, str] | None = None,
         job: str | None = None,
+        is_named: bool = True,
     ) -> None:
         super().__init__(workers, wait_s, is_elastic, renew, names)
         self._arguments, self._job, self._ends_workers = list(arguments), job, job is not None
+        self._run = "" if is_named else uuid.uuid4().hex
         self._begun_s, self._periods = time.monotonic(), 0
         self._report: int | None = None  # a pipe on which the script's process tells what it has come to
         self._said = b""
@@ -64,6 +68,7 @@ class ScriptRun(Supervision):
         self._begun_s = time.monotonic()
         told = {"TF_CONFIG": tf_config, NAMES: json.dumps(self._names)}
         told[JOBS] = json.dumps({} if self._job is None else dict.fromkeys(self.workers, self._job))
+        told[RUN] = self._run
         told["CUDA_VISIBLE_DEVICES"] = "-1"  # GPUs are the workers': TensorFlow would take this host's memory of all
         if self._report is not None:
             os.close(self._report)

@@ -10,7 +10,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,7 +37,8 @@ def without_proxy_to(hosts: Iterable[str]) -> None:
 
 # TensorFlow's file system in memory: what a process writes there, and a controller reads, on the worker's device.
 ABOUT, ALIVE, END = "ram://pipetrain/worker", "ram://pipetrain/controller", "ram://pipetrain/end"
-OWNER = "ram://pipetrain/job"
+OWNER, SERVED = "ram://pipetrain/job", "ram://pipetrain/served"
+GOES_ON = "ram://pipetrain/goes-on"  # there if another launcher may take over
 MOST = 1024  # devices and threads of a worker: more than any machine has cores
 JOINS_S = 600.0  # in which a controller joins a worker that was started for it
 GONE_S = 60.0  # a controller that has given no sign of life for so long has gone
@@ -91,7 +93,10 @@ def serve(serving: Serving) -> None:
     _pin(serving.cores)
     without_proxy()
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    stop = threading.Event()
+    stop, begun = threading.Event(), threading.Event()
+    if serving.attended is not None:
+        for attend in (partial(_attend, starter), _read_input):
+            threading.Thread(target=_stop_after, args=(attend, stop, begun), daemon=True).start()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     with quiet_stderr():
@@ -102,9 +107,7 @@ def serve(serving: Serving) -> None:
         with os.fdopen(serving.announce, "w") as announced:
             announced.write(f"{address}\n")
     watch_workers(split(address)[1])
-    if serving.attended is not None:
-        threading.Thread(target=_attend, args=(stop, starter), daemon=True).start()
-        threading.Thread(target=_read_input, args=(stop,), daemon=True).start()
+    begun.set()
     _wait(stop, serving)
     # TensorFlow's server cannot be stopped, and interpreter and server may wait for each other at the end.
     with contextlib.suppress(OSError):  # whoever read standard output may have gone
@@ -142,7 +145,8 @@ def _start(serving: Serving) -> str:
             ) from error
     about = {"tensorflow": tf.__version__, "host": _host(), "cores": cores()}
     tf.io.gfile.makedirs(os.path.dirname(ABOUT))
-    for name, text in {ABOUT: json.dumps(about), OWNER: serving.job}.items():
+    goes_on = {GOES_ON: ""} if serving.attended is None or serving.gone_s > GONE_S else {}
+    for name, text in {ABOUT: json.dumps(about), OWNER: serving.job, **goes_on}.items():
         with tf.io.gfile.GFile(name, "w") as file:
             file.write(text)
     server.start()
@@ -239,21 +243,27 @@ def _pin(cores: Sequence[int] | None) -> None:
         raise ValueError(f"These cores cannot be used: {error}. Received: cores={[*cores]}. Try others.") from error
 
 
-def _attend(stop: threading.Event, starter: int) -> None:
+def _stop_after(attend: Callable[[], None], stop: threading.Event, begun: threading.Event) -> None:
+    """Stop when whoever is attended to has gone; at once, while TensorFlow starts, which may take long."""
+    attend()
+    if not begun.is_set():
+        os._exit(0)
+    stop.set()
+
+
+def _attend(starter: int) -> None:
     """Whoever that process forked may hold the other end of standard input: its end alone would tell too late.
 
     A signal at the parent's death (Linux' PR_SET_PDEATHSIG) would come at the end of the thread that started this one.
     """
     while os.getppid() == starter:
         time.sleep(ATTEND_S)
-    stop.set()
 
 
-def _read_input(stop: threading.Event) -> None:
+def _read_input() -> None:
     with contextlib.suppress(OSError):
         while os.read(0, 1024):
             pass
-    stop.set()
 
 
 def _wait(stop: threading.Event, serving: Serving) -> None:

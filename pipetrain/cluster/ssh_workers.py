@@ -12,11 +12,15 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from importlib import metadata
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from pipetrain.cluster.commands import launched_worker
 from pipetrain.cluster.hosts import split
-from pipetrain.cluster.local_workers import LocalWorkers
 from pipetrain.cluster.server import GONE_S
+from pipetrain.logs import quiet_stderr
+
+if TYPE_CHECKING:
+    from pipetrain.cluster.local_workers import LocalWorkers
 
 LOOPBACK = "127.0.0.1"
 SAID = "Worker at "  # what a worker says when it serves
@@ -91,6 +95,8 @@ class SshWorkers:
             if host != "localhost":
                 self._connect(host)
         if "localhost" in of_host:
+            with quiet_stderr():  # TensorFlow, which the other hosts are not to wait for
+                from pipetrain.cluster.local_workers import LocalWorkers
             self._local = LocalWorkers(1, self._cpu_devices, [of_host["localhost"]])
         self._wait_until_serving()
 

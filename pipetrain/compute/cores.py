@@ -41,6 +41,11 @@ def is_processor(device: str) -> bool:
     return "CPU" in device
 
 
+def processor_of(device: str) -> str:
+    """The first processor of the process that has a device, each by its full name."""
+    return str(tf.DeviceSpec.from_string(device).replace(device_type="CPU", device_index=0).to_string())
+
+
 def is_prompt(device: str) -> bool:
     """Whether calls on a device are finished when they return, as they are on a CPU of this process."""
     return is_processor(device) and not is_remote(device)

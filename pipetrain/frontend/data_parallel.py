@@ -90,6 +90,11 @@ class DataParallelStrategy:
         """None: MirroredStrategy divides the data set of this process."""
         return ()
 
+    @property
+    def staleness(self) -> Sequence[int]:
+        """None: every step is over before the next one."""
+        return [0]
+
     def build_metrics(self, own: Callable[[Any, Any], None], epoch_iterator: Any, batch: Any) -> None:
         """Keras' own, of a batch like those that will be read; and what kind the loss is."""
         if epoch_iterator is not None:

@@ -34,6 +34,7 @@ from pipetrain.plan.explanation import Explanation
 from pipetrain.run.control import RunSettings
 from pipetrain.schemes.options import AnyScheme
 from pipetrain.schemes.scheme import Scheme
+from pipetrain.schemes.weight_versions import steady_staleness
 from pipetrain.trace.trace import Trace
 
 
@@ -76,6 +77,12 @@ class RunnerStrategy:
     def readers(self) -> Sequence[str]:
         """None: this process reads minibatches, and sends them."""
         return ()
+
+    @property
+    def staleness(self) -> Sequence[int]:
+        """By the schedule, of a minibatch that finds the stages full."""
+        stages = self.planner.layout.stages
+        return [steady_staleness(self._scheme, stage, stages, self.microbatches) for stage in range(stages)]
 
     def explanation(self, batch_size: int, scheme: AnyScheme) -> Explanation:
         """A text: how the model is cut, and the estimates of other ways to train it."""

@@ -37,7 +37,7 @@ progress {width: 100%}
 
 
 class StatusPage(keras.callbacks.Callback):
-    """Serves a page and ``/status.json`` while ``fit`` runs: hosts, stages, samples/s, losses, the last checkpoint.
+    """Serves a page and ``/status.json`` while ``fit`` runs: hosts, stages, staleness, samples/s, losses, checkpoint.
 
     They are served on the loopback interface only, and to requests for this machine's own names. The page of a host
     that OpenSSH reaches is seen by ``ssh -L 8000:127.0.0.1:8000 host``. ``pipetrain launch --status-port 8000`` adds
@@ -64,6 +64,7 @@ class StatusPage(keras.callbacks.Callback):
         """Begin to serve."""
         session = self.model.session
         self._begun_s, self._steps, self._shown_s, self._epoch = time.time(), 0, 0.0, 0
+        self._last_epoch: dict[str, float] = {}
         self._done.clear()
         self._state = {"model": self.model.name, "scheme": self.model.scheme, "state": "begins"}
         try:
@@ -98,7 +99,8 @@ class StatusPage(keras.callbacks.Callback):
             self._show(logs or {}, "trains")
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """The epoch's logs, validation among them."""
+        """The epoch's logs, validation among them, which remain when the next one has begun."""
+        self._last_epoch = _finite(logs or {})
         self._show(logs or {}, "trains")
 
     def on_train_end(self, logs: Any = None) -> None:
@@ -118,7 +120,9 @@ class StatusPage(keras.callbacks.Callback):
             "in_flight": session.in_flight,
             "samples_per_s": self._rate(session.rows),
             "running_s": round(time.time() - self._begun_s, 1),
-            "logs": {name: float(value) for name, value in logs.items() if math.isfinite(value)},
+            "bubble": session.figures().get("bubble"),
+            "logs": _finite(logs),
+            "last_epoch": self._last_epoch,
             "last_checkpoint": self._checkpoint(session.callbacks),
             "devices": _devices(model),
         }
@@ -151,12 +155,22 @@ def asked_for(users: list[Any]) -> list[StatusPage]:
     return [page]
 
 
+def _finite(logs: dict[str, Any]) -> dict[str, float]:
+    """What JSON can write of them."""
+    return {name: float(value) for name, value in logs.items() if math.isfinite(value)}
+
+
 def _devices(model: Any) -> list[dict[str, Any]]:
-    """Each device in use, its host, and its stages."""
-    found = model.stages_on.items()
+    """Each device in use, its host, its stages, and the staleness of their gradients."""
+    found, staleness = model.stages_on.items(), model.staleness
     workers = {device: worker_of(device) for device, _ in found}
     return [
-        {"device": device, "worker": (at := workers[device]) and named(at), "stages": stages}
+        {
+            "device": device,
+            "worker": (at := workers[device]) and named(at),
+            "stages": stages,
+            "staleness": [staleness[stage] for stage in stages],
+        }
         for device, stages in found
     ]
 
@@ -205,18 +219,27 @@ def page(state: dict[str, Any]) -> str:
         steps = state["steps"] or "?"
         bar = f'<progress max="{state["steps"] or 1}" value="{state["step"]}"></progress>' if state["steps"] else ""
         rows += [row("epoch", f"{state['epoch']} of {state['epochs']}"), row("step", f"{state['step']} of {steps}")]
-        rows += [row("samples/s", state["samples_per_s"] or "not known yet"), row("in flight", state["in_flight"])]
+        rows += [row("samples/s", state["samples_per_s"] or "not known yet")]
+        rows += [row("bubble", "not known" if state["bubble"] is None else f"{state['bubble']:.1%}")]
+        rows += [row("in flight", state["in_flight"])]
         rows += [row("running", f"{state['running_s']:.0f} s")]
         checkpoint = state["last_checkpoint"]
         rows += [row("last checkpoint", "none" if checkpoint is None else f"after update {checkpoint}")]
         rows += [row(name, f"{value:.4g}") for name, value in state["logs"].items()]
-    places = [row(each["worker"] or "here", each["device"], ", ".join(map(str, each["stages"]))) for each in
-              state.get("devices", ())]  # fmt: skip
-    places = ["<tr><th>worker</th><th>device</th><th>stages</th></tr>", *places] if places else []
+    places = [
+        row(
+            each["worker"] or "here", each["device"], *(", ".join(map(str, each[of])) for of in ("stages", "staleness"))
+        )
+        for each in state.get("devices", ())
+    ]
+    heads = "<tr><th>worker</th><th>device</th><th>stages</th><th>staleness, in updates</th></tr>"
+    places = [heads, *places] if places else []
+    before = [row(name, f"{value:.4g}") for name, value in state.get("last_epoch", {}).items()]
+    epoch = f"<h2>Last epoch</h2><table>{''.join(before)}</table>" if before else ""
     name = html.escape(str(state["model"]))
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="refresh" content="2">'
         f'<meta name="viewport" content="width=device-width"><title>{name}</title><style>{STYLE}</style></head>'
-        f"<body><h1>{name}</h1>{bar}<table>{''.join(rows)}</table><h2>Devices</h2><table>{''.join(places)}</table>"
+        f"<body><h1>{name}</h1>{bar}<table>{''.join(rows)}</table>{epoch}<h2>Devices</h2><table>{''.join(places)}</table>"
         "</body></html>"
     )

@@ -50,6 +50,13 @@ class Strategy(Resumable, Protocol):
     def readers(self) -> Sequence[str]:
         """The devices that read what ``pipetrain.data`` gives, in the order of their rows; empty if none can."""
 
+    @property
+    def staleness(self) -> Sequence[int]:
+        """Of every stage, of how many updates before its own a minibatch's gradients are, once nothing waits for data.
+
+        They are of the weights that its forward reads; a scheme that predicts these reads them moved so far ahead.
+        """
+
     def explanation(self, batch_size: int, scheme: AnyScheme) -> Explanation:
         """A text: how the model is cut, and the estimates of every way to train it for minibatches of so many rows."""
 

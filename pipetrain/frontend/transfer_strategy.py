@@ -136,6 +136,11 @@ class TransferStrategy(RunnerStrategy):
         self._plans: dict[Plan, float] = {}  # as simulated, the shortest 1; one, once it is known which is taken
 
     @property
+    def staleness(self) -> Sequence[int]:
+        """One step for weights that are updated late, in the next step; else none."""
+        return [int(self._runner is not None and bool(self.plan.late.packs))]
+
+    @property
     def readers(self) -> Sequence[str]:
         """Every worker reads its rows."""
         return self._devices

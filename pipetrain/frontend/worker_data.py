@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from pipetrain.compute.cores import is_remote
+from pipetrain.compute.cores import is_remote, processor_of
 from pipetrain.compute.keras_private import weighted_by_class
 from pipetrain.frontend.input_data import READ_BY, untuned
 from pipetrain.frontend.preprocessing import preprocesses
@@ -86,7 +86,7 @@ class WorkerDatasets:
     """
 
     def __init__(self, make: Make, devices: Sequence[str], class_weight: Any) -> None:
-        self._devices = [_processor(device) for device in devices]
+        self._devices = [processor_of(device) for device in devices]
         self.lost = LostWorker(self._devices)
         self._made = [  # TensorFlow forgets functions that nobody holds, with what the datasets call
             _traced(make, worker, device, len(devices), class_weight) for worker, device in enumerate(self._devices)
@@ -160,11 +160,6 @@ def check_not_by_workers(method: str, x: Any) -> None:
             f"What {method} is given is read by this process. Received: {method}(pipetrain.data(...)). Try a "
             "tf.data.Dataset or arrays."
         )
-
-
-def _processor(device: str) -> str:
-    """That of the host which a device is on: datasets are read there."""
-    return str(tf.DeviceSpec.from_string(device).replace(device_type="CPU", device_index=0).to_string())
 
 
 def _traced(make: Make, worker: int, device: str, workers: int, class_weight: Any) -> Any:

@@ -34,6 +34,7 @@ from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.splitting import Parts
 from pipetrain.trace.trace import Trace
 
+CLOCKS_HOLD_S = 60.0  # so long clocks are not read again
 ACTION = re.compile(r"action_\d+_\d+")  # as TensorFlow names in its errors what has failed
 
 
@@ -69,6 +70,7 @@ class ProgramRunner(Stepwise):
         is_alone = not any(is_remote(each.device) for each in self._every)
         self._host = HOST if is_alone else LOCAL_HOST  # workers' devices have the short name, too
         self._ahead_s: dict[str, float] = {}  # by how much clocks of other processes are ahead
+        self._clocks_read_s = float("-inf")
 
     def activity(self) -> Activity:
         """The devices' activity since the runner was made."""
@@ -296,9 +298,15 @@ class ProgramRunner(Stepwise):
             self._functions.clear()
         self._await_writes()
         self._scale = settings.loss_scale
-        remote = {each.device for each in self._every if is_remote(each.device)}
-        self._ahead_s = {device: ahead for device in remote if (ahead := ahead_s(device))}
+        self._read_clocks()
         self._count_forwards()
+
+    def _read_clocks(self) -> None:
+        """Learn how far others' clocks are ahead; they drift apart by little, and reading them takes a while."""
+        if time.monotonic() - self._clocks_read_s > CLOCKS_HOLD_S:
+            remote = {each.device for each in self._every if is_remote(each.device)}
+            self._ahead_s = {device: ahead for device in remote if (ahead := ahead_s(device))}
+            self._clocks_read_s = time.monotonic()
 
     def _count(self, settings: RunSettings) -> None:
         counts = [count - settings.updates for each in self._every for count in each.counts()]

@@ -22,6 +22,16 @@ class HeldVersions(NamedTuple):
     kept: dict[tuple[int, float], Any]
 
 
+def steady_staleness(scheme: Scheme, stage: int, stages: int, microbatches: int) -> int:
+    """What ``WeightVersions.staleness`` is of a minibatch that finds all stages full, of a stage's own weights."""
+
+    def nothing(horizon: float) -> None:
+        return None
+
+    versions = WeightVersions(scheme, stage, stages, microbatches, nothing, nothing)
+    return versions.staleness(2 * stages * microbatches)
+
+
 class WeightVersions:
     """The versions of one stage's weights that some action still has to read.
 

@@ -34,6 +34,9 @@ def test_a_fit_shows_how_far_it_is(scheme, tmp_path):
     assert last["logs"]["loss"] > 0 and [each["worker"] for each in last["devices"]] == [None, None]
     stages = [each["stages"] for each in last["devices"]]
     assert stages == ([[0], [1]] if scheme == "spectrain" else [[0], [0]])
+    assert [each["staleness"] for each in last["devices"]] == ([[1], [0]] if scheme == "spectrain" else [[0], [0]])
+    assert (0 < last["bubble"] < 1) if scheme == "spectrain" else last["bubble"] is None
+    assert last["last_epoch"]["loss"] == last["logs"]["loss"]
     with pytest.raises(urllib.error.URLError):
         got(page.port)  # it ends with fit
     assert not any(each.name == "status page" for each in threading.enumerate())

@@ -94,6 +94,26 @@ def test_predictions_on_workers_are_always_of_the_newest_weights():
     assert found["lost"] and found["right"] == found["asked"], found
 
 
+@pytest.mark.wide
+@pytest.mark.parametrize("scheme", ["all-reduce", "parameter-server", "1f1b", "spectrain", "grid"])
+def test_workers_are_sent_what_has_changed_and_nothing_else(scheme):
+    """Weights, state and slots that callbacks assign arrive bitwise; what they leave as it is stays where it is."""
+    command = [sys.executable, str(HERE / "worker_copies.py"), scheme]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "retracing" not in done.stderr
+    asked, always = (json.loads(done.stdout.splitlines()[-1])[each] for each in ("asked", "sent"))
+    assert asked["digests"] == always["digests"]
+    assert len({*asked["digests"]}) == len(asked["digests"])
+    usual, _ = asked["sent"]["nothing"]  # statistics that differ among workers, and what is too small to be asked for
+    whole, _ = always["sent"]["nothing"]
+    assert usual < whole / 2
+    for change, (after, later) in asked["sent"].items():
+        assert later == usual, change
+        assert usual <= after < whole, change
+    assert asked["sent"]["the same values"][0] == usual < asked["sent"]["a frozen weight"][0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, 3])
 def test_every_scheme_on_workers_trains_as_in_one_process(workers):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pipetrain.schemes import dry_run, prediction, schedules
 from pipetrain.schemes.actions import OPERATIONS, Action
 from pipetrain.schemes.table import SCHEMES, check_name, scheme
-from pipetrain.schemes.weight_versions import WeightVersions
+from pipetrain.schemes.weight_versions import WeightVersions, steady_staleness
 
 ASYNCHRONOUS = """\
 0: F0  F1  F2  F3  .   .   .   B0  F4  B1  F5  B2  .   B3  .   B4  .   B5
@@ -333,3 +333,11 @@ def test_options_that_a_scheme_does_not_have(options, message):
 def test_unknown_scheme_names_the_valid_ones():
     with pytest.raises(ValueError, match=r"scheme='zigzag'.*weight-stashing"):
         check_name("zigzag")
+
+
+@pytest.mark.parametrize(
+    ("name", "microbatches", "staleness"),
+    [("vanilla", 1, [3, 2, 1, 0]), ("spectrain", 1, [3, 2, 1, 0]), ("2bw", 4, [1, 1, 1, 1]), ("1f1b", 4, [0, 0, 0, 0])],
+)
+def test_staleness_of_full_stages(name, microbatches, staleness):
+    assert [steady_staleness(scheme(name), stage, 4, microbatches) for stage in range(4)] == staleness

@@ -50,7 +50,7 @@ class Inference:
         self._traced_for: Sequence[Any] | None = None
         self._weights: list[tf.Tensor] = []
         self._held = HeldTensors()  # what functions read instead of the model's weights
-        self._state = State(segment, False, division)
+        self._state = State(segment, False, division, device)
 
     def show_compiling(self, is_shown: Callable[[], bool]) -> None:
         """Where XLA takes long to compile its functions, a line says so if that ``is_shown`` then."""
@@ -63,7 +63,7 @@ class Inference:
         if self._traced_for != list(masks):
             segment = self.segment
             self._trained = list(segment.trainable_variables)
-            self._state = State(segment, False, self._division)
+            self._state = State(segment, False, self._division, self.device)
             inputs = any_rows(segment.inputs)
             with tf.device(self.device):
                 concrete = self._traced(inputs, list(masks))

@@ -82,7 +82,7 @@ class Stage:
         self.segment, self.device, self.recompute, self._loss = segment, device, recompute, loss
         self._kernels = Kernels(compiled, segment.about, is_remote(device))
         self._constants = Constants(device)
-        self._state = State(segment, True, division)
+        self._state = State(segment, True, division, device)
         self._groups = self._grouped(shared, stepping(optimizer), rule)
         self.variables, self.shared = self._groups.variables, self._groups.shared
         self._step = UpdateStep(optimizer, self._groups.own, self._constants)

@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from pipetrain.compute.functions.split import specs
+from pipetrain.compute.functions.worker_copies import WorkerCopies
 from pipetrain.compute.graph.segment import Segment
 from pipetrain.compute.graph.sharing import is_seed
 from pipetrain.schemes.splitting import microbatch_rows, rows_of
@@ -76,10 +77,18 @@ class State:
         segment: the blocks.
         training: whether they train or only run forwards.
         division: of a minibatch.
+        device: TensorFlow's name of where values are loaded to; not needed for traces.
     """
 
-    def __init__(self, segment: Segment, training: bool, division: Division = Division()) -> None:  # noqa: B008
+    def __init__(
+        self,
+        segment: Segment,
+        training: bool,
+        division: Division = Division(),  # noqa: B008 - a tuple, never changed
+        device: str = "",
+    ) -> None:
         self._segment, self._training, self._division = segment, training, division
+        self._copies = WorkerCopies(device)
         self.variables = segment.state(training)
         self.values: list[tf.Tensor] = []
         self._memories: dict[int, list[tf.Tensor]] = {}  # by number of the variable, the part of each microbatch
@@ -125,7 +134,8 @@ class State:
         """Take it from the model. A generator of random numbers gives others to each replica and stage."""
         segment, training = self._segment, self._training
         self.variables = segment.state(training)  # the process may have another generator by now
-        self.values = [state_of(each, replica, segment.users_before(each, training)) for each in self.variables]
+        given = (state_of(each, replica, segment.users_before(each, training)) for each in self.variables)
+        self.values = self._copies.tensors(self.values, given)
         self._memories = {n: self._mine(self.values[n], replica) for n in self._with_rows()}
         parts = next(iter(self._memories.values()), [])
         self._turns, self._turn = [turn for turn, part in enumerate(parts) if part.shape[0]], 0

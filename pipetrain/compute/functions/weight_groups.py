@@ -13,6 +13,7 @@ from pipetrain.compute.functions.kernels import Kernels
 from pipetrain.compute.functions.split import specs
 from pipetrain.compute.functions.stage_values import Step
 from pipetrain.compute.functions.weight_binding import BoundFunction, Newest, OfGroups, Tensors, Weights
+from pipetrain.compute.functions.worker_copies import WorkerCopies
 from pipetrain.compute.keras_private import count_of
 from pipetrain.compute.optimizer.clone import clone
 from pipetrain.compute.optimizer.slots import OptimizerPart, Slot
@@ -58,7 +59,7 @@ class WeightGroup:
     ) -> None:
         self.originals, self.numbers, self.device, self.rule = list(weights), list(numbers), device, rule
         self.holders, self._later = holders, None if stage in holders[:1] or not holders else stage
-        self._part = part
+        self._part, self._copies = part, WorkerCopies(device)
         with tf.device(device):
             self.variables = [_like(variable, self._part_of(variable)) for variable in weights]
             self.optimizer = clone(optimizer, weights, self.variables, rule)
@@ -93,8 +94,7 @@ class WeightGroup:
     def load(self, iterations: int) -> None:
         """Take the weights from the model, and set the optimizer's count of minibatches; on the group's device."""
         count_of(self.optimizer).assign(iterations)
-        for mine, original in zip(self.variables, self.originals, strict=True):
-            mine.assign(self._part_of(original))
+        self._copies.assign(self.variables, map(self._part_of, self.originals))
         if self.update.fit:
             self.update.fit.reset()
 

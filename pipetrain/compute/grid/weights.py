@@ -14,6 +14,7 @@ from pipetrain.compute.functions.stage_function import LossFunction
 from pipetrain.compute.functions.stage_values import BoundaryTensors
 from pipetrain.compute.functions.state import Division
 from pipetrain.compute.functions.weight_groups import WeightGroup
+from pipetrain.compute.functions.worker_copies import WorkerCopies
 from pipetrain.compute.graph.blocks import Chain
 from pipetrain.compute.graph.wide_layers import WideLayer
 from pipetrain.compute.grid.pieces import Masks, pieces_of
@@ -64,6 +65,7 @@ class GridWeights(Stage):
             WeightGroup(weights, numbers, device, steps, rule, self._untrained, part=partial(self._part, rank))
             for device, rank in zip(devices, [*range(grid.outputs)] * grid.rows, strict=True)
         ]
+        self._slot_copies = [WorkerCopies(device) for device in devices]
 
     @property
     def reads_whole(self) -> bool:
@@ -96,11 +98,12 @@ class GridWeights(Stage):
         for number, group in enumerate(self.groups):
             with tf.device(group.device):
                 group.load(iterations)
-                for slot in group.slots():
-                    value = tf.convert_to_tensor(gathered[id(slot.weight), slot.kind])
-                    slot.variable.assign(self._part(number % self.grid.outputs, slot.weight, value))
-                for mine, variable in zip(group.part().shared, common, strict=True):
-                    mine.assign(tf.convert_to_tensor(variable))
+                mine, part = [*group.slots()], partial(self._part, number % self.grid.outputs)
+                whole = [tf.convert_to_tensor(gathered[id(slot.weight), slot.kind]) for slot in mine]
+                parts = (part(slot.weight, value) for slot, value in zip(mine, whole, strict=True))
+                self._slot_copies[number].assign([slot.variable for slot in mine], parts)
+                for variable, value in zip(group.part().shared, common, strict=True):
+                    variable.assign(tf.convert_to_tensor(value))
 
     def stored(self) -> list[tf.Tensor]:
         """The weights as ``store`` takes them; what the optimizer has gathered comes back with them."""

@@ -9,8 +9,8 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import keras
-import tensorflow as tf
 
+from pipetrain.compute.functions.worker_copies import WorkerCopies
 from pipetrain.compute.keras_private import (
     LISTS,
     count_of,
@@ -75,6 +75,11 @@ class OptimizerPart:
         """The state that does not belong to a single weight."""
         return shared(self.optimizer, self.weights)
 
+    @cached_property
+    def copies(self) -> WorkerCopies:
+        """What its device has of others' slots."""
+        return WorkerCopies(count_of(self.optimizer).value.device)
+
 
 def adopt(
     optimizer: keras.optimizers.Optimizer, weights: Sequence[keras.Variable], parts: Sequence[OptimizerPart]
@@ -102,7 +107,7 @@ def adopt(
         _rebuild(optimizer, everything, frozen | ours, parts)
         mine = OptimizerPart(optimizer, everything)
     for part in parts[1:]:
-        copy(mine, part.slots, part.shared)
+        copy(mine, part.slots, part.shared, part.copies)
 
 
 def with_frozen(weights: Sequence[keras.Variable], before: Sequence[keras.Variable]) -> list[keras.Variable]:
@@ -207,12 +212,20 @@ def _merged(parts: Sequence[OptimizerPart]) -> dict[Key, Any]:
     return found
 
 
-def copy(source: OptimizerPart, slots: dict[Key, Any], shared: Sequence[Any]) -> None:
-    """Copy the values of the source's slots into these variables where they are different variables."""
+def copy(
+    source: OptimizerPart, slots: dict[Key, Any], shared: Sequence[Any], copies: WorkerCopies | None = None
+) -> None:
+    """Copy the values of the source's slots into these variables where they are different variables.
+
+    ``copies`` are those of the device that these are on.
+    """
     pairs = [(target, source.slots.get(key)) for key, target in slots.items()]
-    for target, variable in [*pairs, *zip(shared, source.shared, strict=False)]:
-        if variable is not None and target is not variable:
-            target.assign(tf.convert_to_tensor(variable))
+    different = [
+        (target, variable)
+        for target, variable in [*pairs, *zip(shared, source.shared, strict=False)]
+        if variable is not None and target is not variable
+    ]
+    (copies or WorkerCopies("")).assign([each for each, _ in different], (each for _, each in different))
 
 
 def _has(part: OptimizerPart, ours: dict[Key, Any]) -> bool:

@@ -8,12 +8,15 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from pipetrain.compute.cores import LOCAL_HOST, is_remote
 from pipetrain.compute.functions.graph_rewrite import inlined, made_one_by_one
+from pipetrain.compute.functions.kernels import Kernels
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.functions.stage_function import LossFunction, StageFunction, as_mean
 from pipetrain.compute.functions.stage_values import BoundaryTensors
 from pipetrain.compute.functions.state import Division, State
 from pipetrain.compute.functions.weight_groups import Shared, WeightGroup, WeightGroups
+from pipetrain.compute.functions.worker_copies import WorkerCopies
 from pipetrain.compute.graph.segment import Segment
 from pipetrain.compute.optimizer.clone import is_linear
 from pipetrain.compute.optimizer.gradient_scaling import SCALE, squared_norm
@@ -43,8 +46,9 @@ class Worker:
 
     def __init__(self, segment: Segment, device: str, number: int, workers: int) -> None:
         self.segment, self.device, self._number = segment, device, number
-        self._state = State(segment, True, Division(1, workers))
+        self._state, self._copies = State(segment, True, Division(1, workers)), WorkerCopies(device)
         self._variables: list[tf.Variable] = []
+        self._read: Callable[[], list[tf.Tensor]] | None = None
 
     @property
     def state(self) -> list[keras.Variable]:
@@ -53,15 +57,14 @@ class Worker:
 
     def load(self) -> bool:
         """Take the state from the model; whether that is in other variables on the device than before."""
-        with tf.device(self.device):
+        with tf.device(LOCAL_HOST if is_remote(self.device) else self.device):
             self._state.load(self._number)
-            values = self._state.values
-            like = [(each.shape, each.dtype) for each in values]
-            is_new = like != [(each.shape, each.dtype) for each in self._variables]
-            if is_new:
-                self._variables = [tf.Variable(each, trainable=False) for each in values]
-            for variable, value in zip(self._variables, values, strict=True):
-                variable.assign(value)
+        values = self._state.values
+        like = [(each.shape, each.dtype) for each in values]
+        with tf.device(self.device):
+            if is_new := like != [(each.shape, each.dtype) for each in self._variables]:
+                self._variables, self._read = [tf.Variable(each, trainable=False) for each in values], None
+            self._copies.assign(self._variables, values)
         return is_new
 
     def read(self) -> list[tf.Tensor]:
@@ -83,7 +86,9 @@ class Worker:
             return self._state.whole([other._state for other in others], averaged)
 
     def _show(self) -> None:
-        self._state.assign(range(len(self._variables)), self.read())
+        if self._read is None and is_remote(self.device):  # one call, however many there are
+            self._read = Kernels().op(self.read)
+        self._state.assign(range(len(self._variables)), self._read() if self._read else self.read())
 
     def store(self, values: Sequence[Any]) -> None:
         """Write what ``outcome`` gave into the model."""
@@ -229,6 +234,11 @@ class Weights(Stage):
         output, _, penalty, _ = halves.forward.structured_outputs[0]
         self.is_penalized = penalty is not None
         return [mask if mask is None else tf.TensorSpec(mask.shape, mask.dtype) for mask in output.masks]
+
+    def load(self, iterations: int = 0, replica: int = 0) -> None:
+        """Take the weights from the model, and set the optimizers' counts of minibatches; state is the workers'."""
+        self._constants.clear()
+        self._groups.load(iterations)
 
     def stored(self) -> list[tf.Tensor]:
         """The weights as ``store`` takes them."""
