@@ -6,8 +6,10 @@ import logging
 import math
 import signal
 import threading
+import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -15,8 +17,11 @@ from typing import Any
 import keras
 
 from pipetrain.checkpoint.directory_lock import DirectoryLock
-from pipetrain.checkpoint.state import Arrays, Position, array_of, not_finite, recall, remembered
+from pipetrain.checkpoint.nested import Other
+from pipetrain.checkpoint.pace import Pace
+from pipetrain.checkpoint.state import Arrays, Position, array_of, as_arrays, not_finite, recall, remembered
 from pipetrain.checkpoint.store import Checkpoint, Store
+from pipetrain.checkpoint.writer import Writing
 from pipetrain.compute.keras_private import count_of
 from pipetrain.frontend.fit_session import FitSession
 from pipetrain.frontend.status_page import StatusPage as StatusPage
@@ -24,6 +29,8 @@ from pipetrain.logs import BELOW_BAR, counted
 from pipetrain.schemes.arguments import checked_count
 
 _logger = logging.getLogger(__name__)
+AUTO, STEPS = "auto", 100
+LEFT_OUT = " What was in flight is left out: the first stages lack the updates that it would have made."
 
 
 class Snapshots(keras.callbacks.Callback):
@@ -92,15 +99,41 @@ class PipelineCheckpoint(keras.callbacks.Callback):
             is False, or none can be written there, or another program is writing there.
     """
 
-    def __init__(self, directory: str | Path, every_steps: int = 100, keep: int = 3, resume: bool = True) -> None:
+    def __init__(
+        self,
+        directory: str | Path,
+        every_steps: int | str = 100,
+        keep: int = 3,
+        resume: bool = True,
+        failures_every_s: float | None = None,
+    ) -> None:
         super().__init__()
-        self._every_steps = checked_count("every_steps", every_steps, "Checkpoints come every so many steps", 100)
+        self._by_cost = every_steps == AUTO
+        every = STEPS if self._by_cost else every_steps
+        self._every_steps = checked_count("every_steps", every, "Checkpoints come every so many steps, or 'auto'", STEPS)
+        self._failures_every_s = self._checked_failures(failures_every_s)
         self._resume = resume
         kept = checked_count("keep", keep, "The newest checkpoints are kept, one at least", 3)
         self._store = Store(Path(directory).absolute(), kept)
         self._lock = DirectoryLock(self._store.directory, "directory")
         self._resumed: Checkpoint | None = None
         self._signal: int | None = None
+        self._writing: Writing | None = None
+
+    def _checked_failures(self, every_s: float | None) -> float | None:
+        if every_s is None:
+            return None
+        if isinstance(every_s, bool) or not isinstance(every_s, int | float) or not 0 < every_s < math.inf:
+            raise ValueError(
+                "The mean time between failures is a number of seconds. Received: "
+                f"failures_every_s={every_s!r}. Try 86400 for one a day."
+            )
+        if not self._by_cost:
+            raise ValueError(
+                "How often failures come decides where checkpoints are as often as is best. Received: "
+                f"failures_every_s={every_s!r}, every_steps={self._every_steps}. Try every_steps='auto'."
+            )
+        return float(every_s)
 
     @property
     def resumed_at(self) -> int | None:
@@ -131,12 +164,14 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         self._never_finite = {str(n) for n, each in variables if not_finite({f"weight/{n}": array_of(each)})}
         self._told_of_spoiled = False
         self._logs: dict[str, float] = {}
+        self._pace, self._stood_s = Pace(self._failures_every_s), 0.0
         found = self._newest(self.model.is_verbose)
         if found is not None:
             self._go_on_from(found)
         self._updates = int(count_of(self.model.optimizer).numpy())
         self._session.drains_after, self._session.at_end = self._drains_after, self._at_end
         self._listen()
+        self._session.exits.callback(self._end_writing)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """The first epoch goes on where the checkpoint was made."""
@@ -151,7 +186,9 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         found.arrays.clear()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Write a checkpoint if it is time: all callbacks have seen the step before."""
+        """Make a checkpoint if it is time: all callbacks have seen the step before."""
+        if self._writing is not None and self._writing.is_over:
+            self._end_writing()
         self._save_if_due()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -160,11 +197,12 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         self._position = Position(self._position.epoch, batch + 1)
         self._logs = {key: float(value) for key, value in (logs or {}).items()}
         self._finite = math.isfinite(self._logs.get("loss", 0.0))
-        self._due = self._finite and self._drains_after(self._updates) and not self._session.in_flight
+        self._due = self._finite and self._session.has_state and self._is_time()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """The next epoch begins with the first minibatch, unless this one was stopped within."""
         self._finite = self._finite and math.isfinite((logs or {}).get("loss", 0.0))
+        self._end_writing()
         if self._session.stopped:  # and what was then in flight is in the logs by now
             self._logs = {key: float((logs or {}).get(key, value)) for key, value in self._logs.items()}
         else:
@@ -182,6 +220,7 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         self._updates, self._due = updates, self._finite and trained
         ended = any(getattr(each, "stopped_epoch", 0) for each in self._session.callbacks)
         self._save_if_due(ended=ended, **known)
+        self._end_writing()
         if trained and not self._finite:
             self._tell_of_spoiled("The loss is not finite")
         self._is_over = True
@@ -218,6 +257,12 @@ class PipelineCheckpoint(keras.callbacks.Callback):
     def _drains_after(self, updates: int) -> bool:
         return self._signal is not None or updates % self._every_steps == 0
 
+    def _is_time(self) -> bool:
+        """Whether a checkpoint is due after the step at hand; no clock decides where it takes a drain."""
+        if not self._by_cost or self._session.drains:
+            return self._drains_after(self._updates)
+        return self._signal is not None or (self._writing is None and self._pace.is_due)
+
     def _save_if_due(self, **known: Any) -> None:
         if self._due:
             self._due = False
@@ -225,26 +270,48 @@ class PipelineCheckpoint(keras.callbacks.Callback):
             self._obey()
 
     def _save(self, known: dict[str, Any]) -> None:
-        """Write a checkpoint; ``known`` is what of its facts is otherwise than the model says."""
-        arrays = self._session.state()
-        if self._spoiled(arrays):
-            self._tell_of_spoiled(f"Weights of step {self._updates} are not finite")
-            return
-        about = {
-            **self._session.about(),
-            "position": self._position,
-            "logs": self._logs,
-            "ended": False,
-            **known,
-        }
+        """Make a checkpoint, which a thread writes; ``known`` is what of its facts is otherwise than the model says."""
+        self._end_writing()
+        begun_s, step = time.perf_counter(), self._updates
+        self._pace.begun()
         try:
+            values, about = self._session.state()
+            about |= {"position": self._position, "logs": self._logs, "ended": False, **known}
             about["callbacks"], more = remembered(self._session.callbacks)
-            self._store.write(self._updates, {**arrays, **more}, about)
-            self._saved_at = self._updates
-        except (OSError, TypeError, ValueError) as error:  # the latter: a callback's state that JSON cannot hold
-            reason = getattr(error, "strerror", None) or error
-            problem = f"The checkpoint of step {self._updates} could not be written ({reason}); {self._newest_is()}."
-            _warn(problem, self.model.is_verbose)
+        except Other as error:
+            self._tell_of_failure(step, error)
+            return
+        self._writing = Writing(step, partial(self._write, step, {**values, **more}, about))
+        self._writing.start()
+        self._stood_s = time.perf_counter() - begun_s
+
+    def _write(self, step: int, values: dict[str, Any], about: dict[str, Any]) -> bool:
+        """In a thread: write the file; whether that was to be done, because all weights are finite."""
+        arrays = as_arrays(values)
+        if self._spoiled(arrays):
+            return False
+        self._store.write(step, arrays, about)
+        self._saved_at = step
+        return True
+
+    def _end_writing(self) -> None:
+        """Wait until the checkpoint that is written is there, and say what came of it, if it did not."""
+        writing = self._writing
+        if writing is None:
+            return
+        writing.ended(self._session.is_lost)  # what has to come from a lost worker never comes
+        self._writing = None
+        if writing.is_over and writing.error is not None:
+            self._tell_of_failure(writing.step, writing.error)
+        elif writing.is_over and not writing.is_written:
+            self._tell_of_spoiled(f"Weights of step {writing.step} are not finite")
+        else:
+            self._pace.ended(self._stood_s + writing.busy_s)
+
+    def _tell_of_failure(self, step: int, error: Exception) -> None:
+        reason = getattr(error, "strerror", None) or error
+        problem = f"The checkpoint of step {step} could not be written ({reason}); {self._newest_is()}."
+        _warn(problem, self.model.is_verbose)
 
     def _spoiled(self, arrays: Arrays) -> bool:
         """Whether something is not finite that was so when this ``fit`` began."""
@@ -264,6 +331,7 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         if about["ended"]:  # by EarlyStopping, whatever epochs are left
             position = Position(max(epochs, position.epoch), 0)
         missing = self._session.restore(found, position)
+        position = position if about["ended"] else Position(*about["position"])
         self._resumed, self._position, self._saved_at = found, position, about["updates"]
         different = [*_differences(self._session.about(), about), *(f"{kind} from zero" for kind in missing)]
         done = f"{counted(about['updates'], 'step')} done"
@@ -279,6 +347,7 @@ class PipelineCheckpoint(keras.callbacks.Callback):
             )
             _warn(problem, self.model.is_verbose)
         changes = f" Different now: {'; '.join(different)}." if different else ""
+        changes += LEFT_OUT if about.get("left_out") else ""
         _say(f"Going on from {found.path}: {done}.{changes}", self.model.is_verbose)
 
     def _listen(self) -> None:
@@ -304,6 +373,7 @@ class PipelineCheckpoint(keras.callbacks.Callback):
     def _obey(self) -> None:
         if self._signal is None:
             return
+        self._end_writing()
         number, self._signal = self._signal, None
         name = signal.Signals(number).name
         kept = (

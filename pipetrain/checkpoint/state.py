@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from pipetrain.checkpoint.store import Checkpoint
 from pipetrain.compute import keras_private
 from pipetrain.compute.graph.inputs import beside
 from pipetrain.compute.keras_private import CALLBACK_STATE, count_of, global_seed
-from pipetrain.compute.optimizer.gradient_scaling import is_dynamic, stepping
+from pipetrain.compute.optimizer.gradient_scaling import LossScale, is_dynamic, stepping
 from pipetrain.compute.optimizer.slots import Slot
 from pipetrain.compute.profiling.progress import Progress
 
@@ -108,10 +108,21 @@ def _pass_over(epoch_iterator: Any, steps: Iterator[Any]) -> None:
 
 
 Arrays = dict[str, np.ndarray]
+SERIALIZED = (tf.variant, tf.string)
 
 
-def collected(model: keras.Model, slots: Iterable[Slot], shared: Iterable[Sequence[Any]]) -> Arrays:
-    """Arrays by name: ``weight/N`` of the model's N-th variable, ``slot/N/KIND`` of its slots, ``shared/N``.
+class State(NamedTuple):
+    """All that training needs to go on: values by name, tensors or arrays, and what JSON holds of them.
+
+    Tensors are of this moment, whatever is trained on: who writes them makes arrays of them, see ``as_arrays``.
+    """
+
+    values: dict[str, Any]
+    about: dict[str, Any]
+
+
+def named(model: keras.Model, slots: Iterable[Slot], shared: Iterable[Sequence[Any]]) -> dict[str, Any]:
+    """Variables by name: ``weight/N`` is the model's N-th, ``slot/N/KIND`` are its slots, ``shared/N``.
 
     ``beside/N`` are states of recurrent layers and, last, Keras' global seed if there is one.
 
@@ -119,14 +130,32 @@ def collected(model: keras.Model, slots: Iterable[Slot], shared: Iterable[Sequen
     is taken.
     """
     numbers = {id(variable): n for n, variable in enumerate(model.variables)}
-    arrays = {f"weight/{n}": array_of(variable) for n, variable in enumerate(model.variables)}
-    arrays |= {f"beside/{n}": array_of(variable) for n, variable in enumerate(beside(model))}
+    found = {f"weight/{n}": variable for n, variable in enumerate(model.variables)}
+    found |= {f"beside/{n}": variable for n, variable in enumerate(beside(model))}
     for slot in slots:
-        key = f"slot/{numbers[id(slot.weight)]}/{slot.kind}"
-        if key not in arrays:
-            arrays[key] = array_of(slot.variable)
+        found.setdefault(f"slot/{numbers[id(slot.weight)]}/{slot.kind}", slot.variable)
     first: Sequence[Any] = next(iter(shared), ())
-    return arrays | {f"shared/{n}": array_of(variable) for n, variable in enumerate(first)}
+    return found | {f"shared/{n}": variable for n, variable in enumerate(first)}
+
+
+def collected(model: keras.Model, slots: Iterable[Slot], shared: Iterable[Sequence[Any]]) -> dict[str, Any]:
+    """The values of the variables that are ``named``."""
+    return {name: tf.convert_to_tensor(variable) for name, variable in named(model, slots, shared).items()}
+
+
+def leave_out(about: dict[str, Any]) -> None:
+    """Go on without what was in flight: from the step up to which the last stage had come.
+
+    The first stages then lack the updates of the minibatches that were in flight, which nobody repeats. ``about``, which
+    is what a checkpoint says of itself, says so by ``left_out``.
+    """
+    left = about.pop("in_flight", None)
+    if left is None or left["left"] is None:
+        return
+    epoch, step = about["position"]
+    about["position"], about["left_out"] = [epoch, step + left["ahead"]], True
+    about["updates"] += left["ahead"]
+    about["fitted"] += left["ahead"]
 
 
 def check_weights(model: keras.Model, arrays: Arrays, path: Path) -> None:
@@ -145,7 +174,7 @@ def check_weights(model: keras.Model, arrays: Arrays, path: Path) -> None:
 
 
 def assign(model: keras.Model, arrays: Arrays, slots: Iterable[Slot], shared: Iterable[Sequence[Any]]) -> list[str]:
-    """Put the arrays back where ``collected`` found them; gives the kinds of slots that were not among them."""
+    """Put the arrays back where ``named`` found them; gives the kinds of slots that were not among them."""
     numbers = {id(variable): n for n, variable in enumerate(model.variables)}
     for n, variable in enumerate(model.variables):
         variable.assign(arrays[f"weight/{n}"])
@@ -170,9 +199,16 @@ def not_finite(arrays: Arrays) -> set[str]:
     return {name for name, array in kept.items() if array.dtype.kind == "f" and not np.isfinite(array).all()}
 
 
-def scale_arrays(optimizer: keras.optimizers.Optimizer) -> Arrays:
-    """Of an optimizer that scales the loss and may skip steps: ``loss_scale``, ``finite_steps`` and ``steps`` made."""
-    return {name: array_of(variable) for name, variable in _of_scale(optimizer).items()}
+def scale_arrays(optimizer: keras.optimizers.Optimizer, now: LossScale | None = None) -> Arrays:
+    """Of an optimizer that scales the loss and may skip steps: ``loss_scale``, ``finite_steps`` and ``steps`` made.
+
+    ``now`` is the scale that its variables do not know yet.
+    """
+    arrays = {name: array_of(variable) for name, variable in _of_scale(optimizer).items()}
+    if arrays and now is not None:
+        found = {"loss_scale": now.scale, "finite_steps": now.finite_steps, "steps": arrays["steps"] + now.stepped}
+        arrays |= {name: np.asarray(each, arrays[name].dtype) for name, each in found.items()}
+    return arrays
 
 
 def assign_scale(optimizer: keras.optimizers.Optimizer, arrays: Arrays, updates: int) -> None:
@@ -189,10 +225,30 @@ def _of_scale(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
     return {"loss_scale": optimizer.dynamic_scale, "finite_steps": optimizer.step_counter, "steps": steps}
 
 
-def array_of(variable: Any) -> np.ndarray:
-    """A variable's value, in a type that NumPy can write: bfloat16 as float32, which holds it exactly."""
-    value = tf.convert_to_tensor(variable)
+def as_arrays(values: Mapping[str, Any]) -> Arrays:
+    """Arrays that NumPy can write."""
+    return {name: array_of(value) for name, value in values.items()}
+
+
+def array_of(value: Any) -> np.ndarray:
+    """The value of a variable or tensor, in a type that NumPy can write: bfloat16 as float32, which holds it exactly.
+
+    Packs and lists of tensors, and strings, are the bytes that TensorFlow makes of them.
+    """
+    if isinstance(value, np.ndarray):
+        return value
+    value = tf.convert_to_tensor(value)
+    if value.dtype in SERIALIZED:
+        with tf.device(value.device):
+            return np.frombuffer(tf.io.serialize_tensor(value).numpy(), np.uint8)
     return (tf.cast(value, tf.float32) if value.dtype == tf.bfloat16 else value).numpy()
+
+
+def tensor_of(array: np.ndarray, dtype: tf.DType) -> tf.Tensor:
+    """The tensor of this type that ``array_of`` was given, on the device of this scope."""
+    if dtype in SERIALIZED:
+        return tf.io.parse_tensor(array.tobytes(), dtype)
+    return tf.cast(array, dtype)
 
 
 def _assign(variable: Any, array: np.ndarray | None) -> bool:

@@ -72,7 +72,7 @@ def _is_whole(path: Path) -> bool:
 
 
 ABOUT = "about"  # the array that holds everything but arrays, as JSON text
-FORMAT = 1
+FORMAT = 2  # 1 has nothing in flight, and is read too
 NAME = re.compile(r"step-(\d{8,})\.npz")  # of what a store writes; what else begins so is the user's
 
 
@@ -270,7 +270,7 @@ def _checked(archive: Any) -> dict[str, Any]:
     given = about.get("format") if isinstance(about, dict) else None
     if isinstance(given, int) and given > FORMAT:
         raise Other(f"it has format {given}, of a newer version of pipetrain; this one reads {FORMAT}", "that version")
-    if given != FORMAT or not isinstance(about.get("step"), int):
+    if given not in range(1, FORMAT + 1) or not isinstance(about.get("step"), int):
         raise Other("it is no checkpoint of pipetrain", "renaming it")
     return dict(about)
 

@@ -305,3 +305,11 @@ class WatchedCalls:
                 calls.listeners = tuple(each for each in calls.listeners if each != listener)
                 if not calls.listeners:
                     del here.call_function
+
+
+def parts_of_slices_spec(spec: tf.IndexedSlicesSpec) -> tuple[Any, ...]:
+    """The arguments of the spec's class, in their order: it has no public properties, and its dense shape is no part of
+    the specs of its components.
+    """
+    parts: tuple[Any, ...] = spec._serialize()
+    return parts

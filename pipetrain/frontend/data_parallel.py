@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from pipetrain.checkpoint.state import Arrays, assign, assign_scale, collected, scale_arrays
+from pipetrain.checkpoint.state import Arrays, State, assign, assign_scale, collected, leave_out, scale_arrays
 from pipetrain.compute.functions.stage_function import summed_over_rows
 from pipetrain.compute.graph.inputs import beside, memories
 from pipetrain.compute.graph.sharing import is_seed
@@ -35,7 +35,7 @@ from pipetrain.compute.optimizer.update import slots_per_weight, temporaries
 from pipetrain.compute.tensorflow_private import one_replica
 from pipetrain.frontend.attributes import Meanwhile, known
 from pipetrain.frontend.fit_session import FitSession
-from pipetrain.frontend.layout import KeptLayout, check_local, check_remembered
+from pipetrain.frontend.layout import check_local, check_remembered
 from pipetrain.frontend.loss_of_parts import check_added
 from pipetrain.frontend.mirroring import DeviceLoss, Mirroring
 from pipetrain.frontend.planner import Planner
@@ -239,15 +239,22 @@ class DataParallelStrategy:
     def _updates(self) -> int:
         return int(count_of(known(self.optimizer)).numpy())
 
-    def state(self) -> Arrays:
+    @property
+    def drains(self) -> bool:
+        """Nothing is in flight after a step."""
+        return False
+
+    def state(self) -> State:
         """All that training needs to go on; each device gets the first one's statistics, as it will again then."""
         self._mirroring.agree()
         self.drain()
-        arrays = collected(self.model, self._slots(), [self._part().shared])
-        return arrays | scale_arrays(known(self.optimizer))
+        values = collected(self.model, self._slots(), [self._part().shared])
+        return State(values | scale_arrays(known(self.optimizer)), {})
 
-    def restore(self, arrays: Arrays, kept: KeptLayout, updates: int, fitted: int) -> list[str]:
-        """Go on from there, after so many updates, ``fitted`` of them of this ``fit``; gives what was not there."""
+    def restore(self, arrays: Arrays, about: dict[str, Any]) -> list[str]:
+        """Go on from there; gives what was not there."""
+        leave_out(about)
+        updates, fitted = about["updates"], about["fitted"]
         missing = assign(self.model, arrays, self._slots(), [self._part().shared])
         count_of(known(self.optimizer)).assign(updates)
         assign_scale(known(self.optimizer), arrays, updates)

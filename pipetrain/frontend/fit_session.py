@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
@@ -9,13 +10,22 @@ from typing import Any, Protocol
 import keras
 import numpy as np
 
-from pipetrain.checkpoint.state import Arrays, Position, TrainingTime, array_of, check_weights, numbered, start_at
+from pipetrain.checkpoint.state import (
+    Arrays,
+    Position,
+    State,
+    TrainingTime,
+    array_of,
+    check_weights,
+    leave_out,
+    numbered,
+    start_at,
+)
 from pipetrain.checkpoint.store import Checkpoint
 from pipetrain.compute.graph.inputs import Shapes
 from pipetrain.compute.keras_private import count_of, set_initial_epoch
 from pipetrain.compute.optimizer.clone import is_scheduled
 from pipetrain.compute.optimizer.gradient_scaling import stepping
-from pipetrain.frontend.layout import KeptLayout
 from pipetrain.run.window import never
 
 
@@ -33,11 +43,18 @@ class Resumable(Protocol):
     def about(self) -> dict[str, Any]:
         """How the model is cut and how many updates this ``fit`` has made, up to the last drain, for JSON."""
 
-    def state(self) -> Arrays:
-        """All that training needs to go on; drains."""
+    @property
+    def drains(self) -> bool:
+        """Whether the state is had only by a drain, after which other weights are read than without it."""
 
-    def restore(self, arrays: Arrays, kept: KeptLayout, updates: int, fitted: int) -> list[str]:
-        """Go on from there, after so many updates, ``fitted`` of them of this ``fit``; gives what was not there."""
+    def state(self) -> State:
+        """All that training needs to go on from the step at hand."""
+
+    def restore(self, arrays: Arrays, about: dict[str, Any]) -> list[str]:
+        """Go on from there; gives what was not there. ``about`` is what the checkpoint says of itself.
+
+        What was in flight and cannot be gone on with is left out, see ``leave_out``, which changes ``about``.
+        """
 
 
 class FitSession:
@@ -50,10 +67,12 @@ class FitSession:
         shapes: those of the first minibatch's inputs, if they are known before it is there.
         exact_trace: whether the trace is to have the times at which GPUs and workers had finished.
         is_traced: whether a trace is kept.
-        drains_after: ``drains_after(n)`` says after which updates nothing may be in flight: see ``Window``.
+        drains_after: ``drains_after(n)`` says after which updates nothing may be in flight where the state of what is
+            is not to be had: see ``Window``.
         at_end: called when all callbacks have seen the end of training.
         exits: what callbacks want done whichever way ``fit`` ends.
         epoch_begins: called when the next steps read from a new iterator, at most so many minibatches.
+        is_lost: whether a worker is lost.
         figures: gives numbers for the logs of an epoch that has ended, beside its metrics.
         stopped: whether the epoch was left after a minibatch because a callback wanted training to stop.
         time: that training takes, without evaluations and snapshots.
@@ -86,6 +105,7 @@ class FitSession:
         self.epoch_begins: Callable[[int | None], None] = lambda steps: None
         self.figures: Callable[[], Mapping[str, float]] = dict
         self.stopped = False
+        self.is_lost: Callable[[], bool] = lambda: False
         self._snapshot_every = self._steps_done = self._evaluations = 0
         self._epoch_iterator: Any = None
         self._metrics: list[np.ndarray] = []
@@ -134,8 +154,18 @@ class FitSession:
 
     @property
     def in_flight(self) -> int:
-        """How many minibatches are under way whose logs no step has had; 0 after an update that it ``drains_after``."""
+        """How many minibatches are under way whose logs no step has had."""
         return self._trainer.in_flight
+
+    @property
+    def drains(self) -> bool:
+        """Whether the state is had only by a drain, after which other weights are read than without it."""
+        return self._trainer.drains
+
+    @property
+    def has_state(self) -> bool:
+        """Whether ``state`` may be asked for after the step at hand; after an update that it ``drains_after``, it may."""
+        return not (self.drains and self.in_flight)
 
     def about(self) -> dict[str, Any]:
         """How the model is trained, and how far it is, in what JSON can hold."""
@@ -154,13 +184,14 @@ class FitSession:
             **self._trainer.about(),
         }
 
-    def state(self) -> Arrays:
-        """All that training needs to go on as if it had not stopped, in arrays; drains.
+    def state(self) -> State:
+        """All that training needs to go on as if it had not stopped.
 
-        Weights and other state, and the optimizers' slots, by the wrapped model's variables; and the metrics.
+        Weights and other state, and the optimizers' slots, by the wrapped model's variables; the metrics; and what is
+        in flight.
         """
-        arrays = self._trainer.state()
-        return arrays | (self._metric_arrays() if self._kept is None else self._kept)
+        values, about = self._trainer.state()
+        return State(values | (self._metric_arrays() if self._kept is None else self._kept), self.about() | about)
 
     def keep_metrics(self) -> None:
         """These are the metrics of an epoch that was stopped, whatever is evaluated after it."""
@@ -174,14 +205,18 @@ class FitSession:
         model's state.
         """
         path, arrays, about = found
+        before = Position(*about["position"])
         check_weights(self._trainer.model, arrays, path)
         if position.epoch < self._first_epoch:
             raise ValueError(
                 f"The checkpoint is of an earlier epoch. Received: initial_epoch={self._first_epoch}, a checkpoint in "
                 f"epoch {position.epoch} (the first is 0). Try the initial_epoch that it was made with."
             )
+        if self._trains_otherwise(about):
+            leave_out(about)
         self.rows_before = about.get("batch_size")
-        missing = self._trainer.restore(arrays, KeptLayout.of(about), about["updates"], about["fitted"])
+        missing = self._trainer.restore(arrays, about)
+        position = Position(*about["position"]) if position == before else position
         if self._begun_rate is not None and about["begun_rate"] == self._begun_rate:  # else the user has set another
             self._owner.optimizer.learning_rate = about["epoch_rate"]
             self._rate_within = about["learning_rate"] if position.step else None
@@ -189,6 +224,13 @@ class FitSession:
         set_initial_epoch(self._owner, epoch)
         start_at(self._epoch_iterator, position, self._first_epoch, self._owner.is_verbose)
         return missing
+
+    def _trains_otherwise(self, about: dict[str, Any]) -> bool:
+        """Whether a checkpoint's run was trained in another way, with which what was in flight is of no use."""
+        mine = self.about()
+        now = json.loads(json.dumps({name: mine[name] for name in ("scheme", "options", "optimizer")}))
+        rows = self.rows, about.get("batch_size")
+        return any(about.get(name) != each for name, each in now.items()) or (None not in rows and len({*rows}) > 1)
 
     def note_epoch(self) -> None:
         """An epoch is about to begin: callbacks may change its learning rate, again if it is resumed."""

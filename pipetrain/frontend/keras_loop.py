@@ -170,6 +170,7 @@ class KerasLoop(WrappedModel):
             self._settle(x, y, batch_size, users)
         with self._saying(verbose), self._watched() as watch:
             session = self._begin(x, y, batch_size, users, first_epoch)
+            session.is_lost = lambda: watch.lost is not None
             try:
                 self.session = session
                 with Meanwhile(self, data_reader=None):

@@ -20,7 +20,7 @@ from pipetrain.frontend.fit_session import FitSession
 from pipetrain.frontend.metrics import StepMetrics
 from pipetrain.run.collector import Result
 from pipetrain.run.pipeline import Activity, Pipeline
-from pipetrain.run.window import Minibatch, Window
+from pipetrain.run.window import Minibatch, Window, never
 
 
 def handed_out(pipeline: Pipeline, model: keras.Model) -> Iterator[int]:
@@ -82,6 +82,11 @@ class UpdateCount:
     def set(self, updates: int) -> None:
         """The optimizer has made so many."""
         self.variable.assign(updates)
+
+    def go_on(self, taken: int) -> None:
+        """A run goes on of which the optimizer has been told of so many minibatches: as if it had drained before them."""
+        self.told.assign(taken)
+        self._fitted_before -= taken
 
     def set_fitted(self, updates: int, runner: Any) -> None:
         """This ``fit`` has made so many by now."""
@@ -208,7 +213,8 @@ class RunnerFit:
         minibatches = self._compilation.data.open(iterator, self._steps, self._ahead)
         self._running = runner = self._runner()
         self._compilation.data.first = None  # which nobody asks for any more
-        return Window(runner, minibatches, self._steps, lambda n: self.session.drains_after(n), self._count.updates)
+        drains_after = never if runner.keeps_flight else lambda n: self.session.drains_after(n)
+        return Window(runner, minibatches, self._steps, drains_after, self._count.updates)
 
     def _logs(self, minibatch: Minibatch, result: Result, counts: bool = True) -> Any:
         """Update the metrics, and the optimizer's count if it ``counts``."""

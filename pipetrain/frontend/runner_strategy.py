@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from pipetrain.checkpoint.state import Arrays, assign, assign_scale, collected, scale_arrays
+from pipetrain.checkpoint.state import Arrays, State, assign, assign_scale, collected, leave_out, scale_arrays
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.graph.inputs import Shapes, beside
 from pipetrain.compute.interpreter import gc_paused
@@ -23,6 +24,7 @@ from pipetrain.frontend.attributes import known
 from pipetrain.frontend.compilation import Compilation, trained_in
 from pipetrain.frontend.evaluation import Evaluator
 from pipetrain.frontend.fit_session import FitSession
+from pipetrain.frontend.flight import Way, kept_of, state_of
 from pipetrain.frontend.input_data import Untuned, check_rows
 from pipetrain.frontend.layout import KeptLayout
 from pipetrain.frontend.planner import Planner
@@ -30,12 +32,20 @@ from pipetrain.frontend.refusals import check_backup, checked_steps
 from pipetrain.frontend.runner_fit import RunnerFit, UpdateCount, handed_out
 from pipetrain.frontend.stages import OptimizedStages
 from pipetrain.frontend.strategy import StepFunction
+from pipetrain.logs import BELOW_BAR
 from pipetrain.plan.explanation import Explanation
 from pipetrain.run.control import RunSettings
+from pipetrain.run.kept import Kept
 from pipetrain.schemes.options import AnyScheme
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.weight_versions import steady_staleness
 from pipetrain.trace.trace import Trace
+
+_logger = logging.getLogger(__name__)
+OTHER_RUNNER = (
+    "Minibatches were in flight when the checkpoint was made, in functions over all devices; this run has a thread for "
+    "each device, and leaves out the updates that they had not made yet. Some may be trained on twice."
+)
 
 
 class RunnerStrategy:
@@ -63,6 +73,7 @@ class RunnerStrategy:
         self._fit: RunnerFit | None = None
         self._away = VariableWatch(self.drain)  # of what the stages have newer values than the model
         self._count = UpdateCount()
+        self._goes_on: Kept | None = None  # what devices held in the run that the next minibatch goes on with
 
     @property
     def optimizer(self) -> keras.optimizers.Optimizer | None:
@@ -126,6 +137,7 @@ class RunnerStrategy:
         """
         self._prepare(session.rows, session.shapes)
         check_backup(session.callbacks, self._scheme.name, self._kinds_beside)
+        self._goes_on = None
         fit = RunnerFit(session, self._compilation, self._runner_for_data, self._count, self._scheme.asynchronous)
         self._fit = fit
         session.exits.callback(fit.end)
@@ -174,7 +186,13 @@ class RunnerStrategy:
     def _run_settings(self) -> RunSettings:
         """Asked when the weights are taken from the model."""
         self._stages.adopt_from(self._compilation.optimizer)
-        session = known(self._fit).session
+        session, kept = known(self._fit).session, self._goes_on
+        self._goes_on = None
+        if kept is not None and not self._runner.keeps_flight:
+            _logger.warning(OTHER_RUNNER, extra=BELOW_BAR)
+            kept = None
+        if kept is not None:
+            self._count.go_on(kept.taken)
         return RunSettings(
             updates=self._count.steps,
             loss_scale=LossScale.of(self._compilation.optimizer),
@@ -183,6 +201,7 @@ class RunnerStrategy:
             loss_is_mean=self._compilation.loss_is_mean,
             exact_times=session.exact_trace,
             is_traced=session.is_traced,
+            kept=kept,
         )
 
     def build_metrics(self, own: Callable[[Any, Any], None], epoch_iterator: Any, batch: Any) -> None:
@@ -312,14 +331,33 @@ class RunnerStrategy:
         return self._fit.in_flight if self._fit else 0
 
     def about(self) -> dict[str, Any]:
-        """How the model is cut, and how many updates this ``fit`` has made."""
-        return {"fitted": self._count.fitted(self._runner), **self.planner.about()}
+        """How the model is cut, and how many updates this ``fit`` has made that its steps know of."""
+        fitted = self._count.fitted(self._runner) + int(self._count.told.numpy())
+        return {"fitted": fitted, **self.planner.about()}
 
-    def state(self) -> Arrays:
-        """All that training needs to go on; drains."""
-        self.drain()
-        arrays = collected(self.model, self._stages.slots(), self._stages.shared())
-        return arrays | scale_arrays(self._compilation.optimizer)
+    @property
+    def drains(self) -> bool:
+        """Whether minibatches are in flight of which only the runner's threads know."""
+        return self._scheme.asynchronous and not known(self._runner).keeps_flight
+
+    def state(self) -> State:
+        """All that training needs to go on; of a runner that does not know what is in flight, it is had by a drain."""
+        runner, optimizer = self._runner, self._compilation.optimizer
+        if runner is None or runner.is_drained or not runner.keeps_flight:
+            self.drain()
+            values = collected(self.model, self._stages.slots(), self._stages.shared())
+            return State(values | scale_arrays(optimizer), {})
+        with self._away.resting():
+            values, about = state_of(self.model, self._stages, runner.kept(), self._way(), self.planner.layout.devices)
+            return State(values | scale_arrays(optimizer, runner.scale), about)
+
+    def _way(self) -> Way:
+        """By what a run goes on with what is in flight."""
+        layout, scheme = self.planner.layout, self._scheme
+        kinds = (tf.DeviceSpec.from_string(each).device_type or "" for each in layout.devices)
+        recompute = self.planner.training.recompute
+        cut = layout.ends or (), layout.replicas, layout.compiled or (), tuple(kinds)
+        return Way(scheme.name, *cut, self.microbatches, recompute)
 
     def _kinds_beside(self) -> list[str]:
         """What training needs to go on that no slot of the compiled optimizer holds."""
@@ -327,11 +365,9 @@ class RunnerStrategy:
         rules = {self._scheme.rule(stage, stages, self.microbatches) for stage in range(stages)}
         return sorted({kind for rule in rules for kind in kinds_beside(self._compilation.steps, rule)})
 
-    def restore(self, arrays: Arrays, kept: KeptLayout, updates: int, fitted: int) -> list[str]:
-        """Go on from there, after so many updates, ``fitted`` of them of this ``fit``; gives what was not there.
-
-        ``kept`` is the layout of that run.
-        """
+    def restore(self, arrays: Arrays, about: dict[str, Any]) -> list[str]:
+        """Go on from there; gives what was not there."""
+        kept = KeptLayout.of(about)
         self.drain()
         if self.planner.adopt(kept):
             self._runner, self._stages = None, OptimizedStages()
@@ -343,8 +379,18 @@ class RunnerStrategy:
                 f"the first minibatch, what they are. Received: stages={self.planner.layout.stages}, a checkpoint of "
                 f"{len(kept.ends)} stages. Try partition(input_shapes=...) before fit, or as many stages."
             )
+        self._goes_on = self._kept_in(arrays, about)
         missing = assign(self.model, arrays, self._stages.slots(), self._stages.shared())
-        self._count.set(updates)
-        assign_scale(self._compilation.optimizer, arrays, updates)
-        self._count.set_fitted(fitted, self._runner)
+        self._count.set(about["updates"])
+        assign_scale(self._compilation.optimizer, arrays, about["updates"])
+        self._count.set_fitted(about["fitted"], self._runner)
         return missing
+
+    def _kept_in(self, arrays: Arrays, about: dict[str, Any]) -> Kept | None:
+        """What devices held, if the run is trained as this one is; else that is left out."""
+        there, kept = about.get("in_flight"), None
+        if there is not None and not self._way().differences(there["of"]):
+            kept = kept_of(self.model, self._stages, arrays, there, self.planner.layout.devices)
+        if kept is None:
+            leave_out(about)
+        return kept

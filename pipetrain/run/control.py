@@ -17,6 +17,7 @@ from pipetrain.compute.keras_private import with_state_of_keras
 from pipetrain.compute.optimizer.gradient_scaling import LossScale
 from pipetrain.run.collector import OutputReport, UpdateReport
 from pipetrain.run.gradient_exchange import Closed, Mailbox
+from pipetrain.run.kept import Kept
 
 ASK_S = 0.2  # between two questions whether to wait on
 STARTS_S = 5.0  # a thread that has not begun this long after its start never will
@@ -177,7 +178,8 @@ class RunSettings(NamedTuple):
     count. ``snapshot_every``: the weights are kept whenever this number of updates has been made; 0 for never.
     ``loss_is_mean``: whether a minibatch's loss is the mean (else the sum) over its rows. ``exact_times``: whether
     threads wait for GPUs and workers, so that the trace has their times of completion. ``loss_scale``: that of the
-    first minibatch. ``is_traced``: whether a trace is kept.
+    first minibatch. ``is_traced``: whether a trace is kept. ``kept``: what devices held in the run that goes on, None
+    where it begins with an empty pipeline.
     """
 
     updates: int = 0
@@ -187,6 +189,7 @@ class RunSettings(NamedTuple):
     exact_times: bool = False
     loss_scale: LossScale = LossScale()
     is_traced: bool = True
+    kept: Kept | None = None
 
 
 class Closable(Protocol):

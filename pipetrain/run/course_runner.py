@@ -9,16 +9,19 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from pipetrain.compute.cores import HOST
 from pipetrain.compute.functions.stage import Stage
+from pipetrain.compute.functions.stage_values import KeptStage
 from pipetrain.compute.interpreter import gc_paused
 from pipetrain.compute.program.arguments import ProgramResult, Settings
 from pipetrain.compute.program.clock import ProgramTimes
 from pipetrain.compute.program.function import ProgramFunction, ProgramInputs, traced
 from pipetrain.run.collector import Result, Snapshot
 from pipetrain.run.control import Caller, RunSettings
+from pipetrain.run.kept import InFlight, Kept
 from pipetrain.run.pipeline import RESTING
 from pipetrain.run.program_runner import ProgramRunner
 from pipetrain.schemes import policies
@@ -30,6 +33,7 @@ from pipetrain.schemes.weight_versions import WeightVersions
 
 QUEUED = 2  # calls that are begun before the results of the first one are taken: one is made, the next one waits
 KEPT_RATES, KEPT_FUNCTIONS = 16, 64
+BROKEN = "A call is not made after one that has failed."
 
 
 class Posted(NamedTuple):
@@ -42,7 +46,10 @@ class Posted(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """One call: the number of its program's minibatch 0 and of how many minibatches it gives results."""
+    """One call: the number of its program's minibatch 0 and of how many minibatches it gives results.
+
+    ``slices`` are those of the course up to this one, as ``InFlight`` has them.
+    """
 
     base: int
     results: int
@@ -52,6 +59,7 @@ class Slice(NamedTuple):
     given: ProgramInputs
     settings: Settings
     held_specs: Any
+    slices: list[tuple[int, int | None]]
 
 
 class CourseRunner(ProgramRunner):
@@ -66,7 +74,7 @@ class CourseRunner(ProgramRunner):
         microbatches: how many a minibatch is split into.
         settings: called whenever the weights are taken from the model.
 
-    ``minibatches`` is how many a call has.
+    ``minibatches`` is how many a call has; no more than ``most_ahead`` minibatches are posted ahead, if that is given.
     """
 
     def __init__(
@@ -89,6 +97,7 @@ class CourseRunner(ProgramRunner):
         self._specs: dict[str, Any] = {}  # what functions leave for the next one, each kind once
         self._rates: dict[tuple[float, ...], tf.Tensor] = {}
         self.minibatches = 1  # of a call
+        self.most_ahead: int | None = None
         self._is_resting = False
         self._begin()
 
@@ -103,6 +112,11 @@ class CourseRunner(ProgramRunner):
         self._error: Exception | None = None  # of a call, named
         self._held: Sequence[tf.Tensor] = ()  # what the last call has left
         self._held_specs: Any = None  # of what the last call will leave that was begun
+        self._left_specs: Any = None  # of what the last call has left that was taken
+        self._slices: list[tuple[int, int | None]] = []  # of calls that were begun, see ``InFlight``
+        self._slices_taken: list[tuple[int, int | None]] = []
+        self._made_calls = self._taken_calls = 0
+        self._asked: Future[tuple[int, list[list[KeptStage]], Sequence[tf.Tensor]]] | None = None
         self._parts_of_snapshots: dict[int, dict[int, list[Any]]] = {}
         self._kept = deque[tuple[int, Snapshot]]()  # complete ones, and after how many updates
         self._results_taken = 0
@@ -110,20 +124,27 @@ class CourseRunner(ProgramRunner):
     @property
     def window(self) -> int:  # type: ignore[override]
         """How many minibatches may be posted ahead of the results taken: for a call that is made, and the next one."""
-        return QUEUED * self.minibatches + math.ceil(len(self._stages) / self._microbatches) + 1
+        ahead = QUEUED * self.minibatches + math.ceil(len(self._stages) / self._microbatches) + 1
+        return ahead if self.most_ahead is None else min(ahead, self.most_ahead)
 
     def post(self, x: list[tf.Tensor], y: Any, sample_weight: Any, learning_rate: float | None) -> None:
         """Send a minibatch on its way."""
         self._check()
         settings = self._run or self._start()
         if self._course is None:
-            apart = settings.exact_times or any(each.changed for each in self._stages[-1])
-            self._course = Course(self._scheme.schedule, len(self._stages), self._microbatches, apart)
+            self._course = self._new_course(settings)
+        if self._caller is None:
             self._caller = Caller(self._lost)
             self._caller.start()
-        self._posted[self._count_posted] = Posted(x, (y, sample_weight), int(x[0].shape[0]), learning_rate)
+        before = self._posted.get(self._count_posted)  # as it was posted in the run that goes on
+        rate = learning_rate if before is None else before.rate
+        self._posted[self._count_posted] = Posted(x, (y, sample_weight), int(x[0].shape[0]), rate)
         self._count_posted += 1
         self._go_on(settings)
+
+    def _new_course(self, settings: RunSettings) -> Course:
+        apart = settings.exact_times or any(each.changed for each in self._stages[-1])
+        return Course(self._scheme.schedule, len(self._stages), self._microbatches, apart)
 
     def drain(self) -> None:
         """Let everything in flight finish, and write the weights back. Raises what a stage raised."""
@@ -169,8 +190,12 @@ class CourseRunner(ProgramRunner):
                     until += 1
             if course.needs(until) > self._count_posted:
                 return
-            base = course.results
-            self._call(base, course.slice(until, self._count_posted), settings, drains=False)
+            self._call(course.results, self._sliced(course, until), settings, drains=False)
+
+    def _sliced(self, course: Course, until: int) -> Program:
+        """The next slice, up to so many results."""
+        self._slices = _with_slice(self._slices, until, course.needs(until), self._count_posted)
+        return course.slice(until, self._count_posted)
 
     def result(self) -> Result:
         """The next minibatch's loss and predictions, in order; waits for them. Raises what a stage raised."""
@@ -179,8 +204,7 @@ class CourseRunner(ProgramRunner):
             settings, course = self._run, self._course
             assert settings is not None and course is not None  # as long as a minibatch has no result
             if not self._calls:
-                base = course.results
-                self._call(base, course.slice(self._count_posted, self._count_posted), settings, drains=False)
+                self._call(course.results, self._sliced(course, self._count_posted), settings, drains=False)
             self._take(settings)
             self._go_on(settings)
         self._results_taken += 1
@@ -246,25 +270,90 @@ class CourseRunner(ProgramRunner):
             self._rates_of([each.rate or 0.0 for each in mine.values()]) if has_rates else None,
         )
         function, times = self._function_of(given, program, of_call, settings)
-        made = Slice(base, results, program, function, times, given, of_call, self._held_specs)
+        made = Slice(base, results, program, function, times, given, of_call, self._held_specs, self._slices)
         self._held_specs = self._known(function.held_specs)
         self._calls.append((made, caller.submit(self._made, function, given)))
-        for i in range(base, base + results):
+        for i in range(self._results_taken, base + results):
             self._posted[i] = self._posted[i]._replace(x=None, targets=None)
         while next(iter(self._posted)) < base - 4 * (len(self._stages) + self.minibatches):
             del self._posted[next(iter(self._posted))]
 
     def _made(self, function: ProgramFunction, given: ProgramInputs) -> ProgramResult:
         """Make a call, in the thread that makes all of them."""
+        self._keep_if_asked()
         if self._is_broken:
-            raise RuntimeError("A call is not made after one that has failed.")
+            raise RuntimeError(BROKEN)
         try:
             result = function(given._replace(held=self._held))
         except BaseException:
             self._is_broken = True
             raise
         self._held = result.held
+        self._made_calls, self._last_made = self._made_calls + 1, result
         return result
+
+    def kept(self) -> Kept:
+        """What the devices hold between two calls: after the one that is made now, if any is; training goes on.
+
+        It is taken by the thread that makes the calls, before it makes the next one, which then is on its way.
+        """
+        self._check()
+        settings, caller = self._run, self._caller
+        assert settings is not None and caller is not None  # while the weights are on the devices
+        asked = self._asked = Future()
+        caller.submit(self._keep_if_asked)  # where no call is to come
+        try:
+            self._wait(asked)
+            number, stages, held = asked.result()
+        except RuntimeError:
+            while self._calls:  # the one that has failed tells of it
+                self._take(settings)
+            raise
+        while self._taken_calls < number:
+            self._take(settings)
+        numbers = sorted(self._posted)
+        posted = [(i, self._posted[i].rows, self._posted[i].rate) for i in numbers]
+        parts, snapshots = {i: dict(each) for i, each in self._parts_of_snapshots.items()}, list(self._kept)
+        results = list(self._results)
+        left = InFlight(self._slices_taken, posted, self._left_specs, list(held), results, parts, snapshots)
+        return Kept(stages, self._results_taken, left)
+
+    def _keep_if_asked(self) -> None:
+        """Give what the devices hold to who has asked for it; in the thread that makes the calls."""
+        asked, self._asked = self._asked, None
+        if asked is None:
+            return
+        try:
+            if self._is_broken:
+                raise RuntimeError(BROKEN)
+            if self._made_calls:
+                for each in (self._last_made.times, *(done.loss for done in self._last_made.minibatches[-1:])):
+                    np.asarray(each)  # where it is there, the call is over on all devices
+            asked.set_result((self._made_calls, self._kept_stages(), self._held))
+        except BaseException as error:
+            asked.set_exception(error)
+
+    def _load(self, settings: RunSettings) -> None:
+        super()._load(settings)
+        if settings.kept is not None and settings.kept.in_flight is not None:
+            self._resume(settings, settings.kept.taken, settings.kept.in_flight)
+
+    def _resume(self, settings: RunSettings, taken: int, left: InFlight) -> None:
+        """Go on with what is in flight. Minibatches whose results no step has taken are posted again."""
+        course = self._course = self._new_course(settings)
+        for results, posted in left.slices:
+            while course.results < results:  # after the first one in slices of a size, which are soon like each other
+                left_of = results - course.results
+                until = course.results + (left_of % self.minibatches or self.minibatches)
+                course.slice(until, course.needs(until)) if posted is None else course.slice(results, posted)
+        self._slices = self._slices_taken = left.slices
+        self._held, self._held_specs = left.held, self._known(left.specs)
+        self._left_specs = self._held_specs
+        self._posted = {i: Posted(None, None, rows, rate) for i, rows, rate in left.posted}
+        self._count_posted = self._results_taken = taken
+        self._results.extend(left.results)
+        self._parts_of_snapshots = {i: dict(each) for i, each in left.parts.items()}
+        self._kept.extend(left.snapshots)
 
     def _take(self, settings: RunSettings) -> None:
         """Wait for the next call that was begun, and take what comes of it."""
@@ -281,6 +370,8 @@ class CourseRunner(ProgramRunner):
             self._error = self._explained(error, *of_call)
             raise self._error from None
         self._calls.popleft()
+        self._taken_calls, self._slices_taken = self._taken_calls + 1, each.slices
+        self._left_specs = self._known(each.function.held_specs)
         self._results.extend(Result(done.loss, done.predictions) for done in result.minibatches)
         self._note(each.times, result, self.made + each.base, each.given.rows, settings.is_traced)
         self._count_runs(each.function)
@@ -372,6 +463,16 @@ class CourseRunner(ProgramRunner):
     def _retraced(self) -> None:
         super()._retraced()
         self._specs.clear()
+
+
+def _with_slice(
+    slices: list[tuple[int, int | None]], results: int, needs: int, posted: int
+) -> list[tuple[int, int | None]]:
+    """The slices with one more, up to so many results, which asks for so many minibatches of those that have come."""
+    if needs > posted:
+        return [*slices, (results, posted)]
+    last = slices[:-1] if slices and slices[-1][1] is None else slices
+    return [*last, (results, None)]
 
 
 def _nothing(horizon: float) -> None:

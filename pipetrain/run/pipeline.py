@@ -66,6 +66,7 @@ class Pipeline:
     """
 
     sends_ahead = False  # a stage is sent what is posted at once
+    keeps_flight = False  # what threads are at has no end that all of them come to but a drain
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ import tensorflow as tf
 from pipetrain.compute.cores import HOST, LOCAL_HOST, is_processor, is_remote
 from pipetrain.compute.functions.inference import trace_stages
 from pipetrain.compute.functions.stage import Stage
+from pipetrain.compute.functions.stage_values import KeptStage
 from pipetrain.compute.interpreter import gc_paused
 from pipetrain.compute.optimizer.gradient_scaling import LossScale
 from pipetrain.compute.program.arguments import ProgramResult, Settings
@@ -25,6 +26,7 @@ from pipetrain.compute.tensorflow_private import is_deterministic
 from pipetrain.run import pipeline
 from pipetrain.run.collector import Result
 from pipetrain.run.control import RunSettings, add_note
+from pipetrain.run.kept import Kept
 from pipetrain.run.pipeline import Activity
 from pipetrain.run.stepwise import Stepwise
 from pipetrain.schemes.actions import Action, Op
@@ -47,6 +49,8 @@ class ProgramRunner(Stepwise):
         microbatches: how many a minibatch is split into.
         settings: called whenever the weights are taken from the model.
     """
+
+    keeps_flight = True
 
     def __init__(
         self,
@@ -120,6 +124,20 @@ class ProgramRunner(Stepwise):
             each.updated()
         (made,) = result.minibatches
         self._stepped(Result(made.loss, made.predictions))
+
+    @property
+    def scale(self) -> LossScale:
+        """That of the next minibatch's loss."""
+        return self._scale
+
+    def kept(self) -> Kept:
+        """What the devices hold after the minibatches so far, while the weights are on them; training goes on."""
+        return Kept(self._lost.unless_lost(self._kept_stages))
+
+    def _kept_stages(self) -> list[list[KeptStage]]:
+        kept = [[replica.kept() for replica in stage] for stage in self._stages]
+        self._await_writes()  # a function over several processes would not wait for what is read either
+        return kept
 
     @property
     def _next(self) -> int:
@@ -296,6 +314,10 @@ class ProgramRunner(Stepwise):
                 replica.load(settings.updates, number)
         if any([each.hold_state() for each in self._every]):  # each of them, whatever the first one says
             self._functions.clear()
+        if settings.kept is not None:
+            for stage, kept in zip(self._stages, settings.kept.stages, strict=True):
+                for replica, mine in zip(stage, kept, strict=True):
+                    replica.keep(mine)
         self._await_writes()
         self._scale = settings.loss_scale
         self._read_clocks()

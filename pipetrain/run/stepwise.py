@@ -35,6 +35,7 @@ class Stepwise:
 
     window = 1  # minibatches that may be posted ahead of the results taken
     sends_ahead = False
+    keeps_flight = False  # whether what devices hold can be had without a drain, see ``ProgramRunner.kept``
 
     def __init__(
         self,

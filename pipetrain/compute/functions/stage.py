@@ -20,6 +20,7 @@ from pipetrain.compute.functions.stage_values import (
     Constants,
     Forward,
     Inputs,
+    KeptStage,
     Operands,
     SavedForBackward,
     Step,
@@ -30,7 +31,7 @@ from pipetrain.compute.functions.update_step import CompleteGradients, UpdateSte
 from pipetrain.compute.functions.weight_binding import BoundFunction, Newest, OfGroups, Weights
 from pipetrain.compute.functions.weight_groups import Shared, WeightGroups
 from pipetrain.compute.graph.segment import Segment
-from pipetrain.compute.keras_private import count_of
+from pipetrain.compute.keras_private import count_of, held_by
 from pipetrain.compute.optimizer.gradient_scaling import is_dynamic, stepping
 from pipetrain.compute.optimizer.slots import OptimizerPart, Slot
 from pipetrain.compute.tensorflow_private import is_deterministic
@@ -161,6 +162,35 @@ class Stage:
         A state of which other replicas have rows is None, which ``store`` leaves as it is.
         """
         return [*self._groups.values(), *self._state.whole()]
+
+    def everything(self) -> list[Any]:
+        """Each once, all variables that updates change; replicas have them in the same order."""
+        return self._groups.everything()
+
+    def firsts(self) -> list[tuple[keras.Variable, keras.Variable]]:
+        """The copies of weights that no earlier stage has, each with the model's own."""
+        return self._groups.firsts()
+
+    def kept(self) -> KeptStage:
+        """All that the stage holds between two calls of functions that have its state; later calls change none of it."""
+        with tf.device(self.device):
+            return KeptStage([held_by(each).read_value() for each in self.everything()], self._state.kept())
+
+    def keep(self, kept: KeptStage) -> None:
+        """Hold again what was ``kept``, after ``load`` and ``hold_state``."""
+        with tf.device(self.device):
+            for variable, value in zip(self.everything(), kept.variables, strict=True):
+                variable.assign(tf.cast(value, variable.dtype))
+            self._state.keep(kept.state)
+        self._groups.forget_rates()
+
+    def of_model(self, kept: Sequence[KeptStage]) -> Iterator[tuple[keras.Variable, tf.Tensor]]:
+        """The model's variables whose values the stage has, with what all replicas of it have kept."""
+        values = {id(each): value for each, value in zip(self.everything(), kept[0].variables, strict=True)}
+        yield from ((original, values[id(copy)]) for copy, original in self.firsts())
+        with tf.device(self.device):
+            whole = self._state.whole_of([each.state for each in kept], self._function.assigned)
+        yield from self._state.pairs(whole)
 
     def weights(self, wanted: Weights = Newest()) -> Any:  # noqa: B008 - a tuple, never changed
         """The described weights as tensors; holding them keeps this version, as a later update then copies."""

@@ -94,6 +94,13 @@ class Operands(NamedTuple):
     packed: list[list[tf.Tensor]]
 
 
+class KeptStage(NamedTuple):
+    """All that a stage holds between two calls of functions: of every variable that updates change, and its state."""
+
+    variables: list[tf.Tensor]
+    state: list[tf.Tensor]
+
+
 class Inputs(NamedTuple):
     """A forward's inputs other than weights: what crosses the cut and, at the last stage, labels and sample weights."""
 

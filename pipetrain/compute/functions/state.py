@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -65,6 +65,13 @@ class HeldTensors:
         for variable in self.variables:
             with tf.device(variable.device):
                 variable.assign(tf.zeros([0], variable.dtype), read_value=False)
+
+
+class _Values(NamedTuple):
+    """Of a replica, the value of every variable, or its parts; and by number the parts of those that have any."""
+
+    values: list[Any]
+    memories: dict[int, list[tf.Tensor]]
 
 
 class State:
@@ -171,25 +178,35 @@ class State:
 
         Neither counts nor seeds are averaged. None where a row is missing, because ``others`` have it.
         """
-        everyone = [self, *others]
-        values = [each.values for each in everyone]
-        made: list[tf.Tensor | None] = list(self.values)
-        for n, first in enumerate(self.values):
+        return self._joined([_Values(each.values, each._memories) for each in (self, *others)], averaged)
+
+    def whole_of(self, kept: Sequence[Sequence[tf.Tensor]], averaged: Sequence[int] = ()) -> list[Any]:
+        """The same of what all replicas have ``kept``."""
+        return self._joined([self._parted(each) for each in kept], averaged)
+
+    def _joined(self, everyone: Sequence[_Values], averaged: Sequence[int]) -> list[Any]:
+        made: list[tf.Tensor | None] = list(everyone[0].values)
+        for n, first in enumerate(everyone[0].values):
             if n in self._memories and len(everyone) < self._division.replicas:
                 made[n] = None
             elif n in self._memories:
-                turns = zip(*(each._memories[n] for each in everyone), strict=True)
+                turns = zip(*(each.memories[n] for each in everyone), strict=True)
                 made[n] = tf.concat([part for turn in turns for part in turn], 0)
-            elif others and n in averaged and first.dtype.is_floating:
-                made[n] = tf.add_n([each[n] for each in values]) / len(everyone)
+            elif len(everyone) > 1 and n in averaged and first.dtype.is_floating:
+                made[n] = tf.add_n([each.values[n] for each in everyone]) / len(everyone)
         return made
 
-    def store(self, values: Sequence[Any], numbers: Sequence[int] | None = None) -> None:
-        """Write what ``whole`` gave into the model; a generator that several stages have, the first of them alone."""
+    def pairs(self, values: Sequence[Any], numbers: Sequence[int] | None = None) -> Iterator[tuple[Any, Any]]:
+        """The model's variables with what ``whole`` gave; a generator that several stages have, at the first of them."""
         variables = self.variables if numbers is None else [self.variables[n] for n in numbers]
         for variable, value in zip(variables, values, strict=True):
             if value is not None and not (is_seed(variable) and self._segment.users_before(variable, self._training)):
-                variable.assign(value)
+                yield variable, value
+
+    def store(self, values: Sequence[Any], numbers: Sequence[int] | None = None) -> None:
+        """Write what ``whole`` gave into the model."""
+        for variable, value in self.pairs(values, numbers):
+            variable.assign(value)
 
     def release(self) -> None:
         """Hold no tensors any more."""
@@ -208,16 +225,29 @@ class State:
     def read(self) -> None:
         """The values are those of the variables; in a function that is traced, those of its beginning."""
         self._first = self._held.read()
-        given = iter(self._first)
+        (self.values, self._memories), self._turn = self._parted(self._first), 0
+        self._show()
+
+    def _parted(self, flat: Sequence[tf.Tensor]) -> _Values:
+        """The values of all variables, of those that variables hold."""
+        given = iter(flat)
 
         def value(n: int) -> Any:
             if n in self._staying:
                 return read_where_it_is(self.variables[n])
             return [next(given) for _ in self._memories[n]] if n in self._memories else next(given)
 
-        self.values = [value(n) for n in range(len(self.variables))]
-        self._memories, self._turn = {n: self.values[n] for n in self._memories}, 0
-        self._show()
+        values = [value(n) for n in range(len(self.variables))]
+        return _Values(values, {n: values[n] for n in self._memories})
+
+    def kept(self) -> list[tf.Tensor]:
+        """What the variables hold, between two calls of functions."""
+        return self._held.read()
+
+    def keep(self, kept: Sequence[tf.Tensor]) -> None:
+        """Let the variables hold again what was ``kept``."""
+        for variable, value in zip(self._held.variables, kept, strict=True):
+            variable.assign(value, read_value=False)
 
     def written(self) -> list[tf.Operation]:
         """Let the variables have the values of the end of the function that is traced; gives what does that."""

@@ -141,7 +141,11 @@ class WeightGroup:
     def assign_rate(self, learning_rate: tf.Tensor) -> None:
         """In a function that is traced, the learning rate of the next step."""
         self.optimizer._learning_rate.assign(learning_rate)
-        self._learning_rate = None  # what it is now, only the variable knows
+        self.forget_rate()
+
+    def forget_rate(self) -> None:
+        """What the learning rate is now, only the variable knows."""
+        self._learning_rate = None
 
     def updated(self) -> None:
         """A step was made."""
@@ -241,10 +245,29 @@ class WeightGroups:
 
     def store(self, values: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
         """Write what ``values`` gave into the model; gives the rest of a longer sequence."""
-        weights = [variable for group in self.all if group.is_first for variable in group.originals]
+        weights = [original for _, original in self.firsts()]
         for variable, value in zip(weights, values, strict=False):
             variable.assign(value)
         return values[len(weights) :]
+
+    def firsts(self) -> list[tuple[keras.Variable, keras.Variable]]:
+        """The copies that no earlier stage has, each with the model's own."""
+        firsts = [group for group in self.all if group.is_first]
+        return [pair for group in firsts for pair in zip(group.variables, group.originals, strict=True)]
+
+    def everything(self) -> list[Any]:
+        """Each once, all variables that updates change: the copies, and what optimizers and predictions have."""
+        found = [
+            each
+            for group in self.all
+            for each in (*group.variables, *(slot.variable for slot in group.slots()), *group.optimizer.variables)
+        ]
+        return list({id(each): each for each in found}.values())
+
+    def forget_rates(self) -> None:
+        """What the learning rates are now, only the variables know."""
+        for group in self.all:
+            group.forget_rate()
 
     def weights(self, wanted: Weights = Newest()) -> Any:  # noqa: B008 - a tuple, never changed
         """The described weights as tensors; holding them keeps this version, as a later update then copies."""

@@ -1,0 +1,90 @@
+"""Nested values with tensors, as what JSON holds and a list of tensors: what is in flight, in a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from pipetrain.compute.functions.stage_values import BoundaryTensors, Inputs, Operands, SavedForBackward, Step
+from pipetrain.compute.functions.weight_binding import Newest, OfGroups
+from pipetrain.compute.program.late_sums import HeldSums, SharedSum
+from pipetrain.compute.program.stage_trace import ForwardMessage, HeldStage, Output, Share
+from pipetrain.compute.program.walk import Held
+from pipetrain.compute.tensorflow_private import parts_of_slices_spec
+from pipetrain.run.collector import Result, Snapshot
+from pipetrain.run.kept import InFlight
+from pipetrain.schemes.policies import Read
+from pipetrain.schemes.weight_versions import HeldVersions
+
+RECORDS: dict[str, Any] = {
+    kind.__name__: kind
+    for kind in (
+        *(BoundaryTensors, Inputs, Operands, SavedForBackward, Step, Newest, OfGroups, Read),
+        *(Held, HeldStage, HeldSums, HeldVersions, SharedSum, ForwardMessage, Output, Share),
+        *(InFlight, Result, Snapshot),
+    )
+}
+
+
+class Other(TypeError):
+    """A value that cannot be written."""
+
+
+def plain(value: Any, tensors: list[tf.Tensor]) -> Any:
+    """What JSON holds of a nested value; its tensors are added to the list. Raises Other for what is unknown here.
+
+    Numbers, texts, truth values and None are themselves; anything else is an object of one entry.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, tf.Tensor):
+        if value.dtype == tf.resource:
+            raise Other("a resource, such as a table or a generator of random numbers, is in flight")
+        tensors.append(value)
+        return {"tensor": [len(tensors) - 1, value.dtype.name, value.device]}
+    if isinstance(value, tf.TensorSpec):
+        return {"spec": [_sizes(value.shape), value.dtype.name]}
+    if isinstance(value, tf.IndexedSlicesSpec):
+        shape, *dtypes, indices = parts_of_slices_spec(value)
+        return {"slices": [_sizes(shape), *(each and each.name for each in dtypes), _sizes(indices)]}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        if RECORDS.get(name := type(value).__name__) is not type(value):
+            raise Other(f"a {name} is in flight")
+        return {"record": [name, [plain(each, tensors) for each in value]]}
+    for kind in (tuple, list):
+        if type(value) is kind:
+            return {kind.__name__: [plain(each, tensors) for each in value]}
+    if isinstance(value, dict):
+        return {"dict": [[plain(key, tensors), plain(each, tensors)] for key, each in value.items()]}
+    raise Other(f"a value of type {type(value).__name__} is in flight")
+
+
+def nested(value: Any, tensor: Callable[[int, tf.DType, str], tf.Tensor]) -> Any:
+    """What ``plain`` was given. ``tensor`` gives that of a number in the list, a type, and the device that it was on."""
+    if not isinstance(value, dict):
+        return value
+    ((kind, given),) = value.items()
+    if kind == "tensor":
+        number, dtype, device = given
+        return tensor(number, tf.as_dtype(dtype), device)
+    if kind == "spec":
+        return tf.TensorSpec(given[0], tf.as_dtype(given[1]))
+    if kind == "slices":
+        shape, *dtypes, indices = given
+        types = [each and tf.as_dtype(each) for each in dtypes]
+        return tf.IndexedSlicesSpec(shape, *types, indices)
+    if kind == "dict":
+        return {nested(key, tensor): nested(each, tensor) for key, each in given}
+    if kind == "record":
+        name, fields = given
+        return RECORDS[name](*(nested(each, tensor) for each in fields))
+    return {"tuple": tuple, "list": list}[kind](nested(each, tensor) for each in given)
+
+
+def _sizes(shape: Any) -> Any:
+    return None if shape.rank is None else list(shape)

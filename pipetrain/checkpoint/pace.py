@@ -1,0 +1,53 @@
+"""When checkpoints are due: after so many updates, or as often as costs little."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+
+SHARE = 0.01  # of training's time that checkpoints may cost
+FIRST_S = 1.0  # until the first one, whose cost nobody knows
+REMEMBERED = 3  # the newest checkpoints, whose mean cost counts
+
+
+class Pace:
+    """As often as checkpoints cost about 1% of the time, each by what the last ones did.
+
+    Where failures come every so often, the interval is Young's, ``sqrt(2 * cost * failures_every_s)``: what is lost by
+    a failure and what checkpoints cost are then least together. (Young, 1974; Daly, 2006, has terms of higher order,
+    which matter where a checkpoint takes long against the time between failures.)
+
+    Args:
+        failures_every_s: the mean time between failures, if it is known.
+        now_s: a clock, in seconds.
+    """
+
+    def __init__(self, failures_every_s: float | None = None, now_s: Callable[[], float] = time.perf_counter) -> None:
+        self._failures_every_s, self._now_s = failures_every_s, now_s
+        self._costs_s: deque[float] = deque(maxlen=REMEMBERED)
+        self._since_s = now_s()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time."""
+        return self._now_s() - self._since_s >= self.interval_s
+
+    @property
+    def interval_s(self) -> float:
+        """From one checkpoint to the next."""
+        if not self._costs_s:
+            return FIRST_S
+        cost_s = sum(self._costs_s) / len(self._costs_s)
+        if self._failures_every_s is not None:
+            return math.sqrt(2 * cost_s * self._failures_every_s)
+        return cost_s / SHARE
+
+    def begun(self) -> None:
+        """A checkpoint is made now."""
+        self._since_s = self._now_s()
+
+    def ended(self, cost_s: float) -> None:
+        """It has cost so much."""
+        self._costs_s.append(cost_s)
