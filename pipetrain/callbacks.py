@@ -158,6 +158,7 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         """Go on from the newest checkpoint that is whole, if there is one."""
         self._session = _session(self)
         self._check()
+        self._session.has_checkpoints = True
         self._position, self._saved_at, self._resumed = Position(0, 0), -1, None
         self._due, self._finite, self._is_over = False, True, False
         variables = enumerate(self.model.model.variables)

@@ -69,6 +69,7 @@ class FitSession:
         is_traced: whether a trace is kept.
         drains_after: ``drains_after(n)`` says after which updates nothing may be in flight where the state of what is
             is not to be had: see ``Window``.
+        has_checkpoints: whether the state is asked for now and then.
         at_end: called when all callbacks have seen the end of training.
         exits: what callbacks want done whichever way ``fit`` ends.
         epoch_begins: called when the next steps read from a new iterator, at most so many minibatches.
@@ -100,6 +101,7 @@ class FitSession:
         self.rows, self.rows_before, self.shapes = rows, None, shapes
         self.exact_trace, self.is_traced = exact_trace, is_traced
         self.drains_after: Callable[[int], bool] = never
+        self.has_checkpoints = False
         self.at_end: Callable[[], None] | None = None
         self.exits, self.time = ExitStack(), TrainingTime()
         self.epoch_begins: Callable[[int | None], None] = lambda steps: None

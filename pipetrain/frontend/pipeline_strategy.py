@@ -23,6 +23,7 @@ from pipetrain.run.pipeline import Pipeline
 from pipetrain.run.program_runner import ProgramRunner, is_one_function
 from pipetrain.schemes.policies import SpecTrainPolicy
 from pipetrain.schemes.scheme import Scheme
+from pipetrain.schemes.splitting import window
 
 _logger = logging.getLogger(__name__)
 MANY_STAGES = 5  # from which on the paper's prediction is clearly worse than one to a single target
@@ -92,20 +93,33 @@ class PipelineStrategy(RunnerStrategy):
             runner.traced_for, runner.output_masks, runner.made = traced.traced_for, traced.output_masks, traced.made
         if isinstance(runner, CourseRunner):
             runner.minibatches = self._minibatches_at_once()
+            stands_in = runner.minibatches == 1 and not self._on_workers
+            ahead = window(self.planner.layout.stages, self.microbatches, flushes=False)
+            runner.most_ahead = ahead if stands_in else None  # as threads would: learning rates take effect by it
         return runner
+
+    def _runner_for_data(self) -> Any:
+        runner = super()._runner_for_data()
+        if known(self._fit).session.has_checkpoints and not runner.keeps_flight:
+            self._runner = runner = self._traced(runner)
+        return runner
+
+    @property
+    def _on_workers(self) -> bool:
+        return any(map(is_remote, self.planner.layout.devices))
 
     def _kind_of_runner(self) -> Any:
         """What is to run the stages.
 
         An asynchronous pipeline has several functions, for each of which TensorFlow prepares all of the stages' own:
-        that is worth it on workers, and where minibatches are small.
+        that is worth it on workers, where minibatches are small, and for checkpoints that do not drain it.
         """
         if not is_one_function(self._scheme, self._stages.replicas):
             return Pipeline
         if not self._scheme.asynchronous:
             return ProgramRunner
-        on_workers = any(map(is_remote, self.planner.layout.devices))
-        return CourseRunner if on_workers or self._minibatches_at_once() > 1 else Pipeline
+        has_checkpoints = known(self._fit).session.has_checkpoints
+        return CourseRunner if self._on_workers or has_checkpoints or self._minibatches_at_once() > 1 else Pipeline
 
     def _minibatches_at_once(self) -> int:
         """How many minibatches a call has in the ``fit`` that is under way: what is asked, or as it is estimated."""
