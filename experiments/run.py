@@ -179,7 +179,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=whole,
         default=500,
         metavar="N",
-        help="steps between checkpoints, at which the pipeline drains; 0 for none (default: 500)",
+        help="steps between checkpoints; 0 for none (default: 500)",
     )
     parser.add_argument(
         "--resume",

@@ -67,18 +67,29 @@ class Snapshots(keras.callbacks.Callback):
 class PipelineCheckpoint(keras.callbacks.Callback):
     """Writes checkpoints of training, and resumes from the newest one when the same ``fit`` is run again.
 
-    After every ``every_steps`` updates the pipeline drains, and one file is written atomically: weights, optimizer
-    slots, the seeds of Dropout and other random layers, metrics, the counters of epochs and minibatches, the learning
-    rate, and the state of EarlyStopping, ReduceLROnPlateau and ModelCheckpoint (and of any callback of the same ``fit``
-    with ``get_state() -> dict`` and ``set_state(dict)``, whose values JSON can hold). A run that was killed and is run
-    again, with the same data in the same order (``keras.utils.set_random_seed``), ends with bitwise the same weights as
-    an uninterrupted one. It can also be resumed with another number of stages or another scheme; a message names the
-    differences.
+    After every ``every_steps`` updates a checkpoint is taken between two calls of functions, and a thread writes it to
+    a file, atomically, while training goes on: weights, optimizer slots, the seeds of Dropout and other random layers,
+    metrics, the counters of epochs and minibatches, the learning rate, and the state of EarlyStopping,
+    ReduceLROnPlateau and ModelCheckpoint (and of any callback of the same ``fit`` with ``get_state() -> dict`` and
+    ``set_state(dict)``, whose values JSON can hold). Of an asynchronous pipeline it holds what is in flight, too:
+    activations, gradients and old weights that are still to be read. So training is the same with checkpoints and
+    without. A run that was killed and is run again, with the same data in the same order
+    (``keras.utils.set_random_seed``), ends with bitwise the same weights as one that was never stopped, whatever
+    ``every_steps`` is. By the end of an epoch, what was due within it is written.
 
-    The first SIGINT (Ctrl-C) or SIGTERM lets the pipeline drain and writes a checkpoint; then ``fit`` raises
-    KeyboardInterrupt or SystemExit(143). A second one ends the process at once. No update is lost or repeated, but this
-    drain is one more than in a run without signals: an asynchronous scheme then reads other weight versions for a few
-    steps.
+    It can also be resumed with another number of stages or another scheme; a message names the differences. What was in
+    flight is then left out: the last stage goes on where it was, and the first ones lack up to as many updates as there
+    are stages.
+
+    Some asynchronous pipelines are run by threads, and still drain for a checkpoint: those on GPUs, with layers that
+    call Python, with ``SpecTrain(horizon="fitted")``, and under ``tf.config.experimental.enable_op_determinism``. Such
+    a run ends as an uninterrupted one with the same ``every_steps``; with another it reads other weight versions for a
+    few steps after each drain.
+
+    The first SIGINT (Ctrl-C) or SIGTERM lets a checkpoint be written after the step at hand (where threads drain, after
+    all that is in flight); then ``fit`` raises KeyboardInterrupt or SystemExit(143). A second one ends the process at
+    once. No update is lost or repeated. A callback that stops training within an epoch lets the pipeline drain, as the
+    model is to have the weights of all minibatches; what goes on from there has drained once more.
 
     If a checkpoint cannot be written, this is reported and training continues; a damaged checkpoint is skipped for the
     one before it, and that is reported. Weights, or slots, that have become NaN or infinite replace no checkpoint.
@@ -89,9 +100,13 @@ class PipelineCheckpoint(keras.callbacks.Callback):
 
     Args:
         directory: of the checkpoints, for this run alone; made if need be.
-        every_steps: updates between checkpoints, counted from the optimizer's first.
+        every_steps: updates between checkpoints, counted from the optimizer's first; or "auto", as often as they take
+            about 1% of the time, by what the last ones have taken (every 100 where each takes a drain, so that no clock
+            decides on the weights).
         keep: how many to keep, the newest.
         resume: whether to resume from the newest one; if False, there must be none.
+        failures_every_s: the mean time between failures in seconds, if it is known: with ``every_steps="auto"``
+            checkpoints are then made at Young's interval, ``sqrt(2 * cost of one * failures_every_s)``.
 
     Raises:
         ValueError: at the start of ``fit``: the checkpoints are another model's or several runs', or the newest cannot
@@ -110,7 +125,9 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         super().__init__()
         self._by_cost = every_steps == AUTO
         every = STEPS if self._by_cost else every_steps
-        self._every_steps = checked_count("every_steps", every, "Checkpoints come every so many steps, or 'auto'", STEPS)
+        self._every_steps = checked_count(
+            "every_steps", every, "Checkpoints come every so many steps, or 'auto'", STEPS
+        )
         self._failures_every_s = self._checked_failures(failures_every_s)
         self._resume = resume
         kept = checked_count("keep", keep, "The newest checkpoints are kept, one at least", 3)

@@ -43,12 +43,12 @@ def arrays():
 
 
 def run(directory, stop_after=None, data=arrays, callbacks=(), every_steps=4, verbose=0, **settings):
-    """Three epochs; the model and its History, which is None if it was stopped."""
+    """Three epochs; the model and its History, which is None if it was stopped. No checkpoints by ``every_steps=None``."""
     pm = pipeline(**settings)
     more = [Stop(stop_after)] if stop_after else []
-    saving = PipelineCheckpoint(directory, every_steps=every_steps)
+    saving = [PipelineCheckpoint(directory, every_steps=every_steps)] if every_steps else []
     try:
-        history = pm.fit(**data(), epochs=3, verbose=verbose, callbacks=[*callbacks, saving, *more]).history
+        history = pm.fit(**data(), epochs=3, verbose=verbose, callbacks=[*callbacks, *saving, *more]).history
     except InterruptedError:
         return pm, None
     return pm, history

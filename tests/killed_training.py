@@ -1,6 +1,6 @@
 """A training process to be killed: ``killed_training.py DIRECTORY RESULT [SCHEME]``.
 
-Checkpoints come after every second step. ``KILL_AT=n`` kills the process in the midst of its n-th checkpoint: when the
+Checkpoints come after every second step, none where DIRECTORY is empty. ``KILL_AT=n`` kills the process in the midst of its n-th checkpoint: when the
 file is written and not yet renamed. The final weights go to RESULT.
 """
 
@@ -63,8 +63,8 @@ def main(directory: str, result: str, scheme: str = "spectrain") -> None:
         on_train_batch_end=lambda step, logs: time.sleep(STEP_S),
     )
     x, y = networks.data(320)
-    checkpoint = PipelineCheckpoint(directory, every_steps=2)
-    pm.fit(x, y, batch_size=16, epochs=3, verbose=0, callbacks=[slow, checkpoint])
+    saving = [PipelineCheckpoint(directory, every_steps=2)] if directory else []
+    pm.fit(x, y, batch_size=16, epochs=3, verbose=0, callbacks=[slow, *saving])
     np.savez(result, *pm.get_weights())
 
 

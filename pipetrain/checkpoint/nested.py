@@ -47,25 +47,29 @@ def plain(value: Any, tensors: list[tf.Tensor]) -> Any:
             raise Other("a resource, such as a table or a generator of random numbers, is in flight")
         tensors.append(value)
         return {"tensor": [len(tensors) - 1, value.dtype.name, value.device]}
-    if isinstance(value, tf.TensorSpec):
-        return {"spec": [_sizes(value.shape), value.dtype.name]}
-    if isinstance(value, tf.IndexedSlicesSpec):
-        shape, *dtypes, indices = parts_of_slices_spec(value)
-        return {"slices": [_sizes(shape), *(each and each.name for each in dtypes), _sizes(indices)]}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        if RECORDS.get(name := type(value).__name__) is not type(value):
-            raise Other(f"a {name} is in flight")
-        return {"record": [name, [plain(each, tensors) for each in value]]}
-    for kind in (tuple, list):
-        if type(value) is kind:
-            return {kind.__name__: [plain(each, tensors) for each in value]}
+    if isinstance(value, tf.TypeSpec):
+        return _plain_spec(value)
     if isinstance(value, dict):
         return {"dict": [[plain(key, tensors), plain(each, tensors)] for key, each in value.items()]}
-    raise Other(f"a value of type {type(value).__name__} is in flight")
+    name = type(value).__name__
+    if type(value) in (tuple, list):
+        return {name: [plain(each, tensors) for each in value]}
+    if RECORDS.get(name) is type(value):
+        return {"record": [name, [plain(each, tensors) for each in value]]}
+    raise Other(f"a value of type {name} is in flight")
+
+
+def _plain_spec(spec: tf.TypeSpec) -> Any:
+    if isinstance(spec, tf.TensorSpec):
+        return {"spec": [_sizes(spec.shape), spec.dtype.name]}
+    if isinstance(spec, tf.IndexedSlicesSpec):
+        shape, *dtypes, indices = parts_of_slices_spec(spec)
+        return {"slices": [_sizes(shape), *(each and each.name for each in dtypes), _sizes(indices)]}
+    raise Other(f"a value of {type(spec).__name__} is in flight")
 
 
 def nested(value: Any, tensor: Callable[[int, tf.DType, str], tf.Tensor]) -> Any:
-    """What ``plain`` was given. ``tensor`` gives that of a number in the list, a type, and the device that it was on."""
+    """What ``plain`` was given; ``tensor`` gives a tensor by its number in the list, its type and its device then."""
     if not isinstance(value, dict):
         return value
     ((kind, given),) = value.items()

@@ -146,8 +146,8 @@ def collected(model: keras.Model, slots: Iterable[Slot], shared: Iterable[Sequen
 def leave_out(about: dict[str, Any]) -> None:
     """Go on without what was in flight: from the step up to which the last stage had come.
 
-    The first stages then lack the updates of the minibatches that were in flight, which nobody repeats. ``about``, which
-    is what a checkpoint says of itself, says so by ``left_out``.
+    The first stages then lack the updates of the minibatches that were in flight, which nobody repeats. ``about``,
+    which is what a checkpoint says of itself, says so by ``left_out``.
     """
     left = about.pop("in_flight", None)
     if left is None or left["left"] is None:

@@ -166,7 +166,7 @@ class FitSession:
 
     @property
     def has_state(self) -> bool:
-        """Whether ``state`` may be asked for after the step at hand; after an update that it ``drains_after``, it may."""
+        """Whether ``state`` may be asked for after the step at hand: always after one that it ``drains_after``."""
         return not (self.drains and self.in_flight)
 
     def about(self) -> dict[str, Any]:

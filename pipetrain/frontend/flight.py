@@ -29,8 +29,8 @@ class Way(NamedTuple):
     devices: tuple[str, ...]
     microbatches: int
     recompute: bool
-    tensorflow: str = tf.version.VERSION
-    keras: str = keras.version()
+    of_tensorflow: str = tf.version.VERSION
+    of_keras: str = keras.version()
 
     def differences(self, about: dict[str, Any]) -> list[str]:
         """What is otherwise than in a checkpoint's ``about``, by name."""
@@ -93,7 +93,9 @@ def kept_of(
             variables = [array(names[id(each)]) for each in replicas[0].everything()]
             if [each.shape for each in variables] != [tuple(each.shape) for each in replicas[0].everything()]:
                 return None
-            states = [[tf.constant(array(f"state/{k}/{r}/{n}")) for n in range(count)] for r, count in enumerate(counts)]
+            states = [
+                [tf.constant(array(f"state/{k}/{r}/{n}")) for n in range(count)] for r, count in enumerate(counts)
+            ]
             held.append([KeptStage([tf.constant(each) for each in variables], mine) for mine in states])
     except KeyError:
         return None

@@ -84,7 +84,7 @@ class UpdateCount:
         self.variable.assign(updates)
 
     def go_on(self, taken: int) -> None:
-        """A run goes on of which the optimizer has been told of so many minibatches: as if it had drained before them."""
+        """A run goes on, of which the optimizer has been told of so many minibatches since it last drained."""
         self.told.assign(taken)
         self._fitted_before -= taken
 

@@ -170,7 +170,7 @@ class CourseRunner(ProgramRunner):
         for _, made in self._calls:
             self._wait(made)
 
-    def _wait(self, made: Future[ProgramResult]) -> None:
+    def _wait(self, made: Future[Any]) -> None:
         assert self._caller is not None  # as long as there are calls
         self._caller.wait(made)
 

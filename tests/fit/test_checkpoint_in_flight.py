@@ -72,6 +72,13 @@ def decaying():
     return keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.05, 10, 0.9), momentum=0.9)
 
 
+class Rates(keras.callbacks.Callback):
+    """Another learning rate after every step."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.model.optimizer.learning_rate = 0.05 / (1 + batch % 9)
+
+
 OWN = Scheme("by twos", Schedule(by_twos, flushes=False, found=twice), VanillaPolicy())
 TIED = {"make": networks.tied_autoencoder, "cuts": networks.cuts(6, 4)}
 WAYS = {
@@ -200,19 +207,13 @@ def test_stopped_after_any_minibatch_a_run_goes_on_as_never_stopped(stop_after, 
 def test_learning_rates_take_effect_at_the_same_minibatches(train, tmp_path):
     """Those of minibatches that had been posted and not gone in are read again, and keep the rate that they had."""
 
-    def callbacks():
-        changes = keras.callbacks.LambdaCallback(
-            on_train_batch_end=lambda batch, logs: setattr(changes.model.optimizer, "learning_rate", 0.05 / (1 + batch % 9))
-        )
-        return [changes]
-
-    whole = train(callbacks=callbacks())
-    train(tmp_path, every_steps=1, stop_after=22, callbacks=callbacks())
-    assert_same(train(tmp_path, every_steps=5, callbacks=callbacks()), whole)
+    whole = train(callbacks=[Rates()])
+    train(tmp_path, every_steps=1, stop_after=22, callbacks=[Rates()])
+    assert_same(train(tmp_path, every_steps=5, callbacks=[Rates()]), whole)
 
 
 @pytest.mark.wide
-def test_by_a_signal_a_run_is_stopped_as_it_is(train, tmp_path, capsys):
+def test_by_a_signal_a_run_is_stopped_as_it_is(train, tmp_path):
     """What is in flight is not done before, so that the run that goes on is as never stopped."""
     whole = train()
     seen = []
@@ -238,9 +239,9 @@ def test_by_a_signal_a_run_is_stopped_as_it_is(train, tmp_path, capsys):
         pytest.param({"horizon": "target"}, marks=pytest.mark.wide),
         pytest.param({"recompute": True}, marks=pytest.mark.wide),
     ],
-    ids=str,
+    ids=lambda other: next(iter(other)),
 )
-def test_trained_otherwise_a_run_goes_on_without_what_was_in_flight_and_says_so(other, train, tmp_path, capsys):
+def test_trained_otherwise_a_run_goes_on_without_what_was_in_flight_and_says_so(other, train, tmp_path):
     """No minibatch is trained on twice: the last stage goes on where it was, the first ones lack a few updates."""
     train(tmp_path, stop_after=20)
     pm, history, _ = train(tmp_path, **other)
@@ -264,16 +265,10 @@ def test_large_minibatches_are_in_calls_of_functions_too_where_there_are_checkpo
     """By themselves they are by threads, with the same weights."""
     monkeypatch.setattr(PipelineStrategy, "_minibatches_at_once", lambda self: 1)
 
-    def callbacks():
-        changes = keras.callbacks.LambdaCallback(
-            on_train_batch_end=lambda batch, logs: setattr(changes.model.optimizer, "learning_rate", 0.05 / (1 + batch % 9))
-        )
-        return [changes]
-
-    whole = train(callbacks=callbacks())
+    whole = train(callbacks=[Rates()])
     assert not inside.is_program(whole[0])
-    train(tmp_path, every_steps=4, stop_after=22, callbacks=callbacks())
-    again = train(tmp_path, every_steps=9, callbacks=callbacks())
+    train(tmp_path, every_steps=4, stop_after=22, callbacks=[Rates()])
+    again = train(tmp_path, every_steps=9, callbacks=[Rates()])
     assert inside.is_program(again[0])
     assert_same(again, whole)
 

@@ -172,7 +172,7 @@ class Stage:
         return self._groups.firsts()
 
     def kept(self) -> KeptStage:
-        """All that the stage holds between two calls of functions that have its state; later calls change none of it."""
+        """All that the stage holds between two calls of functions, with its state; later calls change none of it."""
         with tf.device(self.device):
             return KeptStage([held_by(each).read_value() for each in self.everything()], self._state.kept())
 

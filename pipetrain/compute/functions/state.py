@@ -197,7 +197,7 @@ class State:
         return made
 
     def pairs(self, values: Sequence[Any], numbers: Sequence[int] | None = None) -> Iterator[tuple[Any, Any]]:
-        """The model's variables with what ``whole`` gave; a generator that several stages have, at the first of them."""
+        """The model's variables with what ``whole`` gave; a generator of several stages, at the first of them."""
         variables = self.variables if numbers is None else [self.variables[n] for n in numbers]
         for variable, value in zip(variables, values, strict=True):
             if value is not None and not (is_seed(variable) and self._segment.users_before(variable, self._training)):
