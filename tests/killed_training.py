@@ -1,7 +1,7 @@
 """A training process to be killed: ``killed_training.py DIRECTORY RESULT [SCHEME]``.
 
-Checkpoints come after every second step, none where DIRECTORY is empty. ``KILL_AT=n`` kills the process in the midst of its n-th checkpoint: when the
-file is written and not yet renamed. The final weights go to RESULT.
+Checkpoints come after every second step, none where DIRECTORY is empty. ``KILL_AT=n`` kills the process in the midst
+of its n-th checkpoint: when the file is written and not yet renamed. The final weights go to RESULT.
 """
 
 from __future__ import annotations

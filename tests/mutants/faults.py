@@ -323,7 +323,7 @@ COMPUTE = [
     Fault(
         "averaged-statistics",
         "pipetrain/compute/functions/state.py",
-        "tf.add_n([each[n] for each in values]) / len(everyone)",
+        "tf.add_n([each.values[n] for each in everyone]) / len(everyone)",
         "first",
         "The statistics of batch normalization are the mean of all replicas'.",
     ),
@@ -542,6 +542,13 @@ FRONTEND = [
         "for _ in range(first_epoch, position.epoch):",
         "for _ in range(first_epoch + 1, position.epoch):",
         "Training that is resumed reads the minibatches in the order that they would have had.",
+    ),
+    Fault(
+        "rates-of-what-is-in-flight",
+        "pipetrain/run/course_runner.py",
+        "rate = learning_rate if before is None else before.rate",
+        "rate = learning_rate",
+        "Minibatches that were in flight keep the learning rate that they took along, in the run that goes on, too.",
     ),
     Fault(
         "files-that-are-kept",
