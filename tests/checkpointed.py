@@ -43,7 +43,7 @@ def arrays():
 
 
 def run(directory, stop_after=None, data=arrays, callbacks=(), every_steps=4, verbose=0, **settings):
-    """Three epochs; the model and its History, None if it was stopped. Without ``every_steps`` no checkpoints are made."""
+    """Three epochs; the model and its History, None if it was stopped; without ``every_steps`` no checkpoints."""
     pm = pipeline(**settings)
     more = [Stop(stop_after)] if stop_after else []
     saving = [PipelineCheckpoint(directory, every_steps=every_steps)] if every_steps else []
