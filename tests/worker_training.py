@@ -95,11 +95,30 @@ def trained(case: str, workers: int, devices: list[str]) -> tuple[list, dict]:
 
     if case.endswith("/resumed"):
         return resumed(pipeline, x, y)
+    if case.endswith("/in-flight"):
+        return stopped_and_never_stopped(pipeline, x, y)
     pm = pipeline()
     said = networks.without_figures(networks.fit(pm, x, y, batch_size=BATCH, epochs=2).history)
     said["evaluate"] = pm.evaluate(x, y, batch_size=40, verbose=0)
     said["predict"] = pm.predict(x, batch_size=40, verbose=0).tolist()
     return pm.get_weights(), said
+
+
+def stopped_and_never_stopped(
+    pipeline: Callable[[], pipetrain.PipelineModel], x: np.ndarray, y: np.ndarray
+) -> tuple[list, dict]:
+    """Weights, and how many differ by a single bit between a run without checkpoints and one that was stopped."""
+    never = pipeline()
+    networks.fit(never, x, y, batch_size=BATCH, epochs=2)
+    with tempfile.TemporaryDirectory() as directory:
+        for stop in ([Stop(4)], []):
+            pm = pipeline()
+            saving = callbacks.PipelineCheckpoint(directory, every_steps=1)
+            with contextlib.suppress(InterruptedError), contextlib.redirect_stdout(sys.stderr):
+                networks.fit(pm, x, y, batch_size=BATCH, epochs=2, callbacks=[saving, *stop])
+        assert saving.resumed_at == 3
+    pairs = zip(never.get_weights(), pm.get_weights(), strict=True)
+    return pm.get_weights(), {"different": sum(float((a != b).any()) for a, b in pairs)}
 
 
 def resumed(pipeline: Callable[[], pipetrain.PipelineModel], x: np.ndarray, y: np.ndarray) -> tuple[list, dict]:
@@ -143,6 +162,7 @@ if __name__ == "__main__":
         import numpy as np
         import tensorflow as tf
         import transfer_plans
+        from checkpointed import Stop
 
         from pipetrain import callbacks
 
@@ -151,7 +171,13 @@ if __name__ == "__main__":
             devices = ["CPU:0"] * (count if each.startswith("grid") else 1)
             here, said_here = trained(each, count, devices)
             there, said_there = trained(each, count, remote)
-            result = {"case": each, "weights": difference(here, there), "said": difference(said_here, said_there)}
+            different = said_there.get("different", 0.0)
+            result = {
+                "case": each,
+                "different": different,
+                "weights": difference(here, there),
+                "said": difference(said_here, said_there),
+            }
             print(json.dumps(result), flush=True)
     if facts:
         facts["statuses"] = [process.returncode for process in running.processes]

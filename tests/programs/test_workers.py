@@ -63,12 +63,18 @@ def assert_as_in_one_process(found):
 @pytest.fixture(scope="module")
 def two_workers():
     """One process that joins two workers and trains on them."""
-    return trained(2, "join", "spectrain", "gpipe/norm", "all-reduce/late")
+    return trained(2, "join", "spectrain", "gpipe/norm", "all-reduce/late", "spectrain/in-flight")
 
 
 @pytest.mark.wide
 def test_two_workers_train_as_one_process_does(two_workers):
     assert_as_in_one_process({case: two_workers[case] for case in ("spectrain", "gpipe/norm", "all-reduce/late")})
+
+
+@pytest.mark.wide
+def test_what_is_in_flight_on_workers_is_in_checkpoints(two_workers):
+    """Stopped and resumed, training ends bitwise as without checkpoints."""
+    assert two_workers["spectrain/in-flight"]["different"] == 0
 
 
 @pytest.mark.wide
