@@ -39,7 +39,8 @@ from pipetrain.run.stage_work import StageWork
 def test_stopped_in_the_midst_and_resumed_is_bitwise_as_never_stopped(way, tmp_path):
     """In another object, which knows of the first one only what is in the checkpoint.
 
-    The first minibatch that it reads is the last one of an epoch, of fewer rows than microbatches or devices.
+    The first minibatch that it reads is the last one of an epoch, of fewer rows than microbatches or devices. What was
+    never stopped has no checkpoints either, but where threads drain an asynchronous pipeline for each.
     """
 
     def run(pm, name, *callbacks):
@@ -47,7 +48,10 @@ def test_stopped_in_the_midst_and_resumed_is_bitwise_as_never_stopped(way, tmp_p
         fit(pm, epochs=2, callbacks=[saving, *callbacks])
         return saving.resumed_at, pm.get_weights()
 
-    _, whole = run(anew(way), "whole")
+    pm = anew(way)
+    fit(pm, epochs=2)
+    drains = WAYS[way].rule is not None and not inside.is_program(pm)
+    whole = run(anew(way), "whole")[1] if drains else pm.get_weights()
     with pytest.raises(InterruptedError):
         run(anew(way), "cut", Stop(8))
     resumed_at, weights = run(made(way), "cut")
