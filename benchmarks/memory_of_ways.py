@@ -79,9 +79,9 @@ def measure(way: str, network: Network, optimizer: str) -> Peaks:
         import pipetrain
 
         devices = pipetrain.connect(addresses)
+        before = [now for now, _ in peaks()]
         pipe, minibatches = _pipe(scheme, network, optimizer, devices)
         planned = planned_bytes(pipe, scheme, network.rows)
-        before = [now for now, _ in peaks()]
         pipe.fit(minibatches, verbose=0)  # traces, which takes memory too
         if name_of(scheme) == SERVING:  # of the order that was taken
             taken = next(each for each in orders(serves=True) if pipe._strategy.plan.name.startswith(each[:5]))

@@ -17,7 +17,7 @@ from typing import Any
 import keras
 
 from pipetrain.checkpoint.directory_lock import DirectoryLock
-from pipetrain.checkpoint.nested import Other
+from pipetrain.checkpoint.nested import Unwritable
 from pipetrain.checkpoint.pace import Pace
 from pipetrain.checkpoint.state import Arrays, Position, array_of, as_arrays, not_finite, recall, remembered
 from pipetrain.checkpoint.store import Checkpoint, Store
@@ -296,7 +296,7 @@ class PipelineCheckpoint(keras.callbacks.Callback):
             values, about = self._session.state()
             about |= {"position": self._position, "logs": self._logs, "ended": False, **known}
             about["callbacks"], more = remembered(self._session.callbacks)
-        except Other as error:
+        except Unwritable as error:
             self._tell_of_failure(step, error)
             return
         self._writing = Writing(step, partial(self._write, step, {**values, **more}, about))

@@ -29,12 +29,12 @@ RECORDS: dict[str, Any] = {
 }
 
 
-class Other(TypeError):
+class Unwritable(TypeError):
     """A value that cannot be written."""
 
 
 def plain(value: Any, tensors: list[tf.Tensor]) -> Any:
-    """What JSON holds of a nested value; its tensors are added to the list. Raises Other for what is unknown here.
+    """What JSON holds of a nested value; its tensors are added to the list. Raises Unwritable for what is unknown here.
 
     Numbers, texts, truth values and None are themselves; anything else is an object of one entry.
     """
@@ -44,7 +44,7 @@ def plain(value: Any, tensors: list[tf.Tensor]) -> Any:
         return value.item()
     if isinstance(value, tf.Tensor):
         if value.dtype == tf.resource:
-            raise Other("a resource, such as a table or a generator of random numbers, is in flight")
+            raise Unwritable("a resource, such as a table or a generator of random numbers, is in flight")
         tensors.append(value)
         return {"tensor": [len(tensors) - 1, value.dtype.name, value.device]}
     if isinstance(value, tf.TypeSpec):
@@ -56,7 +56,7 @@ def plain(value: Any, tensors: list[tf.Tensor]) -> Any:
         return {name: [plain(each, tensors) for each in value]}
     if RECORDS.get(name) is type(value):
         return {"record": [name, [plain(each, tensors) for each in value]]}
-    raise Other(f"a value of type {name} is in flight")
+    raise Unwritable(f"a value of type {name} is in flight")
 
 
 def _plain_spec(spec: tf.TypeSpec) -> Any:
@@ -65,7 +65,7 @@ def _plain_spec(spec: tf.TypeSpec) -> Any:
     if isinstance(spec, tf.IndexedSlicesSpec):
         shape, *dtypes, indices = parts_of_slices_spec(spec)
         return {"slices": [_sizes(shape), *(each and each.name for each in dtypes), _sizes(indices)]}
-    raise Other(f"a value of {type(spec).__name__} is in flight")
+    raise Unwritable(f"a value of {type(spec).__name__} is in flight")
 
 
 def nested(value: Any, tensor: Callable[[int, tf.DType, str], tf.Tensor]) -> Any:

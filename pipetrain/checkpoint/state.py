@@ -111,7 +111,7 @@ Arrays = dict[str, np.ndarray]
 SERIALIZED = (tf.variant, tf.string)
 
 
-class State(NamedTuple):
+class RunState(NamedTuple):
     """All that training needs to go on: values by name, tensors or arrays, and what JSON holds of them.
 
     Tensors are of this moment, whatever is trained on: who writes them makes arrays of them, see ``as_arrays``.

@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from pipetrain.checkpoint.state import Arrays, State, assign, assign_scale, collected, leave_out, scale_arrays
+from pipetrain.checkpoint.state import Arrays, RunState, assign, assign_scale, collected, leave_out, scale_arrays
 from pipetrain.compute.functions.stage_function import summed_over_rows
 from pipetrain.compute.graph.inputs import beside, memories
 from pipetrain.compute.graph.sharing import is_seed
@@ -244,12 +244,12 @@ class DataParallelStrategy:
         """Nothing is in flight after a step."""
         return False
 
-    def state(self) -> State:
+    def state(self) -> RunState:
         """All that training needs to go on; each device gets the first one's statistics, as it will again then."""
         self._mirroring.agree()
         self.drain()
         values = collected(self.model, self._slots(), [self._part().shared])
-        return State(values | scale_arrays(known(self.optimizer)), {})
+        return RunState(values | scale_arrays(known(self.optimizer)), {})
 
     def restore(self, arrays: Arrays, about: dict[str, Any]) -> list[str]:
         """Go on from there; gives what was not there."""

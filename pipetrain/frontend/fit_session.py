@@ -13,7 +13,7 @@ import numpy as np
 from pipetrain.checkpoint.state import (
     Arrays,
     Position,
-    State,
+    RunState,
     TrainingTime,
     array_of,
     check_weights,
@@ -47,7 +47,7 @@ class Resumable(Protocol):
     def drains(self) -> bool:
         """Whether the state is had only by a drain, after which other weights are read than without it."""
 
-    def state(self) -> State:
+    def state(self) -> RunState:
         """All that training needs to go on from the step at hand."""
 
     def restore(self, arrays: Arrays, about: dict[str, Any]) -> list[str]:
@@ -186,14 +186,14 @@ class FitSession:
             **self._trainer.about(),
         }
 
-    def state(self) -> State:
+    def state(self) -> RunState:
         """All that training needs to go on as if it had not stopped.
 
         Weights and other state, and the optimizers' slots, by the wrapped model's variables; the metrics; and what is
         in flight.
         """
         values, about = self._trainer.state()
-        return State(values | (self._metric_arrays() if self._kept is None else self._kept), self.about() | about)
+        return RunState(values | (self._metric_arrays() if self._kept is None else self._kept), self.about() | about)
 
     def keep_metrics(self) -> None:
         """These are the metrics of an epoch that was stopped, whatever is evaluated after it."""

@@ -10,13 +10,13 @@ import numpy as np
 import tensorflow as tf
 
 from pipetrain.checkpoint.nested import nested, plain
-from pipetrain.checkpoint.state import Arrays, State, named, tensor_of
+from pipetrain.checkpoint.state import Arrays, RunState, named, tensor_of
 from pipetrain.compute.functions.stage_values import KeptStage
 from pipetrain.frontend.stages import OptimizedStages
 from pipetrain.run.kept import InFlight, Kept
 
 
-class Way(NamedTuple):
+class FlightConditions(NamedTuple):
     """What has to be the same where a run goes on with what is in flight: how it is trained, and by which versions.
 
     ``devices`` are kinds of devices, each as often as it has a replica of a stage.
@@ -38,7 +38,9 @@ class Way(NamedTuple):
         return [name for name, each in mine.items() if about.get(name) != each]
 
 
-def state_of(model: keras.Model, stages: OptimizedStages, kept: Kept, way: Way, devices: Sequence[str]) -> State:
+def state_of(
+    model: keras.Model, stages: OptimizedStages, kept: Kept, way: FlightConditions, devices: Sequence[str]
+) -> RunState:
     """The state of a run whose devices hold what was ``kept``.
 
     Whoever cannot go on with what is in flight finds the values that a drained run has: of weights that several stages
@@ -70,7 +72,7 @@ def state_of(model: keras.Model, stages: OptimizedStages, kept: Kept, way: Way, 
         "left": left,
         "devices": list(devices),
     }
-    return State(found, {"in_flight": about})
+    return RunState(found, {"in_flight": about})
 
 
 def kept_of(

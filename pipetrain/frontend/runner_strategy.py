@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from pipetrain.checkpoint.state import Arrays, State, assign, assign_scale, collected, leave_out, scale_arrays
+from pipetrain.checkpoint.state import Arrays, RunState, assign, assign_scale, collected, leave_out, scale_arrays
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.graph.inputs import Shapes, beside
 from pipetrain.compute.interpreter import gc_paused
@@ -24,7 +24,7 @@ from pipetrain.frontend.attributes import known
 from pipetrain.frontend.compilation import Compilation, trained_in
 from pipetrain.frontend.evaluation import Evaluator
 from pipetrain.frontend.fit_session import FitSession
-from pipetrain.frontend.flight import Way, kept_of, state_of
+from pipetrain.frontend.flight import FlightConditions, kept_of, state_of
 from pipetrain.frontend.input_data import Untuned, check_rows
 from pipetrain.frontend.layout import KeptLayout
 from pipetrain.frontend.planner import Planner
@@ -340,24 +340,24 @@ class RunnerStrategy:
         """Whether minibatches are in flight of which only the runner's threads know."""
         return self._scheme.asynchronous and not known(self._runner).keeps_flight
 
-    def state(self) -> State:
+    def state(self) -> RunState:
         """All that training needs to go on; of a runner that does not know what is in flight, it is had by a drain."""
         runner, optimizer = self._runner, self._compilation.optimizer
         if runner is None or runner.is_drained or not runner.keeps_flight:
             self.drain()
             values = collected(self.model, self._stages.slots(), self._stages.shared())
-            return State(values | scale_arrays(optimizer), {})
+            return RunState(values | scale_arrays(optimizer), {})
         with self._away.resting():
             values, about = state_of(self.model, self._stages, runner.kept(), self._way(), self.planner.layout.devices)
-            return State(values | scale_arrays(optimizer, runner.scale), about)
+            return RunState(values | scale_arrays(optimizer, runner.scale), about)
 
-    def _way(self) -> Way:
+    def _way(self) -> FlightConditions:
         """By what a run goes on with what is in flight."""
         layout, scheme = self.planner.layout, self._scheme
         kinds = (tf.DeviceSpec.from_string(each).device_type or "" for each in layout.devices)
         recompute = self.planner.training.recompute
         cut = layout.ends or (), layout.replicas, layout.compiled or (), tuple(kinds)
-        return Way(scheme.name, *cut, self.microbatches, recompute)
+        return FlightConditions(scheme.name, *cut, self.microbatches, recompute)
 
     def _kinds_beside(self) -> list[str]:
         """What training needs to go on that no slot of the compiled optimizer holds."""
