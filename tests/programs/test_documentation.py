@@ -5,7 +5,10 @@ from __future__ import annotations
 import ast
 import inspect
 import pydoc
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,3 +76,18 @@ def test_github_runs_the_linters_of_ci():
     linters = re.findall(r'^(?:PYTHONPATH=\. )?"\$bin/(ruff|mypy|lint-imports)"(.*)$', ours, re.MULTILINE)
     assert len(linters) == 5
     assert not [program for program in map("".join, linters) if f"- run: {program}\n" not in theirs]
+
+
+@pytest.mark.wide  # half a minute
+def test_the_first_program_of_the_readme_runs(tmp_path):
+    """As it stands, and where nothing else is."""
+    (program,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
+    (tmp_path / "train.py").write_text(program, encoding="utf-8")
+    subprocess.run(
+        [sys.executable, "train.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path)},
+        check=True,
+        timeout=280,
+    )
+    assert {"timeline.png", "model.keras"} <= {path.name for path in tmp_path.iterdir()}
