@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import ast
 import inspect
-import pydoc
 import os
+import pydoc
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import pipetrain
 
 ROOT = Path(__file__).parents[2]
 ENTRY = re.compile(r"^    (\S[^:]*):", re.MULTILINE)  # of a docstring's part, the name that is described
@@ -43,7 +45,8 @@ def taken(node, classes):
 
 def shown():
     """The files whose docstrings the reference shows."""
-    names = re.findall(r"^::: (\S+)", (ROOT / "docs" / "reference.md").read_text(encoding="utf-8"), re.MULTILINE)
+    pages = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "api").glob("*.md"))
+    names = re.findall(r"^::: (\S+)", pages, re.MULTILINE)
     return sorted({Path(inspect.getsourcefile(pydoc.locate(name))) for name in names})
 
 
@@ -58,6 +61,12 @@ def test_every_argument_is_described_by_itself():
                 known = taken(node, classes)
                 wrong += [f"{path.name}: {node.name}: {name}" for name in names if known and name not in known]
     assert not wrong
+
+
+def test_every_public_name_has_a_page():
+    pages = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "api").glob("*.md"))
+    missing = [name for name in pipetrain.__all__ if not re.search(rf"^::: pipetrain\.{name}(\.\w+)?$", pages, re.M)]
+    assert missing == []
 
 
 CHECKS = [ROOT / ".ci" / "run", ROOT / ".github" / "workflows" / "checks.yml"]
