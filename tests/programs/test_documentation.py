@@ -87,6 +87,16 @@ def test_github_runs_the_linters_of_ci():
     assert not [program for program in map("".join, linters) if f"- run: {program}\n" not in theirs]
 
 
+def test_figures_of_the_readme_are_those_of_the_benchmarks():
+    table = (
+        (ROOT / "README.md").read_text(encoding="utf-8").partition("## What it brings")[2].partition("## Install")[0]
+    )
+    pages = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "benchmarks").glob("*.md"))
+    figures = re.findall(r"\d+\.\d\dx", table)
+    assert len(figures) > 10
+    assert [each for each in figures if each[:-1] not in pages] == []
+
+
 @pytest.mark.wide  # half a minute
 def test_the_first_program_of_the_readme_runs(tmp_path):
     """As it stands, and where nothing else is."""
