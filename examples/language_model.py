@@ -28,7 +28,7 @@ pages = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
 lines = [line for page in pages for line in page.read_text(encoding="utf-8").splitlines()]
 prose = [line for line in lines if line and line[0] not in "|`-#! "]  # no tables, lists, titles
 text = np.frombuffer("\n".join(prose).encode(), np.uint8).astype("int32")
-starts = np.random.permutation(np.arange(0, len(text) - CONTEXT, 28))
+starts = np.random.permutation(np.arange(0, len(text) - CONTEXT, 20))
 windows = np.stack([text[start : start + CONTEXT + 1] for start in starts])
 x, y = windows[:, :-1], windows[:, 1:]
 

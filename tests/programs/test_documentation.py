@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import pydoc
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+import pipetrain
 
 ROOT = Path(__file__).parents[2]
 ENTRY = re.compile(r"^    (\S[^:]*):", re.MULTILINE)  # of a docstring's part, the name that is described
@@ -40,7 +45,8 @@ def taken(node, classes):
 
 def shown():
     """The files whose docstrings the reference shows."""
-    names = re.findall(r"^::: (\S+)", (ROOT / "docs" / "reference.md").read_text(encoding="utf-8"), re.MULTILINE)
+    pages = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "api").glob("*.md"))
+    names = re.findall(r"^::: (\S+)", pages, re.MULTILINE)
     return sorted({Path(inspect.getsourcefile(pydoc.locate(name))) for name in names})
 
 
@@ -55,6 +61,12 @@ def test_every_argument_is_described_by_itself():
                 known = taken(node, classes)
                 wrong += [f"{path.name}: {node.name}: {name}" for name in names if known and name not in known]
     assert not wrong
+
+
+def test_every_public_name_has_a_page():
+    pages = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "api").glob("*.md"))
+    missing = [name for name in pipetrain.__all__ if not re.search(rf"^::: pipetrain\.{name}(\.\w+)?$", pages, re.M)]
+    assert missing == []
 
 
 CHECKS = [ROOT / ".ci" / "run", ROOT / ".github" / "workflows" / "checks.yml"]
@@ -73,3 +85,28 @@ def test_github_runs_the_linters_of_ci():
     linters = re.findall(r'^(?:PYTHONPATH=\. )?"\$bin/(ruff|mypy|lint-imports)"(.*)$', ours, re.MULTILINE)
     assert len(linters) == 5
     assert not [program for program in map("".join, linters) if f"- run: {program}\n" not in theirs]
+
+
+def test_figures_of_the_readme_are_those_of_the_benchmarks():
+    table = (
+        (ROOT / "README.md").read_text(encoding="utf-8").partition("## What it brings")[2].partition("## Install")[0]
+    )
+    pages = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "benchmarks").glob("*.md"))
+    figures = re.findall(r"\d+\.\d\dx", table)
+    assert len(figures) > 10
+    assert [each for each in figures if each[:-1] not in pages] == []
+
+
+@pytest.mark.wide  # half a minute
+def test_the_first_program_of_the_readme_runs(tmp_path):
+    """As it stands, and where nothing else is."""
+    (program,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
+    (tmp_path / "train.py").write_text(program, encoding="utf-8")
+    subprocess.run(
+        [sys.executable, "train.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path)},
+        check=True,
+        timeout=280,
+    )
+    assert {"timeline.png", "model.keras"} <= {path.name for path in tmp_path.iterdir()}

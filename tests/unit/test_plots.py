@@ -26,6 +26,7 @@ from pipetrain.trace import timeline as pictured
 from pipetrain.trace.records import Span, Transfer
 from pipetrain.trace.trace import Trace
 from plots import (
+    benchmarks,
     breakdown,
     command,
     comparison,
@@ -406,3 +407,12 @@ def test_the_page_says_which_stages_xla_compiled(tmp_path):
     assert comparison.kernels([read["spectrain"]]) == "XLA"
     together = comparison.kernels(list(read.values()))
     assert together == "vanilla: TensorFlow's; spectrain: XLA; gpipe, 1f1b: XLA in stage 1"
+
+
+def test_the_benchmarks_tables_are_drawn():
+    """From the pages of the documentation, whose figures are nowhere else."""
+    upper, lower = benchmarks.two_cores().axes
+    assert [len(panel.patches) for panel in (upper, lower)] == [12, 24]
+    assert max(bar.get_width() for bar in upper.patches) == 1.69
+    assert len(benchmarks.hosts().axes[0].lines) == 4 * 19 + 4 + 1
+    assert benchmarks.memory().axes[0].get_xlim()[1] > 6
