@@ -133,13 +133,15 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check_script(options: argparse.Namespace) -> None:
-    """Raise ValueError for a script that cannot be run, as far as this can be known without running it."""
+    """Raise ValueError, SyntaxError for a script that cannot be run, as far as this is known without running it."""
     name, path = options.script, Path(options.script)
     if not options.module and not path.is_file():
         what = "This script is a folder" if path.is_dir() else "There is no such script"
         raise ValueError(f"{what}. Received: {name!r}. Try the path of a file, or -m and a module's name.")
     if not options.module and not os.access(path, os.R_OK):
         raise ValueError(f"This script may not be read. Received: {name!r}. Try another user, or chmod.")
+    if not options.module and path.suffix == ".py":  # Python would find it only when the workers have started
+        compile(path.read_bytes(), name, "exec", dont_inherit=True)
     if options.module and (not name or name.startswith(".") or "/" in name or name.endswith(".py")):
         raise ValueError(f"-m takes a module's name. Received: -m {name!r}. Try a name such as my.training, or no -m.")
 

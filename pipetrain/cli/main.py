@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
+from difflib import get_close_matches
 
 from pipetrain.cli import environment, launch, plan, schedule, simulate, worker
 
@@ -17,6 +19,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(options.run(options) or 0)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    except SyntaxError:  # of a script
+        traceback.print_exc(limit=0)
+        return 1
     except (OSError, TypeError, ValueError) as error:
         print(f"pipetrain {options.command}: {error}", file=sys.stderr)
         return 2
@@ -31,4 +36,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(required=True, metavar="command", dest="command")
     for command in (launch, worker, plan, simulate, schedule, environment):
         command.add(commands)
-    return parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:  # which argparse would tell with the usage of no command
+        own = commands.choices[options.command]
+        known = [name for name in own.format_usage().split() for name in [name.strip("[]")] if name.startswith("--")]
+        near = get_close_matches(unknown[0].partition("=")[0], known, 1)
+        own.error(f"there is no {unknown[0]}" + "".join(f"; did you mean {each}?" for each in near))
+    return options

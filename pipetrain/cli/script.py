@@ -56,6 +56,8 @@ def main() -> int:
         raise
     except BaseException as error:
         trace = _of_script(error)
+        if isinstance(error, pipetrain.WorkerLost):  # what TensorFlow has said of it tells less
+            error.__cause__, error.__suppress_context__ = None, True
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         if isinstance(error, KeyboardInterrupt):
             return 128 + signal.SIGINT

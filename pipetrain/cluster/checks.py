@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import tensorflow as tf
@@ -16,6 +17,8 @@ from pipetrain.cluster.hosts import RUN, Hosts, job_of, split
 from pipetrain.cluster.sockets import NO_HOST, probed
 
 RETRY_S = 0.2
+TELL_S = 5.0  # who waits longer says for whom
+_logger = logging.getLogger(__name__)
 
 
 def check_answers(hosts: Hosts, timeout_s: float) -> None:
@@ -23,14 +26,19 @@ def check_answers(hosts: Hosts, timeout_s: float) -> None:
 
     Raises ValueError for two addresses of one worker.
     """
-    until_s = time.monotonic() + timeout_s
+    begun_s = time.monotonic()
     _check_names(hosts)
     with ThreadPoolExecutor(len(hosts.workers)) as pool:
-        answers = list(pool.map(lambda address: _unreachable(address, until_s), hosts.workers))
+        asked = [pool.submit(_unreachable, address, begun_s + timeout_s) for address in hosts.workers]
+        left = wait(asked, TELL_S).not_done
+        if left:
+            late = [address for address, each in zip(hosts.workers, asked, strict=True) if each in left]
+            _logger.info("Waiting up to %g s for workers: %s.", timeout_s, ", ".join(late))
+    answers = [each.result() for each in asked]
     silent = [f"{address} ({why})" for address, why in zip(hosts.workers, answers, strict=True) if why]
     if silent:
         raise ConnectionError(
-            f"Workers do not answer. Received: {', '.join(silent)}, tried for {timeout_s:g} s. "
+            f"Workers do not answer. Received: {', '.join(silent)}, tried for {time.monotonic() - begun_s:.0f} s. "
             "Try starting them there with python -m pipetrain worker, other addresses, or opening the port."
         )
 
@@ -51,10 +59,14 @@ def _check_names(hosts: Hosts) -> None:
 
 
 def _unreachable(address: str, until_s: float) -> str:
-    """Why no gRPC server answers there; empty if one does."""
+    """Why no gRPC server answers there; empty if one does.
+
+    A name that there is not will not come, unless a scheduler is about to publish it.
+    """
+    final = ("",) if job_of(address) else ("", NO_HOST)
     while True:
         why = probed(address, max(until_s - time.monotonic(), RETRY_S))
-        if why in ("", NO_HOST) or time.monotonic() + RETRY_S > until_s:
+        if why in final or time.monotonic() + RETRY_S > until_s:
             return why
         time.sleep(RETRY_S)
 

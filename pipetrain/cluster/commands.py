@@ -8,9 +8,10 @@ from pathlib import Path
 
 ROOT = str(Path(__file__).parents[2])  # of this very package, wherever the program has it from
 # Python would put the current folder first on the path of modules, where anybody may have written; -P is of 3.11 on.
-# One line: csh, which may be the shell of a host, takes no other.
+# One line: csh, which may be the shell of a host, takes no other. It begins with what a list of processes is to show.
 MAIN = (
-    "import sys; sys.path = [each for each in sys.path if each]; root, name = sys.argv[1:3]; del sys.argv[1:3]; "
+    "pipetrain = None; import sys; sys.path = [each for each in sys.path if each]; root, name = sys.argv[1:3]; "
+    "del sys.argv[1:3]; "
     "sys.path[:0] = {root} - {*sys.path, str()}; from importlib import import_module; "
     "sys.exit(import_module(name).main())"
 )

@@ -255,12 +255,14 @@ def _take(task: int) -> None:
 
 
 def _noted(task: int, name: str) -> str | None:
-    """What a file in the worker's memory holds; None without it."""
+    """What a file in the worker's memory holds; None without it.
+
+    To read one that there is not would fail, which TensorFlow writes on both sides' terminals.
+    """
     with tf.device(_cpu(task)):
-        try:
-            return str(tf.io.read_file(name).numpy().decode())
-        except tf.errors.NotFoundError:
+        if not int(tf.size(tf.io.matching_files(name))):
             return None
+        return str(tf.io.read_file(name).numpy().decode())
 
 
 def place(device: str) -> str:

@@ -136,7 +136,10 @@ class Hosts:
 
 def task_of_tf_config(text: str) -> int | None:
     """Which worker a process is by its TF_CONFIG; None where that does not say. Raises ValueError for a wrong one."""
-    task = _tf_config(text).get("task", {})
+    try:
+        task = _tf_config(text).get("task", {})
+    except ValueError as error:
+        raise ValueError(f"Not a cluster in TF_CONFIG: {error}. Received: TF_CONFIG={text!r}.") from error
     index = str(task.get("index", 0)) if isinstance(task, Mapping) else ""
     if not index.isdecimal():
         raise ValueError(f"task: {task!r} is not a type and an index. Received: TF_CONFIG={text!r}. Try index: 0.")
@@ -153,7 +156,10 @@ def _in_order(name: str, addresses: Mapping[Any, Any]) -> list[Any]:
 
 
 def _tf_config(text: str) -> dict[str, Any]:
-    data = json.loads(text)
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"it is not JSON ({error})") from error
     if not isinstance(data, dict) or "cluster" not in data:
         raise ValueError("no cluster")
     return data

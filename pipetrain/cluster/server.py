@@ -41,6 +41,7 @@ OWNER, SERVED = "ram://pipetrain/job", "ram://pipetrain/served"
 GOES_ON = "ram://pipetrain/goes-on"  # there if another launcher may take over
 MOST = 1024  # devices and threads of a worker: more than any machine has cores
 JOINS_S = 600.0  # in which a controller joins a worker that was started for it
+NAMED_S = 60.0  # in which a scheduler publishes a host's name
 GONE_S = 60.0  # a controller that has given no sign of life for so long has gone
 LEAVES_S = 3.0  # a controller that has asked workers to end leaves within, and lets go of what it has in them
 ATTEND_S = 0.5  # between two looks whether whoever started a worker is there
@@ -88,6 +89,7 @@ def serve(serving: Serving) -> None:
     that this process may not use.
     """
     starter = serving.attended or os.getppid()
+    _await_name(serving)
     check_port(serving.address, serving.port)
     check_forwarded(serving.forwarded)
     _pin(serving.cores)
@@ -199,6 +201,17 @@ def _exposure(serving: Serving) -> str:
         "Whoever reaches this port, on any address of this machine, can run code here: TensorFlow's server asks for no "
         "password and encrypts nothing. Keep it within a network that you trust, or a tunnel."
     )
+
+
+def _await_name(serving: Serving) -> None:
+    """Wait until this host's name is known: a scheduler may publish it when its processes have started."""
+    until_s = time.monotonic() + NAMED_S
+    while serving.job and time.monotonic() < until_s:
+        try:
+            socket.getaddrinfo(serving.address, None)
+            return
+        except (OSError, UnicodeError):
+            time.sleep(ATTEND_S)
 
 
 def check_port(address: str, port: int) -> None:

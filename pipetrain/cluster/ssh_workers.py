@@ -103,7 +103,7 @@ class SshWorkers:
     def _connect(self, host: str) -> None:
         ports = [split(address)[1] for address in self.addresses]
         port = ports.pop(self._hosts.index(host))
-        self.connections[host] = Connection(host, self._command(host, port, ports), self._say)
+        self.connections[host] = Connection(host, self._command(host, port, ports), self._say, shlex.join(self._ssh))
 
     def _wait_until_serving(self) -> None:
         until_s = time.monotonic() + START_S
@@ -175,10 +175,11 @@ class Connection:
         host: at the other end.
         command: with its arguments.
         say: is given the host, and each line that it writes once the worker serves.
+        ssh: OpenSSH's client with the options that it was given.
     """
 
-    def __init__(self, host: str, command: Sequence[str], say: Callable[[str, str], None]) -> None:
-        self.host, self._say = host, say
+    def __init__(self, host: str, command: Sequence[str], say: Callable[[str, str], None], ssh: str = "ssh") -> None:
+        self.host, self._say, self._ssh = host, say, ssh
         self._lines: list[str] = []  # the last ones
         self._serves = threading.Event()
         # A session of its own: a terminal's Ctrl-C is for the controller, which ends workers when it has drained.
@@ -233,12 +234,20 @@ class Connection:
                 "Try again; localhost for this machine; a host by one name only."
             )
         if status == 255:  # OpenSSH's own
+            remedy = "must work without a password: by a key that ssh-agent holds, for example"
+            if "Host key verification failed" in said:
+                remedy = "asks whether you know the host's key"
             return (
-                f"OpenSSH does not reach {self.host}. Received: {said}. Try ssh {self.host} true, which must work "
-                "without a password: by a key that ssh-agent holds, for example."
+                f"OpenSSH does not reach {self.host}. Received: {said.rstrip('.')}. Try {self._ssh} {self.host} true, "
+                f"which {remedy}."
             )
         if status in (126, 127):
             return f"There is no such Python on {self.host}. Received: {said}. Try --python PATH, its path there."
+        if "No module named 'pipetrain'" in said:
+            return (
+                f"Python on {self.host} has no pipetrain. Received: {self.last}. Try installing it there, or --python "
+                "PATH of a Python that has it."
+            )
         return f"The worker on {self.host} does not start (exit status {status}). Received: {said}."
 
     def close(self) -> None:

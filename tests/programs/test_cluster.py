@@ -120,7 +120,7 @@ def test_tf_configs_tasks_go_by_their_numbers():
     for index in (True, -1, "one", None, 0.5):
         with pytest.raises(ValueError, match="is not a type and an index"):
             task_of_tf_config(told(workers, type="worker", index=index))
-    with pytest.raises(ValueError, match="Not a cluster in TF_CONFIG: Expecting"):
+    with pytest.raises(ValueError, match="Not a cluster in TF_CONFIG: it is not JSON"):
         Hosts.of_tf_config("{")
 
 
@@ -385,9 +385,14 @@ class Clock:
         self.now_s += seconds
 
 
-@pytest.mark.parametrize("why", ["no answer", "connection refused", NO_HOST, ""])
-def test_workers_are_asked_until_the_time_is_over(why, monkeypatch):
+@pytest.mark.parametrize(
+    ("why", "job", "tried_s"),
+    [("no answer", "", 5), ("connection refused", "", 5), (NO_HOST, "", 0), (NO_HOST, "7.0", 5), ("", "", 0)],
+)
+def test_workers_are_asked_until_the_time_is_over(why, job, tried_s, monkeypatch):
+    """A name that there is not is final, unless a scheduler has started the job, and may publish it late."""
     clock, asked_s = Clock(), []
+    monkeypatch.setenv("PIPETRAIN_WORKER_JOBS", json.dumps({"10.0.0.1:2222": job} if job else {}))
 
     def probed(address, timeout_s):
         asked_s.append(clock.now_s)
@@ -397,12 +402,12 @@ def test_workers_are_asked_until_the_time_is_over(why, monkeypatch):
     monkeypatch.setattr(checks, "time", clock)
     monkeypatch.setattr(checks, "probed", probed)
     if why:
-        with pytest.raises(ConnectionError, match=rf"10\.0\.0\.1:2222 \({why}\), tried for 5 s"):
+        with pytest.raises(ConnectionError, match=rf"10\.0\.0\.1:2222 \({why}\), tried for {tried_s} s"):
             checks.check_answers(Hosts(("10.0.0.1:2222",)), 5.0)
     else:
         checks.check_answers(Hosts(("10.0.0.1:2222",)), 5.0)
     assert clock.now_s <= 5.0 + checks.RETRY_S
-    if why == "connection refused":  # it may be starting: asked again and again
+    if why == "connection refused" or job:  # it may be starting: asked again and again
         assert len(asked_s) > 20 and asked_s[-1] > 5.0 - 2 * checks.RETRY_S
     else:
         assert len(asked_s) == 1

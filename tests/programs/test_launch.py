@@ -527,10 +527,11 @@ def test_a_worker_that_an_earlier_launch_has_left_is_taken_only_if_it_is_to_go_o
 @pytest.mark.wide
 @pytest.mark.skipif(bool(ssh_hosts.MISSING), reason="needs root and iproute2")
 def test_pods_of_an_indexed_job_find_each_other_by_the_names_of_a_service(marked, wanted, tmp_path, monkeypatch):
+    """Which are published when the pods have started: their own is not there at first, either."""
     with namespaces.Namespaces(2, "10.81.0") as pods:
         names = [f"train-{n}.train" for n in range(2)]
         known = "".join(f"{address} {name}\n" for address, name in zip(pods.addresses, names))
-        (tmp_path / "hosts").write_text(f"127.0.0.1 localhost\n{known}")
+        (tmp_path / "hosts").write_text("127.0.0.1 localhost\n")
         with pods.kept():
             processes = []
             for n in (1, 0):
@@ -538,6 +539,9 @@ def test_pods_of_an_indexed_job_find_each_other_by_the_names_of_a_service(marked
                 line = [sys.executable, "-m", "pipetrain", "launch", "--plain", "--hosts", "train-[0-1].train"]
                 command = pods.named(n, f"train-{n}", tmp_path / "hosts", *line, SCRIPT, tmp_path / "it")
                 processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+            time.sleep(5.0)
+            with (tmp_path / "hosts").open("a") as file:
+                file.write(known)
             said = [process.communicate(timeout=100)[0] for process in processes]
             assert [process.returncode for process in processes] == [0, 0] and "done" in said[1].splitlines()
     assert_trained(tmp_path / "it", wanted)
@@ -590,7 +594,7 @@ def test_hosts_train_behind_mutual_tls(marked, wanted, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHON", sys.executable)
     with namespaces.Namespaces(3, "10.82.0") as hosts:
         known = "".join(f"{address} {name}\n" for address, name in zip(hosts.addresses, "abc"))
-        (tmp_path / "hosts").write_text(f"127.0.0.1 localhost\n{known}")
+        (tmp_path / "hosts").write_text("127.0.0.1 localhost\n")
 
         def run(*arguments):
             line = ["bash", ROOT / "examples/stunnel.sh"]
