@@ -8,6 +8,6 @@ COPY pipetrain pipetrain
 RUN pip install --no-cache-dir .
 COPY examples examples
 COPY experiments/data experiments/data
-RUN useradd --create-home train
-USER train
+RUN useradd --create-home --uid 1000 train
+USER 1000
 CMD ["pipetrain", "env"]
