@@ -167,7 +167,12 @@ def assert_same(found, wanted):
         networks.assert_equal(weights, known[step])
 
 
-@pytest.mark.parametrize("way", parameters.by_default([*WAYS, *SYNCHRONOUS], "spectrain", wide=[*WAYS, *SYNCHRONOUS]))
+# Those that differ in what is in flight; all others are slow tests.
+WIDE = ("spectrain, tied, adam", "spectrain, target", "spectrain, replicas", "spectrain, xla", "vanilla, words")
+WIDE += ("weight-stashing, recompute", "vertical-sync", "2bw, tied", "1f1b, replicas")
+
+
+@pytest.mark.parametrize("way", parameters.by_default([*WAYS, *SYNCHRONOUS], "spectrain", wide=WIDE))
 def test_weights_are_those_of_a_run_without_checkpoints(way, train, tmp_path):
     """Stopped in the first epoch, where some minibatches are in flight, and gone on with checkpoints at all steps."""
     settings = {**WAYS, **SYNCHRONOUS}[way]
@@ -183,7 +188,7 @@ def test_weights_are_those_of_a_run_without_checkpoints(way, train, tmp_path):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("way", ["spectrain", "2bw", "spectrain, tied"])
+@pytest.mark.parametrize("way", ["spectrain", "2bw"])
 def test_weights_are_the_same_however_many_checkpoints_there_are(way, train, tmp_path):
     whole = train(**WAYS[way])
     for every_steps in (1, 7, 100):
