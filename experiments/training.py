@@ -46,7 +46,9 @@ class Recorder(keras.callbacks.Callback):
             .map(as_read(shape))
             .prefetch(1)
         )
-        self._means = {0: 0.0}  # Keras' running mean of the loss after every so many steps
+        # Keras' running mean of the loss after every so many steps, and of how many steps it is: a run that goes on in
+        # other stages does not see all.
+        self._means, self._counts = {0: 0.0}, {0: 0}
         self._before_s = 0.0  # what training took before this session, when it was resumed
         self._latest: dict[str, float] = {}
         self.rows: list[dict[str, float]] = []
@@ -57,9 +59,10 @@ class Recorder(keras.callbacks.Callback):
         """The function of a ``Snapshots`` callback: validate the weights of this step."""
         result = model.evaluate(self._validation, verbose=0, return_dict=True)
         self._latest = {"val_loss": float(result["loss"]), "val_accuracy": float(result["accuracy"])}
-        every = self._settings.eval_every
-        before = step - every
-        train_loss = (step * self._means[step] - before * self._means[before]) / every
+        before = max(each for each in self._means if each < step)
+        counts, means = self._counts, self._means
+        train_loss = counts[step] * means[step] - counts[before] * means[before]
+        train_loss /= counts[step] - counts[before]
         self.rows.append({"step": step, "train_loss": train_loss, **self._latest})
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(self.rows[-1]) + "\n")
@@ -77,18 +80,20 @@ class Recorder(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Keep the loss and the time of this step."""
-        if (batch + 1) % self._settings.eval_every == 0:
-            self._means[batch + 1] = float(logs["loss"])
         self.seen_s.append(self._before_s + self.model.session.time.seconds)
+        if (batch + 1) % self._settings.eval_every == 0:
+            self._means[batch + 1], self._counts[batch + 1] = float(logs["loss"]), len(self.seen_s)
 
     def get_state(self) -> dict[str, Any]:
         """What a checkpoint keeps of the recorder."""
-        means = {str(step): mean for step, mean in self._means.items()}
-        return {"means": means, "latest": self._latest, "rows": self.rows, "seen_s": self.seen_s}
+        means, counts = ({str(step): each for step, each in of.items()} for of in (self._means, self._counts))
+        return {"means": means, "counts": counts, "latest": self._latest, "rows": self.rows, "seen_s": self.seen_s}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint: later rows of the history are forgotten."""
         self._means = {int(step): mean for step, mean in state["means"].items()}
+        counts = state.get("counts") or {step: step for step in self._means}  # an earlier version saw all steps
+        self._counts = {int(step): int(count) for step, count in counts.items()}
         self._latest, self.rows, self.seen_s = state["latest"], state["rows"], state["seen_s"]
         self._before_s = (self.seen_s[-1] if self.seen_s else 0.0) - self.model.session.time.seconds
         self._path.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")

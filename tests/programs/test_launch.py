@@ -594,7 +594,7 @@ def test_hosts_train_behind_mutual_tls(marked, wanted, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHON", sys.executable)
     with namespaces.Namespaces(3, "10.82.0") as hosts:
         known = "".join(f"{address} {name}\n" for address, name in zip(hosts.addresses, "abc"))
-        (tmp_path / "hosts").write_text("127.0.0.1 localhost\n")
+        (tmp_path / "hosts").write_text(f"127.0.0.1 localhost\n{known}")
 
         def run(*arguments):
             line = ["bash", ROOT / "examples/stunnel.sh"]

@@ -10,6 +10,7 @@ import json
 import shutil
 from pathlib import Path
 
+import inside
 import keras
 import networks
 import numpy as np
@@ -40,7 +41,9 @@ def model():
 
 
 @pytest.mark.wide
-def test_a_checkpoint_goes_on_to_the_weights_that_0_1_0_had(tmp_path):
+def test_a_checkpoint_goes_on_to_the_weights_that_0_1_0_had(tmp_path, monkeypatch):
+    """Which drained for each checkpoint, as a pipeline of threads does."""
+    inside.by_threads(monkeypatch)
     shutil.copytree(FILES / "checkpoints", tmp_path / "checkpoints")
     x = np.random.default_rng(0).normal(size=(96, 6)).astype("float32")
     y = (x[:, 0] > 0).astype("int32") + (x[:, 1] > 0)
