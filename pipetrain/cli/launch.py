@@ -141,7 +141,7 @@ def _check_script(options: argparse.Namespace) -> None:
     if not options.module and not os.access(path, os.R_OK):
         raise ValueError(f"This script may not be read. Received: {name!r}. Try another user, or chmod.")
     if not options.module and path.suffix == ".py":  # Python would find it only when the workers have started
-        compile(path.read_bytes(), name, "exec", dont_inherit=True)
+        compile(path.read_bytes(), os.path.abspath(name), "exec", dont_inherit=True)
     if options.module and (not name or name.startswith(".") or "/" in name or name.endswith(".py")):
         raise ValueError(f"-m takes a module's name. Received: -m {name!r}. Try a name such as my.training, or no -m.")
 
