@@ -17,7 +17,6 @@ from typing import Any
 import keras
 
 from pipetrain.checkpoint.directory_lock import DirectoryLock
-from pipetrain.checkpoint.nested import Unwritable
 from pipetrain.checkpoint.pace import Pace
 from pipetrain.checkpoint.state import Arrays, Position, array_of, as_arrays, not_finite, recall, remembered
 from pipetrain.checkpoint.store import Checkpoint, Store
@@ -79,7 +78,7 @@ class PipelineCheckpoint(keras.callbacks.Callback):
 
     It can also be resumed with another number of stages or another scheme; a message names the differences. What was in
     flight is then left out: the last stage goes on where it was, and the first ones lack up to as many updates as there
-    are stages.
+    are stages. Steps that the last stage had done, and whose results no callback had seen, no callback is shown.
 
     Some asynchronous pipelines are run by threads, and still drain for a checkpoint: those on GPUs, with layers that
     call Python, with ``SpecTrain(horizon="fitted")``, and under ``tf.config.experimental.enable_op_determinism``. Such
@@ -296,7 +295,7 @@ class PipelineCheckpoint(keras.callbacks.Callback):
             values, about = self._session.state()
             about |= {"position": self._position, "logs": self._logs, "ended": False, **known}
             about["callbacks"], more = remembered(self._session.callbacks)
-        except Unwritable as error:
+        except (OSError, TypeError, ValueError) as error:  # also of a callback's state that cannot be copied
             self._tell_of_failure(step, error)
             return
         self._writing = Writing(step, partial(self._write, step, {**values, **more}, about))

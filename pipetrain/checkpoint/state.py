@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -265,7 +266,10 @@ def numbered(arrays: Arrays, kind: str) -> list[np.ndarray]:
 
 
 def remembered(callbacks: list[Any]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """What callbacks know that decides on what they do later: in JSON, and lists of arrays."""
+    """What callbacks know that decides on what they do later: for JSON, and lists of arrays.
+
+    Later steps change nothing of it, although callbacks may give the very lists that they go on with.
+    """
     plain: dict[str, Any] = {}
     arrays: dict[str, np.ndarray] = {}
     for key, callback, name in _attributes(callbacks):
@@ -275,7 +279,7 @@ def remembered(callbacks: list[Any]) -> tuple[dict[str, Any], dict[str, np.ndarr
         else:
             plain[key] = float(value) if isinstance(value, np.generic) else value
     plain |= {key: each.get_state() for key, each in _named(callbacks) if hasattr(each, "get_state")}
-    return plain, arrays
+    return deepcopy(plain), arrays
 
 
 def recall(callbacks: list[Any], found: Checkpoint) -> None:

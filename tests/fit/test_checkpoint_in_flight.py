@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import inside
 import keras
@@ -208,6 +209,37 @@ def test_stopped_after_any_minibatch_a_run_goes_on_as_never_stopped(stops, train
     for each in stops:
         train(tmp_path / str(each), stop_after=each, **settings)
         assert_same(train(tmp_path / str(each), **settings), whole)
+
+
+class Counting(keras.callbacks.Callback):
+    """Gives checkpoints the very list that it goes on with."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.steps.append(batch)
+
+    def get_state(self):
+        return {"steps": self.steps}
+
+    def set_state(self, state):
+        self.steps = state["steps"]
+
+
+def test_what_callbacks_know_is_that_of_the_step_though_it_is_written_later(train, tmp_path, monkeypatch):
+    write = Store.write
+
+    def late(self, *given):
+        time.sleep(0.1)
+        return write(self, *given)
+
+    monkeypatch.setattr(Store, "write", late)
+    train(tmp_path, every_steps=7, calls_of=2, stop_after=30, callbacks=[Counting()])
+    found = Store(tmp_path, 3).newest()[0].about
+    (known,) = (each for each in found["callbacks"].values() if isinstance(each, dict) and "steps" in each)
+    assert len(known["steps"]) == found["updates"]
 
 
 @pytest.mark.wide
