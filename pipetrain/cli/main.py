@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import signal
 import sys
 import traceback
@@ -39,7 +40,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options, unknown = parser.parse_known_args(arguments)
     if unknown:  # which argparse would tell with the usage of no command
         own = commands.choices[options.command]
-        known = [name for name in own.format_usage().split() for name in [name.strip("[]")] if name.startswith("--")]
-        near = get_close_matches(unknown[0].partition("=")[0], known, 1)
+        near = get_close_matches(unknown[0].partition("=")[0], re.findall(r"--[\w-]+", own.format_usage()), 1)
         own.error(f"there is no {unknown[0]}" + "".join(f"; did you mean {each}?" for each in near))
     return options

@@ -71,7 +71,7 @@ def described(devices: Sequence[str], within_functions: bool = False) -> Cluster
 
 
 def described_for(model: keras.Model, devices: Sequence[str], memory_bytes: int | None) -> Cluster:
-    """The same with what each of them may hold to train this model; None stands for as much as it has.
+    """These devices as ``described``, with what each may hold to train this model; None stands for what it has.
 
     A processor has no limit. A GPU that has the model's own variables (see ``pipetrain.on_host``) has so much less for
     training. All devices count as the smallest of them.
