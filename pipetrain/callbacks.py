@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -18,7 +18,8 @@ import keras
 
 from pipetrain.checkpoint.directory_lock import DirectoryLock
 from pipetrain.checkpoint.pace import Pace
-from pipetrain.checkpoint.state import Arrays, Position, array_of, as_arrays, not_finite, recall, remembered
+from pipetrain.checkpoint.sharding import Sharding
+from pipetrain.checkpoint.state import Position, array_of, as_arrays, not_finite, recall, remembered
 from pipetrain.checkpoint.store import Checkpoint, Store
 from pipetrain.checkpoint.writer import Writing
 from pipetrain.compute.keras_private import count_of
@@ -182,6 +183,7 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         self._told_of_spoiled = False
         self._logs: dict[str, float] = {}
         self._pace, self._stood_s = Pace(self._failures_every_s), 0.0
+        self._sharding = Sharding(self._store.directory)
         found = self._newest(self.model.is_verbose)
         if found is not None:
             self._go_on_from(found)
@@ -304,10 +306,18 @@ class PipelineCheckpoint(keras.callbacks.Callback):
 
     def _write(self, step: int, values: dict[str, Any], about: dict[str, Any]) -> bool:
         """In a thread: write the file; whether that was to be done, because all weights are finite."""
-        arrays = as_arrays(values)
-        if self._spoiled(arrays):
+        written = self._sharding.write(step, values)
+        try:
+            arrays = as_arrays(written.left)
+            is_finite = not self._spoiled(not_finite(arrays) | written.not_finite)
+            if is_finite:
+                self._store.write(step, arrays, about, written.shards)
+        except BaseException:
+            self._sharding.discard(written.shards)
+            raise
+        if not is_finite:
+            self._sharding.discard(written.shards)
             return False
-        self._store.write(step, arrays, about)
         self._saved_at = step
         return True
 
@@ -318,6 +328,9 @@ class PipelineCheckpoint(keras.callbacks.Callback):
             return
         writing.ended(self._session.is_lost)  # what has to come from a lost worker never comes
         self._writing = None
+        if self._sharding.untold:
+            _say(self._sharding.untold, self.model.is_verbose)
+            self._sharding.untold = ""
         if writing.is_over and writing.error is not None:
             self._tell_of_failure(writing.step, writing.error)
         elif writing.is_over and not writing.is_written:
@@ -330,9 +343,9 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         problem = f"The checkpoint of step {step} could not be written ({reason}); {self._newest_is()}."
         _warn(problem, self.model.is_verbose)
 
-    def _spoiled(self, arrays: Arrays) -> bool:
-        """Whether something is not finite that was so when this ``fit`` began."""
-        return any(_number(name) not in self._never_finite for name in not_finite(arrays))
+    def _spoiled(self, names: Iterable[str]) -> bool:
+        """Whether one of these, which are not finite, was so when this ``fit`` began."""
+        return any(_number(name) not in self._never_finite for name in names)
 
     def _tell_of_spoiled(self, what: str) -> None:
         if not self._told_of_spoiled:
@@ -358,7 +371,7 @@ class PipelineCheckpoint(keras.callbacks.Callback):
             done += f", and nothing is left of {counted(epochs, 'epoch')}"
         elif position.step or position.epoch:
             done += f", {position.step} of them in epoch {position.epoch + 1}"
-        if self._spoiled(found.arrays):
+        if self._spoiled(not_finite(found.arrays)):
             problem = (
                 f"Weights in {found.path} are not finite. Try moving it elsewhere, to go on from the one before it."
             )

@@ -116,6 +116,7 @@ def stopped_and_never_stopped(
             saving = callbacks.PipelineCheckpoint(directory, every_steps=1)
             with contextlib.suppress(InterruptedError), contextlib.redirect_stdout(sys.stderr):
                 networks.fit(pm, x, y, batch_size=BATCH, epochs=2, callbacks=[saving, *stop])
+            assert [*Path(directory).glob("step-*-0of2.index")], "workers have not written themselves"
         assert saving.resumed_at == 3
     pairs = zip(never.get_weights(), pm.get_weights(), strict=True)
     return pm.get_weights(), {"different": sum(float((a != b).any()) for a, b in pairs)}

@@ -15,6 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from pipetrain.checkpoint.shards import FINITE, SERIALIZED
 from pipetrain.checkpoint.store import Checkpoint
 from pipetrain.compute import keras_private
 from pipetrain.compute.graph.inputs import beside
@@ -109,7 +110,6 @@ def _pass_over(epoch_iterator: Any, steps: Iterator[Any]) -> None:
 
 
 Arrays = dict[str, np.ndarray]
-SERIALIZED = (tf.variant, tf.string)
 
 
 class RunState(NamedTuple):
@@ -196,7 +196,7 @@ def assign(model: keras.Model, arrays: Arrays, slots: Iterable[Slot], shared: It
 
 def not_finite(arrays: Arrays) -> set[str]:
     """The names of weights, and of optimizers' slots, that have a NaN or an infinity."""
-    kept = {name: array for name, array in arrays.items() if name.startswith(("weight/", "slot/"))}
+    kept = {name: array for name, array in arrays.items() if name.startswith(FINITE)}
     return {name for name, array in kept.items() if array.dtype.kind == "f" and not np.isfinite(array).all()}
 
 

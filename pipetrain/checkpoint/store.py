@@ -8,14 +8,15 @@ import re
 import tempfile
 import uuid
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-READ_BYTES = 1 << 22  # at a time
+from pipetrain.checkpoint import shards
+from pipetrain.checkpoint.shards import Shard
 
 
 class Other(ValueError):
@@ -42,6 +43,8 @@ class Unreadable(NamedTuple):
 def unreadable(path: Path, step: int, error: Exception) -> Unreadable:
     """What an exception says of a file that it came from."""
     why = _refused(path)
+    if not why and isinstance(error, OSError) and error.filename is not None:  # one of its shards
+        why = f"{Path(str(error.filename)).name}: {error.strerror}"
     if why:
         return Unreadable(path, step, why, is_damaged=False, remedy="again when it can be read")
     if isinstance(error, Other | MemoryError) and _is_whole(path):
@@ -54,9 +57,7 @@ def unreadable(path: Path, step: int, error: Exception) -> Unreadable:
 def _refused(path: Path) -> str:
     """Why the system does not give the file's bytes; empty if it does."""
     try:
-        with path.open("rb") as file:
-            while file.read(READ_BYTES):
-                pass
+        shards.read_through(path)
     except OSError as error:
         return error.strerror or str(error)
     return ""
@@ -72,7 +73,7 @@ def _is_whole(path: Path) -> bool:
 
 
 ABOUT = "about"  # the array that holds everything but arrays, as JSON text
-FORMAT = 2  # 1 has nothing in flight, and is read too
+WHOLE, FORMAT = 2, 3  # of one file, and of one with shards; 1 has nothing in flight, and all are read
 NAME = re.compile(r"step-(\d{8,})\.npz")  # of what a store writes; what else begins so is the user's
 
 
@@ -87,6 +88,9 @@ class Checkpoint(NamedTuple):
 class Store:
     """A directory of files ``step-00000200.npz``, NumPy's archives, whose parts carry checksums.
 
+    A file may name shards, which workers have written before it into the same directory, ``step-00000200-...``. They
+    are removed with the last file that names them, and a checkpoint with a damaged one is damaged.
+
     A file is written under another name, flushed to the disk and then renamed: a process that is killed leaves the
     earlier ones as they were. Each says of which step and of which run it is, whatever its name, its date, or the
     directory that it was copied to. Copies under other names, such as ``step-best.npz``, are read if they are newer,
@@ -95,12 +99,15 @@ class Store:
     Args:
         directory: made if need be.
         keep: how many of the newest files to keep.
+
+    ``run`` names the run whose files are written: a new one, or that of the newest file that was read.
     """
 
     def __init__(self, directory: str | Path, keep: int) -> None:
         self.directory, self._keep = Path(directory), keep
-        self._run = uuid.uuid4().hex
+        self.run = uuid.uuid4().hex
         self._steps: dict[Path, int] = {}  # of the files of this run
+        self._shards: dict[Path, list[Shard]] = {}  # that those name
 
     def check(self) -> None:
         """Raise ValueError if nothing can be written there."""
@@ -114,10 +121,16 @@ class Store:
                 "Try another one."
             ) from error
 
-    def write(self, step: int, arrays: dict[str, np.ndarray], about: dict[str, Any]) -> Path:
-        """Write a checkpoint and remove those that are too many. Raises OSError; earlier ones are then as before."""
+    def write(
+        self, step: int, arrays: dict[str, np.ndarray], about: dict[str, Any], named: Sequence[Shard] = ()
+    ) -> Path:
+        """Write a checkpoint and remove those that are too many. Raises OSError; earlier ones are then as before.
+
+        ``named`` are its shards, which are there.
+        """
         self.directory.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"format": FORMAT, "run": self._run, "step": step, **about})
+        known = {"format": FORMAT, "shards": [each._asdict() for each in named]} if named else {"format": WHOLE}
+        text = json.dumps({**known, "run": self.run, "step": step, **about})
         parts: dict[str, Any] = {ABOUT: np.frombuffer(text.encode(), dtype=np.uint8), **arrays}
         path = self.directory / f"step-{step:08}.npz"
         part = self.directory / f".{path.name}.{os.getpid()}.part"
@@ -133,11 +146,24 @@ class Store:
             raise
         _flush(self.directory)
         self._steps[path] = step
+        gone = self._shards.pop(path, [])  # of a file of this step that there was before
+        self._shards[path] = list(named)
         for old in self._in_order()[: -self._keep]:
             with suppress(OSError):
                 old.unlink(missing_ok=True)
             del self._steps[old]
+            gone += self._shards.pop(old, [])
+        self._remove(gone)
         return path
+
+    def _remove(self, gone: Sequence[Shard]) -> None:
+        """Remove these shards, unless a copy of a file that has been removed names them."""
+        if gone:  # else other files need not be read
+            with suppress(ValueError):  # the directory cannot be listed
+                used = _names_in(path for path in self.paths() if path not in self._steps)
+                for each in gone:
+                    if each.name not in used:
+                        shards.remove(self.directory / each.name)
 
     def paths(self) -> list[Path]:
         """Whatever looks like a checkpoint, by name. Raises ValueError if the directory cannot be read."""
@@ -173,7 +199,7 @@ class Store:
         found = None
         for entry in reversed(whole):
             try:
-                found = _read(entry.path)
+                found = read(entry.path)
                 break
             except Exception as error:
                 bad.append(unreadable(entry.path, _numbered(entry.path), error))
@@ -181,19 +207,28 @@ class Store:
         newer = [each for each in bad if found is None or each.step >= step]
         self._check(newer, found)
         if found is not None:
-            self._run = found.about.get("run", self._run)
+            self.run = found.about.get("run", self.run)
             for each in newer:  # or they would come first for ever
                 with suppress(OSError):
                     each.path.replace(each.path.with_suffix(".damaged"))
         gone = {each.path for each in bad}
-        self._steps = {each.path: each.step for each in whole if each.is_named and each.path not in gone}
+        mine = [each for each in whole if each.is_named and each.path not in gone]
+        self._steps, self._shards = {each.path: each.step for each in mine}, {each.path: each.shards for each in mine}
         return found, [f"{each.path.name} is damaged ({each.why})" for each in newer]
 
     def sweep(self) -> None:
         """Remove what processes that were killed left half written; for the only one that writes there."""
-        for part in self.directory.glob(".step-*.part"):
-            with suppress(OSError):
-                part.unlink()
+        for pattern in (".step-*.part", ".probe-*"):
+            for part in self.directory.glob(pattern):
+                with suppress(OSError):
+                    part.unlink()
+        names = {each.partition(".")[0] for each in os.listdir(self.directory)}
+        found = [match for each in names if (match := shards.NAME.fullmatch(each))]
+        used = _names_in(self.paths()) if found else set()
+        for name, of in ((each[0], each[1]) for each in found):
+            files = [self.directory / f"{of}{ending}" for ending in (".npz", ".damaged")]
+            if name not in used and not any(map(os.path.lexists, files)):  # a file that cannot be read may name it
+                shards.remove(self.directory / name)
 
     def _in_order(self) -> list[Path]:
         return sorted(self._steps, key=lambda path: self._steps[path])
@@ -204,7 +239,8 @@ class Store:
         for path in filter(os.path.lexists, self.paths()):  # or whoever wrote it has removed it
             try:
                 about = _about(path)
-                whole.append(_Entry(about["step"], _numbered(path) == about["step"], path, about.get("run")))
+                is_named, named = _numbered(path) == about["step"], shards.shards_of(about)
+                whole.append(_Entry(about["step"], is_named, path, about.get("run"), named))
             except Exception as error:  # of many kinds: what is wrong may be any byte
                 bad.append(unreadable(path, _numbered(path), error))
         return sorted(whole), bad
@@ -233,6 +269,16 @@ class _Entry(NamedTuple):
     is_named: bool
     path: Path
     run: str | None
+    shards: list[Shard]
+
+
+def _names_in(paths: Iterable[Path]) -> set[str]:
+    """The shards that these files name, as far as they can be read."""
+    found = set()
+    for path in paths:
+        with suppress(Exception):  # of many kinds: what is wrong may be any byte
+            found |= {each.name for each in shards.shards_of(_about(path))}
+    return found
 
 
 def steps_done(directory: Path) -> int | None:
@@ -257,10 +303,13 @@ def _about(path: Path) -> dict[str, Any]:
         return _checked(archive)
 
 
-def _read(path: Path) -> Checkpoint:
+def read(path: Path) -> Checkpoint:
+    """A checkpoint with the arrays of its shards. Raises whatever is wrong with it."""
     with np.load(path, allow_pickle=False) as archive:
         about = _checked(archive)
         arrays = {name: archive[name] for name in archive.files if name != ABOUT}  # reading compares the checksums
+    for each in shards.shards_of(about):
+        arrays |= shards.read(path.with_name(each.name), each)
     return Checkpoint(path, arrays, about)
 
 

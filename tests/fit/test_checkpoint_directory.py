@@ -115,7 +115,7 @@ WHOLE = {
     dangling: "No such file or directory",
     loop: "Too many levels of symbolic links",
     directory: "Is a directory",
-    newer: "it has format 3, of a newer version of pipetrain; this one reads 2",
+    newer: "it has format 4, of a newer version of pipetrain; this one reads 3",
     foreign: "it is no checkpoint of pipetrain",
     closed: "Permission denied",
 }
