@@ -18,8 +18,9 @@ import keras
 
 from pipetrain.checkpoint.directory_lock import DirectoryLock
 from pipetrain.checkpoint.pace import Pace
+from pipetrain.checkpoint.replication import Replication
 from pipetrain.checkpoint.sharding import Sharding
-from pipetrain.checkpoint.state import Position, array_of, as_arrays, not_finite, recall, remembered
+from pipetrain.checkpoint.state import Position, RunState, array_of, as_arrays, not_finite, recall, remembered
 from pipetrain.checkpoint.store import Checkpoint, Store
 from pipetrain.checkpoint.writer import Writing
 from pipetrain.compute.keras_private import count_of
@@ -30,6 +31,7 @@ from pipetrain.schemes.arguments import checked_count
 
 _logger = logging.getLogger(__name__)
 AUTO, STEPS = "auto", 100
+MEMORY = "memory"
 LEFT_OUT = " What was in flight is left out: the first stages lack the updates that it would have made."
 
 
@@ -107,6 +109,9 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         resume: whether to resume from the newest one; if False, there must be none.
         failures_every_s: the mean time between failures in seconds, if it is known: with ``every_steps="auto"``
             checkpoints are then made at Young's interval, ``sqrt(2 * cost of one * failures_every_s)``.
+        replicate: "memory" for the state after every call of functions in the memory of workers' hosts, of each worker
+            on its own host and on another one: a run that has lost a host then repeats at most one call. None for
+            checkpoints on the disk alone.
 
     Raises:
         ValueError: at the start of ``fit``: the checkpoints are another model's or several runs', or the newest cannot
@@ -121,6 +126,7 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         keep: int = 3,
         resume: bool = True,
         failures_every_s: float | None = None,
+        replicate: str | None = None,
     ) -> None:
         super().__init__()
         self._by_cost = every_steps == AUTO
@@ -130,6 +136,7 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         )
         self._failures_every_s = self._checked_failures(failures_every_s)
         self._resume = resume
+        self._replicate = _checked_replicate(replicate)
         kept = checked_count("keep", keep, "The newest checkpoints are kept, one at least", 3)
         self._store = Store(Path(directory).absolute(), kept)
         self._lock = DirectoryLock(self._store.directory, "directory")
@@ -184,13 +191,21 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         self._logs: dict[str, float] = {}
         self._pace, self._stood_s = Pace(self._failures_every_s), 0.0
         self._sharding = Sharding(self._store.directory)
-        found = self._newest(self.model.is_verbose)
+        found = on_disk = self._newest(self.model.is_verbose)
+        self._begin_replicating()
+        if self._replication is not None:
+            found = self._replication.newer(found)
         if found is not None:
             self._go_on_from(found)
+        if found is on_disk:
+            self._on_disk = self._saved_at
+        else:
+            self._on_disk = -1 if on_disk is None else on_disk.about["updates"]
         self._updates = int(count_of(self.model.optimizer).numpy())
         self._session.drains_after, self._session.at_end = self._drains_after, self._at_end
         self._listen()
         self._session.exits.callback(self._end_writing)
+        self._session.exits.callback(self._end_replicating)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """The first epoch goes on where the checkpoint was made."""
@@ -217,6 +232,8 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         self._logs = {key: float(value) for key, value in (logs or {}).items()}
         self._finite = math.isfinite(self._logs.get("loss", 0.0))
         self._due = self._finite and self._session.has_state and self._is_time()
+        if self._replication is not None:
+            self._replica_is_due = self._finite and self._updates >= self._replication.due_at
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """The next epoch begins with the first minibatch, unless this one was stopped within."""
@@ -235,13 +252,14 @@ class PipelineCheckpoint(keras.callbacks.Callback):
             whole = self.params["steps"] is not None and step >= self.params["steps"]  # None: nobody knows
             self._position = Position(epoch + 1, 0) if whole else Position(epoch, step)
         known = {} if self._position.step else {"epoch_rate": self._session.about()["learning_rate"]}
-        trained = self._resumed is None or updates > self._resumed.about["updates"]
-        self._updates, self._due = updates, self._finite and trained
+        trained = updates > self._on_disk
+        self._updates, self._due, self._replica_is_due = updates, self._finite and trained, False
         ended = any(getattr(each, "stopped_epoch", 0) for each in self._session.callbacks)
         self._save_if_due(ended=ended, **known)
         self._end_writing()
         if trained and not self._finite:
             self._tell_of_spoiled("The loss is not finite")
+        self._forget_replicas()
         self._is_over = True
         self._obey()  # where nothing was due: a run that had nothing left to do, or a loss that is not finite
 
@@ -287,6 +305,7 @@ class PipelineCheckpoint(keras.callbacks.Callback):
             self._due = False
             self._save(known)
             self._obey()
+        self._replicate_if_due()
 
     def _save(self, known: dict[str, Any]) -> None:
         """Make a checkpoint, which a thread writes; ``known`` is what of its facts is otherwise than the model says."""
@@ -294,15 +313,20 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         begun_s, step = time.perf_counter(), self._updates
         self._pace.begun()
         try:
-            values, about = self._session.state()
-            about |= {"position": self._position, "logs": self._logs, "ended": False, **known}
-            about["callbacks"], more = remembered(self._session.callbacks)
+            values, about = self._state(known)
         except (OSError, TypeError, ValueError) as error:  # also of a callback's state that cannot be copied
             self._tell_of_failure(step, error)
             return
-        self._writing = Writing(step, partial(self._write, step, {**values, **more}, about))
+        self._writing = Writing(step, partial(self._write, step, values, about))
         self._writing.start()
         self._stood_s = time.perf_counter() - begun_s
+
+    def _state(self, known: dict[str, Any]) -> RunState:
+        """All that a run needs to go on from the step at hand."""
+        values, about = self._session.state()
+        about |= {"position": self._position, "logs": self._logs, "ended": False, **known}
+        about["callbacks"], more = remembered(self._session.callbacks)
+        return RunState({**values, **more}, about)
 
     def _write(self, step: int, values: dict[str, Any], about: dict[str, Any]) -> bool:
         """In a thread: write the file; whether that was to be done, because all weights are finite."""
@@ -318,8 +342,66 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         if not is_finite:
             self._sharding.discard(written.shards)
             return False
-        self._saved_at = step
+        self._saved_at = self._on_disk = step
+        if (replication := self._replication) is not None:
+            replication.outdated(step)
         return True
+
+    def _begin_replicating(self) -> None:
+        self._replication = None if self._replicate is None else Replication(self._store)
+        self._replicating: Writing | None = None
+        self._replica_is_due = self._told_of_replicas = False
+
+    def _replicate_if_due(self) -> None:
+        """Let the state of the step at hand go to the memory of hosts, while training goes on."""
+        replication = self._replication
+        if replication is None or not self._replica_is_due:
+            return
+        self._replica_is_due = False
+        if self._session.drains:
+            raise ValueError(
+                "What is in flight in this pipeline is known to its threads alone, and cannot be replicated while it "
+                f"trains. Received: replicate={MEMORY!r}, scheme={self.model.scheme!r} run by threads "
+                "(docs/guide/checkpoints.md says when). Try replicate=None."
+            )
+        self._end_replicating()
+        try:
+            values, about = self._state({})
+        except (OSError, TypeError, ValueError) as error:
+            self._tell_of_replicas(self._updates, error)
+            return
+        replication.taken(self._updates, about)
+        self._replicating = Writing(self._updates, partial(self._enlist, replication, self._updates, values, about))
+        self._replicating.start()
+
+    def _enlist(self, replication: Replication, step: int, values: dict[str, Any], about: dict[str, Any]) -> bool:
+        """In a thread: write the state into memory; whether that was to be done, because all weights are finite."""
+        replica = replication.write(step, values, about)
+        if self._spoiled(replica.not_finite):
+            return False
+        replication.enlist(replica, self._on_disk)
+        return True
+
+    def _end_replicating(self) -> None:
+        """Wait until the newest state is in the memory of hosts."""
+        writing, self._replicating = self._replicating, None
+        if writing is not None:
+            writing.ended(self._session.is_lost)
+            if writing.is_over and writing.error is not None and not self._session.is_lost():
+                self._tell_of_replicas(writing.step, writing.error)
+
+    def _tell_of_replicas(self, step: int, error: Exception) -> None:
+        if not self._told_of_replicas:
+            self._told_of_replicas = True
+            reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
+            _warn(f"The state of step {step} is not in the memory of hosts ({reason}).", self.model.is_verbose)
+
+    def _forget_replicas(self) -> None:
+        """The disk has all that hosts have in memory."""
+        self._end_replicating()
+        replication, self._replication = self._replication, None
+        if replication is not None and self._on_disk >= self._updates:
+            replication.end()
 
     def _end_writing(self) -> None:
         """Wait until the checkpoint that is written is there, and say what came of it, if it did not."""
@@ -404,6 +486,7 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         if self._signal is None:
             return
         self._end_writing()
+        self._forget_replicas()
         number, self._signal = self._signal, None
         name = signal.Signals(number).name
         kept = (
@@ -414,6 +497,15 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + number)
+
+
+def _checked_replicate(replicate: Any) -> str | None:
+    if replicate not in (None, MEMORY):
+        raise ValueError(
+            "The state of a run is replicated in the memory of workers' hosts, or not at all. Received: "
+            f"replicate={replicate!r}. Try 'memory', or None."
+        )
+    return None if replicate is None else MEMORY
 
 
 def _session(callback: keras.callbacks.Callback) -> FitSession:

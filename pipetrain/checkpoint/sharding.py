@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -15,6 +16,8 @@ import tensorflow as tf
 from pipetrain.checkpoint.shards import Part, Shard, ShardWriter, flushed, names_of, remove
 from pipetrain.cluster.connection import worker_of
 from pipetrain.compute.cores import is_remote
+
+ANSWERS_S = 2.0  # in which what a worker has written is to be seen here
 
 
 class Sharded(NamedTuple):
@@ -118,7 +121,13 @@ def _answers(device: str, asked: Path, answer: Path, token: str) -> bool:
             if tf.io.read_file(str(asked)).numpy() != token.encode():
                 return False
             tf.io.write_file(str(answer), token[::-1])
-        return answer.read_text(encoding="ascii") == token[::-1]
+        until_s = time.monotonic() + ANSWERS_S
+        while time.monotonic() < until_s:  # the call need not have ended, and files may come to others a little later
+            with suppress(FileNotFoundError):
+                if answer.read_text(encoding="ascii") == token[::-1]:
+                    return True
+            time.sleep(0.02)
+        return False
     except (tf.errors.OpError, OSError, UnicodeError):
         return False
     finally:

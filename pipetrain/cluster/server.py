@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from pipetrain.cluster import host_memory
 from pipetrain.cluster.hosts import is_loopback, split, with_port
 from pipetrain.cluster.sockets import watch_workers
 from pipetrain.logs import quiet_stderr
@@ -111,6 +112,7 @@ def serve(serving: Serving) -> None:
     watch_workers(split(address)[1])
     begun.set()
     _wait(stop, serving)
+    host_memory.sweep()
     # TensorFlow's server cannot be stopped, and interpreter and server may wait for each other at the end.
     with contextlib.suppress(OSError):  # whoever read standard output may have gone
         sys.stdout.flush()
@@ -146,6 +148,8 @@ def _start(serving: Serving) -> str:
                 "Try an address of this machine, within a network that you trust."
             ) from error
     about = {"tensorflow": tf.__version__, "host": _host(), "cores": cores()}
+    if (memory := host_memory.folder()) is not None:
+        about["memory"] = str(memory)
     tf.io.gfile.makedirs(os.path.dirname(ABOUT))
     goes_on = {GOES_ON: ""} if serving.attended is None or serving.gone_s > GONE_S else {}
     for name, text in {ABOUT: json.dumps(about), OWNER: serving.job, **goes_on}.items():
@@ -290,6 +294,7 @@ def _wait(stop: threading.Event, serving: Serving) -> None:
     waits, says = serving.waits, serving.announce is None
     last, since_s, is_joined = "", time.monotonic(), False
     while not stop.wait(1.0):
+        host_memory.sweep()
         passed_s = time.monotonic() - since_s
         if tf.io.gfile.exists(END):
             _say("The controller has ended: the worker ends.", says)
