@@ -393,7 +393,7 @@ class PipelineCheckpoint(keras.callbacks.Callback):
     def _tell_of_replicas(self, step: int, error: Exception) -> None:
         if not self._told_of_replicas:
             self._told_of_replicas = True
-            reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
+            reason = getattr(error, "strerror", None) or str(error)
             _warn(f"The state of step {step} is not in the memory of hosts ({reason}).", self.model.is_verbose)
 
     def _forget_replicas(self) -> None:

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from pipetrain.checkpoint import store as stores
 from pipetrain.checkpoint.sharding import by_worker, processor_of
-from pipetrain.checkpoint.shards import INDEX, Damaged, Part, Shard, ShardWriter, check_index, restored
+from pipetrain.checkpoint.shards import INDEX, Damaged, Part, Shard, ShardWriter, check_index, reason, restored
 from pipetrain.checkpoint.state import Arrays, as_arrays, not_finite
 from pipetrain.checkpoint.store import Checkpoint, Store
 from pipetrain.cluster import host_memory
@@ -115,14 +115,17 @@ class Replication:
         self.due_at = step + max(1, (known.get("in_flight") or {}).get("ahead", 0))
 
     def write(self, step: int, values: Mapping[str, Any], known: Mapping[str, Any]) -> Replica:
-        """Write the state of a step into hosts' memory, but for its list. Raises tf.errors.OpError."""
+        """Write the state of a step into hosts' memory, but for its list. Raises OSError."""
         generation, mine = (self._generation + 1) % KEPT, by_worker(values)
         parts, names = [], []
         for n, (device, tensors) in enumerate(mine.items()):
             names.append(f"{generation}-{n}of{len(mine)}")
             for place, (host, writer) in zip(PLACES, self._homes(device), strict=True):
                 parts.append(Part(writer, self._prefix(host, names[-1], place), tensors))
-        written = self._writer.write(parts) if parts else []
+        try:
+            written = self._writer.write(parts) if parts else []
+        except tf.errors.OpError as error:
+            raise OSError(reason(error)) from error
         replicas = [
             Shard(name, zlib.crc32(each.index_file), 0, each.tensors)._asdict()
             for name, each in zip(names, written[:: len(PLACES)], strict=True)

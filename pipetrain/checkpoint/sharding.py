@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from pipetrain.checkpoint.shards import Part, Shard, ShardWriter, flushed, names_of, remove
+from pipetrain.checkpoint.shards import Part, Shard, ShardWriter, flushed, names_of, reason, remove
 from pipetrain.cluster.connection import worker_of
 from pipetrain.compute.cores import is_remote
 
@@ -60,7 +60,7 @@ class Sharding:
             for part in parts:
                 remove(Path(part.prefix))
             if isinstance(error, tf.errors.OpError):
-                raise OSError(f"a worker cannot write its shard: {error.message.splitlines()[0]}") from error
+                raise OSError(f"a worker cannot write its shard: {reason(error)}") from error
             raise
         left = {name: each for name, each in values.items() if name not in theirs}
         return Sharded(shards, left, {name for each in written for name in each.not_finite})

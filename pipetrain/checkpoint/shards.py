@@ -24,6 +24,7 @@ INDEX, DATA = ".index", ".data-00000-of-00001"  # of TensorFlow's, which has one
 NAME = re.compile(r"(step-\d{8,})-[0-9a-f]{8}-\d+of\d+")  # of a shard, after that of the file that names it
 READ_BYTES = 1 << 22  # at a time
 SERIALIZED = (tf.variant, tf.string)  # which are kept as the bytes that TensorFlow makes of them
+NO_REASON = "Graph execution error", "Detected at node", "<stack traces"  # how lines begin that say where it was
 FINITE = ("weight/", "slot/")  # how the names begin of tensors whose values are to be finite
 
 
@@ -82,11 +83,10 @@ class ShardWriter:
 
     def write(self, parts: Sequence[Part]) -> list[Written]:
         """Write them; returns when all are there. Raises tf.errors.OpError for what a worker cannot write."""
-        names = [[*each.values] for each in parts]
-        looked_at = tuple(tuple(name.startswith(FINITE) for name in each) for each in names)
-        devices, prefixes = tuple(each.device for each in parts), [tf.constant(each.prefix) for each in parts]
-        values = [[*each.values.values()] for each in parts]
-        made = self._write(devices, looked_at, prefixes, [tf.constant(each) for each in names], values)
+        devices, names = tuple(each.device for each in parts), tuple(tuple(each.values) for each in parts)
+        made = self._write(
+            devices, names, [_there(each) for each in parts], [[*each.values.values()] for each in parts]
+        )
         written = []
         for part, (index, finite) in zip(parts, made, strict=True):
             kinds = {name: _kind(each).name for name, each in part.values.items()}
@@ -95,18 +95,26 @@ class ShardWriter:
         return written
 
 
-def _written(devices: Any, looked_at: Any, prefixes: Any, names: Any, values: Any) -> Any:
+def _there(part: Part) -> tf.Tensor:
+    """Where a shard goes, on its writer: of a function over several processes, workers cannot fetch anything here."""
+    with tf.device(part.device):
+        return tf.constant(part.prefix)
+
+
+def _written(devices: Any, names: Any, prefixes: Any, values: Any) -> Any:
     """The body of a function over all workers: gives of each shard its index, and which tensors are finite."""
     results = []
-    for device, looked, prefix, mine, tensors in zip(devices, looked_at, prefixes, names, values, strict=True):
+    for device, mine, prefix, tensors in zip(devices, names, prefixes, values, strict=True):
         with tf.device(device):
             kept = [_as_array(each) for each in tensors]
             saved = tf.raw_ops.SaveV2(
-                prefix=prefix, tensor_names=mine, shape_and_slices=tf.fill(tf.shape(mine), ""), tensors=kept
+                prefix=prefix, tensor_names=list(mine), shape_and_slices=[""] * len(mine), tensors=kept
             )
             finite = [
-                tf.reduce_all(tf.math.is_finite(each)) if is_looked_at and each.dtype.is_floating else tf.constant(True)
-                for is_looked_at, each in zip(looked, kept, strict=True)
+                tf.reduce_all(tf.math.is_finite(each))
+                if name.startswith(FINITE) and each.dtype.is_floating
+                else tf.constant(True)
+                for name, each in zip(mine, kept, strict=True)
             ]
             with tf.control_dependencies([saved]):
                 index = tf.io.read_file(prefix + INDEX)
@@ -139,7 +147,7 @@ def read(prefix: Path, shard: Shard) -> dict[str, np.ndarray]:
             return restored(name, shard)
     except tf.errors.OpError as error:
         read_through(prefix.with_name(prefix.name + DATA))
-        raise Damaged(f"{shard.name + DATA}: {_reason(error)}") from error
+        raise Damaged(f"{shard.name + DATA}: {reason(error)}") from error
 
 
 def restored(prefix: str, shard: Shard) -> dict[str, np.ndarray]:
@@ -187,9 +195,10 @@ def read_through(path: Path) -> None:
             pass
 
 
-def _reason(error: tf.errors.OpError) -> str:
+def reason(error: tf.errors.OpError) -> str:
     """What TensorFlow says, without where in its own functions it happened."""
-    return str(error.message).rpartition("}} ")[2].split("\n")[0].partition(" [Op:")[0]
+    lines = [each for each in str(error.message).rpartition("}} ")[2].split("\n") if not each.startswith(NO_REASON)]
+    return next(filter(None, lines), type(error).__name__).partition(" [Op:")[0]
 
 
 def names_of(step: int, count: int) -> list[str]:
