@@ -18,7 +18,7 @@ import keras
 
 from pipetrain.checkpoint.directory_lock import DirectoryLock
 from pipetrain.checkpoint.pace import Pace
-from pipetrain.checkpoint.replication import Replication
+from pipetrain.checkpoint.replication import Replication, way_in_memory
 from pipetrain.checkpoint.sharding import Sharding
 from pipetrain.checkpoint.state import Position, RunState, array_of, as_arrays, not_finite, recall, remembered
 from pipetrain.checkpoint.store import Checkpoint, Store
@@ -176,6 +176,8 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         ``verbose``: whether a line may say which checkpoints are damaged, in place of a warning.
         """
         found = self._newest(verbose) if self._resume else None
+        if found is None and self._resume and self._replicate is not None:
+            return way_in_memory(self._store)
         return found.about.get("way") if found else None
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -232,7 +234,7 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         self._logs = {key: float(value) for key, value in (logs or {}).items()}
         self._finite = math.isfinite(self._logs.get("loss", 0.0))
         self._due = self._finite and self._session.has_state and self._is_time()
-        if self._replication is not None:
+        if self._replication is not None and self._replication.has_neighbours:
             self._replica_is_due = self._finite and self._updates >= self._replication.due_at
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -351,6 +353,8 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         self._replication = None if self._replicate is None else Replication(self._store)
         self._replicating: Writing | None = None
         self._replica_is_due = self._told_of_replicas = False
+        if self._replication is not None and not self._replication.has_neighbours:
+            _say("One host is left: what it holds is no longer replicated.", self.model.is_verbose)
 
     def _replicate_if_due(self) -> None:
         """Let the state of the step at hand go to the memory of hosts, while training goes on."""

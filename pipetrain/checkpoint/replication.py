@@ -53,23 +53,31 @@ class Replication:
     Args:
         disk: the run's checkpoints, in whose directory a file names the folder in memory.
 
-    ``due_at`` is the number of updates from which the devices hold what the last state has not.
+    ``due_at`` is the number of updates from which the devices hold what the last state has not. ``has_neighbours``:
+    whether there are two hosts; a run that has lost all but one still goes on from what that one has.
 
     Raises:
-        ValueError: for workers of fewer than two hosts, and for hosts without such memory.
+        ValueError: for workers of fewer than two hosts, where none has anything yet, and for hosts without such memory.
     """
 
     def __init__(self, disk: Store) -> None:
         self._disk, self._writer = disk, ShardWriter()
-        self._hosts = _hosts()
-        own = host_memory.folder()
+        self._hosts, own = _hosts(), host_memory.folder()
+        self.has_neighbours = len(self._hosts) >= len(PLACES)
         if own is None:
             raise ValueError(
                 f"What the program holds is kept in {host_memory.MEMORY}, where only its user can read. Received: "
                 "replicate='memory', where there is no such folder. Try replicate=None."
             )
+        if not self.has_neighbours and _noted(disk) is None:
+            count = sum(len(each.devices) for each in self._hosts)
+            where = f"{count} workers on one machine" if count else "one process, without workers"
+            raise ValueError(
+                "The state of a host is kept in the memory of another one. Received: replicate='memory', "
+                f"{where}. Try replicate=None, or workers on two hosts (pipetrain.connect)."
+            )
         host_memory.sweep()
-        self._name = self._noted()
+        self._name = _noted(disk) or self._note()
         self._lists = Store(own / self._name, KEPT)
         self._generation = self.due_at = 0
 
@@ -165,18 +173,35 @@ class Replication:
         own, other = self._hosts[at], self._hosts[(at + 1) % len(self._hosts)]
         return [(own, device), (other, other.devices[own.devices.index(device) % len(other.devices)])]
 
-    def _noted(self) -> str:
-        """The folder's name, of a run in this very directory, or a new one: a copy of a directory has its own."""
-        path, here = self._disk.directory / NOTE, str(self._disk.directory.resolve())
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            noted = json.loads(path.read_text(encoding="utf-8"))
-            if noted["directory"] == here and uuid.UUID(noted["folder"]).hex == noted["folder"]:
-                return str(noted["folder"])
-        name = uuid.uuid4().hex
+    def _note(self) -> str:
+        """A new folder's name, which is noted beside the checkpoints."""
+        name, path = uuid.uuid4().hex, self._disk.directory / NOTE
         part = path.with_name(f".{NOTE}.{os.getpid()}.part")
-        part.write_text(json.dumps({"directory": here, "folder": name}), encoding="utf-8")
+        part.write_text(json.dumps({"directory": _place(self._disk), "folder": name}), encoding="utf-8")
         part.replace(path)
         return name
+
+
+def _noted(disk: Store) -> str | None:
+    """The folder's name, of a run in this very directory: a copy of a directory has none."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        noted = json.loads((disk.directory / NOTE).read_text(encoding="utf-8"))
+        if noted["directory"] == _place(disk) and uuid.UUID(noted["folder"]).hex == noted["folder"]:
+            return str(noted["folder"])
+    return None
+
+
+def _place(disk: Store) -> str:
+    return str(disk.directory.resolve())
+
+
+def way_in_memory(disk: Store) -> dict[str, Any] | None:
+    """The way to train of a run that has nothing on the disk yet, by what this host has in memory."""
+    own, name = host_memory.folder(), _noted(disk)
+    for path in reversed(Store(own / name, KEPT).paths() if own and name else []):
+        with suppress(Exception):  # of many kinds: what is wrong may be any byte
+            return dict(stores.read(path).about["way"])
+    return None
 
 
 def _newer_ones(lists: Sequence[Checkpoint], found: Checkpoint | None) -> list[Checkpoint]:
@@ -191,7 +216,7 @@ def _newer_ones(lists: Sequence[Checkpoint], found: Checkpoint | None) -> list[C
 
 
 def _hosts() -> list[Host]:
-    """Those of the workers that are joined, in their order. Raises ValueError where a state cannot be kept so."""
+    """Those of the workers that are joined, in their order. Raises ValueError for one that has no memory."""
     found: dict[str, Host] = {}
     devices = {task: processor_of(each) for each in remote_devices() if (task := task_of(each)) is not None}
     for task, device in sorted(devices.items()):
@@ -203,10 +228,4 @@ def _hosts() -> list[Host]:
                 "python -m pipetrain worker of this version there, or replicate=None."
             )
         found.setdefault(known["host"], Host([], known["memory"])).devices.append(device)
-    if len(found) < len(PLACES):
-        where = f"{len(devices)} workers on one machine" if devices else "one process, without workers"
-        raise ValueError(
-            "The state of a host is kept in the memory of another one. Received: replicate='memory', "
-            f"{where}. Try replicate=None, or workers on two hosts (pipetrain.connect)."
-        )
     return [*found.values()]

@@ -70,6 +70,29 @@ def test_what_a_lost_host_held_comes_from_its_neighbour(scheme, stop_after, host
     networks.assert_equal(pm.get_weights(), whole.get_weights())
 
 
+def test_the_host_that_is_left_has_what_is_needed(hosts, tmp_path, monkeypatch):
+    """Though it can no longer be replicated itself."""
+    whole, _ = run(None, every_steps=None, scheme="1f1b")
+    fit(tmp_path / "checkpoints", 9, scheme="1f1b")
+    clear(hosts[0])
+    left = [Host([f"{L}2"], str(hosts[1]))]
+    monkeypatch.setattr(replication, "_hosts", lambda: left)
+    pm, saving = fit(tmp_path / "checkpoints", scheme="1f1b")
+    assert saving.resumed_at >= 7
+    networks.assert_equal(pm.get_weights(), whole.get_weights())
+    assert not [*host_memory.folder().iterdir()]
+
+
+def test_the_way_of_a_run_is_known_from_memory(hosts, tmp_path):
+    fit(tmp_path / "checkpoints", 3, scheme="1f1b")
+    about = {"way": {"scheme": "gpipe"}, "step": 9}
+    (folder,) = host_memory.folder().iterdir()
+    Store(folder, 2).write(9, {}, about)
+    saving = PipelineCheckpoint(tmp_path / "checkpoints", replicate="memory")
+    assert saving.way_of_run() == {"scheme": "gpipe"}
+    assert PipelineCheckpoint(tmp_path / "checkpoints").way_of_run() is None
+
+
 def test_both_hosts_lost(hosts, tmp_path):
     """The run goes on from the disk."""
     whole, _ = run(None, every_steps=None, scheme="spectrain")
@@ -167,12 +190,12 @@ def test_where_it_cannot_be_it_is_refused(tmp_path):
         ([{"host": "a", "memory": "/m"}, {"host": "b"}], "b:1 without it"),
     ],
 )
-def test_workers_that_cannot_serve_are_named(known, says, monkeypatch):
+def test_workers_that_cannot_serve_are_named(known, says, monkeypatch, tmp_path):
     monkeypatch.setattr(replication, "remote_devices", lambda: [f"/job:worker/task:{n}/device:CPU:0" for n in range(2)])
     monkeypatch.setattr(replication, "about", lambda task: known[task])
     monkeypatch.setattr(replication, "worker_of", lambda device: "b:1")
     with pytest.raises(ValueError, match=rf"Received: replicate='memory', .*{says}.*Try .*replicate=None"):
-        replication._hosts()
+        Replication(Store(tmp_path, 3))
 
 
 def test_neighbours(monkeypatch):
