@@ -97,6 +97,7 @@ class PipelineCheckpoint(keras.callbacks.Callback):
     one before it, and that is reported. Weights, or slots, that have become NaN or infinite replace no checkpoint.
     Reports are lines on standard output; with ``verbose=0`` those of something wrong are warnings, and the others are
     left out.
+    Workers that share the directory write their own tensors there, each its shard beside the file that names it.
     While ``fit`` runs no other program can write to the directory. Files say of which run and step they are: copies of
     them under other names are not removed, and the whole directory may be copied or moved.
 
