@@ -139,12 +139,14 @@ def _as_array(value: tf.Tensor) -> tf.Tensor:
 def read(prefix: Path, shard: Shard) -> dict[str, np.ndarray]:
     """The arrays of a shard that is there.
 
-    Raises Damaged for one that is not what was written, OSError for one that cannot be read now.
+    Raises Damaged for one that is not what was written, OSError or MemoryError for one that cannot be read now.
     """
     check(prefix, shard)
     try:
         with _without_patterns(prefix) as name, tf.device("CPU:0"):
             return restored(name, shard)
+    except tf.errors.ResourceExhaustedError as error:
+        raise MemoryError(reason(error)) from error
     except tf.errors.OpError as error:
         read_through(prefix.with_name(prefix.name + DATA))
         raise Damaged(f"{shard.name + DATA}: {reason(error)}") from error

@@ -171,8 +171,8 @@ def test_too_little_memory_is_no_damage(monkeypatch, tmp_path):
             raise MemoryError
         return whole(path)
 
-    whole = stores._read
-    monkeypatch.setattr(stores, "_read", read)
+    whole = stores.read
+    monkeypatch.setattr(stores, "read", read)
     with pytest.raises(ValueError, match=r"not enough memory.*Try more memory"):
         Store(tmp_path, 3).newest()
     newest = tmp_path / "step-00000008.npz"

@@ -175,6 +175,18 @@ def test_what_cannot_be_read_now_is_not_damaged(two, monkeypatch):
     assert (folder / "step-00000008.npz").exists()
 
 
+def test_too_little_memory_is_no_damage(two, monkeypatch):
+    folder, _, _ = two
+
+    def exhausted(prefix, shard):
+        raise tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor")
+
+    monkeypatch.setattr(shards_module, "restored", exhausted)
+    with pytest.raises(ValueError, match=r"not enough memory.*Try more memory"):
+        Store(folder, 3).newest()
+    assert (folder / "step-00000008.npz").exists()
+
+
 def test_a_directory_that_was_copied_elsewhere_works(two, tmp_path):
     folder, _, wanted = two
     copy = shutil.copytree(folder, tmp_path / "elsewhere [1] *" / "else")
