@@ -119,8 +119,12 @@ class Replication:
         raise Damaged(f"no host has {shard.name}")
 
     def taken(self, step: int, known: Mapping[str, Any]) -> None:
-        """The state of this step is taken; the results that it has already need no other call."""
-        self.due_at = step + max(1, (known.get("in_flight") or {}).get("ahead", 0))
+        """The state of this step is taken; the next one is due a call later.
+
+        It may have the results of more than one call that no step has seen. If all are seen, another call is made.
+        """
+        left = known.get("in_flight") or {"ahead": 0, "minibatches": 1}
+        self.due_at = step + max(1, min(left["ahead"], left["minibatches"]))
 
     def write(self, step: int, values: Mapping[str, Any], known: Mapping[str, Any]) -> Replica:
         """Write the state of a step into hosts' memory, but for its list. Raises OSError."""

@@ -67,6 +67,7 @@ def state_of(
         "of": way._asdict(),
         "taken": kept.taken,
         "ahead": 0 if kept.in_flight is None else len(kept.in_flight.results),
+        "minibatches": kept.minibatches,
         "states": [[len(mine.state) for mine in held] for held in kept.stages],
         "same": same,
         "left": left,

@@ -316,7 +316,7 @@ class CourseRunner(ProgramRunner):
         parts, snapshots = {i: dict(each) for i, each in self._parts_of_snapshots.items()}, list(self._kept)
         results = list(self._results)
         left = InFlight(self._slices_taken, posted, self._left_specs, list(held), results, parts, snapshots)
-        return Kept(stages, self._results_taken, left)
+        return Kept(stages, self._results_taken, left, self.minibatches)
 
     def _keep_if_asked(self) -> None:
         """Give what the devices hold to who has asked for it; in the thread that makes the calls."""

@@ -38,9 +38,10 @@ class Kept(NamedTuple):
     """All that the devices hold between two calls, after so many results have been ``taken`` since they last drained.
 
     ``stages`` are those of all replicas of every stage. Where nothing is in flight between two calls, ``taken`` is 0,
-    and training goes on from it as after a drain.
+    and training goes on from it as after a drain. A call has so many ``minibatches``.
     """
 
     stages: list[list[KeptStage]]
     taken: int = 0
     in_flight: InFlight | None = None
+    minibatches: int = 1
