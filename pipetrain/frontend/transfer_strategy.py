@@ -25,7 +25,7 @@ from pipetrain.compute.optimizer.gradient_scaling import limit, stepping
 from pipetrain.compute.profiling.progress import Progress
 from pipetrain.compute.transfers.step import TransferStep
 from pipetrain.compute.transfers.weights import Weights, WeightsPart, Worker
-from pipetrain.frontend.attributes import known
+from pipetrain.frontend.contexts import known
 from pipetrain.frontend.input_data import DEFAULT_ROWS
 from pipetrain.frontend.layout import described
 from pipetrain.frontend.planner import Planner
@@ -40,8 +40,7 @@ from pipetrain.run.worker_rows import WorkerRows
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.table import SERVING
 from pipetrain.schemes.transfers.orders import AUTO, MEASURED, ORDERS
-from pipetrain.schemes.transfers.plan import Phase, Plan, check_plan
-from pipetrain.schemes.transfers.workload import Layer, Message, Workload
+from pipetrain.schemes.transfers.plan import Layer, Message, Phase, Plan, Workload, check_plan
 from pipetrain.simulation.data_parallel import Setting
 from pipetrain.simulation.profiled import message_of, near
 

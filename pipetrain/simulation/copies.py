@@ -19,8 +19,7 @@ from pipetrain.schemes.grid import Grid
 from pipetrain.schemes.options import AllReduce, AnyScheme, CodedReduce, ParameterServer, name_of
 from pipetrain.schemes.table import CODED, DATA_PARALLEL, GRID, SERVING, TRANSFERRING
 from pipetrain.schemes.transfers.orders import ONE_BY_ONE, ORDERS
-from pipetrain.schemes.transfers.plan import Phase, Plan
-from pipetrain.schemes.transfers.workload import Layer, Workload
+from pipetrain.schemes.transfers.plan import Layer, Phase, Plan, Workload
 from pipetrain.simulation.coded_reduce import simulate_tree
 from pipetrain.simulation.data_parallel import Setting, simulate_plan
 from pipetrain.simulation.grid import estimated_grid

@@ -9,8 +9,7 @@ from typing import Any
 
 from pipetrain.plan.cluster import Cluster
 from pipetrain.schemes.arguments import checked_count
-from pipetrain.schemes.transfers.plan import Pack, Phase, Plan, check_plan
-from pipetrain.schemes.transfers.workload import Message, Workload
+from pipetrain.schemes.transfers.plan import Message, Pack, Phase, Plan, Workload, check_plan
 from pipetrain.simulation.kernel import Kernel, varying
 from pipetrain.simulation.simulated_trace import trace_of_devices
 from pipetrain.simulation.steps import Acknowledgement, Join, Send, StepProgram, StepSimulation, Task
