@@ -167,7 +167,7 @@ def _transferring(model: keras.Model, options: Options, among: Options) -> Strat
     assert isinstance(own, AllReduce)
     workers = checked_workers(options.stages, len(on), own.name)
     servers = checked_servers(own.servers if isinstance(own, ParameterServer) else None, workers)
-    return TransferStrategy(_on_each(model, on[:workers], options, among), TRANSFERRING[own.name], own.order, servers)
+    return TransferStrategy(_on_each(model, on[:workers], options, among), TRANSFERRING[own.name], own, servers)
 
 
 def _coded(model: keras.Model, options: Options, among: Options) -> Strategy:

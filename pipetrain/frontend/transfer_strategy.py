@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,6 +24,7 @@ from pipetrain.compute.keras_private import flat_layers
 from pipetrain.compute.optimizer.clone import whole_step
 from pipetrain.compute.optimizer.gradient_scaling import limit, stepping
 from pipetrain.compute.profiling.progress import Progress
+from pipetrain.compute.transfers.compression import Compressor
 from pipetrain.compute.transfers.step import TransferStep
 from pipetrain.compute.transfers.weights import Weights, WeightsPart, Worker
 from pipetrain.frontend.contexts import known
@@ -37,6 +39,8 @@ from pipetrain.plan.profile import Profile, Seconds
 from pipetrain.run.step_runner import StepRunner
 from pipetrain.run.window import minibatch_s
 from pipetrain.run.worker_rows import WorkerRows
+from pipetrain.schemes.compression import compression_of
+from pipetrain.schemes.options import AllReduce
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.table import SERVING
 from pipetrain.schemes.transfers.orders import AUTO, MEASURED, ORDERS
@@ -121,16 +125,17 @@ class TransferStrategy(RunnerStrategy):
     Args:
         planner: of the model, whose layout is one stage, whose replicas are the workers.
         scheme: one of ``TRANSFERRING``.
-        order: of the transfers, by name or as a plan.
+        options: the scheme's.
         servers: on how many of the devices the weights are, if the scheme has servers.
 
     ``plan`` is the one that was made of it, once there is a pipeline. Of several that simulation cannot tell apart it
     is the simplest that is near the fastest by trials and simulation together; every order gives the same weights.
     """
 
-    def __init__(self, planner: Planner, scheme: Scheme, order: str | Plan | None, servers: int) -> None:
+    def __init__(self, planner: Planner, scheme: Scheme, options: AllReduce, servers: int) -> None:
         super().__init__(planner, scheme)
-        self._serves, self._order, self._servers = scheme.name == SERVING, order or AUTO, servers
+        self._serves, self._order, self._servers = scheme.name == SERVING, options.order, servers
+        self._compression = compression_of(options.compression)
         self._devices = planner.layout.devices
         self._plans: dict[Plan, float] = {}  # as simulated, the shortest 1; one, once it is known which is taken
 
@@ -164,7 +169,19 @@ class TransferStrategy(RunnerStrategy):
             Weights(segment, parts, self.optimizer, loss, len(self._devices))
             for parts in (self._of_servers() if self._serves else self._of_workers())
         ]
+        self._compressor = self._new_compressor()
+        self._weights[0].worker_slots = self._compressor.slots() if self._compressor else ()
         return [list[Stage](self._weights)]
+
+    def _new_compressor(self) -> Compressor | None:
+        """What sums compressed gradients; an embedding's that one layer reads are rows, and stay as they are."""
+        if self._compression is None:
+            return None
+        weights = self._segment.trainable_variables
+        used = Counter(id(each) for block in self.planner.chain.blocks for call in block.calls for each in call.weights)
+        rows = {n for n in embeddings(self.model, weights) if used[id(weights[n])] == 1}
+        like = {n: spec for n, spec in enumerate(specs(weights)) if n not in rows}
+        return Compressor(self._compression, like, self._devices, weights)
 
     def _of_servers(self) -> list[list[WeightsPart]]:
         """The weights, once: the part that each server has; there may be fewer of them than servers."""
@@ -188,7 +205,9 @@ class TransferStrategy(RunnerStrategy):
             self._weights,
             workers,
             self.plan,
-            lambda plan, begun: TransferStep(self._weights, workers, plan, self._serves, HOST, begun, reads),
+            lambda plan, begun: TransferStep(
+                self._weights, workers, plan, self._serves, HOST, begun, reads, self._compressor
+            ),
             WorkerRows(self._devices),
             self._run_settings,
             self._compilation.learning_rate,
