@@ -174,12 +174,10 @@ class TransferStrategy(RunnerStrategy):
         return [list[Stage](self._weights)]
 
     def _new_compressor(self) -> Compressor | None:
-        """What sums compressed gradients; an embedding's that one layer reads are rows, and stay as they are."""
+        """What sums compressed gradients."""
         if self._compression is None:
             return None
-        weights = self._segment.trainable_variables
-        used = Counter(id(each) for block in self.planner.chain.blocks for call in block.calls for each in call.weights)
-        rows = {n for n in embeddings(self.model, weights) if used[id(weights[n])] == 1}
+        weights, rows = self._segment.trainable_variables, self._rows_alone()
         like = {n: spec for n, spec in enumerate(specs(weights)) if n not in rows}
         return Compressor(self._compression, like, self._devices, weights)
 
@@ -315,7 +313,25 @@ class TransferStrategy(RunnerStrategy):
             input_bytes=sent,
             at_once=self._needs_all or bool(stepping(self.optimizer).gradient_accumulation_steps),
             message_work=work,
+            gradient_bytes=self._gradient_bytes(),
         )
+
+    def _gradient_bytes(self) -> tuple[int, ...] | None:
+        """Of every variable's gradient as it is sent, if gradients are compressed."""
+        if self._compression is None:
+            return None
+        every = specs(self._segment.trainable_variables)
+        rows = self._rows_alone()
+        return tuple(
+            size_bytes(each) if n in rows else self._compression.sent_bytes(each.shape.as_list(), each.dtype.size)
+            for n, each in enumerate(every)
+        )
+
+    def _rows_alone(self) -> set[int]:
+        """The numbers of weights whose gradients are rows: embeddings' that one layer reads."""
+        weights = self._segment.trainable_variables
+        used = Counter(id(each) for block in self.planner.chain.blocks for call in block.calls for each in call.weights)
+        return {n for n in embeddings(self.model, weights) if used[id(weights[n])] == 1}
 
     @property
     def _needs_all(self) -> bool:
