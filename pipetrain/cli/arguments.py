@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from pipetrain.plan.cluster import size_bytes
+from pipetrain.schemes.compression import compression_of
 from pipetrain.schemes.options import DEFAULT_POLICY, OPTIONS, AsynchronousOptions, described, owners
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.table import GRID, HORIZONS
@@ -51,6 +52,15 @@ def count(text: str) -> int:
 def whole(text: str) -> int:
     """A whole number from 0 up."""
     return 0 if text == "0" else count(text)
+
+
+def compression(text: str) -> str:
+    """The name of a compression, which may have a value. Raises ArgumentTypeError for another text."""
+    try:
+        compression_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
 
 
 def horizon(text: str) -> str | float:
@@ -156,7 +166,12 @@ class _OfGrid:
 
 
 SCHEMES: dict[str, type[Any]] = {**OPTIONS, GRID: _OfGrid}
-KINDS = {"grid": count, "horizon": horizon, "stretch_momentum": auto_or_bool}  # where the field's type does not say it
+KINDS = {  # where the field's type does not say it
+    "compression": compression,
+    "grid": count,
+    "horizon": horizon,
+    "stretch_momentum": auto_or_bool,
+}
 
 
 def add_scheme_options(

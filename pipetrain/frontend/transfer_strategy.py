@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,9 +24,10 @@ from pipetrain.compute.keras_private import flat_layers
 from pipetrain.compute.optimizer.clone import whole_step
 from pipetrain.compute.optimizer.gradient_scaling import limit, stepping
 from pipetrain.compute.profiling.progress import Progress
+from pipetrain.compute.transfers.compression import Compressor
 from pipetrain.compute.transfers.step import TransferStep
 from pipetrain.compute.transfers.weights import Weights, WeightsPart, Worker
-from pipetrain.frontend.attributes import known
+from pipetrain.frontend.contexts import known
 from pipetrain.frontend.input_data import DEFAULT_ROWS
 from pipetrain.frontend.layout import described
 from pipetrain.frontend.planner import Planner
@@ -37,11 +39,12 @@ from pipetrain.plan.profile import Profile, Seconds
 from pipetrain.run.step_runner import StepRunner
 from pipetrain.run.window import minibatch_s
 from pipetrain.run.worker_rows import WorkerRows
+from pipetrain.schemes.compression import compression_of
+from pipetrain.schemes.options import AllReduce
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.table import SERVING
 from pipetrain.schemes.transfers.orders import AUTO, MEASURED, ORDERS
-from pipetrain.schemes.transfers.plan import Phase, Plan, check_plan
-from pipetrain.schemes.transfers.workload import Layer, Message, Workload
+from pipetrain.schemes.transfers.plan import Layer, Message, Phase, Plan, Workload, check_plan
 from pipetrain.simulation.data_parallel import Setting
 from pipetrain.simulation.profiled import message_of, near
 
@@ -122,16 +125,17 @@ class TransferStrategy(RunnerStrategy):
     Args:
         planner: of the model, whose layout is one stage, whose replicas are the workers.
         scheme: one of ``TRANSFERRING``.
-        order: of the transfers, by name or as a plan.
+        options: the scheme's.
         servers: on how many of the devices the weights are, if the scheme has servers.
 
     ``plan`` is the one that was made of it, once there is a pipeline. Of several that simulation cannot tell apart it
     is the simplest that is near the fastest by trials and simulation together; every order gives the same weights.
     """
 
-    def __init__(self, planner: Planner, scheme: Scheme, order: str | Plan | None, servers: int) -> None:
+    def __init__(self, planner: Planner, scheme: Scheme, options: AllReduce, servers: int) -> None:
         super().__init__(planner, scheme)
-        self._serves, self._order, self._servers = scheme.name == SERVING, order or AUTO, servers
+        self._serves, self._order, self._servers = scheme.name == SERVING, options.order, servers
+        self._compression = compression_of(options.compression)
         self._devices = planner.layout.devices
         self._plans: dict[Plan, float] = {}  # as simulated, the shortest 1; one, once it is known which is taken
 
@@ -165,7 +169,17 @@ class TransferStrategy(RunnerStrategy):
             Weights(segment, parts, self.optimizer, loss, len(self._devices))
             for parts in (self._of_servers() if self._serves else self._of_workers())
         ]
+        self._compressor = self._new_compressor()
+        self._weights[0].worker_slots = self._compressor.slots() if self._compressor else ()
         return [list[Stage](self._weights)]
+
+    def _new_compressor(self) -> Compressor | None:
+        """What sums compressed gradients."""
+        if self._compression is None:
+            return None
+        weights, rows = self._segment.trainable_variables, self._rows_alone()
+        like = {n: spec for n, spec in enumerate(specs(weights)) if n not in rows}
+        return Compressor(self._compression, like, self._devices, weights)
 
     def _of_servers(self) -> list[list[WeightsPart]]:
         """The weights, once: the part that each server has; there may be fewer of them than servers."""
@@ -189,7 +203,9 @@ class TransferStrategy(RunnerStrategy):
             self._weights,
             workers,
             self.plan,
-            lambda plan, begun: TransferStep(self._weights, workers, plan, self._serves, HOST, begun, reads),
+            lambda plan, begun: TransferStep(
+                self._weights, workers, plan, self._serves, HOST, begun, reads, self._compressor
+            ),
             WorkerRows(self._devices),
             self._run_settings,
             self._compilation.learning_rate,
@@ -297,7 +313,25 @@ class TransferStrategy(RunnerStrategy):
             input_bytes=sent,
             at_once=self._needs_all or bool(stepping(self.optimizer).gradient_accumulation_steps),
             message_work=work,
+            gradient_bytes=self._gradient_bytes(),
         )
+
+    def _gradient_bytes(self) -> tuple[int, ...] | None:
+        """Of every variable's gradient as it is sent, if gradients are compressed."""
+        if self._compression is None:
+            return None
+        every = specs(self._segment.trainable_variables)
+        rows = self._rows_alone()
+        return tuple(
+            size_bytes(each) if n in rows else self._compression.sent_bytes(each.shape.as_list(), each.dtype.size)
+            for n, each in enumerate(every)
+        )
+
+    def _rows_alone(self) -> set[int]:
+        """The numbers of weights whose gradients are rows: embeddings' that one layer reads."""
+        weights = self._segment.trainable_variables
+        used = Counter(id(each) for block in self.planner.chain.blocks for call in block.calls for each in call.weights)
+        return {n for n in embeddings(self.model, weights) if used[id(weights[n])] == 1}
 
     @property
     def _needs_all(self) -> bool:

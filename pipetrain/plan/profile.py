@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipetrain.logs import counted, text_table
-from pipetrain.pictures import html
-from pipetrain.pictures.rows import Tabular
+from pipetrain.pictures.tables import Tabular, table
 from pipetrain.plan.grid_cost import GridNetwork
 
 if TYPE_CHECKING:
@@ -213,7 +212,7 @@ class Profile(Tabular):
         return "\n".join(filter(None, lines))
 
     def _repr_html_(self) -> str:
-        return html.table(self._title, self._header, self._rows, note=self.warning)
+        return table(self._title, self._header, self._rows, note=self.warning)
 
     def plot(self, path: str | Path | None = None) -> Picture:
         """Bars of what every block takes, and of its weights and outputs.

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from pipetrain.schemes.arguments import checked_count
 from pipetrain.schemes.coded_reduce import Tree, checked_tree
+from pipetrain.schemes.compression import COMPRESSIONS, Compression, check_compression, compression_of
 from pipetrain.schemes.grid import Grid, check_grid
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.table import (
@@ -258,6 +259,9 @@ class AllReduce(SchemeOptions):
             message for each layer; ``tic`` or ``tac`` (TicTac, arXiv 1803.03288), ``ibatch`` (AAAI 2019), ``caramel``
             (arXiv 2004.14020); or a ``pipetrain.schemes.transfers.plan.Plan``. The weights are the same in every order,
             bitwise.
+        compression: what becomes of gradients on their way: ``bfloat16``, ``float16``, ``int8``, ``int4``, ``sign``,
+            ``top-k``, ``random-k`` or ``power-sgd``, also with a value, ``"top-k:0.001"``, or an object such as
+            ``pipetrain.TopK(share=0.001)``. Every device sends its own gradients to all that need them.
     """
 
     name: ClassVar[str] = "all-reduce"
@@ -270,9 +274,19 @@ class AllReduce(SchemeOptions):
             by_default="auto, the first of the scheme's, as listed, whose simulated step is within 3% of the shortest",
         ),
     )
+    compression: str | Compression | None = field(
+        default=None,
+        metadata=described(
+            f"of gradients on their way ({', '.join(COMPRESSIONS)}), with the value of its first option, as in "
+            "top-k:0.01; the weights are then others than without",
+            metavar="NAME[:VALUE]",
+            by_default="none",
+        ),
+    )
 
     def _check(self) -> None:
         check_order(self.order, self.name)
+        compression_of(self.compression)
 
 
 @dataclass(frozen=True, repr=False)
@@ -282,6 +296,7 @@ class ParameterServer(AllReduce):
     Args:
         order: as that of ``AllReduce``, with ``push-pull``, where weights come back as soon as they are updated, in
             place of ``caramel``.
+        compression: as that of ``AllReduce``; weights come back as they are.
         servers: on how many of the devices the weights and the optimizer's slots are, each layer's on one of them, so
             that each has about as many bytes; None: on all.
     """
@@ -512,6 +527,7 @@ TREE = ("children", "depth", "stragglers")
 CHECKS: dict[str, Callable[[Any, str], object]] = {
     "chunks": lambda chunks, scheme: chunked(scheme, chunks),
     "grid": check_grid,
+    "compression": check_compression,
     "order": check_order,
     "servers": check_servers,
 }

@@ -9,8 +9,7 @@ from typing import Any
 
 from pipetrain.plan.cluster import Cluster
 from pipetrain.schemes.arguments import checked_count
-from pipetrain.schemes.transfers.plan import Pack, Phase, Plan, check_plan
-from pipetrain.schemes.transfers.workload import Message, Workload
+from pipetrain.schemes.transfers.plan import Message, Pack, Phase, Plan, Workload, check_plan
 from pipetrain.simulation.kernel import Kernel, varying
 from pipetrain.simulation.simulated_trace import trace_of_devices
 from pipetrain.simulation.steps import Acknowledgement, Join, Send, StepProgram, StepSimulation, Task
@@ -38,6 +37,8 @@ class Setting:
         at_once: whether no variable is updated before all gradients are there, as where their common norm is clipped.
         message_work: seconds of either end's processor that a message takes; what the device computes ends so much
             later.
+        gradient_bytes: of every variable's gradient where it is compressed: every worker then sends its own to all
+            that need the sum. None: gradients are as large as the variables.
 
     Raises ValueError for counts below 1, more servers than workers, and times and sizes that are negative or infinite.
     """
@@ -52,6 +53,7 @@ class Setting:
     input_bytes: int = 0
     at_once: bool = False
     message_work: Message = NOTHING
+    gradient_bytes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for name in ("workers", "servers"):
@@ -75,6 +77,12 @@ class Setting:
             return [phase.of(each, self.workload.sizes_bytes) for each in self.workload.on_servers(self.servers)]
         packs = tuple(pack._replace(size_bytes=-(-pack.size_bytes // self.parts)) for pack in phase.packs)
         return [phase._replace(packs=packs)] * self.servers
+
+    def pushed_bytes(self, pack: Pack) -> float:
+        """The bytes of a worker's gradients of a pack, as it sends them."""
+        if self.gradient_bytes is None:
+            return pack.size_bytes
+        return sum(self.gradient_bytes[n] for n in pack.variables) / pack.chunks / self.parts
 
 
 def _check_number(name: str, value: Any) -> None:
@@ -185,7 +193,7 @@ class _ExchangeStep:
             self._used[worker][layer] += used
 
     def _sum_late(self, phase: Phase) -> None:
-        sums = _GradientSums(self.program, phase, 0, len(self._workers), self._workers)
+        sums = _GradientSums(self.program, self._setting, phase, 0, self._workers)
         for place, pack in enumerate(phase.packs):
             for sink in self._workers:
                 self._bring(sink, pack, sums.update(place, Task(sink, "F", self._update_s(pack))), [])
@@ -200,7 +208,7 @@ class _ExchangeStep:
         found = []
         for server, (phase, back) in enumerate(zip(phases, returned, strict=True)):
             sinks = range(server, server + 1) if setting.serves else self._workers
-            sums = _GradientSums(self.program, phase, before, len(self._workers), sinks)
+            sums = _GradientSums(self.program, setting, phase, before, sinks)
             updates = []
             for place, pack in enumerate(phase.packs):
                 seconds = self._update_s(pack) / (setting.parts if setting.serves else 1)
@@ -264,26 +272,22 @@ class _Places:
 class _GradientSums:
     """The sums of a phase's gradients: on the server whose phase it is, or on every worker.
 
-    Among more than two workers each adds a part of the pack and sends the sum to all others.
+    Among more than two workers each adds a part of the pack and sends the sum to all others, unless gradients are
+    compressed.
 
     Args:
         program: of the step.
+        setting: of the workers.
         phase: the packs.
         before: packs of other phases that the step has sent.
-        count: of the workers.
         sinks: the devices that need the sums.
     """
 
-    def __init__(self, program: StepProgram, phase: Phase, before: int, count: int, sinks: range) -> None:
-        self.phase, self._program, self._before, self._workers, self._sinks = (
-            phase,
-            program,
-            before,
-            range(count),
-            sinks,
-        )
+    def __init__(self, program: StepProgram, setting: Setting, phase: Phase, before: int, sinks: range) -> None:
+        self.phase, self._program, self._setting = phase, program, setting
+        self._before, self._workers, self._sinks = before, range(setting.workers), sinks
         self._places = _Places(program, phase)
-        self._scatters = len(sinks) > 2
+        self._scatters = len(sinks) > 2 and setting.gradient_bytes is None
         self._added = [{sink: program.add(Join()) for sink in sinks} for _ in phase.packs]
         self._there: list[dict[int, int]] = []  # by place and sink: what says that all parts of the sum are there
         self._came: list[dict[int, list[int]]] = [{sink: [] for sink in sinks} for _ in phase.packs]
@@ -316,7 +320,8 @@ class _GradientSums:
                 self._came[place][sink].append(sent)
 
     def _send(self, place: int, source: int, sink: int, behind: int | None, awaits: Sequence[int]) -> int:
-        size_bytes = self.phase.packs[place].size_bytes / (len(self._sinks) if self._scatters else 1)
+        pushed_bytes = self._setting.pushed_bytes(self.phase.packs[place])
+        size_bytes = pushed_bytes / (len(self._sinks) if self._scatters else 1)
         message = Send("R", source, sink, size_bytes, self._before + place, behind)
         return self._places.send(place, message, awaits)
 

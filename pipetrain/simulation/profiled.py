@@ -7,10 +7,10 @@ from typing import Any
 
 from pipetrain.plan.cluster import SHARED_MEMORY, Cluster
 from pipetrain.plan.profile import Profile
+from pipetrain.schemes.compression import FLOAT_BYTES, Compression, compression_of
 from pipetrain.schemes.table import SERVING
 from pipetrain.schemes.transfers.orders import AUTO, ORDERS, check_order, check_servers, orders
-from pipetrain.schemes.transfers.plan import Plan
-from pipetrain.schemes.transfers.workload import Layer, Message, Workload
+from pipetrain.schemes.transfers.plan import Layer, Message, Plan, Workload
 from pipetrain.simulation.action_costs import between_steps_s
 from pipetrain.simulation.data_parallel import Setting, simulate_plan
 from pipetrain.trace.trace import Trace
@@ -28,6 +28,7 @@ def simulate_order(
     order: str = AUTO,
     minibatches: int = STEPS,
     servers: int | None = None,
+    compression: str | Compression | None = None,
     **options: Any,
 ) -> Trace:
     """Simulate ``all-reduce`` or ``parameter-server`` of a profiled model, with transfers in an order by its name.
@@ -46,6 +47,8 @@ def simulate_order(
         servers: on how many of the devices the weights are, from the first one on, each layer's on one; by default on
             all, and then, where they share their memory, an equal part of every variable on each, which is how
             TensorFlow's threads work.
+        compression: of gradients; a block's are taken for one matrix, as near to a square as can be, and what encoding
+            them takes is left out.
         options: of ``simulate_plan``.
 
     Raises ValueError for an order or servers that the scheme does not have, more servers than workers, and more workers
@@ -53,12 +56,25 @@ def simulate_order(
     """
     check_order(order, scheme)
     check_servers(servers, scheme)
-    setting = setting_of(profile, scheme, workers, cluster or Cluster(), servers)
+    setting = setting_of(profile, scheme, workers, cluster or Cluster(), servers, compression)
     plan = auto(setting) if order == AUTO else ORDERS[order](setting.workload, setting.serves)
     return simulate_plan(setting, plan, minibatches, **options)
 
 
-def setting_of(profile: Profile, scheme: str, workers: int, cluster: Cluster, servers: int | None = None) -> Setting:
+def squarish(elements: int) -> tuple[int, int]:
+    """The sides of a matrix of about so many elements."""
+    side = max(1, math.isqrt(elements))
+    return side, max(1, round(elements / side))
+
+
+def setting_of(
+    profile: Profile,
+    scheme: str,
+    workers: int,
+    cluster: Cluster,
+    servers: int | None = None,
+    compression: str | Compression | None = None,
+) -> Setting:
     """Such workers. Raises ValueError for more of them than rows."""
     if workers > profile.batch_size:
         raise ValueError(
@@ -70,7 +86,19 @@ def setting_of(profile: Profile, scheme: str, workers: int, cluster: Cluster, se
     # Logical devices of a processor have one pool of threads, all of which do what servers are given.
     shares = serves and servers is None and cluster.slowest(workers) == SHARED_MEMORY
     caller_s = between_steps_s(profile, cluster)
-    return Setting(workload, workers, serves, cluster, caller_s, servers or workers, whole=not shares)
+    compressing, gradient_bytes = compression_of(compression), None
+    if compressing is not None:
+        gradient_bytes = tuple(compressing.sent_bytes(squarish(each // FLOAT_BYTES)) for each in workload.sizes_bytes)
+    return Setting(
+        workload,
+        workers,
+        serves,
+        cluster,
+        caller_s,
+        servers or workers,
+        whole=not shares,
+        gradient_bytes=gradient_bytes,
+    )
 
 
 def workload_of(profile: Profile, workers: int, message: Message) -> Workload:

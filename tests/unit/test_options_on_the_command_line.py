@@ -23,6 +23,7 @@ GIVEN = {  # what is written, and what it means
     "stretch_momentum": ("no", False),
     "chunks": ("3", 3),
     "order": ("tic", "tic"),
+    "compression": ("top-k:0.1", "top-k:0.1"),
     "servers": ("2", 2),
     "children": ("4", 4),
     "depth": ("2", 2),
@@ -36,6 +37,7 @@ WRONG = {
     "stretch_momentum": ["maybe"],
     "chunks": ["0"],
     "order": ["fifo"],
+    "compression": ["top-k:2"],
     "servers": ["none"],
     "children": ["0"],
     "depth": ["1.5"],
@@ -137,7 +139,7 @@ def test_a_command_line_has_options_and_words_of_its_own():
     ("command", "wanted"),
     [
         ("plan", "horizon chunks staleness"),
-        ("simulate", "horizon chunks order servers children depth stragglers grid"),
+        ("simulate", "horizon chunks order compression servers children depth stragglers grid"),
         ("schedule", "chunks"),
     ],
 )

@@ -17,7 +17,10 @@ from pipetrain.compute.functions.graph_rewrite import sharing_constants, unpacke
 from pipetrain.compute.functions.split import size_bytes, specs
 from pipetrain.compute.functions.stage_values import BoundaryTensors, without_rows
 from pipetrain.compute.functions.weight_groups import WeightGroup
+from pipetrain.compute.keras_private import count_of
+from pipetrain.compute.transfers.compression import Compressor
 from pipetrain.compute.transfers.message import (
+    Gradients,
     MessageLayout,
     Order,
     Received,
@@ -61,6 +64,7 @@ class TransferStep:
         host: this process's device, to which results come.
         begun: called in each step when all workers have the weights that their forward reads.
         returns_outputs: whether results have the outputs of all rows, else of none.
+        compressor: sums gradients that are compressed on their way, if they are.
     """
 
     def __init__(
@@ -72,8 +76,9 @@ class TransferStep:
         host: str,
         begun: Callable[[], None] | None = None,
         returns_outputs: bool = True,
+        compressor: Compressor | None = None,
     ) -> None:
-        self._begun, self._returns_outputs = begun, returns_outputs
+        self._begun, self._returns_outputs, self._compressor = begun, returns_outputs, compressor
         self._weights, self._workers, self._serves, self._host = list(weights), list(workers), serves, host
         self._like, self._made = weights[0].gradients_like, weights[0].made
         self._sizes_bytes = [size_bytes(each) for each in specs(weights[0].variables)]
@@ -256,7 +261,7 @@ class TransferStep:
         if self._serves:
             (weights,) = self._weights
             of = {
-                device: reduced(Order(each, kind, self._record), gradients, [device], self._like)[0]
+                device: self._reduced(Order(each, kind, self._record), gradients, [device], self._like, late)[0]
                 for device, each in self._by_server(phase)
             }
             weights.apply(weights.groups, lambda group: of[group.device])
@@ -266,9 +271,29 @@ class TransferStep:
             variables = specs(self._weights[0].variables)
             like = {n: variables[n] for n in self._late_numbers}
         order = Order(phase, kind, self._record)
-        sums = reduced(order, gradients, [worker.device for worker in self._workers], like)
+        sums = self._reduced(order, gradients, [worker.device for worker in self._workers], like, late)
         for weights, mine in zip(self._weights, sums, strict=True):
             weights.apply([each for each in weights.groups if self._plan.are_late(each.numbers) == late], _of(mine))
+
+    def _reduced(
+        self,
+        order: Order,
+        gradients: Sequence[tuple[str, Gradients]],
+        sinks: Sequence[str],
+        like: Gradients,
+        late: bool,
+    ) -> list[Any]:
+        if self._compressor is None:
+            return reduced(order, gradients, sinks, like)
+        return self._compressor.reduced(order, gradients, sinks, like, lambda device: self._number(device, late))
+
+    def _number(self, device: str, late: bool) -> tf.Tensor:
+        """The number of the step on a device: that of the weights there, or of the first server's."""
+        groups = [each for weights in self._weights for each in weights.groups if each.numbers]
+        groups = [each for each in groups if self._plan.are_late(each.numbers) == late] or groups
+        group = next((each for each in groups if each.device == device), groups[0])
+        with tf.device(group.device):
+            return count_of(group.optimizer).value.read_value()
 
     def _result(self, active: Sequence[int], made: Sequence[Made]) -> StepResult:
         devices = [self._workers[worker].device for worker in active]

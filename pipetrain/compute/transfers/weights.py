@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import keras
@@ -20,6 +21,7 @@ from pipetrain.compute.functions.worker_copies import WorkerCopies
 from pipetrain.compute.graph.segment import Segment
 from pipetrain.compute.optimizer.clone import is_linear
 from pipetrain.compute.optimizer.gradient_scaling import SCALE, squared_norm
+from pipetrain.compute.optimizer.slots import Slot
 from pipetrain.compute.transfers.message import sent
 from pipetrain.schemes.scheme import UpdateRule
 
@@ -167,11 +169,16 @@ class Weights(Stage):
         self._sums_rows, self._told = is_linear(optimizer), type(optimizer).__name__
         super().__init__(segment, parts[0].device, optimizer, loss, division=Division(1, workers))
         self.shared = []  # all its parts are this stage's own
+        self.worker_slots: Sequence[Slot] = ()  # what workers keep of gradients, if this is the first stage
 
     def _grouped(
         self, shared: Sequence[Shared], optimizer: keras.optimizers.Optimizer, rule: UpdateRule
     ) -> WeightGroups:
         return PartedWeights(self.segment.trainable_variables, self._given, optimizer, rule)
+
+    def slots(self) -> Iterator[Slot]:
+        """The slots of the optimizers, and what workers keep of gradients, by the model's own variables."""
+        return chain(super().slots(), self.worker_slots)
 
     @property
     def groups(self) -> list[WeightGroup]:
