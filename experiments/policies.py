@@ -15,6 +15,7 @@ from experiments.datasets import Dataset
 from experiments.networks import input_shape, parameters
 from pipetrain.schemes.compression import COMPRESSIONS, Int8, TopK
 from pipetrain.schemes.options import AllReduce, SpecTrain, TwoBW, Vanilla
+from pipetrain.schemes.synchrony import LocalSGD
 
 if TYPE_CHECKING:
     import keras
@@ -43,6 +44,11 @@ SENDING: dict[str, Mapping[str, Any]] = {
     "all-reduce": {"scheme": AllReduce(ORDER)},
     **{f"all-reduce/{name}": {"scheme": AllReduce(ORDER, name)} for name in COMPRESSIONS},
     "all-reduce/int8 + feedback": {"scheme": AllReduce(ORDER, Int8(error_feedback=True))},
+    **{f"all-reduce/local:{steps}": {"scheme": AllReduce(ORDER, synchrony=LocalSGD(steps))} for steps in (8, 32)},
+    **{
+        f"all-reduce/diloco:{steps}": {"scheme": AllReduce(ORDER, synchrony=LocalSGD(steps, 0.7, 0.9))}
+        for steps in (8, 32)
+    },
     "all-reduce/top-k - feedback": {"scheme": AllReduce(ORDER, TopK(error_feedback=False))},
 }
 EVERY_POLICY = {**POLICIES, **SENDING}
@@ -74,7 +80,13 @@ class Run:
     def name(self) -> str:
         """Of the file that keeps the outcome."""
         model = "" if self.model == MLP else f"{self.model}-"
-        policy = self.policy.replace(" + ", "-").replace(" - ", "-without-").replace("/", "-").replace("=", "")
+        policy = (
+            self.policy.replace(" + ", "-")
+            .replace(" - ", "-without-")
+            .replace("/", "-")
+            .replace("=", "")
+            .replace(":", "")
+        )
         return f"{model}{policy}-stages{self.stages}-rate{self.learning_rate:g}-seed{self.seed}"
 
 

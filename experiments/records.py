@@ -14,7 +14,7 @@ from pipetrain.schemes.table import CODED, HORIZONS, has, takes
 from pipetrain.schemes.text_form import chosen
 
 CHECKPOINTS = "checkpoints"  # the folder, within a run's
-OWN = ("grid", "order", "compression", "servers")  # options of some schemes that are no policies
+OWN = ("grid", "order", "compression", "synchrony", "servers")  # options of some schemes that are no policies
 OF_TREE = {"children": "children", "depth": "tree_depth", "stragglers": "stragglers"}  # as settings call these
 
 
@@ -43,6 +43,7 @@ class Settings:
     grid: Sequence[int] | None = None
     order: str | None = None
     compression: str | None = None
+    synchrony: str | None = None
     servers: int | None = None
     children: int = 3
     tree_depth: int = 1

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         VerticalSync,
         WeightStashing,
     )
+    from pipetrain.schemes.synchrony import LocalSGD
     from pipetrain.simulation.coded_reduce import simulate_tree
     from pipetrain.simulation.every_way import choose
     from pipetrain.simulation.grid import simulate_grid
@@ -63,6 +64,7 @@ __all__ = [
     "Int4",
     "Int8",
     "Interleaved",
+    "LocalSGD",
     "LocalWorkers",
     "LoopedBFS",
     "ParameterServer",
@@ -111,6 +113,7 @@ _HOMES = {
     "Int4": "pipetrain.schemes.compression",
     "Int8": "pipetrain.schemes.compression",
     "Interleaved": "pipetrain.schemes.options",
+    "LocalSGD": "pipetrain.schemes.synchrony",
     "LocalWorkers": "pipetrain.cluster.local_workers",
     "LoopedBFS": "pipetrain.schemes.options",
     "ParameterServer": "pipetrain.schemes.options",

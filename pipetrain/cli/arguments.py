@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import textwrap
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from itertools import groupby
 from pathlib import Path
@@ -15,6 +15,7 @@ from pipetrain.plan.cluster import size_bytes
 from pipetrain.schemes.compression import compression_of
 from pipetrain.schemes.options import DEFAULT_POLICY, OPTIONS, AsynchronousOptions, described, owners
 from pipetrain.schemes.scheme import Scheme
+from pipetrain.schemes.synchrony import synchrony_of
 from pipetrain.schemes.table import GRID, HORIZONS
 from pipetrain.schemes.text_form import SUFFIX, chosen
 
@@ -54,13 +55,17 @@ def whole(text: str) -> int:
     return 0 if text == "0" else count(text)
 
 
-def compression(text: str) -> str:
-    """The name of a compression, which may have a value. Raises ArgumentTypeError for another text."""
-    try:
-        compression_of(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return text
+def text_for(check: Callable[[str], object]) -> Callable[[str], str]:
+    """The text itself, where the check accepts it. Raises ArgumentTypeError with what it says of another."""
+
+    def checked(text: str) -> str:
+        try:
+            check(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+        return text
+
+    return checked
 
 
 def horizon(text: str) -> str | float:
@@ -167,10 +172,11 @@ class _OfGrid:
 
 SCHEMES: dict[str, type[Any]] = {**OPTIONS, GRID: _OfGrid}
 KINDS = {  # where the field's type does not say it
-    "compression": compression,
+    "compression": text_for(compression_of),
     "grid": count,
     "horizon": horizon,
     "stretch_momentum": auto_or_bool,
+    "synchrony": text_for(synchrony_of),
 }
 
 

@@ -36,10 +36,10 @@ from pipetrain.schemes.arguments import is_count
 from pipetrain.schemes.coded_reduce import Tree
 from pipetrain.schemes.grid import Grid, check_grid
 from pipetrain.schemes.options import (
-    AllReduce,
     Auto,
     CodedReduce,
     ParameterServer,
+    TransferOptions,
     built,
     check_synchronous,
     options_of,
@@ -164,7 +164,7 @@ def _on_each(model: keras.Model, devices: Sequence[str], options: Options, among
 
 def _transferring(model: keras.Model, options: Options, among: Options) -> Strategy:
     own, on = options_of(options.scheme), resolve(options.devices)
-    assert isinstance(own, AllReduce)
+    assert isinstance(own, TransferOptions)
     workers = checked_workers(options.stages, len(on), own.name)
     servers = checked_servers(own.servers if isinstance(own, ParameterServer) else None, workers)
     return TransferStrategy(_on_each(model, on[:workers], options, among), TRANSFERRING[own.name], own, servers)

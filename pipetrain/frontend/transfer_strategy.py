@@ -25,6 +25,7 @@ from pipetrain.compute.optimizer.clone import whole_step
 from pipetrain.compute.optimizer.gradient_scaling import limit, stepping
 from pipetrain.compute.profiling.progress import Progress
 from pipetrain.compute.transfers.compression import Compressor
+from pipetrain.compute.transfers.outer_step import OuterStep
 from pipetrain.compute.transfers.step import TransferStep
 from pipetrain.compute.transfers.weights import Weights, WeightsPart, Worker
 from pipetrain.frontend.contexts import known
@@ -40,8 +41,9 @@ from pipetrain.run.step_runner import StepRunner
 from pipetrain.run.window import minibatch_s
 from pipetrain.run.worker_rows import WorkerRows
 from pipetrain.schemes.compression import compression_of
-from pipetrain.schemes.options import AllReduce
+from pipetrain.schemes.options import AllReduce, TransferOptions
 from pipetrain.schemes.scheme import Scheme
+from pipetrain.schemes.synchrony import synchrony_of
 from pipetrain.schemes.table import SERVING
 from pipetrain.schemes.transfers.orders import AUTO, MEASURED, ORDERS
 from pipetrain.schemes.transfers.plan import Layer, Message, Phase, Plan, Workload, check_plan
@@ -132,10 +134,11 @@ class TransferStrategy(RunnerStrategy):
     is the simplest that is near the fastest by trials and simulation together; every order gives the same weights.
     """
 
-    def __init__(self, planner: Planner, scheme: Scheme, options: AllReduce, servers: int) -> None:
+    def __init__(self, planner: Planner, scheme: Scheme, options: TransferOptions, servers: int) -> None:
         super().__init__(planner, scheme)
         self._serves, self._order, self._servers = scheme.name == SERVING, options.order, servers
         self._compression = compression_of(options.compression)
+        self._synchrony = synchrony_of(options.synchrony) if isinstance(options, AllReduce) else None
         self._devices = planner.layout.devices
         self._plans: dict[Plan, float] = {}  # as simulated, the shortest 1; one, once it is known which is taken
 
@@ -154,6 +157,11 @@ class TransferStrategy(RunnerStrategy):
         check_loss_scaling(owner.optimizer, self._scheme.name, None)
         if self._serves and self._servers > 1:
             check_whole(owner.optimizer, self._scheme.name, f"{self._servers} servers, each with some of the weights")
+        if isinstance(self._order, Plan) and self._order.late.packs and self._synchrony:
+            raise ValueError(
+                "Workers with weights of their own send nothing late. Received: an order with late packs, "
+                f"synchrony={str(self._synchrony)!r}. Try these packs among its pushes."
+            )
         if isinstance(self._order, Plan) and self._order.late.packs:
             check_whole(owner.optimizer, self._scheme.name, "weights that the plan updates late")
         super().compiled(owner, loss, jit_compile)
@@ -170,7 +178,9 @@ class TransferStrategy(RunnerStrategy):
             for parts in (self._of_servers() if self._serves else self._of_workers())
         ]
         self._compressor = self._new_compressor()
-        self._weights[0].worker_slots = self._compressor.slots() if self._compressor else ()
+        self._outer = OuterStep(self._synchrony, self._weights) if self._synchrony else None
+        kept = [each.slots() for each in (self._compressor, self._outer) if each is not None]
+        self._weights[0].worker_slots = [slot for slots in kept for slot in slots]
         return [list[Stage](self._weights)]
 
     def _new_compressor(self) -> Compressor | None:
@@ -204,11 +214,12 @@ class TransferStrategy(RunnerStrategy):
             workers,
             self.plan,
             lambda plan, begun: TransferStep(
-                self._weights, workers, plan, self._serves, HOST, begun, reads, self._compressor
+                self._weights, workers, plan, self._serves, HOST, begun, reads, self._compressor, self._outer
             ),
             WorkerRows(self._devices),
             self._run_settings,
             self._compilation.learning_rate,
+            self._outer,
         )
 
     def _runner_for_data(self) -> Any:
@@ -314,6 +325,7 @@ class TransferStrategy(RunnerStrategy):
             at_once=self._needs_all or bool(stepping(self.optimizer).gradient_accumulation_steps),
             message_work=work,
             gradient_bytes=self._gradient_bytes(),
+            join_steps=self._synchrony.steps if self._synchrony else 1,
         )
 
     def _gradient_bytes(self) -> tuple[int, ...] | None:
@@ -335,7 +347,9 @@ class TransferStrategy(RunnerStrategy):
 
     @property
     def _needs_all(self) -> bool:
-        """Whether all gradients are needed at once: their norm, or by a class of the user's."""
+        """Whether all gradients are needed at once: their norm, by a class of the user's, or to join weights."""
+        if self._synchrony is not None:
+            return True
         steps = stepping(self.optimizer)
         return limit(steps.global_clipnorm) is not None or bool(whole_step(steps))
 

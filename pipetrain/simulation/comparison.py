@@ -17,6 +17,7 @@ from pipetrain.plan.stages import DEFAULT_TRAINING, Partition
 from pipetrain.schemes.coded_reduce import Tree, widest
 from pipetrain.schemes.compression import Compression
 from pipetrain.schemes.options import AnyScheme, check_microbatches, name_of, splits
+from pipetrain.schemes.synchrony import LocalSGD
 from pipetrain.schemes.table import (
     CODED,
     GRID,
@@ -101,6 +102,7 @@ def compare(
     grid: object = None,
     servers: int | None = None,
     compression: str | Compression | None = None,
+    synchrony: str | LocalSGD | None = None,
     **options: Any,
 ) -> Comparison:
     """Simulate each scheme with the partition that suits it, and ``single`` to compare with.
@@ -123,6 +125,7 @@ def compare(
         grid: of the scheme of this name; by default the one that sends the least.
         servers: of ``parameter-server``, on as many of the devices; by default on all.
         compression: of the gradients of those schemes that order their transfers.
+        synchrony: of ``all-reduce``.
         options: of ``simulate``.
 
     Raises:
@@ -145,6 +148,7 @@ def compare(
                 order,
                 servers=servers if name == SERVING else None,
                 compression=compression,
+                synchrony=None if name == SERVING else synchrony,
             )
             for name in TRANSFERRING
         },

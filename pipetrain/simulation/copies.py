@@ -17,14 +17,15 @@ from pipetrain.plan.profile import Profile, even_bounds
 from pipetrain.schemes.coded_reduce import Tree, widest
 from pipetrain.schemes.compression import compression_of
 from pipetrain.schemes.grid import Grid
-from pipetrain.schemes.options import AllReduce, AnyScheme, CodedReduce, ParameterServer, name_of
+from pipetrain.schemes.options import AllReduce, AnyScheme, CodedReduce, ParameterServer, TransferOptions, name_of
+from pipetrain.schemes.synchrony import synchrony_of
 from pipetrain.schemes.table import CODED, DATA_PARALLEL, GRID, SERVING, TRANSFERRING
 from pipetrain.schemes.transfers.orders import ONE_BY_ONE, ORDERS
 from pipetrain.schemes.transfers.plan import Layer, Phase, Plan, Workload
 from pipetrain.simulation.coded_reduce import simulate_tree
-from pipetrain.simulation.data_parallel import Setting, simulate_plan
+from pipetrain.simulation.data_parallel import Setting
 from pipetrain.simulation.grid import estimated_grid
-from pipetrain.simulation.profiled import STEPS, auto, setting_of
+from pipetrain.simulation.profiled import auto, mean_step_s, setting_of
 
 MOST_WORKERS, MOST_LAYERS = 4, 48  # that are simulated as they are
 MOST_EXCHANGING = 16  # devices every two of which exchange messages, or that are a tree: what is simulated then
@@ -80,15 +81,18 @@ class Copies:
         Weights that come from another server are copies, unless the devices share one memory. A server uses each
         gradient when it has come; until then what is under way is in memory.
         """
-        order = scheme.order if isinstance(scheme, AllReduce) and scheme.order in ORDERS else None
+        order = scheme.order if isinstance(scheme, TransferOptions) and scheme.order in ORDERS else None
         servers = scheme.servers if isinstance(scheme, ParameterServer) else None
         named = order if isinstance(order, str) else None
-        compression = compression_of(scheme.compression) if isinstance(scheme, AllReduce) else None
-        setting = setting_of(self._profile, name, self._devices, self._cluster, servers, compression)
+        compression = compression_of(scheme.compression) if isinstance(scheme, TransferOptions) else None
+        synchrony = scheme.synchrony if isinstance(scheme, AllReduce) else None
+        setting = setting_of(self._profile, name, self._devices, self._cluster, servers, compression, synchrony)
         plan, workload, step_s = _estimated(setting, named)
         weights_bytes, own_bytes = on_fullest_server(self._profile, self._devices, self._cluster, servers)
         # What messages have lacked so far, beside the gradients that arrive of all at once.
         kept = 0 if compression is None else int(compression.error_feedback) + 1
+        if (joined := synchrony_of(synchrony)) is not None:  # the weights before, the momentum, and how far they moved
+            kept += 2 + bool(joined.momentum)
         if name != SERVING:  # what comes from other processes is added beside the device's own gradients
             return self._way(scheme, step_s, -int((kept + (not self._shares_memory)) * weights_bytes))
         elsewhere_bytes = self._training.slots * (weights_bytes - own_bytes)
@@ -142,7 +146,7 @@ def _estimated(setting: Setting, order: str | None) -> tuple[Plan, Workload, flo
         setting = _two(setting)
     setting = replace(setting, workload=_merged(setting.workload))
     plan = ORDERS[order](setting.workload, setting.serves) if order else auto(setting)
-    return plan, setting.workload, simulate_plan(setting, plan, STEPS).step_s
+    return plan, setting.workload, mean_step_s(setting, plan)
 
 
 def _under_way_bytes(plan: Plan, workload: Workload, servers: int) -> float:

@@ -16,6 +16,7 @@ from pipetrain.simulation.steps import Acknowledgement, Join, Send, StepProgram,
 from pipetrain.trace.trace import Trace
 
 NOTHING = Message()
+ALONE = Plan(Phase(), Phase())  # of a step in which nothing is sent
 COUNTED = "Data parallelism has whole numbers from 1 up"
 
 
@@ -39,6 +40,8 @@ class Setting:
             later.
         gradient_bytes: of every variable's gradient where it is compressed: every worker then sends its own to all
             that need the sum. None: gradients are as large as the variables.
+        join_steps: of workers that update weights of their own, the steps after which they send anything; the updates
+            of the steps between are left out. 1: of every step.
 
     Raises ValueError for counts below 1, more servers than workers, and times and sizes that are negative or infinite.
     """
@@ -54,9 +57,10 @@ class Setting:
     at_once: bool = False
     message_work: Message = NOTHING
     gradient_bytes: tuple[int, ...] | None = None
+    join_steps: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("workers", "servers"):
+        for name in ("workers", "servers", "join_steps"):
             checked_count(name, getattr(self, name), COUNTED, 2)
         if self.servers > self.workers:
             raise ValueError(
@@ -117,13 +121,14 @@ def simulate_plan(setting: Setting, plan: Plan, minibatches: int = 8, slowdown: 
 
 def programs_of(setting: Setting, plan: Plan, steps: int) -> list[StepProgram]:
     """Of each step: the first one has nothing late of another before, the last one sends no rows for another."""
-    made: dict[tuple[bool, bool], StepProgram] = {}
+    made: dict[tuple[bool, bool, bool], StepProgram] = {}
     programs = []
     for step in range(steps):
         has_late, has_next = step > 0 and bool(plan.late.packs), step + 1 < steps and setting.input_bytes > 0
-        if (has_late, has_next) not in made:
-            made[has_late, has_next] = _ExchangeStep(setting, plan, has_late, has_next).program
-        programs.append(made[has_late, has_next])
+        key = has_late, has_next, (step + 1) % setting.join_steps == 0
+        if key not in made:
+            made[key] = _ExchangeStep(setting, plan if key[2] else ALONE, has_late, has_next).program
+        programs.append(made[key])
     return programs
 
 

@@ -24,6 +24,7 @@ GIVEN = {  # what is written, and what it means
     "chunks": ("3", 3),
     "order": ("tic", "tic"),
     "compression": ("top-k:0.1", "top-k:0.1"),
+    "synchrony": ("local:4", "local:4"),
     "servers": ("2", 2),
     "children": ("4", 4),
     "depth": ("2", 2),
@@ -38,6 +39,7 @@ WRONG = {
     "chunks": ["0"],
     "order": ["fifo"],
     "compression": ["top-k:2"],
+    "synchrony": ["local:0"],
     "servers": ["none"],
     "children": ["0"],
     "depth": ["1.5"],
@@ -139,7 +141,7 @@ def test_a_command_line_has_options_and_words_of_its_own():
     ("command", "wanted"),
     [
         ("plan", "horizon chunks staleness"),
-        ("simulate", "horizon chunks order compression servers children depth stragglers grid"),
+        ("simulate", "horizon chunks order compression synchrony servers children depth stragglers grid"),
         ("schedule", "chunks"),
     ],
 )
