@@ -124,7 +124,7 @@ def settings(options: argparse.Namespace) -> Study:
             f"Training ends before the weights are reached. Received: --steps {options.steps}, "
             f"--horizons {' '.join(map(str, horizons))}. Try at least --steps {horizons[-1] + 1}."
         )
-    size = sizes(options.model, {"depth": options.depth, "width": options.width})
+    size = sizes(options.model, {"depth": options.depth, "width": options.width}, options.published)
     same = {name: getattr(options, name) for name in Study.__dataclass_fields__ if name not in ("horizons", "size")}
     return Study(**same, horizons=horizons, size=size)
 

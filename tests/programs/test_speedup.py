@@ -168,6 +168,23 @@ def test_ways_to_train_by_hand():
     assert found["data-parallel (server)"].step_s == pytest.approx(12e-3 + 2 * 3 * 32e6 / 12e9, rel=0.02)
 
 
+def test_a_slow_first_block_has_several_devices_where_stages_may():
+    """9, 3 and 3 ms: with a device each 9 ms, with two for the first 4.5 ms and half the rows' sums of 8 MB."""
+    base = linear(1e-3)
+
+    def profiled(rows):
+        first, second, third, _ = base(rows).blocks
+        first = replace(first, forward_s=3e-3, backward_s=6e-3)
+        return replace(base(rows), blocks=(first, second, third))
+
+    found = by_way(profiled, 3)
+    assert found["pipeline"].step_s == pytest.approx(9e-3, rel=0.01)
+    assert (found["pipeline"].replicas, found["single"].replicas) == ((1, 1, 1), (1,))
+    hybrid = found["pipeline (hybrid)"]
+    assert hybrid.replicas == found["spectrain (hybrid)"].replicas == (2, 1)
+    assert hybrid.step_s == pytest.approx(6e-3, rel=0.01)  # of the second and the third block
+
+
 def test_prediction_costs_where_weights_are_predicted():
     """Of two stages the first predicts for its forward, the second for neither: its gradients are never late."""
     found = by_way(linear(1e-3, 1e-3), 2)
