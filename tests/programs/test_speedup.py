@@ -72,6 +72,18 @@ def test_backward_is_twice_forward():
     assert (right.rows, right.inner, right.columns, right.times) == (20, 160, 60, 1)
 
 
+def test_a_slice_of_a_layer_reads_all_of_its_inputs():
+    """(20 x 5) by (5 x 40): a quarter of the columns is (5 x 10), a quarter of the results, all of the inputs."""
+    whole = Product(20, 5, 40, 4 * (20 * 5 + 5 * 40 + 20 * 40))
+    assert whole.slice(4) == Product(20, 5, 10, 4 * (20 * 5 + 5 * 10 + 20 * 10))
+    work = Work("dense", (whole,), moved_bytes=3200, kernels=1, weight_bytes=800)
+    block = block_profile(work, SMALL, (4, 16))
+    alone = block_profile(work.slice(4), SMALL)
+    assert block.slice_s(4) == pytest.approx((alone.forward_s, alone.backward_s))
+    assert block.slice_s(16)[0] > block.forward_s / 16  # launches, and tiles that are partly empty
+    assert not block_profile(Work("relu", moved_bytes=400), SMALL, (4,)).slices
+
+
 def test_blocks_without_products_go_by_their_bytes():
     block = block_profile(Work("relu", moved_bytes=400, kernels=2, weight_bytes=20), SMALL)
     assert (block.forward_s, block.backward_s, block.update_s) == (4.0 + 2, 8.0 + 4, 1.0 + 1)
