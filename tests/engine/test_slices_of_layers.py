@@ -14,7 +14,9 @@ L = keras.layers
 
 def made():
     layers = [L.Dense(64, "relu", name="a"), L.Dense(64, "relu", name="b"), L.Dense(64, "relu", name="c")]
-    return keras.Sequential([keras.Input((64,)), *layers, L.Dense(3, "softmax", name="narrow"), L.Dense(4, name="last")])
+    return keras.Sequential(
+        [keras.Input((64,)), *layers, L.Dense(3, "softmax", name="narrow"), L.Dense(4, name="last")]
+    )
 
 
 def test_wide_layers_have_slices_and_alike_ones_are_measured_once(monkeypatch):
