@@ -81,7 +81,7 @@ def model_ratio(layer: LayerShape, devices: int) -> float:
     return MODEL * _outputs_read(layer) / devices
 
 
-class Parts(NamedTuple):
+class WeightBlocks(NamedTuple):
     """Into how many parts a layer's inputs (the source's ifm) and its outputs (ofm) are divided: blocks of weights."""
 
     inputs: int
@@ -96,7 +96,7 @@ class Parts(NamedTuple):
         return f"{self.inputs}x{self.outputs}"
 
 
-def block_bytes(layer: LayerShape, parts: Parts) -> float:
+def block_bytes(layer: LayerShape, parts: WeightBlocks) -> float:
     """What a device sends for each row of a layer in blocks: ``8 * (read/P_i + outputs/P_o)``.
 
     Where outputs are divided it gathers the part of the inputs that its block reads, ``read/P_i`` numbers with what
@@ -108,7 +108,7 @@ def block_bytes(layer: LayerShape, parts: Parts) -> float:
     return EXCHANGED * (read + made)
 
 
-def block_ratio(layer: LayerShape, parts: Parts) -> float:
+def block_ratio(layer: LayerShape, parts: WeightBlocks) -> float:
     """FLOP a byte of a layer in blocks: three products over what ``block_bytes`` counts.
 
     ``model_ratio`` where outputs alone are divided; infinite where nothing is.
@@ -117,12 +117,12 @@ def block_ratio(layer: LayerShape, parts: Parts) -> float:
     return 3 * layer.flops / parts.devices / sent if sent else math.inf
 
 
-def best_parts(layer: LayerShape, devices: int) -> Parts | None:
+def best_parts(layer: LayerShape, devices: int) -> WeightBlocks | None:
     """The blocks with the most FLOP a byte on so many devices, of equal ones with the fewest parts of the inputs.
 
     None where a layer has too few inputs and outputs for any.
     """
-    possible = [Parts(n, devices // n) for n in range(1, devices + 1) if devices % n == 0]
+    possible = [WeightBlocks(n, devices // n) for n in range(1, devices + 1) if devices % n == 0]
     possible = [each for each in possible if each.inputs <= layer.input_maps and each.outputs <= layer.channels]
     return max(possible, key=lambda each: block_ratio(layer, each), default=None)
 

@@ -14,7 +14,7 @@ from pipetrain.compute.graph.wide_layers import wide_layers
 from pipetrain.plan.balance import (
     Balance,
     LayerShape,
-    Parts,
+    WeightBlocks,
     best_parts,
     block_bytes,
     block_ratio,
@@ -86,8 +86,8 @@ def test_maps_and_operations_are_those_of_the_layer():
 @pytest.mark.parametrize("devices", [2, 16])
 @pytest.mark.parametrize("layer", [C1, C5, F1])
 def test_blocks_of_outputs_alone_are_the_source_s(layer, devices):
-    assert block_ratio(layer, Parts(1, devices)) == pytest.approx(model_ratio(layer, devices))
-    assert block_ratio(layer, Parts(1, 1)) == math.inf
+    assert block_ratio(layer, WeightBlocks(1, devices)) == pytest.approx(model_ratio(layer, devices))
+    assert block_ratio(layer, WeightBlocks(1, 1)) == math.inf
 
 
 def test_inputs_divided_reduce_partial_sums():
@@ -96,20 +96,20 @@ def test_inputs_divided_reduce_partial_sums():
     Three products of 2 operations a weight are shared by the devices; 8 bytes a number for the two exchanges.
     """
     layer, products = LayerShape.dense("fc", 4096, 1024), 3 * 2 * 4096 * 1024 / 4
-    assert block_bytes(layer, Parts(1, 4)) == 8 * 4096
-    assert block_bytes(layer, Parts(4, 1)) == 8 * 1024
-    assert block_bytes(layer, Parts(2, 2)) == 8 * (2048 + 512)
-    assert block_ratio(layer, Parts(4, 1)) == products / (8 * 1024)
-    assert best_parts(layer, 4) == Parts(4, 1)
-    assert best_parts(layer, 16) == Parts(8, 2)
-    assert best_parts(LayerShape.dense("square", 4096, 4096), 16) == Parts(4, 4)
+    assert block_bytes(layer, WeightBlocks(1, 4)) == 8 * 4096
+    assert block_bytes(layer, WeightBlocks(4, 1)) == 8 * 1024
+    assert block_bytes(layer, WeightBlocks(2, 2)) == 8 * (2048 + 512)
+    assert block_ratio(layer, WeightBlocks(4, 1)) == products / (8 * 1024)
+    assert best_parts(layer, 4) == WeightBlocks(4, 1)
+    assert best_parts(layer, 16) == WeightBlocks(8, 2)
+    assert best_parts(LayerShape.dense("square", 4096, 4096), 16) == WeightBlocks(4, 4)
     assert best_parts(LayerShape.dense("small", 2, 2), 16) is None
 
 
 @pytest.mark.parametrize("layer", [C5, F1, LayerShape.dense("square", 4096, 4096)])
 def test_the_best_blocks_are_the_best_of_all(layer):
     best = best_parts(layer, 12)
-    assert block_ratio(layer, best) == max(block_ratio(layer, Parts(n, 12 // n)) for n in (1, 2, 3, 4, 6, 12))
+    assert block_ratio(layer, best) == max(block_ratio(layer, WeightBlocks(n, 12 // n)) for n in (1, 2, 3, 4, 6, 12))
 
 
 def test_what_cannot_be_is_refused():
