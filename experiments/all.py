@@ -4,7 +4,7 @@ Each command is a process of its own, which writes to a folder of its own, and w
 output.txt. One that has ended well is not run again: stop this program when you like and give it again. The table of
 what the figures came to is docs/results/index.md.
 
-With --quick it takes about three minutes on two cores, and what comes out says nothing. Without it, most of a day:
+With --quick it takes about two minutes on two idle cores, and what comes out says nothing. Without it, most of a day:
 table1.py alone, with the networks and the data of docs/results/table1.md, takes three hours.
 
 examples:

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.wide
+@pytest.mark.timeout(1200)  # a minute of computing, which a busy machine gives in ten
 def test_every_command_works_small(tmp_path, capsys):
     status = every.main(["--quick", "--output", str(tmp_path)])
     printed = {each.name: (tmp_path / each.name / "output.txt").read_text()[-2000:] for each in every.COMMANDS}
