@@ -62,7 +62,7 @@ COMMANDS = (
     Command("traffic", "SpecTrain's Figures 3 and 4", "--model vgg16 --output {output}", "--output {output}", "20 s"),
     Command(
         "rmse", "SpecTrain's Figure 8", f"--horizons 1 2 {SMALL} --output {{output}}", "--width 256 --output {output}",
-        "2 min",
+        "30 s",
     ),
     Command(
         "speedup", "SpecTrain's Figures 9 and 10", "--model vgg16 --devices 4 --minibatches 20 --output {output}",
@@ -80,7 +80,7 @@ COMMANDS = (
         "--policy single --policy spectrain --stages 2 --seeds 1 --steps 4 --learning-rate 0.01 --output {output}",
         "--output {output}", "15 min",
     ),
-    Command("stability", "the largest stable steps", "--stages 2 --output {output}", "--output {output}", "1 min"),
+    Command("stability", "the largest stable steps", "--stages 2 --output {output}", "--output {output}", "2 s"),
     Command(
         "grid_scaling", "Figures 5 to 7 of integrated parallelism",
         "--width 64 --processes 1 --processes 4 --output {output}", "--output {output}", "20 s",
@@ -94,7 +94,7 @@ COMMANDS = (
         "--paper tictac --network vgg16 --nodes 2 --output {output}/ordered_transfers.json",
         "--output {output}/ordered_transfers.json", "10 min",
     ),
-    Command("which_way", "which way to train wins where", "--model vgg16 --devices 4 --gbit 10", "", "30 min"),
+    Command("which_way", "which way to train wins where", "--model vgg16 --devices 4 --gbit 10", "", "10 min"),
 )  # fmt: skip
 
 
