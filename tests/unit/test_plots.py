@@ -305,13 +305,17 @@ def test_what_a_timeline_cannot_show_is_refused_with_what_can_be(tmp_path, capsy
     assert timeline.main([str(made), "--first", "8"]) == timeline.main([str(made)]) == 0
 
 
-@pytest.mark.parametrize("name", ["rmse", "staleness", "table1", "traffic", "speedup", "over_time", "stability"])
+@pytest.mark.parametrize(
+    "name",
+    ["rmse", "staleness", "table1", "traffic", "speedup", "over_time", "stability", "grid_scaling", "balance_scaling"],
+)
 def test_a_folder_without_results_is_refused_with_the_program_that_makes_them(name, tmp_path, capsys):
     draw = importlib.import_module(f"plots.{name}").draw
-    file = {"traffic": "traffic.json", "speedup": "speedup.json"}.get(name, "")
+    files = {"traffic": "traffic.json", "speedup": "speedup.json", "grid_scaling": "grid_scaling.csv"}
+    file = {**files, "balance_scaling": "balance_scaling.csv"}.get(name, "")
     for content in ("", "{", "{}", "[]"):
         if content:
-            for path in ("config.json", "summary.json", "history.jsonl", f"{name}.json"):
+            for path in ("config.json", "summary.json", "history.jsonl", f"{name}.json", f"{name}.csv"):
                 (tmp_path / path).write_text(content)
         assert command.of_folder("", draw, f"experiments/{name}.py", f"{name}.png", file, [str(tmp_path)]) == 2
         (line,) = capsys.readouterr().err.splitlines()
