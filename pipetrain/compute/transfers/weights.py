@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import keras
@@ -10,7 +11,6 @@ import tensorflow as tf
 
 from pipetrain.compute.cores import LOCAL_HOST, is_remote
 from pipetrain.compute.functions.graph_rewrite import inlined, made_one_by_one
-from pipetrain.compute.functions.kernels import Kernels
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.functions.stage_function import LossFunction, StageFunction, as_mean
 from pipetrain.compute.functions.stage_values import BoundaryTensors
@@ -21,6 +21,7 @@ from pipetrain.compute.graph.segment import Segment
 from pipetrain.compute.optimizer.clone import is_linear
 from pipetrain.compute.optimizer.gradient_scaling import SCALE, squared_norm
 from pipetrain.compute.transfers.message import sent
+from pipetrain.compute.transfers.worker_states import WorkerStates
 from pipetrain.schemes.scheme import UpdateRule
 
 
@@ -48,7 +49,8 @@ class Worker:
         self.segment, self.device, self._number = segment, device, number
         self._state, self._copies = State(segment, True, Division(1, workers)), WorkerCopies(device)
         self._variables: list[tf.Variable] = []
-        self._read: Callable[[], list[tf.Tensor]] | None = None
+        self._states: WorkerStates | None = None  # of the first worker
+        self._take: Callable[[], None] | None = None  # lets the variables have the averages that the worker was left
 
     @property
     def state(self) -> list[keras.Variable]:
@@ -63,7 +65,10 @@ class Worker:
         like = [(each.shape, each.dtype) for each in values]
         with tf.device(self.device):
             if is_new := like != [(each.shape, each.dtype) for each in self._variables]:
-                self._variables, self._read = [tf.Variable(each, trainable=False) for each in values], None
+                self._variables = [tf.Variable(each, trainable=False) for each in values]
+            elif self._take is not None:
+                self._take()
+            self._take = None
             self._copies.assign(self._variables, values)
         return is_new
 
@@ -80,15 +85,26 @@ class Worker:
 
     def outcome(self, others: Sequence[Worker], averaged: Sequence[int]) -> list[Any]:
         """The values of all workers; what is ``averaged`` so, of all else the first, see ``State``."""
-        for each in (self, *others):
-            each._show()
-        with tf.device(self.device):
-            return self._state.whole([other._state for other in others], averaged)
+        everyone = [self, *others]
+        if not any(is_remote(each.device) for each in everyone):
+            for each in everyone:
+                each._state.assign(range(len(each._variables)), each.read())
+            with tf.device(self.device):
+                return self._state.whole([other._state for other in others], averaged)
+        states = self.prepare(others, averaged)
+        for number, (each, values) in enumerate(zip(everyone, states.brought(), strict=True)):
+            each._state.assign([*values], [*values.values()])
+            each._take = partial(states.take, number)
+        with tf.device(LOCAL_HOST):
+            return self._state.whole([other._state for other in others])
 
-    def _show(self) -> None:
-        if self._read is None and is_remote(self.device):  # one call, however many there are
-            self._read = Kernels().op(self.read)
-        self._state.assign(range(len(self._variables)), self._read() if self._read else self.read())
+    def prepare(self, others: Sequence[Worker], averaged: Sequence[int]) -> WorkerStates:
+        """What brings the state of all workers, for ``outcome``."""
+        variables, rows = [each._variables for each in (self, *others)], self._state.rows
+        numbers = {n for n in averaged if others and n not in rows and self._variables[n].dtype.is_floating}
+        if self._states is None or not self._states.is_of(variables, numbers):
+            self._states = WorkerStates([each.device for each in (self, *others)], variables, numbers, rows)
+        return self._states
 
     def store(self, values: Sequence[Any]) -> None:
         """Write what ``outcome`` gave into the model."""
@@ -242,7 +258,7 @@ class Weights(Stage):
 
     def stored(self) -> list[tf.Tensor]:
         """The weights as ``store`` takes them."""
-        return self._groups.values()
+        return self._groups.brought()
 
     def store(self, values: Sequence[tf.Tensor]) -> None:
         """Write the weights, as ``stored`` gave them, into the model; state is the workers'."""
