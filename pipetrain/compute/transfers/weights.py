@@ -86,25 +86,28 @@ class Worker:
     def outcome(self, others: Sequence[Worker], averaged: Sequence[int]) -> list[Any]:
         """The values of all workers; what is ``averaged`` so, of all else the first, see ``State``."""
         everyone = [self, *others]
-        if not any(is_remote(each.device) for each in everyone):
+        self.prepare(others, averaged)
+        if self._states is None:
             for each in everyone:
                 each._state.assign(range(len(each._variables)), each.read())
             with tf.device(self.device):
                 return self._state.whole([other._state for other in others], averaged)
-        states = self.prepare(others, averaged)
-        for number, (each, values) in enumerate(zip(everyone, states.brought(), strict=True)):
+        for number, (each, values) in enumerate(zip(everyone, self._states.brought(), strict=True)):
             each._state.assign([*values], [*values.values()])
-            each._take = partial(states.take, number)
+            each._take = partial(self._states.take, number)
         with tf.device(LOCAL_HOST):
             return self._state.whole([other._state for other in others])
 
-    def prepare(self, others: Sequence[Worker], averaged: Sequence[int]) -> WorkerStates:
-        """What brings the state of all workers, for ``outcome``."""
-        variables, rows = [each._variables for each in (self, *others)], self._state.rows
+    def prepare(self, others: Sequence[Worker], averaged: Sequence[int]) -> None:
+        """Let workers in other processes have the functions that ``outcome`` calls, before an epoch ends."""
+        everyone, rows = [self, *others], self._state.rows
+        if not self._variables or not any(is_remote(each.device) for each in everyone):
+            self._states = None
+            return
+        variables = [each._variables for each in everyone]
         numbers = {n for n in averaged if others and n not in rows and self._variables[n].dtype.is_floating}
         if self._states is None or not self._states.is_of(variables, numbers):
-            self._states = WorkerStates([each.device for each in (self, *others)], variables, numbers, rows)
-        return self._states
+            self._states = WorkerStates([each.device for each in everyone], variables, numbers, rows)
 
     def store(self, values: Sequence[Any]) -> None:
         """Write what ``outcome`` gave into the model."""

@@ -86,10 +86,8 @@ class WorkerStates:
 
     def is_of(self, variables: Sequence[Sequence[tf.Variable]], averaged: Collection[int]) -> bool:
         """Whether these are the variables."""
-        same = all(
-            a is b for every in zip(self._variables, variables, strict=True) for a, b in zip(*every, strict=True)
-        )
-        return same and self._averaged.numbers == sorted(averaged)
+        mine, given = ([id(each) for every in known for each in every] for known in (self._variables, variables))
+        return mine == given and self._averaged.numbers == sorted(averaged)
 
     def _zeros(self, device: str) -> list[tf.Variable]:
         """For the averages that a worker is left."""
