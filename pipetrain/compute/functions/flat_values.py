@@ -40,7 +40,8 @@ def flat(values: Sequence[tf.Tensor], device: str) -> tf.Tensor:
     GPUs do not have the operations for all types of numbers; their processors have.
     """
     with tf.device(device if values[0].dtype.is_floating else processor_of(device)):
-        return tf.concat([tf.reshape(each, [-1]) for each in values], 0)
+        parts = [tf.reshape(each, [-1]) for each in values]
+        return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
 
 
 def parted(whole: tf.Tensor, specs: Sequence[tf.TensorSpec]) -> list[tf.Tensor]:
@@ -72,6 +73,7 @@ class Reader:
 
         with tf.device(device):
             self._read = Kernels().op(packing_captures(read))
+            self._read()  # the worker is sent the function now, not when an epoch ends
 
     def __call__(self) -> list[tf.Tensor]:
         """The values, in this process."""
