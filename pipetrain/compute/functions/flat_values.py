@@ -79,13 +79,33 @@ class Reader:
         """The values, in this process."""
         with tf.device(self._device):
             there = self._read()
-        with tf.device(LOCAL_HOST):
-            return joined(self._packs, [tf.identity(each) for each in there], self._specs)
+        return joined(self._packs, there, self._specs)
 
 
 def joined(packs: Sequence[Sequence[int]], flats: Sequence[tf.Tensor], specs: Sequence[tf.TensorSpec]) -> list[Any]:
-    """The values by number, from the flat tensors of their packs."""
-    values: dict[int, tf.Tensor] = {}
+    """The values by number, from the flat tensors of their packs; outside a function that is traced, in this process.
+
+    NumPy divides them here: of an operation with many inputs or outputs, called by itself, TensorFlow makes a function,
+    of which it tells all workers.
+    """
+    values: dict[int, Any] = {}
     for pack, whole in zip(packs, flats, strict=True):
-        values.update(zip(pack, parted(whole, [specs[n] for n in pack]), strict=True))
+        of_pack = [specs[n] for n in pack]
+        parts = parted(whole, of_pack) if tf.inside_function() else _parted_here(whole, of_pack)
+        values.update(zip(pack, parts, strict=True))
     return [values[n] for n in range(len(specs))]
+
+
+def _parted_here(whole: tf.Tensor, specs: Sequence[tf.TensorSpec]) -> list[tf.Tensor]:
+    array = whole.numpy()
+    ends = np.cumsum([int(np.prod(spec.shape)) for spec in specs[:-1]], dtype=int)
+    fixed = [spec.shape if _is_fixed(spec) else array.shape for spec in specs]
+    with tf.device(LOCAL_HOST):
+        parts = zip(np.split(array, ends) if len(specs) > 1 else [array], fixed, strict=True)
+        return [tf.constant(part.reshape(shape)) for part, shape in parts]
+
+
+def flat_here(values: Sequence[tf.Tensor]) -> tf.Tensor:
+    """The values of a pack, which this process has, in one tensor here."""
+    with tf.device(LOCAL_HOST):
+        return tf.constant(np.concatenate([each.numpy().reshape([-1]) for each in values]))

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from pipetrain.compute.cores import LOCAL_HOST, is_remote, processor_of
-from pipetrain.compute.functions.flat_values import flat, packs_of, parted
+from pipetrain.compute.functions.flat_values import flat_here, packs_of, parted
 from pipetrain.compute.functions.kernels import Kernels
 from pipetrain.compute.functions.packed_captures import packing_captures
 
@@ -61,7 +61,7 @@ class WorkerCopies:
 
         with tf.device(LOCAL_HOST):
             values = [tf.convert_to_tensor(pairs[n][1]) for n in mine]
-            flats = [flat([values[n] for n in pack], LOCAL_HOST) for pack in packs]
+        flats = [flat_here([values[n] for n in pack]) for pack in packs]
         if (known := (*map(id, variables), *specs)) not in self._functions:
             like = [tf.TensorSpec(each.shape, each.dtype) for each in flats]
             with tf.device(self._device):
@@ -103,20 +103,20 @@ class WorkerCopies:
         for processor in dict.fromkeys(processors):
             mine = [n for n, each in enumerate(processors) if each == processor]
             with tf.device(processor):
-                found[mine] = self._made_by(processor, [_held(values[n]) for n in mine]).numpy()
+                found[mine] = self._made_by(processor, [_held(values[n]) for n in mine])
         return found
 
-    def _made_by(self, processor: str, values: Sequence[Any]) -> tf.Tensor:
-        if not is_remote(processor):
-            return _fingerprints(values)
+    def _made_by(self, processor: str, values: Sequence[Any]) -> Any:
+        if not is_remote(processor):  # in one operation TensorFlow would make a function of it, and tell all workers
+            return np.concatenate([_fingerprints([each]).numpy() for each in values])
         if isinstance(values[0], tf.Variable):
             if (known := (processor, *map(id, values))) not in self._functions:
                 self._functions[known] = Kernels().op(packing_captures(lambda: _fingerprints(values)))
-            return self._functions[known]()
+            return self._functions[known]().numpy()
         specs = [tf.TensorSpec(each.shape, each.dtype) for each in values]
         if (like := (processor, *specs)) not in self._functions:
             self._functions[like] = Kernels().op(_fingerprints, specs)
-        return self._functions[like](values)
+        return self._functions[like](values).numpy()
 
 
 def _here(values: Iterable[Any]) -> list[Any]:

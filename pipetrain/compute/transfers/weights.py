@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from pipetrain.compute.cores import LOCAL_HOST, is_remote
+from pipetrain.compute.cores import LOCAL_HOST, finish, is_remote
 from pipetrain.compute.functions.graph_rewrite import inlined, made_one_by_one
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.functions.stage_function import LossFunction, StageFunction, as_mean
@@ -108,6 +108,11 @@ class Worker:
         numbers = {n for n in averaged if others and n not in rows and self._variables[n].dtype.is_floating}
         if self._states is None or not self._states.is_of(variables, numbers):
             self._states = WorkerStates([each.device for each in everyone], variables, numbers, rows)
+            for number, each in enumerate(everyone):
+                self._states.take(number)  # as when training goes on; then it has again what was loaded
+                with tf.device(each.device):
+                    each._copies.assign(each._variables, each._state.values)
+                finish(each.device)
 
     def store(self, values: Sequence[Any]) -> None:
         """Write what ``outcome`` gave into the model."""

@@ -109,9 +109,8 @@ class WorkerStates:
     def brought(self) -> list[dict[int, tf.Tensor]]:
         """Of every worker the values that are needed of it, by number."""
         made: _Brought = self._pack(iter(self._call([])))
-        with tf.device(LOCAL_HOST):
-            first = self._averaged.values(made.averages) | self._first.values(made.first)
-            return [first, *(self._rows.values(each) for each in made.rows)]
+        first = self._averaged.values(made.averages) | self._first.values(made.first)
+        return [first, *(self._rows.values(each) for each in made.rows)]
 
     def take(self, number: int) -> None:
         """Let a worker's variables have the averages that it was left last."""
