@@ -39,6 +39,7 @@ def test_what_only_workers_have_is_trained_on_there_and_little_is_sent(scheme, n
     assert found["equal"]
     # Not the first steps, with which functions are sent; that of an epoch whose callbacks have read the weights is one.
     sent, of_arrays = (each["sent"][2:] for each in (found["data"], found["arrays"]))
-    told = f"{scheme}, {network}: {max(sent)} bytes at most, {np.mean(sent):.0f} in the mean; {np.mean(of_arrays):.0f} of arrays"
+    told = f"{scheme}, {network}: {max(sent)} bytes at most, {np.mean(sent):.0f} in the mean; "
+    told += f"{np.mean(of_arrays):.0f} of arrays"
     print(told)
     assert max(sent) <= MOST_SENT_BYTES < np.mean(of_arrays), told
