@@ -200,6 +200,7 @@ class StepRunner(Stepwise):
         if any([worker.load() for worker in self._workers]):  # each of them, whatever the first one says
             self._retraced()
         self._await_writes()
+        self._workers[0].prepare(self._workers[1:], self._weights[0].assigned)
         self._waiting, self._shares = False, {}
         if self._outer is not None:
             self._outer.begin()

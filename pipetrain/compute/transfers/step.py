@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from pipetrain.compute.functions.graph_rewrite import sharing_constants, unpacker
+from pipetrain.compute.functions.packed_captures import packing_captures
 from pipetrain.compute.functions.split import size_bytes, specs
 from pipetrain.compute.functions.stage_values import BoundaryTensors, without_rows
 from pipetrain.compute.functions.weight_groups import WeightGroup
@@ -124,7 +125,7 @@ class TransferStep:
         key = active, pending, records, joins
         if key not in self._functions:
             *_, differentiable, constants, shares = self._made.structured_input_signature[0]
-            function = tf.function(partial(self._body, active, pending, joins), autograph=False)
+            function = tf.function(packing_captures(partial(self._body, active, pending, joins)), autograph=False)
             specs = [((differentiable, constants), shares) for _ in active]
             self._record = Record() if records else None
             self._functions[key] = function.get_concrete_function(specs)
@@ -148,7 +149,7 @@ class TransferStep:
     def _call(self, body: Callable[[], None]) -> None:
         """Run this as a function, which is traced once."""
         if body not in self._functions:
-            self._functions[body] = tf.function(body, autograph=False).get_concrete_function()
+            self._functions[body] = tf.function(packing_captures(body), autograph=False).get_concrete_function()
         self._functions[body]()
 
     def _body(self, active: Sequence[int], pending: bool, joins: bool, given: Sequence[Any]) -> StepResult:
